@@ -1,0 +1,46 @@
+"""What can go wrong, in the words every dialect shares.
+
+A fault is raised once, as a `ServeError` with one of the canonical kinds; each dialect owns one
+table from kind to its own status. Nothing here knows HTTP or gRPC.
+"""
+
+from enum import Enum
+
+
+class Kind(Enum):
+    """The canonical kinds of failure, numbered as gRPC and TensorFlow number them."""
+
+    CANCELLED = 1
+    UNKNOWN = 2
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    NOT_FOUND = 5
+    ALREADY_EXISTS = 6
+    PERMISSION_DENIED = 7
+    RESOURCE_EXHAUSTED = 8
+    FAILED_PRECONDITION = 9
+    ABORTED = 10
+    OUT_OF_RANGE = 11
+    UNIMPLEMENTED = 12
+    INTERNAL = 13
+    UNAVAILABLE = 14
+    DATA_LOSS = 15
+    UNAUTHENTICATED = 16
+
+
+class ServeError(Exception):
+    """A failure a client may see.
+
+    `message` is safe to send: it names the field, the place and the limit, and holds no path,
+    pointer, file descriptor or process id. `retry_after_s` is set where trying again makes sense.
+    """
+
+    def __init__(self, kind: Kind, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+
+class ConfigError(ValueError):
+    """A setting or a model configuration that cannot be used; the text names field and allowed values."""
