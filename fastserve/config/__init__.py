@@ -1,0 +1,34 @@
+"""The server's configuration: what may be set, read from one YAML file and from flags."""
+
+from fastserve.config.fields import Field, convert, list_fields
+from fastserve.config.policy import DEFAULT_POLICY, PolicyChoice, VersionPolicy
+from fastserve.config.reading import load_settings, parse_listener
+from fastserve.config.settings import (
+    GrpcOptions,
+    Limits,
+    Listener,
+    LogOptions,
+    ModelEntry,
+    RepositorySettings,
+    Settings,
+    TFServingOptions,
+)
+
+__all__ = [
+    "DEFAULT_POLICY",
+    "Field",
+    "GrpcOptions",
+    "Limits",
+    "Listener",
+    "LogOptions",
+    "ModelEntry",
+    "PolicyChoice",
+    "RepositorySettings",
+    "Settings",
+    "TFServingOptions",
+    "VersionPolicy",
+    "convert",
+    "list_fields",
+    "load_settings",
+    "parse_listener",
+]

@@ -1,0 +1,58 @@
+"""Settings from one YAML file, overridden field by field by command line flags."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fastserve.config.fields import convert, fault_text, list_fields
+from fastserve.config.settings import Settings
+from fastserve.config.yaml_text import read_yaml
+from fastserve.errors import ConfigError
+
+LISTENER_FIELDS = ("http", "grpc")
+
+
+def load_settings(file: Path | None = None, overrides: Mapping[str, object] | None = None) -> Settings:
+    """Settings of `file` with `overrides` on top: dotted path -> value, as `Field.path` names it.
+
+    Values of overrides may be text, as flags are. Raises ConfigError naming field, value and what is allowed.
+    """
+    origin = file.name if file else "settings"
+    tree = read_yaml(file, origin) if file else {}
+    _open_listeners(tree)
+    settings = convert(tree, Settings, origin)
+    if not overrides:
+        return settings
+    known = {field.path for field in list_fields(Settings)}
+    for path, value in overrides.items():
+        if path not in known:
+            raise ConfigError(f"flags: {path}: unknown field, allowed: {', '.join(sorted(known))}")
+        _put(tree, path, value)
+    _open_listeners(tree)
+    return convert(tree, Settings, "flags", lax=True)
+
+
+def parse_listener(text: str) -> dict[str, Any]:
+    """`HOST:PORT[=dialect,...]` as the fields of a Listener; the struct checks the address."""
+    address, _, dialects = text.partition("=")
+    return {"address": address.strip(), "dialects": [d for d in map(str.strip, dialects.split(",")) if d]}
+
+
+def _open_listeners(tree: dict[str, Any]) -> None:
+    for name in LISTENER_FIELDS:
+        given = tree.get(name)
+        if given is None and name not in tree:
+            continue
+        items = [given] if isinstance(given, str) else given
+        if not isinstance(items, (list, tuple)):
+            raise ConfigError(fault_text(name, given, "a list of HOST:PORT[=dialect,...], or off"))
+        tree[name] = [parse_listener(i) if isinstance(i, str) else i for i in items if i != "off"]
+
+
+def _put(tree: dict[str, Any], path: str, value: object) -> None:
+    *parents, last = path.split(".")
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+    tree[last] = list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,184 @@
+"""Every setting of the server, written once: name, type, bounds, default and help text.
+
+The YAML file, the command line flags and docs/configuration.md all come from these structs. What
+a single model may set is not here; that is `repository.model_config`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from fastserve.config.policy import VersionNumber, VersionPolicy
+
+Count = Annotated[int, Meta(ge=1)]
+ModelName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+_ADDRESS = re.compile(r"^(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[^:\[\]=\s]*)):(?P<port>[0-9]{1,5})$")
+
+
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one connection may cost. Bytes, seconds and counts, each named in the error it causes."""
+
+    header_bytes: Annotated[int, Meta(ge=256, description="Bytes of a request's header block.")] = 65536
+    header_count: Annotated[int, Meta(ge=1, description="Header lines of one request.")] = 100
+    target_bytes: Annotated[int, Meta(ge=16, description="Bytes of a request's path and query.")] = 8192
+    body_bytes: Annotated[int, Meta(ge=0, description="Bytes of a request body as sent.")] = 134217728
+    body_chunks: Annotated[int, Meta(ge=1, description="Chunks of a chunked request body.")] = 65536
+    inflated_bytes: Annotated[int, Meta(ge=0, description="Bytes of a body after decompression.")] = 104857600
+    inflate_ratio: Annotated[
+        int, Meta(ge=1, description="How many times larger than sent a decompressed body may be.")
+    ] = 200
+    pipelined_calls: Annotated[
+        int, Meta(ge=1, description="Requests of one connection that may wait for a reply.")
+    ] = 16
+    connections: Annotated[int, Meta(ge=1, description="Open connections per listener and front.")] = 10000
+    header_timeout_s: Annotated[
+        float, Meta(gt=0, description="Seconds a client may take to send a header block.")
+    ] = 10.0
+    idle_timeout_s: Annotated[
+        float, Meta(gt=0, description="Seconds a connection may stay open between requests.")
+    ] = 75.0
+    body_bytes_per_s: Annotated[
+        int, Meta(ge=0, description="Slowest average rate of a request body; 0 for any rate.")
+    ] = 1024
+    write_stall_s: Annotated[
+        float, Meta(gt=0, description="Seconds a client may go without reading its reply.")
+    ] = 30.0
+
+
+class Listener(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One listening address and the dialects it speaks; no dialects means every one."""
+
+    address: Annotated[str, Meta(description="HOST:PORT, [IPV6]:PORT or :PORT (every interface).")]
+    dialects: Annotated[tuple[str, ...], Meta(description="Dialects spoken here; empty for all.")] = ()
+
+    def __post_init__(self) -> None:
+        match = _ADDRESS.match(self.address)
+        if match is None or int(match["port"]) > 65535:
+            raise ValueError(f'address: given "{self.address}", allowed: HOST:PORT, [IPV6]:PORT or :PORT')
+
+    @property
+    def host(self) -> str:
+        match = _ADDRESS.match(self.address)
+        return (match["v6"] or match["host"]) if match else ""
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
+
+class GrpcOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the gRPC listeners allow."""
+
+    message_bytes: Annotated[int, Meta(ge=1, description="Bytes of one message, either way.")] = 134217728
+    concurrent_streams: Annotated[
+        int, Meta(ge=1, description="Calls at the same time on one connection.")
+    ] = 1024
+    concurrent_calls: Annotated[
+        int, Meta(ge=0, description="Calls at the same time over all connections; 0 for any number.")
+    ] = 0
+    keepalive_s: Annotated[float, Meta(gt=0, description="Seconds between pings on a quiet connection.")] = (
+        7200.0
+    )
+    reflection: Annotated[bool, Meta(description="Answer gRPC reflection.")] = True
+
+
+class TFServingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The TensorFlow Serving dialect."""
+
+    result_keys: Annotated[
+        tuple[Literal["results", "result"], ...],
+        Meta(min_length=1, description="Keys that carry the result of classify and regress."),
+    ] = ("results", "result")
+    cors: Annotated[bool, Meta(description="Send Access-Control-Allow headers on /v1/ replies.")] = False
+    rest_timeout_ms: Annotated[
+        int, Meta(ge=0, description="Milliseconds a REST call may take; 0 for no limit.")
+    ] = 30000
+    monitoring: Annotated[bool, Meta(description="Serve TensorFlow Serving's own metrics page.")] = False
+    monitoring_path: Annotated[str, Meta(pattern="^/", description="Where that metrics page is.")] = (
+        "/monitoring/prometheus/metrics"
+    )
+
+    def __post_init__(self) -> None:
+        if len(set(self.result_keys)) != len(self.result_keys):
+            raise ValueError("result_keys: given the same key twice, allowed: each of results, result once")
+
+
+class LogOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is written to standard error."""
+
+    level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="Least severe line written.")
+    ] = "info"
+    format: Annotated[
+        Literal["text", "json"], Meta(description="One line of text or one JSON object per line.")
+    ] = "text"
+    access: Annotated[bool, Meta(description="Write a line per request.")] = False
+
+
+class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A model whose folder is named outright, as TensorFlow Serving's model_config_list does."""
+
+    name: ModelName
+    base_path: Annotated[str, Meta(description="The folder that holds the model's version folders.")]
+    version_policy: VersionPolicy | None = None
+    labels: dict[str, VersionNumber] | None = None
+
+
+class RepositorySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is served from where, and when it is looked at again."""
+
+    repository: Annotated[
+        str, Meta(description="The model repository: a folder of NAME/VERSION folders, or `demo`.")
+    ] = ""
+    models: Annotated[
+        tuple[ModelEntry, ...],
+        Meta(description="Models elsewhere: a list of name, base_path, version_policy, labels."),
+    ] = ()
+    model_defaults: Annotated[
+        dict[str, Any], Meta(description="Fields of model.yaml for models that do not set them.")
+    ] = {}
+    model_control: Annotated[
+        Literal["none", "poll", "explicit"],
+        Meta(description="Look at the repository once, every poll_s seconds, or only when told to."),
+    ] = "poll"
+    poll_s: Annotated[float, Meta(gt=0, description="Seconds between two looks at the repository.")] = 1.0
+    load_models: Annotated[
+        tuple[str, ...],
+        Meta(description="Models loaded at start, `*` for all. Empty: all, or none with explicit control."),
+    ] = ()
+    keep_going: Annotated[
+        bool, Meta(description="Serve what could be loaded instead of stopping when a model fails at start.")
+    ] = False
+    parallel_loads: Annotated[int, Meta(ge=1, description="Versions loaded at the same time.")] = 2
+    load_retries: Annotated[
+        int, Meta(ge=0, description="How often polling tries a failed version again while it is unchanged.")
+    ] = 5
+    load_retry_s: Annotated[
+        float, Meta(ge=0, description="Seconds before the first such retry; doubles up to 60 each time.")
+    ] = 1.0
+    allow_labels_for_unavailable: Annotated[
+        bool, Meta(description="A new label may point at a version that is not available yet.")
+    ] = False
+
+
+class Settings(RepositorySettings, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The whole configuration of one server."""
+
+    http: Annotated[
+        tuple[Listener, ...], Meta(description="HTTP listeners: HOST:PORT[=dialect,...], or `off`.")
+    ] = (Listener("127.0.0.1:8000"),)
+    grpc: Annotated[
+        tuple[Listener, ...], Meta(description="gRPC listeners: HOST:PORT[=dialect,...], or `off`.")
+    ] = (Listener("127.0.0.1:8001"),)
+    frontends: Annotated[int, Meta(ge=1, le=256, description="Front processes that share each port.")] = 1
+    drain_s: Annotated[
+        float, Meta(ge=0, description="Seconds requests under way may take to finish when stopping.")
+    ] = 30.0
+    limits: Limits = Limits()
+    grpc_options: GrpcOptions = GrpcOptions()
+    tfserving: TFServingOptions = TFServingOptions()
+    log: LogOptions = LogOptions()
