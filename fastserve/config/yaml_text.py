@@ -25,7 +25,7 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            key = self.construct_object(key_node, deep=True)
             if not isinstance(key, (str, int, float, bool)):
                 raise yaml.constructor.ConstructorError(
                     None, None, "a key must be a word", key_node.start_mark
@@ -40,7 +40,7 @@ class _Loader(yaml.SafeLoader):
 
 def _resolve(tag: str, pattern: str, first: str) -> None:
     regex = re.compile(pattern)
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", regex, list(first))  # type: ignore[no-untyped-call]
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", regex, list(first))
 
 
 _resolve("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF")

@@ -1,0 +1,256 @@
+"""model.yaml: what one model of the native form says of itself.
+
+    backend: onnx
+    max_batch_size: 64
+    inputs: {image: {dtype: float32, shape: [64]}}      # shapes without the batch axis
+    outputs: {scores: {dtype: float32, shape: [10]}}
+
+This file knows fields, bounds and how they hang together. Which versions are wanted is
+`policy`; where the file lies is `layout`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from fastserve.config import DEFAULT_POLICY, VersionPolicy, convert
+from fastserve.config.fields import fault_text
+from fastserve.config.policy import VersionNumber
+from fastserve.errors import ConfigError
+from fastserve.tensor import DTYPES, TensorSpec
+
+# Spelled out because a type checker cannot read DTYPES; tests hold the two together.
+DTypeName = Literal[
+    "bool",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+    "bytes",
+]
+Name = Annotated[str, Meta(min_length=1, max_length=1024)]
+
+
+class TensorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One input or output: dtype, and shape without the batch axis."""
+
+    dtype: Annotated[DTypeName, Meta(description="Element type.")]
+    shape: Annotated[
+        list[Annotated[int, Meta(ge=-1)]] | None,
+        Meta(description="Without the batch axis; -1 for any length, null for any rank."),
+    ]
+
+
+class SignatureConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A named way into the model."""
+
+    method: Annotated[Literal["predict", "classify", "regress"], Meta(description="What it answers.")] = (
+        "predict"
+    )
+    inputs: Annotated[
+        dict[Name, Name] | None, Meta(description="Name clients use -> input of the model; null for all.")
+    ] = None
+    outputs: Annotated[
+        dict[Name, Name] | None, Meta(description="Name clients use -> output of the model; null for all.")
+    ] = None
+    features: Annotated[
+        dict[Name, Name] | None,
+        Meta(description="classify, regress: feature of an example -> name in inputs; null for the same."),
+    ] = None
+
+
+class WarmupSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One batch run before a version becomes available."""
+
+    inputs: Annotated[
+        dict[Name, Any], Meta(description='Input -> nested lists with the batch axis, or "zeros".')
+    ]
+    rows: Annotated[int, Meta(ge=1, description="Rows of the inputs given as zeros.")] = 1
+    count: Annotated[int, Meta(ge=1, le=1000, description="How many times it runs.")] = 1
+
+
+class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The fields of model.yaml."""
+
+    backend: Annotated[Literal["python", "onnx"], Meta(description="What runs the model.")]
+    inputs: Annotated[
+        dict[Name, TensorConfig], Meta(description="Inputs by name; onnx models may leave them out.")
+    ] = {}
+    outputs: Annotated[
+        dict[Name, TensorConfig], Meta(description="Outputs by name; onnx models may leave them out.")
+    ] = {}
+    max_batch_size: Annotated[
+        int,
+        Meta(ge=0, le=1 << 20, description="Most rows of a batch. 0: no batch axis, nothing is merged."),
+    ] = 32
+    max_queue_delay_us: Annotated[
+        int, Meta(ge=0, le=60_000_000, description="Microseconds a row may wait for company.")
+    ] = 0
+    allowed_batch_sizes: Annotated[
+        list[Annotated[int, Meta(ge=1)]] | None,
+        Meta(description="Batches are filled up to the next of these; ends with max_batch_size."),
+    ] = None
+    instances: Annotated[int, Meta(ge=1, le=256, description="Worker processes of each version.")] = 1
+    max_queue_rows: Annotated[int, Meta(ge=1, description="Rows that may wait.")] = 1024
+    max_queue_bytes: Annotated[int, Meta(ge=1, description="Bytes of inputs that may wait.")] = 268435456
+    split_large_requests: Annotated[
+        bool, Meta(description="Split requests of more rows than max_batch_size; false: refuse them.")
+    ] = True
+    mixed_shapes: Annotated[
+        Literal["group", "pad", "error"],
+        Meta(description="Rows of different shapes: batched apart, padded to the largest, or refused."),
+    ] = "group"
+    version_policy: Annotated[
+        VersionPolicy, Meta(description="{latest: N}, all, or {specific: [N, ...]}.")
+    ] = DEFAULT_POLICY
+    labels: Annotated[dict[Name, VersionNumber], Meta(description="Label -> version.")] = {}
+    signatures: Annotated[
+        dict[Name, SignatureConfig],
+        Meta(description="Named ways into the model; serving_default is added unless given."),
+    ] = {}
+    class_labels: Annotated[
+        list[str] | str,
+        Meta(description="Names of the classes, or a file beside model.yaml with one per line."),
+    ] = []
+    warmup: Annotated[
+        Literal["auto", "off"] | list[WarmupSample],
+        Meta(description="Runs before a version is available: zeros, none, or these samples."),
+    ] = "auto"
+    parameters: Annotated[dict[str, Any], Meta(description="Handed to the model as they are.")] = {}
+    threads: Annotated[
+        int, Meta(ge=0, le=1024, description="Threads a worker computes with; 0 leaves it to the framework.")
+    ] = 1
+    env: Annotated[
+        dict[Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str],
+        Meta(description="Environment variables of the worker."),
+    ] = {}
+    run_timeout_ms: Annotated[
+        int, Meta(ge=0, description="Milliseconds a batch may run before its worker is killed; 0: no limit.")
+    ] = 0
+    load_timeout_s: Annotated[
+        float, Meta(gt=0, description="Seconds a worker may take until it is ready.")
+    ] = 300.0
+    restart_backoff_s: Annotated[
+        float, Meta(gt=0, description="Seconds before a dead worker's first restart; doubles each time.")
+    ] = 0.1
+    restart_backoff_max_s: Annotated[
+        float, Meta(gt=0, description="Longest wait before a restart, in seconds.")
+    ] = 30.0
+    class_name: Annotated[
+        str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", description="Class in model.py.")
+    ] = msgspec.field(name="class", default="Model")
+
+    def __post_init__(self) -> None:
+        _check_batch_sizes(self.max_batch_size, self.allowed_batch_sizes)
+        if self.backend == "python" and not (self.inputs and self.outputs):
+            missing = "outputs" if self.inputs else "inputs"
+            raise ValueError(f"{missing}: given nothing, allowed: a mapping of name: dtype, shape")
+        if self.max_queue_rows < self.max_batch_size:
+            raise ValueError(
+                fault_text(
+                    "max_queue_rows",
+                    self.max_queue_rows,
+                    f"a whole number from max_batch_size {self.max_batch_size}",
+                )
+            )
+        for name, signature in self.signatures.items():
+            _check_signature(name, signature, self)
+
+    @property
+    def batching(self) -> bool:
+        """True when tensors carry a batch axis and requests may share a batch."""
+        return self.max_batch_size > 0
+
+    @property
+    def class_texts(self) -> tuple[str, ...]:
+        """The class names; empty while `class_labels` is still the name of a file."""
+        return tuple(self.class_labels) if isinstance(self.class_labels, list) else ()
+
+
+def parse_model_config(
+    raw: Mapping[str, object], origin: str = "model.yaml", defaults: Mapping[str, object] | None = None
+) -> ModelConfig:
+    """A checked ModelConfig of plain values; `defaults` fill fields that are not given.
+
+    Raises ConfigError naming origin, field, given value and allowed values.
+    """
+    return convert(_filled(raw, defaults or {}), ModelConfig, origin)
+
+
+def _filled(raw: Mapping[str, object], defaults: Mapping[str, object]) -> dict[str, object]:
+    fill = dict(defaults)
+    if "max_batch_size" in raw:
+        # sizes to round up to belong to the max_batch_size they were written for
+        fill.pop("allowed_batch_sizes", None)
+    merged = {**fill, **raw}
+    rows, size = merged.get("max_queue_rows", 1024), merged.get("max_batch_size", 32)
+    if "max_queue_rows" not in raw and isinstance(size, int) and isinstance(rows, int) and rows < size:
+        merged["max_queue_rows"] = size  # a queue that cannot hold one batch would refuse full batches
+    return merged
+
+
+def _check_batch_sizes(max_batch_size: int, sizes: list[int] | None) -> None:
+    if sizes is None:
+        return
+    if not sizes or any(b <= a for a, b in itertools.pairwise(sizes)):
+        raise ValueError(fault_text("allowed_batch_sizes", sizes, "whole numbers that increase"))
+    if sizes[-1] != max_batch_size:  # the words of TensorFlow Serving, spec 6.3
+        raise ValueError(
+            "Last entry in allowed_batch_sizes must match max_batch_size; "
+            f"last entry was {sizes[-1]}; expected {max_batch_size}"
+        )
+
+
+def _check_signature(name: str, signature: SignatureConfig, config: ModelConfig) -> None:
+    for side, chosen, known in (
+        ("inputs", signature.inputs, config.inputs),
+        ("outputs", signature.outputs, config.outputs),
+    ):
+        for alias, target in (chosen or {}).items():
+            if known and target not in known:
+                raise ValueError(fault_text(f"signatures.{name}.{side}.{alias}", target, " or ".join(known)))
+    aliases = list(signature.inputs or config.inputs)
+    for feature, alias in (signature.features or {}).items():
+        if aliases and alias not in aliases:
+            raise ValueError(fault_text(f"signatures.{name}.features.{feature}", alias, " or ".join(aliases)))
+
+
+def round_up(rows: int, allowed_batch_sizes: list[int] | None) -> int:
+    """Rows a batch of `rows` is filled up to (spec 6.3); `rows` itself beyond the last size."""
+    return next((size for size in allowed_batch_sizes or () if size >= rows), rows)
+
+
+def build_specs(tensors: Mapping[str, TensorConfig]) -> dict[str, TensorSpec]:
+    """TensorSpecs of `inputs` or `outputs`, in the order written; shapes stay without the batch axis."""
+    return {
+        name: TensorSpec(name, DTYPES[t.dtype], None if t.shape is None else tuple(t.shape))
+        for name, t in tensors.items()
+    }
+
+
+def config_json(config: ModelConfig) -> dict[str, Any]:
+    """The config as plain values, as the worker is sent it; `load_config_json` reads it back."""
+    plain: dict[str, Any] = msgspec.to_builtins(config)
+    return plain
+
+
+def load_config_json(plain: Mapping[str, object]) -> ModelConfig:
+    """A ModelConfig from `config_json`'s values. Raises ConfigError."""
+    if not isinstance(plain, Mapping):
+        raise ConfigError("config: not a mapping")
+    return convert(plain, ModelConfig, "config")
