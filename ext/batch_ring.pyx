@@ -1,0 +1,573 @@
+"""The batch ring: places for rows in batches that several processes fill and workers run.
+
+    front:   place = ring.reserve(2)             rows 5 and 6 of slot 0, say
+             ring.input_rows(place, 2, 0)[:] = ...      written in place, no copy later
+             ring.commit(place, 2); ring.kick()
+    worker:  slot = ring.take();  ...run...;  ring.publish(slot)
+    front:   for slot, seq in ring.drain(): ...ring.output_rows(place, 2, 0)...; ring.release(place, 2)
+
+The memory and the state machine are in include/arena.h and include/slots.h; this module only opens
+the doors. A BatchRing borrows the arena's memory: whoever made it keeps that mapped. Views it hands
+out are borrowed too, until the place is committed (inputs) or released (outputs).
+"""
+
+from cpython.buffer cimport PyBUF_READ, PyBUF_WRITE
+from cpython.memoryview cimport PyMemoryView_FromMemory
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libc.string cimport memcpy, memset
+
+cdef extern from "slots.h" nogil:
+    enum: MAX_WORKERS, MAX_FRONTS, MAX_COLUMNS, MAX_BATCH_ROWS, ERROR_BYTES, NO_WORKER, SLAB_PAGE
+    enum: SLOT_FREE, SLOT_OPEN, SLOT_SEALED, SLOT_READY, SLOT_RUNNING, SLOT_DONE, SLOT_STATES, SLOT_EVENTS
+    enum: ROW_EMPTY, ROW_COMMITTED, ROW_ANSWERED, ROW_DROPPED, AWAKE, ASLEEP, ASLEEP_UNTIL_DUE
+    const uint8_t SLOT_MOVES[7][10]
+    ctypedef struct Row:
+        uint32_t state, in_bytes, out_bytes, status
+        uint64_t in_offset, out_offset
+        int front, rows
+    ctypedef struct Slot:
+        uint64_t word, seq, first_ns, taken_ns, run_ns, done_ns
+        uint32_t attempts, status, error_bytes
+        char* error
+    ctypedef struct WorkerDesk:
+        uint32_t asleep, present
+        uint64_t batches
+    ctypedef struct FrontDesk:
+        uint32_t rung, rescan
+    ctypedef struct ArenaHeader:
+        uint32_t slots, max_rows, inputs, outputs, workers, fronts
+        uint64_t slots_offset, slabs_offset, total_bytes, max_delay_ns, open
+        uint64_t* input_row_bytes
+        uint64_t* output_row_bytes
+        uint64_t* input_offset
+        uint64_t* output_offset
+        WorkerDesk* worker
+        FrontDesk* front
+    ctypedef struct Slabs:
+        uint8_t* base
+        uint32_t pages
+    ctypedef struct Arena:
+        ArenaHeader* header
+        uint8_t* base
+        uint32_t slots, max_rows, workers, fronts, ring_capacity
+        Slabs slabs
+    ctypedef struct Message:
+        uint64_t seq
+        uint32_t slot, kind
+        uint64_t value
+    ctypedef struct MessageRing:
+        pass
+    uint64_t arena_measure(ArenaHeader*)
+    void arena_format(ArenaHeader*, uint32_t slab_pages)
+    bint arena_attach(Arena*, uint8_t*, uint64_t)
+    Slot* slot_at(const Arena*, uint32_t)
+    Row* rows_of(Slot*)
+    MessageRing* ring_of(const Arena*, uint32_t, uint32_t)
+    bint message_push(MessageRing*, uint32_t, const Message*)
+    bint message_pop(MessageRing*, uint32_t, Message*)
+    uint64_t monotonic_ns()
+    uint64_t load64(const uint64_t*)
+    uint32_t word_state(uint64_t)
+    uint32_t word_reserved(uint64_t)
+    uint32_t word_settled(uint64_t)
+    uint32_t word_worker(uint64_t)
+    int64_t place_reserve(const Arena*, uint32_t, uint32_t)
+    bint place_commit(const Arena*, int64_t, uint32_t)
+    bint place_abandon(const Arena*, int64_t, uint32_t)
+    bint place_drop(const Arena*, int64_t)
+    void slot_release(const Arena*, Slot*, uint32_t)
+    void release_slabs(const Arena*, Row*)
+    bint slot_seal(const Arena*, uint32_t)
+    int64_t slot_take(const Arena*, uint32_t, uint64_t*)
+    uint64_t open_due_ns(const Arena*, uint32_t*)
+    uint64_t slot_publish(const Arena*, uint32_t, uint32_t)
+    bint slot_return(Slot*, uint32_t)
+    uint32_t slot_sweep(const Arena*, uint32_t, uint32_t)
+    uint64_t slab_lease(const Slabs*, uint64_t, uint32_t)
+    bint slab_holds(const Slabs*, uint64_t, uint64_t)
+    bint slab_release(const Slabs*, uint64_t)
+    bint slab_give(const Slabs*, uint64_t, uint32_t)
+    uint32_t slab_sweep(const Slabs*, uint32_t)
+    uint32_t slab_used(const Slabs*)
+    enum: OWNER_ANSWER
+
+cdef extern from "doorbell.h" nogil:
+    void bell_ring(int fd)
+    void bell_clear(int fd)
+    int bell_wait(int bell, int control, int64_t timeout_ns)
+    uint32_t desk_exchange(uint32_t*, uint32_t)
+    uint32_t desk_load(const uint32_t*)
+    void spin_pause()
+
+cdef enum:
+    DONE_MESSAGE = 1
+    WORKER_OWNER = 0x4000       # slab owners: fronts are 1.., workers WORKER_OWNER..
+
+FULL = -1
+STATES = ("free", "claimed", "open", "sealed", "ready", "running", "done")
+EVENTS = ("claim", "open", "reserve", "settle", "seal", "close", "take", "return", "publish", "release")
+BELL, CONTROL, TIMEOUT = 1, 2, 0
+
+
+def moves() -> dict[tuple[str, str], frozenset[str]]:
+    """The state machine of a slot: (state, event) -> states it may lead to. What the C table says."""
+    cdef int state, event
+    table = {}
+    for state in range(SLOT_STATES):
+        for event in range(SLOT_EVENTS):
+            bits = SLOT_MOVES[state][event]
+            if bits:
+                targets = [name for i, name in enumerate(STATES) if bits >> i & 1]
+                table[STATES[state], EVENTS[event]] = frozenset(targets)
+    return table
+
+
+cdef ArenaHeader* lay_out(ArenaHeader* header, int slots, int max_rows, inputs, outputs, int workers, int fronts) except NULL:
+    if not 1 <= max_rows <= MAX_BATCH_ROWS or not 1 <= slots <= 65536:
+        raise ValueError(f"a ring has 1..65536 slots of 1..{MAX_BATCH_ROWS} rows, not {slots} of {max_rows}")
+    if not 1 <= workers <= MAX_WORKERS or not 1 <= fronts <= MAX_FRONTS:
+        raise ValueError(f"a ring joins 1..{MAX_FRONTS} fronts and 1..{MAX_WORKERS} workers, not {fronts} and {workers}")
+    if len(inputs) > MAX_COLUMNS or len(outputs) > MAX_COLUMNS:
+        raise ValueError(f"a ring has at most {MAX_COLUMNS} columns on each side")
+    memset(header, 0, sizeof(ArenaHeader))
+    header.slots, header.max_rows, header.workers, header.fronts = slots, max_rows, workers, fronts
+    header.inputs, header.outputs = len(inputs), len(outputs)
+    for i, row_bytes in enumerate(inputs):
+        header.input_row_bytes[i] = row_bytes
+    for i, row_bytes in enumerate(outputs):
+        header.output_row_bytes[i] = row_bytes
+    arena_measure(header)
+    return header
+
+
+cdef uint64_t slab_pages_bytes(int pages):
+    return ((8 * pages + 192 + SLAB_PAGE - 1) // SLAB_PAGE + 1 + pages) * SLAB_PAGE if pages else 0
+
+
+def measure(*, int slots, int max_rows, inputs=(), outputs=(), int workers=1, int fronts=1, int slab_pages=0) -> int:
+    """Bytes of an arena: `inputs` and `outputs` are the row bytes of each column."""
+    cdef ArenaHeader header
+    lay_out(&header, slots, max_rows, inputs, outputs, workers, fronts)
+    return header.slabs_offset + slab_pages_bytes(slab_pages)
+
+
+def format_arena(uint8_t[::1] memory not None, *, int slots, int max_rows, inputs=(), outputs=(), int workers=1,
+                 int fronts=1, int slab_pages=0, uint64_t max_delay_ns=0) -> None:
+    """Lay an empty ring out in zeroed `memory` of at least measure(...) bytes."""
+    cdef ArenaHeader header
+    lay_out(&header, slots, max_rows, inputs, outputs, workers, fronts)
+    if <uint64_t>memory.shape[0] < header.slabs_offset + slab_pages_bytes(slab_pages):
+        raise ValueError(f"the arena needs {header.slabs_offset + slab_pages_bytes(slab_pages)} bytes, got {memory.shape[0]}")
+    header.max_delay_ns = max_delay_ns
+    memcpy(&memory[0], &header, sizeof(ArenaHeader))
+    arena_format(<ArenaHeader*>&memory[0], slab_pages)
+
+
+cdef class BatchRing:
+    """One process's view of an arena, as front number `front` or as worker number `worker`."""
+
+    cdef Arena arena
+    cdef object memory
+    cdef readonly int front, worker
+    cdef readonly uint32_t slots, max_rows
+    cdef int own_bell, control
+    cdef int worker_bells[MAX_WORKERS]
+    cdef int front_bells[MAX_FRONTS]
+    cdef bint news                      # rows were committed since the last kick
+    cdef uint32_t ready                 # slots that became ready since the last kick
+    cdef uint64_t input_bytes[MAX_COLUMNS]
+    cdef uint64_t output_bytes[MAX_COLUMNS]
+    cdef uint64_t input_at[MAX_COLUMNS]
+    cdef uint64_t output_at[MAX_COLUMNS]
+    cdef readonly int inputs, outputs
+
+    def __init__(self, uint8_t[::1] memory not None, *, int front=-1, int worker=-1, int own_bell=-1,
+                 worker_bells=(), front_bells=(), int control=-1):
+        cdef int i
+        if not arena_attach(&self.arena, &memory[0], memory.shape[0]):
+            raise ValueError("this memory holds no arena of this version")
+        cdef ArenaHeader* h = self.arena.header
+        if front >= <int>h.fronts or worker >= <int>h.workers or h.inputs > MAX_COLUMNS or h.outputs > MAX_COLUMNS:
+            raise ValueError("no such front or worker in this arena")
+        self.memory = memory.base
+        self.front, self.worker, self.own_bell, self.control = front, worker, own_bell, control
+        self.slots, self.max_rows = self.arena.slots, self.arena.max_rows
+        self.inputs, self.outputs = h.inputs, h.outputs
+        for i in range(MAX_COLUMNS):
+            self.input_bytes[i], self.output_bytes[i] = h.input_row_bytes[i], h.output_row_bytes[i]
+            self.input_at[i], self.output_at[i] = h.input_offset[i], h.output_offset[i]
+        for i in range(MAX_WORKERS):
+            self.worker_bells[i] = worker_bells[i] if i < len(worker_bells) else -1
+        for i in range(MAX_FRONTS):
+            self.front_bells[i] = front_bells[i] if i < len(front_bells) else -1
+
+    def set_worker_bell(self, int worker, int fd) -> None:
+        """The doorbell of a worker (an eventfd), -1 while there is none."""
+        self.worker_bells[worker] = fd
+
+    # --- fronts ---------------------------------------------------------------------------------
+
+    def reserve(self, uint32_t rows) -> int:
+        """A place for 1..max_rows rows, or FULL. End it with commit or abandon."""
+        if rows < 1 or rows > self.max_rows:
+            raise ValueError(f"a place has 1..{self.max_rows} rows, not {rows}")
+        return place_reserve(&self.arena, rows, self.front)
+
+    def commit(self, int64_t place, uint32_t rows) -> None:
+        """The rows are written; kick() when no more are coming right now."""
+        self.check(place, rows)
+        self.ready += place_commit(&self.arena, place, rows)
+        self.news = True
+
+    def abandon(self, int64_t place, uint32_t rows) -> None:
+        """The rows will not be written."""
+        self.check(place, rows)
+        if place_abandon(&self.arena, place, rows):
+            self.ready += 1
+            self.news = True
+
+    def drop(self, int64_t place) -> bool:
+        """Nobody waits for these rows any more. True: forget the place. False: release it when its batch is done."""
+        self.check(place, 1)
+        return place_drop(&self.arena, place)
+
+    def release(self, int64_t place, uint32_t rows) -> None:
+        """The outputs have been read. Slabs of the place are released with it."""
+        self.check(place, rows)
+        cdef Slot* slot = slot_at(&self.arena, <uint32_t>(place >> 16))
+        release_slabs(&self.arena, rows_of(slot) + (place & 0xffff))
+        slot_release(&self.arena, slot, rows)
+
+    def seal(self, int64_t place) -> None:
+        """Close the place's batch to further rows, whatever the delay."""
+        self.check(place, 1)
+        slot_seal(&self.arena, <uint32_t>(place >> 16))
+
+    def kick(self) -> None:
+        """Wake a sleeping worker if something was committed since the last kick. Once per loop turn."""
+        cdef uint32_t i, asleep
+        cdef uint32_t wanted = 1 if self.ready == 0 else self.ready
+        if not self.news:
+            return
+        with nogil:
+            for i in range(self.arena.workers):
+                asleep = desk_load(&self.arena.header.worker[i].asleep)
+                if asleep == AWAKE or (asleep == ASLEEP_UNTIL_DUE and self.ready == 0):
+                    continue
+                if desk_exchange(&self.arena.header.worker[i].asleep, AWAKE) != AWAKE and self.worker_bells[i] >= 0:
+                    bell_ring(self.worker_bells[i])
+                    wanted -= 1
+                    if wanted == 0:
+                        break
+        self.news, self.ready = False, 0
+
+    def kick_all(self) -> None:
+        """Wake every worker, to look for work or at its control socket."""
+        cdef uint32_t i
+        for i in range(self.arena.workers):
+            if self.worker_bells[i] >= 0:
+                bell_ring(self.worker_bells[i])
+
+    def drain(self) -> list:
+        """Slots done since the last call, as (slot, seq); slot -1 asks to look at every place still waited for."""
+        cdef Message message
+        cdef uint32_t w
+        cdef FrontDesk* desk = &self.arena.header.front[self.front]
+        found = []
+        bell_clear(self.own_bell)
+        desk_exchange(&desk.rung, 0)
+        for w in range(self.arena.workers):
+            while message_pop(ring_of(&self.arena, w, self.front), self.arena.ring_capacity, &message):
+                if message.slot < self.slots:
+                    found.append((message.slot, message.seq))
+        if desk_exchange(&desk.rescan, 0):
+            found.append((-1, 0))
+        return found
+
+    def is_done(self, uint32_t slot, uint64_t seq) -> bool:
+        """Whether that opening of the slot has been published."""
+        cdef Slot* s = self.slot(slot)
+        return s.seq == seq and word_state(load64(&s.word)) == SLOT_DONE
+
+    def failure(self, uint32_t slot) -> tuple | None:
+        """(kind, text) when the whole batch failed, else None."""
+        cdef Slot* s = self.slot(slot)
+        if s.status == 0:
+            return None
+        return s.status, s.error[:min(s.error_bytes, <uint32_t>ERROR_BYTES)].decode("utf-8", "replace")
+
+    def place_status(self, int64_t place) -> int:
+        """0, or the kind of this place's own failure; its text is then in its output slab."""
+        self.check(place, 1)
+        return rows_of(slot_at(&self.arena, <uint32_t>(place >> 16)))[place & 0xffff].status
+
+    def times_ns(self, uint32_t slot) -> tuple:
+        """(first row reserved, taken, run started, done), CLOCK_MONOTONIC."""
+        cdef Slot* s = self.slot(slot)
+        return s.first_ns, s.taken_ns, s.run_ns, s.done_ns
+
+    def seq(self, uint32_t slot) -> int:
+        """The number of the slot's present opening."""
+        return self.slot(slot).seq
+
+    def input_rows(self, int64_t place, uint32_t rows, int column):
+        """Writable bytes of the place's rows in an input column."""
+        return self.view(place, rows, self.input_at[self.column(column, self.inputs)], self.input_bytes[column], PyBUF_WRITE)
+
+    def output_rows(self, int64_t place, uint32_t rows, int column):
+        """Bytes of the place's rows in an output column."""
+        return self.view(place, rows, self.output_at[self.column(column, self.outputs)], self.output_bytes[column], PyBUF_READ)
+
+    cdef object view(self, int64_t place, uint32_t rows, uint64_t at, uint64_t row_bytes, int flags):
+        self.check(place, rows)
+        cdef char* start = <char*>slot_at(&self.arena, <uint32_t>(place >> 16)) + at + (place & 0xffff) * row_bytes
+        return PyMemoryView_FromMemory(start, rows * row_bytes, flags)
+
+    cdef inline int column(self, int column, int count) except -1:
+        if not 0 <= column < count:
+            raise IndexError(f"column {column} of {count}")
+        return column
+
+    cdef inline int check(self, int64_t place, uint32_t rows) except -1:
+        if place < 0 or (place >> 16) >= self.slots or (place & 0xffff) + rows > self.max_rows:
+            raise IndexError(f"no place {place} of {rows} rows")
+        return 0
+
+    cdef inline Slot* slot(self, uint32_t slot) except NULL:
+        if slot >= self.slots:
+            raise IndexError(f"slot {slot} of {self.slots}")
+        return slot_at(&self.arena, slot)
+
+    # --- workers --------------------------------------------------------------------------------
+
+    def take(self) -> int:
+        """A batch to run, or -1; never waits."""
+        cdef uint64_t due
+        cdef int64_t slot = slot_take(&self.arena, self.worker, &due)
+        if slot >= 0:
+            self.mark_taken(<uint32_t>slot)
+        return slot
+
+    def take_or_wait(self, int64_t spin_ns=0) -> int:
+        """A batch to run; or -1 after a doorbell, -2 when the control socket has something to say."""
+        cdef int64_t slot
+        cdef int why = 0
+        with nogil:
+            slot = self.take_waiting(spin_ns, &why)
+        if slot >= 0:
+            self.mark_taken(<uint32_t>slot)
+            return slot
+        return -2 if why & 2 else -1
+
+    cdef int64_t take_waiting(self, int64_t spin_ns, int* why) noexcept nogil:
+        cdef uint64_t due, now, until
+        cdef int64_t slot = slot_take(&self.arena, self.worker, &due)
+        cdef WorkerDesk* desk = &self.arena.header.worker[self.worker]
+        if slot < 0 and spin_ns > 0:
+            until = monotonic_ns() + spin_ns
+            while slot < 0 and monotonic_ns() < until:
+                spin_pause()
+                slot = slot_take(&self.arena, self.worker, &due)
+        if slot >= 0:
+            return slot
+        # Say that we sleep, then look once more: a front that commits after the look sees the flag.
+        desk_exchange(&desk.asleep, ASLEEP_UNTIL_DUE if due else ASLEEP)
+        slot = slot_take(&self.arena, self.worker, &due)
+        if slot < 0:
+            now = monotonic_ns()
+            why[0] = bell_wait(self.own_bell, self.control, -1 if due == 0 else <int64_t>(due - now) if due > now else 0)
+        desk_exchange(&desk.asleep, AWAKE)
+        return slot if slot >= 0 else slot_take(&self.arena, self.worker, &due)
+
+    cdef void mark_taken(self, uint32_t slot):
+        cdef Slot* s = slot_at(&self.arena, slot)
+        s.attempts += 1
+        s.taken_ns = monotonic_ns()
+        s.status = 0
+        self.arena.header.worker[self.worker].batches += 1
+
+    def batch_rows(self, uint32_t slot) -> int:
+        """Rows of a taken batch, those nobody waits for included."""
+        return min(word_reserved(load64(&self.slot(slot).word)), self.max_rows)
+
+    def places(self, uint32_t slot) -> list:
+        """(first row, rows, input slab offset, bytes) of each place somebody waits for."""
+        cdef Slot* s = self.slot(slot)
+        cdef Row* rows = rows_of(s)
+        cdef uint32_t r = 0, reserved = self.batch_rows(slot)
+        found = []
+        while r < reserved:
+            if rows[r].state == ROW_COMMITTED or rows[r].state == ROW_ANSWERED:
+                found.append((r, rows[r].rows, rows[r].in_offset, rows[r].in_bytes))
+            r += rows[r].rows if rows[r].rows else 1
+        return found
+
+    def start_run(self, uint32_t slot) -> None:
+        """Mark the moment the backend begins."""
+        self.slot(slot).run_ns = monotonic_ns()
+
+    def column_span(self, uint32_t slot, int column, bint output=False) -> tuple:
+        """(offset in the arena, bytes of one row) of a whole column of max_rows rows."""
+        cdef uint64_t base = <uint64_t>(<uint8_t*>self.slot(slot) - self.arena.base)
+        if output:
+            return base + self.output_at[self.column(column, self.outputs)], self.output_bytes[column]
+        return base + self.input_at[self.column(column, self.inputs)], self.input_bytes[column]
+
+    def fail(self, uint32_t slot, uint32_t kind, str text) -> None:
+        """Let the whole batch end in an error; publish() follows."""
+        cdef bytes encoded = text.encode("utf-8", "replace")[:ERROR_BYTES]
+        cdef Slot* s = self.slot(slot)
+        memcpy(s.error, <const char*>encoded, len(encoded))
+        s.error_bytes = len(encoded)
+        s.status = kind
+
+    def answer_place(self, uint32_t slot, uint32_t row, uint32_t status, uint64_t offset, uint32_t nbytes) -> None:
+        """Attach the output slab of one place; it changes hands with publish()."""
+        cdef Row* at = rows_of(self.slot(slot)) + min(row, self.max_rows - 1)
+        at.status, at.out_offset, at.out_bytes = status, offset, nbytes
+        if offset:
+            slab_give(&self.arena.slabs, offset, OWNER_ANSWER)
+
+    def publish(self, uint32_t slot) -> bool:
+        """The batch is done: tell every front that waits. False when this worker does not hold it."""
+        cdef uint64_t seq = self.slot(slot).seq
+        cdef uint64_t fronts
+        with nogil:
+            fronts = slot_publish(&self.arena, slot, self.worker)
+            self.tell(fronts, slot, seq)
+        return fronts != 0
+
+    cdef void tell(self, uint64_t fronts, uint32_t slot, uint64_t seq) noexcept nogil:
+        cdef Message message
+        cdef uint32_t f
+        cdef FrontDesk* desk
+        memset(&message, 0, sizeof(Message))
+        message.seq, message.slot, message.kind = seq, slot, DONE_MESSAGE
+        for f in range(self.arena.fronts):
+            if not fronts >> f & 1:
+                continue
+            desk = &self.arena.header.front[f]
+            if not message_push(ring_of(&self.arena, self.worker, f), self.arena.ring_capacity, &message):
+                desk_exchange(&desk.rescan, 1)
+            if desk_exchange(&desk.rung, 1) == 0 and self.front_bells[f] >= 0:
+                bell_ring(self.front_bells[f])
+
+    # --- the owner, after a death ----------------------------------------------------------------
+
+    def worker_died(self, uint32_t worker, uint32_t max_attempts, uint32_t kind, str text) -> tuple:
+        """Give its batches to others; those tried max_attempts times fail with kind. Returns (retried, failed)."""
+        cdef uint32_t i, f
+        cdef int retried = 0, failed = 0
+        cdef int me = self.worker
+        cdef Slot* s
+        for i in range(self.slots):
+            s = slot_at(&self.arena, i)
+            if word_state(load64(&s.word)) != SLOT_RUNNING or word_worker(load64(&s.word)) != worker:
+                continue
+            if s.attempts < max_attempts:
+                retried += slot_return(s, worker)
+                self.ready += 1
+                self.news = True
+                continue
+            self.fail(i, kind, text)
+            slot_publish(&self.arena, i, worker)
+            failed += 1
+        slab_sweep(&self.arena.slabs, WORKER_OWNER + worker)
+        desk_exchange(&self.arena.header.worker[worker].asleep, AWAKE)
+        for f in range(self.arena.fronts):      # it may have died between publishing and telling
+            desk_exchange(&self.arena.header.front[f].rescan, 1)
+            if self.front_bells[f] >= 0:
+                bell_ring(self.front_bells[f])
+        self.kick()
+        return retried, failed
+
+    def fail_ready(self, uint32_t kind, str text) -> int:
+        """No worker is left: end every batch that waits for one with an error. Returns how many."""
+        cdef uint64_t due
+        cdef int64_t slot
+        cdef uint64_t fronts
+        cdef int failed = 0
+        cdef uint32_t i
+        while True:
+            if open_due_ns(&self.arena, &i):
+                slot_seal(&self.arena, i)
+            slot = slot_take(&self.arena, NO_WORKER - 1, &due)
+            if slot < 0:
+                return failed
+            self.fail(<uint32_t>slot, kind, text)
+            fronts = slot_publish(&self.arena, <uint32_t>slot, NO_WORKER - 1)
+            failed += 1
+            for i in range(self.arena.fronts):
+                if fronts >> i & 1:
+                    desk_exchange(&self.arena.header.front[i].rescan, 1)
+                    if self.front_bells[i] >= 0:
+                        bell_ring(self.front_bells[i])
+
+    def sweep_front(self, uint32_t front) -> int:
+        """Let go of everything a dead front held. Call it again until it returns 0."""
+        cdef uint32_t i, touched = 0
+        for i in range(self.slots):
+            touched += slot_sweep(&self.arena, i, front)
+        slab_sweep(&self.arena.slabs, 1 + front)
+        self.news, self.ready = True, touched
+        self.kick()
+        return touched
+
+    # --- slabs ----------------------------------------------------------------------------------
+
+    cdef uint32_t owner(self):
+        return WORKER_OWNER + self.worker if self.worker >= 0 else 1 + self.front
+
+    def lease(self, uint64_t nbytes) -> int:
+        """Offset of a slab of at least nbytes bytes, 0 when there is no room."""
+        return slab_lease(&self.arena.slabs, nbytes, self.owner()) if self.arena.slabs.pages else 0
+
+    def return_lease(self, uint64_t offset) -> None:
+        """Give a slab back."""
+        slab_release(&self.arena.slabs, offset)
+
+    def slab(self, uint64_t offset, uint64_t nbytes, bint writable=False):
+        """The bytes of a leased slab; raises when offset and nbytes are no lease."""
+        if not self.arena.slabs.pages or not slab_holds(&self.arena.slabs, offset, nbytes):
+            raise ValueError("not the bytes of a leased slab")
+        return PyMemoryView_FromMemory(<char*>self.arena.slabs.base + offset, nbytes, PyBUF_WRITE if writable else PyBUF_READ)
+
+    def attach_slab(self, int64_t place, uint64_t offset, uint32_t nbytes) -> None:
+        """The inputs of a reserved place are in this slab; it is released with the place."""
+        self.check(place, 1)
+        cdef Row* row = rows_of(slot_at(&self.arena, <uint32_t>(place >> 16))) + (place & 0xffff)
+        row.in_offset, row.in_bytes = offset, nbytes
+
+    def answer_slab(self, int64_t place) -> tuple:
+        """(offset, bytes) of the outputs of a place, (0, 0) when there are none."""
+        self.check(place, 1)
+        cdef Row* row = rows_of(slot_at(&self.arena, <uint32_t>(place >> 16))) + (place & 0xffff)
+        return row.out_offset, row.out_bytes
+
+    # --- looking at it --------------------------------------------------------------------------
+
+    def outstanding(self) -> int:
+        """Rows reserved and not yet freed, over all slots; 0 when nobody waits for anything."""
+        cdef uint32_t i, rows = 0
+        for i in range(self.slots):
+            rows += word_reserved(load64(&slot_at(&self.arena, i).word))
+        return rows
+
+    def queued(self) -> int:
+        """Rows committed and not yet taken by a worker."""
+        cdef uint32_t i, rows = 0
+        cdef uint64_t w
+        for i in range(self.slots):
+            w = load64(&slot_at(&self.arena, i).word)
+            if word_state(w) in (SLOT_OPEN, SLOT_SEALED, SLOT_READY):
+                rows += word_settled(w)
+        return rows
+
+    def slab_pages_used(self) -> int:
+        """Pages under lease; 0 when nothing leaks."""
+        return slab_used(&self.arena.slabs)
+
+    def describe(self, uint32_t slot) -> tuple:
+        """(state, reserved, settled, worker) of a slot, for tests and debugging."""
+        cdef uint64_t w = load64(&self.slot(slot).word)
+        return STATES[word_state(w)], word_reserved(w), word_settled(w), word_worker(w)

@@ -1,0 +1,337 @@
+// The verbs of the slot state machine drawn in arena.h. Each is one compare-and-swap on the word,
+// repeated until it sticks or no longer applies. None blocks, none allocates.
+#pragma once
+#include "arena.h"
+
+enum { PLACE_FULL = -1 };
+
+// --- fronts --------------------------------------------------------------------------------------
+
+// All rows settled and nothing more may come: hand it to the workers.
+static inline uint64_t word_settle(uint64_t w, uint32_t rows)
+{
+    uint64_t next = w + rows;
+    if (word_state(w) == SLOT_SEALED && word_settled(next) == word_reserved(next))
+        next = make_word(word_generation(w), NO_WORKER, SLOT_READY, word_reserved(next), word_settled(next));
+    return next;
+}
+
+static inline uint64_t word_seal(uint64_t w)
+{
+    uint32_t state = word_settled(w) == word_reserved(w) ? SLOT_READY : SLOT_SEALED;
+    return make_word(word_generation(w), NO_WORKER, state, word_reserved(w), word_settled(w));
+}
+
+// Seal slot `i` if it is still the opening `seen`; an empty one stays open.
+static inline bool slot_seal(const Arena *a, uint32_t i)
+{
+    Slot *s = slot_at(a, i);
+    uint64_t w = load64(&s->word);
+    while (word_state(w) == SLOT_OPEN && word_reserved(w) > 0)
+        if (swap_word(&s->word, &w, word_seal(w)))
+            return true;
+    return false;
+}
+
+// A slot nobody reserved in goes back.
+static inline bool slot_close(Slot *s, uint64_t w)
+{
+    return swap_word(&s->word, &w, word_freed(w));
+}
+
+// FREE -> CLAIMED -> OPEN for slot `i`; the claim keeps others off while its fields are set.
+static inline bool slot_open_at(const Arena *a, uint32_t i, uint32_t front, uint64_t *opened)
+{
+    Slot *s = slot_at(a, i);
+    uint64_t w = load64(&s->word);
+    uint64_t claimed = make_word(word_generation(w), front, SLOT_CLAIMED, 0, 0);
+    if (word_state(w) != SLOT_FREE || !swap_word(&s->word, &w, claimed))
+        return false;
+    s->first_ns = 0, s->attempts = 0, s->status = 0, s->error_bytes = 0;
+    s->seq = __atomic_add_fetch(&a->header->next_seq, 1, __ATOMIC_RELAXED);
+    *opened = make_word(word_generation(w), NO_WORKER, SLOT_OPEN, 0, 0);
+    return swap_word(&s->word, &claimed, *opened);
+}
+
+// Make a free slot the open one; `seen` is the pointer found stale. False when every slot is in use.
+static inline bool slot_open(const Arena *a, uint64_t seen, uint32_t front)
+{
+    uint64_t opened;
+    // Lowest first, not round robin: pages already touched are far cheaper than fresh ones.
+    for (uint32_t i = 0; i < a->slots; i++) {
+        if (!slot_open_at(a, i, front, &opened))
+            continue;
+        uint64_t pointer = ((seen >> 32) + 1) << 32 | (i + 1);
+        // Lost the race: close it, unless another front found it through an old pointer and is in it.
+        if (!swap_word(&a->header->open, &seen, pointer) && !slot_close(slot_at(a, i), opened))
+            slot_seal(a, i);
+        return true;
+    }
+    return load64(&a->header->open) != seen;
+}
+
+// A place for `rows` rows: slot << 16 | first row, or PLACE_FULL. 1 <= rows <= max_rows.
+static inline int64_t place_reserve(const Arena *a, uint32_t rows, uint32_t front)
+{
+    for (;;) {
+        uint64_t open = load64(&a->header->open);
+        uint32_t i = (uint32_t)open - 1;
+        if (i < a->slots) {
+            Slot *s = slot_at(a, i);
+            uint64_t w = load64(&s->word);
+            uint32_t start = word_reserved(w);
+            if (word_state(w) == SLOT_OPEN && start + rows <= a->max_rows) {
+                uint32_t state = start + rows == a->max_rows ? SLOT_SEALED : SLOT_OPEN;
+                uint64_t next = make_word(word_generation(w), NO_WORKER, state, start + rows, word_settled(w));
+                if (!swap_word(&s->word, &w, next))
+                    continue;
+                Row *row = rows_of(s) + start;
+                row->front = front, row->rows = rows;
+                row->in_offset = row->out_offset = 0;
+                row->in_bytes = row->out_bytes = row->status = 0;
+                __atomic_store_n(&row->state, (uint32_t)ROW_RESERVED, __ATOMIC_RELEASE);
+                if (start == 0)
+                    __atomic_store_n(&s->first_ns, monotonic_ns(), __ATOMIC_RELEASE);
+                return (int64_t)i << 16 | start;
+            }
+            if (word_state(w) == SLOT_OPEN)
+                slot_seal(a, i);
+        }
+        if (!slot_open(a, open, front))
+            return PLACE_FULL;
+    }
+}
+
+// Returns true when that made the batch ready.
+static inline bool slot_settle(Slot *s, uint32_t rows)
+{
+    uint64_t w = load64(&s->word), next;
+    do
+        next = word_settle(w, rows);
+    while (!swap_word(&s->word, &w, next));
+    return word_state(next) == SLOT_READY;
+}
+
+// The rows are written: a worker may see them. Returns true when that made the batch ready.
+static inline bool place_commit(const Arena *a, int64_t place, uint32_t rows)
+{
+    Slot *s = slot_at(a, (uint32_t)(place >> 16));
+    Row *row = rows_of(s) + (place & 0xffff);
+    __atomic_store_n(&row->state, (uint32_t)ROW_COMMITTED, __ATOMIC_RELEASE);
+    return slot_settle(s, rows);
+}
+
+static inline void clear_inputs(const Arena *a, Slot *s, uint32_t first, uint32_t rows)
+{
+    const ArenaHeader *h = a->header;
+    for (uint32_t c = 0; c < h->inputs && c < MAX_COLUMNS; c++)
+        memset((uint8_t *)s + h->input_offset[c] + first * h->input_row_bytes[c], 0, rows * h->input_row_bytes[c]);
+}
+
+// Give the last rows of an open slot back, as if never reserved.
+static inline bool place_return(Slot *s, uint32_t start, uint32_t rows)
+{
+    Row *row = rows_of(s) + start;
+    uint64_t w = load64(&s->word);
+    row->rows = 0;
+    __atomic_store_n(&row->state, (uint32_t)ROW_EMPTY, __ATOMIC_RELEASE);
+    while (word_state(w) == SLOT_OPEN && word_reserved(w) == start + rows)
+        if (swap_word(&s->word, &w, w - ((uint64_t)rows << 16)))
+            return true;
+    row->rows = rows;
+    __atomic_store_n(&row->state, (uint32_t)ROW_DROPPED, __ATOMIC_RELEASE);
+    return false;
+}
+
+// The rows will not be written. They are given back if they are the last of an open slot; else the
+// batch keeps them as zeros. Returns true when that made the batch ready.
+static inline bool place_abandon(const Arena *a, int64_t place, uint32_t rows)
+{
+    Slot *s = slot_at(a, (uint32_t)(place >> 16));
+    uint32_t start = place & 0xffff;
+    if (place_return(s, start, rows))
+        return false;
+    clear_inputs(a, s, start, rows);
+    return slot_settle(s, rows);
+}
+
+// The caller no longer waits. True: the rows are dropped and need no release.
+// False: a worker has answered; release the place when the batch is done.
+static inline bool place_drop(const Arena *a, int64_t place)
+{
+    Row *row = rows_of(slot_at(a, (uint32_t)(place >> 16))) + (place & 0xffff);
+    return swap_row(row, ROW_COMMITTED, ROW_DROPPED);
+}
+
+static inline void clear_rows(const Arena *a, Slot *s, uint32_t reserved)
+{
+    memset(rows_of(s), 0, (reserved < a->max_rows ? reserved : a->max_rows) * sizeof(Row));
+}
+
+// The answer has been read. The last release of a batch frees its slot.
+static inline void slot_release(const Arena *a, Slot *s, uint32_t rows)
+{
+    uint64_t w = load64(&s->word);
+    for (;;) {
+        bool last = word_settled(w) == rows;
+        if (last)
+            clear_rows(a, s, word_reserved(w));
+        if (word_state(w) != SLOT_DONE || word_settled(w) < rows)
+            return;     // only a worker that scribbles over the arena gets here
+        if (swap_word(&s->word, &w, last ? word_freed(w) : w - rows))
+            return;
+    }
+}
+
+// --- workers -------------------------------------------------------------------------------------
+
+static inline bool word_take(Slot *s, uint64_t w, uint32_t worker)
+{
+    uint64_t next = make_word(word_generation(w), worker, SLOT_RUNNING, word_reserved(w), word_settled(w));
+    return swap_word(&s->word, &w, next);
+}
+
+// The oldest ready slot, made ours; -1 when none is ready.
+static inline int64_t slot_take_ready(const Arena *a, uint32_t worker)
+{
+    for (;;) {
+        int64_t best = -1;
+        uint64_t best_seq = 0, best_word = 0;
+        for (uint32_t i = 0; i < a->slots; i++) {
+            Slot *s = slot_at(a, i);
+            uint64_t w = load64(&s->word);
+            if (word_state(w) == SLOT_READY && (best < 0 || s->seq < best_seq))
+                best = i, best_seq = s->seq, best_word = w;
+        }
+        if (best < 0 || word_take(slot_at(a, (uint32_t)best), best_word, worker))
+            return best;
+    }
+}
+
+// When the open slot may be sealed without being full: 0 = nothing waits in it.
+static inline uint64_t open_due_ns(const Arena *a, uint32_t *slot)
+{
+    uint32_t i = (uint32_t)load64(&a->header->open) - 1;
+    if (i >= a->slots)
+        return 0;
+    Slot *s = slot_at(a, i);
+    uint64_t w = load64(&s->word);
+    if (word_state(w) != SLOT_OPEN || word_settled(w) == 0)
+        return 0;
+    *slot = i;
+    uint64_t first = __atomic_load_n(&s->first_ns, __ATOMIC_ACQUIRE);
+    return (first ? first : monotonic_ns()) + a->max_delay_ns;
+}
+
+// One batch for this worker, or -1 and *due_ns = when to look again (0 = when woken).
+static inline int64_t slot_take(const Arena *a, uint32_t worker, uint64_t *due_ns)
+{
+    uint32_t i = 0;
+    *due_ns = 0;
+    int64_t taken = slot_take_ready(a, worker);
+    if (taken >= 0)
+        return taken;
+    uint64_t due = open_due_ns(a, &i);
+    if (due == 0)
+        return -1;
+    if (a->max_delay_ns && due > monotonic_ns()) {
+        *due_ns = due;
+        return -1;
+    }
+    slot_seal(a, i);
+    return slot_take_ready(a, worker);
+}
+
+static inline void release_slabs(const Arena *a, Row *row)
+{
+    if (a->slabs.pages && row->in_offset)
+        slab_release(&a->slabs, row->in_offset);
+    if (a->slabs.pages && row->out_offset)
+        slab_release(&a->slabs, row->out_offset);
+    row->in_offset = row->out_offset = 0;
+}
+
+// How many rows of a running batch still have somebody waiting; marks them answered.
+static inline uint32_t slot_answer(const Arena *a, Slot *s, uint32_t reserved, uint64_t *fronts)
+{
+    uint32_t live = 0;
+    Row *rows = rows_of(s);
+    for (uint32_t r = 0; r < reserved;) {
+        uint32_t span = rows[r].rows ? rows[r].rows : 1;
+        swap_row(rows + r, ROW_COMMITTED, ROW_ANSWERED);
+        if (__atomic_load_n(&rows[r].state, __ATOMIC_ACQUIRE) == ROW_ANSWERED) {
+            live += span;
+            *fronts |= (uint64_t)1 << (rows[r].front & 63);
+        } else {
+            release_slabs(a, rows + r);
+        }
+        r += span;
+    }
+    return live;
+}
+
+// RUNNING -> DONE (or FREE when nobody waits). Returns the fronts to tell, one bit each.
+static inline uint64_t slot_publish(const Arena *a, uint32_t i, uint32_t worker)
+{
+    Slot *s = slot_at(a, i);
+    uint64_t w = load64(&s->word), fronts = 0;
+    if (word_state(w) != SLOT_RUNNING || word_worker(w) != worker)
+        return 0;
+    uint32_t reserved = word_reserved(w) <= a->max_rows ? word_reserved(w) : a->max_rows;
+    uint32_t live = slot_answer(a, s, reserved, &fronts);
+    __atomic_store_n(&s->done_ns, monotonic_ns(), __ATOMIC_RELAXED);
+    if (live == 0)
+        clear_rows(a, s, reserved);
+    uint64_t next = live ? make_word(word_generation(w), worker, SLOT_DONE, reserved, live) : word_freed(w);
+    return swap_word(&s->word, &w, next) ? fronts : 0;
+}
+
+// The worker that ran it died: give it to another.
+static inline bool slot_return(Slot *s, uint32_t worker)
+{
+    uint64_t w = load64(&s->word);
+    if (word_state(w) != SLOT_RUNNING || word_worker(w) != worker)
+        return false;
+    return swap_word(&s->word, &w, make_word(word_generation(w), NO_WORKER, SLOT_READY, word_reserved(w), word_settled(w)));
+}
+
+// --- after a front died --------------------------------------------------------------------------
+
+static inline bool row_sweep(const Arena *a, Slot *s, uint32_t r, uint32_t rows)
+{
+    Row *row = rows_of(s) + r;
+    if (swap_row(row, ROW_RESERVED, ROW_DROPPED)) {
+        clear_inputs(a, s, r, rows);
+        slot_settle(s, rows);
+        return true;
+    }
+    if (swap_row(row, ROW_COMMITTED, ROW_DROPPED))
+        return true;
+    if (word_state(load64(&s->word)) == SLOT_DONE && swap_row(row, ROW_ANSWERED, ROW_DROPPED)) {
+        release_slabs(a, row);
+        slot_release(a, s, rows);
+        return true;
+    }
+    return false;
+}
+
+// Let go of everything front `front` held in slot `i`; returns how many places. Safe to repeat: rows
+// that a worker is answering right now are found by the next sweep.
+static inline uint32_t slot_sweep(const Arena *a, uint32_t i, uint32_t front)
+{
+    Slot *s = slot_at(a, i);
+    uint64_t w = load64(&s->word);
+    uint32_t touched = 0, reserved = word_reserved(w);
+    if (word_state(w) == SLOT_CLAIMED && word_worker(w) == front)
+        return slot_close(s, w);
+    if (word_state(w) == SLOT_OPEN && (uint32_t)load64(&a->header->open) != i + 1)
+        return reserved ? slot_seal(a, i) : slot_close(s, w);
+    for (uint32_t r = 0; r < reserved && r < a->max_rows;) {
+        Row *row = rows_of(s) + r;
+        uint32_t rows = row->rows ? row->rows : 1;
+        if (row->state != ROW_EMPTY && row->front == front)
+            touched += row_sweep(a, s, r, rows);
+        r += rows;
+    }
+    return touched;
+}

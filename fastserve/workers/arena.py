@@ -1,0 +1,161 @@
+"""The memory a version's processes share: made here, joined here, described by one message.
+
+One memfd (no name anywhere) holds the batch ring and the slabs; one eventfd a process is its
+doorbell. The owner makes an arena when the first worker has told its tensors; workers and other
+front processes join it with the descriptors they were sent. Layout: ext/include/arena.h.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastserve._ext import batch_ring
+from fastserve._ext.batch_ring import BatchRing
+from fastserve.tensor import TensorSpec
+
+MAX_ROWS = 65535  # MAX_BATCH_ROWS of arena.h
+MOST_SLOTS = 256  # a worker looks at every slot when it takes one
+LEAST_SLOTS = 4  # one filling, one ready, one running, one being answered
+SLAB_PAGE = 4096
+MOST_SLAB_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What an arena must hold. `inputs` and `outputs` are row bytes, empty in the slab form."""
+
+    slots: int
+    max_rows: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    slab_pages: int
+    max_delay_ns: int
+    workers: int
+    fronts: int
+
+    @property
+    def dense(self) -> bool:
+        """True when rows lie in columns; false when each request brings its own slab."""
+        return bool(self.inputs)
+
+
+def plan_geometry(
+    config: Mapping[str, Any],
+    inputs: Mapping[str, TensorSpec],
+    outputs: Mapping[str, TensorSpec],
+    *,
+    fronts: int = 1,
+) -> Geometry:
+    """The geometry for a model's tensors; `config` is model.yaml as plain values.
+
+    Columns when every row has a known size, slabs otherwise. The queue's bounds, in rows and in
+    bytes, become the number of slots.
+    """
+    max_batch = min(int(config["max_batch_size"]), MAX_ROWS)
+    rows_in, rows_out = _row_bytes(inputs), _row_bytes(outputs)
+    dense = max_batch > 0 and rows_in is not None and rows_out is not None
+    columns = (rows_in or (), rows_out or ()) if dense else ((), ())
+    max_rows = max(max_batch, 1)
+    queue_bytes = int(config["max_queue_bytes"])
+    slots = min(max(int(config["max_queue_rows"]) // max_rows, LEAST_SLOTS), MOST_SLOTS)
+    if dense:
+        slot_bytes = max_rows * (sum(columns[0]) + sum(columns[1]))
+        slots = max(min(slots, queue_bytes // max(slot_bytes, 1)), LEAST_SLOTS)
+    pages = 0 if dense else min(2 * queue_bytes, MOST_SLAB_BYTES) // SLAB_PAGE
+    return Geometry(
+        slots=slots,
+        max_rows=max_rows,
+        inputs=columns[0],
+        outputs=columns[1],
+        slab_pages=pages,
+        max_delay_ns=int(config["max_queue_delay_us"]) * 1000,
+        workers=int(config["instances"]),
+        fronts=fronts,
+    )
+
+
+def _row_bytes(specs: Mapping[str, TensorSpec]) -> tuple[int, ...] | None:
+    sizes = [spec.row_bytes for spec in specs.values()]
+    return None if not sizes or None in sizes else tuple(size or 0 for size in sizes)
+
+
+class Arena:
+    """One process's hold on an arena: memory, doorbells and the ring over them. `close()` lets go."""
+
+    def __init__(self, geometry: Geometry, memory_fd: int, worker_bells: Sequence[int], front_bells: Sequence[int]):
+        self.geometry = geometry
+        self.memory_fd = memory_fd
+        self.worker_bells = list(worker_bells)
+        self.front_bells = list(front_bells)
+        self.memory = mmap.mmap(memory_fd, os.fstat(memory_fd).st_size)
+
+    @classmethod
+    def create(cls, geometry: Geometry) -> Arena:
+        """A fresh arena with its doorbells, all descriptors close-on-exec."""
+        layout = _layout(geometry)
+        memory_fd = os.memfd_create("fastserve-arena", os.MFD_CLOEXEC)
+        os.ftruncate(memory_fd, batch_ring.measure(**layout))
+        flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
+        bells = [[os.eventfd(0, flags) for _ in range(n)] for n in (geometry.workers, geometry.fronts)]
+        arena = cls(geometry, memory_fd, *bells)
+        batch_ring.format_arena(arena.memory, max_delay_ns=geometry.max_delay_ns, **layout)
+        return arena
+
+    @classmethod
+    def join(cls, message: Mapping[str, Any], fds: Sequence[int]) -> Arena:
+        """The arena another process described with `message` and descriptors; owns the descriptors."""
+        raw = dict(message["geometry"])
+        raw["inputs"], raw["outputs"] = tuple(raw["inputs"]), tuple(raw["outputs"])
+        geometry = Geometry(**raw)
+        workers = geometry.workers
+        return cls(geometry, fds[0], fds[1 : 1 + workers], fds[1 + workers :])
+
+    def ring(self, *, front: int = -1, worker: int = -1, control: int = -1) -> BatchRing:
+        """The ring as front `front` or as worker `worker` sees it; `control` also ends a worker's wait."""
+        own = self.front_bells[front] if front >= 0 else self.worker_bells[worker] if worker >= 0 else -1
+        return BatchRing(
+            self.memory,
+            front=front,
+            worker=worker,
+            own_bell=own,
+            worker_bells=self.worker_bells,
+            front_bells=self.front_bells,
+            control=control,
+        )
+
+    def fds_for_worker(self, worker: int) -> tuple[dict[str, Any], list[int]]:
+        """What worker number `worker` must be sent to join: a message and the descriptors beside it."""
+        return self._described(worker=worker)
+
+    def fds_for_front(self, front: int) -> tuple[dict[str, Any], list[int]]:
+        """The same for another front process."""
+        return self._described(front=front)
+
+    def _described(self, **who: int) -> tuple[dict[str, Any], list[int]]:
+        geometry = {name: getattr(self.geometry, name) for name in Geometry.__slots__}
+        return {"geometry": geometry, **who}, [self.memory_fd, *self.worker_bells, *self.front_bells]
+
+    def close(self) -> None:
+        """Close every descriptor. The memory goes when the last view of it does."""
+        for fd in (self.memory_fd, *self.worker_bells, *self.front_bells):
+            os.close(fd)
+        self.worker_bells, self.front_bells, self.memory_fd = [], [], -1
+        with contextlib.suppress(BufferError):  # a ring still looks at it; unmapped when that goes
+            self.memory.close()
+
+
+def _layout(geometry: Geometry) -> dict[str, Any]:
+    return {
+        "slots": geometry.slots,
+        "max_rows": geometry.max_rows,
+        "inputs": geometry.inputs,
+        "outputs": geometry.outputs,
+        "workers": geometry.workers,
+        "fronts": geometry.fronts,
+        "slab_pages": geometry.slab_pages,
+    }

@@ -1,0 +1,45 @@
+"""Shared memory as numpy arrays, and back. Only workers and the library come here.
+
+Strings are object arrays of bytes on the numpy side and BYTES packing in memory; bfloat16 has no
+numpy type and travels as uint16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fastserve._ext.flatten import pack_bytes, unpack_bytes
+from fastserve.tensor import DTYPES, DType, Tensor
+
+BYTES = DTYPES["bytes"]
+NUMPY: dict[str, np.dtype[Any]] = {
+    name: np.dtype("uint16" if name == "bfloat16" else "object" if name == "bytes" else name) for name in DTYPES
+}
+_BY_NUMPY = {np.dtype(name): dtype for name, dtype in DTYPES.items() if name not in ("bfloat16", "bytes")}
+
+
+def view_tensor(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """A read-only array over a tensor's memory; strings are copied out into an object array of bytes."""
+    if tensor.dtype is BYTES:
+        count = int(np.prod(tensor.shape, dtype=np.int64))
+        array = np.empty(count, object)
+        array[:] = unpack_bytes(tensor.data, count)
+        return array.reshape(tensor.shape)
+    array = np.frombuffer(tensor.data, NUMPY[tensor.dtype.name]).reshape(tensor.shape)
+    array.flags.writeable = False
+    return array
+
+
+def as_tensor(array: np.ndarray[Any, Any], dtype: DType) -> Tensor:
+    """The tensor of an array whose elements are already of `dtype`; contiguous arrays are not copied."""
+    if dtype is BYTES:
+        return Tensor(dtype, array.shape, pack_bytes(array.reshape(-1).tolist()))
+    whole = np.ascontiguousarray(array)
+    return Tensor(dtype, array.shape, memoryview(whole.reshape(-1).view(np.uint8)))
+
+
+def dtype_of(array: np.ndarray[Any, Any]) -> DType | None:
+    """The server's element type of a numeric array, None when it has none."""
+    return _BY_NUMPY.get(array.dtype)

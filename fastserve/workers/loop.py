@@ -1,0 +1,109 @@
+"""A worker's life after it joined: take a batch, run it, publish it, until the owner says stop.
+
+The loop sees batches and arrays. What a request is, and who waits for it, it does not know.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from fastserve.backends.base import Backend, explain
+from fastserve.errors import Kind, ServeError
+from fastserve.workers.arena import Arena
+from fastserve.workers.control import Control, PeerGone
+
+if TYPE_CHECKING:
+    from fastserve._ext.batch_ring import BatchRing
+
+log = logging.getLogger(__name__)
+
+CONTROL_SPOKE = -2
+# A worker that just finished looks for the next batch this long before it sleeps: a wake-up across
+# cores costs 30 to 70 us, one on the same core 3. Worth it only when nobody needs this core.
+SPIN_NS = 20_000
+
+
+class Runner(Protocol):
+    """Turns a taken slot into answers; one for each form of arena."""
+
+    def run(self, slot: int) -> None:
+        """Answers every place of the slot. Raises what the backend raised."""
+
+    def warm_up(self, rows: int) -> None:
+        """Runs the backend once on `rows` rows of zeros, for its caches."""
+
+
+def serve(backend: Backend, control: Control, message: Mapping[str, Any], fds: Sequence[int]) -> None:
+    """Join the arena, warm up, say ready, and run batches until told to stop.
+
+    Raises what the backend raises during warm-up: a version that cannot run does not become ready.
+    """
+    arena = Arena.join(message, fds)
+    ring = arena.ring(worker=int(message["worker"]), control=control.fileno())
+    runner = make_runner(arena, ring, backend, message["config"])
+    _warm_up(runner, arena, backend, message["config"])
+    control.send({"op": "ready"})
+    try:
+        run_batches(ring, runner, lambda: _told_to_stop(control))
+    finally:
+        arena.close()
+
+
+def make_runner(arena: Arena, ring: BatchRing, backend: Backend, config: Mapping[str, Any]) -> Runner:
+    """The runner for this arena's form. numpy is first needed here."""
+    if arena.geometry.dense:
+        from fastserve.workers.dense import DenseRunner
+
+        return DenseRunner(arena, ring, backend, config)
+    from fastserve.workers.ragged import SlabRunner
+
+    return SlabRunner(ring, backend, config)
+
+
+def run_batches(ring: BatchRing, runner: Runner, stopped: Callable[[], bool]) -> None:
+    """The loop itself. `stopped` is asked whenever the control line has something to say."""
+    spin_ns = SPIN_NS if len(os.sched_getaffinity(0)) > 1 else 0
+    while True:
+        slot = ring.take_or_wait(spin_ns)
+        if slot >= 0:
+            answer(ring, runner, slot)
+        elif slot == CONTROL_SPOKE and stopped():
+            return
+
+
+def answer(ring: BatchRing, runner: Runner, slot: int) -> None:
+    """Run one batch and publish it, as an error when the backend raised."""
+    try:
+        runner.run(slot)
+    except ServeError as error:
+        ring.fail(slot, error.kind.value, error.message)
+    except Exception as error:
+        log.exception("the model failed on a batch of %d rows", ring.batch_rows(slot))
+        ring.fail(slot, Kind.INTERNAL.value, explain(error))
+    ring.publish(slot)
+
+
+def _told_to_stop(control: Control) -> bool:
+    try:
+        return control.receive().message.get("op") == "stop"
+    except PeerGone:
+        return True
+
+
+def _warm_up(runner: Runner, arena: Arena, backend: Backend, config: Mapping[str, Any]) -> None:
+    wish = config.get("warmup", "auto")
+    if wish == "off":
+        return
+    if wish != "auto":
+        from fastserve.workers.warmup import run_samples
+
+        run_samples(backend, wish, batching=config["max_batch_size"] > 0)
+        return
+    try:
+        for rows in dict.fromkeys((1, *(config.get("allowed_batch_sizes") or ()))):
+            runner.warm_up(min(rows, arena.geometry.max_rows))
+    except Exception as error:  # zeros are only a guess at an input: a model may refuse them and be sound
+        log.warning("warm-up with zeros was refused by the model: %s", explain(error))

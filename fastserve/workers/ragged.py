@@ -1,0 +1,146 @@
+"""Batches whose requests bring their own slabs: strings, free axes, models without a batch axis.
+
+Requests whose rows have one shape are joined and run together; what does not fit together is run
+apart (`mixed_shapes: group`), padded to the largest (`pad`) or refused (`error`). A failure reaches
+only the requests of its run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastserve.backends.base import Backend, explain
+from fastserve.codec.slab_tensors import measure_tensors, read_tensors, write_tensors
+from fastserve.errors import Kind, ServeError
+from fastserve.tensor import DTYPES, Tensor
+from fastserve.workers.arrays import NUMPY, as_tensor, view_tensor
+
+if TYPE_CHECKING:
+    from fastserve._ext.batch_ring import BatchRing
+
+log = logging.getLogger(__name__)
+
+Arrays = dict[str, "np.ndarray[Any, Any]"]
+Place = tuple[int, int, Arrays]  # first row, rows, inputs
+
+# The words of TensorFlow Serving, spec 6.3 and vector ba-shape-clash.
+SHAPE_CLASH = (
+    "Tensors with name '{}' from different tasks have different shapes and padding is turned off. "
+    "Set pad_variable_length_inputs to true, or ensure that all tensors with the same name have equal "
+    "dimensions starting with the first dim."
+)
+
+
+class SlabRunner:
+    """Runs slots whose places carry slabs."""
+
+    def __init__(self, ring: BatchRing, backend: Backend, config: Mapping[str, Any]) -> None:
+        self._ring = ring
+        self._backend = backend
+        self._batching = int(config["max_batch_size"]) > 0
+        self._mixed = str(config.get("mixed_shapes", "group"))
+        self._inputs = list(backend.inputs)
+        self._outputs = list(enumerate(backend.outputs.values()))
+
+    def run(self, slot: int) -> None:
+        """Answer every place of the slot."""
+        places = [self._read(*place) for place in self._ring.places(slot)]
+        self._ring.start_run(slot)
+        for group in self._groups(places):
+            try:
+                self._run_group(slot, group)
+            except ServeError as error:
+                self._refuse(slot, group, error)
+            except Exception as error:
+                log.exception("the model failed on a batch of %d requests", len(group))
+                self._refuse(slot, group, ServeError(Kind.INTERNAL, explain(error)))
+
+    def warm_up(self, rows: int) -> None:
+        """Run the backend on zeros (empty strings); axes of any length get one element."""
+        lead = (rows,) if self._batching else ()
+        arrays = {}
+        for name, spec in self._backend.inputs.items():
+            shape = (*lead, *(max(n, 1) if n < 0 else n for n in spec.shape or ()))
+            fill: Any = b"" if spec.dtype.name == "bytes" else 0
+            arrays[name] = np.full(shape, fill, NUMPY[spec.dtype.name])
+        self._backend.run(arrays)
+
+    def _read(self, row: int, rows: int, offset: int, nbytes: int) -> Place:
+        tensors = read_tensors(self._ring.slab(offset, nbytes))
+        return row, rows, {self._inputs[number]: view_tensor(tensor) for number, tensor in tensors}
+
+    def _groups(self, places: list[Place]) -> list[list[Place]]:
+        if not self._batching:
+            return [[place] for place in places]
+        groups: dict[tuple[Any, ...], list[Place]] = {}
+        for place in places:
+            groups.setdefault(_row_shapes(place[2]), []).append(place)
+        if len(groups) < 2 or self._mixed == "group":
+            return list(groups.values())
+        if self._mixed == "pad":
+            return [_pad(places)]
+        for _, _, arrays in places:
+            clash = next(n for n in arrays if len({p[2][n].shape[1:] for p in places}) > 1)
+            raise ServeError(Kind.FAILED_PRECONDITION, SHAPE_CLASH.format(clash))
+        return []
+
+    def _run_group(self, slot: int, group: list[Place]) -> None:
+        if len(group) == 1:
+            joined = group[0][2]
+        else:
+            joined = {name: np.concatenate([p[2][name] for p in group]) for name in group[0][2]}
+        results = self._backend.run(joined)
+        at = 0
+        for row, rows, _ in group:
+            mine = results if len(group) == 1 else {n: a[at : at + rows] for n, a in results.items()}
+            self._answer(slot, row, mine)
+            at += rows
+
+    def _answer(self, slot: int, row: int, results: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        self._publish_tensors(
+            slot, row, 0, [(i, as_tensor(results[spec.name], spec.dtype)) for i, spec in self._outputs]
+        )
+
+    def _refuse(self, slot: int, group: list[Place], error: ServeError) -> None:
+        text = error.message.encode("utf-8", "replace")[:4000]
+        for row, _, _ in group:
+            words = [(0, as_tensor(np.frombuffer(text, np.uint8), DTYPES["uint8"]))]
+            self._publish_tensors(slot, row, error.kind.value, words)
+
+    def _publish_tensors(self, slot: int, row: int, status: int, tensors: list[tuple[int, Tensor]]) -> None:
+        size = measure_tensors(tensors)
+        offset = self._ring.lease(size)
+        if offset == 0:
+            self._ring.answer_place(slot, row, status or Kind.RESOURCE_EXHAUSTED.value, 0, 0)
+            return
+        write_tensors(self._ring.slab(offset, size, True), tensors)
+        self._ring.answer_place(slot, row, status, offset, size)
+
+
+def _row_shapes(arrays: Arrays) -> tuple[Any, ...]:
+    return tuple((name, array.shape[1:]) for name, array in sorted(arrays.items()))
+
+
+def _pad(places: list[Place]) -> list[Place]:
+    """Every input padded behind its own data to the largest row, with its own first element (spec 6.3)."""
+    padded = [(row, rows, dict(arrays)) for row, rows, arrays in places]
+    for name in places[0][2]:
+        shapes = [arrays[name].shape[1:] for _, _, arrays in places]
+        if len({len(shape) for shape in shapes}) > 1:
+            raise ServeError(Kind.INVALID_ARGUMENT, f"input {name!r}: requests differ in rank, padding cannot help")
+        target = tuple(max(lengths) for lengths in zip(*shapes, strict=True))
+        for _, _, arrays in padded:
+            arrays[name] = _pad_array(arrays[name], target)
+    return padded
+
+
+def _pad_array(array: np.ndarray[Any, Any], target: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    if array.shape[1:] == target or array.size == 0:
+        return array
+    widths = [(0, 0), *((0, want - have) for want, have in zip(target, array.shape[1:], strict=True))]
+    return np.pad(array, widths, constant_values=array.reshape(-1)[0])
+
