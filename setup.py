@@ -1,22 +1,25 @@
-"""Builds every ext/*.pyx into fastserve._ext, and protos/*.proto into descriptor sets.
+"""Builds every ext/*.pyx into fastserve._ext, and protos/*/*.proto into descriptor sets.
 
-FASTSERVE_EXT=json_reader,flatten builds only those modules; FASTSERVE_DEBUG=1 builds all of
-them with bounds checks and with the address and undefined-behaviour sanitizers.
+FASTSERVE_EXT=json_reader,flatten builds only those modules (FASTSERVE_EXT=none: none of them);
+FASTSERVE_DEBUG=1 builds with bounds checks and with the address and undefined-behaviour
+sanitizers; FASTSERVE_JOBS is the number of compilers at a time (default: the cores).
 """
 
 import os
 from pathlib import Path
 
 from Cython.Build import cythonize
-from setuptools import Extension, setup
+from setuptools import Command, Extension, setup
 from setuptools.command.build_py import build_py
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).resolve().parent
 DEBUG = os.environ.get("FASTSERVE_DEBUG") == "1"
 CHOSEN = set(filter(None, os.environ.get("FASTSERVE_EXT", "").split(",")))
+JOBS = int(os.environ.get("FASTSERVE_JOBS") or os.cpu_count() or 1)
 
 COMPILE_ARGS = ["-std=c++20", "-O3", "-fno-strict-aliasing", "-Wall", "-Wno-unused-function", "-Werror=vla"]
-DEBUG_ARGS = ["-std=c++20", "-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined"]
+DEBUG_ARGS = ["-std=c++20", "-O1", "-g", "-fno-omit-frame-pointer"]
+SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 DIRECTIVES = {
     "language_level": 3,
     "boundscheck": DEBUG,
@@ -32,10 +35,10 @@ def extension(path: Path) -> Extension:
         f"fastserve._ext.{path.stem}",
         [path.relative_to(ROOT).as_posix()],
         include_dirs=["ext/include"],
-        depends=[p.as_posix() for p in sorted(Path("ext/include").glob("*.h"))],
+        depends=[p.relative_to(ROOT).as_posix() for p in sorted((ROOT / "ext/include").glob("*.h"))],
         language="c++",
-        extra_compile_args=DEBUG_ARGS if DEBUG else COMPILE_ARGS,
-        extra_link_args=["-fsanitize=address,undefined"] if DEBUG else [],
+        extra_compile_args=DEBUG_ARGS + SANITIZE if DEBUG else COMPILE_ARGS,
+        extra_link_args=SANITIZE if DEBUG else [],
     )
 
 
@@ -44,34 +47,56 @@ def sources() -> list[Path]:
     return [p for p in found if not CHOSEN or p.stem in CHOSEN]
 
 
+def compile_protos() -> None:
+    """One descriptor set per folder of protos/, written beside the code that loads it."""
+    for folder in sorted(p for p in (ROOT / "protos").glob("*") if p.is_dir()):
+        files = [str(p) for p in sorted(folder.rglob("*.proto"))]
+        if files:
+            compile_folder(folder, files)
+
+
+def compile_folder(folder: Path, files: list[str]) -> None:
+    from grpc_tools import protoc  # a build requirement, absent at run time
+
+    well_known = Path(protoc.__file__).parent / "_proto"
+    out = ROOT / "fastserve" / "protos" / f"{folder.name}.binpb"
+    args = ["protoc", f"-I{folder}", f"-I{well_known}", f"--descriptor_set_out={out}", "--include_imports"]
+    if protoc.main([*args, *files]) != 0:
+        raise SystemExit(f"protoc failed on protos/{folder.name}")
+
+
 class BuildPy(build_py):
-    """The ordinary step, after protoc has written the descriptor sets the package reads."""
+    """The ordinary step (editable installs take it too), after the descriptor sets are written."""
 
     def run(self) -> None:
         compile_protos()
         super().run()
 
 
-def compile_protos() -> None:
-    from grpc_tools import protoc  # a build requirement, absent at run time
+class Protos(Command):
+    """`setup.py protos`: only the descriptor sets."""
 
-    for folder in sorted(p for p in (ROOT / "protos").iterdir() if p.is_dir()):
-        files = [str(p) for p in sorted(folder.rglob("*.proto"))]
-        if not files:
-            continue
-        out = ROOT / "fastserve" / "protos" / f"{folder.name}.binpb"
-        args = ["protoc", f"-I{folder}", f"--descriptor_set_out={out}", "--include_imports", *files]
-        if protoc.main(args) != 0:
-            raise SystemExit(f"protoc failed on protos/{folder.name}")
+    user_options: list = []
+
+    def initialize_options(self) -> None:
+        """No options."""
+
+    def finalize_options(self) -> None:
+        """No options."""
+
+    def run(self) -> None:
+        compile_protos()
 
 
 setup(
     ext_modules=cythonize(
         [extension(p) for p in sources()],
         include_path=["ext"],
-        build_dir="build/cython",
+        # Directives are not part of Cython's up-to-date check: each build has its own folder.
+        build_dir="build/cython-debug" if DEBUG else "build/cython",
         compiler_directives=DIRECTIVES,
-        nthreads=int(os.environ.get("FASTSERVE_JOBS", "0")),
+        nthreads=JOBS if len(sources()) > 1 else 0,
     ),
-    cmdclass={"build_py": BuildPy},
+    options={"build_ext": {"parallel": JOBS}},
+    cmdclass={"build_py": BuildPy, "protos": Protos},
 )

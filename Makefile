@@ -1,0 +1,85 @@
+# Every target CI runs, and nothing CI does not. `make build` is the only one that installs anything.
+#
+#   make serve [ARGS="--http 127.0.0.1:9000"]    the demo repository, served
+#   make test  [ARGS="tests/wire -k pipeline"]   the suite
+#   make bench [ARGS="--repeats 3"]              microbenchmarks, then the table against the reference server
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+INSTALLED := $(VENV)/.installed
+EXTENSIONS := $(VENV)/.extensions
+PROTOS := $(VENV)/.protos
+EXT_SOURCES := $(wildcard ext/*.pyx ext/*.pxd ext/include/*.h)
+PROTO_SOURCES := $(shell find protos -name '*.proto' 2>/dev/null)
+DEBUG_TREE := build/debug/tree
+
+.DELETE_ON_ERROR:
+.PHONY: build serve test lint format bench wheel debug torture clean
+
+build: $(INSTALLED) $(EXTENSIONS) $(PROTOS)
+
+# The compiled modules are left to the next rule, which rebuilds only what changed.
+$(INSTALLED): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check $$($(BIN)/python tools/build_requires.py)
+	FASTSERVE_EXT=none $(BIN)/python -m pip install -q --disable-pip-version-check \
+		--no-build-isolation -e '.[test,lint,demo]'
+	@touch $@
+
+$(EXTENSIONS): $(EXT_SOURCES) setup.py | $(INSTALLED)
+	$(BIN)/python setup.py -q build_ext --inplace
+	@touch $@
+
+$(PROTOS): $(PROTO_SOURCES) setup.py | $(INSTALLED)
+	$(BIN)/python setup.py -q protos
+	@touch $@
+
+serve: build
+	@exec $(BIN)/fastserve serve demo $(ARGS)
+
+test: build
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: build
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict
+	$(BIN)/lint-imports
+	$(BIN)/python tools/check_stubs.py
+	$(BIN)/python tools/check_lengths.py
+
+format: build
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+bench: build
+	$(BIN)/python -m pytest bench -o python_files='bench_*.py' --benchmark-enable \
+		--benchmark-columns=median,iqr,ops,rounds --benchmark-sort=name
+	$(BIN)/python -m bench.load $(ARGS)
+
+# Files of an earlier build that the tree no longer has would travel in the wheel.
+wheel: build
+	find build -maxdepth 1 -name 'lib*' -exec find {} -type f ! -name '*.so' -delete \;
+	$(BIN)/python -m pip wheel -q --disable-pip-version-check --no-build-isolation --no-deps -w dist .
+	$(BIN)/python tools/check_wheel.py dist
+
+# The sanitizers' build lives in its own tree, so that the ordinary modules stay as they are.
+# libstdc++ is preloaded too: without it the sanitizer cannot find the exception throwing it wraps.
+debug: build
+	rm -rf $(DEBUG_TREE)
+	FASTSERVE_DEBUG=1 $(BIN)/python setup.py -q build --build-base build/debug --build-lib $(DEBUG_TREE)
+	cp -r tests bench ext pyproject.toml $(DEBUG_TREE)
+	cd $(DEBUG_TREE) && LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
+		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+		$(CURDIR)/$(BIN)/python -m pytest tests/ext --timeout 600 $(ARGS)
+
+torture: build
+	$(BIN)/python -m pytest -m torture --timeout 3600 --hypothesis-profile torture $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info fastserve/_ext/*.so fastserve/protos/*.binpb
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks .bench
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""The suite. It mirrors the package: tests/wire tests fastserve/wire, and so on."""

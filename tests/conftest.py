@@ -1,0 +1,104 @@
+"""What every test gets: a check that it left nothing behind, and hypothesis profiles.
+
+After each test the process must own as many children, file descriptors and threads as before it,
+and no asyncio.run may have ended with tasks still pending. Fixtures of wider scope start before
+the count, so a server shared by a module is not held against its tests. The check costs about
+0.1 ms. A test that must leave something says `@pytest.mark.lingers`.
+"""
+
+from __future__ import annotations
+
+import asyncio.runners
+import gc
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("suite", deadline=None, print_blob=True)
+settings.register_profile(
+    "torture", deadline=None, max_examples=5000, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("suite")
+
+pending_tasks: list[str] = []
+# Opened once per process by whoever first needs them, and meant to stay.
+CACHED_FILES = ("/dev/null", "/dev/urandom", "/proc/", "/sys/")
+
+
+def note_pending(loop: asyncio.AbstractEventLoop) -> None:
+    pending_tasks.extend(repr(task) for task in asyncio.all_tasks(loop))
+    cancel_all_tasks(loop)
+
+
+# asyncio.run cancels what is left over in silence; the runner's last step is where it can be seen.
+cancel_all_tasks = asyncio.runners._cancel_all_tasks
+asyncio.runners._cancel_all_tasks = note_pending
+
+
+@dataclass
+class Belongings:
+    """What the process owns at one moment."""
+
+    children: set[str]
+    descriptors: dict[str, str]
+    threads: set[threading.Thread]
+
+    @classmethod
+    def count(cls) -> Belongings:
+        return cls(children(), descriptors(), set(threading.enumerate()))
+
+    def gained(self, now: Belongings) -> list[str]:
+        """Judged by number, not identity: a worker that was replaced is not a leak."""
+        found = []
+        if len(now.children) > len(self.children):
+            found.append(f"child processes {sorted(now.children - self.children)}")
+        if len(now.descriptors) > len(self.descriptors):
+            new = {n: now.descriptors[n] for n in now.descriptors.keys() - self.descriptors.keys()}
+            found.append(f"file descriptors {new}")
+        if len(now.threads) > len(self.threads):
+            found.append(f"threads {sorted(t.name for t in now.threads - self.threads)}")
+        return found
+
+
+def children() -> set[str]:
+    found: set[str] = set()
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            with open(f"/proc/self/task/{thread}/children") as file:
+                found.update(file.read().split())
+        except FileNotFoundError:  # the thread ended meanwhile
+            continue
+    return found
+
+
+def descriptors() -> dict[str, str]:
+    found = {}
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{number}")
+        except FileNotFoundError:  # the listing's own descriptor
+            continue
+        if not target.startswith(CACHED_FILES):
+            found[number] = target
+    return found
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test that leaves children, descriptors, threads or asyncio tasks behind."""
+    pending_tasks.clear()
+    before = Belongings.count()
+    yield
+    if request.node.get_closest_marker("lingers"):
+        return
+    gained = before.gained(Belongings.count())
+    if gained:  # perhaps only waiting for the collector, which is too dear to run after every test
+        gc.collect()
+        gained = before.gained(Belongings.count())
+    gained += [f"pending task {task}" for task in pending_tasks]
+    if gained:
+        pytest.fail(f"the test left behind: {'; '.join(gained)}", pytrace=False)

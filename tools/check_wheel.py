@@ -1,0 +1,45 @@
+"""Looks into the newest wheel of a folder: compiled modules, stubs and demo data in, sources out."""
+
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def faults(names: set[str]) -> Iterator[str]:
+    for path in sorted((ROOT / "ext").glob("*.pyx")):
+        if not any(n.startswith(f"fastserve/_ext/{path.stem}.") and n.endswith(".so") for n in names):
+            yield f"no compiled module for ext/{path.name}"
+        if f"fastserve/_ext/{path.stem}.pyi" not in names:
+            yield f"no stub for ext/{path.name}"
+    wanted = [p for p in (ROOT / "fastserve").rglob("*") if p.is_file() and shipped(p)]
+    for path in wanted:
+        if path.relative_to(ROOT).as_posix() not in names:
+            yield f"{path.relative_to(ROOT)} is missing"
+    for name in sorted(names):
+        inside = name.startswith("fastserve/") and not name.endswith(".so")
+        if inside and not (ROOT / name).exists():
+            yield f"{name} is in the wheel but not in the tree"
+        if not name.startswith(("fastserve/", "fastserve-")) or name.endswith((".pyx", ".cpp", ".h")):
+            yield f"{name} does not belong into the wheel"
+
+
+def shipped(path: Path) -> bool:
+    return "__pycache__" not in path.parts and path.suffix not in {".so", ".pyc"}
+
+
+def main(folder: str) -> int:
+    wheels = sorted(Path(folder).glob("fastserve-*.whl"), key=lambda p: p.stat().st_mtime)
+    if not wheels:
+        print(f"no wheel in {folder}")
+        return 1
+    with zipfile.ZipFile(wheels[-1]) as wheel:
+        found = list(faults(set(wheel.namelist())))
+    print(*found, sep="\n", end="\n" if found else "")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1] if len(sys.argv) > 1 else "dist"))
