@@ -1,0 +1,117 @@
+// Rows of JSON numbers straight into tensor memory: "0.1, 0.25, 3" -> out[0..2].
+//
+// A run is numbers with commas between; it ends before the first token that is neither. The
+// hurried reader handles the forms clients send and returns null for everything else, which then
+// goes to json_number.h: it decides alone what is right and what is a fault.
+//
+// TF Serving spec 2.6 says what each dtype takes: floats any number, integers only integer
+// literals (the types narrower than int32 take any int32 and wrap), bools only true and false.
+#pragma once
+#include <limits>
+#include <type_traits>
+#include "digits.h"
+#include "json_number.h"
+#include "tensor.h"
+
+// The hurried reader looks at most this far from a number's first byte; nearer to the end of the
+// body only the careful one runs.
+static const int64_t HURRY_BYTES = 64;
+
+static inline bool is_space(uint8_t c) { return c == ' ' || c == '\n' || c == '\r' || c == '\t'; }
+
+static inline const uint8_t *skip_spaces(const uint8_t *at, const uint8_t *end)
+{
+    while (at != end && is_space(*at))
+        at++;
+    return at;
+}
+
+// -- one item, carefully ------------------------------------------------------------------------
+
+template <typename T>
+static inline JsonFault store_integer(const Number &n, T *out)
+{
+    typedef std::conditional_t<(sizeof(T) < 4), int32_t, T> Taken;
+    if (n.kind == NUMBER_DOUBLE)
+        return BODY_WRONG_TYPE;
+    if (n.kind == NUMBER_UINT64 ? !std::is_same_v<Taken, uint64_t>
+        : std::is_same_v<Taken, uint64_t> ? n.integer < 0
+        : n.integer < (int64_t)std::numeric_limits<Taken>::min() ||
+          n.integer > (int64_t)std::numeric_limits<Taken>::max())
+        return BODY_WRONG_TYPE;
+    T value = (T)n.integer;
+    memcpy(out, &value, sizeof value);
+    return JSON_OK;
+}
+
+template <typename T>
+static JsonFault read_item(const uint8_t **at, const uint8_t *end, T *out)
+{
+    Number n;
+    if constexpr (std::is_same_v<T, bool>) {
+        uint8_t value = *at != end && **at == 't';
+        memcpy(out, &value, 1);
+        return take_word(at, end, value ? "true" : "false") ? JSON_OK : BODY_WRONG_TYPE;
+    } else {
+        if (JsonFault fault = read_number(at, end, &n))
+            return fault;
+        if constexpr (std::is_floating_point_v<T>) {
+            T value = (T)n.real;
+            memcpy(out, &value, sizeof value);
+            return JSON_OK;
+        } else {
+            return store_integer(n, out);
+        }
+    }
+}
+
+// -- runs ---------------------------------------------------------------------------------------
+
+// Reads up to `room` items; `*at` is left right behind the last one (or on the byte that shows the
+// fault). `*count` items were stored, also when there is a fault.
+template <typename T>
+static JsonFault read_run(const uint8_t **at, const uint8_t *end, T *out, int64_t room, int64_t *count)
+{
+    const uint8_t *next = *at;
+    int64_t n = 0;
+    JsonFault fault = JSON_OK;
+    while (n < room) {
+        const uint8_t *past = end - next >= HURRY_BYTES ? hurry_item(next, out + n) : nullptr;
+        if (!past) {
+            past = next;
+            fault = read_item(&past, end, out + n);
+        }
+        *at = past;
+        if (fault)
+            break;
+        n++;
+        if (past != end && *past != ',')
+            past = skip_spaces(past, end);
+        if (past == end || *past != ',')
+            break;
+        past++;
+        next = past != end && (uint8_t)*past > ' ' ? past : skip_spaces(past, end);
+    }
+    *count = n;
+    return fault;
+}
+
+static inline JsonFault read_numbers(uint8_t dtype, const uint8_t **at, const uint8_t *end, void *out,
+                                     int64_t room, int64_t *count)
+{
+    switch (dtype) {
+    case DT_FLOAT32: return read_run(at, end, (float *)out, room, count);
+    case DT_FLOAT64: return read_run(at, end, (double *)out, room, count);
+    case DT_INT64: return read_run(at, end, (int64_t *)out, room, count);
+    case DT_INT32: return read_run(at, end, (int32_t *)out, room, count);
+    case DT_INT16: return read_run(at, end, (int16_t *)out, room, count);
+    case DT_INT8: return read_run(at, end, (int8_t *)out, room, count);
+    case DT_UINT64: return read_run(at, end, (uint64_t *)out, room, count);
+    case DT_UINT32: return read_run(at, end, (uint32_t *)out, room, count);
+    case DT_UINT8: return read_run(at, end, (uint8_t *)out, room, count);
+    case DT_BOOL: return read_run(at, end, (bool *)out, room, count);
+    default:
+        *count = 0;
+        return BODY_UNSUPPORTED_DTYPE;
+    }
+}

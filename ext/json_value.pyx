@@ -1,0 +1,309 @@
+"""General JSON as TF Serving's parser reads it, and its way of printing a value in an error.
+
+    parse(b'{"a": [1, 1.0, "x"]} rest')  ->  Members([(b"a", [1, 1.0, b"x"])])
+
+For what is small and must be exact: examples, and explaining why a predict body was refused. It
+makes an object per value, so the caller bounds the body; tensors go through json_reader.
+Dialect of JSON, reasons and offsets: TF Serving spec 2.1.
+"""
+
+from itertools import chain
+
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.bytearray cimport PyByteArray_AS_STRING
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from libc.stdint cimport uint8_t, uint64_t
+
+from json_cursor cimport *
+
+
+cdef dict REASONS = {
+    <int>JSON_EMPTY: "The document is empty.",
+    <int>JSON_INVALID_VALUE: "Invalid value.",
+    <int>JSON_MISSING_NAME: "Missing a name for object member.",
+    <int>JSON_MISSING_COLON: "Missing a colon after a name of object member.",
+    <int>JSON_MISSING_COMMA_OR_BRACE: "Missing a comma or '}' after an object member.",
+    <int>JSON_MISSING_COMMA_OR_BRACKET: "Missing a comma or ']' after an array element.",
+    <int>JSON_BAD_HEX: "Incorrect hex digit after \\u escape in string.",
+    <int>JSON_BAD_SURROGATE: "The surrogate pair in string is invalid.",
+    <int>JSON_BAD_ESCAPE: "Invalid escape character in string.",
+    <int>JSON_MISSING_QUOTE: "Missing a closing quotation mark in string.",
+    <int>JSON_NUMBER_TOO_BIG: "Number too big to be stored in double.",
+    <int>JSON_MISSING_FRACTION: "Miss fraction part in number.",
+    <int>JSON_MISSING_EXPONENT: "Miss exponent in number.",
+    <int>JSON_TOO_DEEP: "Nesting too deep.",
+}
+
+cdef object END = object()
+cdef Py_ssize_t DEBUG_BYTES = 256
+
+
+class JSONSyntaxError(ValueError):
+    """Text that is no JSON: `reason` in the words clients know, `offset` the byte that showed it."""
+
+    def __init__(self, reason: str, offset: int) -> None:
+        super().__init__(f"{reason} at offset: {offset}")
+        self.reason = reason
+        self.offset = offset
+
+
+cdef class Members:
+    """A JSON object: its (name, value) pairs in document order, duplicates included."""
+
+    cdef readonly list pairs
+    cdef bytes pending          # the name whose value is being read
+
+    def __init__(self, pairs=()):
+        self.pairs = list(pairs)
+
+    def get(self, bytes name not None, default=None):
+        """The value of the first member called `name`."""
+        for key, value in self.pairs:
+            if key == name:
+                return value
+        return default
+
+    def __contains__(self, name):
+        return self.get(name, END) is not END
+
+    def __iter__(self):
+        return iter(self.pairs)
+
+    def __len__(self):
+        return len(self.pairs)
+
+    def __eq__(self, other):
+        return isinstance(other, Members) and self.pairs == (<Members>other).pairs
+
+    def __repr__(self):
+        return f"Members({self.pairs!r})"
+
+
+def parse(body, *, int max_depth=100):
+    """The first complete JSON value in `body`; what follows it is ignored.
+
+    Objects become Members, arrays lists, strings bytes (raw UTF-8), integer literals int, other
+    numbers float. Raises JSONSyntaxError.
+    """
+    cdef Cursor cursor
+    cdef Py_buffer view
+    cdef JsonFault fault = JSON_OK
+    PyObject_GetBuffer(body, &view, PyBUF_SIMPLE)
+    try:
+        cursor.at = <const uint8_t*>view.buf
+        cursor.end = cursor.at + view.len
+        value = build_value(&cursor, max_depth, &fault)
+        if fault != JSON_OK:
+            raise JSONSyntaxError(REASONS[<int>fault], cursor.at - <const uint8_t*>view.buf)
+        return value
+    finally:
+        PyBuffer_Release(&view)
+
+
+cdef object build_value(Cursor* c, int max_depth, JsonFault* fault):
+    cdef list opened = []       # the containers around the cursor, outermost first
+    cdef uint8_t first
+    cdef object root = END, value
+
+    skip_mark(c)
+    skip_space(c)
+    if peek(c) in b"\0,:]}":    # none of these can start a document, and the original says so like this
+        fault[0] = JSON_EMPTY
+        return None
+    while True:
+        skip_space(c)
+        first = peek(c)
+        value = Members() if first == c'{' else [] if first == c'[' else build_scalar(c, fault)
+        if fault[0] != JSON_OK:
+            return None
+        if root is END:
+            root = value
+        else:
+            attach(opened[len(opened) - 1], value)
+        if first == c'{' or first == c'[':
+            if len(opened) >= max_depth:
+                fault[0] = JSON_TOO_DEEP
+                return None
+            c.at += 1
+            skip_space(c)
+            if not take(c, c'}' if first == c'{' else c']'):
+                opened.append(value)
+                if first == c'{':
+                    fault[0] = take_name(c, <Members>value)
+                if fault[0] != JSON_OK:
+                    return None
+                continue
+        if not find_next_value(c, opened, fault):
+            return root
+
+
+cdef bint find_next_value(Cursor* c, list opened, JsonFault* fault):
+    # Behind a value: close what closes here. False when the root is complete, or at a fault.
+    cdef bint inside_object
+    while opened:
+        inside_object = isinstance(opened[len(opened) - 1], Members)
+        skip_space(c)
+        if take(c, c','):
+            if inside_object:
+                fault[0] = take_name(c, <Members>opened[len(opened) - 1])
+            return fault[0] == JSON_OK
+        if not take(c, c'}' if inside_object else c']'):
+            fault[0] = JSON_MISSING_COMMA_OR_BRACE if inside_object else JSON_MISSING_COMMA_OR_BRACKET
+            return False
+        opened.pop()
+    return False
+
+
+cdef void attach(object container, object value):
+    if isinstance(container, Members):
+        (<Members>container).pairs.append(((<Members>container).pending, value))
+    else:
+        (<list>container).append(value)
+
+
+cdef JsonFault take_name(Cursor* c, Members members):
+    cdef Text key
+    cdef JsonFault fault = take_key(c, &key)
+    if fault == JSON_OK:
+        members.pending = bytes_of(&key)
+    return fault
+
+
+cdef object build_scalar(Cursor* c, JsonFault* fault):
+    cdef Text text
+    cdef Number number
+    cdef uint8_t first = peek(c)
+    if first == c'"':
+        fault[0] = take_text(c, &text)
+        return bytes_of(&text) if fault[0] == JSON_OK else None
+    if first == c't' or first == c'f' or first == c'n':
+        fault[0] = skip_name(c)
+        return None if first == c'n' else first == c't'
+    fault[0] = read_number(&c.at, c.end, &number)
+    if number.kind == NUMBER_INT64:
+        return number.integer
+    if number.kind == NUMBER_UINT64:
+        return <uint64_t>number.integer
+    return number.real
+
+
+cdef bytes bytes_of(Text* text):
+    if not text.escaped:
+        return PyBytes_FromStringAndSize(<const char*>text.start, text.end - text.start)
+    room = bytearray(text.end - text.start)
+    length = unescape_string(text.start, text.end, <uint8_t*>PyByteArray_AS_STRING(room))
+    return bytes(room[:length])
+
+
+# -- the way back, for error texts ---------------------------------------------------------------
+
+cdef class Level:
+    # One open container of the debug text.
+    cdef bint is_array
+    cdef Py_ssize_t written
+    cdef object rest            # an iterator; names and values of an object alternate
+
+    def __cinit__(self, value):
+        self.is_array = not isinstance(value, Members)
+        self.rest = iter(value) if self.is_array else chain.from_iterable(value)
+
+
+def debug_text(value):
+    """`value` (as `parse` gives it) as TF Serving prints it in its messages, up to 256 bytes.
+
+    Four spaces a level, arrays on one line; it stops at the first token boundary at or after 256
+    bytes (spec 2.1). Bytes that are no UTF-8 come out as U+FFFD.
+    """
+    cdef bytearray out = bytearray()
+    cdef list levels = []
+    while len(out) < DEBUG_BYTES:
+        if levels:
+            write_prefix(out, <Level>levels[len(levels) - 1], len(levels))
+        if isinstance(value, (Members, list)):
+            out += b"{" if isinstance(value, Members) else b"["
+            levels.append(Level(value))
+        else:
+            out += scalar_text(value)
+        value = close_levels(out, levels)
+        if value is END:
+            break
+    return out.decode("utf-8", "replace")
+
+
+cdef object close_levels(bytearray out, list levels):
+    # The next value to write, or END.
+    cdef Level level
+    while levels and len(out) < DEBUG_BYTES:
+        level = <Level>levels[len(levels) - 1]
+        value = next(level.rest, END)
+        if value is not END:
+            return value
+        levels.pop()
+        if not level.is_array and level.written:
+            out += b"\n" + b"    " * len(levels)
+        out += b"]" if level.is_array else b"}"
+    return END
+
+
+cdef void write_prefix(bytearray out, Level level, Py_ssize_t depth):
+    # Indents count arrays too, though arrays break no lines.
+    cdef Py_ssize_t nth = level.written
+    level.written += 1
+    if level.is_array:
+        out += b", " if nth else b""
+    elif nth & 1:
+        out += b": "
+    else:
+        out += (b",\n" if nth else b"\n") + b"    " * depth
+
+
+cdef bytes scalar_text(object value):
+    if value is None:
+        return b"null"
+    if value is True or value is False:
+        return b"true" if value else b"false"
+    if isinstance(value, int):
+        return b"%d" % value
+    if isinstance(value, float):
+        return double_text(value)
+    return b'"' + escape(value) + b'"'
+
+
+cdef dict ESCAPES = {code: b"\\u%04X" % code for code in range(32)}
+ESCAPES.update({8: b"\\b", 9: b"\\t", 10: b"\\n", 12: b"\\f", 13: b"\\r", 34: b'\\"', 92: b"\\\\"})
+
+
+cdef bytes escape(bytes text):
+    if not any(code in ESCAPES for code in text):
+        return text
+    return b"".join([ESCAPES.get(code) or b"%c" % code for code in text])
+
+
+cdef bytes double_text(double value):
+    # The shortest digits that read back, laid out as RapidJSON does; non-finite prints nothing.
+    cdef bytes text, sign, digits
+    cdef int point
+    if value != value or value - value != 0:
+        return b""
+    text = b"%r" % value
+    sign = b"-" if text.startswith(b"-") else b""
+    mantissa, _, exponent = text.lstrip(b"-").partition(b"e")
+    whole, _, fraction = mantissa.partition(b".")
+    digits = (whole + fraction).lstrip(b"0")
+    if not digits:
+        return sign + b"0.0"
+    point = len(whole) + int(exponent or 0) - (len(whole + fraction) - len(digits))
+    digits = digits.rstrip(b"0")
+    return sign + lay_out(digits, point)
+
+
+cdef bytes lay_out(bytes digits, int point):
+    # `point` is where the decimal point falls, counted from the first digit.
+    cdef int length = len(digits)
+    if length <= point <= 21:
+        return digits + b"0" * (point - length) + b".0"
+    if 0 < point <= 21:
+        return digits[:point] + b"." + digits[point:]
+    if -6 < point <= 0:
+        return b"0." + b"0" * -point + digits
+    return digits[:1] + (b"." + digits[1:] if length > 1 else b"") + b"e%d" % (point - 1)
