@@ -1,0 +1,42 @@
+"""Counting against prometheus_client: one request, one duration, one level."""
+
+from __future__ import annotations
+
+import mmap
+
+import prometheus_client
+import pytest
+
+from fastserve._ext import meter
+from fastserve.metrics.names import STAGE_SECONDS
+
+SIZES = (1, 16, 4096, 256)
+ROUNDS = {"rounds": 20, "iterations": 20_000}
+
+
+def ours():  # type: ignore[no-untyped-def]
+    memory = mmap.mmap(-1, meter.file_bytes(*SIZES))
+    meter.lay_out(memory, *SIZES)
+    section = meter.Section(memory, 0)
+    slots = section.append(meter.KIND_HISTOGRAM, b"h", len(STAGE_SECONDS) + 2)
+    return meter.Counter(section, -1).add, meter.Histogram(section, slots, STAGE_SECONDS).observe
+
+
+def theirs():  # type: ignore[no-untyped-def]
+    registry = prometheus_client.CollectorRegistry()
+    counter = prometheus_client.Counter("c", "c", registry=registry)
+    return counter.inc, prometheus_client.Histogram(
+        "h", "h", buckets=STAGE_SECONDS, registry=registry
+    ).observe
+
+
+@pytest.mark.parametrize("make", [ours, theirs])
+def test_counter(benchmark, make) -> None:  # type: ignore[no-untyped-def]
+    benchmark.pedantic(make()[0], **ROUNDS)
+    assert make is theirs or benchmark.disabled or benchmark.stats["min"] < 100e-9
+
+
+@pytest.mark.parametrize("make", [ours, theirs])
+def test_histogram(benchmark, make) -> None:  # type: ignore[no-untyped-def]
+    benchmark.pedantic(make()[1], args=(0.0123,), **ROUNDS)
+    assert make is theirs or benchmark.disabled or benchmark.stats["min"] < 100e-9

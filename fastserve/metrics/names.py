@@ -1,0 +1,103 @@
+"""Every metric of the server, in one place: name, help, labels, buckets. Nothing here counts.
+
+Label values come from the server's own tables (loaded models, dialects, status kinds, causes), never
+from a request: the number of series cannot be driven from outside (hardening C8). A request for an
+unknown model counts with the empty model name.
+"""
+
+from __future__ import annotations
+
+from fastserve.metrics.series import Metric
+
+# 10 us to a minute in steps of 2 to 2.5: fine where a batch is formed, coarse where people wait.
+STAGE_SECONDS = (
+    1e-05, 2.5e-05, 5e-05, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005,
+    0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
+)  # fmt: skip
+BATCH_ROWS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 4096.0)
+
+MODEL = ("model", "version")
+BY_DIALECT = (*MODEL, "dialect")
+
+
+def _counter(name: str, help: str, *labels: str) -> Metric:
+    return Metric(f"fastserve_{name}_total", help, "counter", labels)
+
+
+def _level(name: str, help: str, *labels: str) -> Metric:
+    return Metric(f"fastserve_{name}", help, "gauge", labels)
+
+
+def _fact(name: str, help: str, *labels: str) -> Metric:
+    return Metric(f"fastserve_{name}", help, "gauge", labels, combine="last")
+
+
+def _stage(name: str, help: str, *labels: str) -> Metric:
+    return Metric(f"fastserve_{name}_seconds", help, "histogram", labels, STAGE_SECONDS)
+
+
+# One request, from its last byte read to its reply written.
+REQUESTS = _counter(
+    "requests", "Requests answered; status OK or the kind of the error.", *BY_DIALECT, "status"
+)
+REQUEST_DURATION = _stage("request_duration", "From request read to reply written.", *BY_DIALECT)
+DECODE_DURATION = _stage("decode_duration", "Reading a request's body into tensors.", *BY_DIALECT)
+QUEUE_DURATION = _stage("queue_duration", "From rows in a batch to a worker taking the batch.", *MODEL)
+BATCH_FORM_DURATION = _stage("batch_form_duration", "From a batch's first row to its sealing.", *MODEL)
+COMPUTE_DURATION = _stage("compute_duration", "A worker running one batch.", *MODEL)
+ENCODE_DURATION = _stage("encode_duration", "Writing a reply's body from output rows.", *BY_DIALECT)
+
+# Batches and queues.
+BATCH_SIZE = Metric("fastserve_batch_rows", "Rows in a batch as run.", "histogram", MODEL, BATCH_ROWS)
+BATCHES = _counter("batches", "Batches run, by what sealed them: full, due or idle.", *MODEL, "sealed")
+ROWS = _counter("rows", "Rows run.", *MODEL)
+PADDING_ROWS = _counter(
+    "padding_rows", "Rows run that belong to nobody: abandoned, cancelled or padding.", *MODEL
+)
+QUEUE_ROWS = _level("queue_rows", "Rows waiting for a worker.", *MODEL)
+QUEUE_BYTES = _level("queue_bytes", "Bytes of rows waiting for a worker.", *MODEL)
+REJECTS = _counter("rejects", "Requests turned away before they ran, by cause.", *MODEL, "cause")
+CANCELS = _counter(
+    "cancels", "Requests whose client left, by where they were: queued or running.", *MODEL, "stage"
+)
+RETRIES = _counter("retries", "Batches given to another worker because theirs died.", *MODEL)
+
+# Models and their workers. One process owns them and reports.
+WORKERS_ALIVE = _fact("workers_alive", "Worker processes ready to run.", *MODEL)
+WORKERS_WANTED = _fact("workers_wanted", "Worker processes configured.", *MODEL)
+WORKER_RESTARTS = _counter("worker_restarts", "Worker processes started again after one died.", *MODEL)
+MODEL_READY = _fact("model_ready", "1 when the version is available and has a live worker.", *MODEL)
+MODEL_LOADS = _counter("model_loads", "Loads of model versions, by result: ok or failed.", *MODEL, "result")
+
+# Connections and bytes; listener is http or grpc.
+CONNECTIONS = _level("connections", "Connections open.", "listener")
+CONNECTIONS_OPENED = _counter("connections_opened", "Connections accepted.", "listener")
+RECEIVED_BYTES = _counter("received_bytes", "Bytes read from clients.", "listener")
+SENT_BYTES = _counter("sent_bytes", "Bytes written to clients.", "listener")
+WIRE_REJECTS = _counter(
+    "wire_rejects", "Calls refused before any dialect saw them, by cause.", "listener", "cause"
+)
+
+# The server itself.
+READY = _fact("ready", "1 when /healthz/ready answers 200.")
+BUILD = _fact("build_info", "1, labelled with the version of the server.", "version")
+LOOP_DELAY = _stage("loop_delay", "How late a timer of the event loop fired.")
+FRONT_RESTARTS = _counter("front_restarts", "Front processes started again after one died.")
+
+CATALOGUE: dict[str, Metric] = {
+    metric.name: metric for metric in list(globals().values()) if isinstance(metric, Metric)
+}
+
+# The values `cause`, `stage`, `sealed` and `result` may have; other texts are a mistake in the server.
+REJECT_CAUSES = ("queue_rows", "queue_bytes", "deadline", "draining", "no_worker", "too_large", "invalid")
+WIRE_CAUSES = (
+    "malformed",
+    "header_limit",
+    "target_limit",
+    "body_limit",
+    "timeout",
+    "too_many_connections",
+    "no_route",
+)
+CANCEL_STAGES = ("queued", "running")
+SEAL_CAUSES = ("full", "due", "idle")

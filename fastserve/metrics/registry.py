@@ -1,0 +1,197 @@
+"""The registry: gives out meters by name and labels, and owns the memory they count in.
+
+Not the exposition (exposition.py) and not the list of what the server measures (names.py).
+
+One memfd holds one section per front process. The first process makes it, the others are given its
+file descriptor; each appends to its own section only. The section of a process that died stays as it
+is, so no counter goes down, and the process that replaces it takes the section over.
+
+    registry = Registry(sections=4, section=0)
+    requests = registry.family(names.REQUESTS)
+    requests.of("digits", "1", "tfserving", "OK").add()
+    registry.expose()                       # the sum over all four sections
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import mmap
+import os
+from typing import Generic, TypeVar, cast
+
+from fastserve._ext.meter import (
+    KIND_GAUGE_SUM,
+    Counter,
+    Gauge,
+    Histogram,
+    Meter,
+    Section,
+    file_bytes,
+    lay_out,
+)
+from fastserve.metrics.exposition import Exposition
+from fastserve.metrics.series import Combine, Metric, clean_value, read_series, write_series
+
+log = logging.getLogger(__name__)
+
+# One section: room for some two hundred model versions. The file is sparse: pages cost when written.
+SERIES_MAX = 4096
+TEXT_BYTES_MAX = 1 << 20
+SLOTS_MAX = 1 << 16
+FAMILY_SERIES_MAX = 1024  # so that one metric with runaway labels cannot take the room of the others
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+M = TypeVar("M", bound=Meter)
+
+
+class Family(Generic[M]):
+    """The series of one metric in this process's section."""
+
+    __slots__ = ("_meters", "_registry", "metric")
+
+    def __init__(self, registry: Registry, metric: Metric) -> None:
+        self.metric = metric
+        self._registry = registry
+        self._meters: dict[tuple[object, ...], M] = {}
+
+    def of(self, *values: object) -> M:
+        """The meter with these label values, in the order of `metric.labels`. Keep it where speed counts.
+
+        When the section or the family is full it counts nowhere, and the loss shows in
+        fastserve_metrics_series_overflow_total.
+        """
+        found = self._meters.get(values)
+        return found if found is not None else self._add(values)
+
+    def _add(self, values: tuple[object, ...]) -> M:
+        metric = self.metric
+        if len(values) != len(metric.labels):
+            raise ValueError(f"metric {metric.name} has the labels {metric.labels}, not {len(values)} values")
+        texts = tuple(map(clean_value, values))
+        meter = self._meters.get(texts)
+        if meter is None:
+            slot = self._registry.find_slot(metric, texts, len(self._meters))
+            meter = cast(M, self._registry.make_meter(metric, slot))
+            if slot >= 0:  # a series without room is not remembered: the names of an attack are many
+                self._meters[texts] = meter
+        return meter
+
+
+class Registry:
+    """Meters by name, in section `section` of `sections`; `fd` is the memfd another registry made
+    (it stays the caller's, who may close it at once).
+
+    Raises ValueError when `fd` is not such a file. Not thread-safe while series are added; counting is.
+    """
+
+    def __init__(self, sections: int = 1, section: int = 0, fd: int | None = None) -> None:
+        self._made = fd is None
+        self.fd = _make_file(sections) if fd is None else fd
+        self._memory = _map_file(self.fd)
+        self._section = Section(self._memory, section)
+        self._families: dict[str, Family[Meter]] = {}
+        self._slots: dict[tuple[str, tuple[str, ...]], tuple[Metric, int]] = {}
+        self._exposition = Exposition(self._memory)
+        self._take_over()
+
+    def counter(self, name: str, help: str, /, **labels: object) -> Counter:
+        metric = Metric(name, help, "counter", tuple(labels))
+        return cast(Counter, self.family(metric).of(*labels.values()))
+
+    def gauge(self, name: str, help: str, /, *, combine: Combine = "sum", **labels: object) -> Gauge:
+        metric = Metric(name, help, "gauge", tuple(labels), combine=combine)
+        return cast(Gauge, self.family(metric).of(*labels.values()))
+
+    def histogram(self, name: str, help: str, /, buckets: tuple[float, ...], **labels: object) -> Histogram:
+        metric = Metric(name, help, "histogram", tuple(labels), buckets)
+        return cast(Histogram, self.family(metric).of(*labels.values()))
+
+    def counters(self, metric: Metric) -> Family[Counter]:
+        return cast("Family[Counter]", self.family(metric))
+
+    def gauges(self, metric: Metric) -> Family[Gauge]:
+        return cast("Family[Gauge]", self.family(metric))
+
+    def histograms(self, metric: Metric) -> Family[Histogram]:
+        return cast("Family[Histogram]", self.family(metric))
+
+    def family(self, metric: Metric) -> Family[Meter]:
+        """All series of one metric. Raises ValueError when its name is taken by a different one."""
+        family = self._families.get(metric.name)
+        if family is None:
+            metric.check()
+            family = self._families[metric.name] = Family(self, metric)
+        elif family.metric != metric:
+            raise ValueError(f"metric {metric.name} exists with another help, kind, labels or buckets")
+        return family
+
+    def expose(self) -> bytes:
+        """Prometheus text (format 0.0.4) of the sum over all sections."""
+        return self._exposition.expose()
+
+    def close(self) -> None:
+        """Give out no more meters. The memory stays as long as a meter in it is in use."""
+        self._families.clear()
+        if self._made:
+            os.close(self.fd)
+
+    def bury(self, section: int) -> None:
+        """Zero what a dead process still seems to hold (its summed gauges). Its counters stay."""
+        _zero_gauges(Section(self._memory, section))
+
+    def find_slot(self, metric: Metric, values: tuple[str, ...], present: int) -> int:
+        """Where a series counts: one a former owner of this section left, or a new one; -1 for nowhere."""
+        left, slot = self._slots.get((metric.name, values), (None, -1))
+        if left == metric:
+            return slot
+        if present >= FAMILY_SERIES_MAX:
+            self._section.count_overflow()
+            return -1
+        slot = self._section.append(metric.code, write_series(metric, values), metric.slots)
+        if slot < 0 and self._section.overflow == 1:
+            log.warning("no room for more metric series; the first one left out is of %s", metric.name)
+        return slot
+
+    def make_meter(self, metric: Metric, slot: int) -> Meter:
+        if metric.kind == "counter":
+            return Counter(self._section, slot)
+        if metric.kind == "gauge":
+            return Gauge(self._section, slot, last=metric.combine == "last")
+        return Histogram(self._section, slot, metric.buckets)
+
+    def _take_over(self) -> None:
+        _zero_gauges(self._section)
+        for index in range(len(self._section)):
+            entry = self._section.text(index)
+            found = entry and read_series(entry[0], entry[1], entry[3])
+            if entry and found:
+                self._slots.setdefault((found[0].name, found[1]), (found[0], entry[2]))
+
+
+def _zero_gauges(section: Section) -> None:
+    for index in range(len(section)):
+        entry = section.text(index)
+        if entry and entry[0] == KIND_GAUGE_SUM:
+            section.zero(entry[2], entry[3])
+
+
+def _make_file(sections: int) -> int:
+    fd = os.memfd_create("fastserve-metrics", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    size = file_bytes(sections, SERIES_MAX, TEXT_BYTES_MAX, SLOTS_MAX)
+    os.ftruncate(fd, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)  # nobody can shrink it under a reader (SIGBUS)
+    with mmap.mmap(fd, size) as memory:
+        lay_out(memory, sections, SERIES_MAX, TEXT_BYTES_MAX, SLOTS_MAX)
+    return fd
+
+
+def _map_file(fd: int) -> mmap.mmap:
+    try:
+        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS == SEALS
+    except OSError as error:
+        raise ValueError("not a file of meters: it cannot be sealed") from error
+    if not sealed:
+        raise ValueError("not a file of meters: its size is not sealed")
+    return mmap.mmap(fd, os.fstat(fd).st_size)
