@@ -44,3 +44,11 @@ class ServeError(Exception):
 
 class ConfigError(ValueError):
     """A setting or a model configuration that cannot be used; the text names field and allowed values."""
+
+
+class DeadlineError(ServeError):
+    """The request's time was up; `queued` tells whether it had not begun to run."""
+
+    def __init__(self, message: str, *, queued: bool) -> None:
+        super().__init__(Kind.DEADLINE_EXCEEDED, message)
+        self.queued = queued

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fastserve.tensor import Tensor
@@ -26,6 +27,14 @@ class InferRequest:
 
 @dataclass(slots=True)
 class InferResponse:
-    """Outputs by the model's own names. Valid until `release()`; release exactly once."""
+    """Outputs by the model's own names: views of shared memory, valid until `release()`."""
 
     outputs: dict[str, Tensor]
+    on_release: Callable[[], None] | None = None
+
+    def release(self) -> None:
+        """Let go of the outputs' memory. Always called, also when the reply could not be written."""
+        if self.on_release is not None:
+            on_release, self.on_release = self.on_release, None
+            self.outputs = {}
+            on_release()

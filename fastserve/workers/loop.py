@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from fastserve.backends.base import Backend, explain
 from fastserve.errors import Kind, ServeError
 from fastserve.workers.arena import Arena
-from fastserve.workers.control import Control, PeerGone
+from fastserve.workers.control import Control
 
 if TYPE_CHECKING:
     from fastserve._ext.batch_ring import BatchRing
@@ -36,15 +36,17 @@ class Runner(Protocol):
         """Runs the backend once on `rows` rows of zeros, for its caches."""
 
 
-def serve(backend: Backend, control: Control, message: Mapping[str, Any], fds: Sequence[int]) -> None:
+def serve(
+    backend: Backend, control: Control, config: Mapping[str, Any], message: Mapping[str, Any], fds: Sequence[int]
+) -> None:
     """Join the arena, warm up, say ready, and run batches until told to stop.
 
     Raises what the backend raises during warm-up: a version that cannot run does not become ready.
     """
     arena = Arena.join(message, fds)
     ring = arena.ring(worker=int(message["worker"]), control=control.fileno())
-    runner = make_runner(arena, ring, backend, message["config"])
-    _warm_up(runner, arena, backend, message["config"])
+    runner = make_runner(arena, ring, backend, config)
+    _warm_up(runner, arena, backend, config)
     control.send({"op": "ready"})
     try:
         run_batches(ring, runner, lambda: _told_to_stop(control))
@@ -87,10 +89,8 @@ def answer(ring: BatchRing, runner: Runner, slot: int) -> None:
 
 
 def _told_to_stop(control: Control) -> bool:
-    try:
-        return control.receive().message.get("op") == "stop"
-    except PeerGone:
-        return True
+    received = control.receive()
+    return received is None or received.message.get("op") == "stop"
 
 
 def _warm_up(runner: Runner, arena: Arena, backend: Backend, config: Mapping[str, Any]) -> None:

@@ -1,0 +1,150 @@
+"""The general door: a whole InferRequest in, an InferResponse out, for any version.
+
+It checks tensors against the version's specs, takes places, writes the inputs where the worker will
+see them, waits, and hands out the outputs. A request of more rows than a batch holds is split and
+its answers joined. Dialects with a hot path of their own use the lane directly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastserve.engine.forms import Form, form_of, join_parts
+from fastserve.engine.lane import Lane, Ticket
+from fastserve.engine.rows import check_inputs, empty_outputs, slice_rows
+from fastserve.errors import Kind, ServeError
+from fastserve.repository.catalog import Catalog
+from fastserve.repository.version import Version
+from fastserve.request import InferRequest, InferResponse
+from fastserve.tensor import Tensor
+
+Answer = asyncio.Future["Ticket"]
+
+
+class Engine:
+    """Runs requests on the versions of a catalog."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+
+    async def infer(self, version: Version, request: InferRequest) -> InferResponse:
+        """Run one request. The caller releases the response.
+
+        Raises ServeError: INVALID_ARGUMENT for inputs the version does not take, UNAVAILABLE when
+        its queue is full or it is going away, DEADLINE_EXCEEDED, and what the model raised.
+        """
+        lane = open_lane(version)
+        rows = check_inputs(version, request.inputs)
+        if rows == 0 and version.batching:
+            return InferResponse(_wanted(empty_outputs(version), request))
+        form = form_of(lane)
+        if not version.batching or rows <= lane.max_rows:
+            ticket = await _run(lane, form, request, request.inputs, rows if version.batching else 1)
+            return _respond(lane, form, ticket, request)
+        if not version.config.split_large_requests:
+            raise ServeError(
+                Kind.INVALID_ARGUMENT, f"Task size {rows} is larger than maximum input batch size {lane.max_rows}"
+            )
+        return InferResponse(_wanted(await _run_split(lane, form, request, rows), request))
+
+
+def open_lane(version: Version) -> Lane:
+    """The version's lane in this process. Raises ServeError UNAVAILABLE when it has none (any more)."""
+    lane = version.lane
+    if not isinstance(lane, Lane):
+        raise ServeError(Kind.UNAVAILABLE, f"version {version.number} of model {version.model} is not available")
+    return lane
+
+
+async def _run(lane: Lane, form: Form, request: InferRequest, inputs: dict[str, Tensor], rows: int) -> Ticket:
+    """One place: written, submitted, answered."""
+    answer, ticket = _submit(lane, form, request, inputs, rows)
+    try:
+        return await answer
+    except asyncio.CancelledError:
+        lane.cancel(ticket)
+        if answer.done() and not answer.cancelled() and answer.exception() is None:
+            lane.release(ticket)
+        raise
+
+
+def _submit(
+    lane: Lane, form: Form, request: InferRequest, inputs: dict[str, Tensor], rows: int
+) -> tuple[Answer, Ticket]:
+    answer: Answer = asyncio.get_running_loop().create_future()
+
+    def done(ticket: Ticket, error: ServeError | None) -> None:
+        if answer.cancelled():  # cancelled in the very turn the answer came
+            if error is None:
+                lane.release(ticket)
+        elif error is None:
+            answer.set_result(ticket)
+        else:
+            answer.set_exception(error)
+
+    place = lane.reserve(rows)
+    try:
+        form.write_inputs(lane, place, rows, inputs)
+    except BaseException:
+        lane.abandon(place, rows)
+        raise
+    return answer, lane.submit(place, rows, done, request.deadline_ns)
+
+
+def _respond(lane: Lane, form: Form, ticket: Ticket, request: InferRequest) -> InferResponse:
+    try:
+        outputs = form.read_outputs(lane, ticket.place, ticket.rows)
+    except BaseException:
+        lane.release(ticket)
+        raise
+    return InferResponse(_wanted(outputs, request), lambda: lane.release(ticket))
+
+
+async def _run_split(lane: Lane, form: Form, request: InferRequest, rows: int) -> dict[str, Tensor]:
+    """The request in pieces of at most a batch. When the queue fills up, the next piece waits for one
+    of ours to be answered; the first piece is refused like any request."""
+    parts: list[dict[str, Tensor]] = []
+    running: list[tuple[Answer, Ticket]] = []
+    at = 0
+    try:
+        while at < rows or running:
+            take = min(lane.max_rows, rows - at)
+            try:
+                if take:
+                    running.append(_submit(lane, form, request, slice_rows(request.inputs, at, take), take))
+                    at += take
+                    continue
+            except ServeError as error:
+                if error.kind is not Kind.UNAVAILABLE or not running:
+                    raise
+            answer, _ = running[0]
+            ticket = await answer
+            running.pop(0)
+            parts.append(_copy_out(lane, form, ticket))
+    finally:
+        for answer, ticket in running:
+            _give_up(lane, answer, ticket)
+    return join_parts(parts)
+
+
+def _copy_out(lane: Lane, form: Form, ticket: Ticket) -> dict[str, Tensor]:
+    try:
+        outputs = form.read_outputs(lane, ticket.place, ticket.rows)
+        return {n: Tensor(t.dtype, t.shape, bytes(t.data)) for n, t in outputs.items()}
+    finally:
+        lane.release(ticket)
+
+
+def _give_up(lane: Lane, answer: Answer, ticket: Ticket) -> None:
+    lane.cancel(ticket)
+    if answer.done() and not answer.cancelled():
+        if answer.exception() is None:
+            lane.release(ticket)
+    else:
+        answer.cancel()
+
+
+def _wanted(outputs: dict[str, Tensor], request: InferRequest) -> dict[str, Tensor]:
+    if not request.outputs:
+        return outputs
+    return {name: outputs[name] for name in request.outputs}

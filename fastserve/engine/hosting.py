@@ -1,0 +1,180 @@
+"""Brings versions up and down: workers, arena and lane, in the order that loses nothing.
+
+    load:    workers load -> the arena is made for their tensors -> workers attach and warm up -> lane opens
+    unload:  (the catalog has hidden the version) -> lane drains -> workers stop -> the arena goes
+
+Only the process that owns the workers has a Host; other front processes mirror what it did.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from fastserve.engine.lane import Lane
+from fastserve.engine.meters import LaneMeters
+from fastserve.errors import ConfigError, Kind, ServeError
+from fastserve.metrics import names
+from fastserve.metrics.registry import Registry
+from fastserve.repository.model_config import config_json
+from fastserve.repository.version import Version
+from fastserve.tensor import TensorSpec
+from fastserve.workers.arena import Arena, plan_geometry
+from fastserve.workers.group import WorkerGroup
+
+log = logging.getLogger(__name__)
+
+STOP_GRACE_S = 5.0
+# A batch whose worker died runs once more when another worker lives; its requests fail otherwise.
+MOST_ATTEMPTS = 2
+DIED = "the worker process died while it ran this request"
+WATCHDOG_TICK_S = 0.05
+
+
+@dataclass
+class Hosted:
+    """What one available version holds in the owner."""
+
+    version: Version
+    group: WorkerGroup
+    arena: Arena
+    lane: Lane
+    watchdog: asyncio.Task[None] | None = None
+
+
+Mirror = Callable[[Hosted], Awaitable[None]]
+
+
+class Host:
+    """The repository's hooks (`load`, `unload`) over worker groups. `mirrors` are told of every version
+    opened, and awaited before one is closed."""
+
+    def __init__(self, registry: Registry, *, fronts: int = 1, on_health: Callable[[], None] = lambda: None) -> None:
+        self.hosted: dict[tuple[str, int, int], Hosted] = {}
+        self.on_opened: list[Mirror] = []
+        self.on_closing: list[Mirror] = []
+        self._registry = registry
+        self._fronts = fronts
+        self._on_health = on_health
+
+    async def load(self, version: Version) -> None:
+        """Start the version's workers and open its lane. Raises ServeError in the backend's own words."""
+        made: list[Arena] = []
+
+        def make_arena(inputs: dict[str, TensorSpec], outputs: dict[str, TensorSpec]) -> Arena:
+            version.describe(inputs, outputs)
+            made.append(Arena.create(plan_geometry(config, inputs, outputs, fronts=self._fronts)))
+            return made[0]
+
+        config = config_json(version.config)
+        group = WorkerGroup(
+            version.folder,
+            config,
+            make_arena,
+            lambda worker: self._worker_died(version, worker),
+            lambda worker: self._worker_back(version),
+            name=version.model,
+        )
+        try:
+            await group.start()
+            hosted = self._open(version, group, made[0])
+            for mirror in self.on_opened:
+                await mirror(hosted)
+        except BaseException as error:
+            await group.stop(STOP_GRACE_S)
+            for arena in made:
+                arena.close()
+            if isinstance(error, ConfigError):
+                raise ServeError(Kind.INVALID_ARGUMENT, str(error)) from error
+            raise
+
+    async def unload(self, version: Version) -> None:
+        """Drain the version's lane, then stop its workers and give the memory back."""
+        hosted = self.hosted.pop(_key(version), None)
+        if hosted is None:
+            return
+        for mirror in self.on_closing:
+            await mirror(hosted)
+        await hosted.lane.drain()
+        await self._close(hosted)
+
+    async def close(self) -> None:
+        """Stop everything at once; whoever still waits gets an error."""
+        hosted, self.hosted = list(self.hosted.values()), {}
+        await asyncio.gather(*(self._close(one) for one in hosted))
+
+    def alive(self, version: Version) -> int:
+        """Workers of the version that are ready now."""
+        hosted = self.hosted.get(_key(version))
+        return hosted.group.alive if hosted else 0
+
+    def trouble(self, version: Version) -> str:
+        """Why a worker of the version is missing, in words a client may read."""
+        hosted = self.hosted.get(_key(version))
+        return hosted.group.trouble if hosted else ""
+
+    def _open(self, version: Version, group: WorkerGroup, arena: Arena) -> Hosted:
+        geometry = arena.geometry
+        meters = LaneMeters(self._registry, version.model, version.number, geometry.max_delay_ns, geometry.max_rows)
+        lane = Lane(arena, 0, version.inputs, version.outputs, meters)
+        lane.open()
+        version.lane = lane
+        hosted = Hosted(version, group, arena, lane)
+        if version.config.run_timeout_ms:
+            hosted.watchdog = asyncio.create_task(_watch(hosted, version.config.run_timeout_ms * 1_000_000))
+        self.hosted[_key(version)] = hosted
+        self._report(hosted)
+        return hosted
+
+    async def _close(self, hosted: Hosted) -> None:
+        if hosted.watchdog is not None:
+            hosted.watchdog.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await hosted.watchdog
+        await hosted.group.stop(STOP_GRACE_S)
+        hosted.version.lane = None
+        hosted.lane.close()
+        hosted.arena.close()
+        self._report(hosted)
+
+    def _worker_died(self, version: Version, worker: int) -> None:
+        hosted = self.hosted.get(_key(version))
+        if hosted is None:
+            return
+        attempts = MOST_ATTEMPTS if hosted.group.alive else 1
+        retried, failed = hosted.lane.ring.worker_died(worker, attempts, Kind.UNAVAILABLE.value, DIED)
+        log.warning("%r: worker %d died; %d batches retried, %d failed", version, worker, retried, failed)
+        self._registry.counters(names.RETRIES).of(version.model, version.number).add(retried)
+        self._report(hosted)
+
+    def _worker_back(self, version: Version) -> None:
+        hosted = self.hosted.get(_key(version))
+        if hosted is not None:
+            self._registry.counters(names.WORKER_RESTARTS).of(version.model, version.number).add()
+            self._report(hosted)
+
+    def _report(self, hosted: Hosted) -> None:
+        who = (hosted.version.model, hosted.version.number)
+        self._registry.gauges(names.WORKERS_ALIVE).of(*who).set(hosted.group.alive)
+        self._registry.gauges(names.WORKERS_WANTED).of(*who).set(hosted.version.config.instances)
+        self._on_health()
+
+
+def _key(version: Version) -> tuple[str, int, int]:
+    return version.model, version.number, id(version)
+
+
+async def _watch(hosted: Hosted, limit_ns: int) -> None:
+    """Kill a worker whose batch runs longer than run_timeout_ms."""
+    ring = hosted.lane.ring
+    while True:
+        await asyncio.sleep(WATCHDOG_TICK_S)
+        now = time.monotonic_ns()
+        for slot in range(ring.slots):
+            state, _, _, worker = ring.describe(slot)
+            if state == "running" and now - ring.times_ns(slot)[1] > limit_ns:
+                hosted.group.kill(worker, f"a batch ran longer than run_timeout_ms {limit_ns // 1_000_000}")

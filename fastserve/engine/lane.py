@@ -1,0 +1,243 @@
+"""A lane: one available version as this front process sees it. Places out, batches in, answers back.
+
+    ticket = lane.submit(place, rows, done, deadline_ns)     after the place was reserved and written
+    done(ticket, None)            the outputs are readable; the callee calls lane.release(ticket)
+    done(ticket, ServeError)      it failed; nothing is left to release
+
+Everything here runs on the event loop's thread. `done` is called exactly once for every ticket that
+was not cancelled, never from inside `submit`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from fastserve.engine.meters import LaneMeters
+from fastserve.errors import DeadlineError, Kind, ServeError
+from fastserve.tensor import TensorSpec
+from fastserve.workers.arena import Arena
+
+if TYPE_CHECKING:
+    from fastserve._ext.batch_ring import BatchRing
+
+log = logging.getLogger(__name__)
+
+Done = Callable[["Ticket", "ServeError | None"], None]
+DEADLINE_TICK_S = 0.025
+FULL = -1
+
+
+class Ticket:
+    """One place somebody waits for."""
+
+    __slots__ = ("deadline_ns", "done", "place", "rows", "seq")
+
+    def __init__(self, place: int, rows: int, done: Done, deadline_ns: int, seq: int) -> None:
+        self.place = place
+        self.rows = rows
+        self.done = done
+        self.deadline_ns = deadline_ns
+        self.seq = seq
+
+
+class Lane:
+    """Reserve, submit, cancel, release; and the doorbell that brings answers."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        front: int,
+        inputs: Mapping[str, TensorSpec],
+        outputs: Mapping[str, TensorSpec],
+        meters: LaneMeters,
+    ) -> None:
+        self.arena = arena
+        self.ring: BatchRing = arena.ring(front=front)
+        self.inputs = dict(inputs)
+        self.outputs = dict(outputs)
+        self.dense = arena.geometry.dense
+        self.max_rows = arena.geometry.max_rows
+        self.meters = meters
+        self.waiting = 0  # tickets submitted and not yet answered or cancelled
+        self.unreleased = 0  # answers handed out whose memory is still read
+        self._bell = arena.front_bells[front]
+        self._pending: list[list[Ticket]] = [[] for _ in range(arena.geometry.slots)]
+        self._kicking = False
+        self._watching = False
+        self._idle: list[asyncio.Future[None]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def open(self) -> None:
+        """Listen for answers on the running loop."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._bell, self._on_bell)
+
+    async def drain(self) -> None:
+        """Return when no ticket waits and no answer is being read."""
+        if self.waiting or self.unreleased:
+            assert self._loop is not None
+            idle = self._loop.create_future()
+            self._idle.append(idle)
+            await idle
+
+    def close(self) -> None:
+        """Stop listening. Whoever still waits is told that the version is gone."""
+        if self._loop is not None:
+            self._loop.remove_reader(self._bell)
+        gone = ServeError(Kind.UNAVAILABLE, "the model version was unloaded")
+        for tickets in self._pending:
+            while tickets:
+                self._finish_one(tickets.pop(), gone)
+
+    # --- places ----------------------------------------------------------------------------------
+
+    def reserve(self, rows: int) -> int:
+        """A place for rows. Raises ServeError UNAVAILABLE, with the time to wait, when the queue is full."""
+        place = self.ring.reserve(rows)
+        if place == FULL:
+            self.meters.rejected("queue_rows")
+            raise ServeError(
+                Kind.UNAVAILABLE,
+                "the queue of this model is full (max_queue_rows, max_queue_bytes)",
+                retry_after_s=self.meters.seconds_for(self.ring.queued()),
+            )
+        return place
+
+    def submit(self, place: int, rows: int, done: Done, deadline_ns: int = 0) -> Ticket:
+        """The place's inputs are written: let it run. Workers are woken at the end of this loop turn,
+        so that what arrives together runs together."""
+        slot = place >> 16
+        ticket = Ticket(place, rows, done, deadline_ns, self.ring.seq(slot))
+        self.ring.commit(place, rows)
+        self._pending[slot].append(ticket)
+        self.waiting += 1
+        if not self._kicking:
+            self._kicking = True
+            assert self._loop is not None
+            self._loop.call_soon(self._kick)
+        if deadline_ns and not self._watching:
+            self._watch()
+        return ticket
+
+    def abandon(self, place: int, rows: int) -> None:
+        """The inputs could not be written."""
+        self.ring.abandon(place, rows)
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Nobody waits any more; `done` will not be called. No effect on a ticket already answered."""
+        tickets = self._pending[ticket.place >> 16]
+        if ticket not in tickets:
+            return
+        self.meters.cancelled("queued" if self._is_queued(ticket) else "running")
+        self._forget(ticket, tickets)
+
+    def _is_queued(self, ticket: Ticket) -> bool:
+        return self.ring.describe(ticket.place >> 16)[0] in ("open", "sealed", "ready")
+
+    def _forget(self, ticket: Ticket, tickets: list[Ticket]) -> None:
+        if self.ring.drop(ticket.place):
+            tickets.remove(ticket)
+        else:
+            ticket.done = self._release_unread  # a worker has answered already: its message is on the way
+        self.waiting -= 1
+        if self._idle:
+            self._wake_idle()
+
+    def release(self, ticket: Ticket) -> None:
+        """The outputs of an answered ticket have been read."""
+        self.ring.release(ticket.place, ticket.rows)
+        self.unreleased -= 1
+        if self._idle:
+            self._wake_idle()
+
+    # --- answers ---------------------------------------------------------------------------------
+
+    def _kick(self) -> None:
+        self._kicking = False
+        self.ring.kick()
+
+    def _on_bell(self) -> None:
+        for slot, seq in self.ring.drain():
+            if slot < 0:
+                self._rescan()
+            elif self.ring.is_done(slot, seq):
+                self._finish(slot)
+
+    def _rescan(self) -> None:
+        """A worker died, perhaps between answering and telling: look at every place waited for."""
+        for slot, tickets in enumerate(self._pending):
+            if tickets and self.ring.is_done(slot, tickets[0].seq):
+                self._finish(slot)
+
+    def _finish(self, slot: int) -> None:
+        tickets, self._pending[slot] = self._pending[slot], []
+        self.meters.batch_done(self.ring, slot)
+        failure = self.ring.failure(slot)
+        error = None if failure is None else ServeError(_kind(failure[0]), failure[1])
+        for ticket in tickets:
+            self.unreleased += 1
+            if error is not None:
+                self.release(ticket)
+            self._finish_one(ticket, error)
+
+    def _finish_one(self, ticket: Ticket, error: ServeError | None) -> None:
+        if ticket.done != self._release_unread:
+            self.waiting -= 1
+        try:
+            ticket.done(ticket, error)
+        except Exception:  # one caller's fault must not cost the others of the batch their answers
+            log.exception("an answer could not be delivered")
+        if self._idle:
+            self._wake_idle()
+
+    def _release_unread(self, ticket: Ticket, error: ServeError | None) -> None:
+        if error is None:
+            self.release(ticket)
+
+    def _wake_idle(self) -> None:
+        if not self.waiting and not self.unreleased:
+            for idle in self._idle:
+                if not idle.done():
+                    idle.set_result(None)
+            self._idle.clear()
+
+    # --- deadlines -------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        assert self._loop is not None
+        self._watching = True
+        self._loop.call_later(DEADLINE_TICK_S, self._expire)
+
+    def _expire(self) -> None:
+        """Runs every DEADLINE_TICK_S while tickets with a deadline wait: far cheaper than a timer each."""
+        now, left = time.monotonic_ns(), False
+        for tickets in self._pending:
+            for ticket in list(tickets):
+                if ticket.deadline_ns and ticket.deadline_ns <= now:
+                    self._expire_one(ticket)
+                elif ticket.deadline_ns:
+                    left = True
+        self._watching = False
+        if left:
+            self._watch()
+
+    def _expire_one(self, ticket: Ticket) -> None:
+        queued, done = self._is_queued(ticket), ticket.done
+        self._forget(ticket, self._pending[ticket.place >> 16])
+        self.meters.rejected("deadline")
+        text = "the request's time was up while it waited in the queue" if queued else "the model took too long"
+        try:
+            done(ticket, DeadlineError(text, queued=queued))
+        except Exception:
+            log.exception("a timeout could not be delivered")
+
+
+def _kind(number: int) -> Kind:
+    try:
+        return Kind(number)
+    except ValueError:
+        return Kind.INTERNAL

@@ -1,0 +1,88 @@
+"""Rows of tensors: what a request brings, checked; and slices of it, without a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+from fastserve.errors import Kind, ServeError
+from fastserve.repository.version import Version
+from fastserve.tensor import DTYPES, Tensor, TensorSpec
+
+_LENGTH_BYTES = 4
+
+
+def check_inputs(version: Version, inputs: Mapping[str, Tensor]) -> int:
+    """The number of rows, 0 for a model without a batch axis.
+
+    Raises ServeError INVALID_ARGUMENT naming the input that is missing, unknown, of another dtype or
+    shape, of the wrong size, or of another number of rows than the rest.
+    """
+    for name in inputs:
+        if name not in version.inputs:
+            raise _invalid(f"input {name!r} is not one of the model's: {', '.join(version.inputs)}")
+    rows = -1
+    for name, spec in version.inputs.items():
+        tensor = inputs.get(name)
+        if tensor is None:
+            raise _invalid(f"input {name!r} is missing")
+        _check_tensor(tensor, spec, batching=version.batching)
+        if version.batching:
+            if rows not in (-1, tensor.shape[0]):
+                raise _invalid(f"input {name!r} has {tensor.shape[0]} rows, the inputs before it have {rows}")
+            rows = tensor.shape[0]
+    return max(rows, 0)
+
+
+def _check_tensor(tensor: Tensor, spec: TensorSpec, *, batching: bool) -> None:
+    if tensor.dtype is not spec.dtype:
+        raise _invalid(f"input {spec.name!r} is {tensor.dtype.name}, the model takes {spec.dtype.name}")
+    if batching and not tensor.shape:
+        raise _invalid("Batching Run() input tensors must have at least one dimension")
+    shape = tensor.shape[1:] if batching else tensor.shape
+    if spec.shape is not None and not _fits(shape, spec.shape):
+        lead = [-1] if batching else []
+        wanted = [*lead, *spec.shape]
+        raise _invalid(f"input {spec.name!r} has shape {list(tensor.shape)}, the model takes {wanted}")
+    size = tensor.data.nbytes if isinstance(tensor.data, memoryview) else len(tensor.data)
+    if spec.dtype.item_bytes and size != prod(tensor.shape) * spec.dtype.item_bytes:
+        raise _invalid(f"input {spec.name!r} brings {size} bytes, its shape needs {prod(tensor.shape) * spec.dtype.item_bytes}")
+
+
+def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    return len(shape) == len(wanted) and all(w in (-1, n) for n, w in zip(shape, wanted, strict=True))
+
+
+def slice_rows(inputs: Mapping[str, Tensor], start: int, rows: int) -> dict[str, Tensor]:
+    """Rows [start, start + rows) of every tensor, as views."""
+    return {name: _slice(tensor, start, rows) for name, tensor in inputs.items()}
+
+
+def _slice(tensor: Tensor, start: int, rows: int) -> Tensor:
+    per_row = prod(tensor.shape[1:])
+    data = memoryview(tensor.data).cast("B")
+    if tensor.dtype is DTYPES["bytes"]:
+        first = _skip(data, 0, start * per_row)
+        last = _skip(data, first, rows * per_row)
+    else:
+        size = per_row * tensor.dtype.item_bytes
+        first, last = start * size, (start + rows) * size
+    return Tensor(tensor.dtype, (rows, *tensor.shape[1:]), data[first:last])
+
+
+def _skip(data: memoryview, at: int, elements: int) -> int:
+    for _ in range(elements):
+        at += _LENGTH_BYTES + int.from_bytes(data[at : at + _LENGTH_BYTES], "little")
+    return at
+
+
+def empty_outputs(version: Version) -> dict[str, Tensor]:
+    """What a batching model answers to no rows at all; it is not run. Free axes have length 0."""
+    return {
+        name: Tensor(spec.dtype, (0, *(max(n, 0) for n in spec.shape or ())), b"")
+        for name, spec in version.outputs.items()
+    }
+
+
+def _invalid(text: str) -> ServeError:
+    return ServeError(Kind.INVALID_ARGUMENT, text)
