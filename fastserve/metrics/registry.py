@@ -132,8 +132,9 @@ class Registry:
         return self._exposition.expose()
 
     def close(self) -> None:
-        """Give out no more meters. The memory stays as long as a meter in it is in use."""
-        self._families.clear()
+        """The registry is of no use afterwards. The memory stays as long as a meter in it is in use."""
+        self._families.clear()  # they refer back here
+        del self._section, self._exposition, self._memory
         if self._made:
             os.close(self.fd)
 

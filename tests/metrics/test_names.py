@@ -6,15 +6,15 @@ from pathlib import Path
 
 from fastserve.metrics import Registry, names
 
-WANTED = set(
-    "requests_total request_duration_seconds queue_duration_seconds batch_form_duration_seconds "
-    "compute_duration_seconds encode_duration_seconds batch_rows padding_rows_total queue_rows rejects_total "
-    "cancels_total worker_restarts_total workers_alive connections received_bytes_total sent_bytes_total".split()  # noqa: SIM905
-)
+WANTED = """
+requests_total request_duration_seconds queue_duration_seconds batch_form_duration_seconds rejects_total
+compute_duration_seconds encode_duration_seconds batch_rows padding_rows_total queue_rows cancels_total
+worker_restarts_total workers_alive connections received_bytes_total sent_bytes_total
+"""
 
 
 def test_all_that_was_asked_for() -> None:
-    assert {f"fastserve_{name}" for name in WANTED} <= set(names.CATALOGUE)
+    assert {f"fastserve_{name}" for name in WANTED.split()} <= set(names.CATALOGUE)
 
 
 def test_every_metric_is_well_formed() -> None:
