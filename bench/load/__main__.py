@@ -1,0 +1,98 @@
+"""`python -m bench.load`: the whole table, or the parts asked for. See --help."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import sys
+from pathlib import Path
+
+import click
+
+from bench.load import measure, table, wrk
+from bench.load.measure import Plan
+from bench.workloads import WORKLOADS
+
+PARTS = [*WORKLOADS, "latency", "frontends", "memory", "codec"]
+
+
+def cores() -> tuple[int, int]:
+    """(server's core, load generator's core): the first two this process may use."""
+    found = sorted(os.sched_getaffinity(0))
+    if len(found) < 2:
+        raise click.ClickException("two cores are needed: one for the server, one for the load generator")
+    return found[0], found[1]
+
+
+def rows(part: str, plan: Plan, subject: measure.Start, soak: int) -> list[table.Row]:
+    if part in WORKLOADS:
+        return [table.load_row(WORKLOADS[part], *measure.versus(WORKLOADS[part], plan, subject))]
+    if part == "latency":
+        return [table.alone_row(*measure.alone(plan, subject))]
+    if part == "frontends":
+        return table.frontend_rows(measure.frontends(plan, (1, 2, 4)), len(os.sched_getaffinity(0)))
+    if part == "codec":
+        from bench.load import codec
+
+        return [table.codec_row(found) for found in codec.codecs()]
+    mb = measure.memory(plan)
+    found = [table.Row("front process, demo, idle", "", f"{mb:.1f} MB", mb, 60, unit="MB")]
+    if soak:
+        sent, gained = measure.growth(plan, soak)
+        found.append(table.Row(f"growth, {sent:,} requests", "", f"{gained:.1f} MB", gained, 1.0, unit="MB"))
+    return found
+
+
+def describe(plan: Plan, hello: float) -> dict[str, object]:
+    return {
+        "machine": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "repeats": plan.repeats,
+        "seconds": plan.seconds,
+        "hello_per_s": round(hello),
+    }
+
+
+@click.command(help="Compare `fastserve serve` with the reference server, on one core each, under wrk.")
+@click.argument("parts", nargs=-1, type=click.Choice(PARTS), metavar="[PART]...")
+@click.option(
+    "--repeats", default=3, show_default=True, help="Runs of each server, taking turns; medians count."
+)
+@click.option("--seconds", default=3.0, show_default=True, help="Length of one run.")
+@click.option("--doubles", is_flag=True, help="Send numbers of 16 to 17 digits instead of 6 to 9.")
+@click.option("--soak", default=0, help="With `memory`: send this many requests and report what it grew by.")
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write results here too."
+)
+@click.option("--self-test", is_flag=True, help="Put the reference server in fastserve's place.")
+def main(
+    parts: tuple[str, ...],
+    repeats: int,
+    seconds: float,
+    doubles: bool,
+    soak: int,
+    json_file: Path | None,
+    self_test: bool,
+) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that every server is stopped on the way out
+    try:
+        wrk.require()
+    except wrk.NoWrk as fault:
+        raise click.ClickException(str(fault)) from None
+    subject = measure.start_reference if self_test else measure.start_fastserve
+    chosen = parts or tuple(WORKLOADS if self_test else PARTS)
+    plan = Plan(repeats, seconds, *cores(), doubles=doubles, say=lambda text: click.echo(text, err=True))
+    about = describe(plan, measure.hello(plan))
+    found = [row for part in chosen for row in rows(part, plan, subject, soak)]
+    print(", ".join(f"{name} {value}" for name, value in about.items()))
+    table.print_table(found)
+    if json_file is not None:
+        report = {**about, "rows": [row.as_json() for row in found]}
+        json_file.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""One run of the load generator wrk, pinned to its core."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+SCRIPT = Path(__file__).with_name("post.lua")
+
+
+class NoWrk(RuntimeError):
+    """wrk is not on PATH."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What wrk saw. `failed` counts refused, broken, timed-out and non-2xx requests together."""
+
+    requests: int
+    seconds: float
+    p50_us: float
+    p99_us: float
+    failed: int
+
+    @property
+    def rate(self) -> float:
+        return self.requests / self.seconds
+
+
+def require() -> None:
+    for tool, package in (("wrk", "wrk"), ("taskset", "util-linux")):
+        if shutil.which(tool) is None:
+            raise NoWrk(f"{tool} is needed and not installed: apt-get install {package}")
+
+
+def post(
+    url: str, body_file: Path, content_type: str, *, connections: int, seconds: float, cores: list[int]
+) -> Load:
+    """Raises RuntimeError when wrk ends without a result."""
+    command = ["taskset", "-c", ",".join(map(str, cores)), "wrk", "-t1", f"-c{connections}"]
+    command += [f"-d{max(1, round(seconds))}s", "--timeout", "10s", "-s", str(SCRIPT), url]
+    command += ["--", str(body_file), content_type]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds + 60)
+    for line in done.stdout.splitlines():
+        if line.startswith("RESULT "):
+            return Load(**json.loads(line.removeprefix("RESULT ")))
+    raise RuntimeError(f"wrk gave no result: {done.stdout}{done.stderr}")
