@@ -3,8 +3,8 @@
     pip install '.[demo]'
     python tools/train_digits.py
 
-Plain numpy: a 64-128-10 perceptron, Adam, a third of the images shifted by a pixel, some noise on all. Every random choice
-comes from one seed, so the same numpy gives the same file. Needs scikit-learn only for its data.
+Plain numpy: a 64-128-10 perceptron, Adam, a third of the images shifted by a pixel, noise on all. Choices
+come from one seed, so the same numpy gives the same file. Needs scikit-learn only for its data.
 """
 
 from __future__ import annotations

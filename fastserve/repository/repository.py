@@ -1,0 +1,221 @@
+"""The repository: decides when folders are looked at and which models are wanted.
+
+How a model gets from one set of versions to another is `succession`; what folders say is
+`layout`. Disk work runs in a thread, so a slow disk never holds up requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from fastserve.config import ModelEntry, RepositorySettings
+from fastserve.errors import ConfigError, Kind, ServeError
+from fastserve.repository.catalog import Catalog
+from fastserve.repository.layout import Layout, ModelFolder, is_model_name
+from fastserve.repository.succession import Succession, VersionHooks
+
+log = logging.getLogger(__name__)
+EVERY_MODEL = "*"
+MODEL_NAME_CHARS = 128
+
+
+class Repository:
+    """Keeps the catalog at what the folders say. One task at a time works on each model."""
+
+    def __init__(
+        self,
+        settings: RepositorySettings,
+        catalog: Catalog,
+        hooks: VersionHooks,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings = settings
+        self.catalog = catalog
+        self._layout = Layout(settings)
+        self._succession = Succession(settings, catalog, hooks, clock)
+        named = settings.load_models
+        by_default = not named and settings.model_control != "explicit"
+        self._every = by_default or EVERY_MODEL in named
+        self._wanted: set[str] = set(named) - {EVERY_MODEL}
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._tasks: set[asyncio.Task[None]] = set()  # started by the watch
+        self._told: dict[str, list[str]] = {}
+        self._watch: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Load everything wanted; with model_control poll, go on watching.
+
+        Raises ConfigError when the settings name what is not there, ServeError listing the models
+        that failed; with keep_going, failed models are only logged.
+        """
+        await asyncio.to_thread(self._layout.check)
+        found = await asyncio.to_thread(self._layout.scan)
+        problems = await self._apply(found.values(), eager=True)
+        for name in sorted(self._wanted - set(found)):
+            problems[name] = ["there is no such model in the repository"]
+        self._tell(problems)
+        if problems and not self.settings.keep_going:
+            await self.close()
+            raise ServeError(Kind.FAILED_PRECONDITION, failure_text(problems))
+        if self.settings.model_control == "poll":
+            self._watch = asyncio.create_task(self._watch_folders())
+
+    async def poll(self) -> None:
+        """Look once and wait until everything that changed has been loaded and unloaded."""
+        found = await asyncio.to_thread(self._layout.scan)
+        problems = await self._apply(found.values())
+        self._tell({name: problems.get(name, []) for name in found})
+        await asyncio.gather(*(self._end(name) for name in self._gone(found)))
+
+    async def load(self, name: str) -> None:
+        """Load or reload one model now. Raises ServeError: NOT_FOUND, or why it could not be loaded."""
+        self._must_be_explicit()
+        async with self._lock(name):
+            folder = await asyncio.to_thread(self._layout.scan_one, name)
+            if folder is None:
+                raise ServeError(Kind.NOT_FOUND, f"There is no model {_quoted(name)} in the repository.")
+            self._wanted.add(name)
+            problems = await self._succession.apply(folder, eager=True)
+        if problems:
+            raise ServeError(Kind.FAILED_PRECONDITION, failure_text({name: problems}))
+
+    async def unload(self, name: str) -> None:
+        """Unload one model now and wait until its requests have finished. Raises ServeError NOT_FOUND."""
+        self._must_be_explicit()
+        if name not in self.catalog.models:
+            raise ServeError(Kind.NOT_FOUND, f"There is no model {_quoted(name)} that was loaded.")
+        self._wanted.discard(name)
+        await self._end(name)
+
+    async def reload_config(self, entries: Sequence[ModelEntry]) -> None:
+        """Serve these models in place of the ones `models` named, and wait for them.
+
+        Raises ServeError (spec 4.4): INVALID_ARGUMENT for a list that cannot be, and then nothing
+        changes; FAILED_PRECONDITION listing what could not be loaded or labelled.
+        """
+        layout = Layout(msgspec.structs.replace(self.settings, models=tuple(entries)))
+        for entry in entries:
+            if not entry.base_path.startswith("/"):
+                raise ServeError(
+                    Kind.INVALID_ARGUMENT,
+                    f"Expected model {entry.name} to have an absolute path or URI; "
+                    f"got base_path()={entry.base_path}",
+                )
+        try:
+            await asyncio.to_thread(layout.check)
+        except ConfigError as fault:
+            raise ServeError(Kind.INVALID_ARGUMENT, str(fault)) from None
+        self._layout = layout
+        found = await asyncio.to_thread(layout.scan)
+        problems = await self._apply(found.values(), eager=True)
+        await asyncio.gather(*(self._end(name) for name in self._gone(found)))
+        named = {entry.name for entry in entries}
+        failed = {name: reasons for name, reasons in problems.items() if name in named}
+        if failed:
+            raise ServeError(Kind.FAILED_PRECONDITION, failure_text(failed))
+
+    async def close(self) -> None:
+        """Stop watching and unload everything."""
+        running = [task for task in (self._watch, *self._tasks) if task is not None]
+        self._watch = None
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await asyncio.gather(*(self._end(name) for name in list(self.catalog.models)))
+
+    # -- one look
+
+    def _is_wanted(self, name: str) -> bool:
+        return self._every or name in self._wanted
+
+    def _lock(self, name: str) -> asyncio.Lock:
+        return self._locks.setdefault(name, asyncio.Lock())
+
+    async def _apply(self, folders: Iterable[ModelFolder], *, eager: bool = False) -> dict[str, list[str]]:
+        wanted = [folder for folder in folders if self._is_wanted(folder.name)]
+        results = await asyncio.gather(*(self._apply_one(folder, eager=eager) for folder in wanted))
+        return {folder.name: reasons for folder, reasons in zip(wanted, results, strict=True) if reasons}
+
+    async def _apply_one(self, folder: ModelFolder, *, eager: bool = False) -> list[str]:
+        async with self._lock(folder.name):
+            return await self._succession.apply(folder, eager=eager)
+
+    async def _end(self, name: str) -> None:
+        async with self._lock(name):
+            await self._succession.end(name)
+
+    def _gone(self, found: dict[str, ModelFolder]) -> list[str]:
+        """Models that were served or blamed, and have no folder any more or are no longer wanted."""
+        return [
+            name
+            for name, model in self.catalog.models.items()
+            if (model.config is not None or model.error is not None)
+            and not (name in found and self._is_wanted(name))
+        ]
+
+    # -- watching
+
+    async def _watch_folders(self) -> None:
+        while True:
+            await asyncio.sleep(self.settings.poll_s)
+            try:
+                found = await asyncio.to_thread(self._layout.scan)
+            except OSError as fault:  # a root that went away for a moment must not unload everything
+                self._tell({"": [f"the repository cannot be read: {fault.strerror}"]})
+                continue
+            self._tell({"": []})
+            self._start_changes(found)
+
+    def _start_changes(self, found: dict[str, ModelFolder]) -> None:
+        """A task per model that is not being worked on: a slow load holds up no other model."""
+        for folder in found.values():
+            if self._is_wanted(folder.name) and not self._lock(folder.name).locked():
+                self._start(self._apply_and_tell(folder))
+        for name in self._gone(found):
+            if not self._lock(name).locked():
+                self._start(self._end(name))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finish)
+
+    def _finish(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a change of the repository failed", exc_info=task.exception())
+
+    async def _apply_and_tell(self, folder: ModelFolder) -> None:
+        self._tell({folder.name: await self._apply_one(folder)})
+
+    def _tell(self, problems: Mapping[str, list[str]]) -> None:
+        """Log each model's problems when they change, not at every look."""
+        for name, reasons in problems.items():
+            if reasons and self._told.get(name) != reasons:
+                log.error("%s: %s", f"model {name}" if name else "repository", "; ".join(reasons))
+            self._told[name] = reasons
+
+    def _must_be_explicit(self) -> None:
+        control = self.settings.model_control
+        if control != "explicit":
+            raise ServeError(
+                Kind.UNAVAILABLE,
+                f"Models are loaded and unloaded on demand with model_control explicit; it is {control}.",
+            )
+
+
+def failure_text(problems: Mapping[str, list[str]]) -> str:
+    """Every model that failed and why, in one line a model."""
+    lines = [f"{name}: {'; '.join(reasons)}" for name, reasons in sorted(problems.items())]
+    return f"{len(lines)} model(s) did not become available: " + "\n".join(lines)
+
+
+def _quoted(name: str) -> str:
+    """A client's name for a model, safe to log and to send back."""
+    return name if is_model_name(name) else ascii(name[:MODEL_NAME_CHARS])

@@ -1,0 +1,255 @@
+"""One model's way from what is loaded to what is wanted, without a gap.
+
+    load what is wanted and missing  ->  move labels  ->  unload what is no longer wanted
+
+A version that is no longer wanted leaves only when its place is taken: for each wanted version
+that could not be loaded, one old version stays. When the wanted set is empty all leave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from fastserve.config import DEFAULT_POLICY, RepositorySettings
+from fastserve.errors import ConfigError, Kind, ServeError
+from fastserve.repository.catalog import Catalog
+from fastserve.repository.layout import ModelFolder, Stamp, VersionFolder
+from fastserve.repository.model_config import ModelConfig
+from fastserve.repository.policy import missing_versions, wanted_versions
+from fastserve.repository.version import Model, Version, VersionState
+
+log = logging.getLogger(__name__)
+LONGEST_RETRY_S = 60.0
+
+
+class VersionHooks(Protocol):
+    """What loading and unloading mean; the engine's side of a version's life."""
+
+    async def load(self, version: Version) -> None:
+        """Make the version answer requests. Raises ServeError; cleans up after itself, even when cancelled."""
+
+    async def unload(self, version: Version) -> None:
+        """Let requests under way finish, then free everything."""
+
+
+@dataclass(slots=True)
+class _Origin:
+    """What a version was made of: it is loaded afresh when either changes."""
+
+    config: ModelConfig
+    stamp: Stamp
+
+
+@dataclass(slots=True)
+class _Failure:
+    origin: _Origin
+    tries: int
+    due: float  # on the clock of the succession
+    error: ServeError
+
+
+class Succession:
+    """Loads and unloads the versions of models. Calls for one model must not overlap."""
+
+    def __init__(
+        self,
+        settings: RepositorySettings,
+        catalog: Catalog,
+        hooks: VersionHooks,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings
+        self._catalog = catalog
+        self._hooks = hooks
+        self._clock = clock
+        self._loading = asyncio.Semaphore(settings.parallel_loads)
+        self._origins: dict[Version, _Origin] = {}  # of every version not yet ended
+        self._failures: dict[tuple[str, int], _Failure] = {}
+
+    async def apply(self, folder: ModelFolder, *, eager: bool = False) -> list[str]:
+        """Bring the model to what its folder says. Returns why anything wanted is not so; never raises.
+
+        `eager` tries failed versions again at once, whatever their back-off.
+        """
+        model = self._catalog.model(folder.name)
+        if folder.config is None or folder.error:
+            return self._blame(model, folder.error)
+        config = folder.config
+        wanted = wanted_versions(config.version_policy, folder.versions)
+        self._forget_failures(model.name, keep=wanted)
+        for number in reversed(wanted):  # the newest first: it is what most clients wait for
+            if eager or self._is_due(model, folder.versions[number], config):
+                await self._load(model, folder.versions[number], config)
+        self._adopt(model, wanted, config)
+        problems = self._problems(model, folder, wanted)
+        await self._unload_displaced(
+            model, wanted, len(missing_versions(config.version_policy, folder.versions))
+        )
+        return problems
+
+    async def end(self, name: str) -> None:
+        """Unload every version of the model; its labels go, its ended versions stay listed."""
+        model = self._catalog.models.get(name)
+        if model is None:
+            return
+        model.labels, model.error, model.config = {}, None, None
+        self._forget_failures(name, keep=[])
+        await asyncio.gather(*(self._unload(version) for version in model.available()))
+
+    # -- loading
+
+    def _is_current(self, model: Model, folder: VersionFolder, config: ModelConfig) -> bool:
+        version = model.versions.get(folder.number)
+        if version is None or version.state is not VersionState.AVAILABLE:
+            return False
+        return self._origins.get(version) == _origin(config, folder)
+
+    def _is_due(self, model: Model, folder: VersionFolder, config: ModelConfig) -> bool:
+        if self._is_current(model, folder, config):
+            return False
+        failure = self._failures.get((model.name, folder.number))
+        if failure is None or failure.origin != _origin(config, folder):
+            return True
+        return failure.tries <= self._settings.load_retries and self._clock() >= failure.due
+
+    async def _load(self, model: Model, folder: VersionFolder, config: ModelConfig) -> None:
+        """Load one version unless it is current. While it loads, an older instance goes on serving."""
+        if self._is_current(model, folder, config):
+            return
+        origin = _origin(config, folder)
+        try:
+            version = Version(model.name, folder.number, folder.folder, config)
+        except ConfigError as fault:  # a signature that fits no tensor
+            self._remember(model, folder.number, origin, ServeError(Kind.INVALID_ARGUMENT, str(fault)))
+            return
+        served = model.versions.get(folder.number)
+        replaces = served is not None and served.state is VersionState.AVAILABLE
+        if not replaces:
+            self._catalog.put(version)
+        self._catalog.move(version, VersionState.LOADING)
+        error = await self._run_load(version)
+        if error is not None:
+            self._catalog.move(version, VersionState.END, error)
+            self._remember(model, folder.number, origin, error)
+            return
+        self._failures.pop((model.name, folder.number), None)
+        self._origins[version] = origin
+        self._catalog.move(version, VersionState.AVAILABLE)
+        log.info("model %s version %d is available", model.name, version.number)
+        if replaces and served is not None:
+            self._catalog.put(version)
+            await self._unload(served)
+
+    async def _run_load(self, version: Version) -> ServeError | None:
+        try:
+            async with self._loading:
+                await self._hooks.load(version)
+        except asyncio.CancelledError:
+            stopped = ServeError(Kind.CANCELLED, "The server stopped while the version was loading.")
+            self._catalog.move(version, VersionState.END, stopped)
+            raise
+        except ServeError as error:
+            return error
+        except ConfigError as fault:
+            return ServeError(Kind.INVALID_ARGUMENT, str(fault))
+        except Exception as fault:
+            log.exception("model %s version %d: loading failed", version.model, version.number)
+            return ServeError(Kind.INTERNAL, f"Loading failed with {type(fault).__name__}.")
+        return None
+
+    def _remember(self, model: Model, number: int, origin: _Origin, error: ServeError) -> None:
+        known = self._failures.get((model.name, number))
+        tries = known.tries + 1 if known is not None and known.origin == origin else 1
+        wait_s = min(self._settings.load_retry_s * 2 ** (tries - 1), LONGEST_RETRY_S)
+        self._failures[model.name, number] = _Failure(origin, tries, self._clock() + wait_s, error)
+        log.error("model %s version %d could not be loaded: %s", model.name, number, error.message)
+
+    def _forget_failures(self, name: str, keep: list[int]) -> None:
+        for key in [key for key in self._failures if key[0] == name and key[1] not in keep]:
+            del self._failures[key]
+
+    # -- labels, config and blame
+
+    def _adopt(self, model: Model, wanted: list[int], config: ModelConfig) -> None:
+        """Take over what needs no fresh instance: policy and labels, also on versions already loaded."""
+        model.config = config
+        for number in wanted:
+            version = model.versions.get(number)
+            origin = self._origins.get(version) if version is not None else None
+            if version is not None and origin is not None and origin.config == _instance_config(config):
+                version.config = config
+
+    def _problems(self, model: Model, folder: ModelFolder, wanted: list[int]) -> list[str]:
+        assert folder.config is not None
+        problems = []
+        for number in wanted:
+            failure = self._failures.get((model.name, number))
+            if failure is not None and not self._is_current(model, folder.versions[number], folder.config):
+                problems.append(f"version {number}: {failure.error.message}")
+        problems += [
+            f"version {number}: wanted by version_policy, but there is no such version"
+            for number in missing_versions(folder.config.version_policy, folder.versions)
+        ]
+        if not folder.versions:
+            problems.append("no version that can be loaded" + "".join(f"; {n}" for n in folder.notes))
+        problems += self._move_labels(model, folder.config)
+        model.error = ServeError(Kind.FAILED_PRECONDITION, "; ".join(problems)) if problems else None
+        return problems
+
+    def _move_labels(self, model: Model, config: ModelConfig) -> list[str]:
+        """Labels follow the config; one whose version is not available stays where it was (spec 5)."""
+        labels: dict[str, int] = {}
+        problems = []
+        for label, number in config.labels.items():
+            before = model.labels.get(label)
+            may_be_new = before is None and self._settings.allow_labels_for_unavailable
+            if number == before or may_be_new or self._catalog.available(model.name, number) is not None:
+                labels[label] = number
+                continue
+            if before is not None:
+                labels[label] = before
+            problems.append(
+                f"Request to assign label to version {number} of model {model.name}, "
+                "which is not currently available for inference"
+            )
+        model.labels = labels
+        return problems
+
+    def _blame(self, model: Model, reason: str) -> list[str]:
+        model.error = ServeError(Kind.FAILED_PRECONDITION, reason)
+        return [reason]
+
+    # -- unloading
+
+    async def _unload_displaced(self, model: Model, wanted: list[int], absent: int) -> None:
+        displaced = [v for v in model.available() if v.number not in wanted]
+        unfilled = absent + sum(self._catalog.available(model.name, n) is None for n in wanted)
+        leaving = displaced[: max(0, len(displaced) - unfilled)]
+        await asyncio.gather(*(self._unload(version) for version in leaving))
+
+    async def _unload(self, version: Version) -> None:
+        self._origins.pop(version, None)
+        self._catalog.move(version, VersionState.UNLOADING)
+        try:
+            await self._hooks.unload(version)
+        except Exception:
+            log.exception("model %s version %d: unloading failed", version.model, version.number)
+        finally:
+            self._catalog.move(version, VersionState.END)
+        log.info("model %s version %d is unloaded", version.model, version.number)
+
+
+def _origin(config: ModelConfig, folder: VersionFolder) -> _Origin:
+    return _Origin(_instance_config(config), folder.stamp)
+
+
+def _instance_config(config: ModelConfig) -> ModelConfig:
+    """The part of a config that an instance is made with."""
+    return msgspec.structs.replace(config, version_policy=DEFAULT_POLICY, labels={})
