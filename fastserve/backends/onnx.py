@@ -1,0 +1,182 @@
+"""The onnx backend: ONNX Runtime on NAME/VERSION/model.onnx.
+
+Inputs and outputs are read from the model; what model.yaml declares narrows them (a length for a
+symbolic axis, a choice of outputs) and is checked against the model. With max_batch_size > 0 the first
+axis of every tensor is the batch and must be symbolic in the model.
+
+Numeric inputs reach the session without a copy: ONNX Runtime wraps contiguous arrays where they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastserve.backends.base import clean, read_specs
+from fastserve.backends.outputs import OutputCheck
+from fastserve.errors import ConfigError, Kind, ServeError
+from fastserve.tensor import DTYPES, TensorSpec
+
+if TYPE_CHECKING:
+    from fastserve.backends.base import Arrays
+
+# ONNX Runtime's names of tensor types that numpy can carry
+_DTYPES = {
+    "tensor(bool)": "bool",
+    "tensor(uint8)": "uint8",
+    "tensor(uint16)": "uint16",
+    "tensor(uint32)": "uint32",
+    "tensor(uint64)": "uint64",
+    "tensor(int8)": "int8",
+    "tensor(int16)": "int16",
+    "tensor(int32)": "int32",
+    "tensor(int64)": "int64",
+    "tensor(float16)": "float16",
+    "tensor(float)": "float32",
+    "tensor(double)": "float64",
+    "tensor(string)": "bytes",
+}
+
+
+class OnnxBackend:
+    """Runs an ONNX model."""
+
+    def __init__(self, config: Mapping[str, Any], version_dir: Path, instance: int) -> None:
+        self.inputs: dict[str, TensorSpec] = {}
+        self.outputs: dict[str, TensorSpec] = {}
+        self._config = config
+        self._batched = int(config.get("max_batch_size", 0)) > 0
+        self._version_dir = version_dir
+        self._session: Any = None
+        self._strings: list[str] = []
+        self._wanted: list[str] = []
+
+    def load(self) -> None:
+        """Opens the session. Raises ConfigError when model.yaml and the model disagree, ServeError when
+        ONNX Runtime is missing or refuses the model."""
+        path = self._version_dir / "model.onnx"
+        if not path.is_file():
+            raise ConfigError("the version's folder has no file model.onnx")
+        self._session = _open_session(path, self._config)
+        declared_inputs = read_specs(self._config.get("inputs"))
+        declared_outputs = read_specs(self._config.get("outputs"))
+        self.inputs = self._merge("input", self._session.get_inputs(), declared_inputs)
+        self.outputs = self._merge("output", self._session.get_outputs(), declared_outputs)
+        self._wanted = list(self.outputs)
+        self._strings = [name for name, spec in self.inputs.items() if spec.dtype.name == "bytes"]
+        self._check = OutputCheck(self.outputs, batched=self._batched)
+
+    def run(self, inputs: Arrays) -> Arrays:
+        """Runs one batch; see Backend.run. Raises ServeError: INVALID_ARGUMENT when the model refuses
+        the inputs, INTERNAL otherwise."""
+        feed = inputs if not self._strings else self._decode_strings(inputs)
+        try:
+            results = self._session.run(self._wanted, feed)
+        except Exception as error:
+            # ONNX Runtime has one exception class per status, INVALID_ARGUMENT among them.
+            refused = type(error).__name__ == "InvalidArgument"
+            raise ServeError(Kind.INVALID_ARGUMENT if refused else Kind.INTERNAL, _words(error)) from error
+        return self._check(inputs, dict(zip(self._wanted, results, strict=True)))
+
+    def close(self) -> None:
+        """Drops the session."""
+        self._session = None
+
+    def _merge(self, role: str, nodes: list[Any], declared: dict[str, TensorSpec]) -> dict[str, TensorSpec]:
+        names = [node.name for node in nodes]
+        for name in declared:
+            if name not in names:
+                raise ConfigError(f"the model has no {role} {name!r}; its {role}s are {', '.join(names)}")
+        if role == "input" and declared and len(declared) < len(names):
+            missing = ", ".join(name for name in names if name not in declared)
+            raise ConfigError(f"the model needs inputs that model.yaml does not declare: {missing}")
+        by_name = {node.name: node for node in nodes}
+        return {name: self._merge_one(role, by_name[name], declared.get(name)) for name in declared or names}
+
+    def _merge_one(self, role: str, node: Any, declared: TensorSpec | None) -> TensorSpec:
+        found = self._read_node(role, node)
+        if declared is None:
+            return found
+        if declared.dtype is not found.dtype:
+            text = f"model.yaml says {declared.dtype.name}, the model {found.dtype.name}"
+            raise ConfigError(f"{role} {node.name!r}: {text}")
+        if found.shape is None or declared.shape is None:
+            return declared if declared.shape is not None else found
+        if not _narrows(declared.shape, found.shape):
+            text = f"model.yaml says shape {list(declared.shape)}, the model {list(found.shape)}"
+            raise ConfigError(f"{role} {node.name!r}: {text}" + " (without the batch axis)" * self._batched)
+        return declared
+
+    def _read_node(self, role: str, node: Any) -> TensorSpec:
+        if node.type not in _DTYPES:
+            hint = "; declare the outputs to serve, without it" if role == "output" else ""
+            raise ConfigError(f"{role} {node.name!r} is a {node.type}, which cannot be served{hint}")
+        dims = [dim if isinstance(dim, int) and dim >= 0 else -1 for dim in node.shape]
+        dtype = DTYPES[_DTYPES[node.type]]
+        if not self._batched:
+            return TensorSpec(node.name, dtype, tuple(dims))
+        if not dims and role == "output":  # ONNX Runtime shows an unknown rank as no axes
+            return TensorSpec(node.name, dtype, None)
+        if not dims or dims[0] != -1:
+            text = f"{role} {node.name!r} has no batch axis: its shape is {dims}"
+            raise ConfigError(f"{text}; set max_batch_size to 0, or export it with a symbolic first axis")
+        return TensorSpec(node.name, dtype, tuple(dims[1:]))
+
+    def _decode_strings(self, inputs: Arrays) -> Arrays:
+        feed = dict(inputs)
+        for name in self._strings:
+            feed[name] = _decode(name, inputs[name])
+        return feed
+
+
+def _open_session(path: Path, config: Mapping[str, Any]) -> Any:
+    try:
+        import onnxruntime
+    except ImportError as error:
+        text = "the onnx backend needs ONNX Runtime: pip install 'fastserve[onnx]'"
+        raise ServeError(Kind.FAILED_PRECONDITION, text) from error
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = int(config.get("threads") or 1)
+    options.inter_op_num_threads = 1
+    # Idle pool threads must not spin away the core the front process needs.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.log_severity_level = 3
+    providers = _providers(str(config.get("device") or "cpu"), onnxruntime.get_available_providers())
+    try:
+        return onnxruntime.InferenceSession(str(path), options, providers=providers)
+    except Exception as error:
+        raise ServeError(Kind.FAILED_PRECONDITION, _words(error, str(path.parent))) from error
+
+
+def _providers(device: str, available: list[str]) -> list[Any]:
+    kind, _, number = device.partition(":")
+    if kind == "cpu":
+        return ["CPUExecutionProvider"]
+    if kind != "cuda" or not (number or "0").isdecimal():
+        raise ConfigError(f"device must be cpu, cuda or cuda:N, not {device!r}")
+    if "CUDAExecutionProvider" not in available:
+        raise ConfigError(f"device {device!r}: this ONNX Runtime has no CUDA (install onnxruntime-gpu)")
+    return [("CUDAExecutionProvider", {"device_id": int(number or 0)}), "CPUExecutionProvider"]
+
+
+def _narrows(declared: tuple[int, ...], found: tuple[int, ...]) -> bool:
+    return len(declared) == len(found) and all(f in (-1, d) for d, f in zip(declared, found, strict=True))
+
+
+def _decode(name: str, array: Any) -> Any:
+    # ONNX Runtime takes str, and would pass bytes on as their repr.
+    try:
+        texts = [item.decode() if isinstance(item, bytes) else item for item in array.flat]
+    except UnicodeDecodeError as error:
+        text = f"input {name!r} holds a string that is not UTF-8"
+        raise ServeError(Kind.INVALID_ARGUMENT, text) from error
+    decoded = np.empty(len(texts), dtype=object)
+    decoded[:] = texts
+    return decoded.reshape(array.shape)
+
+
+def _words(error: Exception, *private: str) -> str:
+    return clean(f"ONNX Runtime: {str(error).removeprefix('[ONNXRuntimeError] : ')}", *private)

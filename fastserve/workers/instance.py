@@ -1,0 +1,179 @@
+"""One place of a group: the worker process that fills it now, and how far that has come.
+
+    IDLE --load--> LOADING --"loaded"--> LOADED --serve--> ATTACHING --"ready"--> READY
+      ^               |                    |                   |                    |
+      +---------------+------- exit -------+-------------------+--------------------+
+                      |                                        |
+                      +-------------- "failed" ----------------+--> FAILED --exit--> IDLE
+
+A word that is not in the table for its state is a fault of the worker, which is then killed. Nothing
+here restarts anything: the group does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+from fastserve.backends.base import clean, read_specs
+from fastserve.errors import ConfigError, Kind, ServeError
+from fastserve.tensor import TensorSpec
+from fastserve.workers.control import ControlFault
+from fastserve.workers.process import WorkerProcess
+
+Specs = tuple[dict[str, TensorSpec], dict[str, TensorSpec]]
+
+
+class State(Enum):
+    """How far the worker in a place has come; the value is what it is said to be doing."""
+
+    IDLE = "not running"
+    LOADING = "loading"
+    LOADED = "loaded"
+    ATTACHING = "warming up"
+    READY = "ready"
+    FAILED = "closing after a failure"
+
+
+_NEXT = {(State.LOADING, "loaded"): State.LOADED, (State.ATTACHING, "ready"): State.READY}
+
+
+class _Loaded(msgspec.Struct, tag="loaded", tag_field="op"):
+    inputs: dict[str, dict[str, Any]]
+    outputs: dict[str, dict[str, Any]]
+
+
+class _Ready(msgspec.Struct, tag="ready", tag_field="op"):
+    pass
+
+
+class _Failed(msgspec.Struct, tag="failed", tag_field="op"):
+    message: str
+    kind: int = Kind.INTERNAL.value
+
+
+_Answer = _Loaded | _Ready | _Failed
+
+
+class Instance:
+    """`on_ready(index)` and `on_lost(index, words)` are called at once, from the loop; `on_lost` only
+    for a worker that was READY."""
+
+    def __init__(
+        self,
+        index: int,
+        order: Mapping[str, Any],
+        make_process: Callable[[Callable[[dict[str, Any]], None], Callable[[str], None]], WorkerProcess],
+        on_ready: Callable[[int], None],
+        on_lost: Callable[[int, str], None],
+    ) -> None:
+        self.index = index
+        self.state = State.IDLE
+        self._order = order
+        self._make_process = make_process
+        self._on_ready = on_ready
+        self._on_lost = on_lost
+        self._process: WorkerProcess | None = None
+        self._answer: asyncio.Future[_Loaded | None] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Process id of the worker, 0 when there is none."""
+        return self._process.pid if self._process is not None and self._process.running else 0
+
+    async def load(self) -> Specs:
+        """Spawns a worker and waits until its backend has loaded; (inputs, outputs) as it says they are.
+
+        Raises ServeError with the backend's own words, or with how the worker ended.
+        """
+        self._process = self._make_process(self._hear, self._end)
+        try:
+            self._process.spawn()
+        except OSError as error:
+            raise ServeError(
+                Kind.UNAVAILABLE, f"a worker process could not be started: {error.strerror}"
+            ) from error
+        loaded = await self._ask(State.LOADING, {**self._order, "op": "load", "instance": self.index}, ())
+        assert loaded is not None
+        return _read_loaded(loaded)
+
+    async def serve(self, layout: Mapping[str, Any], fds: Sequence[int]) -> None:
+        """Hands the loaded worker its arena and waits until it is attached and warm."""
+        await self._ask(State.ATTACHING, {**layout, "op": "serve", "worker": self.index}, fds)
+
+    async def stop(self, grace_s: float) -> None:
+        """Stops the worker, if there is one: asked when it is able to listen, else killed."""
+        if self._process is None:
+            return
+        if self.state is State.LOADING:
+            self._process.kill("the load was given up")
+        await self._process.stop(grace_s)
+
+    async def exited(self) -> None:
+        """Returns once no worker is here."""
+        if self._process is not None:
+            await self._process.wait()
+
+    def kill(self, reason: str) -> None:
+        """SIGKILL; the reason is what `on_lost` and a waiting `load` or `serve` will say."""
+        if self._process is not None:
+            self._process.kill(reason)
+
+    async def _ask(self, state: State, message: dict[str, Any], fds: Sequence[int]) -> _Loaded | None:
+        assert self._process is not None
+        self.state = state
+        self._answer = asyncio.get_running_loop().create_future()
+        try:
+            self._process.send(message, fds)
+        except ControlFault as fault:
+            if not self._process.running:
+                raise ServeError(Kind.UNAVAILABLE, f"worker {self.index} is not running") from fault
+            # Dying or deaf: `_end` tells how it ended in a moment.
+            self._process.kill(str(fault))
+        return await self._answer
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        try:
+            answer: _Answer = msgspec.convert(message, _Answer)
+        except (msgspec.ValidationError, RecursionError) as error:
+            raise ControlFault("a message that is none of loaded, ready, failed") from error
+        if isinstance(answer, _Failed):
+            self._fail(answer)
+            return
+        op = "loaded" if isinstance(answer, _Loaded) else "ready"
+        if (self.state, op) not in _NEXT:
+            raise ControlFault(f"{op!r} while it was {self.state.value}")
+        self.state = _NEXT[self.state, op]
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result(answer if isinstance(answer, _Loaded) else None)
+        if self.state is State.READY:
+            self._on_ready(self.index)
+
+    def _fail(self, failed: _Failed) -> None:
+        words = clean(failed.message)
+        if self.state is State.READY:
+            self.kill(words)  # its batch loop has ended: whatever it still does is of no use
+            return
+        self.state = State.FAILED  # it closes its backend and exits
+        kind = Kind(failed.kind) if failed.kind in Kind._value2member_map_ else Kind.INTERNAL
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(ServeError(kind, words))
+
+    def _end(self, words: str) -> None:
+        state, self.state = self.state, State.IDLE
+        if self._answer is not None and not self._answer.done():
+            text = f"worker {self.index} died while it was {state.value}: {words}"
+            self._answer.set_exception(ServeError(Kind.UNAVAILABLE, text))
+        if state is State.READY:
+            self._on_lost(self.index, words)
+
+
+def _read_loaded(loaded: _Loaded) -> Specs:
+    try:
+        return read_specs(loaded.inputs), read_specs(loaded.outputs)
+    except ConfigError as error:
+        raise ServeError(Kind.INTERNAL, f"the backend describes its tensors wrongly: {error}") from error

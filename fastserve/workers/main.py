@@ -1,0 +1,125 @@
+"""The entry of a worker process: `python -m fastserve.workers.main FD`. One backend, one control line.
+
+    read "load" -> create and load the backend -> say "loaded" -> read "serve" + descriptors
+    -> the batch loop (workers/loop.py: attaches, warms up, says "ready", runs batches)
+    -> close the backend, exit 0
+
+It ends when it is told to, when the control line reads EOF, and when the owner's thread dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import io
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fastserve.backends import Backend, create
+from fastserve.backends.base import explain, kind_of, write_specs
+from fastserve.workers.control import Control, ControlFault, PeerGone
+
+log = logging.getLogger(__name__)
+
+# serve(backend, control, message, fds): owns the fds; returns on "stop" and on EOF. The message is the
+# owner's "serve" with the model's config added.
+Serve = Callable[[Backend, Control, Mapping[str, Any], list[int]], None]
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: list[str], serve: Serve | None = None) -> int:
+    """Runs one worker to its end; the exit status. `serve` stands in for the batch loop in tests."""
+    _tie_to_owner()
+    os.set_inheritable(int(arguments[0]), False)  # a model's subprocesses must not hold the line open
+    control = Control(socket.socket(fileno=int(arguments[0])), owner=False)
+    try:
+        order = control.receive().message
+        return _live(control, order, serve or _batch_loop) if order["op"] == "load" else 0
+    except PeerGone:
+        return 0
+    finally:
+        control.close()
+
+
+def _live(control: Control, order: Mapping[str, Any], serve: Serve) -> int:
+    _introduce(order)
+    version_dir = Path(order["version_dir"])
+    backend: Backend | None = None
+    try:
+        backend = create({"name": order["name"], **order["config"]}, version_dir, order["instance"])
+        backend.load()
+        specs = {"inputs": write_specs(backend.inputs), "outputs": write_specs(backend.outputs)}
+        control.send({"op": "loaded", **specs})
+        message, fds = control.receive()
+        if message["op"] == "serve":
+            serve(backend, control, {**message, "config": order["config"]}, fds)
+        return 0
+    except PeerGone:
+        return 0
+    # A model may raise anything, sys.exit() included; all of it is a load that failed.
+    except BaseException as error:
+        _report(control, error, str(version_dir))
+        return 1
+    finally:
+        if backend is not None:
+            _close(backend)
+
+
+def _report(control: Control, error: BaseException, version_dir: str) -> None:
+    log.error("the worker failed", exc_info=error)
+    message = {"op": "failed", "message": explain(error, version_dir), "kind": kind_of(error).value}
+    with contextlib.suppress(ControlFault):
+        control.send(message)
+
+
+def _close(backend: Backend) -> None:
+    try:
+        backend.close()
+    except Exception:
+        log.exception("the model failed to close")
+
+
+def _batch_loop(backend: Backend, control: Control, message: Mapping[str, Any], fds: list[int]) -> None:
+    from fastserve.workers import loop
+
+    loop.serve(backend, control, message, fds)
+
+
+def _tie_to_owner() -> None:
+    """Dies with the owner, and leaves it to the owner to stop us.
+
+    SIGTERM may reach every process of a service at once (systemd does that): a worker must go on
+    through the owner's drain. Handled by a function, not SIG_IGN: what a model executes would inherit
+    an ignored signal.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: None)
+    with contextlib.suppress(OSError, RuntimeError, ValueError):
+        faulthandler.enable()
+
+
+def _introduce(order: Mapping[str, Any]) -> None:
+    title = f"{order['name']}/{Path(order['version_dir']).name}#{order['instance']}"
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as comm:
+        comm.write(f"fs:{title}"[:15])  # what ps and top show; the kernel keeps 15 bytes
+    logging.basicConfig(
+        level=order["log_level"],
+        stream=sys.stderr,
+        format=f"%(asctime)s %(levelname)s [{title.replace('%', '%%')}] %(name)s: %(message)s",
+    )
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # a model's print() shows when it happens
+    sys.path.extend(path for path in order["sys_path"] if path not in sys.path)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

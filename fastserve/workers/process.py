@@ -1,0 +1,223 @@
+"""One worker process: spawned, watched by a pidfd, stopped, explained. It does not know what a worker does.
+
+Spawned, never forked: the front process has threads and an event loop, and a CUDA context must not
+be inherited (hardening R11). The child gets one descriptor, its end of the control line; it leads a
+session of its own, so that Ctrl-C reaches the owner alone, and what it leaves behind when it dies
+(a model's own subprocesses) can be ended with it.
+
+The pidfd tells of a death within one turn of the loop, without a thread and without SIGCHLD, and
+names the process beyond doubt: a pid may be reused, a pidfd is not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastserve.workers.control import Control, ControlFault
+
+log = logging.getLogger(__name__)
+
+# -P: the folder the server was started in must not shadow numpy in the worker (3.11 on).
+ENTRY: tuple[str, ...] = (
+    sys.executable,
+    *(("-P",) if sys.version_info >= (3, 11) else ()),
+    "-m",
+    "fastserve.workers.main",
+)
+# A worker that hung up but lives on is not answering anybody: it gets this long to finish dying.
+HANGUP_GRACE_S = 1.0
+# After SIGKILL only the kernel can be in the way (a driver in uninterruptible sleep).
+KILL_WAIT_S = 10.0
+# What the numerical libraries read, once, when they are imported.
+_THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "BLIS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+)
+
+
+def explain_exit(returncode: int) -> str:
+    """Words for an exit status: "exit code 3", "killed by SIGSEGV"."""
+    if returncode >= 0:
+        return f"exit code {returncode}"
+    try:
+        return f"killed by {signal.Signals(-returncode).name}"
+    except ValueError:
+        return f"killed by signal {-returncode}"
+
+
+def worker_environment(threads: int, env: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a worker: ours, `threads` for the numerical libraries, then the model's `env`."""
+    result = dict(os.environ)
+    root = Path(__file__).resolve().parents[2]
+    if root.name not in ("site-packages", "dist-packages"):  # a checkout: -m must find the package
+        result["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+    for name in _THREAD_VARIABLES:
+        result[name] = str(threads)
+    result.update(env)
+    return result
+
+
+class WorkerProcess:
+    """One child. Everything happens on the loop that `spawn` ran on.
+
+    `on_message(message)` for each message of the child; `on_exit(words)` once, after its last message,
+    when it has been reaped and nothing of it is left open.
+    """
+
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        on_message: Callable[[dict[str, Any]], None],
+        on_exit: Callable[[str], None],
+        *,
+        entry: Sequence[str] = ENTRY,
+    ) -> None:
+        self._environment = environment
+        self._on_message = on_message
+        self._on_exit = on_exit
+        self._entry = entry
+        self._reason = ""
+        self._pidfd = -1
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._control: Control | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._exited: asyncio.Future[None] | None = None
+        self._hangup: asyncio.TimerHandle | None = None
+
+    @property
+    def pid(self) -> int:
+        """The child's process id, 0 when there is none."""
+        return self._popen.pid if self._popen is not None else 0
+
+    @property
+    def running(self) -> bool:
+        """True from spawn until the child has been reaped."""
+        return self._pidfd >= 0
+
+    def spawn(self) -> None:
+        """Starts the child. Call it on the loop's own thread: the child dies with the thread that
+        made it (PR_SET_PDEATHSIG). Raises OSError when the machine cannot (descriptors, memory)."""
+        self._loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control = Control(ours, owner=True)
+        try:
+            with theirs:
+                self._popen = self._execute(theirs.fileno())
+            self._pidfd = os.pidfd_open(self._popen.pid)
+        except BaseException:
+            self._undo()
+            raise
+        self._exited = self._loop.create_future()
+        self._control.watch(self._hear, self._lose)
+        self._loop.add_reader(self._pidfd, self._reap)
+
+    def send(self, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
+        """Sends one message. Raises ControlFault when it cannot arrive."""
+        if self._control is None:
+            raise ControlFault("the worker is not running")
+        self._control.send(message, fds)
+
+    def kill(self, reason: str) -> None:
+        """SIGKILL, with the reason that `on_exit` will give; nothing if it is dead already."""
+        if not self.running:
+            return
+        self._reason = self._reason or reason
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    async def stop(self, grace_s: float) -> None:
+        """Asks the child to stop, kills it after `grace_s` seconds; returns when it is reaped."""
+        if not self.running:
+            return
+        try:
+            self.send({"op": "stop"})
+            if not await self.wait(grace_s):
+                self.kill(f"it did not stop within {grace_s:g} s")
+        except ControlFault:
+            self.kill("it could not be asked to stop")
+        except asyncio.CancelledError:
+            self.kill("nobody waits for it any more")
+            raise
+        if not await self.wait(KILL_WAIT_S):
+            log.error("worker process %d is stuck in the kernel after SIGKILL", self.pid)
+
+    async def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits until the child has been reaped; False when that took longer."""
+        if self._exited is None:
+            return True
+        await asyncio.wait({self._exited}, timeout=timeout_s)
+        return self._exited.done()
+
+    def _execute(self, control_fd: int) -> subprocess.Popen[bytes]:
+        # A model's print() goes to our stderr, not between the lines a user pastes from stdout.
+        output = 2 if _is_open(2) else subprocess.DEVNULL
+        return subprocess.Popen(
+            [*self._entry, str(control_fd)],
+            pass_fds=[control_fd],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=dict(self._environment),
+            start_new_session=True,
+        )
+
+    def _undo(self) -> None:
+        if self._popen is not None:
+            self._popen.kill()
+            self._popen.wait()
+        if self._control is not None:
+            self._control.close()
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        try:
+            self._on_message(message)
+        except ControlFault as fault:
+            self.kill(f"it sent {fault}")
+
+    def _lose(self, reason: str) -> None:
+        assert self._loop is not None
+        if reason:
+            self.kill(f"it sent {reason}")
+        else:
+            self._hangup = self._loop.call_later(HANGUP_GRACE_S, self.kill, "it closed its control line")
+
+    def _reap(self) -> None:
+        assert self._loop is not None
+        assert self._popen is not None
+        assert self._control is not None
+        assert self._exited is not None
+        self._loop.remove_reader(self._pidfd)
+        if self._hangup is not None:
+            self._hangup.cancel()
+        self._control.drain(self._hear)
+        # While the dead leader is not yet reaped, its group's number cannot be taken by anyone else.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._popen.pid, signal.SIGKILL)
+        words = explain_exit(self._popen.wait())
+        os.close(self._pidfd)
+        self._pidfd = -1
+        self._control.close()
+        self._exited.set_result(None)
+        self._on_exit(f"killed: {self._reason}" if self._reason else words)
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,320 @@
+"""Groups of real worker processes: started, killed in every way, restarted, stopped; nothing left over."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from fastserve.errors import Kind, ServeError
+from fastserve.workers.group import Backoff
+from tests.workers.rig import PLAIN, FakeArena, Watched, run, write_model
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_group_starts_runs_and_stops(tmp_path: Path, loop: str) -> None:
+    async def scenario() -> None:
+        async with Watched(write_model(tmp_path, PLAIN), instances=2) as watched:
+            await watched.group.start()
+            assert watched.group.alive == 2
+            assert watched.group.inputs["x"].shape == (2,)
+            assert watched.group.outputs["y"].dtype.name == "float32"
+            assert await watched.arena.ask(0) == await watched.arena.ask(1) == "{'y': [[1.0, 1.0]]}"
+            await watched.group.stop(5)
+            assert watched.group.alive == 0
+            assert watched.events == []
+            await watched.group.stop(5)
+
+    run(scenario(), loop)
+
+
+def fails(source: str, tmp_path: Path, **config: object) -> ServeError:
+    """The error that starting this model ends in."""
+    errors = []
+
+    async def scenario() -> None:
+        async with Watched(write_model(tmp_path, source), **config) as watched:
+            with pytest.raises(ServeError) as caught:
+                await watched.group.start()
+            errors.append(caught.value)
+            assert watched.group.alive == 0
+            assert watched.group.pids == [0] * len(watched.group.pids)
+            assert watched.events == []
+
+    run(scenario())
+    return errors[0]
+
+
+DIED = "worker 0 died while it was loading: "
+BROKEN = {
+    "raise": (
+        "raise RuntimeError('no weights in /srv/secret/w.bin')",
+        "RuntimeError: no weights in w.bin",
+    ),
+    "os._exit": ("import os; os._exit(3)", DIED + "exit code 3"),
+    "sys.exit": ("import sys; sys.exit(4)", "the model called exit(4)"),
+    "segfault": (
+        "import ctypes; ctypes.string_at(0)",
+        DIED + "killed by SIGSEGV",
+    ),
+    "kill -9": (
+        "import os; os.kill(os.getpid(), 9)",
+        DIED + "killed by SIGKILL",
+    ),
+    "syntax": ("def :", "SyntaxError: invalid syntax (model.py, line 1)"),
+    "no class": ("x = 1", "model.py has no class 'Model'"),
+    "import": ("import no_such_thing", "ModuleNotFoundError: No module named 'no_such_thing'"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_load_that_breaks_says_why(tmp_path: Path, case: str) -> None:
+    source, words = BROKEN[case]
+    assert fails(source, tmp_path).message == words
+
+
+def test_a_huge_error_text_is_cut(tmp_path: Path) -> None:
+    message = fails("raise RuntimeError('x' * 10_000_000)", tmp_path).message
+    assert message.startswith("RuntimeError: xxx")
+    assert len(message) <= 2048
+
+
+def test_the_models_own_kind_of_error_is_kept(tmp_path: Path) -> None:
+    source = "from fastserve.errors import *\nraise ServeError(Kind.RESOURCE_EXHAUSTED, 'out of GPU memory')"
+    error = fails(source, tmp_path)
+    assert (error.kind, error.message) == (Kind.RESOURCE_EXHAUSTED, "out of GPU memory")
+
+
+def test_a_load_that_hangs_is_bounded(tmp_path: Path) -> None:
+    error = fails("import threading; threading.Event().wait()", tmp_path, load_timeout_s=0.5)
+    assert error.kind is Kind.DEADLINE_EXCEEDED
+    assert error.message == "worker 0 was still loading after 0.5 s (load_timeout_s)"
+
+
+def test_one_broken_instance_fails_all(tmp_path: Path) -> None:
+    source = """
+        class Model:
+            def __init__(self, config):
+                if config["instance"] == 2:
+                    raise RuntimeError("no third device")
+            def run(self, inputs): ...
+    """
+    assert fails(source, tmp_path, instances=3).message == "RuntimeError: no third device"
+
+
+def test_a_failed_warm_up_fails_the_start(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        arena = FakeArena(fail_warm_up=True)
+        async with Watched(write_model(tmp_path, PLAIN), arena=arena) as watched:
+            with pytest.raises(ServeError, match="ValueError: warm-up refused"):
+                await watched.group.start()
+
+    run(scenario())
+
+
+def test_an_arena_that_cannot_be_made_fails_the_start(tmp_path: Path) -> None:
+    class NoArena(FakeArena):
+        def make(self, inputs: object, outputs: object) -> FakeArena:
+            raise ServeError(Kind.RESOURCE_EXHAUSTED, "no memory for the arena")
+
+    async def scenario() -> None:
+        async with Watched(write_model(tmp_path, PLAIN), arena=NoArena(), instances=2) as watched:
+            with pytest.raises(ServeError, match="no memory for the arena"):
+                await watched.group.start()
+            assert watched.group.pids == [0, 0]
+
+    run(scenario())
+
+
+def test_a_worker_killed_after_it_loaded_fails_the_start(tmp_path: Path) -> None:
+    class Murderous(FakeArena):
+        def fds_for_worker(self, worker: int) -> tuple[dict[str, object], list[int]]:
+            os.kill(watched.group.pids[0], signal.SIGKILL)
+            return super().fds_for_worker(worker)
+
+    watched: Watched
+
+    async def scenario() -> None:
+        nonlocal watched
+        async with Watched(write_model(tmp_path, PLAIN), arena=Murderous()) as watched:
+            with pytest.raises(ServeError, match="worker 0 died while it was warming up: killed by SIGKILL"):
+                await watched.group.start()
+
+    run(scenario())
+
+
+DEADLY = {
+    "segfault": ("import ctypes; ctypes.string_at(0)", "killed by SIGSEGV"),
+    "os._exit": ("import os; os._exit(3)", "exit code 3"),
+    "raise": ("raise SystemExit(5)", "killed: the model called exit(5)"),
+}
+
+
+@pytest.mark.parametrize("case", DEADLY)
+def test_a_death_while_running_is_reported_and_healed(tmp_path: Path, case: str) -> None:
+    code, words = DEADLY[case]
+    source = f"""
+        class Model:
+            def __init__(self, config): pass
+            def run(self, inputs): {code}
+    """
+
+    async def scenario() -> None:
+        async with Watched(write_model(tmp_path, source), instances=2) as watched:
+            await watched.group.start()
+            watched.arena.ring(1)
+            await watched.until(lambda: bool(watched.waits))
+            assert watched.events == [("death", 1)]
+            assert watched.group.alive == 1
+            assert watched.group.trouble == f"worker 1 died: {words}"
+            watched.retry()
+            await watched.until(lambda: watched.events[-1] == ("alive", 1))
+            assert (watched.group.alive, watched.group.restarts, watched.group.trouble) == (2, 1, "")
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_kill_storm_ends_with_every_worker_back(tmp_path: Path, loop: str) -> None:
+    async def scenario() -> None:
+        async with Watched(write_model(tmp_path, PLAIN), instances=2) as watched:
+            await watched.group.start()
+            for round_ in range(3):
+                for pid in watched.group.pids:
+                    os.kill(pid, signal.SIGKILL)
+                await watched.until(lambda n=round_: len(watched.waits) == 2 * n + 2)
+                assert watched.group.alive == 0
+                watched.retry()
+                watched.retry()
+                await watched.until(lambda: watched.group.alive == 2)
+                assert await watched.arena.ask(0) == "{'y': [[1.0, 1.0]]}"
+            assert watched.events.count(("death", 0)) == watched.events.count(("alive", 0)) == 3
+
+    run(scenario(), loop)
+
+
+def test_the_watchdog_ends_a_hung_run(tmp_path: Path) -> None:
+    source = """
+        import threading
+        class Model:
+            def __init__(self, config): pass
+            def run(self, inputs): threading.Event().wait()
+    """
+
+    async def scenario() -> None:
+        async with Watched(write_model(tmp_path, source)) as watched:
+            await watched.group.start()
+            watched.arena.ring(0)
+            watched.group.kill(0, "a batch ran longer than run_timeout_ms")
+            await watched.until(lambda: bool(watched.waits))
+            assert watched.group.trouble == "worker 0 died: killed: a batch ran longer than run_timeout_ms"
+
+    run(scenario())
+
+
+def test_a_worker_that_does_not_stop_is_killed(tmp_path: Path) -> None:
+    source = """
+        import threading
+        class Model:
+            def __init__(self, config): pass
+            def run(self, inputs): ...
+            def close(self): threading.Event().wait()
+    """
+
+    async def scenario() -> None:
+        async with Watched(write_model(tmp_path, source)) as watched:
+            await watched.group.start()
+            await watched.group.stop(0.2)
+            assert watched.group.pids == [0]
+
+    run(scenario())
+
+
+def test_a_stopped_process_is_ended_too(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Watched(write_model(tmp_path, PLAIN)) as watched:
+            await watched.group.start()
+            os.kill(watched.group.pids[0], signal.SIGSTOP)
+            await watched.group.stop(0.1)
+
+    run(scenario())
+
+
+def test_stop_during_start(tmp_path: Path) -> None:
+    model = write_model(tmp_path, "import threading; threading.Event().wait()")
+
+    async def scenario() -> None:
+        async with Watched(model, instances=2) as watched:
+            starting = asyncio.ensure_future(watched.group.start())
+            await asyncio.sleep(0)
+            await asyncio.gather(watched.group.stop(1), watched.group.stop(1))
+            with pytest.raises(ServeError, match="unloaded while it was loading"):
+                await starting
+
+    run(scenario())
+
+
+def test_a_cancelled_start_leaves_nothing(tmp_path: Path) -> None:
+    model = write_model(tmp_path, "import threading; threading.Event().wait()")
+
+    async def scenario() -> None:
+        async with Watched(model, instances=2) as watched:
+            starting = asyncio.ensure_future(watched.group.start())
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            starting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await starting
+            assert watched.group.pids == [0, 0]
+
+    run(scenario())
+
+
+def test_stop_during_a_back_off_wait(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Watched(write_model(tmp_path, PLAIN)) as watched:
+            await watched.group.start()
+            os.kill(watched.group.pids[0], signal.SIGKILL)
+            await watched.until(lambda: bool(watched.waits))
+            await watched.group.stop(1)
+            assert watched.events == [("death", 0)]
+
+    run(scenario())
+
+
+def test_restarts_back_off_and_forgive(tmp_path: Path) -> None:
+    flag = tmp_path / "broken"
+    model = write_model(tmp_path, f"import os\nassert not os.path.exists({str(flag)!r}), 'still broken'\n")
+    with (model / "model.py").open("a") as file:
+        file.write("class Model:\n    def __init__(self, config): pass\n    def run(self, inputs): ...\n")
+
+    async def scenario() -> None:
+        async with Watched(model) as watched:
+            await watched.group.start()
+            flag.touch()
+            os.kill(watched.group.pids[0], signal.SIGKILL)
+            for tries in (1, 2, 3):
+                await watched.until(lambda n=tries: len(watched.waits) == n)
+                watched.retry()
+            await watched.until(lambda: len(watched.waits) == 4)
+            assert watched.group.trouble == "AssertionError: still broken"
+            assert watched.waits == [0.1, 0.2, 0.4, 0.8]
+            flag.unlink()
+            watched.retry()
+            await watched.until(lambda: watched.group.alive == 1)
+            watched.now += 61
+            os.kill(watched.group.pids[0], signal.SIGKILL)
+            await watched.until(lambda: len(watched.waits) == 5)
+            assert watched.waits[-1] == 0.1
+
+    run(scenario())
+
+
+def test_back_off_is_capped() -> None:
+    backoff = Backoff()
+    assert [backoff.after(0) for _ in range(12)][-1] == 30.0
+    assert backoff.after(59) == 30.0
+    assert backoff.after(60) == 0.1
