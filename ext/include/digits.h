@@ -28,7 +28,7 @@ static inline int count_digits8(uint64_t word)
 // The value of the first `count` digits (0..8): shifted up, the missing ones read as leading zeros.
 static inline uint64_t value_of_digits8(uint64_t word, int count)
 {
-    word = (word & 0x0f0f0f0f0f0f0f0fu) << 1 << (63 - 8 * count & 63);
+    word = (word & 0x0f0f0f0f0f0f0f0fu) << 1 << ((63 - 8 * count) & 63);
     word = count ? word : 0;
     word = word * 10 + (word >> 8);
     uint64_t low = (word & 0x000000ff000000ffu) * (100 + (1000000ull << 32));

@@ -1,0 +1,494 @@
+"""Predict bodies of TF Serving's REST API straight into tensor memory (spec, section 2).
+
+    reader = PredictReader([("x", code)], b"serving_default", is_default=True)
+    rows = reader.count_rows(body, 784)             # 0: not for the hot door
+    fault = reader.read_into(body, memory, (784,), rows)
+    ...or...
+    reader.read(body).tensors["x"]                  # (dtype code, shape, memory)
+
+Two doors: `read_into` for dense rows of one numeric input, into memory the caller reserved, and
+`read` for everything section 2 allows. Neither makes a Python object per value or recurses, and
+both look at each byte about once. The words of an error are not made here: the dialect reads a
+refused body again with json_value and explains.
+"""
+
+from enum import IntEnum
+
+from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from libc.stdint cimport int64_t, uint8_t, uint32_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy
+
+from json_column cimport *
+from json_cursor cimport *
+from json_rows cimport *
+
+
+cdef enum:
+    GIL_BYTES = 16384           # bodies up to this keep the GIL: giving it away costs more
+
+
+class Fault(IntEnum):
+    """What `read_into` returns and `JSONFault.code` holds. Below 32: the text is no JSON."""
+
+    OK = JSON_OK
+    EMPTY = JSON_EMPTY
+    INVALID_VALUE = JSON_INVALID_VALUE
+    MISSING_NAME = JSON_MISSING_NAME
+    MISSING_COLON = JSON_MISSING_COLON
+    MISSING_COMMA_OR_BRACE = JSON_MISSING_COMMA_OR_BRACE
+    MISSING_COMMA_OR_BRACKET = JSON_MISSING_COMMA_OR_BRACKET
+    BAD_HEX = JSON_BAD_HEX
+    BAD_SURROGATE = JSON_BAD_SURROGATE
+    BAD_ESCAPE = JSON_BAD_ESCAPE
+    MISSING_QUOTE = JSON_MISSING_QUOTE
+    NUMBER_TOO_BIG = JSON_NUMBER_TOO_BIG
+    MISSING_FRACTION = JSON_MISSING_FRACTION
+    MISSING_EXPONENT = JSON_MISSING_EXPONENT
+    TOO_DEEP = JSON_TOO_DEEP
+    NOT_OBJECT = BODY_NOT_OBJECT
+    SIGNATURE_NOT_STRING = BODY_SIGNATURE_NOT_STRING
+    OTHER_SIGNATURE = BODY_OTHER_SIGNATURE
+    NO_INPUTS = BODY_NO_INPUTS
+    BOTH_FORMATS = BODY_BOTH_FORMATS
+    NO_FORMAT = BODY_NO_FORMAT
+    ROWS_NOT_LIST = BODY_ROWS_NOT_LIST
+    NO_ROWS = BODY_NO_ROWS
+    NOT_NAMED = BODY_NOT_NAMED
+    MIXED_ROWS = BODY_MIXED_ROWS
+    UNKNOWN_INPUT = BODY_UNKNOWN_INPUT
+    MISSING_INPUT = BODY_MISSING_INPUT
+    RAGGED = BODY_RAGGED
+    WRONG_TYPE = BODY_WRONG_TYPE
+    UNSUPPORTED_DTYPE = BODY_UNSUPPORTED_DTYPE
+    BAD_BASE64 = BODY_BAD_BASE64
+    OTHER_FORM = BODY_OTHER_FORM
+
+
+class JSONFault(ValueError):
+    """A body that `read` refuses: `code` (a Fault), and `offset`, the byte that showed it.
+
+    With OTHER_SIGNATURE, `signature` is the name the body asked for (None: it named none).
+    """
+
+    def __init__(self, code: int, offset: int, signature: bytes | None = None) -> None:
+        super().__init__(f"{Fault(code).name} at byte {offset}")
+        self.code = Fault(code)
+        self.offset = offset
+        self.signature = signature
+
+
+cdef struct Input:
+    const char* name
+    Py_ssize_t name_bytes
+    uint8_t dtype
+
+
+cdef struct Scan:
+    # One body being read by the general door.
+    Cursor cursor
+    const Input* inputs
+    Column* columns             # as many as inputs
+    int width                   # how many
+    int max_depth
+    bint row_format
+    bint columnar
+    bint named                  # it has a signature_name ...
+    bint name_is_string
+    Text signature              # ... and this is it
+    JsonFault meaning           # the first fault that is none of syntax
+    const uint8_t* meaning_at
+
+
+cdef class PredictBody:
+    """A predict body as read. `tensors` maps every input's name to (dtype code, shape, memory)."""
+
+    cdef readonly bint columnar
+    cdef readonly bytes signature
+    cdef readonly dict tensors
+
+    @property
+    def format(self):
+        return "columnar" if self.columnar else "row"
+
+
+cdef class PredictReader:
+    """Reads predict bodies of one signature. Nothing of a call outlives it."""
+
+    cdef list names             # keeps the memory of inputs[].name
+    cdef bytes signature
+    cdef Input* inputs
+    cdef int max_depth
+    cdef Rows rows              # all but the shape
+
+    def __cinit__(self, inputs, bytes signature not None, *, bint is_default, int max_depth=100):
+        if not 1 <= max_depth <= DEEPEST:
+            raise ValueError(f"max_depth must be 1 to {DEEPEST}, not {max_depth}")
+        self.names = [(name, name.encode(), code) for name, code in inputs]
+        self.signature = signature
+        self.max_depth = max_depth
+        self.inputs = <Input*>calloc(len(self.names) + 1, sizeof(Input))
+        if self.inputs == NULL:
+            raise MemoryError
+        for i, (_, raw, code) in enumerate(self.names):
+            if not 0 < code < DT_COUNT:
+                raise ValueError(f"unknown dtype code {code}")
+            self.inputs[i] = Input(PyBytes_AS_STRING(raw), PyBytes_GET_SIZE(raw), code)
+        self.rows.dtype = self.inputs[0].dtype if len(self.names) == 1 else 0
+        self.rows.item_bytes = dtype_bytes(self.rows.dtype)
+        self.rows.rank = 1
+        self.rows.signature = PyBytes_AS_STRING(self.signature)
+        self.rows.signature_bytes = PyBytes_GET_SIZE(self.signature)
+        self.rows.is_default = is_default
+
+    def __dealloc__(self):
+        free(self.inputs)
+
+    def count_rows(self, body, Py_ssize_t row_items):
+        """How many rows of `row_items` numbers `body` holds if it is for the hot door, else 0.
+
+        A guess by counting commas; `read_into` checks everything again.
+        """
+        cdef Py_buffer view
+        cdef Cursor cursor
+        cdef int64_t items
+        if self.rows.item_bytes == 0 or row_items <= 0:
+            return 0
+        PyObject_GetBuffer(body, &view, PyBUF_SIMPLE)
+        cursor.at = <const uint8_t*>view.buf
+        cursor.end = cursor.at + view.len
+        items = count_items(&cursor, &self.rows)
+        PyBuffer_Release(&view)
+        return items // row_items if items % row_items == 0 else 0
+
+    def read_into(self, body, out, tuple row_shape not None, Py_ssize_t rows):
+        """Fill `out`, exactly rows x row_shape items, from `body`; 0, or a Fault's number.
+
+        After a fault the contents of `out` are undefined. Raises ValueError when `out` has another
+        size. The GIL is released for bodies above 16 KiB: the caller keeps both buffers alive.
+        """
+        cdef Py_buffer view
+        cdef Py_buffer memory
+        cdef Cursor cursor
+        cdef Rows form = self.rows
+        cdef int64_t need = set_shape(&form, row_shape, rows)
+        cdef JsonFault fault
+        if need <= 0 or form.rank + 1 > self.max_depth:
+            return <int>BODY_OTHER_FORM
+        PyObject_GetBuffer(out, &memory, PyBUF_WRITABLE)
+        try:
+            if memory.len != need:
+                raise ValueError(f"{rows} rows need {need} bytes, the buffer has {memory.len}")
+            PyObject_GetBuffer(body, &view, PyBUF_SIMPLE)
+            cursor.at = <const uint8_t*>view.buf
+            cursor.end = cursor.at + view.len
+            if view.len > GIL_BYTES:
+                with nogil:
+                    fault = read_rows(&cursor, &form, <uint8_t*>memory.buf)
+            else:
+                fault = read_rows(&cursor, &form, <uint8_t*>memory.buf)
+            PyBuffer_Release(&view)
+        finally:
+            PyBuffer_Release(&memory)
+        return <int>fault
+
+    def read(self, body):
+        """Read any body of this signature. Raises JSONFault, MemoryError."""
+        cdef Py_buffer view
+        cdef Scan scan
+        cdef JsonFault fault
+        PyObject_GetBuffer(body, &view, PyBUF_SIMPLE)
+        open_scan(&scan, self, &view)
+        try:
+            if scan.columns == NULL:
+                raise MemoryError
+            if view.len > GIL_BYTES:
+                with nogil:
+                    fault = read_body(&scan, &self.rows)
+            else:
+                fault = read_body(&scan, &self.rows)
+            if fault == JSON_NO_MEMORY:
+                raise MemoryError
+            signature = signature_of(&scan)
+            if fault != JSON_OK:
+                at = scan.cursor.at - <const uint8_t*>view.buf
+                raise JSONFault(<int>fault, at, signature if fault == BODY_OTHER_SIGNATURE else None)
+            return self.close_body(&scan, signature)
+        finally:
+            close_scan(&scan)
+            PyBuffer_Release(&view)
+
+    cdef PredictBody close_body(self, Scan* s, bytes signature):
+        cdef PredictBody body = PredictBody.__new__(PredictBody)
+        cdef int i
+        body.columnar = s.columnar
+        body.signature = signature
+        body.tensors = {}
+        for i in range(s.width):
+            body.tensors[self.names[i][0]] = close_column(&s.columns[i])
+        return body
+
+
+cdef int64_t set_shape(Rows* r, tuple row_shape, int64_t rows) except -1:
+    # Bytes the whole needs; 0 when there is nothing to read or this door cannot.
+    cdef int64_t need = r.item_bytes * max(rows, 0)
+    cdef int64_t length
+    if len(row_shape) >= MAX_RANK:
+        return 0
+    r.shape[0] = rows
+    for length in row_shape:
+        if length <= 0 or need > (<int64_t>1 << 62) // length:
+            return 0
+        need *= length
+        r.shape[r.rank] = length
+        r.rank += 1
+    return need
+
+
+# -- the general door ----------------------------------------------------------------------------
+
+cdef void open_scan(Scan* s, PredictReader reader, const Py_buffer* view) noexcept:
+    cdef int i
+    s.cursor.at = <const uint8_t*>view.buf
+    s.cursor.end = s.cursor.at + view.len
+    s.inputs = reader.inputs
+    s.width = <int>len(reader.names)
+    s.max_depth = reader.max_depth
+    s.row_format = s.columnar = s.named = s.name_is_string = False
+    s.meaning = JSON_OK
+    s.meaning_at = s.cursor.at
+    s.columns = <Column*>calloc(s.width + 1, sizeof(Column))
+    if s.columns != NULL:
+        for i in range(s.width):
+            open_column(&s.columns[i], s.inputs[i].dtype)
+
+
+cdef void close_scan(Scan* s) noexcept:
+    cdef int i
+    if s.columns != NULL:
+        for i in range(s.width):
+            free(s.columns[i].data)
+    free(s.columns)
+
+
+cdef bytes signature_of(Scan* s):
+    cdef bytes plain
+    if not s.name_is_string:
+        return None
+    plain = PyBytes_FromStringAndSize(NULL, s.signature.end - s.signature.start)
+    length = unescape_string(s.signature.start, s.signature.end, <uint8_t*>PyBytes_AS_STRING(plain))
+    return plain[:length]
+
+
+cdef tuple close_column(Column* t):
+    # A name given twice in one row object has left more items than the shape says: the first ones
+    # are the tensor (spec 2.1).
+    cdef list shape = []
+    cdef int64_t items = 1
+    cdef int64_t size
+    cdef int axis
+    for axis in range(t.rank):
+        shape.append(t.shape[axis])
+        items *= t.shape[axis]
+    size = t.filled
+    if items < t.count:
+        size = size_of_items(t, items)
+    return t.dtype, tuple(shape), PyBytes_FromStringAndSize(<const char*>t.data, size)
+
+
+cdef int64_t size_of_items(const Column* t, int64_t items) noexcept:
+    cdef int64_t size = 0
+    cdef uint32_t length
+    if t.dtype != DT_BYTES:
+        return items * dtype_bytes(t.dtype)
+    for _ in range(items):
+        memcpy(&length, t.data + size, 4)
+        size += 4 + length
+    return size
+
+
+cdef JsonFault read_body(Scan* s, const Rows* r) noexcept nogil:
+    cdef Cursor* c = &s.cursor
+    cdef JsonFault fault
+    skip_mark(c)
+    skip_space(c)
+    if c.at == c.end:
+        return JSON_EMPTY
+    if peek(c) != c'{':
+        fault = skip_value(c, 0, s.max_depth)
+        return fault if fault != JSON_OK else BODY_NOT_OBJECT
+    c.at += 1
+    skip_space(c)
+    if not take(c, c'}'):
+        while True:
+            fault = read_member(s)
+            if fault != JSON_OK:
+                return fault
+            skip_space(c)
+            if take(c, c','):
+                continue
+            if take(c, c'}'):
+                break
+            return JSON_MISSING_COMMA_OR_BRACE
+    return judge_body(s, r)
+
+
+cdef JsonFault read_member(Scan* s) noexcept nogil:
+    cdef Text key
+    cdef JsonFault fault = take_key(&s.cursor, &key)
+    if fault != JSON_OK:
+        return fault
+    if text_equals(&key, b"instances", 9) and not s.row_format:
+        s.row_format = True
+        if not s.columnar and s.width:
+            return read_format(s)
+    elif text_equals(&key, b"inputs", 6) and not s.columnar:
+        s.columnar = True
+        if not s.row_format and s.width:
+            return read_format(s)
+    elif text_equals(&key, b"signature_name", 14) and not s.named:
+        s.named = True
+        if peek(&s.cursor) == c'"':
+            s.name_is_string = True
+            return take_text(&s.cursor, &s.signature)
+    return skip_value(&s.cursor, 1, s.max_depth)
+
+
+cdef JsonFault read_format(Scan* s) noexcept nogil:
+    # Any fault is remembered only if the value turns out to be good JSON: syntax comes first.
+    cdef const uint8_t* start = s.cursor.at
+    cdef JsonFault fault = read_columns(s) if s.columnar else read_instances(s)
+    cdef JsonFault syntax
+    if fault == JSON_OK or fault == JSON_NO_MEMORY:
+        return fault
+    s.meaning_at = s.cursor.at
+    s.cursor.at = start
+    syntax = skip_value(&s.cursor, 1, s.max_depth)
+    s.meaning = fault if fault >= BODY_NOT_OBJECT else BODY_WRONG_TYPE
+    return syntax
+
+
+cdef JsonFault judge_body(Scan* s, const Rows* r) noexcept nogil:
+    # Good JSON, and all of it seen: now what it means, in the order the original checks.
+    if s.named and not s.name_is_string:
+        return BODY_SIGNATURE_NOT_STRING
+    if not s.named or s.signature.start == s.signature.end:
+        if not r.is_default:
+            return BODY_OTHER_SIGNATURE
+    elif not text_equals(&s.signature, r.signature, r.signature_bytes):
+        return BODY_OTHER_SIGNATURE
+    if s.width == 0:
+        return BODY_NO_INPUTS
+    if s.row_format and s.columnar:
+        return BODY_BOTH_FORMATS
+    if not s.row_format and not s.columnar:
+        return BODY_NO_FORMAT
+    if s.meaning != JSON_OK:
+        s.cursor.at = s.meaning_at
+    return s.meaning
+
+
+cdef Place place_of(Scan* s, int base, int depth) noexcept nogil:
+    return Place(base, depth, s.max_depth)
+
+
+cdef JsonFault read_instances(Scan* s) noexcept nogil:
+    # The first element decides for all: objects with names, or values of the only input (2.3).
+    cdef Cursor first = s.cursor
+    if not take(&first, c'['):
+        return BODY_ROWS_NOT_LIST
+    skip_space(&first)
+    if peek(&first) == c']':
+        return BODY_NO_ROWS
+    if peek(&first) == c'{' and not is_base64(&first):
+        return read_object_rows(s)
+    if s.width != 1:
+        return BODY_NOT_NAMED
+    return fill_column(&s.cursor, &s.columns[0], place_of(s, 0, 1))
+
+
+cdef JsonFault read_object_rows(Scan* s) noexcept nogil:
+    cdef Cursor* c = &s.cursor
+    cdef int64_t rows = 0
+    cdef int i
+    cdef JsonFault fault
+    c.at += 1
+    while True:
+        skip_space(c)
+        if peek(c) != c'{' or is_base64(c):
+            return BODY_MIXED_ROWS
+        fault = read_named(s, rows)
+        if fault != JSON_OK:
+            return fault
+        rows += 1
+        skip_space(c)
+        if take(c, c','):
+            continue
+        if take(c, c']'):
+            break
+        return JSON_MISSING_COMMA_OR_BRACKET
+    for i in range(s.width):
+        s.columns[i].shape[0] = rows
+    return JSON_OK
+
+
+cdef JsonFault read_columns(Scan* s) noexcept nogil:
+    if peek(&s.cursor) == c'{' and not is_base64(&s.cursor):
+        return read_named(s, 0)
+    if s.width != 1:
+        return BODY_NOT_NAMED
+    return fill_column(&s.cursor, &s.columns[0], place_of(s, 0, 1))
+
+
+cdef JsonFault read_named(Scan* s, int64_t row) noexcept nogil:
+    # One object of inputs by name: a row of the row format, or the whole of the columnar one.
+    cdef Cursor* c = &s.cursor
+    cdef int found = 0
+    cdef int next_input = 0
+    cdef JsonFault fault
+    c.at += 1
+    skip_space(c)
+    if not take(c, c'}'):
+        while True:
+            fault = read_input(s, row, &found, &next_input)
+            if fault != JSON_OK:
+                return fault
+            skip_space(c)
+            if take(c, c'}'):
+                break
+            if not take(c, c','):
+                return JSON_MISSING_COMMA_OR_BRACE
+    return JSON_OK if found == s.width else BODY_MISSING_INPUT
+
+
+cdef JsonFault read_input(Scan* s, int64_t row, int* found, int* next_input) noexcept nogil:
+    # Columnar: strange names are ignored and the first of two wins. Rows: a strange name is a fault
+    # and both of two are read.
+    cdef Text key
+    cdef int i
+    cdef bint again
+    cdef JsonFault fault = take_key(&s.cursor, &key)
+    if fault != JSON_OK:
+        return fault
+    i = find_input(s, &key, next_input[0])
+    again = i >= 0 and s.columns[i].seen == row + 1
+    if s.columnar and (i < 0 or again):
+        return skip_value(&s.cursor, 2, s.max_depth)
+    if i < 0:
+        return BODY_UNKNOWN_INPUT
+    s.columns[i].seen = row + 1
+    found[0] += not again
+    next_input[0] = i + 1
+    return fill_column(&s.cursor, &s.columns[i], place_of(s, 0, 2) if s.columnar else place_of(s, 1, 3))
+
+
+cdef int find_input(Scan* s, const Text* key, int start) noexcept nogil:
+    # Clients write the names of every row in one order, so the next one is tried first.
+    cdef int i
+    cdef int turn
+    for turn in range(s.width):
+        i = (start + turn) % s.width
+        if text_equals(key, s.inputs[i].name, s.inputs[i].name_bytes):
+            return i
+    return -1
