@@ -1,0 +1,14 @@
+"""Sockets, HTTP/1.1 and gRPC framing, flow control and limits. Knows no model and no dialect by name.
+
+    async def hello(call): call.reply(200, b'{"hello": "there"}')
+    listener = HttpListener("127.0.0.1", 0, [dialect], Limits()); await listener.open()
+
+`fastserve.wire.grpc` is imported only when a gRPC listener is configured: grpcio costs 20 MB.
+"""
+
+from fastserve.wire.call import Call, Dialect, Endpoint
+from fastserve.wire.inflate import inflate
+from fastserve.wire.listener import HttpListener
+from fastserve.wire.stream import Stream
+
+__all__ = ["Call", "Dialect", "Endpoint", "HttpListener", "Stream", "inflate"]

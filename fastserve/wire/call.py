@@ -1,0 +1,237 @@
+"""One HTTP request as framed, and the one reply it gets.
+
+An endpoint is `def f(call)` that arranges for `call.reply` some time later, or `async def f(call)`,
+which the wire runs as a task. The first costs no task and no future, so hot paths use it.
+
+    async def show(call):            def fast(call):
+        body = await compute()           engine.submit(..., done=lambda body: call.reply(200, body))
+        call.reply(200, body)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import re
+import secrets
+from collections.abc import Callable, Coroutine, Sequence
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any, Protocol
+
+from fastserve.wire.faults import JSON, error_body
+from fastserve.wire.replies import BODILESS, CLOSE, KEEP, header_lines
+from fastserve.wire.stream import Stream
+
+if TYPE_CHECKING:
+    from fastserve.wire.connection import Connection
+    from fastserve.wire.head import Head
+
+log = logging.getLogger(__name__)
+
+_SAFE_ID = re.compile(rb"[A-Za-z0-9_.:/+=@\-]{1,128}")
+_ID_PREFIX = secrets.token_hex(6)
+_next_id = itertools.count(1)
+_INTERNAL_ERROR = error_body("Internal error")
+_CANCELLED = error_body("The request was cancelled")
+PARTED_BYTES = 65536  # from here on head and body are sent as two pieces instead of being joined
+
+
+class Call:
+    """One request. `body` and `headers` are shared with the wire: read them, never change them.
+
+    `on_gone` is called once if the client leaves before the reply is handed over; for a coroutine
+    endpoint it cancels the task unless the endpoint sets it to something else.
+    """
+
+    __slots__ = (
+        "_connection",
+        "_replied",
+        "_request_id",
+        "_stream",
+        "_task",
+        "body",
+        "gone",
+        "head",
+        "on_gone",
+        "ready",
+        "received_ns",
+    )
+
+    def __init__(self, connection: Connection, head: Head, body: bytes) -> None:
+        self._connection = connection
+        self.head = head
+        self.body = body
+        self.received_ns = monotonic_ns()
+        self._replied = False
+        self.gone = False
+        self.on_gone: Callable[[], object] | None = None
+        self._stream: Stream | None = None
+        self.ready: tuple[bytes, bytes, bool] | None = None  # a reply that waits for its turn
+
+    @property
+    def method(self) -> str:
+        return self.head.method
+
+    @property
+    def target(self) -> str:
+        """Path and query as sent, not decoded."""
+        return self.head.target
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Names in lower case, in the order sent."""
+        return self.head.headers
+
+    @property
+    def http_1_0(self) -> bool:
+        return self.head.http_1_0
+
+    def header(self, name: bytes) -> bytes:
+        """The first header of this lower-case name, or b""."""
+        for key, value in self.head.headers:
+            if key == name:
+                return value
+        return b""
+
+    @property
+    def request_id(self) -> str:
+        """The client's X-Request-Id when it is short and plain, else one made here."""
+        try:
+            return self._request_id
+        except AttributeError:
+            given = self.header(b"x-request-id")
+            plain = _SAFE_ID.fullmatch(given) is not None
+            self._request_id: str = given.decode() if plain else f"{_ID_PREFIX}-{next(_next_id):x}"
+            return self._request_id
+
+    @property
+    def plain_keep_alive(self) -> bool:
+        """True when `reply_raw` may be used: nothing about this reply is special."""
+        return self._connection.listener.plain and self.head.mode == KEEP
+
+    @property
+    def ok_json(self) -> bytes:
+        """The head of a 200 JSON reply with today's date, up to where "Content-Length: N" belongs."""
+        return self._connection.listener.heads.ok_json
+
+    def reply_raw(self, message: bytes) -> None:
+        """Send a complete 200 reply, head and body framed by the caller. Only if `plain_keep_alive`."""
+        if self._replied:
+            self._refuse_second()
+            return
+        self._replied = True
+        if self.head.routed_anew:
+            self._connection.remember(self.head)
+        self._connection.finish(self, message, b"", False)
+
+    def reply(
+        self,
+        status: int,
+        body: bytes = b"",
+        content_type: bytes = JSON,
+        headers: Sequence[tuple[bytes, bytes]] = (),
+        close: bool = False,
+    ) -> None:
+        """Send the reply. Exactly once; after the client has gone it does nothing.
+
+        Raises ValueError when a header would break the framing (the call can still be replied to).
+        """
+        if self._replied:
+            self._refuse_second()
+            return
+        connection = self._connection
+        listener = connection.listener
+        head = self.head
+        mode = CLOSE if close or listener.draining else head.mode
+        message = listener.heads.find(status, content_type, mode)
+        if headers:
+            message += header_lines(headers)
+        length = b"" if status in BODILESS else b"Content-Length: %d\r\n" % len(body)
+        if head.bodiless or status in BODILESS:
+            body = b""
+        self._replied = True
+        if status == 200 and head.routed_anew:
+            connection.remember(head)
+        if listener.access_log is not None:
+            listener.access_log(self, status, len(body))
+        if len(body) < PARTED_BYTES:
+            connection.finish(self, b"%b%b\r\n%b" % (message, length, body), b"", mode == CLOSE)
+        else:
+            connection.finish(self, b"%b%b\r\n" % (message, length), body, mode == CLOSE)
+
+    def stream(self, status: int, content_type: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> Stream:
+        """Begin a reply whose length is not known: chunked, or until close for HTTP/1.0.
+
+        It counts as the one reply; it ends with `await stream.close()`.
+        """
+        if self._replied and not self.gone:
+            self._refuse_second()
+        listener = self._connection.listener
+        mode = CLOSE if self.head.http_1_0 or listener.draining else self.head.mode
+        lines = listener.heads.find(status, content_type, mode) + header_lines(headers)
+        coding = b"" if self.head.http_1_0 else b"Transfer-Encoding: chunked\r\n"
+        self._replied = True
+        self._stream = Stream(self, self._connection, b"%b%b\r\n" % (lines, coding), mode == CLOSE)
+        if listener.access_log is not None:
+            listener.access_log(self, status, -1)
+        return self._stream
+
+    def run(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine endpoint as a task that this call keeps alive."""
+        self._task = asyncio.get_running_loop().create_task(self._conclude(work))
+        self.on_gone = self._task.cancel
+
+    async def _conclude(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except asyncio.CancelledError:
+            self._fail_quietly(503, _CANCELLED)
+            raise
+        except Exception as error:
+            self.fail(error)
+        else:
+            if not self._replied:
+                self.fail(RuntimeError("the endpoint returned without a reply"))
+            elif self._stream is not None:
+                self._stream.give_up()
+
+    def fail(self, error: BaseException) -> None:
+        """An exception escaped the endpoint: it is logged, and the client learns only that."""
+        if not self.gone:
+            log.error("%s %.200r: the endpoint failed", self.method, self.target, exc_info=error)
+        self._fail_quietly(500, _INTERNAL_ERROR)
+
+    def _fail_quietly(self, status: int, body: bytes) -> None:
+        if not self._replied:
+            self.reply(status, body)
+        elif self._stream is not None:
+            self._stream.give_up()
+
+    def leave(self) -> None:
+        """The client is gone: mark the call and tell its endpoint, once."""
+        self.gone = True
+        stopped, self.on_gone = self.on_gone, None
+        unfinished = not self._replied or self._stream is not None
+        self._replied = True
+        if stopped is not None and unfinished:
+            try:
+                stopped()
+            except Exception:
+                log.exception("on_gone failed")
+
+    def _refuse_second(self) -> None:
+        if not self.gone:
+            raise RuntimeError("a call is replied to exactly once")
+
+
+Endpoint = Callable[[Call], Coroutine[Any, Any, None] | None]
+
+
+class Dialect(Protocol):
+    """One client API as the wire sees it: a name, and which targets are its own."""
+
+    name: str
+
+    def route(self, method: str, target: str) -> Endpoint | None:
+        """The endpoint of a target, None when it is not this dialect's. Depends on its arguments only."""

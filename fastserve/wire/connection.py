@@ -1,0 +1,443 @@
+"""One HTTP/1.1 connection: cuts requests out of the byte stream and puts replies back in order.
+
+    HEAD --head with a length--> BODY --all of it--> HEAD        (a call begins at the second arrow)
+    HEAD --chunked head--> CHUNKS --last chunk--> HEAD
+    any --refusal, or a head that asks to close--> DEAF          (input is dropped, replies go out)
+
+Calls live in a queue: `_current` may write, the rest hold their replies until their turn. Reading stops
+while limits.pipelined_calls calls wait or the client does not read; TCP then slows the client down.
+
+Clients of a model send the same head again and again, so the last head is kept: input that begins with
+the same bytes needs no parsing at all. Two requests in one read, or one in two, take the general way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING, cast
+
+from fastserve.wire.call import Call
+from fastserve.wire.chunks import ChunkReader, append_piece, join_pieces
+from fastserve.wire.faults import WireFault, too_slow
+from fastserve.wire.head import CHUNKED, Head, check_unfinished, read_head
+from fastserve.wire.replies import CLOSE, CONTINUE
+
+if TYPE_CHECKING:
+    from fastserve.wire.listener import HttpListener
+
+HEAD, BODY, CHUNKS, DEAF = range(4)
+LINGER_S = 1.0  # how long a connection closed by us drops input, so that a reset cannot eat the reply
+HELD_BODY_BYTES = 1 << 20  # bodies waiting in one connection's queue, beyond which no more is read
+NO_HEAD = b"\0no head begins like this"
+
+
+class Connection(asyncio.Protocol):
+    """The protocol of one socket, and the owner of its calls until they are replied to."""
+
+    __slots__ = (
+        "_buffer",
+        "_choked",
+        "_chunks",
+        "_continue_due",
+        "_current",
+        "_head",
+        "_known",
+        "_mark",
+        "_mark_bytes",
+        "_mark_s",
+        "_need",
+        "_parsing",
+        "_paused",
+        "_pieces",
+        "_scanned",
+        "_served",
+        "_shut_s",
+        "_stall_bytes",
+        "_stall_s",
+        "_state",
+        "_transport",
+        "_turns",
+        "_waiting",
+        "listener",
+    )
+
+    _transport: asyncio.Transport
+
+    def __init__(self, listener: HttpListener) -> None:
+        self.listener = listener
+        self._state = HEAD
+        self._buffer = bytearray()  # input not yet taken: part of a head, or held back
+        self._scanned = 0  # bytes of _buffer known not to hold the end of a head
+        self._head: Head | None = None  # of the body being read, or the last one
+        self._known = NO_HEAD  # bytes of the last head, when an equal one may skip the parser
+        self._pieces: list[bytes | bytearray] = []
+        self._need = 0  # body bytes still missing
+        self._chunks: ChunkReader | None = None
+        self._current: Call | None = None
+        self._waiting: deque[Call] = deque()
+        self._turns: list[asyncio.Future[None]] = []
+        self._parsing = self._paused = self._choked = self._continue_due = False
+        self._served = 0
+        self._mark = (-1, -1, False)  # state, calls begun, head begun: what the last scan saw
+        self._mark_s = self._stall_s = 0.0
+        self._shut_s = -1.0  # when the last reply was handed over
+        self._mark_bytes = self._stall_bytes = 0
+
+    # ---- the socket's events
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self.listener.admit(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._state = DEAF
+        self._known = NO_HEAD
+        self._buffer.clear()
+        self._drop_calls()
+        self.listener.forget(self)
+
+    def data_received(self, data: bytes) -> None:
+        if data.startswith(self._known) and self._current is None:
+            head = cast(Head, self._head)
+            if len(data) == head.total_bytes:
+                self._begin(head, data[len(head.raw) :])
+                return
+        self._take(data)
+
+    def pause_writing(self) -> None:
+        self._choked = True
+        self._pause()
+
+    def resume_writing(self) -> None:
+        self._choked = False
+        self._wake_turns()
+        self._resume()
+
+    # ---- input
+
+    def _pause(self) -> None:
+        if not self._paused:
+            self._paused = True
+            self._transport.pause_reading()
+
+    def _resume(self) -> None:
+        """Go on with input that was held back, as far as the queue allows."""
+        if self._paused and not self._parsing and not self._transport.is_closing() and self._may_read():
+            self._take(b"")
+
+    def _may_read(self) -> bool:
+        """Stop or restart reading, by what is in flight."""
+        if self._is_full():
+            self._pause()
+            return False
+        if self._paused:
+            self._paused = False
+            self._transport.resume_reading()
+        return True
+
+    def _is_full(self) -> bool:
+        if self._choked:
+            return True
+        if self._current is None:
+            return False
+        if len(self._waiting) + 1 >= self.listener.limits.pipelined_calls:
+            return True
+        held = len(self._current.body) + sum(len(call.body) for call in self._waiting)
+        return held > HELD_BODY_BYTES
+
+    def _take(self, data: bytes | bytearray) -> None:
+        """Use input in whatever pieces it comes; keep what cannot be used yet."""
+        if self._buffer:
+            self._buffer += data
+            data = self._buffer
+            self._buffer = bytearray()
+        self._known = NO_HEAD
+        self._parsing = True
+        used = 0
+        try:
+            used = self._take_steps(data)
+        except WireFault as fault:
+            self.refuse(fault)
+        finally:
+            self._parsing = False
+        if self._state == DEAF:
+            return
+        if self._paused:
+            self._may_read()
+        if used < len(data):
+            self._buffer = data if type(data) is bytearray else bytearray(data)
+            del self._buffer[:used]
+        elif self._state == HEAD and self._head is not None and self._head.total_bytes:
+            self._known = self._head.raw
+
+    def _take_steps(self, data: bytes | bytearray) -> int:
+        """Take heads and bodies while they are there. Returns how many bytes are used up."""
+        used = 0
+        while used < len(data) and self._state != DEAF:
+            if self._state != HEAD:
+                stop = self._take_body(data, used)
+            elif self._may_read():
+                stop = self._take_head(data, used)
+            else:
+                break
+            if stop == used:
+                break
+            used = stop
+        return used
+
+    def _take_head(self, data: bytes | bytearray, origin: int) -> int:
+        """Cut one head out. Returns where it ends, or `origin` when it is not all there."""
+        known = self._head
+        if known is not None and data.startswith(known.raw, origin):
+            self._scanned = 0
+            self._begin_body(known, len(data) - origin - len(known.raw))
+            return origin + len(known.raw)
+        # One empty line before a request is forgiven (RFC 9112 2.2).
+        start = origin + 2 if data.startswith(b"\r\n", origin) else origin
+        limits = self.listener.limits
+        end = data.find(b"\r\n\r\n", max(start, origin + self._scanned - 3)) + 4
+        if end < 4 or end - start > limits.header_bytes:
+            seen = len(data) if end < 4 else end
+            check_unfinished(data[:seen], start, origin + self._scanned, limits)
+            self._scanned = len(data) - origin
+            return origin
+        self._scanned = 0
+        head = read_head(bytes(data[start:end]), limits)
+        head.endpoint, head.routed_anew = self.listener.router.find(head.method, head.target)
+        self._begin_body(head, len(data) - end)
+        return end
+
+    def _begin_body(self, head: Head, available: int) -> None:
+        self._head = head
+        self._need = head.body_bytes
+        if head.body_bytes == CHUNKED:
+            self._chunks = ChunkReader(self.listener.limits)
+            self._state = CHUNKS
+        elif head.body_bytes:
+            self._state = BODY
+        else:
+            self._begin(head, b"")
+            return
+        if head.expects_continue and available == 0:
+            self._continue_due = True
+            self._send_continue()
+
+    def _take_body(self, data: bytes | bytearray, start: int) -> int:
+        head = cast(Head, self._head)
+        if self._chunks is not None:
+            stop = self._chunks.feed(data, start)
+            if self._chunks.done:
+                body = self._chunks.body()
+                self._chunks = None
+                self._end_body(head, body)
+            return stop
+        stop = min(start + self._need, len(data))
+        whole = start == 0 and stop == len(data) and type(data) is bytes
+        append_piece(self._pieces, cast(bytes, data) if whole else bytes(data[start:stop]))
+        self._need -= stop - start
+        if self._need == 0:
+            pieces, self._pieces = self._pieces, []
+            self._end_body(head, join_pieces(pieces))
+        return stop
+
+    def _end_body(self, head: Head, body: bytes) -> None:
+        self._state = HEAD
+        self._continue_due = False
+        self._begin(head, body)
+
+    def _send_continue(self) -> None:
+        """Ask for the body once every earlier reply is out, else it would stand before them."""
+        if self._continue_due and self._current is None:
+            self._continue_due = False
+            self._transport.write(CONTINUE)
+
+    # ---- calls
+
+    def _begin(self, head: Head, body: bytes) -> None:
+        call = Call(self, head, body)
+        self._served += 1
+        if self._current is None:
+            self._current = call
+        else:
+            self._waiting.append(call)
+        if head.mode == CLOSE:
+            self._state = DEAF
+        try:
+            work = head.endpoint(call)
+        except Exception as error:
+            call.fail(error)
+        else:
+            if work is not None:
+                call.run(work)
+
+    def finish(self, call: Call, message: bytes, body: bytes, closes: bool) -> None:
+        """Send the reply of `call`, now or when its turn comes."""
+        if call is not self._current:
+            call.ready = (message, body, closes)
+            return
+        self._transport.write(message)
+        if body:
+            self._transport.write(body)
+        if closes:
+            self._shut()
+        elif self._waiting:
+            self._advance()
+        else:
+            self._current = None
+            if self._paused or self._continue_due:
+                self._go_on()
+
+    def _advance(self) -> None:
+        """Send the replies that waited for the one just sent."""
+        while self._waiting:
+            call = self._current = self._waiting.popleft()
+            if call.ready is None:
+                self._wake_turns()
+                break
+            message, body, closes = call.ready
+            self._transport.write(message + body)
+            if closes:
+                self._shut()
+                return
+        else:
+            self._current = None
+        self._go_on()
+
+    def _go_on(self) -> None:
+        self._send_continue()
+        self._resume()
+
+    def remember(self, head: Head) -> None:
+        """A target was answered 200: keep its route."""
+        head.routed_anew = False
+        self.listener.router.remember(head.method, head.target, head.endpoint)
+
+    # ---- streams
+
+    async def wait_turn(self, call: Call) -> None:
+        """Wait until `call` may write and the client reads. Raises ConnectionResetError when it has gone."""
+        while not call.gone and (call is not self._current or self._choked):
+            turn = asyncio.get_running_loop().create_future()
+            self._turns.append(turn)
+            await turn
+        if call.gone:
+            raise ConnectionResetError("the client has gone")
+
+    def send_part(self, data: bytes) -> None:
+        """Send a piece of the current call's reply."""
+        self._transport.write(data)
+
+    def _wake_turns(self) -> None:
+        turns, self._turns = self._turns, []
+        for turn in turns:
+            if not turn.done():
+                turn.set_result(None)
+
+    # ---- the end
+
+    def refuse(self, fault: WireFault) -> None:
+        """Answer a request that cannot be served, after the ones before it, and close."""
+        self._state = DEAF
+        self._pieces = []
+        self._chunks = None
+        self._buffer.clear()
+        self.listener.count_refusal(fault.cause)
+        call = Call(self, Head(b""), b"")
+        if self._current is None:
+            self._current = call
+        else:
+            self._waiting.append(call)
+        call.reply(fault.status, fault.body, fault.content_type, close=True)
+
+    def _shut(self) -> None:
+        """The last reply is handed over: say so to the client, then wait a little for it to hang up."""
+        self._state = DEAF
+        self._known = NO_HEAD
+        self._current = None
+        self._drop_calls()
+        if self._transport.is_closing():
+            return
+        self._shut_s = self.listener.clock()
+        if self._paused:  # input must be read off, or closing would reset the connection
+            self._paused = False
+            self._transport.resume_reading()
+        self._transport.write_eof()
+
+    def _drop_calls(self) -> None:
+        """No reply can reach the client any more."""
+        current, self._current = self._current, None
+        waiting, self._waiting = self._waiting, deque()
+        for call in (current, *waiting):
+            if call is not None:
+                call.leave()
+        self._wake_turns()
+
+    def abort(self) -> None:
+        """Cut the connection; calls in flight learn that their client is gone."""
+        self._transport.abort()
+
+    def close_if_idle(self) -> None:
+        """Close a connection that carries no request, not even the beginning of one."""
+        if self._current is None and self._state == HEAD and not self._buffer:
+            self._transport.close()
+
+    # ---- the clock: the listener calls scan() a few times a second at most
+
+    def scan(self, now: float) -> None:
+        """Apply the time limits. Phases are told apart by comparing with the last scan, so that a
+        request costs no look at the clock."""
+        if self._is_stalled(now):
+            self.listener.count_refusal("write_stall_s")
+            self.abort()
+            return
+        mark = (self._state, self._served, bool(self._buffer))
+        if self._shut_s >= 0:
+            if self._stall_bytes:
+                self._shut_s = now
+            elif now - self._shut_s >= LINGER_S:
+                self._transport.close()
+        elif mark != self._mark:
+            self._mark = mark
+            self._mark_s = now
+            self._mark_bytes = self._body_bytes()
+        elif self._paused:
+            self._mark_s = now
+        else:
+            self._check_pace(now)
+
+    def _is_stalled(self, now: float) -> bool:
+        unsent = self._transport.get_write_buffer_size()
+        if unsent == 0 or unsent < self._stall_bytes or self._stall_bytes == 0:
+            self._stall_s = now
+        self._stall_bytes = unsent
+        return unsent > 0 and now - self._stall_s >= self.listener.limits.write_stall_s
+
+    def _check_pace(self, now: float) -> None:
+        limits = self.listener.limits
+        passed = now - self._mark_s
+        if self._state in (BODY, CHUNKS):
+            self._check_body_rate(now, passed)
+        elif self._state == HEAD and self._buffer:
+            if passed >= limits.header_timeout_s:
+                self.refuse(too_slow("No complete header block", "header_timeout_s", limits.header_timeout_s))
+        elif self._state == HEAD and self._current is None and passed >= limits.idle_timeout_s:
+            self._transport.close()
+
+    def _body_bytes(self) -> int:
+        if self._chunks is not None:
+            return self._chunks.received
+        return -self._need
+
+    def _check_body_rate(self, now: float, passed: float) -> None:
+        """Over each stretch of header_timeout_s, the body must come at the least rate."""
+        limits = self.listener.limits
+        if passed < limits.header_timeout_s:
+            return
+        received = self._body_bytes()
+        if received - self._mark_bytes < limits.body_bytes_per_s * passed:
+            self.refuse(
+                too_slow("Request body bytes per second", "body_bytes_per_s", limits.body_bytes_per_s)
+            )
+        self._mark_s = now
+        self._mark_bytes = received

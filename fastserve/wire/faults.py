@@ -1,0 +1,55 @@
+"""What the wire refuses by itself, before any dialect sees it. Not the faults of a dialect.
+
+Every refusal is answered with a body that says which rule was broken, or which limit and under what
+name it is set, and then the connection closes: what follows a broken request cannot be framed.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+JSON = b"application/json"
+HTML = b"text/html"
+
+
+class WireFault(Exception):
+    """One refusal. `cause` is a short fixed word, counted by the listener."""
+
+    def __init__(self, status: int, message: str, cause: str, content_type: bytes = JSON) -> None:
+        super().__init__(message)
+        self.status = status
+        self.cause = cause
+        self.content_type = content_type
+        self.body = message.encode() if content_type is HTML else error_body(message)
+
+
+def error_body(message: str) -> bytes:
+    """The JSON body of the wire's own errors."""
+    return msgspec.json.encode({"error": message})
+
+
+def bad_request(message: str) -> WireFault:
+    """A request that breaks the grammar, or whose framing two readers could read in two ways."""
+    return WireFault(400, message, "framing")
+
+
+def over_limit(status: int, what: str, name: str, limit: int) -> WireFault:
+    """`what` went over `limit`, which is set as limits.`name`."""
+    return WireFault(status, f"{what} over the limit of {limit} (setting limits.{name})", name)
+
+
+def too_slow(what: str, name: str, limit: float) -> WireFault:
+    """The client took too long over `what`; the time or rate is set as limits.`name`."""
+    return WireFault(408, f"{what} within the limit of {limit:g} (setting limits.{name})", name)
+
+
+def html_page(status: int, phrase: str) -> str:
+    """The page TensorFlow Serving answers outside its API (spec/tfserving.md 1.2)."""
+    return (
+        f"<HTML><HEAD>\n<TITLE>{status} {phrase}</TITLE>\n</HEAD><BODY>\n<H1>{phrase}</H1>\n</BODY></HTML>\n"
+    )
+
+
+def unknown_method() -> WireFault:
+    """A well-formed method this server does not have, TRACE and CONNECT included."""
+    return WireFault(501, html_page(501, "Not Implemented"), "method", HTML)

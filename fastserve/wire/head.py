@@ -1,0 +1,203 @@
+"""Reads one whole request head: bytes up to and with the empty line -> Head. No I/O, no state.
+
+The connection cuts the head out of the stream itself and hands it over whole, so every limit and every
+rule sees the same bytes however the network split them. llhttp checks the grammar; this file adds what
+it lets through (H2 of the hardening list): HTTP/0.9, other protocols, two spaces in the request line,
+`Content-Length` with a leading zero or padding, a first empty coding in `Transfer-Encoding`, no Host.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import httptools
+
+from fastserve.config import Limits
+from fastserve.wire.faults import WireFault, bad_request, over_limit, unknown_method
+from fastserve.wire.replies import CLOSE, KEEP, KEEP_1_0
+
+if TYPE_CHECKING:
+    from fastserve.wire.call import Endpoint
+
+CHUNKED = -1
+METHODS = frozenset((b"GET", b"POST", b"HEAD", b"PUT", b"DELETE", b"OPTIONS", b"PATCH"))
+TOKEN = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
+_METHOD_BYTES = 32  # room for a method and the version beside the target in an unfinished request line
+_LENGTH = re.compile(rb"0|[1-9][0-9]{0,18}")
+_HOST = re.compile(rb"[A-Za-z0-9._~%!$&'()*+,;=:\[\]\-]*")
+_AUTHORITY = re.compile(rb"https?://[^/?#]*", re.IGNORECASE)
+_TOKEN_CHARS = frozenset(b"!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
+_FRAMING = frozenset((b"content-length", b"transfer-encoding", b"host", b"expect"))
+
+
+class Head:
+    """One request head. Immutable once read and routed: calls with equal heads share it."""
+
+    __slots__ = (
+        "bodiless",
+        "body_bytes",
+        "endpoint",
+        "expects_continue",
+        "headers",
+        "http_1_0",
+        "method",
+        "mode",
+        "raw",
+        "routed_anew",
+        "target",
+        "total_bytes",
+    )
+
+    endpoint: Endpoint
+
+    def __init__(self, raw: bytes) -> None:
+        self.raw = raw
+        self.method = ""
+        self.target = ""
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.http_1_0 = False
+        self.mode = KEEP  # KEEP, CLOSE or KEEP_1_0: what the client asked of the connection
+        self.bodiless = False  # HEAD: the reply has no body
+        self.body_bytes = 0  # CHUNKED, or the Content-Length
+        self.total_bytes = 0  # head and body together; 0 with CHUNKED
+        self.expects_continue = False
+        self.routed_anew = True
+
+
+class _Fields:
+    """Collects what llhttp finds in one head."""
+
+    __slots__ = ("framing", "headers")
+
+    def __init__(self) -> None:
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.framing: list[tuple[bytes, bytes, bytes]] = []
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        lower = name.lower()
+        if lower in _FRAMING:
+            self.framing.append((lower, name, value))
+        self.headers.append((lower, value.rstrip(b" \t")))
+
+
+def read_head(raw: bytes, limits: Limits) -> Head:
+    """Read a head that ends in an empty line. Raises WireFault; `endpoint` is left for the router."""
+    head = Head(raw)
+    _read_request_line(head, raw, limits)
+    if raw.count(b"\r\n") - 2 > limits.header_count:
+        raise over_limit(431, "Header lines", "header_count", limits.header_count)
+    fields = _Fields()
+    parser = httptools.HttpRequestParser(fields)
+    try:
+        parser.feed_data(raw)
+    except httptools.HttpParserUpgrade:
+        pass  # an offer the server may leave alone (RFC 9110 7.8): the call goes on as HTTP/1.1
+    except httptools.HttpParserError as error:
+        raise bad_request(f"Malformed request: {error}") from None
+    head.headers = fields.headers
+    if not parser.should_keep_alive():
+        head.mode = CLOSE
+    elif head.http_1_0:
+        head.mode = KEEP_1_0
+    _read_framing(head, fields.framing, limits)
+    return head
+
+
+def _read_request_line(head: Head, raw: bytes, limits: Limits) -> None:
+    parts = raw[: raw.find(b"\r\n")].split(b" ")
+    if len(parts) != 3:
+        raise bad_request("Malformed request line")
+    method, target, version = parts
+    if len(target) > limits.target_bytes:
+        raise over_limit(414, "Request target bytes", "target_bytes", limits.target_bytes)
+    if version == b"HTTP/1.0":
+        head.http_1_0 = True
+    elif version != b"HTTP/1.1":
+        raise bad_request("Malformed request line: the version is neither HTTP/1.1 nor HTTP/1.0")
+    if method not in METHODS:
+        raise unknown_method() if TOKEN.fullmatch(method) else bad_request("Malformed method")
+    head.method = method.decode()
+    head.bodiless = method == b"HEAD"
+    head.target = _origin_form(method, target)
+
+
+def _origin_form(method: bytes, target: bytes) -> str:
+    """Path and query. The absolute form means the same resource as its path (RFC 9112 3.2.2)."""
+    if not target.startswith(b"/") and not (target == b"*" and method == b"OPTIONS"):
+        authority = _AUTHORITY.match(target)
+        if authority is None:
+            raise bad_request("Malformed request target")
+        target = target[authority.end() :]
+        if not target.startswith(b"/"):
+            target = b"/" + target
+    return target.decode("latin-1")
+
+
+def _read_framing(head: Head, framing: list[tuple[bytes, bytes, bytes]], limits: Limits) -> None:
+    seen: set[bytes] = set()
+    for lower, name, value in framing:
+        if lower in seen:
+            raise bad_request(f"Malformed request: more than one {lower.decode()} header")
+        seen.add(lower)
+        if lower == b"content-length":
+            head.body_bytes = _read_length(head.raw, name, value, limits)
+        elif lower == b"transfer-encoding":
+            _check_coding(head, name, value)
+        elif lower == b"host":
+            if _HOST.fullmatch(value.rstrip(b" \t")) is None:
+                raise bad_request("Malformed host header")
+        else:
+            _read_expect(head, value)
+    if b"content-length" in seen and b"transfer-encoding" in seen:
+        raise bad_request("Malformed request: both content-length and transfer-encoding")
+    if b"host" not in seen and not head.http_1_0:
+        raise bad_request("Malformed request: HTTP/1.1 without a host header")
+    if head.body_bytes != CHUNKED:
+        head.total_bytes = len(head.raw) + head.body_bytes
+
+
+def _is_plain(raw: bytes, name: bytes, value: bytes) -> bool:
+    """True when nothing but at most one space stands around the value: no room for two readings."""
+    return b"%b: %b\r\n" % (name, value) in raw or b"%b:%b\r\n" % (name, value) in raw
+
+
+def _read_length(raw: bytes, name: bytes, value: bytes, limits: Limits) -> int:
+    if _LENGTH.fullmatch(value) is None or not _is_plain(raw, name, value):
+        raise bad_request("Malformed content-length header")
+    length = int(value)
+    if length > limits.body_bytes:
+        raise over_limit(413, "Request body bytes", "body_bytes", limits.body_bytes)
+    return length
+
+
+def _check_coding(head: Head, name: bytes, value: bytes) -> None:
+    if value.lower() != b"chunked" or head.http_1_0 or not _is_plain(head.raw, name, value):
+        raise bad_request("Malformed transfer-encoding header: only HTTP/1.1 chunked is read")
+    head.body_bytes = CHUNKED
+
+
+def _read_expect(head: Head, value: bytes) -> None:
+    if value.strip().lower() != b"100-continue":
+        raise WireFault(417, "Only the expectation 100-continue can be met", "expectation")
+    head.expects_continue = not head.http_1_0
+
+
+def check_unfinished(data: bytes | bytearray, start: int, scanned: int, limits: Limits) -> None:
+    """Refuse a head that cannot become good, as early as its bytes show it.
+
+    `data[start:]` is the head so far, without its empty line; bytes before `scanned` were seen here before.
+    """
+    if len(data) > start and data[start] not in _TOKEN_CHARS and data[start:] != b"\r":
+        raise bad_request("Malformed method")
+    newline = data.find(b"\n", max(start, scanned))
+    while newline >= 0:
+        if newline == start or data[newline - 1] != 13:
+            raise bad_request("Malformed request: a line feed without a carriage return")
+        newline = data.find(b"\n", newline + 1)
+    if len(data) - start > limits.target_bytes + _METHOD_BYTES:
+        line_end = data.find(b"\r\n", start, start + limits.target_bytes + _METHOD_BYTES)
+        if line_end < 0:
+            raise over_limit(414, "Request target bytes", "target_bytes", limits.target_bytes)
+    if len(data) - start > limits.header_bytes:
+        raise over_limit(431, "Header bytes", "header_bytes", limits.header_bytes)

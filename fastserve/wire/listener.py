@@ -1,0 +1,173 @@
+"""One listening socket that speaks HTTP: who is connected, how long they may take, and how it ends.
+
+    listener = HttpListener("127.0.0.1", 0, dialects, limits)
+    await listener.open(); host, port = listener.address
+    await listener.drain(10.0)        # stop accepting, finish what is in flight
+    await listener.close()
+
+One timer per listener looks at its connections; a request never starts or stops a timer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from fastserve.config import Limits
+from fastserve.wire.call import Call, Dialect
+from fastserve.wire.connection import Connection
+from fastserve.wire.faults import over_limit
+from fastserve.wire.replies import ReplyHeads
+from fastserve.wire.router import Router
+
+BACKLOG = 1024
+REFUSED_AT_ONCE = 64  # connections over the limit that are still given an answer
+AccessLog = Callable[[Call, int, int], None]  # (call, status, body bytes; -1 for a stream)
+
+
+class HttpListener:
+    """A socket and its connections. `port` 0 lets the system choose; `address` tells afterwards.
+
+    `address` "" is every interface; "::" takes IPv4 as well. `clock` is in seconds and only ever
+    compared with itself.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        dialects: Sequence[Dialect],
+        limits: Limits,
+        *,
+        reuse_port: bool = False,
+        access_log: AccessLog | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.limits = limits
+        self.router = Router(dialects)
+        self.heads = ReplyHeads()
+        self.access_log = access_log
+        self.clock = clock
+        self.draining = False
+        self.plain = access_log is None  # False when every reply needs a second look
+        self.refusals: Counter[str] = Counter()  # by cause: a limit's name, "framing", "method", ...
+        self.connections: set[Connection] = set()
+        self._place = (address, port)
+        self._reuse_port = reuse_port
+        self._server: asyncio.Server | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._empty: asyncio.Event | None = None
+
+    async def open(self) -> None:
+        """Listen. Raises OSError when the address cannot be had."""
+        loop = asyncio.get_running_loop()
+        listening = open_socket(*self._place, reuse_port=self._reuse_port)
+        try:
+            self._place = listening.getsockname()[:2]
+            self._server = await loop.create_server(lambda: Connection(self), sock=listening, backlog=BACKLOG)
+        except BaseException:
+            listening.close()
+            raise
+        self._tick()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port listened on."""
+        return self._place
+
+    async def drain(self, grace_s: float) -> int:
+        """Stop accepting, close idle connections, let calls in flight finish for `grace_s` seconds.
+
+        Returns how many connections had to be cut off.
+        """
+        self.draining = True
+        self.plain = False
+        self._stop_accepting()
+        for connection in list(self.connections):
+            connection.close_if_idle()
+        self._empty = asyncio.Event()
+        if self.connections:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._empty.wait(), grace_s)
+        left = len(self.connections)
+        await self.close()
+        return left
+
+    async def close(self) -> None:
+        """Stop at once; connections that are left are cut off."""
+        self._stop_accepting()
+        for connection in list(self.connections):
+            connection.abort()
+        while self.connections:
+            await asyncio.sleep(0)  # connection_lost comes with the loop's next turn
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _stop_accepting(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    # ---- for connections
+
+    def admit(self, connection: Connection) -> None:
+        """Take a new connection in. One too many is told so; with many of those around, it is cut off."""
+        self.connections.add(connection)
+        limit = self.limits.connections
+        if len(self.connections) > limit + REFUSED_AT_ONCE:
+            self.count_refusal("connections")
+            connection.abort()
+        elif len(self.connections) > limit:
+            connection.refuse(over_limit(503, "Connections", "connections", limit))
+
+    def forget(self, connection: Connection) -> None:
+        self.connections.discard(connection)
+        if self._empty is not None and not self.connections:
+            self._empty.set()
+
+    def count_refusal(self, cause: str) -> None:
+        self.refusals[cause] += 1
+
+    # ---- the timer
+
+    def _tick(self) -> None:
+        self.scan()
+        self._timer = asyncio.get_running_loop().call_later(self._interval_s(), self._tick)
+
+    def _interval_s(self) -> float:
+        limits = self.limits
+        shortest = min(limits.header_timeout_s, limits.idle_timeout_s, limits.write_stall_s)
+        return min(1.0, max(0.01, shortest / 4))
+
+    def scan(self) -> None:
+        """Renew the date and apply the time limits to every connection, once."""
+        self.heads.tick(time.time())
+        now = self.clock()
+        for connection in list(self.connections):
+            connection.scan(now)
+
+
+def open_socket(address: str, port: int, *, reuse_port: bool = False) -> socket.socket:
+    """A bound TCP socket. "" and "::" take IPv4 and IPv6 where the machine has both."""
+    host = address or ("::" if socket.has_dualstack_ipv6() else "0.0.0.0")
+    family, kind, protocol, _, place = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listening = socket.socket(family, kind, protocol)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if family == socket.AF_INET6:
+            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(host != "::"))
+        listening.bind(place)
+        listening.setblocking(False)
+    except BaseException:
+        listening.close()
+        raise
+    return listening

@@ -1,0 +1,46 @@
+"""Chooses the endpoint of a call: the first dialect that knows the target, remembered.
+
+A dialect's route() must depend on nothing but its arguments: what a model or a version is right now is
+for the endpoint to look up. Only targets that were answered 200 are remembered, so random paths
+neither fill the memory nor push good ones out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastserve.wire.call import Call, Dialect, Endpoint
+from fastserve.wire.faults import HTML, html_page
+
+REMEMBERED_TARGETS = 1024
+_NOT_FOUND = html_page(404, "Not Found").encode()
+
+
+def answer_not_found(call: Call) -> None:
+    """The endpoint of targets no dialect of the listener knows (spec/tfserving.md 1.2)."""
+    call.reply(404, _NOT_FOUND, HTML, close=True)
+
+
+class Router:
+    """Targets to endpoints, over the dialects of one listener in their order."""
+
+    __slots__ = ("_dialects", "_remembered")
+
+    def __init__(self, dialects: Sequence[Dialect]) -> None:
+        self._dialects = tuple(dialects)
+        self._remembered: dict[tuple[str, str], Endpoint] = {}
+
+    def find(self, method: str, target: str) -> tuple[Endpoint, bool]:
+        """The endpoint, and whether it was looked up anew (then a 200 makes it worth remembering)."""
+        endpoint = self._remembered.get((method, target))
+        if endpoint is not None:
+            return endpoint, False
+        for dialect in self._dialects:
+            endpoint = dialect.route(method, target)
+            if endpoint is not None:
+                return endpoint, True
+        return answer_not_found, False
+
+    def remember(self, method: str, target: str, endpoint: Endpoint) -> None:
+        if len(self._remembered) < REMEMBERED_TARGETS:
+            self._remembered[method, target] = endpoint

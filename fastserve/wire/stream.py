@@ -1,0 +1,65 @@
+"""A reply in pieces: chunked for HTTP/1.1, until close for HTTP/1.0. Flow-controlled, in order.
+
+`write` returns when the piece is handed to the socket's buffer and that buffer is below its high water
+mark; a client that stops reading stops its writer, and limits.write_stall_s ends both.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fastserve.wire.call import Call
+    from fastserve.wire.connection import Connection
+
+
+class Stream:
+    """Made by Call.stream. Ends with close(); a stream that is dropped cuts the connection off, so that
+    the client can tell a whole reply from a broken one."""
+
+    __slots__ = ("_call", "_chunked", "_closed", "_closes", "_connection", "_head", "_silent")
+
+    def __init__(self, call: Call, connection: Connection, head: bytes, closes: bool) -> None:
+        self._call = call
+        self._connection = connection
+        self._head = head
+        self._closes = closes
+        self._chunked = not call.head.http_1_0
+        self._silent = call.head.bodiless
+        self._closed = False
+
+    async def write(self, data: bytes) -> None:
+        """Send one piece. Raises ConnectionResetError when the client has gone, RuntimeError when closed."""
+        if self._closed:
+            raise RuntimeError("the stream is closed")
+        await self._connection.wait_turn(self._call)
+        framed = b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
+        if not data or self._silent:
+            framed = b""  # an empty chunk would end the reply
+        self._send(framed)
+
+    async def close(self) -> None:
+        """End the reply. Does nothing the second time or when the client has gone."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._call.gone:
+            return
+        try:
+            await self._connection.wait_turn(self._call)
+        except ConnectionResetError:
+            return
+        end = b"0\r\n\r\n" if self._chunked and not self._silent else b""
+        head, self._head = self._head, b""
+        self._connection.finish(self._call, head + end, b"", self._closes)
+
+    def give_up(self) -> None:
+        """The endpoint ended without close(): cut the reply off."""
+        if not self._closed and not self._call.gone:
+            self._closed = True
+            self._connection.abort()
+
+    def _send(self, framed: bytes) -> None:
+        head, self._head = self._head, b""
+        if head or framed:
+            self._connection.send_part(head + framed)
