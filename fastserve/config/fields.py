@@ -149,11 +149,8 @@ def _words(info: inspect.Type) -> str:
 
 
 def _bounds(info: inspect.IntType | inspect.FloatType) -> str:
-    low = (
-        f" from {info.ge:g}" if info.ge is not None else f" above {info.gt:g}" if info.gt is not None else ""
-    )
-    high = f" to {info.le:g}" if info.le is not None else f" below {info.lt:g}" if info.lt is not None else ""
-    return low + high
+    bounds = ((info.ge, " from "), (info.gt, " above "), (info.le, " to "), (info.lt, " below "))
+    return "".join(f"{word}{bound}" for bound, word in bounds if bound is not None)
 
 
 @dataclass(frozen=True)

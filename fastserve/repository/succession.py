@@ -33,7 +33,7 @@ class VersionHooks(Protocol):
     """What loading and unloading mean; the engine's side of a version's life."""
 
     async def load(self, version: Version) -> None:
-        """Make the version answer requests. Raises ServeError; cleans up after itself, even when cancelled."""
+        """Make the version answer requests. Raises ServeError; cleans up after itself, cancelled or not."""
 
     async def unload(self, version: Version) -> None:
         """Let requests under way finish, then free everything."""

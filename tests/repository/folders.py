@@ -1,0 +1,90 @@
+"""Model folders on disk and hooks that only keep a record: what the repository's tests share."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fastserve.config import RepositorySettings
+from fastserve.errors import Kind, ServeError
+from fastserve.repository.catalog import Catalog
+from fastserve.repository.repository import Repository
+from fastserve.repository.version import Version
+
+BASE: dict[str, Any] = {
+    "backend": "python",
+    "inputs": {"x": {"dtype": "float32", "shape": [4]}},
+    "outputs": {"y": {"dtype": "float32", "shape": [3]}},
+}
+
+
+class RecordingHooks:
+    """Hooks that load nothing. `failing` holds (model, number) whose load fails."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, str, int]] = []
+        self.failing: set[tuple[str, int]] = set()
+        self.gates: dict[tuple[str, int], asyncio.Event] = {}
+
+    async def load(self, version: Version) -> None:
+        key = (version.model, version.number)
+        self.events.append(("load", *key))
+        if key in self.gates:
+            await self.gates[key].wait()
+        await asyncio.sleep(0)
+        if key in self.failing:
+            raise ServeError(Kind.INTERNAL, "the model says no")
+        version.lane = object()
+
+    async def unload(self, version: Version) -> None:
+        self.events.append(("unload", version.model, version.number))
+        await asyncio.sleep(0)
+        version.lane = None
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Stage:
+    """A repository over a temporary folder, with its catalog, hooks and clock."""
+
+    def __init__(self, root: Path, **settings: Any) -> None:
+        self.root = root
+        self.catalog = Catalog()
+        self.hooks = RecordingHooks()
+        self.clock = Clock()
+        given = {"repository": str(root), "model_control": "none", **settings}
+        self.repository = Repository(RepositorySettings(**given), self.catalog, self.hooks, self.clock)
+
+    def served(self, name: str) -> list[int]:
+        model = self.catalog.models.get(name)
+        return [] if model is None else [version.number for version in model.available()]
+
+
+def write_config(root: Path, name: str, **changes: Any) -> None:
+    """Write NAME/model.yaml by renaming, as the documentation asks."""
+    folder = root / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ".new").write_text(yaml.safe_dump({**BASE, **changes}))
+    os.replace(folder / ".new", folder / "model.yaml")
+
+
+def write_version(root: Path, name: str, number: int | str, text: str = "class Model: pass\n") -> None:
+    folder = root / name / str(number)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ".new").write_text(text)
+    os.replace(folder / ".new", folder / "model.py")
+
+
+def remove_version(root: Path, name: str, number: int) -> None:
+    shutil.rmtree(root / name / str(number))
