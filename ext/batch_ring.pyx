@@ -106,7 +106,6 @@ cdef enum:
 FULL = -1
 STATES = ("free", "claimed", "open", "sealed", "ready", "running", "done")
 EVENTS = ("claim", "open", "reserve", "settle", "seal", "close", "take", "return", "publish", "release")
-BELL, CONTROL, TIMEOUT = 1, 2, 0
 
 
 def moves() -> dict[tuple[str, str], frozenset[str]]:
@@ -200,10 +199,6 @@ cdef class BatchRing:
             self.worker_bells[i] = worker_bells[i] if i < len(worker_bells) else -1
         for i in range(MAX_FRONTS):
             self.front_bells[i] = front_bells[i] if i < len(front_bells) else -1
-
-    def set_worker_bell(self, int worker, int fd) -> None:
-        """The doorbell of a worker (an eventfd), -1 while there is none."""
-        self.worker_bells[worker] = fd
 
     # --- fronts ---------------------------------------------------------------------------------
 

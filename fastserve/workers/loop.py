@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from fastserve.backends.base import Backend, explain
 from fastserve.errors import Kind, ServeError
 from fastserve.workers.arena import Arena
-from fastserve.workers.control import Control
+from fastserve.workers.control import Control, PeerGone
 
 if TYPE_CHECKING:
     from fastserve._ext.batch_ring import BatchRing
@@ -37,9 +37,15 @@ class Runner(Protocol):
 
 
 def serve(
-    backend: Backend, control: Control, config: Mapping[str, Any], message: Mapping[str, Any], fds: Sequence[int]
+    backend: Backend,
+    control: Control,
+    config: Mapping[str, Any],
+    message: Mapping[str, Any],
+    fds: Sequence[int],
 ) -> None:
     """Join the arena, warm up, say ready, and run batches until told to stop.
+
+    `config` is model.yaml as plain values; `message` holds the arena's geometry and this worker's number.
 
     Raises what the backend raises during warm-up: a version that cannot run does not become ready.
     """
@@ -89,8 +95,10 @@ def answer(ring: BatchRing, runner: Runner, slot: int) -> None:
 
 
 def _told_to_stop(control: Control) -> bool:
-    received = control.receive()
-    return received is None or received.message.get("op") == "stop"
+    try:
+        return control.receive().message.get("op") == "stop"
+    except PeerGone:
+        return True
 
 
 def _warm_up(runner: Runner, arena: Arena, backend: Backend, config: Mapping[str, Any]) -> None:

@@ -1,0 +1,76 @@
+"""Fixed-size messages from one process to one other, through shared memory and a doorbell.
+
+    writer = MessageRing(memory, 64, bell); writer.push(kind=1, slot=3, seq=9)
+    reader = MessageRing(memory, 64, bell); reader.wait(timeout_ns); reader.pop()
+
+One writer, one reader, no lock: see include/message.h. The same verbs carry a batch's answers from a
+worker to a front inside an arena (batch_ring). The memory is borrowed from the caller.
+"""
+
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libc.string cimport memset
+
+cdef extern from "message.h" nogil:
+    ctypedef struct Message:
+        uint64_t seq
+        uint32_t slot, kind
+        uint64_t value
+    ctypedef struct Ring "MessageRing":
+        pass
+    uint64_t message_ring_bytes(uint32_t)
+    bint message_push(Ring*, uint32_t, const Message*)
+    bint message_pop(Ring*, uint32_t, Message*)
+
+cdef extern from "doorbell.h" nogil:
+    void bell_ring(int fd)
+    int bell_wait(int bell, int control, int64_t timeout_ns)
+
+
+def ring_bytes(uint32_t capacity) -> int:
+    """Bytes of zeroed shared memory a ring of `capacity` messages needs."""
+    return message_ring_bytes(capacity)
+
+
+cdef class MessageRing:
+    """One end of a ring. `bell` is an eventfd the writer rings, -1 for none."""
+
+    cdef object memory
+    cdef Ring* ring
+    cdef readonly uint32_t capacity
+    cdef readonly int bell
+
+    def __init__(self, uint8_t[::1] memory not None, uint32_t capacity, int bell=-1):
+        if capacity == 0 or capacity & (capacity - 1):
+            raise ValueError(f"capacity is a power of two, not {capacity}")
+        if <uint64_t>memory.shape[0] < message_ring_bytes(capacity):
+            raise ValueError(f"a ring of {capacity} messages needs {message_ring_bytes(capacity)} bytes")
+        if <size_t>&memory[0] % 64:
+            raise ValueError("a ring starts at a 64-byte boundary")
+        self.memory = memory
+        self.ring = <Ring*>&memory[0]
+        self.capacity, self.bell = capacity, bell
+
+    def push(self, *, uint32_t kind, uint32_t slot=0, uint64_t seq=0, uint64_t value=0) -> bool:
+        """Add a message and ring; False when the ring is full and nothing was added."""
+        cdef Message message
+        memset(&message, 0, sizeof(Message))
+        message.kind, message.slot, message.seq, message.value = kind, slot, seq, value
+        if not message_push(self.ring, self.capacity, &message):
+            return False
+        if self.bell >= 0:
+            bell_ring(self.bell)
+        return True
+
+    def pop(self) -> tuple[int, int, int, int] | None:
+        """(kind, slot, seq, value) of the oldest message, None when there is none."""
+        cdef Message message
+        if not message_pop(self.ring, self.capacity, &message):
+            return None
+        return message.kind, message.slot, message.seq, message.value
+
+    def wait(self, int64_t timeout_ns) -> bool:
+        """Sleep until the bell rings, at most timeout_ns (negative: for ever). False on timeout."""
+        cdef int why
+        with nogil:
+            why = bell_wait(self.bell, -1, timeout_ns)
+        return why != 0
