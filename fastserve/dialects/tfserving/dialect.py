@@ -1,0 +1,107 @@
+"""The TensorFlow Serving REST dialect: which targets are its own, and their endpoints (spec 1.1, 1.2).
+
+`route` does the URL's work once; the wire remembers the endpoint of every target that was
+answered 200. Everything under /v1/ belongs to this dialect, so a dialect with paths of its own
+there comes before it on a listener.
+"""
+
+from __future__ import annotations
+
+from fastserve.config import Limits, TFServingOptions
+from fastserve.dialects.tfserving.classify import VERBS, Examples
+from fastserve.dialects.tfserving.errors import invalid
+from fastserve.dialects.tfserving.metadata import find_described, write_metadata
+from fastserve.dialects.tfserving.predict import Predict
+from fastserve.dialects.tfserving.routes import Target, VersionOverflow, is_api, parse_target, target_text
+from fastserve.dialects.tfserving.service import EngineFace, Service
+from fastserve.dialects.tfserving.status import find_versions, write_status
+from fastserve.errors import ServeError
+from fastserve.wire.call import Call, Endpoint
+
+HTML = b"text/html; charset=ISO-8859-1"
+TEXT = b"text/plain"
+
+
+class TFServing:
+    """The dialect. Build one per engine; it holds no state but counters."""
+
+    name = "tfserving"
+
+    def __init__(
+        self, engine: EngineFace, options: TFServingOptions | None = None, limits: Limits | None = None
+    ) -> None:
+        self._service = Service(engine, options or TFServingOptions(), limits or Limits())
+
+    def route(self, method: str, target: str) -> Endpoint | None:
+        """The endpoint of a target, None when it is not under /v1/ and not the metrics page."""
+        if is_api(target):
+            return self._route_api(method, target)
+        options = self._service.options
+        if options.monitoring and target.partition("?")[0].partition("#")[0] == options.monitoring_path:
+            return self._page if target == options.monitoring_path else self._wrong_page
+        return None
+
+    def _route_api(self, method: str, target: str) -> Endpoint:
+        if method == "OPTIONS":
+            return self._preflight
+        try:
+            parsed = parse_target(method, target)
+        except VersionOverflow:
+            return self._overflow
+        if parsed is None or (method == "POST" and parsed.verb not in ("predict", *VERBS)):
+            return Malformed(self._service, f"Malformed request: {method} {target_text(target)}")
+        if method == "GET":
+            return Describe(self._service, parsed)
+        return (Predict if parsed.verb == "predict" else Examples)(self._service, parsed)
+
+    def _preflight(self, call: Call) -> None:
+        origin = call.header(b"origin")
+        allowed = b"http://" in origin or b"https://" in origin
+        call.reply(200 if allowed else 400, b"", HTML, self._service.headers)
+
+    def _overflow(self, call: Call) -> None:
+        call.reply(400, b"", headers=self._service.headers)
+
+    def _page(self, call: Call) -> None:
+        call.reply(200, self._service.monitor.write(), TEXT)
+
+    def _wrong_page(self, call: Call) -> None:
+        given = call.target.encode("latin-1")
+        wanted = self._service.options.monitoring_path.encode()
+        call.reply(400, b"Unexpected path: " + given + b". Should be " + wanted, TEXT)
+
+
+class Malformed:
+    """The endpoint of a target under /v1/ that means nothing."""
+
+    __slots__ = ("_service", "_text")
+
+    def __init__(self, service: Service, text: str) -> None:
+        self._service = service
+        self._text = text
+
+    def __call__(self, call: Call) -> None:
+        self._service.refuse(call, "", invalid(self._text))
+
+
+class Describe:
+    """The endpoint of GET: a model's status, or a version's metadata."""
+
+    __slots__ = ("_service", "_target")
+
+    def __init__(self, service: Service, target: Target) -> None:
+        self._service = service
+        self._target = target
+
+    def __call__(self, call: Call) -> None:
+        service, target = self._service, self._target
+        try:
+            # `/METADATA` matches the URL and is then not the word that was meant: status (spec 1.1).
+            if target.verb == "metadata":
+                body = write_metadata(find_described(service.catalog, target))
+            else:
+                body = write_status(find_versions(service.catalog, target))
+        except ServeError as fault:
+            service.refuse(call, target.name, fault)
+        else:
+            service.answer(call, target.name, body)

@@ -1,0 +1,120 @@
+"""TensorFlow Serving's own metrics page (spec 6.5): its names, its bounds, its text form.
+
+Counters live in this front process alone; the server's `/metrics` is the page that adds up
+several front processes. A call costs two dict lookups and a bisection.
+
+The text differs from Prometheus' usual one: no HELP lines, braces even without labels, `:` in
+names, upper bounds that are exclusive, numbers of six significant digits.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+REQUEST_COUNT = "/tensorflow/serving/request_count"
+REQUEST_LATENCY = "/tensorflow/serving/request_latency"
+LATENCY_BOUNDS_US: tuple[float, ...] = tuple(10 * 1.8**power for power in range(33))
+
+_NAME_ODD = re.compile(r"[^a-zA-Z0-9_:]")
+_LABEL_ODD = re.compile(r"[^a-zA-Z0-9_]")
+
+
+@dataclass(slots=True)
+class Spread:
+    """A histogram over LATENCY_BOUNDS_US, in microseconds; each bucket ends before its bound."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS_US) + 1))
+    total: float = 0.0
+
+    def add(self, value: float) -> None:
+        """Count one value."""
+        self.counts[bisect_right(LATENCY_BOUNDS_US, value)] += 1
+        self.total += value
+
+
+class Monitor:
+    """Counts of REST calls. Names nobody serves share one series, so that clients cannot add series."""
+
+    def __init__(self, known: Collection[str]) -> None:
+        self._known = known
+        self._calls: dict[tuple[str, str], int] = {}
+        self._latency: dict[tuple[str, str], Spread] = {}
+
+    def count(self, model: str, status: str) -> None:
+        """One call answered with that code name (`OK`, `NOT_FOUND`, ...)."""
+        key = (model, status) if model in self._known else ("", status)
+        self._calls[key] = self._calls.get(key, 0) + 1
+
+    def time(self, model: str, api: str, took_us: float) -> None:
+        """How long one successful inference took. `model` is one that is served."""
+        spread = self._latency.get((model, api))
+        if spread is None:
+            spread = self._latency[(model, api)] = Spread()
+        spread.add(took_us)
+
+    def write(self) -> bytes:
+        """The page."""
+        calls = [
+            ({"model_name": model, "status": status}, value)
+            for (model, status), value in sorted(self._calls.items())
+        ]
+        spreads = [
+            ({"model_name": model, "API": api, "entrypoint": "REST"}, spread)
+            for (model, api), spread in sorted(self._latency.items())
+        ]
+        lines = write_series(REQUEST_COUNT, "counter", calls)
+        lines += write_histogram(REQUEST_LATENCY, LATENCY_BOUNDS_US, spreads)
+        return ("\n".join(lines) + "\n").encode("utf-8", "surrogateescape")
+
+
+def write_series(name: str, kind: str, samples: Sequence[tuple[Mapping[str, str], int | float]]) -> list[str]:
+    """The lines of a counter or gauge; none without samples."""
+    metric = clean_name(name)
+    lines = [f"# TYPE {metric} {kind}"] if samples else []
+    return lines + [f"{metric}{{{_labels(labels)}}} {number(value)}" for labels, value in samples]
+
+
+def write_histogram(
+    name: str, bounds: Sequence[float], samples: Sequence[tuple[Mapping[str, str], Spread]]
+) -> list[str]:
+    """The lines of a histogram: cumulative buckets, sum and count of each sample."""
+    metric = clean_name(name)
+    lines = [f"# TYPE {metric} histogram"] if samples else []
+    limits = [number(bound) for bound in bounds] + ["+Inf"]
+    for labels, spread in samples:
+        own = _labels(labels)
+        prefix = f"{own}," if own else ""
+        so_far = 0
+        for limit, count in zip(limits, spread.counts, strict=True):
+            so_far += count
+            lines.append(f'{metric}_bucket{{{prefix}le="{limit}"}} {so_far}')
+        lines.append(f"{metric}_sum{{{own}}} {number(spread.total)}")
+        lines.append(f"{metric}_count{{{own}}} {so_far}")
+    return lines
+
+
+def clean_name(name: str) -> str:
+    """A metric's name as the page prints it: `/a/b` becomes `:a:b`, a leading digit gets `_`."""
+    return _before_digit(_NAME_ODD.sub(":", name))
+
+
+def number(value: int | float) -> str:
+    """Whole counts in full, everything else in six significant digits."""
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    return ",".join(
+        f'{_before_digit(_LABEL_ODD.sub("_", key))}="{_escaped(value)}"' for key, value in labels.items()
+    )
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"')
+
+
+def _before_digit(name: str) -> str:
+    return f"_{name}" if name[:1].isdigit() else name

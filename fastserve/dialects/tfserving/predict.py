@@ -1,0 +1,156 @@
+"""POST ...:predict. Read the body, await the engine, write the reply.
+
+The compiled reader takes every good body. What it refuses is read again the exact way, which
+finds the original's error text (spec 1.6, 2); beyond EXPLAIN_BYTES that would cost too much, and
+the answer is the compiled reader's own short text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fastserve._ext.json_reader import Fault, JSONFault, PredictBody
+from fastserve._ext.json_writer import WriterCode, WriterFault, write_outputs, write_predictions
+from fastserve.dialects.tfserving.document import read_document, read_signature_name, to_text
+from fastserve.dialects.tfserving.errors import invalid
+from fastserve.dialects.tfserving.explain import read_tensors
+from fastserve.dialects.tfserving.lookup import find_predict_signature, find_version, no_signature
+from fastserve.dialects.tfserving.names import TF_WORD
+from fastserve.dialects.tfserving.plans import Plans, PredictPlan
+from fastserve.dialects.tfserving.routes import Target
+from fastserve.dialects.tfserving.service import MAX_DEPTH, Service
+from fastserve.dialects.tfserving.short_texts import short_error
+from fastserve.errors import Kind, ServeError
+from fastserve.repository.version import Version
+from fastserve.request import InferRequest
+from fastserve.tensor import DTYPE_BY_CODE, Tensor
+from fastserve.wire.call import Call
+
+EXPLAIN_BYTES = 1 << 20
+RAW_TYPE = b"application/octet-stream"
+
+Inputs = dict[str, Tensor]  # by the signature's names
+Read = tuple[PredictPlan, bool, Inputs]  # the plan, whether the body is columnar, the inputs
+
+
+class Predict:
+    """The endpoint of one target."""
+
+    __slots__ = ("_plans", "_service", "_target")
+
+    def __init__(self, service: Service, target: Target) -> None:
+        self._service = service
+        self._target = target
+        self._plans: Plans | None = None
+
+    async def __call__(self, call: Call) -> None:
+        service, name = self._service, self._target.name
+        try:
+            body = service.body(call)
+            version = self._find_version(body)
+            plan, columnar, inputs = self._read(version, call, body)
+            request = InferRequest(
+                {plan.signature.input_names[alias]: tensor for alias, tensor in inputs.items()},
+                plan.wanted,
+                deadline_ns=service.deadline_ns(call),
+            )
+            response = await service.engine.infer(version, request)
+            try:
+                reply = write_predict(plan, response.outputs, columnar=columnar)
+            finally:
+                response.release()
+        except ServeError as fault:
+            service.refuse(call, name, fault)
+        else:
+            service.answer(call, name, reply, "predict")
+
+    def _find_version(self, body: bytes) -> Version:
+        try:
+            return find_version(self._service.catalog, self._target)
+        except ServeError:
+            if len(body) <= EXPLAIN_BYTES:  # a body that is not JSON is the first thing wrong (spec 1.6)
+                read_signature_name(read_document(body, MAX_DEPTH))
+            raise
+
+    def _read(self, version: Version, call: Call, body: bytes) -> Read:
+        plans = self._plans
+        if plans is None or plans.version is not version:
+            plans = self._plans = Plans(version, MAX_DEPTH)
+        if plans.raw is not None and not body.startswith(b'{"') and _is_raw(call):
+            tensor = plans.raw.read(body)
+            if tensor is not None:
+                default = plans.default
+                return default, False, {next(iter(default.dtypes)): tensor}
+        return read_predict(plans, body)
+
+
+def _is_raw(call: Call) -> bool:
+    return call.header(b"content-type").partition(b";")[0].strip().lower() == RAW_TYPE
+
+
+def read_predict(plans: Plans, body: bytes) -> Read:
+    """A JSON body of predict. Raises ServeError."""
+    try:
+        plan, read = _read_compiled(plans, body)
+    except JSONFault as fault:
+        if len(body) > EXPLAIN_BYTES:
+            raise _large_error(fault) from None
+        return _read_plain(plans, body)
+    inputs = {
+        alias: Tensor(DTYPE_BY_CODE[code], shape, data) for alias, (code, shape, data) in read.tensors.items()
+    }
+    return plan, read.columnar, inputs
+
+
+def _read_compiled(plans: Plans, body: bytes) -> tuple[PredictPlan, PredictBody]:
+    """With the signature last asked for; a body that names another one says which."""
+    plan = plans.latest
+    try:
+        return plan, plan.reader.read(body)
+    except JSONFault as fault:
+        if fault.code is not Fault.OTHER_SIGNATURE:
+            raise
+        plan = plans.choose(to_text(fault.signature or b"")) or plan
+        return plan, plan.reader.read(body)
+
+
+def _large_error(fault: JSONFault) -> ServeError:
+    if fault.code is Fault.OTHER_SIGNATURE:
+        return no_signature(to_text(fault.signature or b""))
+    return short_error(fault)
+
+
+def _read_plain(plans: Plans, body: bytes) -> Read:
+    """The exact way, which raises the original's error, or reads what the compiled way would not."""
+    document = read_document(body, MAX_DEPTH)
+    name = read_signature_name(document)
+    find_predict_signature(plans.version, name)
+    plan = plans.choose(name)
+    assert plan is not None  # the line before found its signature
+    columnar, inputs = read_tensors(document, plan.dtypes)
+    return plan, columnar, inputs
+
+
+def write_predict(plan: PredictPlan, outputs: Mapping[str, Tensor], *, columnar: bool) -> bytes:
+    """The body of a reply. `outputs` by the model's names. Raises ServeError."""
+    named = [
+        (alias, tensor.dtype.code, tensor.shape, tensor.data)
+        for alias, tensor in ((alias, outputs[name]) for alias, name in plan.outputs)
+    ]
+    try:
+        return write_outputs(named) if columnar else write_predictions(named)
+    except WriterFault as fault:
+        raise _writer_error(fault) from None
+
+
+def _writer_error(fault: WriterFault) -> ServeError:
+    if fault.code is WriterCode.NO_OUTPUTS:
+        return invalid("Cannot convert empty tensor map to JSON")
+    if fault.code is WriterCode.NO_LEADING_DIMENSION:
+        return invalid(f"Tensor name: {fault.name} has no shape information ")
+    if fault.code is WriterCode.UNEQUAL_ROWS:
+        words = f"has inconsistent batch size: {fault.got} expecting: {fault.expected}"
+        return invalid(f"Tensor name: {fault.name} {words}")
+    if fault.code is WriterCode.UNSUPPORTED_DTYPE:
+        return invalid(f"Failed to write JSON value for tensor type: {TF_WORD[fault.got]}")
+    return ServeError(Kind.INTERNAL, f"Output {fault.name} cannot be written: {fault.code.name}")

@@ -1,0 +1,72 @@
+"""Method and request target -> what is asked for (spec 1.1). No lookups here: a name may well not exist.
+
+The target is matched whole: a query string is part of it, path words match in any case, the captured
+verb and `metadata` are compared exactly by the caller.
+
+    POST /v1/models/digits/labels/new:predict  ->  Target("digits", None, "new", "predict")
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from urllib.parse import unquote_to_bytes
+
+_WHICH = rb"(?:(?:/versions/(\d+))|(?:/labels/([^/:]+)))?"
+_POST = re.compile(rb"/v1/models/([^/:]+)" + _WHICH + rb":(classify|regress|predict)", re.IGNORECASE)
+_GET = re.compile(rb"/v1/models(?:/([^/:]+))?" + _WHICH + rb"(?:/(metadata))?", re.IGNORECASE)
+INT64_MAX = 2**63 - 1
+INT64_DIGITS = 19
+
+
+class VersionOverflow(ValueError):
+    """A version number beyond int64: answered 400 with an empty body, the one API error without JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a URL names. `name` may be empty on GET; `verb` is as captured, "" for model status."""
+
+    name: str
+    version: int | None
+    label: str | None
+    verb: str
+
+
+def is_api(target: str) -> bool:
+    """Whether the REST API answers this target at all, if only with `Malformed request`."""
+    return target[:4].lower() == "/v1/"
+
+
+def parse_target(method: str, target: str) -> Target | None:
+    """The target's parts, or None when method and target do not fit together.
+
+    `target` is the raw request target as latin-1 text, query included. Raises VersionOverflow.
+    """
+    pattern = {"POST": _POST, "GET": _GET}.get(method)
+    match = pattern.fullmatch(target.encode("latin-1")) if pattern else None
+    if match is None:
+        return None
+    name, version, label, verb = match.groups()
+    return Target(
+        name=_decoded(name or b""),
+        version=_version(version) if version is not None else None,
+        label=_decoded(label) if label is not None else None,
+        verb=(verb or b"").decode(),
+    )
+
+
+def target_text(target: str) -> str:
+    """The target as an error text shows it: its own bytes, kept even where they are not UTF-8."""
+    return target.encode("latin-1").decode("utf-8", "surrogateescape")
+
+
+def _decoded(part: bytes) -> str:
+    return unquote_to_bytes(part).decode("utf-8", "surrogateescape")
+
+
+def _version(digits: bytes) -> int:
+    significant = digits.lstrip(b"0") or b"0"
+    if len(significant) > INT64_DIGITS or int(significant) > INT64_MAX:
+        raise VersionOverflow(f"Failed to convert version: {digits.decode()} to numeric.")
+    return int(significant)

@@ -1,0 +1,76 @@
+"""What every endpoint of this dialect shares: the engine, the settings, and how a call is answered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import monotonic_ns
+from typing import Protocol
+
+from fastserve.config import Limits, TFServingOptions
+from fastserve.dialects.tfserving.errors import HTTP_STATUS, error_body
+from fastserve.dialects.tfserving.monitoring import Monitor
+from fastserve.errors import ServeError
+from fastserve.repository.catalog import Catalog
+from fastserve.repository.version import Version
+from fastserve.request import InferRequest, InferResponse
+from fastserve.wire.call import Call
+from fastserve.wire.inflate import inflate
+
+JSON = b"application/json"
+MAX_DEPTH = 100
+"""Nesting of a JSON body; the original has no bound (a deliberate deviation)."""
+CORS_HEADERS: tuple[tuple[bytes, bytes], ...] = (
+    (b"Access-Control-Allow-Origin", b"*"),
+    (b"Access-Control-Allow-Methods", b"POST, GET"),
+    (b"Access-Control-Allow-Headers", b"Content-Type"),
+)
+
+
+class EngineFace(Protocol):
+    """The part of the engine a dialect sees."""
+
+    @property
+    def catalog(self) -> Catalog: ...
+
+    async def infer(self, version: Version, request: InferRequest) -> InferResponse: ...
+
+
+class Service:
+    """Reads what all bodies have in common and sends what all replies have in common."""
+
+    def __init__(self, engine: EngineFace, options: TFServingOptions, limits: Limits) -> None:
+        self.engine = engine
+        self.catalog = engine.catalog
+        self.options = options
+        self.limits = limits
+        self.headers = CORS_HEADERS if options.cors else ()
+        self.monitor = Monitor(engine.catalog.models)
+        self._timeout_ns = options.rest_timeout_ms * 1_000_000
+
+    def body(self, call: Call) -> bytes:
+        """The body, decompressed when its coding says gzip; a broken one is an empty one (spec 1.3)."""
+        if b"gzip" not in call.header(b"content-encoding"):
+            return call.body
+        try:
+            return inflate(call.body, self.limits)
+        except ServeError:
+            return b""
+
+    def deadline_ns(self, call: Call) -> int:
+        """When the call's time is up, 0 for never."""
+        return call.received_ns + self._timeout_ns if self._timeout_ns else 0
+
+    def answer(self, call: Call, model: str, body: bytes, api: str = "") -> None:
+        """Reply 200; `api` names what ran, for the latency histogram."""
+        call.reply(200, body, JSON, self.headers)
+        self.monitor.count(model, "OK")
+        if api:
+            self.monitor.time(model, api, (monotonic_ns() - call.received_ns) / 1000)
+
+    def refuse(self, call: Call, model: str, fault: ServeError) -> None:
+        """Reply with an error."""
+        headers: Sequence[tuple[bytes, bytes]] = self.headers
+        if fault.retry_after_s is not None:
+            headers = (*headers, (b"Retry-After", b"%d" % max(1, round(fault.retry_after_s))))
+        call.reply(HTTP_STATUS[fault.kind], error_body(fault.message), JSON, headers)
+        self.monitor.count(model, fault.kind.name)
