@@ -67,49 +67,51 @@ static JsonFault read_item(const uint8_t **at, const uint8_t *end, T *out)
 
 // -- runs ---------------------------------------------------------------------------------------
 
-// Reads up to `room` items; `*at` is left right behind the last one (or on the byte that shows the
-// fault). `*count` items were stored, also when there is a fault.
-template <typename T>
-static JsonFault read_run(const uint8_t **at, const uint8_t *end, T *out, int64_t room, int64_t *count)
-{
-    const uint8_t *next = *at;
-    int64_t n = 0;
-    JsonFault fault = JSON_OK;
-    while (n < room) {
-        const uint8_t *past = end - next >= HURRY_BYTES ? hurry_item(next, out + n) : nullptr;
-        if (!past) {
-            past = next;
-            fault = read_item(&past, end, out + n);
-        }
-        *at = past;
-        if (fault)
-            break;
-        n++;
-        if (past != end && *past != ',')
-            past = skip_spaces(past, end);
-        if (past == end || *past != ',')
-            break;
-        past++;
-        next = past != end && (uint8_t)*past > ' ' ? past : skip_spaces(past, end);
-    }
-    *count = n;
-    return fault;
+static const double EXACT_TENS[23] = {1e0,  1e1,  1e2,  1e3,  1e4,  1e5,  1e6,  1e7,  1e8,  1e9,  1e10, 1e11,
+                                      1e12, 1e13, 1e14, 1e15, 1e16, 1e17, 1e18, 1e19, 1e20, 1e21, 1e22};
+
+namespace plain {
+#define READ_DIGITS16 read_digits16
+#include "number_loop.h"
+#undef READ_DIGITS16
 }
 
+#if defined(__x86_64__)
+#pragma GCC push_options
+#pragma GCC target("avx2,bmi,bmi2")
+namespace wide {
+#define READ_DIGITS16 read_digits16_wide
+#include "number_loop.h"
+#undef READ_DIGITS16
+}
+#pragma GCC pop_options
+#endif
+
+template <typename T>
+static inline JsonFault read_run(const uint8_t **at, const uint8_t *end, void *out, int64_t room, int64_t *count)
+{
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2"))
+        return wide::read_run(at, end, (T *)out, room, count);
+#endif
+    return plain::read_run(at, end, (T *)out, room, count);
+}
+
+// `room` items at most from `*at` into `out`; see read_run in number_loop.h for what is left where.
 static inline JsonFault read_numbers(uint8_t dtype, const uint8_t **at, const uint8_t *end, void *out,
                                      int64_t room, int64_t *count)
 {
     switch (dtype) {
-    case DT_FLOAT32: return read_run(at, end, (float *)out, room, count);
-    case DT_FLOAT64: return read_run(at, end, (double *)out, room, count);
-    case DT_INT64: return read_run(at, end, (int64_t *)out, room, count);
-    case DT_INT32: return read_run(at, end, (int32_t *)out, room, count);
-    case DT_INT16: return read_run(at, end, (int16_t *)out, room, count);
-    case DT_INT8: return read_run(at, end, (int8_t *)out, room, count);
-    case DT_UINT64: return read_run(at, end, (uint64_t *)out, room, count);
-    case DT_UINT32: return read_run(at, end, (uint32_t *)out, room, count);
-    case DT_UINT8: return read_run(at, end, (uint8_t *)out, room, count);
-    case DT_BOOL: return read_run(at, end, (bool *)out, room, count);
+    case DT_FLOAT32: return read_run<float>(at, end, out, room, count);
+    case DT_FLOAT64: return read_run<double>(at, end, out, room, count);
+    case DT_INT64: return read_run<int64_t>(at, end, out, room, count);
+    case DT_INT32: return read_run<int32_t>(at, end, out, room, count);
+    case DT_INT16: return read_run<int16_t>(at, end, out, room, count);
+    case DT_INT8: return read_run<int8_t>(at, end, out, room, count);
+    case DT_UINT64: return read_run<uint64_t>(at, end, out, room, count);
+    case DT_UINT32: return read_run<uint32_t>(at, end, out, room, count);
+    case DT_UINT8: return read_run<uint8_t>(at, end, out, room, count);
+    case DT_BOOL: return read_run<bool>(at, end, out, room, count);
     default:
         *count = 0;
         return BODY_UNSUPPORTED_DTYPE;
