@@ -9,6 +9,7 @@ Numeric inputs reach the session without a copy: ONNX Runtime wraps contiguous a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -133,6 +134,9 @@ class OnnxBackend:
 
 
 def _open_session(path: Path, config: Mapping[str, Any]) -> Any:
+    # Read once, at import. Without it, 1.29 and later write a device id under the user's cache folder
+    # and send events to their maker (microsoft/onnxruntime#27379).
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     try:
         import onnxruntime
     except ImportError as error:

@@ -91,7 +91,8 @@ def _cast(name: str, array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
     if dtype == _OBJECT and array.dtype.kind in "SU":
         return array.astype(object)
     wanted = "bytes (an object array of bytes or str)" if dtype == _OBJECT else dtype.name
-    raise _fault(f"output {name!r} is {array.dtype.name}, model.yaml says {wanted}")
+    order = "" if array.dtype.isnative else "big-endian "
+    raise _fault(f"output {name!r} is {order}{array.dtype.name}, model.yaml says {wanted}")
 
 
 def _fits(row: tuple[int, ...], shape: tuple[int, ...]) -> bool:

@@ -24,6 +24,7 @@ import asyncio
 import contextlib
 import os
 import socket
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -87,11 +88,13 @@ class Control:
         and ControlFault for a datagram that breaks the rules above (its descriptors are closed).
         """
         try:
-            data, fds, flags, _ = socket.recv_fds(
-                self._sock, MESSAGE_BYTES, MESSAGE_FDS, socket.MSG_CMSG_CLOEXEC
+            # Not socket.recv_fds: it drops its flags, and the descriptors would outlive an exec.
+            data, ancillary, flags, _ = self._sock.recvmsg(
+                MESSAGE_BYTES, socket.CMSG_SPACE(MESSAGE_FDS * 4), socket.MSG_CMSG_CLOEXEC
             )
         except ConnectionResetError as error:
             raise PeerGone(_GONE) from error
+        fds = _read_fds(ancillary)
         try:
             return Received(self._read(data, fds, flags), fds)
         except ControlFault:
@@ -186,6 +189,14 @@ def _read_memfd(fd: int) -> bytes:
     with open(fd, "rb") as file:
         file.seek(0)
         return file.read()
+
+
+def _read_fds(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    fds = array("i")
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return fds.tolist()
 
 
 def _close_all(fds: list[int]) -> None:

@@ -28,9 +28,8 @@ from fastserve.workers.control import Control, ControlFault, PeerGone
 
 log = logging.getLogger(__name__)
 
-# serve(backend, control, message, fds): owns the fds; returns on "stop" and on EOF. The message is the
-# owner's "serve" with the model's config added.
-Serve = Callable[[Backend, Control, Mapping[str, Any], list[int]], None]
+# serve(backend, control, config, message, fds): owns the fds; returns on "stop" and on EOF.
+Serve = Callable[[Backend, Control, Mapping[str, Any], Mapping[str, Any], list[int]], None]
 
 _PR_SET_PDEATHSIG = 1
 
@@ -60,7 +59,7 @@ def _live(control: Control, order: Mapping[str, Any], serve: Serve) -> int:
         control.send({"op": "loaded", **specs})
         message, fds = control.receive()
         if message["op"] == "serve":
-            serve(backend, control, {**message, "config": order["config"]}, fds)
+            serve(backend, control, order["config"], message, fds)
         return 0
     except PeerGone:
         return 0
@@ -87,10 +86,12 @@ def _close(backend: Backend) -> None:
         log.exception("the model failed to close")
 
 
-def _batch_loop(backend: Backend, control: Control, message: Mapping[str, Any], fds: list[int]) -> None:
+def _batch_loop(
+    backend: Backend, control: Control, config: Mapping[str, Any], message: Mapping[str, Any], fds: list[int]
+) -> None:
     from fastserve.workers import loop
 
-    loop.serve(backend, control, message, fds)
+    loop.serve(backend, control, config, message, fds)
 
 
 def _tie_to_owner() -> None:

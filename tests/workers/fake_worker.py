@@ -18,7 +18,13 @@ from fastserve.workers.control import Control, PeerGone
 from fastserve.workers.main import main
 
 
-def serve(backend: Backend, control: Control, message: Mapping[str, Any], fds: list[int]) -> None:
+def serve(
+    backend: Backend,
+    control: Control,
+    config: Mapping[str, Any],
+    message: Mapping[str, Any],
+    fds: list[int],
+) -> None:
     """Runs the backend on one row of zeros for each byte; answers with what came out, as text."""
     (bell,) = fds
     if message.get("fail_warm_up"):
