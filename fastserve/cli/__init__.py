@@ -1,0 +1,66 @@
+"""The command line. Each command is a module here with a click command of the same name.
+
+Modules are imported only when their command runs, and the one-line helps stand in the table below,
+so that `fastserve --help` costs no more than click itself.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import click
+
+COMMANDS = {
+    "serve": "Serve a model repository (or the built-in demo).",
+    "models": "List the models of a running server.",
+    "check": "Explain what would be served from a folder, and why not.",
+    "infer": "Send one request to a running server and print the answer.",
+    "bench": "Put a running server under load and show latencies.",
+}
+
+
+class LazyGroup(click.Group):
+    """A group that knows its commands' names and helps without importing them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        command: click.Command = getattr(import_module(f"fastserve.cli.{name}"), name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+def print_version(ctx: click.Context, option: click.Parameter, asked: bool) -> None:
+    if asked and not ctx.resilient_parsing:
+        from importlib.metadata import version
+
+        click.echo(f"fastserve {version('fastserve')}")
+        ctx.exit()
+
+
+@click.group(
+    cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=print_version,
+    help="Show the version.",
+)
+def main() -> None:
+    """A model inference server for the clients people already have.
+
+    \b
+    fastserve serve demo                        start a server with two small models
+    fastserve models                            what it serves
+    fastserve infer half_plus_two "[1, 2, 5]"   ask it
+    fastserve bench half_plus_two               measure it
+    """

@@ -1,0 +1,72 @@
+"""`fastserve bench`: a load generator for a model of a running server."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import click
+
+from fastserve.cli.load.protocols import PROTOCOLS, Wish
+from fastserve.cli.rest import Server, url_option
+
+option = partial(click.option, show_default=True)
+READABLE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+def address(server: Server) -> tuple[str, int]:
+    parts = urlsplit(server.url)
+    if parts.scheme != "http" or not parts.hostname:
+        raise click.BadParameter(f"{server.url} is not http://HOST:PORT", param_hint="--url")
+    return parts.hostname, parts.port or 80
+
+
+@click.command(short_help="Put a running server under load.")
+@click.argument("model")
+@url_option
+@option(
+    "--protocol", type=click.Choice(list(PROTOCOLS)), default="tfserving", help="JSON rows, or raw bytes."
+)
+@option("-c", "--connections", type=click.IntRange(1), default=32, help="Requests at a time.")
+@option("-d", "--duration", type=click.FloatRange(0.1), default=10.0, help="Seconds measured.")
+@option("--warm-up", type=click.FloatRange(0), default=1.0, help="Seconds before, not measured.")
+@option("--processes", type=click.IntRange(1), default=1, help="Processes that share the connections.")
+@option("--rows", type=click.IntRange(1), default=1, help="Rows in each request.")
+@option("--length", type=click.IntRange(1), default=1, help="Items where the model takes any number.")
+@option("--signature", default="serving_default", help="Signature asked.")
+@option("--data", type=READABLE, help="Send this file as every body.")
+@option("--timeout", type=click.FloatRange(0.1), default=30.0, help="Seconds to wait for one reply.")
+@option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+def bench(
+    model: str, url: str, protocol: str, connections: int, duration: float, warm_up: float, processes: int,
+    rows: int, length: int, signature: str, data: Path | None, timeout: float, as_json: bool,
+) -> None:  # fmt: skip
+    """Keep CONNECTIONS requests to MODEL under way and show how long each took.
+
+    Inputs are random, in the shapes the model's metadata tells. Exit code 1 when a request failed.
+
+    \b
+    fastserve bench half_plus_two
+    fastserve bench digits -c 64 -d 30 --rows 4
+    fastserve bench digits --protocol tfserving-raw --json
+    """
+    from fastserve.cli.load import report, run
+    from fastserve.cli.load.generator import Plan
+
+    server = Server(url)
+    host, port = address(server)
+    wish = Wish(model, rows, length, signature, data.read_bytes() if data else None)
+    requests = [r.encode(f"{host}:{port}") for r in PROTOCOLS[protocol]().requests(server, wish)]
+    sizes = [len(request) for request in requests]
+    plans = [
+        Plan(host, port, count, warm_up, duration, timeout, sizes, progress=not i)
+        for i, count in enumerate(run.share(connections, processes))
+    ]
+    outcome = run.run(plans, requests, show=sys.stderr.isatty())
+    lines = [json.dumps(report.as_json(outcome), indent=2)] if as_json else report.text(outcome)
+    for line in lines:
+        click.echo(line)
+    sys.exit(1 if outcome.failed or not outcome.histogram.total else 0)

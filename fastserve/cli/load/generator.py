@@ -1,0 +1,205 @@
+"""One process of connections: reads a plan, keeps every connection busy, tells what it saw.
+
+    stdin    one line of JSON (Plan), then the requests' bytes back to back, then "go\n" when all are ready
+    stdout   {"ready": true}, then progress a few times a second if asked for, then {"result": ...}
+
+Each connection has one request under way at a time: latency is from the first byte written to the
+last byte read. Nothing is sent after the end; what is unanswered by then is waited for briefly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from itertools import cycle
+from typing import Any, cast
+
+import httptools
+import msgspec
+
+from fastserve.cli.load.histogram import Histogram
+
+PROGRESS_S = 0.2
+
+
+class Plan(msgspec.Struct, forbid_unknown_fields=True):
+    """What one process is to do. `sizes`: bytes of each request that follows."""
+
+    host: str
+    port: int
+    connections: int
+    warm_up_s: float
+    duration_s: float
+    timeout_s: float
+    sizes: list[int]
+    progress: bool = False  # tell how far it is; only one process of several needs to
+
+
+class Tally:
+    """What all connections of this process saw after the warm-up."""
+
+    def __init__(self) -> None:
+        self.histogram = Histogram()
+        self.statuses: dict[str, int] = {}
+        self.faults: dict[str, int] = {}
+        self.body_bytes = 0
+        self.counting = False
+        self.stopping = False
+
+    def answered(self, status: int, latency_ns: int, body_bytes: int) -> None:
+        if self.counting:
+            self.histogram.add(latency_ns)
+            self.statuses[str(status)] = self.statuses.get(str(status), 0) + 1
+            self.body_bytes += body_bytes
+
+    def failed(self, fault: str) -> None:
+        if self.counting:
+            self.faults[fault] = self.faults.get(fault, 0) + 1
+
+    def result(self) -> dict[str, Any]:
+        counts = {str(bucket): count for bucket, count in self.histogram.counts.items()}
+        return {
+            "histogram": counts,
+            "statuses": self.statuses,
+            "faults": self.faults,
+            "body_bytes": self.body_bytes,
+        }
+
+
+class Connection(asyncio.Protocol):
+    """Asks again as soon as it is answered. `done` is set once it is closed."""
+
+    def __init__(self, requests: cycle[bytes], tally: Tally) -> None:
+        self.requests, self.tally = requests, tally
+        self.done = asyncio.get_running_loop().create_future()
+        self.sent_ns = 0  # 0: nothing under way
+        self.body_bytes = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's own classes are no subclasses
+        self.parser = httptools.HttpResponseParser(self)
+
+    def ask(self) -> None:
+        if self.tally.stopping:
+            self.transport.close()
+            return
+        self.body_bytes = 0
+        self.sent_ns = time.perf_counter_ns()
+        self.transport.write(next(self.requests))
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.give_up("unreadable reply")
+
+    def on_body(self, body: bytes) -> None:
+        self.body_bytes += len(body)
+
+    def on_message_complete(self) -> None:
+        latency_ns, self.sent_ns = time.perf_counter_ns() - self.sent_ns, 0
+        self.tally.answered(self.parser.get_status_code(), latency_ns, self.body_bytes)
+        if self.parser.should_keep_alive():
+            self.ask()
+        else:
+            self.transport.close()
+
+    def give_up(self, fault: str) -> None:
+        if self.sent_ns:
+            self.sent_ns = 0
+            self.tally.failed(fault)
+        self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.sent_ns:
+            self.tally.failed("connection lost")
+        if not self.done.done():
+            self.done.set_result(None)
+
+
+class Group:
+    """All connections of this process, reopened whenever the server closes one."""
+
+    def __init__(self, plan: Plan, requests: list[bytes]) -> None:
+        self.plan, self.requests, self.tally = plan, requests, Tally()
+        self.open: set[Connection] = set()
+
+    async def connect(self) -> Connection | None:
+        loop = asyncio.get_running_loop()
+        start = len(self.open) % len(self.requests)
+        ring = cycle(self.requests[start:] + self.requests[:start])
+        try:
+            _, made = await loop.create_connection(
+                lambda: Connection(ring, self.tally), self.plan.host, self.plan.port
+            )
+        except OSError:
+            return None
+        self.open.add(made)
+        return made
+
+    async def keep(self, connection: Connection | None) -> None:
+        while not self.tally.stopping:
+            if connection is None:
+                self.tally.failed("connection refused")
+                await asyncio.sleep(0.1)  # a server that is not there is not asked a million times
+            else:
+                connection.ask()
+                await connection.done
+                self.open.discard(connection)
+            connection = None if self.tally.stopping else await self.connect()
+        if connection is not None:
+            connection.transport.close()
+
+    async def run(self) -> dict[str, Any]:
+        first = [await self.connect() for _ in range(self.plan.connections)]
+        say({"ready": True})
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.buffer.readline)
+        keepers = [asyncio.create_task(self.keep(connection)) for connection in first]
+        await self.watch(self.plan.warm_up_s)
+        self.tally.counting = True
+        began = time.monotonic()
+        await self.watch(self.plan.duration_s)
+        seconds = time.monotonic() - began
+        await self.finish(keepers)
+        return {**self.tally.result(), "seconds": seconds}
+
+    async def watch(self, seconds: float) -> None:
+        """Lets the load run, tells how it goes, and gives up on requests that take too long."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            await asyncio.sleep(min(PROGRESS_S, left))
+            oldest = time.perf_counter_ns() - int(self.plan.timeout_s * 1e9)
+            for connection in list(self.open):
+                if 0 < connection.sent_ns < oldest:
+                    connection.give_up("timed out")
+            if self.plan.progress:
+                say({"done": self.tally.histogram.total})
+
+    async def finish(self, keepers: list[asyncio.Task[None]]) -> None:
+        self.tally.stopping = True
+        for connection in list(self.open):
+            if not connection.sent_ns:
+                connection.transport.close()
+        await asyncio.wait(keepers, timeout=self.plan.timeout_s)
+        for connection in list(self.open):
+            connection.give_up("timed out")
+        await asyncio.gather(*keepers)
+
+
+def say(message: dict[str, Any]) -> None:
+    print(json.dumps(message), flush=True)
+
+
+def main() -> None:
+    import uvloop
+
+    source = sys.stdin.buffer
+    plan = msgspec.json.decode(source.readline(), type=Plan)
+    requests = [source.read(size) for size in plan.sizes]
+    say({"result": uvloop.run(Group(plan, requests).run())})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Asks a running server over TF Serving's REST API, one blocking request at a time.
+
+For commands a person types. The load generator has its own connections.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+from urllib.parse import quote
+
+import click
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+TIMEOUT_S = 60.0
+
+url_option = click.option(
+    "--url", default=DEFAULT_URL, show_default=True, envvar="FASTSERVE_URL", help="The server's HTTP address."
+)
+
+
+class Server:
+    """A server at `url` (scheme, host and port). Failures are click errors in plain words."""
+
+    def __init__(self, url: str) -> None:
+        self.url = (url if "://" in url else f"http://{url}").rstrip("/")
+
+    def ask(self, path: str, body: bytes | None = None, content_type: str = "application/json") -> bytes:
+        """GET, or POST when there is a body. Raises ClickException on any status but 200."""
+        status, answer = self.exchange(path, body, content_type)
+        if status != 200:
+            raise click.ClickException(f"{status}: {error_text(answer)}")
+        return answer
+
+    def exchange(self, path: str, body: bytes | None, content_type: str) -> tuple[int, bytes]:
+        """(status, body) of the reply, whatever the status. Raises ClickException when there is none."""
+        headers = {} if body is None else {"Content-Type": content_type}
+        try:
+            request = urllib.request.Request(self.url + path, body, headers)
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
+                return reply.status, reply.read()
+        except urllib.error.HTTPError as fault:
+            return fault.code, fault.read()
+        except (OSError, ValueError) as fault:
+            reason = getattr(fault, "reason", fault)
+            raise click.ClickException(f"cannot ask {self.url}: {reason}. Is the server running?") from None
+
+    def status(self, model: str) -> list[dict[str, Any]]:
+        """Every version of a model with its state, highest first."""
+        found: list[dict[str, Any]] = json.loads(self.ask(model_path(model)))["model_version_status"]
+        return found
+
+    def signatures(self, model: str) -> dict[str, Any]:
+        """The signatures of the model's newest version, as TF Serving's metadata call spells them."""
+        metadata = json.loads(self.ask(f"{model_path(model)}/metadata"))
+        found: dict[str, Any] = metadata["metadata"]["signature_def"]["signature_def"]
+        return found
+
+    def readiness(self) -> dict[str, Any]:
+        """The body of /healthz/ready: `ready`, `reason`, and `models` by name."""
+        status, answer = self.exchange("/healthz/ready", None, "")
+        if status not in (200, 503):
+            raise click.ClickException(f"{status}: {error_text(answer)}")
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+
+def model_path(model: str, version: int | None = None, label: str | None = None) -> str:
+    path = f"/v1/models/{quote(model, safe='')}"
+    if version is not None:
+        return f"{path}/versions/{version}"
+    return f"{path}/labels/{quote(label, safe='')}" if label else path
+
+
+def error_text(body: bytes) -> str:
+    """The message of an error body, whatever its form."""
+    try:
+        parsed = json.loads(body)
+    except ValueError:
+        return body.decode("utf-8", "replace").strip() or "no reason given"
+    return str(parsed.get("error", parsed)) if isinstance(parsed, dict) else str(parsed)

@@ -1,0 +1,93 @@
+"""`fastserve serve`: settings from flags and a file, then a server until it is told to stop.
+
+Every field of the settings is a flag; the ones scripts use have short names of their own here.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fastserve.config import Field, Settings, list_fields, load_settings
+from fastserve.errors import ConfigError
+
+# Field path -> how the flag is written; the rest are derived from the field's path.
+NAMED: dict[str, dict[str, Any]] = {
+    "http": {"names": ["--http"], "multiple": True, "metavar": "HOST:PORT[=DIALECT,...]"},
+    "grpc": {"names": ["--grpc"], "multiple": True, "metavar": "HOST:PORT[=DIALECT,...]"},
+    "load_models": {"names": ["--load-model"], "multiple": True, "metavar": "NAME|*"},
+    "keep_going": {"names": ["--keep-going"], "is_flag": True},
+}
+NO_FLAG = ("repository", "models", "model_defaults")
+COMMON = ("http", "grpc", "frontends", "model_control", "load_models", "keep_going", "drain_s", "log.level")
+
+
+def _option(field: Field) -> click.Option:
+    named = dict(NAMED.get(field.path, {}))
+    flags = named.pop("names", [field.flag])
+    if field.kind is bool:
+        named["is_flag"], flags = True, [f"{flags[0]}/--no-{flags[0][2:]}"]
+    else:
+        named.setdefault("metavar", "VALUE")
+    return click.Option(
+        [*flags, field.path.replace(".", "__")],
+        default=None,
+        help=field.help,
+        hidden=field.path not in COMMON,
+        **named,
+    )
+
+
+class ServeCommand(click.Command):
+    """A command whose `--help-all` also lists the flags that are rarely needed."""
+
+    def get_help(self, ctx: click.Context) -> str:
+        if ctx.params.get("help_all"):
+            for parameter in self.params:
+                if isinstance(parameter, click.Option):
+                    parameter.hidden = False
+        return super().get_help(ctx)
+
+
+def _show_all(ctx: click.Context, parameter: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        ctx.params["help_all"] = True
+        click.echo(ctx.get_help())
+        ctx.exit()
+
+
+@click.command(cls=ServeCommand, short_help="Serve a model repository.")
+@click.argument("repository", metavar="[DIR|demo]", required=False)
+@click.option("--config", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Settings in YAML.")
+@click.option(
+    "--help-all", is_flag=True, is_eager=True, expose_value=False, callback=_show_all, help="Every flag there is."
+)
+def serve(repository: str | None, config: Path | None, **flags: Any) -> None:
+    """Serve the models in DIR, or the built-in demo models.
+
+    \b
+    Examples:
+      fastserve serve demo
+      fastserve serve models/ --http 0.0.0.0:8501=tfserving --grpc off
+      fastserve serve models/ --model-control explicit --load-model resnet
+    """
+    from fastserve.server import run
+
+    overrides: dict[str, object] = {
+        path.replace("__", "."): value for path, value in flags.items() if value not in (None, ())
+    }
+    if repository is not None:
+        overrides["repository"] = repository
+    try:
+        settings = load_settings(config, overrides)
+    except ConfigError as error:
+        raise click.ClickException(str(error)) from None
+    if not settings.repository and not settings.models:
+        raise click.UsageError("name the folder of a model repository, or `demo`")
+    sys.exit(run(settings))
+
+
+serve.params.extend(_option(field) for field in list_fields(Settings) if field.path not in NO_FLAG)

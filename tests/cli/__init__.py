@@ -1,0 +1,1 @@
+"""The command line, against a stand-in server that speaks just enough of TF Serving's REST API."""
