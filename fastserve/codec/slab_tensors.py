@@ -34,7 +34,9 @@ def write_tensors(slab: memoryview, tensors: Sequence[tuple[int, Tensor]]) -> No
         if rank > MAX_RANK:
             raise ValueError(f"a tensor has at most {MAX_RANK} axes, not {rank}")
         shape = (*tensor.shape, *_NO_SHAPE[rank:])
-        ENTRY.pack_into(slab, HEAD.size + i * ENTRY.size, number, tensor.dtype.code, rank, 0, at, size, *shape)
+        ENTRY.pack_into(
+            slab, HEAD.size + i * ENTRY.size, number, tensor.dtype.code, rank, 0, at, size, *shape
+        )
         slab[at : at + size] = memoryview(tensor.data).cast("B")
         at += _align(size)
 

@@ -43,7 +43,8 @@ class Engine:
             return _respond(lane, form, ticket, request)
         if not version.config.split_large_requests:
             raise ServeError(
-                Kind.INVALID_ARGUMENT, f"Task size {rows} is larger than maximum input batch size {lane.max_rows}"
+                Kind.INVALID_ARGUMENT,
+                f"Task size {rows} is larger than maximum input batch size {lane.max_rows}",
             )
         return InferResponse(_wanted(await _run_split(lane, form, request, rows), request))
 
@@ -52,7 +53,9 @@ def open_lane(version: Version) -> Lane:
     """The version's lane in this process. Raises ServeError UNAVAILABLE when it has none (any more)."""
     lane = version.lane
     if not isinstance(lane, Lane):
-        raise ServeError(Kind.UNAVAILABLE, f"version {version.number} of model {version.model} is not available")
+        raise ServeError(
+            Kind.UNAVAILABLE, f"version {version.number} of model {version.model} is not available"
+        )
     return lane
 
 

@@ -1,7 +1,7 @@
 """The two forms of an arena, as the engine writes and reads them: columns, and slabs.
 
-    columns   every row has a known size: inputs are copied once, into the rows reserved for them
-    slabs     strings, free axes, no batch axis: inputs are copied once, into a slab of their own
+columns   every row has a known size: inputs are copied once, into the rows reserved for them
+slabs     strings, free axes, no batch axis: inputs are copied once, into a slab of their own
 """
 
 from __future__ import annotations

@@ -53,7 +53,9 @@ class Host:
     """The repository's hooks (`load`, `unload`) over worker groups. `mirrors` are told of every version
     opened, and awaited before one is closed."""
 
-    def __init__(self, registry: Registry, *, fronts: int = 1, on_health: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, registry: Registry, *, fronts: int = 1, on_health: Callable[[], None] = lambda: None
+    ) -> None:
         self.hosted: dict[tuple[str, int, int], Hosted] = {}
         self.on_opened: list[Mirror] = []
         self.on_closing: list[Mirror] = []
@@ -119,7 +121,9 @@ class Host:
 
     def _open(self, version: Version, group: WorkerGroup, arena: Arena) -> Hosted:
         geometry = arena.geometry
-        meters = LaneMeters(self._registry, version.model, version.number, geometry.max_delay_ns, geometry.max_rows)
+        meters = LaneMeters(
+            self._registry, version.model, version.number, geometry.max_delay_ns, geometry.max_rows
+        )
         lane = Lane(arena, 0, version.inputs, version.outputs, meters)
         lane.open()
         version.lane = lane

@@ -229,7 +229,9 @@ class Lane:
         queued, done = self._is_queued(ticket), ticket.done
         self._forget(ticket, self._pending[ticket.place >> 16])
         self.meters.rejected("deadline")
-        text = "the request's time was up while it waited in the queue" if queued else "the model took too long"
+        text = (
+            "the request's time was up while it waited in the queue" if queued else "the model took too long"
+        )
         try:
             done(ticket, DeadlineError(text, queued=queued))
         except Exception:

@@ -19,7 +19,9 @@ LONGEST_RETRY_S = 30.0
 class LaneMeters:
     """The meters of one version in one front process."""
 
-    def __init__(self, registry: Registry, model: str, version: int, max_delay_ns: int, max_rows: int) -> None:
+    def __init__(
+        self, registry: Registry, model: str, version: int, max_delay_ns: int, max_rows: int
+    ) -> None:
         who = (model, version)
         self._queue = registry.histograms(names.QUEUE_DURATION).of(*who)
         self._form = registry.histograms(names.BATCH_FORM_DURATION).of(*who)

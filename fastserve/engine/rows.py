@@ -46,7 +46,9 @@ def _check_tensor(tensor: Tensor, spec: TensorSpec, *, batching: bool) -> None:
         raise _invalid(f"input {spec.name!r} has shape {list(tensor.shape)}, the model takes {wanted}")
     size = tensor.data.nbytes if isinstance(tensor.data, memoryview) else len(tensor.data)
     if spec.dtype.item_bytes and size != prod(tensor.shape) * spec.dtype.item_bytes:
-        raise _invalid(f"input {spec.name!r} brings {size} bytes, its shape needs {prod(tensor.shape) * spec.dtype.item_bytes}")
+        raise _invalid(
+            f"input {spec.name!r} brings {size} bytes, its shape needs {prod(tensor.shape) * spec.dtype.item_bytes}"
+        )
 
 
 def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:

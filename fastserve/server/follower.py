@@ -1,0 +1,153 @@
+"""Another front process: the owner's listeners, dialects and lanes, without workers of its own.
+
+    python -m fastserve.server.follower FD      FD: the control line to the owner (fronts.py)
+
+It believes its owner, keeps nothing on disk, and ends when the control line does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvloop
+
+from fastserve.config import Listener, Settings
+from fastserve.engine.engine import Engine
+from fastserve.engine.lane import Lane
+from fastserve.engine.meters import LaneMeters
+from fastserve.metrics import Readiness, Registry
+from fastserve.repository.catalog import Catalog
+from fastserve.repository.model_config import load_config_json
+from fastserve.repository.version import Version
+from fastserve.server.listening import Front
+from fastserve.server.mirror import apply_catalog
+from fastserve.tensor import DTYPES, TensorSpec
+from fastserve.tracing import setup_logs
+from fastserve.workers.arena import Arena
+from fastserve.workers.control import Control, PeerGone
+
+BEAT_S = 0.5
+
+
+class Follower:
+    """Does what the owner says, message by message."""
+
+    def __init__(self, control: Control) -> None:
+        self.ended = asyncio.Event()
+        self._control = control
+        self._catalog = Catalog()
+        self._opened: dict[int, tuple[Version, Lane, Arena]] = {}
+        self._front: Front | None = None
+        self._number = 0
+        self._start: dict[str, Any] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def watch(self) -> None:
+        """Listen to the owner on the running loop."""
+        asyncio.get_running_loop().add_reader(self._control.fileno(), self._on_word)
+
+    def _on_word(self) -> None:
+        try:
+            message, fds = self._control.receive()
+        except PeerGone:
+            self.ended.set()
+            return
+        op = message["op"]
+        if op == "start":
+            self._begin(message, fds)
+        elif op == "open":
+            self._open(message, fds)
+        elif op == "catalog":
+            apply_catalog(self._catalog, message, {key: opened[0] for key, opened in self._opened.items()})
+        elif op == "ready" and self._front is not None:
+            self._front.set_ready(msgspec.convert(message["readiness"], Readiness))
+        else:
+            self._later({"listen": self._listen, "close": self._close, "drain": self._drain}[op](message))
+
+    def _later(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _begin(self, message: dict[str, Any], fds: list[int]) -> None:
+        settings = msgspec.convert(message["settings"], Settings)
+        self._start, self._number = message, message["front"]
+        log = settings.log
+        setup_logs(log.level, log.format, access=log.access, fields={"front": str(self._number)})
+        registry = Registry(sections=settings.frontends, section=self._number, fd=fds[0])
+        self._front = Front(settings, Engine(self._catalog), registry)
+        self._beat()
+
+    def _open(self, message: dict[str, Any], fds: list[int]) -> None:
+        assert self._front is not None
+        version = Version(
+            message["model"], message["number"], Path(message["folder"]), load_config_json(message["config"])
+        )
+        version.describe(_read_specs(message["inputs"]), _read_specs(message["outputs"]))
+        arena = Arena.join(message, fds)
+        geometry = arena.geometry
+        meters = LaneMeters(
+            self._front.registry, version.model, version.number, geometry.max_delay_ns, geometry.max_rows
+        )
+        lane = Lane(arena, self._number, version.inputs, version.outputs, meters)
+        lane.open()
+        version.lane = lane
+        self._opened[message["id"]] = version, lane, arena
+        self._control.send({"op": "opened", "id": message["id"]})
+
+    async def _listen(self, message: dict[str, Any]) -> None:
+        assert self._front is not None
+        http = msgspec.convert(self._start["http"], tuple[Listener, ...])
+        grpc = msgspec.convert(self._start["grpc"], tuple[Listener, ...])
+        await self._front.open(http, grpc, shared=True)
+        gc.collect()
+        gc.freeze()
+        self._control.send({"op": "listening", "id": 0})
+
+    async def _close(self, message: dict[str, Any]) -> None:
+        version, lane, arena = self._opened.pop(message["id"])
+        await lane.drain()
+        version.lane = None
+        lane.close()
+        arena.close()
+        self._control.send({"op": "closed", "id": message["id"]})
+
+    async def _drain(self, message: dict[str, Any]) -> None:
+        if self._front is not None:
+            await self._front.drain(message["grace_s"])
+        self.ended.set()
+
+    def _beat(self) -> None:
+        assert self._front is not None
+        self._front.heartbeat.beat()
+        asyncio.get_running_loop().call_later(BEAT_S, self._beat)
+
+
+def _read_specs(written: dict[str, Any]) -> dict[str, TensorSpec]:
+    return {
+        name: TensorSpec(name, DTYPES[dtype], None if shape is None else tuple(shape))
+        for name, (dtype, shape) in written.items()
+    }
+
+
+async def follow(fd: int) -> None:
+    """Serve until the owner says drain or is gone."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the owner decides when to stop
+        signal.signal(number, lambda number, frame: None)
+    control = Control(socket.socket(fileno=fd), owner=False)
+    follower = Follower(control)
+    follower.watch()
+    await follower.ended.wait()
+    asyncio.get_running_loop().remove_reader(control.fileno())
+    control.close()
+
+
+if __name__ == "__main__":
+    uvloop.run(follow(int(sys.argv[1])))

@@ -1,0 +1,139 @@
+"""One server: models first, then listeners, then signals until it is told to stop.
+
+    open:   registry -> repository (workers, lanes) -> listeners -> other front processes
+    stop:   not ready -> listeners drain -> fronts stop -> versions unload -> workers stop -> exit 0
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import sys
+
+import uvloop
+
+from fastserve.config import Settings
+from fastserve.engine.engine import Engine
+from fastserve.engine.hosting import Host
+from fastserve.errors import ConfigError, ServeError
+from fastserve.metrics import Readiness, Registry, names
+from fastserve.repository.catalog import Catalog
+from fastserve.repository.repository import Repository
+from fastserve.repository.version import Version
+from fastserve.server.fronts import Fronts
+from fastserve.server.health import judge
+from fastserve.server.listening import Front
+from fastserve.server.welcome import welcome_text
+from fastserve.tracing import setup_logs
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 0.5
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Server:
+    """Everything one configuration asks for. `open`, then `drain`; every listener's address is in `front`."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.catalog = Catalog()
+        self.registry = Registry(sections=settings.frontends)
+        self.host = Host(self.registry, fronts=settings.frontends, on_health=self._health_changed)
+        self.repository = Repository(settings, self.catalog, self.host)
+        self.front = Front(settings, Engine(self.catalog), self.registry)
+        self.fronts = Fronts(settings, self.catalog, self.host, self.registry)
+        self._draining = False
+        self._beat: asyncio.TimerHandle | None = None
+        self.catalog.on_change.append(self._version_changed)
+
+    async def open(self) -> None:
+        """Load what is wanted, then listen. Raises ConfigError, ServeError or OSError; nothing is left running."""
+        self._beat_on()
+        try:
+            await self.repository.open()
+            shared = self.settings.frontends > 1
+            await self.front.open(self.settings.http, self.settings.grpc, shared=shared)
+            await self.fronts.open(*self.front.addresses())
+        except BaseException:
+            await self.drain(0)
+            raise
+        self._health_changed()
+        log.info("serving", extra={"http": [listener.address for listener in self.front.http]})
+
+    async def drain(self, grace_s: float) -> None:
+        """Stop accepting, finish what is in flight for at most `grace_s` seconds, stop everything."""
+        self._draining = True
+        self._health_changed()
+        await asyncio.gather(self.front.drain(grace_s), self.fronts.drain(grace_s))
+        await self.repository.close()
+        await self.host.close()
+        if self._beat is not None:
+            self._beat.cancel()
+
+    def _version_changed(self, version: Version) -> None:
+        self.fronts.tell_catalog()
+        self._health_changed()
+
+    def _health_changed(self) -> None:
+        settings = self.settings
+        found = judge(
+            self.catalog,
+            self.host,
+            keep_going=settings.keep_going,
+            may_be_empty=settings.model_control == "explicit",
+        )
+        if self._draining:
+            found = Readiness(False, "the server is stopping", found.models)
+        self.front.set_ready(found)
+        self.fronts.tell_readiness(found)
+        self.registry.gauges(names.READY).of().set(found.ready)
+
+    def _beat_on(self) -> None:
+        self.front.heartbeat.beat()
+        self._beat = asyncio.get_running_loop().call_later(BEAT_S, self._beat_on)
+
+
+async def serve(settings: Settings) -> int:
+    """Serve until a signal; the exit status. A second signal ends it at once."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in STOP_SIGNALS:  # before the models load: a stop during a long load is a stop
+        loop.add_signal_handler(number, _on_signal, stop)
+    server = Server(settings)
+    opening = asyncio.ensure_future(server.open())
+    stopping = asyncio.ensure_future(stop.wait())
+    await asyncio.wait({opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if not opening.done():
+        opening.cancel()
+        await asyncio.gather(opening, return_exceptions=True)
+        return 0
+    opening.result()
+    # What exists now lives as long as the server: a collection need not look at it again.
+    gc.collect()
+    gc.freeze()
+    print(welcome_text(settings, *server.front.addresses()), flush=True)
+    await stopping
+    await server.drain(settings.drain_s)
+    return 0
+
+
+def _on_signal(stop: asyncio.Event) -> None:
+    if stop.is_set():
+        os._exit(130)
+    stop.set()
+
+
+def run(settings: Settings) -> int:
+    """Run a server in this process; the exit status. Faults of the configuration go to standard error."""
+    setup_logs(settings.log.level, settings.log.format, access=settings.log.access)
+    try:
+        return uvloop.run(serve(settings))
+    except (ConfigError, ServeError) as error:
+        print(f"fastserve: {error}", file=sys.stderr)
+    except OSError as error:
+        print(f"fastserve: {error.strerror or error}", file=sys.stderr)
+    return 1

@@ -1,0 +1,35 @@
+"""What the server prints once it is ready: where it listens, and requests to paste."""
+
+from __future__ import annotations
+
+import json
+
+from fastserve.config import Listener, Settings
+
+# One held-out digit (a seven) as 64 grey values, so that the line can be pasted as it is.
+SEVEN = (
+    "0,0,0,7,16,15,6,0, 0,0,4,16,13,16,15,0, 0,0,4,9,3,16,11,0, 0,0,6,13,15,16,13,0, "
+    "0,0,13,16,16,13,7,0, 0,0,3,9,16,5,0,0, 0,0,0,12,14,0,0,0, 0,0,0,12,8,0,0,0"
+)
+
+
+def welcome_text(settings: Settings, http: tuple[Listener, ...], grpc: tuple[Listener, ...]) -> str:
+    """A few lines for a person at a terminal."""
+    places = [f"http://{listener.address}" for listener in http] + [f"grpc://{listener.address}" for listener in grpc]
+    lines = [f"fastserve is ready: {' '.join(places) or 'no listener'}"]
+    if settings.repository == "demo" and http:
+        lines += ["", "Try:", *(f"  {line}" for line in demo_requests(http[0].address))]
+    return "\n".join(lines)
+
+
+def demo_requests(address: str) -> list[str]:
+    """curl lines for the demo repository."""
+    base = f"http://{address}/v1/models"
+    digit = json.dumps({"instances": [[int(n) for n in SEVEN.split(",")]]}, separators=(",", ":"))
+    halves = '{"instances": [1.0, 2.0, 5.0]}'
+    return [
+        f"curl {base}/half_plus_two:predict -d '{halves}'",
+        f"curl {base}/digits:predict -d '{digit}'",
+        f"curl {base}/digits/metadata",
+        f"curl http://{address}/metrics",
+    ]
