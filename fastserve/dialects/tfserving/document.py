@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import binascii
 import re
+from typing import TYPE_CHECKING
 
-from fastserve._ext.json_value import JSONSyntaxError, Members, Value, debug_text, parse
+from fastserve._ext.json_value import JSONSyntaxError, Members, debug_text, parse
 from fastserve.dialects.tfserving.errors import invalid
 from fastserve.errors import ServeError
+
+if TYPE_CHECKING:
+    from fastserve._ext.json_value import Value
 
 _BASE64_SPACE = re.compile(rb"[ \t\n\v\f\r]+")
 _BASE64 = re.compile(rb"([A-Za-z0-9+/]*)(=*)")

@@ -11,9 +11,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from fastserve._ext.json_value import Members, Value
+from fastserve._ext.json_value import Members
 from fastserve.dialects.tfserving.document import (
     decode_base64_object,
     format_error,
@@ -26,6 +26,9 @@ from fastserve.dialects.tfserving.document import (
 from fastserve.dialects.tfserving.errors import invalid
 from fastserve.dialects.tfserving.explain import pack
 from fastserve.tensor import DTYPES
+
+if TYPE_CHECKING:
+    from fastserve._ext.json_value import Value
 
 FeatureKind = Literal["", "int64", "float", "bytes"]
 INT64_MAX = 2**63 - 1

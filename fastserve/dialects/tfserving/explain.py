@@ -11,9 +11,9 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fastserve._ext.json_value import Members, Value, debug_text
+from fastserve._ext.json_value import Members, debug_text
 from fastserve.dialects.tfserving.document import (
     decode_base64_object,
     format_error,
@@ -25,6 +25,9 @@ from fastserve.dialects.tfserving.errors import invalid
 from fastserve.dialects.tfserving.names import TF_WORD, shape_text
 from fastserve.errors import Kind, ServeError
 from fastserve.tensor import DType, Tensor
+
+if TYPE_CHECKING:
+    from fastserve._ext.json_value import Value
 
 Shape = tuple[int, ...]
 INTEGER_RANGES: dict[str, tuple[int, int]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastserve._ext.json_reader import Fault, JSONFault
 from fastserve.dialects.tfserving.errors import invalid
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import ServeError
 
 _SYNTAX: dict[Fault, str] = {
     Fault.EMPTY: "The document is empty.",
@@ -45,5 +45,4 @@ def short_error(fault: JSONFault) -> ServeError:
     reason = _SYNTAX.get(fault.code)
     if reason is not None:
         return invalid(f"JSON Parse error: {reason} at offset: {fault.offset}")
-    kind = Kind.UNIMPLEMENTED if fault.code is Fault.UNSUPPORTED_DTYPE else Kind.INVALID_ARGUMENT
-    return ServeError(kind, f"{_MEANING.get(fault.code, fault.code.name)} at offset: {fault.offset}")
+    return invalid(f"{_MEANING.get(fault.code, fault.code.name)} at offset: {fault.offset}")
