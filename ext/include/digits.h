@@ -57,21 +57,55 @@ static inline int read_digits16(const uint8_t *at, uint64_t *value)
 }
 
 #if defined(__x86_64__)
-// The same in one vector and without a branch: align the digits right, then join neighbours.
-__attribute__((target("avx2,bmi,bmi2"), always_inline)) static inline int
-read_digits16_wide(const uint8_t *at, uint64_t *value)
+// The same in vectors and without a branch. Digits stand right-aligned in 16 bytes, zeros before
+// them; neighbours are joined: 2, 4, 8 digits.
+#define FOR_AVX2 __attribute__((target("avx2,bmi,bmi2"), always_inline)) static inline
+
+static const int8_t ALIGN_RIGHT[32] = {-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,
+                                       0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15};
+
+FOR_AVX2 uint64_t join_digits16(__m128i ones)
 {
-    static const int8_t ALIGN[32] = {-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,
-                                     0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15};
-    __m128i text = _mm_sub_epi8(_mm_loadu_si128((const __m128i *)at), _mm_set1_epi8('0'));
-    __m128i is_digit = _mm_cmpeq_epi8(_mm_min_epu8(text, _mm_set1_epi8(9)), text);
-    int count = __builtin_ctz(~(uint32_t)_mm_movemask_epi8(is_digit));
-    __m128i ones = _mm_shuffle_epi8(text, _mm_loadu_si128((const __m128i *)(ALIGN + count)));
     __m128i twos = _mm_maddubs_epi16(ones, _mm_set1_epi16(10 | 1 << 8));
     __m128i fours = _mm_madd_epi16(twos, _mm_set1_epi32(100 | 1 << 16));
     __m128i eights = _mm_madd_epi16(_mm_packus_epi32(fours, fours), _mm_set1_epi32(10000 | 1 << 16));
     uint64_t both = (uint64_t)_mm_cvtsi128_si64(eights);
-    *value = (both & 0xffffffffu) * 100000000u + (both >> 32);
+    return (both & 0xffffffffu) * 100000000u + (both >> 32);
+}
+
+FOR_AVX2 uint32_t mark_digits(__m128i values)
+{
+    return (uint32_t)_mm_movemask_epi8(_mm_cmpeq_epi8(_mm_min_epu8(values, _mm_set1_epi8(9)), values));
+}
+
+FOR_AVX2 int read_digits16_wide(const uint8_t *at, uint64_t *value)
+{
+    __m128i values = _mm_sub_epi8(_mm_loadu_si128((const __m128i *)at), _mm_set1_epi8('0'));
+    int count = __builtin_ctz(~mark_digits(values));
+    *value = join_digits16(_mm_shuffle_epi8(values, _mm_loadu_si128((const __m128i *)(ALIGN_RIGHT + count))));
     return count;
+}
+
+// A whole decimal, "123.4567" or "123", that ends within 16 bytes: its length, or 0 if it does not.
+// `whole` digits stand before the point; no_point says that there is none. Bytes left of the point
+// move right by one, over it.
+FOR_AVX2 int read_decimal16_wide(const uint8_t *at, uint64_t *value, int *whole, bool *no_point)
+{
+    const __m128i PLACES = _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    __m128i text = _mm_loadu_si128((const __m128i *)at);
+    __m128i values = _mm_sub_epi8(text, _mm_set1_epi8('0'));
+    uint32_t points = (uint32_t)_mm_movemask_epi8(_mm_cmpeq_epi8(text, _mm_set1_epi8('.')));
+    uint32_t others = mark_digits(values) ^ 0xffff;
+    uint32_t point = others & (0 - others) & points;
+    if (others == point)
+        return 0;
+    int length = __builtin_ctz(others ^ point);
+    *no_point = point == 0;
+    *whole = __builtin_ctz(others);
+    __m128i right = _mm_shuffle_epi8(values, _mm_loadu_si128((const __m128i *)(ALIGN_RIGHT + length)));
+    int place = point ? 16 - length + *whole : -1;
+    __m128i left = _mm_cmpgt_epi8(_mm_set1_epi8((char)(place + 1)), PLACES);
+    *value = join_digits16(_mm_blendv_epi8(right, _mm_slli_si128(right, 1), left));
+    return length;
 }
 #endif

@@ -81,8 +81,10 @@ namespace plain {
 #pragma GCC target("avx2,bmi,bmi2")
 namespace wide {
 #define READ_DIGITS16 read_digits16_wide
+#define READ_DECIMAL16 read_decimal16_wide
 #include "number_loop.h"
 #undef READ_DIGITS16
+#undef READ_DECIMAL16
 }
 #pragma GCC pop_options
 #endif
