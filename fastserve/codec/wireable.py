@@ -173,9 +173,9 @@ def _lay_numpy(value: Any) -> Any:
         raise _Stuck
     if isinstance(value, np.str_ | np.bytes_):  # as an array item these would lose trailing NULs
         if type(value) is np.str_:
-            return [Ext(SCALAR, b""), "U", str(value).encode("utf-8", "surrogatepass")]
+            return [Ext(SCALAR, b""), "U", str.encode(value, "utf-8", "surrogatepass")]
         if type(value) is np.bytes_:
-            return [Ext(SCALAR, b""), "S", bytes(value)]
+            return [Ext(SCALAR, b""), "S", b"".join((value,))]
     dtype = value.dtype.str
     if not _DTYPE.fullmatch(dtype) or (type(value) is not np.ndarray and type(value) is not value.dtype.type):
         raise _Stuck
