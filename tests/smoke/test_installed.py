@@ -1,0 +1,140 @@
+"""Start the installed server with its demo, ask it over HTTP and with its own commands, stop it.
+
+Only the standard library and pytest: in CI this folder is copied out of the tree, and everything
+it uses of fastserve comes from the wheel. FASTSERVE_SMOKE=installed says that this is so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from importlib.metadata import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+COMMAND = str(Path(sys.executable).with_name("fastserve"))
+INSTALLED = os.environ.get("FASTSERVE_SMOKE") == "installed"
+START_S = 60
+STOP_S = 30
+# A held-out zero of the digits data, as grey values.
+ZERO = [
+    [0, 0, 5, 11, 4, 1, 0, 0],
+    [0, 0, 15, 16, 16, 11, 0, 0],
+    [0, 2, 16, 9, 2, 12, 4, 0],
+    [0, 6, 13, 0, 0, 6, 6, 0],
+    [0, 3, 13, 0, 0, 5, 9, 0],
+    [0, 3, 16, 0, 0, 6, 8, 0],
+    [0, 0, 13, 12, 8, 16, 7, 0],
+    [0, 0, 4, 13, 12, 10, 0, 0],
+]
+IMAGE = [pixel for line in ZERO for pixel in line]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def get(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=20) as reply:
+        body: bytes = reply.read()
+        return body
+
+
+def post(url: str, body: Any) -> Any:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=20) as reply:
+        return json.load(reply)
+
+
+def wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        try:
+            get(f"{url}/healthz/ready")
+            return
+        except OSError:
+            assert process.poll() is None, f"the server ended:\n{log.read_text()}"
+            time.sleep(0.05)
+    pytest.fail(f"not ready in {START_S} s:\n{log.read_text()}")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The demo server's URL. Ending it with SIGTERM and exit code 0 is part of the test."""
+    port, folder = free_port(), tmp_path_factory.mktemp("server")
+    arguments = ["serve", "demo", "--http", f"127.0.0.1:{port}", "--grpc", f"127.0.0.1:{free_port()}"]
+    log = folder / "log"
+    with log.open("wb") as out:
+        process = subprocess.Popen([COMMAND, *arguments], stdout=out, stderr=out, cwd=folder)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_ready(url, process, log)
+        yield url
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(STOP_S) == 0, log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def command(*arguments: str) -> str:
+    done = subprocess.run([COMMAND, *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(not INSTALLED, reason="the checkout is meant to be used here")
+def test_it_is_the_installed_package() -> None:
+    import fastserve
+
+    assert "site-packages" in (fastserve.__file__ or "")
+    suffixes = {Path(str(file)).suffix for file in files("fastserve") or []}
+    assert {".so", ".pyi", ".yaml", ".onnx"} <= suffixes
+    assert not suffixes & {".pyx", ".cpp", ".h"}
+
+
+def test_digits_over_http(server: str) -> None:
+    answer = post(f"{server}/v1/models/digits:predict", {"instances": [IMAGE, IMAGE]})
+    assert [row["digit"] for row in answer["predictions"]] == [0, 0]
+
+
+def test_half_plus_two_over_http(server: str) -> None:
+    answer = post(f"{server}/v1/models/half_plus_two:predict", {"instances": [1.0, 2.0, 5.0]})
+    assert answer == {"predictions": [2.5, 3.0, 4.5]}
+
+
+def test_metrics_count_the_requests(server: str) -> None:
+    post(f"{server}/v1/models/half_plus_two:predict", {"instances": [1.0]})
+    assert b"fastserve_requests_total{" in get(f"{server}/metrics")
+
+
+def test_commands_ask_the_server(server: str) -> None:
+    assert command("infer", "half_plus_two", "[1.0, 2.0]", "--url", server).split() == ["2.5", "3.0"]
+    listed = json.loads(command("models", "--json", "--url", server))
+    assert {(row["model"], row["state"]) for row in listed} == {
+        ("digits", "AVAILABLE"),
+        ("half_plus_two", "AVAILABLE"),
+    }
+
+
+def test_bench_loads_the_server(server: str) -> None:
+    options = ["-c", "2", "-d", "0.5", "--warm-up", "0", "--json"]
+    report = json.loads(command("bench", "digits", "--url", server, *options))
+    assert report["requests"] > 0
+    assert list(report["statuses"]) == ["200"]
+
+
+def test_version() -> None:
+    assert command("--version").startswith("fastserve ")
