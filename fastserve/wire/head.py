@@ -96,11 +96,8 @@ def read_head(raw: bytes, limits: Limits) -> Head:
     except httptools.HttpParserError as error:
         raise bad_request(f"Malformed request: {error}") from None
     head.headers = fields.headers
-    if not parser.should_keep_alive():
-        head.mode = CLOSE
-    elif head.http_1_0:
-        head.mode = KEEP_1_0
     _read_framing(head, fields.framing, limits)
+    _read_connection(head)
     return head
 
 
@@ -175,6 +172,18 @@ def _check_coding(head: Head, name: bytes, value: bytes) -> None:
     if value.lower() != b"chunked" or head.http_1_0 or not _is_plain(head.raw, name, value):
         raise bad_request("Malformed transfer-encoding header: only HTTP/1.1 chunked is read")
     head.body_bytes = CHUNKED
+
+
+def _read_connection(head: Head) -> None:
+    """What the client wants of the connection; llhttp forgets it with the end of a message."""
+    tokens: set[bytes] = set()
+    for name, value in head.headers:
+        if name == b"connection":
+            tokens.update(token.strip(b" \t") for token in value.lower().split(b","))
+    if b"close" in tokens or (head.http_1_0 and b"keep-alive" not in tokens):
+        head.mode = CLOSE
+    elif head.http_1_0:
+        head.mode = KEEP_1_0
 
 
 def _read_expect(head: Head, value: bytes) -> None:
