@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from fastserve.backends.base import explain
 from fastserve.errors import Kind, ServeError
 from fastserve.tensor import TensorSpec
 from fastserve.workers.instance import Instance, Specs, State
@@ -128,7 +129,7 @@ class WorkerGroup:
         """
         try:
             self.inputs, self.outputs = await self._load_all()
-            self._arena = self._make_arena(self.inputs, self.outputs)
+            self._arena = self._open_arena()
             await _all(self._serve(instance) for instance in self._instances)
             if self.alive < len(self._instances):
                 raise ServeError(Kind.UNAVAILABLE, self.trouble)
@@ -161,6 +162,14 @@ class WorkerGroup:
                 text = f"worker {index} loaded other inputs or outputs than worker 0"
                 raise ServeError(Kind.FAILED_PRECONDITION, text)
         return specs[0]
+
+    def _open_arena(self) -> ArenaLike:
+        try:
+            return self._make_arena(self.inputs, self.outputs)
+        except (OSError, MemoryError) as error:
+            reason = getattr(error, "strerror", None) or "out of memory"
+            text = f"there is no shared memory for its batches: {reason}"
+            raise ServeError(Kind.RESOURCE_EXHAUSTED, text) from error
 
     async def _load(self, instance: Instance) -> Specs:
         return await self._in_time(instance, instance.load())
@@ -197,9 +206,12 @@ class WorkerGroup:
             if await self._load(instance) != (self.inputs, self.outputs):
                 raise ServeError(Kind.FAILED_PRECONDITION, "the model's inputs or outputs have changed")
             await self._serve(instance)
-        except ServeError as error:
-            self.trouble = error.message
-            log.error("%s: worker %d could not be restarted: %s", self._title, instance.index, error.message)
+        # Whatever goes wrong here, the next try must come: nobody else would ever restart this worker.
+        except Exception as error:
+            self.trouble = explain(error)
+            unexpected = None if isinstance(error, ServeError) else error
+            text = "%s: worker %d could not be restarted: %s"
+            log.error(text, self._title, instance.index, self.trouble, exc_info=unexpected)
             await instance.stop(CLEANUP_GRACE_S)
 
     def _revived(self, worker: int) -> None:

@@ -25,9 +25,9 @@ CONFIG: dict[str, Any] = {
     "threads": 1,
 }
 PLAIN = """
-    class Model:
-        def __init__(self, config): pass
-        def run(self, inputs): return {"y": inputs["x"] + 1}
+class Model:
+    def __init__(self, config): pass
+    def run(self, inputs): return {"y": inputs["x"] + 1}
 """
 
 

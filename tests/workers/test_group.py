@@ -129,6 +129,44 @@ def test_an_arena_that_cannot_be_made_fails_the_start(tmp_path: Path) -> None:
     run(scenario())
 
 
+def test_no_memory_for_the_arena_fails_the_start(tmp_path: Path) -> None:
+    class NoArena(FakeArena):
+        def make(self, inputs: object, outputs: object) -> FakeArena:
+            raise OSError(28, "No space left on device")
+
+    async def scenario() -> None:
+        async with Watched(write_model(tmp_path, PLAIN), arena=NoArena()) as watched:
+            with pytest.raises(ServeError, match="no shared memory for its batches: No space left") as caught:
+                await watched.group.start()
+            assert caught.value.kind is Kind.RESOURCE_EXHAUSTED
+
+    run(scenario())
+
+
+def test_a_restart_that_cannot_attach_is_tried_again(tmp_path: Path) -> None:
+    class Flaky(FakeArena):
+        calls = 0
+
+        def fds_for_worker(self, worker: int) -> tuple[dict[str, object], list[int]]:
+            self.calls += 1
+            if self.calls == 2:
+                raise RuntimeError("not now")
+            return super().fds_for_worker(worker)
+
+    async def scenario() -> None:
+        async with Watched(write_model(tmp_path, PLAIN), arena=Flaky()) as watched:
+            await watched.group.start()
+            os.kill(watched.group.pids[0], signal.SIGKILL)
+            await watched.until(lambda: len(watched.waits) == 1)
+            watched.retry()
+            await watched.until(lambda: len(watched.waits) == 2)
+            assert watched.group.trouble == "RuntimeError: not now"
+            watched.retry()
+            await watched.until(lambda: watched.group.alive == 1)
+
+    run(scenario())
+
+
 def test_a_worker_killed_after_it_loaded_fails_the_start(tmp_path: Path) -> None:
     class Murderous(FakeArena):
         def fds_for_worker(self, worker: int) -> tuple[dict[str, object], list[int]]:
