@@ -5,7 +5,7 @@
 No Python object is made per number, no body is copied: an upper bound of its size is computed
 first, the text is written into one bytes object of that size, which is then cut. Texts beyond
 16 KiB are written without the GIL. The layouts live in reply_text.h and tensor_text.h, the
-numbers in float_text.h; this file is the doors. It reads no JSON (json_reader does).
+numbers in float32_text.h and float64_text.h; this file is the doors. It reads no JSON (json_reader does).
 """
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer

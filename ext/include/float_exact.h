@@ -1,6 +1,6 @@
 // Float text, plainly: through the standard library's exact conversions, about 100 ns a number.
 //
-// float_text.h decides nearly every number by itself and comes here when it cannot be sure.
+// float32_text.h and float64_text.h decide nearly every number and come here when they cannot be sure.
 //
 // TFS (spec tfserving 3.2): %.6g; if that does not read back to the same value of the same width,
 // %.9g (float32) or %.17g (float64); ".0" where there is neither '.' nor 'e'.

@@ -7,7 +7,7 @@
 //
 // `from` walks over the elements; sizes were checked by size_tensor. Never recursive beyond MAX_RANK.
 #pragma once
-#include "float_exact.h"
+#include "float64_text.h"
 #include "tensor.h"
 
 static constexpr int MAX_RANK = 64;
@@ -56,7 +56,7 @@ template <class T, int MODE>
 struct FloatItem {
     static inline char *put_item(char *at, const uint8_t *&from, int)
     {
-        return put_float_exact<T, MODE>(at, take<T>(from));
+        return put_float<MODE>(at, take<T>(from));
     }
 };
 
@@ -65,7 +65,7 @@ template <int MODE>
 struct HalfItem {
     static inline char *put_item(char *at, const uint8_t *&from, int)
     {
-        return put_float_exact<float, MODE>(at, (float)take<_Float16>(from));
+        return put_float<MODE>(at, (float)take<_Float16>(from));
     }
 };
 
@@ -76,7 +76,7 @@ struct BrainItem {
         uint32_t bits = (uint32_t)take<uint16_t>(from) << 16;
         float value;
         memcpy(&value, &bits, sizeof value);
-        return put_float_exact<float, MODE>(at, value);
+        return put_float<MODE>(at, value);
     }
 };
 
