@@ -1,0 +1,33 @@
+"""The documentation holds together: links lead somewhere, drawings are what the tables say."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_to_files(page: Path) -> None:
+    targets = [link for link in LINK.findall(page.read_text()) if "://" not in link]
+    assert [link for link in targets if not (page.parent / link).exists()] == []
+
+
+def test_drawings_are_the_tables() -> None:
+    done = subprocess.run([sys.executable, "tools/draw_tables.py", "--check"], cwd=ROOT)
+    assert done.returncode == 0, "run tools/draw_tables.py"
+
+
+def test_the_readmes_library_example_runs(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    example = tmp_path / "example.py"
+    example.write_text(next(block for block in blocks if "BatchedService" in block))
+    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[0, 1, 4, 9, 16, 25, 36, 49, 64, 81]\n", done.stderr
