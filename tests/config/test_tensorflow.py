@@ -1,0 +1,165 @@
+"""TensorFlow Serving's flags and files, with the vectors of kinds flag_parse, startup_error and batch_*."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastserve.config import load_settings
+from fastserve.config.tensorflow import (
+    batching_defaults,
+    flag_settings,
+    model_entries,
+    monitoring_settings,
+    read_flags,
+)
+from fastserve.errors import ConfigError
+from fastserve.repository.model_config import parse_model_config, round_up
+from fastserve.repository.policy import version_number, wanted_versions
+from tests.repository.folders import BASE
+
+VECTORS = [
+    json.loads(line)
+    for line in (Path(__file__).parent.parent / "vectors/tfserving_config.jsonl").read_text().splitlines()
+]
+
+
+def of_kind(kind: str) -> Any:
+    chosen = [vector for vector in VECTORS if vector["kind"] == kind]
+    return pytest.mark.parametrize("vector", chosen, ids=[vector["id"] for vector in chosen])
+
+
+@of_kind("flag_parse")
+def test_flag_vectors(vector: dict[str, Any]) -> None:
+    flags = read_flags(shlex.split(vector["input"]["argv"]))
+    expected = vector["expected"]
+    if "unrecognised" in expected:
+        assert flags.unrecognised == expected["unrecognised"]
+    elif "message" in expected:
+        assert f"unknown argument: {flags.unrecognised[0]} (then usage)" == expected["message"]
+    elif expected.get("exit"):
+        assert flags.faults == ['--port: given "12x", allowed: a whole number']
+    else:
+        assert flags.values == expected
+        assert flags.unrecognised == flags.faults == []
+
+
+@of_kind("startup_error")
+def test_startup_vectors(vector: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as fault:
+        flag_settings({})
+    assert vector["expected"]["stdout"].endswith(f"INVALID_ARGUMENT: {fault.value}")
+
+
+@of_kind("version_policy")
+def test_policy_vectors(vector: dict[str, Any]) -> None:
+    written = vector["input"]["policy"]
+    more = {} if written == "(unset)" else {"model_version_policy": written}
+    config = " ".join(f"{name} {{ {value} }}" for name, value in more.items())
+    entries, _ = model_entries(
+        f'model_config_list {{ config {{ name: "m" base_path: "/m" {config} }} }}', "models.config"
+    )
+    raw = {**BASE, **{k: v for k, v in entries[0].items() if k == "version_policy"}}
+    numbers = [n for name in vector["input"]["subdirectories"] if (n := version_number(name)) is not None]
+    wanted = wanted_versions(parse_model_config(raw).version_policy, numbers)
+    assert wanted == vector["expected"]["aspired_versions"]
+
+
+@of_kind("batch_round_up")
+def test_round_up_vectors(vector: dict[str, Any]) -> None:
+    given = vector["input"]
+    assert round_up(given["batch_size"], given["allowed_batch_sizes"]) == vector["expected"]["padded_size"]
+
+
+@of_kind("batch_config")
+def test_batch_config_vectors(vector: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as fault:
+        parse_model_config({**BASE, **vector["input"]})
+    assert str(fault.value) == f"model.yaml: {vector['expected']['error']}"
+
+
+def test_a_whole_command_line(tmp_path: Path) -> None:
+    (tmp_path / "models.config").write_text(
+        """
+        # two models
+        model_config_list {
+          config { name: 'a' base_path: '/models/a' model_platform: "tensorflow"
+                   model_version_policy { specific { versions: 1 versions: 3 } }
+                   version_labels { key: 'stable' value: 1 } version_labels { key: 'canary' value: 3 } }
+          config: { name: "b", base_path: "/models/b", model_version_policy: { all: {} } },
+        }
+        """
+    )
+    (tmp_path / "batching.config").write_text(
+        "max_batch_size { value: 128 } batch_timeout_micros { value: 500 } allowed_batch_sizes: 64\n"
+        "allowed_batch_sizes: 128 pad_variable_length_inputs: true num_batch_threads { value: 4 }"
+        "max_enqueued_batches { value: 3 } enable_large_batch_splitting { value: true }"
+    )
+    (tmp_path / "monitoring.config").write_text('prometheus_config { enable: true, path: "/metrics/tf" }')
+    argv = ["--port=0", "--rest_api_port=8501", f"--model_config_file={tmp_path / 'models.config'}"]
+    argv += ["--enable_batching", f"--batching_parameters_file={tmp_path / 'batching.config'}"]
+    argv += [f"--monitoring_config_file={tmp_path / 'monitoring.config'}", "--rest_api_timeout_in_ms=5"]
+    argv += ["--enable_model_warmup=false"]
+    flags = read_flags(argv)
+    assert flags.unrecognised == flags.faults == []
+    overrides, ignored = flag_settings(flags.values)
+    settings = load_settings(None, overrides)
+    assert ignored == ["model_platform of model a", "num_batch_threads"]
+    assert settings.grpc == ()
+    assert [(o.host, o.port, o.dialects) for o in settings.http] == [("::", 8501, ("tfserving",))]
+    assert settings.tfserving.monitoring_path == "/metrics/tf"
+    assert settings.tfserving.rest_timeout_ms == 5
+    assert [(m.name, m.labels) for m in settings.models] == [("a", {"stable": 1, "canary": 3}), ("b", None)]
+    assert settings.models[1].version_policy == "all"
+    config = parse_model_config(BASE, defaults=settings.model_defaults)
+    assert config.allowed_batch_sizes == [64, 128]
+    assert (config.max_batch_size, config.max_queue_delay_us, config.max_queue_rows) == (128, 500, 384)
+    assert (config.mixed_shapes, config.split_large_requests, config.warmup) == ("pad", True, "off")
+    own = parse_model_config({**BASE, "max_batch_size": 0}, defaults=settings.model_defaults)
+    assert (own.max_batch_size, own.allowed_batch_sizes) == (0, None)
+
+
+def test_batching_defaults_of_an_empty_file() -> None:
+    defaults, ignored = batching_defaults("", "b")
+    assert defaults["max_batch_size"] == 1000
+    assert defaults["max_queue_rows"] == 10_000
+    assert ignored == []
+    assert parse_model_config(BASE, defaults=defaults).max_batch_size == 1000
+
+
+def test_the_ports_must_differ() -> None:
+    overrides, ignored = flag_settings({"port": 9, "rest_api_port": 9, "model_base_path": "/m"})
+    assert overrides["http"] == []
+    assert ignored == ["rest_api_port, which must differ from port"]
+    assert overrides["models"] == [{"name": "default", "base_path": "/m"}]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "model_config_list { config { name: 1 } }",
+            "Error parsing text-format tensorflow.serving.ModelServerConfig",
+        ),
+        ("custom_model_config {}", "unknown field 'custom_model_config', allowed: model_config_list"),
+        ("model_config_list { config { name: 'a' } }", "model_config_list.config[0].base_path: missing"),
+    ],
+)
+def test_faults_of_a_model_config_file(text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as fault:
+        model_entries(text, "f")
+    assert words in str(fault.value)
+
+
+def test_batching_parameters_need_batching(tmp_path: Path) -> None:
+    (tmp_path / "b").write_text("")
+    with pytest.raises(ConfigError, match="with --enable_batching"):
+        flag_settings({"model_base_path": "/m", "batching_parameters_file": str(tmp_path / "b")})
+
+
+def test_monitoring_is_off_unless_enabled() -> None:
+    assert monitoring_settings("prometheus_config {}", "m") == {"tfserving.monitoring": False}
