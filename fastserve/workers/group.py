@@ -63,7 +63,7 @@ class WorkerGroup:
     """The workers of one version. Everything happens on the loop that `start` runs on.
 
     `config` is the JSON of model.yaml, already checked; used here: instances, threads, env,
-    load_timeout_s; all of it goes to the backend. `on_death(i)` is called at once when worker i, ready
+    load_timeout_s, restart_backoff_s, restart_backoff_max_s; all of it goes to the backend. `on_death(i)` is called at once when worker i, ready
     before, is gone; `on_alive(i)` when it is ready again. Neither is called during `start` or `stop`.
     `sys_path` is appended to the workers' module path.
     """
@@ -79,7 +79,6 @@ class WorkerGroup:
         name: str = "",
         sys_path: Sequence[str] = (),
         entry: Sequence[str] = ENTRY,
-        backoff: Callable[[], Backoff] = Backoff,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -92,8 +91,10 @@ class WorkerGroup:
         self._make_arena = make_arena
         self._arena: ArenaLike | None = None
         self._on_death, self._on_alive = on_death, on_alive
-        self._entry, self._backoff, self._sleep, self._clock = entry, backoff, sleep, clock
+        self._entry, self._sleep, self._clock = entry, sleep, clock
         self._load_timeout_s = float(config.get("load_timeout_s") or LOAD_TIMEOUT_S)
+        self._backoff_s = float(config.get("restart_backoff_s") or Backoff.first_s)
+        self._backoff_max_s = float(config.get("restart_backoff_max_s") or Backoff.cap_s)
         self._environment = worker_environment(int(config.get("threads") or 1), config.get("env") or {})
         self._tenders: list[asyncio.Task[None]] = []
         self._started = self._stopped = False
@@ -191,7 +192,7 @@ class WorkerGroup:
             raise ServeError(Kind.DEADLINE_EXCEEDED, text) from None
 
     async def _tend(self, instance: Instance) -> None:
-        backoff = self._backoff()
+        backoff = Backoff(self._backoff_s, self._backoff_max_s)
         while True:
             lived_s = 0.0
             if instance.state is State.READY:

@@ -330,7 +330,7 @@ def test_restarts_back_off_and_forgive(tmp_path: Path) -> None:
         file.write("class Model:\n    def __init__(self, config): pass\n    def run(self, inputs): ...\n")
 
     async def scenario() -> None:
-        async with Watched(model) as watched:
+        async with Watched(model, restart_backoff_s=0.2, restart_backoff_max_s=1) as watched:
             await watched.group.start()
             flag.touch()
             os.kill(watched.group.pids[0], signal.SIGKILL)
@@ -339,14 +339,14 @@ def test_restarts_back_off_and_forgive(tmp_path: Path) -> None:
                 watched.retry()
             await watched.until(lambda: len(watched.waits) == 4)
             assert watched.group.trouble == "AssertionError: still broken"
-            assert watched.waits == [0.1, 0.2, 0.4, 0.8]
+            assert watched.waits == [0.2, 0.4, 0.8, 1]
             flag.unlink()
             watched.retry()
             await watched.until(lambda: watched.group.alive == 1)
             watched.now += 61
             os.kill(watched.group.pids[0], signal.SIGKILL)
             await watched.until(lambda: len(watched.waits) == 5)
-            assert watched.waits[-1] == 0.1
+            assert watched.waits[-1] == 0.2
 
     run(scenario())
 
