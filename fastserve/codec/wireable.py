@@ -7,13 +7,14 @@ kept is refused with the place where it was found, never silently changed.
     decode(encode({"x": (1, {2}), "y": np.zeros(3)}))   == the same
     encode([0, {"x": Bar()}])   -> CannotTravel: value[1]['x']: objects of type foo.Bar cannot travel ...
 
-The bytes are MessagePack after one byte of form. MessagePack knows neither tuples nor sets, so these
-are arrays that begin with a marker, an extension value without content; its code names the type:
+The bytes are MessagePack, which knows neither tuples nor sets; so these are maps of one int key, the
+code of the type. Real dicts are maps only when their keys are all str, so none can be mistaken:
 
-    (1, 2)  ->  [Ext(TUPLE), 1, 2]        np.zeros(3)  ->  [Ext(ARRAY), "<f8", [3], 24 bytes]
+    (1, 2)  ->  {TUPLE: [1, 2]}           np.zeros(3)  ->  {ARRAY: ["<f8", [3], Ext(BLOCK, 24 bytes)]}
 
-No plain list can begin with a marker, so none can be mistaken. Objects of only None, bool, int,
-float, str, bytes, list and dict with str keys carry no marker and are read without a second pass.
+A message that holds such a map is {MARKED: message}; one of only None, bool, int, float, str, bytes,
+list and dict with str keys is bare and is read without a second pass. (Extension values as the marks
+of tuples were tried: 500 ns each in reading, because msgspec calls back into Python.)
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ SUPPORTED = (
     "datetime and date, numpy arrays and numpy scalars of plain dtypes"
 )
 
-PLAIN, MARKED = b"\x00", b"\x01"  # the first byte: whether any marker follows
-TUPLE, SET, FROZENSET, DICT, BYTEARRAY, DATETIME, DATE, ARRAY, SCALAR = range(1, 10)
-BIG_INT, SURROGATES = 32, 33  # extension values with content: ints beyond 64 bits, str that is not UTF-8
+TUPLE, SET, FROZENSET, DICT, BYTEARRAY, DATETIME, DATE, ARRAY, SCALAR, MARKED = range(1, 11)
+# Extension values with content: ints beyond 64 bits, str that is not UTF-8, the memory of an array.
+BIG_INT, SURROGATES, BLOCK = 32, 33, 34
+_MARKED_HEAD = msgspec.msgpack.encode({MARKED: None})[:-1]
 
 _LEAVES = frozenset({type(None), bool, int, float, str, bytes})
 _DTYPE = re.compile(
@@ -60,15 +62,12 @@ class Damaged(ValueError):
 def encode(value: object) -> bytes:
     """The bytes of `value`. Raises CannotTravel. Arrays are copied once, into the bytes."""
     try:
-        layout = _Layout(wide=False)
         try:
-            body = _write(layout.lay(value, MAX_DEPTH))
+            return _Layout(wide=False).encode(value)
         except (OverflowError, UnicodeEncodeError):  # rare enough that nobody should pay for looking first
-            layout = _Layout(wide=True)
-            body = _write(layout.lay(value, MAX_DEPTH))
+            return _Layout(wide=True).encode(value)
     except _Stuck:
         raise CannotTravel(_describe(value)) from None
-    return (MARKED if layout.marked else PLAIN) + body
 
 
 def decode(data: bytes | bytearray | memoryview) -> Any:
@@ -76,14 +75,11 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
 
     Raises Damaged for anything else, whatever the bytes are.
     """
-    view = memoryview(data)
-    form = bytes(view[:1])
-    if form not in (PLAIN, MARKED):
-        raise Damaged("not an encoded object: unknown form")
+    head = bytes(memoryview(data)[: len(_MARKED_HEAD)])
     try:
-        if form == PLAIN:
-            return _read_plain(view[1:])
-        return _build(_read_marked(view[1:]), MAX_DEPTH)
+        if head != _MARKED_HEAD:
+            return _read_plain(data)
+        return _build(_read_marked(data)[MARKED], MAX_DEPTH)
     except (ValueError, TypeError, OverflowError, RecursionError, LookupError) as error:
         if isinstance(error, Damaged):
             raise
@@ -103,6 +99,10 @@ class _Layout:
         self.leaves = _LEAVES - {int, str} if wide else _LEAVES
         self.is_leaf = self.leaves.issuperset
 
+    def encode(self, value: object) -> bytes:
+        laid = self.lay(value, MAX_DEPTH)
+        return _write({MARKED: laid} if self.marked else laid)
+
     def lay(self, value: Any, room: int) -> Any:
         kind = type(value)
         if kind in self.leaves:
@@ -112,8 +112,8 @@ class _Layout:
         if kind is dict:
             return self.lay_dict(value, room)
         self.marked = True
-        if kind in _COLLECTIONS:
-            return [_MARKS[kind], *self.lay_all(value, room)]
+        if kind in _CODES:
+            return {_CODES[kind]: self.lay_all(value, room)}
         return _lay_rare(value)
 
     def lay_all(self, items: Iterable[Any], room: int) -> list[Any]:
@@ -130,23 +130,14 @@ class _Layout:
         lay = self.lay
         if self.wide or not _ONLY_STR(map(type, value)):
             self.marked = True
-            return [_MARKS[dict], *[lay(part, room - 1) for pair in value.items() for part in pair]]
+            return {DICT: [lay(part, room - 1) for pair in value.items() for part in pair]}
         if self.is_leaf(map(type, value.values())):
             return value
         return {key: lay(item, room - 1) for key, item in value.items()}
 
 
-_COLLECTIONS = frozenset({tuple, set, frozenset})
-_MARKS: dict[type, Ext] = {
-    kind: Ext(code, b"")
-    for kind, code in [
-        (tuple, TUPLE),
-        (set, SET),
-        (frozenset, FROZENSET),
-        (dict, DICT),
-        (bytearray, BYTEARRAY),
-    ]
-}
+_CODES: dict[type, int] = {tuple: TUPLE, set: SET, frozenset: FROZENSET}
+_CONTAINERS = frozenset({*_CODES, list, dict})
 _ONLY_STR = frozenset({str}).issuperset
 
 
@@ -159,11 +150,11 @@ def _lay_rare(value: Any) -> Any:
     if kind is str:
         return value if value.isascii() else Ext(SURROGATES, value.encode("utf-8", "surrogatepass"))
     if kind is bytearray:
-        return [_MARKS[bytearray], bytes(value)]
+        return {BYTEARRAY: bytes(value)}
     if kind is datetime and (value.tzinfo is None or type(value.tzinfo) is timezone):
-        return [Ext(DATETIME, b""), value.isoformat(), value.fold]
+        return {DATETIME: [value.isoformat(), value.fold]}
     if kind is date:
-        return [Ext(DATE, b""), value.isoformat()]
+        return {DATE: value.isoformat()}
     return _lay_numpy(value)
 
 
@@ -173,21 +164,22 @@ def _lay_numpy(value: Any) -> Any:
         raise _Stuck
     if isinstance(value, np.str_ | np.bytes_):  # as an array item these would lose trailing NULs
         if type(value) is np.str_:
-            return [Ext(SCALAR, b""), "U", str.encode(value, "utf-8", "surrogatepass")]
+            return {SCALAR: ["U", str.encode(value, "utf-8", "surrogatepass")]}
         if type(value) is np.bytes_:
-            return [Ext(SCALAR, b""), "S", b"".join((value,))]
+            return {SCALAR: ["S", b"".join((value,))]}
     dtype = value.dtype.str
     if not _DTYPE.fullmatch(dtype) or (type(value) is not np.ndarray and type(value) is not value.dtype.type):
         raise _Stuck
     if isinstance(value, np.generic):
-        return [Ext(SCALAR, b""), dtype, value.tobytes()]
+        return {SCALAR: [dtype, value.tobytes()]}
     flat = np.ascontiguousarray(value).reshape(-1)  # no copy unless it is strided
-    return [Ext(ARRAY, b""), dtype, list(value.shape), flat.view(np.uint8).data if flat.size else b""]
+    block = Ext(BLOCK, flat.view(np.uint8).data if flat.size else b"")
+    return {ARRAY: [dtype, list(value.shape), block]}
 
 
 def _describe(value: object) -> str:
     place, found = _find_stuck(value, "value", MAX_DEPTH) or ("value", value)
-    if type(found) in _LEAVES or type(found) in _MARKS or type(found) is list:
+    if type(found) in _LEAVES or type(found) in _CONTAINERS:
         return f"{place}: more than {MAX_DEPTH} containers within each other cannot travel between processes"
     kind = type(found)
     what = f"objects of type {kind.__module__}.{kind.__qualname__}".replace("type builtins.", "type ")
@@ -199,7 +191,7 @@ def _describe(value: object) -> str:
 
 def _find_stuck(value: Any, place: str, room: int) -> tuple[str, object] | None:
     """The first part that cannot travel, looked for in the order encode() goes."""
-    if (type(value) not in _MARKS and type(value) is not list) or type(value) is bytearray:
+    if type(value) not in _CONTAINERS:
         try:
             _Layout(wide=True).lay(value, room)
         except _Stuck:
@@ -226,31 +218,26 @@ def _parts(value: Any) -> Iterable[tuple[str, object]]:
         yield from ((f"[{index}]", item) for index, item in enumerate(value))
 
 
-class _Marker:
-    """A marker as read; it never leaves this module."""
-
-    __slots__ = ("code",)
-
-    def __init__(self, code: int) -> None:
-        self.code = code
-
-
 def _take_ext(code: int, data: memoryview) -> Any:
     if code == BIG_INT:
         return int.from_bytes(data, "little", signed=True)
     if code == SURROGATES:
         return bytes(data).decode("utf-8", "surrogatepass")
-    if code not in _BUILDERS or len(data):
-        raise Damaged(f"not an encoded object: unknown extension {code}")
-    return _Marker(code)
+    if code == BLOCK:
+        return data  # borrowed from the message; copied when the array is built
+    raise Damaged(f"not an encoded object: unknown extension {code}")
 
 
 def _refuse_ext(code: int, data: memoryview) -> Any:
-    raise Damaged("not an encoded object: a marker in the plain form")
+    raise Damaged("not an encoded object: an extension in a bare message")
 
 
-_read_plain: Callable[[memoryview], Any] = msgspec.msgpack.Decoder(ext_hook=_refuse_ext).decode
-_read_marked: Callable[[memoryview], Any] = msgspec.msgpack.Decoder(ext_hook=_take_ext).decode
+_read_plain: Callable[[bytes | bytearray | memoryview], Any] = msgspec.msgpack.Decoder(
+    ext_hook=_refuse_ext
+).decode
+_read_marked: Callable[[bytes | bytearray | memoryview], Any] = msgspec.msgpack.Decoder(
+    ext_hook=_take_ext
+).decode
 
 
 def _build(value: Any, room: int) -> Any:
@@ -260,15 +247,20 @@ def _build(value: Any, room: int) -> Any:
     if room < 0:
         raise Damaged(f"not an encoded object: more than {MAX_DEPTH} containers within each other")
     if kind is list:
-        if value and type(value[0]) is _Marker:
-            return _BUILDERS[value[0].code](value[1:], room - 1)
         return _build_all(value, room - 1)
-    if kind is dict and _ONLY_STR(map(type, value)):
-        return {key: _build(item, room - 1) for key, item in value.items()}
+    if kind is dict:
+        if len(value) == 1:
+            ((code, content),) = value.items()
+            if type(code) is int:
+                return _BUILDERS[code](content, room - 1)
+        if _ONLY_STR(map(type, value)):
+            return {key: _build(item, room - 1) for key, item in value.items()}
     raise Damaged(f"not an encoded object: a {kind.__name__} where none can be")
 
 
-def _build_all(items: list[Any], room: int) -> list[Any]:
+def _build_all(items: Any, room: int) -> list[Any]:
+    if type(items) is not list:
+        raise Damaged(f"not an encoded object: a {type(items).__name__} instead of its items")
     if _LEAVES.issuperset(map(type, items)):
         return items
     return [_build(item, room) for item in items]
@@ -288,13 +280,15 @@ def _build_array(items: list[Any], room: int) -> np.ndarray[Any, Any]:
     import numpy as np  # only a process that holds an array is sent one
 
     name, shape, data = items
+    if type(data) is not memoryview:
+        raise Damaged("not an encoded object: an array without its memory")
     dtype = _read_dtype(name)
     if not all(type(n) is int and 0 <= n < 1 << 62 for n in shape) or prod(shape) * dtype.itemsize != len(
         data
     ):
         raise Damaged("not an encoded object: an array whose size is not that of its shape")
     array = np.empty(shape, dtype)
-    if data:
+    if len(data):
         array.reshape(-1).view(np.uint8)[:] = np.frombuffer(data, np.uint8)
     return array
 
@@ -318,21 +312,20 @@ def _read_dtype(name: object) -> np.dtype[Any]:
     return np.dtype(name)
 
 
-_BUILDERS: dict[int, Callable[[list[Any], int], Any]] = {
+_BUILDERS: dict[int, Callable[[Any, int], Any]] = {
     TUPLE: lambda items, room: tuple(_build_all(items, room)),
     SET: lambda items, room: set(_build_all(items, room)),
     FROZENSET: lambda items, room: frozenset(_build_all(items, room)),
     DICT: _build_dict,
-    BYTEARRAY: lambda items, room: bytearray(_only(items, bytes)),
+    BYTEARRAY: lambda data, room: bytearray(_only(data, bytes)),
     DATETIME: _build_datetime,
-    DATE: lambda items, room: date.fromisoformat(_only(items, str)),
+    DATE: lambda text, room: date.fromisoformat(_only(text, str)),
     ARRAY: _build_array,
     SCALAR: _build_scalar,
 }
 
 
-def _only(items: list[Any], kind: type) -> Any:
-    (item,) = items
+def _only(item: Any, kind: type) -> Any:
     if type(item) is not kind:
         raise Damaged(f"not an encoded object: {type(item).__name__} instead of {kind.__name__}")
     return item

@@ -193,8 +193,16 @@ def test_a_list_within_itself_is_too_deep() -> None:
         encode(value)
 
 
+def ext(code: int, data: bytes = b"") -> bytes:
+    return b"\xc7" + bytes([len(data), code]) + data
+
+
+MARKED = b"\x81\x0a"
+BLOCK0 = ext(34)
+
+
 @settings(max_examples=1000)
-@given(st.binary(max_size=200), st.sampled_from([b"", b"\x00", b"\x01"]))
+@given(st.binary(max_size=200), st.sampled_from([b"", MARKED]))
 def test_any_bytes_are_read_or_refused(data: bytes, form: bytes) -> None:
     with contextlib.suppress(Damaged):
         decode(form + data)
@@ -212,46 +220,42 @@ def test_spoiled_bytes_are_read_or_refused(value: object, rng: random.Random) ->
         decode(data[: rng.randrange(len(data))])
 
 
-def ext(code: int, data: bytes = b"") -> bytes:
-    return b"\xc7" + bytes([len(data), code]) + data
-
-
 @pytest.mark.parametrize(
     "data",
     [
         b"",
-        b"\x02\xc0",
-        b"\x01",
-        b"\x00" + ext(1),
-        b"\x01" + ext(1),
-        b"\x01" + ext(99),
-        b"\x01\x92\x01" + ext(1),
-        b"\x01\x91" + ext(1, b"x"),
-        b"\x01\x92" + ext(4) + b"\x01",
-        b"\x01\x93" + ext(4) + b"\x90\x01",
-        b"\x01\x92" + ext(2) + b"\x90",
-        b"\x01\x81\x01\x01",
-        b"\x01\x94" + ext(8) + b"\xa3<f8\x91\x03\xc4\x00",
-        b"\x01\x94" + ext(8) + b"\xa3<f8\x91\xff\xc4\x00",
-        b"\x01\x94" + ext(8) + b"\xa2|O\x91\x01\xc4\x08" + bytes(8),
-        b"\x01\x94" + ext(8) + b"\xa3<f8\x92\xcf" + b"\x40" + bytes(7) + b"\x04\xc4\x00",
-        b"\x01\x94" + ext(8) + b"\xa3<f8\xdc\x00\x80" + b"\x01" * 128 + b"\xc4\x08" + bytes(8),
-        b"\x01\x94"
-        + ext(8)
-        + b"\xa3<f8\x93\x00\xcf\x3f"
-        + b"\xff" * 7
-        + b"\xcf\x3f"
-        + b"\xff" * 7
-        + b"\xc4\x00",
-        b"\x01\x93" + ext(9) + b"\xa3<f8\xc4\x00",
-        b"\x01\x93" + ext(6) + b"\xa3abc\x00",
-        b"\x01\x93" + ext(6) + b"\x01\x00",
-        b"\x01\x92" + ext(5) + b"\xce\xff\xff\xff\xff",
-        b"\x01" + ext(33, b"\xff"),
-        b"\x00" + b"\x91" * 100_000 + b"\xc0",
-        b"\x01" + b"\x91" * 100 + b"\xc0",
-        b"\x00\xdd\xff\xff\xff\xff",
+        b"\xc0\xc0",
+        MARKED,
+        ext(1),
+        MARKED + b"\x81\x01\x01",
+        MARKED + b"\x81\x05\xa1x",
+        MARKED + b"\x81\x63\x90",
+        MARKED + b"\x82\x01\x90\x02\x90",
+        MARKED + b"\x81\x91\x01\x90",
+        MARKED + ext(99),
+        MARKED + b"\x91" + ext(1, b"x"),
+        MARKED + b"\x81\x04\x91\x01",
+        MARKED + b"\x81\x04\x92\x90\x01",
+        MARKED + b"\x81\x02\x91\x90",
+        MARKED + b"\x81\x08\x93\xa3<f8\x91\x03" + BLOCK0,
+        MARKED + b"\x81\x08\x93\xa3<f8\x91\xff" + BLOCK0,
+        MARKED + b"\x81\x08\x93\xa2|O\x91\x01" + ext(34, bytes(8)),
+        MARKED + b"\x81\x08\x93\xa3<f8\x92\xcf" + b"\x40" + bytes(7) + b"\x04" + BLOCK0,
+        MARKED + b"\x81\x08\x93\xa3<f8\xdc\x00\x80" + b"\x01" * 128 + ext(34, bytes(8)),
+        MARKED + b"\x81\x08\x93\xa3<f8\x93\x00" + 2 * (b"\xcf\x3f" + b"\xff" * 7) + BLOCK0,
+        MARKED + b"\x81\x09\x92\xa3<f8" + BLOCK0,
+        MARKED + b"\x81\x06\x92\xa3abc\x00",
+        MARKED + b"\x81\x06\x92\x01\x00",
+        MARKED + b"\x81\x05\x91\xce\xff\xff\xff\xff",
+        MARKED + ext(33, b"\xff"),
+        b"\x91" * 100_000 + b"\xc0",
+        MARKED + b"\x91" * 100 + b"\xc0",
+        b"\xdd\xff\xff\xff\xff",
         pickle.dumps([1]),
+        MARKED + MARKED + b"\x01",
+        MARKED + BLOCK0,
+        MARKED + b"\x91" + ext(34, b"x"),
+        BLOCK0,
     ],
 )
 def test_hostile_bytes(data: bytes) -> None:
