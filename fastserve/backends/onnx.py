@@ -143,7 +143,7 @@ def _open_session(path: Path, config: Mapping[str, Any]) -> Any:
         text = "the onnx backend needs ONNX Runtime: pip install 'fastserve[onnx]'"
         raise ServeError(Kind.FAILED_PRECONDITION, text) from error
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = int(config.get("threads") or 1)
+    options.intra_op_num_threads = config.get("threads", 1)  # 0: as ONNX Runtime sees fit
     options.inter_op_num_threads = 1
     # Idle pool threads must not spin away the core the front process needs.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")

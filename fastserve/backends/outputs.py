@@ -30,7 +30,7 @@ def numpy_dtype(dtype: DType) -> np.dtype[Any]:
 
 
 class OutputCheck:
-    """Holds the outputs of every batch of one model to their specs. About 0.7 us for a batch with one output."""
+    """Holds the outputs of every batch of one model to their specs. 0.7 us for one good output."""
 
     def __init__(self, specs: Mapping[str, TensorSpec], *, batched: bool) -> None:
         self._batched = batched

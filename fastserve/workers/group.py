@@ -62,9 +62,10 @@ class Backoff:
 class WorkerGroup:
     """The workers of one version. Everything happens on the loop that `start` runs on.
 
-    `config` is the JSON of model.yaml, already checked; used here: instances, threads, env,
-    load_timeout_s, restart_backoff_s, restart_backoff_max_s; all of it goes to the backend. `on_death(i)` is called at once when worker i, ready
-    before, is gone; `on_alive(i)` when it is ready again. Neither is called during `start` or `stop`.
+    `config` is the JSON of model.yaml, already checked; all of it goes to the backend, and used here are
+    instances, threads, env, load_timeout_s, restart_backoff_s and restart_backoff_max_s.
+    `on_death(i)` is called at once when worker i, ready before, is gone; `on_alive(i)` when it is ready
+    again. Neither is called during `start` or `stop`.
     `sys_path` is appended to the workers' module path.
     """
 
@@ -95,7 +96,7 @@ class WorkerGroup:
         self._load_timeout_s = float(config.get("load_timeout_s") or LOAD_TIMEOUT_S)
         self._backoff_s = float(config.get("restart_backoff_s") or Backoff.first_s)
         self._backoff_max_s = float(config.get("restart_backoff_max_s") or Backoff.cap_s)
-        self._environment = worker_environment(int(config.get("threads") or 1), config.get("env") or {})
+        self._environment = worker_environment(config.get("threads", 1), config.get("env") or {})
         self._tenders: list[asyncio.Task[None]] = []
         self._started = self._stopped = False
         order = {

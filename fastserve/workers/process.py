@@ -60,15 +60,16 @@ def explain_exit(returncode: int) -> str:
 
 
 def worker_environment(threads: int, env: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a worker: ours, `threads` for the numerical libraries, then the model's `env`."""
+    """The environment of a worker: ours, `threads` for the numerical libraries (0: theirs to choose), then
+    the model's `env`."""
     result = dict(os.environ)
     root = Path(__file__).resolve().parents[2]
     if root.name not in ("site-packages", "dist-packages"):  # a checkout: -m must find the package
         result["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
     # ONNX Runtime 1.29 and later report to their maker by default; a server talks to its clients only.
     result.setdefault("ORT_DISABLE_TELEMETRY", "1")
-    for name in _THREAD_VARIABLES:
-        result[name] = str(threads)
+    if threads:
+        result.update(dict.fromkeys(_THREAD_VARIABLES, str(threads)))
     result.update(env)
     return result
 

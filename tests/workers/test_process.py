@@ -177,6 +177,8 @@ def test_the_environment_limits_threads_unless_the_model_says() -> None:
     assert environment["OMP_NUM_THREADS"] == environment["OPENBLAS_NUM_THREADS"] == "3"
     assert (environment["MKL_NUM_THREADS"], environment["HELLO"]) == ("8", "there")
 
+    assert worker_environment(0, {}).get("OMP_NUM_THREADS") == os.environ.get("OMP_NUM_THREADS")
+
     async def scenario() -> None:
         child = Child("say(op='env', hello=os.environ['HELLO'])", env={"HELLO": "there"})
         assert (await child.word())["hello"] == "there"
