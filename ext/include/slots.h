@@ -208,7 +208,8 @@ static inline int64_t slot_take_ready(const Arena *a, uint32_t worker)
     }
 }
 
-// When the open slot may be sealed without being full: 0 = nothing waits in it.
+// When the open slot may be sealed without being full: 0 = not now. With no delay, a batch some of whose
+// rows are still being written stays open to others: its last commit wakes a worker.
 static inline uint64_t open_due_ns(const Arena *a, uint32_t *slot)
 {
     uint32_t i = (uint32_t)load64(&a->header->open) - 1;
@@ -217,6 +218,8 @@ static inline uint64_t open_due_ns(const Arena *a, uint32_t *slot)
     Slot *s = slot_at(a, i);
     uint64_t w = load64(&s->word);
     if (word_state(w) != SLOT_OPEN || word_settled(w) == 0)
+        return 0;
+    if (a->max_delay_ns == 0 && word_settled(w) != word_reserved(w))
         return 0;
     *slot = i;
     uint64_t first = __atomic_load_n(&s->first_ns, __ATOMIC_ACQUIRE);

@@ -1,0 +1,61 @@
+"""The batch ring, slow and plain: lists of requests, no memory, no atomics.
+
+What a ring must do, whatever the order of events: rows of one batch are consecutive and never more
+than max_rows, batches run oldest first, and every committed place is answered exactly once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Batch:
+    """One opening of a slot."""
+
+    places: list[int] = field(default_factory=list)
+    rows: int = 0
+    sealed: bool = False
+
+
+@dataclass
+class PlainRing:
+    """Places are numbered from 0 in the order of reservation."""
+
+    max_rows: int
+    slots: int
+    batches: list[Batch] = field(default_factory=list)
+    rows_of: list[int] = field(default_factory=list)
+    state: list[str] = field(default_factory=list)
+
+    def reserve(self, rows: int) -> int | None:
+        batch = self.batches[-1] if self.batches and not self.batches[-1].sealed else None
+        if batch is not None and batch.rows + rows > self.max_rows:
+            batch.sealed = True
+            batch = None
+        if batch is None:
+            if len(self._in_use()) >= self.slots:
+                return None
+            batch = Batch()
+            self.batches.append(batch)
+        place = len(self.rows_of)
+        self.rows_of.append(rows)
+        self.state.append("reserved")
+        batch.places.append(place)
+        batch.rows += rows
+        batch.sealed = batch.rows == self.max_rows
+        return place
+
+    def take(self) -> list[int] | None:
+        """The places of the oldest batch that is settled; None when there is none."""
+        for batch in self.batches:
+            states = {self.state[p] for p in batch.places}
+            if batch.places and states == {"committed"}:
+                batch.sealed = True
+                for place in batch.places:
+                    self.state[place] = "running"
+                return list(batch.places)
+        return None
+
+    def _in_use(self) -> list[Batch]:
+        return [b for b in self.batches if any(self.state[p] != "released" for p in b.places)]
