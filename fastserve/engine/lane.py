@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastserve.engine.meters import LaneMeters
 from fastserve.errors import DeadlineError, Kind, ServeError
@@ -32,16 +32,16 @@ FULL = -1
 
 
 class Ticket:
-    """One place somebody waits for."""
+    """One place somebody waits for; `context` is the submitter's own."""
 
-    __slots__ = ("deadline_ns", "done", "place", "rows", "seq")
+    __slots__ = ("context", "deadline_ns", "done", "place", "rows")
 
-    def __init__(self, place: int, rows: int, done: Done, deadline_ns: int, seq: int) -> None:
+    def __init__(self, place: int, rows: int, done: Done, deadline_ns: int, context: Any) -> None:
         self.place = place
         self.rows = rows
         self.done = done
         self.deadline_ns = deadline_ns
-        self.seq = seq
+        self.context = context
 
 
 class Lane:
@@ -66,6 +66,7 @@ class Lane:
         self.unreleased = 0  # answers handed out whose memory is still read
         self._bell = arena.front_bells[front]
         self._pending: list[list[Ticket]] = [[] for _ in range(arena.geometry.slots)]
+        self._seqs = [0] * arena.geometry.slots  # which opening of the slot the pending ones are in
         self._kicking = False
         self._watching = False
         self._idle: list[asyncio.Future[None]] = []
@@ -107,13 +108,15 @@ class Lane:
             )
         return place
 
-    def submit(self, place: int, rows: int, done: Done, deadline_ns: int = 0) -> Ticket:
+    def submit(self, place: int, rows: int, done: Done, deadline_ns: int = 0, context: Any = None) -> Ticket:
         """The place's inputs are written: let it run. Workers are woken at the end of this loop turn,
         so that what arrives together runs together."""
-        slot = place >> 16
-        ticket = Ticket(place, rows, done, deadline_ns, self.ring.seq(slot))
+        ticket = Ticket(place, rows, done, deadline_ns, context)
+        tickets = self._pending[place >> 16]
+        if not tickets:
+            self._seqs[place >> 16] = self.ring.seq(place >> 16)
+        tickets.append(ticket)
         self.ring.commit(place, rows)
-        self._pending[slot].append(ticket)
         self.waiting += 1
         if not self._kicking:
             self._kicking = True
@@ -170,7 +173,7 @@ class Lane:
     def _rescan(self) -> None:
         """A worker died, perhaps between answering and telling: look at every place waited for."""
         for slot, tickets in enumerate(self._pending):
-            if tickets and self.ring.is_done(slot, tickets[0].seq):
+            if tickets and self.ring.is_done(slot, self._seqs[slot]):
                 self._finish(slot)
 
     def _finish(self, slot: int) -> None:

@@ -7,20 +7,21 @@ the answer is the compiled reader's own short text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
+from typing import Any
 
 from fastserve._ext.json_reader import Fault, JSONFault, PredictBody
-from fastserve._ext.json_writer import WriterCode, WriterFault, write_outputs, write_predictions
+from fastserve._ext.json_writer import WriterFault, write_outputs, write_predictions
 from fastserve.dialects.tfserving.document import read_document, read_signature_name, to_text
-from fastserve.dialects.tfserving.errors import invalid
+from fastserve.dialects.tfserving.errors import writer_error
 from fastserve.dialects.tfserving.explain import read_tensors
+from fastserve.dialects.tfserving.hot import HotDoor
 from fastserve.dialects.tfserving.lookup import find_predict_signature, find_version, no_signature
-from fastserve.dialects.tfserving.names import TF_WORD
 from fastserve.dialects.tfserving.plans import Plans, PredictPlan
 from fastserve.dialects.tfserving.routes import Target
 from fastserve.dialects.tfserving.service import MAX_DEPTH, Service
 from fastserve.dialects.tfserving.short_texts import short_error
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import ServeError
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest
 from fastserve.tensor import DTYPE_BY_CODE, Tensor
@@ -36,14 +37,38 @@ Read = tuple[PredictPlan, bool, Inputs]  # the plan, whether the body is columna
 class Predict:
     """The endpoint of one target."""
 
-    __slots__ = ("_plans", "_service", "_target")
+    __slots__ = ("_door", "_head", "_plans", "_raw", "_service", "_target")
 
     def __init__(self, service: Service, target: Target) -> None:
         self._service = service
         self._target = target
         self._plans: Plans | None = None
+        self._door: HotDoor | None = None
+        self._head: object = None  # of the last call; its kind of body is worked out once
+        self._raw = False
 
-    async def __call__(self, call: Call) -> None:
+    def __call__(self, call: Call) -> Coroutine[Any, Any, None] | None:
+        target = self._target
+        if target.label is None:
+            version = self._service.catalog.available(target.name, target.version)
+            if version is not None:
+                door = self._door
+                if door is None or door.version is not version:
+                    door = self._door = HotDoor.of(self._service, version, self._plans_of(version).default)
+                if door is not None and self._start(door, call):
+                    return None
+        return self._answer(call)
+
+    def _start(self, door: HotDoor, call: Call) -> bool:
+        """The hot door, for calls whose head says nothing unusual. Equal heads are one object (wire)."""
+        head = call.head
+        if head is not self._head:
+            if call.header(b"content-encoding"):
+                return False
+            self._head, self._raw = head, _is_raw(call)
+        return (self._raw and door.start_raw(call)) or door.start(call)
+
+    async def _answer(self, call: Call) -> None:
         service, name = self._service, self._target.name
         try:
             body = service.body(call)
@@ -72,10 +97,14 @@ class Predict:
                 read_signature_name(read_document(body, MAX_DEPTH))
             raise
 
-    def _read(self, version: Version, call: Call, body: bytes) -> Read:
+    def _plans_of(self, version: Version) -> Plans:
         plans = self._plans
         if plans is None or plans.version is not version:
             plans = self._plans = Plans(version, MAX_DEPTH)
+        return plans
+
+    def _read(self, version: Version, call: Call, body: bytes) -> Read:
+        plans = self._plans_of(version)
         if plans.raw is not None and not body.startswith(b'{"') and _is_raw(call):
             tensor = plans.raw.read(body)
             if tensor is not None:
@@ -140,17 +169,4 @@ def write_predict(plan: PredictPlan, outputs: Mapping[str, Tensor], *, columnar:
     try:
         return write_outputs(named) if columnar else write_predictions(named)
     except WriterFault as fault:
-        raise _writer_error(fault) from None
-
-
-def _writer_error(fault: WriterFault) -> ServeError:
-    if fault.code is WriterCode.NO_OUTPUTS:
-        return invalid("Cannot convert empty tensor map to JSON")
-    if fault.code is WriterCode.NO_LEADING_DIMENSION:
-        return invalid(f"Tensor name: {fault.name} has no shape information ")
-    if fault.code is WriterCode.UNEQUAL_ROWS:
-        words = f"has inconsistent batch size: {fault.got} expecting: {fault.expected}"
-        return invalid(f"Tensor name: {fault.name} {words}")
-    if fault.code is WriterCode.UNSUPPORTED_DTYPE:
-        return invalid(f"Failed to write JSON value for tensor type: {TF_WORD[fault.got]}")
-    return ServeError(Kind.INTERNAL, f"Output {fault.name} cannot be written: {fault.code.name}")
+        raise writer_error(fault) from None

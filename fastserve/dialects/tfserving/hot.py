@@ -1,0 +1,118 @@
+"""The hot door of predict: rows of numbers, parsed straight into the batch they will run in.
+
+    body bytes --parse--> rows reserved in shared memory ... worker ... output rows --print--> reply bytes
+
+It takes a body only when everything about it is ordinary: one input and one output of fixed shape,
+the default signature, row format, no gzip, a place in the queue. For anything else, errors included,
+`start` returns False having left no trace, and the general door reads the body again and finds the
+right words. No task, no future and no Python object per number.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from math import prod
+from time import monotonic_ns
+
+from fastserve._ext.json_writer import RowWriter, WriterFault
+from fastserve.dialects.tfserving.plans import PredictPlan
+from fastserve.dialects.tfserving.service import Service
+from fastserve.engine.lane import FULL, Lane, Ticket
+from fastserve.errors import ServeError
+from fastserve.repository.version import Version
+from fastserve.wire.call import Call
+
+
+class HotDoor:
+    """The hot door of one version, for its default signature."""
+
+    __slots__ = (
+        "_items",
+        "_lane",
+        "_model",
+        "_name",
+        "_plan",
+        "_reader",
+        "_service",
+        "_shape",
+        "_writer",
+        "version",
+    )
+
+    def __init__(self, service: Service, version: Version, lane: Lane, plan: PredictPlan) -> None:
+        self.version = version
+        self._service = service
+        self._lane = lane
+        self._plan = plan
+        self._model = version.model
+        self._reader = plan.reader
+        spec = next(iter(plan.signature.inputs.values()))
+        self._shape = spec.shape or ()
+        self._items = prod(self._shape)
+        alias, name = plan.outputs[0]
+        output = version.outputs[name]
+        self._name = name
+        self._writer = RowWriter(alias, output.dtype.code, output.shape or ())
+
+    @classmethod
+    def of(cls, service: Service, version: Version, plan: PredictPlan) -> HotDoor | None:
+        """The door of a version, None for one whose rows are not of this kind."""
+        lane = version.lane
+        single = len(plan.signature.inputs) == len(version.inputs) == 1 and len(plan.outputs) == 1
+        if not isinstance(lane, Lane) or not lane.dense or not single:
+            return None
+        try:
+            return cls(service, version, lane, plan)
+        except WriterFault:
+            return None  # an output REST cannot write: the general door says so
+
+    def start(self, call: Call) -> bool:
+        """Take the call, or return False: nothing has happened then."""
+        body, lane, reader = call.body, self._lane, self._reader
+        rows = reader.count_rows(body, self._items)
+        if not 0 < rows <= lane.max_rows:
+            return False
+        place = lane.ring.reserve(rows)
+        if place == FULL:
+            return False
+        if reader.read_into(body, lane.ring.input_rows(place, rows, 0), self._shape, rows):
+            lane.abandon(place, rows)
+            return False
+        self._submit(call, place, rows)
+        return True
+
+    def start_raw(self, call: Call) -> bool:
+        """The same for a body that is nothing but little-endian rows."""
+        lane, raw = self._lane, self._plan.raw
+        tensor = raw.read(call.body) if raw is not None else None
+        if tensor is None or tensor.shape[0] > lane.max_rows:
+            return False
+        rows = tensor.shape[0]
+        place = lane.ring.reserve(rows)
+        if place == FULL:
+            return False
+        lane.ring.input_rows(place, rows, 0)[:] = tensor.data
+        self._submit(call, place, rows)
+        return True
+
+    def _submit(self, call: Call, place: int, rows: int) -> None:
+        lane = self._lane
+        ticket = lane.submit(place, rows, self._answer, self._service.deadline_ns(call), call)
+        call.on_gone = partial(lane.cancel, ticket)
+
+    def _answer(self, ticket: Ticket, error: ServeError | None) -> None:
+        call: Call = ticket.context
+        if error is not None:
+            self._service.refuse(call, self._model, error)
+            return
+        lane = self._lane
+        outputs = lane.ring.output_rows(ticket.place, ticket.rows, 0)
+        if call.plain_keep_alive and not self._service.headers:
+            message = self._writer.write(outputs, ticket.rows, call.ok_json)
+            lane.release(ticket)
+            call.reply_raw(message)
+        else:
+            body = self._writer.write(outputs, ticket.rows)
+            lane.release(ticket)
+            call.reply(200, body, headers=self._service.headers)
+        self._service.count_hot(self._model, monotonic_ns() - call.received_ns)
