@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fastserve._ext.json_writer import write_error
+from fastserve._ext.json_writer import WriterCode, WriterFault, write_error
+from fastserve.dialects.tfserving.names import TF_WORD
 from fastserve.errors import Kind, ServeError
 
 HTTP_STATUS: dict[Kind, int] = {
@@ -33,3 +34,17 @@ def invalid(message: str) -> ServeError:
 def error_body(message: str) -> bytes:
     """`message` as the body of an error reply. Bytes that were not UTF-8 pass through (surrogateescape)."""
     return write_error(message.encode("utf-8", "surrogateescape"))
+
+
+def writer_error(fault: WriterFault) -> ServeError:
+    """Why outputs cannot be written, in the original's words (spec 3.1)."""
+    if fault.code is WriterCode.NO_OUTPUTS:
+        return invalid("Cannot convert empty tensor map to JSON")
+    if fault.code is WriterCode.NO_LEADING_DIMENSION:
+        return invalid(f"Tensor name: {fault.name} has no shape information ")
+    if fault.code is WriterCode.UNEQUAL_ROWS:
+        words = f"has inconsistent batch size: {fault.got} expecting: {fault.expected}"
+        return invalid(f"Tensor name: {fault.name} {words}")
+    if fault.code is WriterCode.UNSUPPORTED_DTYPE:
+        return invalid(f"Failed to write JSON value for tensor type: {TF_WORD[fault.got]}")
+    return ServeError(Kind.INTERNAL, f"Output {fault.name} cannot be written: {fault.code.name}")

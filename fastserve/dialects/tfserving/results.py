@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fastserve._ext.json_writer import write_classifications, write_regressions
-from fastserve.dialects.tfserving.errors import invalid
+from fastserve._ext.json_writer import WriterCode, WriterFault, write_classifications, write_regressions
+from fastserve.dialects.tfserving.errors import invalid, writer_error
 from fastserve.dialects.tfserving.explain import pack
 from fastserve.dialects.tfserving.features import SERIALIZED, takes_serialized
 from fastserve.dialects.tfserving.metadata import signature_text
 from fastserve.dialects.tfserving.names import TF_NAME, TF_WORD, shape_text
+from fastserve.errors import ServeError
 from fastserve.repository.signature import Signature
 from fastserve.tensor import DTYPES, Tensor
 
@@ -77,7 +78,10 @@ def write_classify(
     count = (classes or scores or _EMPTY).shape[1]
     labels = classes.data if classes is not None else _configured_labels(plan.labels, examples, count)
     values = None if scores is None else scores.data
-    return write_classifications(examples, count, labels, values, result_keys)
+    try:
+        return write_classifications(examples, count, labels, values, result_keys)
+    except WriterFault as fault:
+        raise _result_error(fault, "ClassificationResults") from None
 
 
 def write_regress(
@@ -94,7 +98,16 @@ def write_regress(
         raise invalid(f"Input batch size did not match output batch size: {examples} vs. {values.shape[0]}")
     if values.dtype.name != "float32":
         raise invalid(f"Expected output Tensor of DT_FLOAT.  Got: {TF_NAME[values.dtype.code]}")
-    return write_regressions(values.data, result_keys)
+    try:
+        return write_regressions(values.data, result_keys)
+    except WriterFault as fault:
+        raise _result_error(fault, "RegressionResults") from None
+
+
+def _result_error(fault: WriterFault, noun: str) -> ServeError:
+    if fault.code is WriterCode.NO_RESULTS:
+        return invalid(f"Cannot convert empty {noun} to JSON")
+    return writer_error(fault)
 
 
 _EMPTY = Tensor(DTYPES["float32"], (0, 0), b"")

@@ -87,6 +87,11 @@ def test_outputs_of_unequal_rows() -> None:
 @each("make_json_from_classification")
 def test_classify_reply(vector: Vector) -> None:
     rows = vector["input"]
+    if vector["expected"]["status"] != "OK":
+        nothing = {"c": to_tensor(np.zeros((0, 0), dtype=object))}
+        with pytest.raises(ServeError, match=vector["expected"]["error"]):
+            write_classify(ResultPlan({"classes": "c"}), nothing, 0, ("results",))
+        return
     labels = np.array([[label.encode() for label, _ in row] for row in rows], dtype=object)
     outputs = {"c": to_tensor(labels)}
     wanted = {"classes": "c"}
@@ -101,6 +106,10 @@ def test_classify_reply(vector: Vector) -> None:
 def test_regress_reply(vector: Vector) -> None:
     values = [WORDS.get(value, value) if isinstance(value, str) else value for value in vector["input"]]
     outputs = {"o": to_tensor(np.array(values, "f4"))}
+    if vector["expected"]["status"] != "OK":
+        with pytest.raises(ServeError, match=vector["expected"]["error"]):
+            write_regress(ResultPlan({"outputs": "o"}), outputs, len(values), ("results",))
+        return
     body = write_regress(ResultPlan({"outputs": "o"}), outputs, len(values), ("results",))
     assert body == body_of(vector["expected"])
 
@@ -149,20 +158,17 @@ def test_status_layout() -> None:
     )
 
 
+def infos(tensors: dict[str, Any]) -> dict[str, Any]:
+    shapes = {alias: None if t.get("unknown_rank") else tuple(t["shape"]) for alias, t in tensors.items()}
+    return {alias: tensor_info(t["name"], t["dtype"], shapes[alias]) for alias, t in tensors.items()}
+
+
 @each("rest_metadata_body")
 def test_metadata_body(vector: Vector) -> None:
     given = vector["input"]
     defs = {
         name: {
-            **{
-                side: {
-                    alias: tensor_info(
-                        t["name"], t["dtype"], None if t.get("unknown_rank") else tuple(t["shape"])
-                    )
-                    for alias, t in signature[side].items()
-                }
-                for side in ("inputs", "outputs")
-            },
+            **{side: infos(signature[side]) for side in ("inputs", "outputs")},
             "method_name": signature["method_name"],
             "defaults": {},
         }
