@@ -1,0 +1,172 @@
+"""What a server with these settings would serve, and why not the rest, without loading anything.
+
+`fastserve check DIR` prints it. Model code is parsed, never run.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fastserve.config import RepositorySettings
+from fastserve.errors import ConfigError
+from fastserve.repository.layout import MODEL_FILES, Layout, ModelFolder, repository_root
+from fastserve.repository.model_config import ModelConfig, build_specs
+from fastserve.repository.policy import missing_versions, policy_text, wanted_versions
+from fastserve.repository.signature import build_signatures
+from fastserve.tensor import TensorSpec
+
+_FRAMEWORKS = {"onnx": ("onnxruntime", "onnx")}  # backend -> module it needs, extra that brings it
+
+
+@dataclass(slots=True)
+class ModelReport:
+    """One model: the versions that would be served, facts about it, and what stands in the way."""
+
+    name: str
+    versions: list[int] = field(default_factory=list)
+    facts: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        head = "not served" if not self.versions else "version " + ", ".join(map(str, self.versions))
+        body = [f"  {fact}" for fact in self.facts]
+        body += [f"  note: {note}" for note in self.notes]
+        return [f"{self.name}: {head}", *body, *(f"  PROBLEM: {problem}" for problem in self.problems)]
+
+
+@dataclass(slots=True)
+class Report:
+    """Every model found, and folders passed over. `ok` is false when a server would refuse to start."""
+
+    models: list[ModelReport]
+    passed_over: list[str]
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.models) and not any(model.problems for model in self.models)
+
+    def text(self) -> str:
+        """The whole report, a paragraph per model."""
+        parts = ["\n".join(model.lines()) for model in self.models]
+        parts += [
+            f"{name}: passed over, neither model.yaml nor a numbered folder" for name in self.passed_over
+        ]
+        served = sum(bool(model.versions) for model in self.models)
+        faulty = sum(bool(model.problems) for model in self.models)
+        parts.append(f"{served} model(s) would be served, {faulty} with problems")
+        return "\n\n".join(parts) + "\n"
+
+
+def explain(settings: RepositorySettings) -> Report:
+    """Look at every folder the settings name. Raises ConfigError when one is not there. Blocking."""
+    layout = Layout(settings)
+    layout.check()
+    try:
+        found = layout.scan()
+    except OSError as fault:
+        raise ConfigError(f"repository: cannot be read: {fault.strerror}") from None
+    reports = [_explain_model(folder) for _, folder in sorted(found.items())]
+    return Report(reports, _passed_over(settings, found))
+
+
+def _passed_over(settings: RepositorySettings, found: Iterable[str]) -> list[str]:
+    root = repository_root(settings.repository)
+    children = [] if root is None else [child.name for child in root.iterdir() if child.is_dir()]
+    return sorted(n for n in children if n not in found and not n.startswith(".") and n != "__pycache__")
+
+
+def _explain_model(folder: ModelFolder) -> ModelReport:
+    report = ModelReport(folder.name, notes=list(folder.notes))
+    config = folder.config
+    if folder.error or config is None:
+        report.problems.append(folder.error)
+        return report
+    policy = config.version_policy
+    report.versions = wanted_versions(policy, folder.versions)
+    for number in missing_versions(policy, folder.versions):
+        report.problems.append(f"version {number}: wanted by version_policy, but there is no such version")
+    if not folder.versions:
+        report.problems.append(f"no version folder with a {MODEL_FILES[config.backend]}")
+    for label, number in config.labels.items():
+        if number not in report.versions:
+            report.problems.append(f"label {label}: points at version {number}, which would not be served")
+    report.problems += _backend_problems(config)
+    for number in report.versions:
+        report.problems += _file_problems(folder.versions[number].folder, number, config)
+    report.facts = _facts(folder, config, report)
+    return report
+
+
+def _facts(folder: ModelFolder, config: ModelConfig, report: ModelReport) -> list[str]:
+    at_hand = ", ".join(map(str, sorted(folder.versions))) or "none"
+    batch = f"batches of up to {config.max_batch_size} rows" if config.batching else "no batching"
+    workers = "1 worker" if config.instances == 1 else f"{config.instances} workers"
+    facts = [
+        f"versions at hand: {at_hand}; policy: {policy_text(config.version_policy)}",
+        f"backend {config.backend}, {batch}, {workers} a version",
+    ]
+    inputs, outputs = build_specs(config.inputs), build_specs(config.outputs)
+    if not (inputs and outputs):
+        facts.append("inputs and outputs: read from the model when it is loaded")
+    else:
+        facts += [f"inputs: {_tensors_text(inputs.values())}", f"outputs: {_tensors_text(outputs.values())}"]
+        facts += _signature_facts(config, inputs, outputs, report)
+    if config.labels:
+        facts.append("labels: " + ", ".join(f"{label} -> {n}" for label, n in config.labels.items()))
+    return facts
+
+
+def _signature_facts(
+    config: ModelConfig, inputs: dict[str, TensorSpec], outputs: dict[str, TensorSpec], report: ModelReport
+) -> list[str]:
+    try:
+        signatures = build_signatures(config, inputs, outputs)
+    except ConfigError as fault:
+        report.problems.append(str(fault))
+        return []
+    return ["signatures: " + ", ".join(f"{name} ({s.method})" for name, s in signatures.items())]
+
+
+def _tensors_text(specs: Iterable[TensorSpec]) -> str:
+    return ", ".join(
+        f"{s.name} {s.dtype.name}" + ("" if s.shape is None else str(list(s.shape))) for s in specs
+    )
+
+
+def _backend_problems(config: ModelConfig) -> list[str]:
+    module, extra = _FRAMEWORKS.get(config.backend, ("", ""))
+    if not module or importlib.util.find_spec(module) is not None:
+        return []
+    return [f"backend {config.backend} needs {module}: pip install 'fastserve[{extra}]'"]
+
+
+def _file_problems(folder: Path, number: int, config: ModelConfig) -> list[str]:
+    file = folder / MODEL_FILES[config.backend]
+    if config.backend != "python":
+        return [] if file.stat().st_size else [f"version {number}: {file.name} is empty"]
+    try:
+        tree = ast.parse(file.read_bytes(), file.name)
+    except (SyntaxError, ValueError) as fault:
+        line = getattr(fault, "lineno", None)
+        return [f"version {number}: {file.name}" + (f" line {line}" if line else "") + f": {fault.args[0]}"]
+    if config.class_name in _bound_names(tree):
+        return []
+    return [f"version {number}: {file.name} has no class {config.class_name}"]
+
+
+def _bound_names(tree: ast.Module) -> set[str]:
+    """Names a module may bind, generously: what is bound inside `if` or `try` counts."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names.update((alias.asname or alias.name).partition(".")[0] for alias in node.names)
+    return names
