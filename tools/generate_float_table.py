@@ -93,10 +93,7 @@ def header() -> str:
         "",
         "// {high, low} 64 bits of every power of ten, truncated. Exact for powers 0 to 55.",
         f"static const uint64_t TENS[{len(tens)}][2] = {{",
-        *[
-            f"    {{0x{bits >> 64:016x}, 0x{bits & (2**64 - 1):016x}}},  // 1e{power}"
-            for power, bits in tens
-        ],
+        *[f"    {{0x{bits >> 64:016x}, 0x{bits & (2**64 - 1):016x}}},  // 1e{power}" for power, bits in tens],
         "};",
         "",
     ]
