@@ -1,0 +1,286 @@
+"""The gRPC listener with real clients of grpcio."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+import grpc
+import grpc.aio
+import msgspec
+import pytest
+import uvloop
+from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
+
+from fastserve.config import GrpcOptions
+from fastserve.errors import Kind, ServeError
+from fastserve.wire.grpc import GrpcListener, Method, Rpc
+from tests.wire.kit import WAIT_S
+
+pytestmark = pytest.mark.lingers  # grpcio keeps its poller's thread and pipe
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        await asyncio.wait_for(work, 60)
+
+    uvloop.run(bounded())
+
+
+async def echo(request: bytes, rpc: Rpc) -> bytes:
+    return request
+
+
+async def fail(request: bytes, rpc: Rpc) -> bytes:
+    if request == b"secret":
+        raise RuntimeError("secret /etc/path")
+    raise ServeError(Kind[request.decode()], "as asked", retry_after_s=0.5)
+
+
+async def look(request: bytes, rpc: Rpc) -> bytes:
+    rpc.set_trailing([("seen", dict(rpc.metadata)["tag"])])
+    left = rpc.seconds_left()
+    return b"none" if left is None else b"%d" % left
+
+
+async def count(request: bytes, rpc: Rpc) -> AsyncIterator[bytes]:
+    for i in range(int(request)):
+        yield b"%d" % i
+
+
+async def add(requests: AsyncIterator[bytes], rpc: Rpc) -> bytes:
+    return b"+".join([request async for request in requests])
+
+
+async def double(requests: AsyncIterator[bytes], rpc: Rpc) -> AsyncIterator[bytes]:
+    async for request in requests:
+        yield request * 2
+
+
+def refuse(request: bytes) -> bytes:
+    raise ServeError(Kind.INVALID_ARGUMENT, "unreadable")
+
+
+METHODS = [
+    Method("/t.T/Echo", bytes, echo, bytes),
+    Method("/t.T/Fail", bytes, fail, bytes),
+    Method("/t.T/Look", bytes, look, bytes),
+    Method("/t.T/Refuse", refuse, echo, bytes),
+    Method("/t.T/Count", bytes, count, bytes, gives_stream=True),
+    Method("/t.T/Add", bytes, add, bytes, takes_stream=True),
+    Method("/t.T/Double", bytes, double, bytes, takes_stream=True, gives_stream=True),
+]
+
+
+@contextlib.asynccontextmanager
+async def serving(*more: Method, **options: Any) -> AsyncIterator[tuple[GrpcListener, grpc.aio.Channel]]:
+    descriptors = options.pop("descriptors", ())
+    usual = msgspec.structs.replace(GrpcOptions(), **options)
+    listener = GrpcListener("127.0.0.1", 0, [*METHODS, *more], usual, descriptors=descriptors)
+    await listener.open()
+    async with grpc.aio.insecure_channel("{}:{}".format(*listener.address)) as channel:
+        yield listener, channel
+    await listener.close()
+
+
+async def refused(call: Any) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value
+
+
+def test_the_four_kinds_of_calls() -> None:
+    async def main() -> None:
+        async with serving() as (_, channel):
+            assert await channel.unary_unary("/t.T/Echo")(b"hi") == b"hi"
+            assert [piece async for piece in channel.unary_stream("/t.T/Count")(b"3")] == [b"0", b"1", b"2"]
+            assert await channel.stream_unary("/t.T/Add")(iter([b"a", b"b"])) == b"a+b"
+            doubled = channel.stream_stream("/t.T/Double")(iter([b"a", b"b"]))
+            assert [piece async for piece in doubled] == [b"aa", b"bb"]
+
+    run(main())
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_every_kind_has_its_status(kind: Kind) -> None:
+    async def main() -> None:
+        async with serving() as (_, channel):
+            error = await refused(channel.unary_unary("/t.T/Fail")(kind.name.encode()))
+            assert (error.code().name, error.details()) == (kind.name, "as asked")
+            assert dict(error.trailing_metadata())["grpc-retry-pushback-ms"] == "500"
+
+    run(main())
+
+
+def test_other_exceptions_tell_the_client_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with serving() as (_, channel):
+            error = await refused(channel.unary_unary("/t.T/Fail")(b"secret"))
+            assert (error.code(), error.details()) == (grpc.StatusCode.INTERNAL, "Internal error")
+            error = await refused(channel.unary_unary("/t.T/Refuse")(b""))
+            assert (error.code(), error.details()) == (grpc.StatusCode.INVALID_ARGUMENT, "unreadable")
+            error = await refused(channel.unary_unary("/t.T/None")(b""))
+            assert error.code() == grpc.StatusCode.UNIMPLEMENTED
+
+    run(main())
+    assert "secret" in caplog.text
+
+
+def test_metadata_and_deadlines() -> None:
+    async def main() -> None:
+        async with serving() as (_, channel):
+            call = channel.unary_unary("/t.T/Look")(b"", metadata=(("tag", "x"),))
+            assert await call == b"none"
+            assert dict(await call.trailing_metadata())["seen"] == "x"
+            assert await channel.unary_unary("/t.T/Look")(b"", metadata=(("tag", "x"),), timeout=9.9) == b"9"
+
+    run(main())
+
+
+def test_a_client_that_leaves_cancels_its_call() -> None:
+    async def main() -> None:
+        begun, ended = asyncio.Event(), asyncio.Event()
+
+        async def wait(request: bytes, rpc: Rpc) -> bytes:
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+            return b""
+
+        async with serving(Method("/t.T/Wait", bytes, wait, bytes)) as (_, channel):
+            call = channel.unary_unary("/t.T/Wait")(b"")
+            task = asyncio.ensure_future(call.code())
+            await asyncio.wait_for(begun.wait(), WAIT_S)
+            call.cancel()
+            await asyncio.wait_for(ended.wait(), WAIT_S)
+            assert await task == grpc.StatusCode.CANCELLED
+
+    run(main())
+
+
+def test_limits_of_size_and_number() -> None:
+    async def main() -> None:
+        begun = asyncio.Event()
+
+        async def wait(request: bytes, rpc: Rpc) -> bytes:
+            begun.set()
+            await asyncio.Event().wait()
+            return b""
+
+        method = Method("/t.T/Wait", bytes, wait, bytes)
+        async with serving(method, message_bytes=1000, concurrent_calls=1) as (_, channel):
+            assert len(await channel.unary_unary("/t.T/Echo")(bytes(1000))) == 1000
+            error = await refused(channel.unary_unary("/t.T/Echo")(bytes(1001)))
+            assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+            call = channel.unary_unary("/t.T/Wait")(b"")
+            await asyncio.wait_for(begun.wait(), WAIT_S)
+            error = await refused(channel.unary_unary("/t.T/Echo")(b""))
+            assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+            call.cancel()
+
+    run(main())
+
+
+def test_health() -> None:
+    async def main() -> None:
+        async with serving() as (listener, channel):
+            stub = health_pb2_grpc.HealthStub(channel)
+
+            async def check(service: str) -> str:
+                reply = await stub.Check(health_pb2.HealthCheckRequest(service=service))
+                return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
+
+            assert await check("") == "NOT_SERVING"
+            error = await refused(stub.Check(health_pb2.HealthCheckRequest(service="digits")))
+            assert error.code() == grpc.StatusCode.NOT_FOUND
+            watch = stub.Watch(health_pb2.HealthCheckRequest(service="digits"))
+            seen = [(await watch.read()).status]
+            listener.set_health("", True)
+            listener.set_health("digits", True)
+            assert (await check(""), await check("digits")) == ("SERVING", "SERVING")
+            seen.append((await watch.read()).status)
+            await listener.drain(WAIT_S)
+            seen.append((await watch.read()).status)
+            assert await watch.read() is grpc.aio.EOF
+            assert seen == [3, 1, 2]
+            error = await refused(channel.unary_unary("/grpc.health.v1.Health/Check")(b"\xff"))
+            assert error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAVAILABLE)
+
+    run(main())
+
+
+@pytest.mark.parametrize("package", ["grpc.reflection.v1alpha", "grpc.reflection.v1"])
+def test_reflection(package: str) -> None:
+    file = FileDescriptorProto(name="t.proto", package="t", syntax="proto3")
+    file.message_type.add(name="M")
+    file.service.add(name="T").method.add(name="Echo", input_type=".t.M", output_type=".t.M")
+    descriptors = [FileDescriptorSet(file=[file]).SerializeToString()] * 2
+
+    async def main() -> None:
+        async with serving(descriptors=descriptors) as (_, channel):
+            ask = channel.stream_stream(
+                f"/{package}.ServerReflection/ServerReflectionInfo",
+                request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+                response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+            )
+            requests = [
+                reflection_pb2.ServerReflectionRequest(list_services=""),
+                reflection_pb2.ServerReflectionRequest(file_containing_symbol="t.T"),
+                reflection_pb2.ServerReflectionRequest(file_containing_symbol="grpc.health.v1.Health"),
+            ]
+            listed, ours, health = [reply async for reply in ask(iter(requests))]
+            names = {service.name for service in listed.list_services_response.service}
+            assert {"t.T", "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"} <= names
+            (blob,) = ours.file_descriptor_response.file_descriptor_proto
+            assert FileDescriptorProto.FromString(blob).service[0].name == "T"
+            assert len(health.file_descriptor_response.file_descriptor_proto) == 1
+
+    run(main())
+
+
+def test_drain_finishes_what_is_in_flight() -> None:
+    async def main() -> None:
+        begun, go = asyncio.Event(), asyncio.Event()
+
+        async def wait(request: bytes, rpc: Rpc) -> bytes:
+            begun.set()
+            await go.wait()
+            return b"done"
+
+        async with serving(Method("/t.T/Wait", bytes, wait, bytes)) as (listener, channel):
+            call = asyncio.ensure_future(_await(channel.unary_unary("/t.T/Wait")(b"")))
+            await asyncio.wait_for(begun.wait(), WAIT_S)
+            drained = asyncio.ensure_future(listener.drain(WAIT_S))
+            go.set()
+            assert await call == b"done"
+            await drained
+
+    run(main())
+
+
+async def _await(call: Any) -> bytes:
+    answer: bytes = await call
+    return answer
+
+
+def test_a_taken_port_is_an_os_error() -> None:
+    async def main() -> None:
+        async with serving() as (listener, _):
+            second = GrpcListener("127.0.0.1", listener.address[1], [], GrpcOptions())
+            with pytest.raises(OSError):
+                await second.open()
+
+    run(main())
+
+
+def test_grpc_is_not_imported_without_a_grpc_listener() -> None:
+    code = "import sys, fastserve.wire; sys.exit(any(n in sys.modules for n in ('grpc', 'numpy', 'google')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
