@@ -116,13 +116,13 @@ class _Layout:
             return {_CODES[kind]: self.lay_all(value, room)}
         return _lay_rare(value)
 
-    def lay_all(self, items: Iterable[Any], room: int) -> list[Any]:
+    def lay_all(self, items: Any, room: int) -> list[Any] | tuple[Any, ...]:
         if room == 0:
             raise _Stuck
         if self.is_leaf(map(type, items)):
-            return items if type(items) is list else list(items)
-        lay = self.lay
-        return [lay(item, room - 1) for item in items]
+            return items if type(items) in _ARRAYS else list(items)
+        lay, leaves, room = self.lay, self.leaves, room - 1
+        return [item if type(item) in leaves else lay(item, room) for item in items]
 
     def lay_dict(self, value: dict[Any, Any], room: int) -> Any:
         if room == 0:
@@ -138,6 +138,7 @@ class _Layout:
 
 _CODES: dict[type, int] = {tuple: TUPLE, set: SET, frozenset: FROZENSET}
 _CONTAINERS = frozenset({*_CODES, list, dict})
+_ARRAYS = frozenset({list, tuple})  # what msgspec writes as an array without help
 _ONLY_STR = frozenset({str}).issuperset
 
 
@@ -263,7 +264,8 @@ def _build_all(items: Any, room: int) -> list[Any]:
         raise Damaged(f"not an encoded object: a {type(items).__name__} instead of its items")
     if _LEAVES.issuperset(map(type, items)):
         return items
-    return [_build(item, room) for item in items]
+    leaves, build = _LEAVES, _build
+    return [item if type(item) in leaves else build(item, room) for item in items]
 
 
 def _build_dict(items: list[Any], room: int) -> dict[Any, Any]:
