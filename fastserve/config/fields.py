@@ -79,8 +79,10 @@ class _Search:
         for arm in get_args(_bare(kind)):
             bare = _bare(arm)
             is_struct = isinstance(bare, type) and issubclass(bare, msgspec.Struct)
-            nested = isinstance(value, Mapping) if is_struct else isinstance(value, (list, tuple))
-            if nested and (is_struct or get_origin(bare) in (list, tuple)):
+            is_mapping = is_struct or get_origin(bare) is dict
+            if isinstance(value, Mapping) and is_mapping:
+                return self.find(value, arm, path)
+            if isinstance(value, (list, tuple)) and get_origin(bare) in (list, tuple):
                 return self.find(value, arm, path)
         return self._leaf(value, kind, path)
 

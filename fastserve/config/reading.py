@@ -21,7 +21,7 @@ def load_settings(file: Path | None = None, overrides: Mapping[str, object] | No
     """
     origin = file.name if file else "settings"
     tree = read_yaml(file, origin) if file else {}
-    _open_listeners(tree)
+    _open_listeners(tree, origin)
     settings = convert(tree, Settings, origin)
     if not overrides:
         return settings
@@ -30,7 +30,7 @@ def load_settings(file: Path | None = None, overrides: Mapping[str, object] | No
         if path not in known:
             raise ConfigError(f"flags: {path}: unknown field, allowed: {', '.join(sorted(known))}")
         _put(tree, path, value)
-    _open_listeners(tree)
+    _open_listeners(tree, "flags")
     return convert(tree, Settings, "flags", lax=True)
 
 
@@ -40,14 +40,15 @@ def parse_listener(text: str) -> dict[str, Any]:
     return {"address": address.strip(), "dialects": [d for d in map(str.strip, dialects.split(",")) if d]}
 
 
-def _open_listeners(tree: dict[str, Any]) -> None:
+def _open_listeners(tree: dict[str, Any], origin: str) -> None:
     for name in LISTENER_FIELDS:
         given = tree.get(name)
         if given is None and name not in tree:
             continue
         items = [given] if isinstance(given, str) else given
         if not isinstance(items, (list, tuple)):
-            raise ConfigError(fault_text(name, given, "a list of HOST:PORT[=dialect,...], or off"))
+            wanted = "a list of HOST:PORT[=dialect,...], or off"
+            raise ConfigError(f"{origin}: {fault_text(name, given, wanted)}")
         tree[name] = [parse_listener(i) if isinstance(i, str) else i for i in items if i != "off"]
 
 

@@ -46,9 +46,14 @@ def _resolve(tag: str, pattern: str, first: str) -> None:
 _resolve("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF")
 _resolve("null", r"^(?:~|null|Null|NULL|)$", "~nN")
 _Loader.yaml_implicit_resolvers.setdefault("", []).append(("tag:yaml.org,2002:null", re.compile(r"^$")))
-_resolve("int", r"^[-+]?(?:0|[1-9][0-9]*|0x[0-9a-fA-F]+)$", "-+0123456789")
+_resolve("int", r"^[-+]?[0-9]+$|^0x[0-9a-fA-F]+$", "-+0123456789")
 _resolve("float", r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$", "-+.0123456789")
 _resolve("float", r"^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$", "-+.")
+
+
+def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
+    text = str(loader.construct_scalar(node))  # PyYAML's own would read 010 as eight
+    return int(text, 16 if text.startswith("0x") else 10)
 
 
 def _construct_float(loader: _Loader, node: yaml.ScalarNode) -> float:
@@ -57,6 +62,7 @@ def _construct_float(loader: _Loader, node: yaml.ScalarNode) -> float:
     return float(text.replace(".inf", "inf").replace(".nan", "nan"))
 
 
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 _Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
 
 
