@@ -21,8 +21,16 @@ def inflate(body: bytes, limits: Limits) -> bytes:
     """Decompress a whole body. Raises ServeError: INVALID_ARGUMENT for a broken or truncated one,
     RESOURCE_EXHAUSTED (naming the limit) for one that grows too large."""
     ceiling = min(limits.inflated_bytes, max(RATIO_FLOOR_BYTES, limits.inflate_ratio * len(body)))
-    view = memoryview(body)
     pieces: list[bytes] = []
+    try:
+        _inflate_members(body, limits, ceiling, pieces)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    finally:
+        pieces.clear()  # an error's traceback must not keep a bomb's output alive
+
+
+def _inflate_members(body: bytes, limits: Limits, ceiling: int, pieces: list[bytes]) -> None:
+    view = memoryview(body)
     size = members = start = 0
     while start < len(view) or not members:
         members += 1
@@ -35,7 +43,6 @@ def inflate(body: bytes, limits: Limits) -> bytes:
             raise _too_large("Decompressed body", limits, name)
         while start < len(view) and view[start] == 0:  # gzip allows zero padding after a member
             start += 1
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 def _inflate_member(view: memoryview, start: int, room: int, pieces: list[bytes]) -> tuple[int, int]:

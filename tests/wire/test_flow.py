@@ -70,12 +70,14 @@ def test_a_hundred_thousand_pipelined_requests_unread() -> None:
 
 def test_a_reader_that_starts_again_gets_everything() -> None:
     async def main() -> None:
-        async with serving({"/held": lambda call: call.reply(200, bytes(10000))}) as listener:
-            async with client(listener, receive_bytes=4096) as peer:
-                peer.send(HELD * 500)
-                await until(lambda: any(c._paused for c in listener.connections))
-                for _ in range(500):
-                    assert len((await peer.reply()).body) == 10000
+        async with (
+            serving({"/held": lambda call: call.reply(200, bytes(10000))}) as listener,
+            client(listener, receive_bytes=4096) as peer,
+        ):
+            peer.send(HELD * 500)
+            await until(lambda: any(c._paused for c in listener.connections))
+            for _ in range(500):
+                assert len((await peer.reply()).body) == 10000
 
     run(main())
 
@@ -150,22 +152,25 @@ def test_a_task_cancelled_by_the_server_answers_503() -> None:
 
 def test_one_connection_too_many_is_told_so() -> None:
     async def main() -> None:
-        async with serving({"/echo": echo}, limits(connections=2)) as listener:
-            async with client(listener) as first, client(listener) as second:
-                await until(lambda: len(listener.connections) == 2)
-                async with client(listener) as third:
-                    reply = await third.reply()
-                    assert (reply.status, reply.closes) == (503, True)
-                    assert b"limits.connections" in reply.body
-                    assert await third.rest() == b""
-                for peer in (first, second):
-                    peer.send(GET)
-                    assert (await peer.reply()).status == 200
-                first.close()
-                await until(lambda: len(listener.connections) == 1)
-                async with client(listener) as fourth:
-                    fourth.send(GET)
-                    assert (await fourth.reply()).status == 200
+        async with (
+            serving({"/echo": echo}, limits(connections=2)) as listener,
+            client(listener) as first,
+            client(listener) as second,
+        ):
+            await until(lambda: len(listener.connections) == 2)
+            async with client(listener) as third:
+                reply = await third.reply()
+                assert (reply.status, reply.closes) == (503, True)
+                assert b"limits.connections" in reply.body
+                assert await third.rest() == b""
+            for peer in (first, second):
+                peer.send(GET)
+                assert (await peer.reply()).status == 200
+            first.close()
+            await until(lambda: len(listener.connections) == 1)
+            async with client(listener) as fourth:
+                fourth.send(GET)
+                assert (await fourth.reply()).status == 200
 
     run(main())
 
@@ -194,28 +199,32 @@ def test_connect_and_abort_many_times_with_few_descriptors() -> None:
 def test_drain_finishes_what_is_in_flight() -> None:
     async def main() -> None:
         held = Held()
-        async with serving({"/held": held, "/echo": echo}) as listener:
-            async with client(listener) as idle, client(listener) as busy, client(listener) as sending:
-                idle.send(GET)
-                assert not (await idle.reply()).closes
-                busy.send(HELD + HELD)
-                sending.send(GET[:10])
-                await until(lambda: len(held.calls) == 2 and len(listener.connections) == 3)
-                await until(lambda: sum(bool(c._buffer) for c in listener.connections) == 1)
-                drained = asyncio.ensure_future(listener.drain(WAIT_S))
-                assert await idle.rest() == b""
-                with pytest.raises(OSError):
-                    await asyncio.open_connection(*listener.address)
-                sending.send(GET[10:])
-                assert (await sending.reply()).closes
-                held.calls[0].reply(200, b"late")
-                reply = await busy.reply()
-                assert (reply.body, reply.closes) == (b"late", True)
-                assert held.left == [held.calls[1]]
-                for peer in (busy, sending):
-                    assert await peer.rest() == b""
-                    peer.close()
-                assert await asyncio.wait_for(drained, WAIT_S) == 0
+        async with (
+            serving({"/held": held, "/echo": echo}) as listener,
+            client(listener) as idle,
+            client(listener) as busy,
+            client(listener) as sending,
+        ):
+            idle.send(GET)
+            assert not (await idle.reply()).closes
+            busy.send(HELD + HELD)
+            sending.send(GET[:10])
+            await until(lambda: len(held.calls) == 2 and len(listener.connections) == 3)
+            await until(lambda: sum(bool(c._buffer) for c in listener.connections) == 1)
+            drained = asyncio.ensure_future(listener.drain(WAIT_S))
+            assert await idle.rest() == b""
+            with pytest.raises(OSError):
+                await asyncio.open_connection(*listener.address)
+            sending.send(GET[10:])
+            assert (await sending.reply()).closes
+            held.calls[0].reply(200, b"late")
+            reply = await busy.reply()
+            assert (reply.body, reply.closes) == (b"late", True)
+            assert held.left == [held.calls[1]]
+            for peer in (busy, sending):
+                assert await peer.rest() == b""
+                peer.close()
+            assert await asyncio.wait_for(drained, WAIT_S) == 0
 
     run(main())
 
