@@ -19,26 +19,16 @@ from cpython.float cimport PyFloat_AS_DOUBLE, PyFloat_CheckExact
 from cpython.long cimport PyLong_CheckExact
 from cpython.sequence cimport PySequence_Fast_GET_ITEM, PySequence_Fast_GET_SIZE
 from libc.math cimport isinf
-from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport free
 from libc.string cimport memcpy
 
-from json_column cimport DT_BYTES, DT_COUNT, NOT_YET, Column, dtype_bytes, open_column, reserve
+from json_column cimport DT_BYTES, DT_COUNT, NOT_YET, Column, open_column, reserve
 from json_rows cimport MAX_RANK
-
-cdef extern from "tensor.h" nogil:
-    enum:
-        DT_BOOL, DT_UINT8, DT_UINT16, DT_UINT32, DT_UINT64, DT_INT8, DT_INT16, DT_INT32, DT_INT64
-        DT_FLOAT16, DT_BFLOAT16, DT_FLOAT32, DT_FLOAT64, DT_COMPLEX64, DT_COMPLEX128
+from tensor_item cimport *
 
 cdef extern from "Python.h":
     long long PyLong_AsLongLongAndOverflow(object value, int* overflow) except? -1
-
-cdef extern from "half.h" nogil:
-    uint16_t half_of_double(double value)
-    double double_of_half(uint16_t bits)
-    uint16_t bfloat_of_float(float value)
-    double double_of_bfloat(uint16_t bits)
 
 
 cdef int64_t MOST_LISTS = 1 << 24      # what a shape with a zero in it may ask of unflatten
@@ -325,53 +315,6 @@ cdef list read_items(const uint8_t* data, Py_ssize_t size, int dtype, int64_t co
     if size != count * item_bytes:
         raise FlattenFault(FlattenCode.SIZE, f"{count} items need {count * item_bytes} bytes, not {size}")
     return [read_item(data + i * item_bytes, dtype) for i in range(count)]
-
-
-cdef union Item:
-    uint8_t u8
-    uint16_t u16
-    uint32_t u32
-    uint64_t u64
-    int8_t i8
-    int16_t i16
-    int32_t i32
-    int64_t i64
-    float[2] f32
-    double[2] f64
-
-
-cdef object read_item(const uint8_t* at, int dtype):
-    cdef Item item
-    memcpy(&item, at, dtype_bytes(dtype))
-    if dtype == DT_FLOAT32:
-        return item.f32[0]
-    if dtype == DT_FLOAT64:
-        return item.f64[0]
-    if dtype == DT_BOOL:
-        return item.u8 != 0
-    if DT_UINT8 <= dtype <= DT_INT64:
-        return read_integer(&item, dtype)
-    if dtype == DT_FLOAT16:
-        return double_of_half(item.u16)
-    if dtype == DT_BFLOAT16:
-        return double_of_bfloat(item.u16)
-    return complex(item.f32[0], item.f32[1]) if dtype == DT_COMPLEX64 else complex(item.f64[0], item.f64[1])
-
-
-cdef object read_integer(const Item* item, int dtype):
-    if dtype == DT_INT64:
-        return item.i64
-    if dtype == DT_INT32:
-        return item.i32
-    if dtype == DT_INT16:
-        return item.i16
-    if dtype == DT_INT8:
-        return item.i8
-    if dtype == DT_UINT64:
-        return item.u64
-    if dtype == DT_UINT32:
-        return item.u32
-    return item.u16 if dtype == DT_UINT16 else item.u8
 
 
 # -- BYTES packing -------------------------------------------------------------------------------
