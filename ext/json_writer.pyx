@@ -2,9 +2,9 @@
 
     (float32 memory of 2.5, 3.0; rows=2)  ->  b'{\n    "predictions": [2.5, 3.0\n    ]\n}'
 
-No Python object is made per number, no body is copied: an upper bound of its size is computed
-first, the text is written into one bytes object of that size, which is then cut. Texts beyond
-16 KiB are written without the GIL. The layouts live in reply_text.h and tensor_text.h, the
+No Python object is made per number: an upper bound of the text's size is computed first, and
+the text is written without another look at its end. Texts beyond 16 KiB are written without the
+GIL. The layouts live in reply_text.h and tensor_text.h, the
 numbers in float32_text.h and float64_text.h; this file is the doors. It reads no JSON (json_reader does).
 """
 
@@ -13,13 +13,15 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes
 from cpython.mem cimport PyMem_Calloc, PyMem_Free
 from cpython.ref cimport PyObject
 from libc.stdint cimport int64_t, uint8_t
-from libc.string cimport memcpy, memmove
 
 cdef extern from "Python.h":
     int _PyBytes_Resize(PyObject** bytes, Py_ssize_t size) except -1
     PyObject* new_bytes "PyBytes_FromStringAndSize"(const char* text, Py_ssize_t size) except NULL
     char* bytes_start "PyBytes_AS_STRING"(PyObject* bytes)
     void drop_reference "Py_DECREF"(PyObject* thing)
+
+cdef extern from "scratch.h":
+    char* take_scratch(size_t bytes)
 
 cdef extern from "reply_text.h" nogil:
     enum: MAX_RANK, FLAT, WIDE_STORE, FLOAT_TFS, FLOAT_SHORTEST
@@ -48,6 +50,12 @@ cdef extern from "reply_text.h" nogil:
         const NamedText* keys
         int key_count
 
+    struct Framed:
+        Reply reply
+        const char* head
+        int64_t head_bytes
+        int64_t bound
+
     ctypedef char* (*PutReply)(char* at, const Reply& reply) noexcept nogil
     ctypedef TextFault (*SizeReply)(const Reply& reply, int* which, int64_t* bound) noexcept nogil
 
@@ -56,20 +64,19 @@ cdef extern from "reply_text.h" nogil:
     char* put_classifications(char* at, const Reply& reply) noexcept
     char* put_regressions(char* at, const Reply& reply) noexcept
     char* put_values(char* at, const Reply& reply) noexcept
+    char* put_framed(char* at, const Reply& reply) noexcept
     TextFault size_predictions(const Reply& reply, int* which, int64_t* bound) noexcept
     TextFault size_outputs(const Reply& reply, int* which, int64_t* bound) noexcept
     TextFault size_results(const Reply& reply, int* which, int64_t* bound) noexcept
     TextFault size_values(const Reply& reply, int* which, int64_t* bound) noexcept
     size_t size_string(const uint8_t* data, size_t count) noexcept
     char* put_string(char* at, const uint8_t* data, size_t count) noexcept
-    char* put_integer(char* at, int64_t value) noexcept
 
 
 MODE_TFS = FLOAT_TFS
 MODE_SHORTEST = FLOAT_SHORTEST
 
 cdef enum:
-    SMALL_TEXT = 1024           # written on the stack, then copied: cheaper than cutting a bytes object
     LONG_TEXT = 16384           # from here on the GIL is released
     LENGTH_LINE = 40            # "Content-Length: " + 20 digits + the blank line
 
@@ -104,7 +111,7 @@ class WriterFault(ValueError):
         self.expected = expected
 
 
-cdef class Sheet:
+cdef class _Sheet:
     """What one reply is written from. Holds every buffer and key text until it goes."""
 
     cdef int room, held
@@ -202,20 +209,18 @@ cdef int set_shape(int64_t* into, tuple shape, str name) except -1:
 
 
 cdef bytes write_text(const Reply& reply, PutReply put, int64_t bound):
-    cdef char[SMALL_TEXT + 2 * 32] small
-    cdef PyObject* made
-    cdef char* start
+    cdef char* start = take_scratch(bound + WIDE_STORE)
+    cdef PyObject* made = NULL
     cdef char* end
-    if bound <= SMALL_TEXT:
-        return PyBytes_FromStringAndSize(small, put(small, reply) - small)
-    made = new_bytes(NULL, bound + WIDE_STORE)
-    start = bytes_start(made)
+    if start == NULL:
+        made = new_bytes(NULL, bound + WIDE_STORE)
+        start = bytes_start(made)
     if bound < LONG_TEXT:
         end = put(start, reply)
     else:
         with nogil:
             end = put(start, reply)
-    return cut_bytes(made, end - start)
+    return PyBytes_FromStringAndSize(start, end - start) if made == NULL else cut_bytes(made, end - start)
 
 
 cdef bytes cut_bytes(PyObject* made, Py_ssize_t size):
@@ -232,7 +237,7 @@ def write_values(data, int dtype_code, tuple shape, int mode=FLOAT_TFS, *, bint 
     Writes float16, bfloat16 and uint16 too. Strings are JSON strings, or {"b64": "..."} on the
     same line with `as_bytes`. Raises WriterFault.
     """
-    cdef Sheet sheet = Sheet.__new__(Sheet, 1)
+    cdef _Sheet sheet = _Sheet.__new__(_Sheet, 1)
     sheet.add("", dtype_code, shape, data, mode)
     sheet.outputs[0].tensor.b64 = as_bytes and dtype_code == DT_BYTES
     sheet.reply.rows = 1
@@ -245,20 +250,20 @@ def write_predictions(outputs, int mode=FLOAT_TFS):
     outputs: (name, dtype code, shape with rows first, memory) each; BYTES elements in BYTES
     packing. A single output goes without its name. Raises WriterFault.
     """
-    cdef Sheet sheet = read_outputs(outputs, mode)
+    cdef _Sheet sheet = read_outputs(outputs, mode)
     sheet.split_rows()
     return sheet.write(size_predictions, put_predictions)
 
 
 def write_outputs(outputs, int mode=FLOAT_TFS):
     """The body of a columnar reply: {"outputs": ...}; arguments as write_predictions, any shapes."""
-    cdef Sheet sheet = read_outputs(outputs, mode)
+    cdef _Sheet sheet = read_outputs(outputs, mode)
     sheet.reply.rows = 1
     return sheet.write(size_outputs, put_outputs)
 
 
-cdef Sheet read_outputs(object outputs, int mode):
-    cdef Sheet sheet = Sheet.__new__(Sheet, len(outputs))
+cdef _Sheet read_outputs(object outputs, int mode):
+    cdef _Sheet sheet = _Sheet.__new__(_Sheet, len(outputs))
     if len(outputs) == 0:
         raise WriterFault(NO_OUTPUTS)
     for name, dtype_code, shape, data in outputs:
@@ -272,7 +277,7 @@ def write_classifications(int64_t rows, int64_t classes, labels, scores, tuple r
     labels: BYTES packing, scores: float32, both of shape (rows, classes) or None when the model
     has no such output ("" and 0.0 are written). The same value is written under every key.
     """
-    cdef Sheet sheet = Sheet.__new__(Sheet, 2)
+    cdef _Sheet sheet = _Sheet.__new__(_Sheet, 2)
     sheet.add("classes", DT_BYTES, (classes,), labels, FLOAT_TFS)
     sheet.add("scores", DT_FLOAT32, (classes,), scores, FLOAT_TFS)
     return write_results(sheet, rows, result_keys, put_classifications)
@@ -280,13 +285,13 @@ def write_classifications(int64_t rows, int64_t classes, labels, scores, tuple r
 
 def write_regressions(values, tuple result_keys=("results",)):
     """The body of a regress reply, spec tfserving 3.5; values: float32, one a row."""
-    cdef Sheet sheet = Sheet.__new__(Sheet, 1)
+    cdef _Sheet sheet = _Sheet.__new__(_Sheet, 1)
     sheet.add("outputs", DT_FLOAT32, (), values, FLOAT_TFS)
     return write_results(sheet, sheet.outputs[0].tensor.bytes // 4, result_keys, put_regressions)
 
 
-cdef bytes write_results(Sheet sheet, int64_t rows, tuple result_keys, PutReply put):
-    cdef Sheet keys = Sheet.__new__(Sheet, len(result_keys))
+cdef bytes write_results(_Sheet sheet, int64_t rows, tuple result_keys, PutReply put):
+    cdef _Sheet keys = _Sheet.__new__(_Sheet, len(result_keys))
     if rows <= 0:
         raise WriterFault(NO_RESULTS)
     for key in result_keys:
@@ -360,39 +365,9 @@ cdef class RowWriter:
 
 
 cdef bytes write_framed(const Reply& reply, int64_t bound, bytes head):
-    cdef char[SMALL_TEXT + 2 * 32] small
-    cdef const char* head_start = PyBytes_AS_STRING(head)
-    cdef Py_ssize_t head_bytes = PyBytes_GET_SIZE(head)
-    cdef int64_t whole = bound + head_bytes + LENGTH_LINE
-    cdef PyObject* made
-    cdef char* start
-    cdef char* end
-    if whole <= SMALL_TEXT:
-        return PyBytes_FromStringAndSize(small, put_framed(small, reply, head_start, head_bytes, bound) - small)
-    made = new_bytes(NULL, whole + WIDE_STORE)
-    start = bytes_start(made)
-    if bound < LONG_TEXT:
-        end = put_framed(start, reply, head_start, head_bytes, bound)
-    else:
-        with nogil:
-            end = put_framed(start, reply, head_start, head_bytes, bound)
-    return cut_bytes(made, end - start)
-
-
-cdef char* put_framed(char* at, const Reply& reply, const char* head, size_t head_bytes, int64_t bound) noexcept nogil:
-    # The body's length is known only once it is written: it is written behind room for as many
-    # digits as its bound has, and moved when it turns out to have fewer.
-    cdef char[32] line
-    cdef char* body
-    cdef char* end
-    cdef char* fit
-    memcpy(at, head, head_bytes)
-    memcpy(at + head_bytes, b"Content-Length: ", 16)
-    at += head_bytes + 16
-    body = at + (put_integer(line, bound) - line) + 4
-    end = put_predictions(body, reply)
-    fit = put_integer(at, end - body)
-    memcpy(fit, b"\r\n\r\n", 4)
-    if fit + 4 != body:
-        memmove(fit + 4, body, end - body)
-    return fit + 4 + (end - body)
+    cdef Framed framed
+    framed.reply = reply
+    framed.head = PyBytes_AS_STRING(head)
+    framed.head_bytes = PyBytes_GET_SIZE(head)
+    framed.bound = bound
+    return write_text(framed.reply, put_framed, bound + framed.head_bytes + LENGTH_LINE)

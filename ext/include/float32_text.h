@@ -24,7 +24,7 @@ struct Scaled32 {
 
 static inline Scaled32 scale32(uint32_t mantissa, int shift, int ten_power)
 {
-    uint64_t ten = TENS[ten_power - LOWEST_TEN][0];
+    uint64_t ten = TENS[ten_power - LOWEST_TEN];
     unsigned __int128 wide = (unsigned __int128)((uint64_t)mantissa << shift) * ten;
     uint64_t below = (uint64_t)wide != 0;       // else S may be a tie
     // An even mantissa also owns the ends of its interval.
@@ -83,12 +83,14 @@ static inline Nine choose_shortest(uint32_t mantissa, int exponent)
     int k = (int)(SHORTS[exponent] & 0xff) - 64;
     Scaled32 s = scale32(mantissa, SHORTS[exponent] >> 8, k);
     s.half >>= mantissa == 0x800000;    // the next float32 below is half as far
-    uint32_t whole = round32(s.point);
+    int beyond_seven = (s.point >= (uint64_t)10000000 << 32) + (s.point >= (uint64_t)100000000 << 32);
+    uint32_t factor = TO_NINE[beyond_seven], whole = round32(s.point);
+    int power = 6 - k + beyond_seven;
     Rounded ten = round_to<10>(s, whole);
-    uint32_t digits = (uint32_t)select(ten.reads_back, ten.quotient * 10, whole);
-    int beyond_seven = (digits >= 10000000) + (digits >= 100000000);
-    digits *= TO_NINE[beyond_seven];
-    return {digits / 1000, digits % 1000, 6 - k + beyond_seven, ten.reads_back};
+    uint32_t digits = (uint32_t)select(ten.reads_back, ten.quotient * 10 * factor, whole * factor);
+    if (__builtin_expect(digits == 1000000000, 0))
+        return {100000, 0, power + 1, true};
+    return {digits / 1000, digits % 1000, power, ten.reads_back};
 }
 
 template <int MODE>

@@ -17,17 +17,17 @@ struct Scaled64 {
 // `binary` is the power of two of the mantissa's highest bit.
 static inline Scaled64 scale64(uint64_t mantissa, int binary, int ten_power)
 {
-    const uint64_t *ten = TENS[ten_power - LOWEST_TEN];
+    uint64_t ten = TENS[ten_power - LOWEST_TEN], ten_below = TENS_BELOW[ten_power - LOWEST_TEN];
     int shift = binary + log2_of_ten(ten_power) - 51;
     uint64_t moved = mantissa << shift;                          // puts the point of S at bit 128
-    unsigned __int128 low = (unsigned __int128)moved * ten[1];
-    unsigned __int128 wide = (unsigned __int128)moved * ten[0] + (uint64_t)(low >> 64);
+    unsigned __int128 low = (unsigned __int128)moved * ten_below;
+    unsigned __int128 wide = (unsigned __int128)moved * ten + (uint64_t)(low >> 64);
     uint64_t whole = (uint64_t)(wide >> 64), fraction = (uint64_t)wide | ((uint64_t)low != 0);
     bool up = (fraction >> 63) & ((fraction << 1 != 0) | (whole & 1));
     Scaled64 s;
     s.whole = whole + up;
     s.delta = (int64_t)(fraction >> 40 | ((fraction & 0xffffffffff) != 0)) - ((int64_t)up << 24);
-    s.half = (int64_t)(ten[0] >> (41 - shift));
+    s.half = (int64_t)(ten >> (41 - shift));
     bool exact = (unsigned)ten_power <= 55;                      // the tabled power is, so a tie is one
     s.unsure = !exact & (fraction - (0x8000000000000000u - DOUBT) <= 2 * DOUBT);
     return s;
@@ -64,7 +64,7 @@ static inline Seventeen choose_tfs(uint64_t mantissa, int binary, bool lopsided)
 {
     static constexpr uint64_t SIX = 100000000000;
     int power = (binary * 315653) >> 20;                         // floor(log10(2**binary))
-    uint64_t next = TENS[power + 1 - LOWEST_TEN][0];
+    uint64_t next = TENS[power + 1 - LOWEST_TEN];
     power += (log2_of_ten(power + 1) == binary) & (mantissa << 11 >= next);
     Scaled64 s = scale64(mantissa, binary, 16 - power);
     Seventeen c = {s.whole, power, false, s.unsure};

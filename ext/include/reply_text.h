@@ -198,3 +198,27 @@ static TextFault size_values(const Reply &reply, int *which, int64_t *bound)
     *bound += REPLY_FRAME;
     return fault;
 }
+
+// ---- head, Content-Length and a row reply ------------------------------------------------------
+
+struct Framed {
+    Reply reply;                // first: put_framed is a PutReply and finds the rest behind it
+    const char *head;
+    int64_t head_bytes;
+    int64_t bound;              // of the body
+};
+
+// The body's length is known only once it is written: it is written behind room for as many digits
+// as its bound has, and moved when it turns out to have fewer.
+static char *put_framed(char *at, const Reply &reply)
+{
+    const Framed &framed = reinterpret_cast<const Framed &>(reply);
+    char line[24];
+    at = put(put_bytes(at, framed.head, framed.head_bytes), "Content-Length: ");
+    char *body = at + (put_integer(line, framed.bound) - line) + 4;
+    char *end = put_predictions(body, reply);
+    char *fit = put(put_integer(at, end - body), "\r\n\r\n");
+    if (fit != body)
+        memmove(fit, body, end - body);
+    return fit + (end - body);
+}
