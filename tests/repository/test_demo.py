@@ -1,0 +1,84 @@
+"""The demo repository: it checks out, its models give right answers, its signatures are what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+
+from fastserve.config import RepositorySettings
+from fastserve.demo import demo_repository
+from fastserve.repository.check import explain
+from fastserve.repository.layout import Layout
+from fastserve.repository.version import Version
+
+DEMO_BYTES = 1_000_000
+
+
+def demo_version(name: str) -> Version:
+    folder = Layout(RepositorySettings(repository="demo")).scan()[name]
+    assert folder.config is not None
+    (found,) = folder.versions.values()
+    return Version(name, found.number, found.folder, folder.config)
+
+
+def test_the_demo_checks_out_and_is_small() -> None:
+    report = explain(RepositorySettings(repository="demo"))
+    assert report.ok, report.text()
+    assert [(m.name, m.versions) for m in report.models] == [("digits", [1]), ("half_plus_two", [123])]
+    assert sum(file.stat().st_size for file in demo_repository().rglob("*") if file.is_file()) < DEMO_BYTES
+
+
+def test_digits_on_held_out_images() -> None:
+    version = demo_version("digits")
+    held_out = json.loads((Path(__file__).parent.parent / "vectors/digits_test.json").read_text())
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    session = onnxruntime.InferenceSession(version.folder / "model.onnx", options)
+    scores, digits = session.run(["scores", "digit"], {"image": np.array(held_out["images"], np.float32)})
+    assert (digits == np.array(held_out["digits"])).mean() >= 0.97
+    assert (scores.argmax(1) == digits).all()
+    np.testing.assert_allclose(scores.sum(1), 1, rtol=1e-5)
+    assert scores.dtype == np.float32
+    assert digits.dtype == np.int64
+
+
+def test_digits_signatures() -> None:
+    version = demo_version("digits")
+    predict, classify = version.signatures["serving_default"], version.signatures["classify"]
+    assert (predict.method, classify.method) == ("predict", "classify")
+    assert predict.inputs["image"].row_bytes == 256
+    assert list(predict.outputs) == ["scores", "digit"]
+    assert version.outputs["digit"].shape == ()
+    assert classify.input_names == {"inputs": "image"}
+    assert classify.features == {"image": "inputs"}
+    assert classify.class_labels == tuple("0123456789")
+    assert predict.class_labels == ()
+
+
+def test_half_plus_two_takes_any_shape() -> None:
+    version = demo_version("half_plus_two")
+    spec = importlib.util.spec_from_file_location("half_plus_two", version.folder / "model.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    model = module.Model({})
+    for x in (np.float32([[1, 2], [3, 4]]), np.array(3, np.float32), np.zeros((0, 2), np.float32)):
+        x.setflags(write=False)
+        y = model.run({"x": x})["y"]
+        assert y.dtype == np.float32
+        np.testing.assert_array_equal(y, x / 2 + 2)
+    assert not version.batching
+    assert version.inputs["x"].shape is None
+    assert {name: s.method for name, s in version.signatures.items()} == {
+        "regress_x_to_y": "regress",
+        "classify_x_to_y": "classify",
+        "serving_default": "predict",
+    }
+    assert version.signatures["classify_x_to_y"].output_names == {"scores": "y"}
+    assert version.signatures["regress_x_to_y"].output_names == {"outputs": "y"}
+    assert version.config.labels["latest"] == 123
