@@ -133,18 +133,28 @@ static inline char *with_item(const TensorText &t, Body body)
 
 // ---- lists -------------------------------------------------------------------------------------
 
+// Items with ", " between them: the innermost loop of nearly every reply. `from` is copied because
+// the compiler must otherwise believe that the text may overwrite it.
+template <class Item>
+static inline char *put_run(char *at, const uint8_t *&from, int64_t count, int depth)
+{
+    const uint8_t *here = from;
+    for (int64_t i = 0; i < count; i++)
+        at = put(Item::put_item(at, here, depth), ", ");
+    from = here;
+    return at - (count > 0 ? 2 : 0);
+}
+
+template <class Item>
+static char *put_rows(char *at, const uint8_t *&from, int64_t rows, const int64_t *shape, int rank, int depth);
+
 template <class Item>
 static char *put_line(char *at, const uint8_t *&from, const int64_t *shape, int rank, int depth)
 {
     if (rank == 0)
         return Item::put_item(at, from, depth);
     *at++ = '[';
-    for (int64_t i = 0; i < shape[0]; i++) {
-        at = rank == 1 ? Item::put_item(at, from, depth + 1)
-                       : put_line<Item>(at, from, shape + 1, rank - 1, depth + 1);
-        at = put(at, ", ");
-    }
-    at -= shape[0] > 0 ? 2 : 0;
+    at = put_rows<Item>(at, from, shape[0], shape + 1, rank - 1, depth + 1);
     *at++ = ']';
     return at;
 }
@@ -170,6 +180,8 @@ static char *put_spread(char *at, const uint8_t *&from, const int64_t *shape, in
 template <class Item>
 static char *put_rows(char *at, const uint8_t *&from, int64_t rows, const int64_t *shape, int rank, int depth)
 {
+    if (rank == 0)
+        return put_run<Item>(at, from, rows, depth);
     for (int64_t i = 0; i < rows; i++) {
         at = put_line<Item>(at, from, shape, rank, depth);
         at = put(at, ", ");
