@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -244,3 +246,9 @@ def test_round_up(sizes: set[int], rows: int) -> None:
     filled = round_up(rows, sorted(sizes))
     assert filled == min((size for size in sizes if size >= rows), default=rows)
     assert round_up(rows, None) == rows
+
+
+def test_the_documented_fields_are_the_fields() -> None:
+    root = Path(__file__).resolve().parent.parent
+    done = subprocess.run([sys.executable, "tools/describe_settings.py", "--check"], cwd=root)
+    assert done.returncode == 0, "run tools/describe_settings.py"

@@ -122,10 +122,14 @@ class LogOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A model whose folder is named outright, as TensorFlow Serving's model_config_list does."""
 
-    name: ModelName
+    name: Annotated[ModelName, Meta(description="What clients call it.")]
     base_path: Annotated[str, Meta(description="The folder that holds the model's version folders.")]
-    version_policy: VersionPolicy | None = None
-    labels: dict[str, VersionNumber] | None = None
+    version_policy: Annotated[
+        VersionPolicy | None, Meta(description="In place of the one in model.yaml.")
+    ] = None
+    labels: Annotated[
+        dict[str, VersionNumber] | None, Meta(description="In place of those in model.yaml.")
+    ] = None
 
 
 class RepositorySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
