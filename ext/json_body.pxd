@@ -79,8 +79,9 @@ cdef inline JsonFault read_member(Scan* s) noexcept nogil:
     elif text_equals(&key, b"signature_name", 14) and not s.named:
         s.named = True
         if peek(&s.cursor) == c'"':
-            s.name_is_string = True
-            return take_text(&s.cursor, &s.signature)
+            fault = take_text(&s.cursor, &s.signature)
+            s.name_is_string = fault == JSON_OK
+            return fault
     return skip_value(&s.cursor, 1, s.max_depth)
 
 

@@ -1,0 +1,166 @@
+"""json_value against its oracle and the vectors: values, reasons, offsets and the debug layout."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from fastserve._ext.json_value import JSONSyntaxError, Members, debug_text, parse
+from tests.ext.json_strategies import at_edge, broken, number_texts, values
+from tests.oracles import json_value as oracle
+
+VECTORS = Path(__file__).parents[1] / "vectors" / "tfserving.jsonl"
+PARSE = "JSON Parse error: "
+CASES = [
+    case
+    for case in map(json.loads, VECTORS.read_text().splitlines())
+    if case["kind"].startswith("parse_") and "body" in case["input"]
+]
+
+
+def plain(value: Any) -> Any:
+    """Like the oracle's values, and comparable: NaN equals itself, 1 differs from 1.0 and True."""
+    if isinstance(value, Members):
+        return "object", [(name, plain(inner)) for name, inner in value.pairs]
+    if isinstance(value, tuple):
+        return "object", [(name, plain(inner)) for name, inner in value[1]]
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return type(value).__name__, repr(value)
+
+
+def outcome(read: Any, body: Any) -> Any:
+    try:
+        return plain(read(body))
+    except (JSONSyntaxError, oracle.Refused) as error:
+        return error.reason, error.offset
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["id"])
+def test_vectors(case: dict[str, Any]) -> None:
+    body, error = case["input"]["body"].encode(), case["expected"].get("error", "")
+    if body == b"" or "deep-nesting" in case["id"]:
+        return  # the dialect words the first; the second is deeper than this server takes
+    try:
+        value = parse(body)
+    except JSONSyntaxError as fault:
+        assert error == PARSE + str(fault)
+        return
+    assert not error.startswith(PARSE)
+    whole = "JSON Value: " + debug_text(value) + " "
+    assert not error.startswith(whole[:14]) or error.startswith(whole) or "64" in error or "Type:" in error
+
+
+@settings(max_examples=500)
+@given(broken(values))
+def test_agrees_with_oracle(body: bytes) -> None:
+    assert outcome(parse, body) == outcome(oracle.parse, body)
+
+
+@settings(max_examples=500)
+@given(number_texts)
+def test_numbers(text: str) -> None:
+    assert outcome(parse, text.encode()) == outcome(oracle.parse, text.encode())
+
+
+@settings(max_examples=100)
+@given(broken(values))
+def test_stays_inside(body: bytes) -> None:
+    with at_edge(body) as view:
+        assert outcome(parse, view) == outcome(parse, body)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "9007199254740993",
+        "9007199254740993.0",
+        "2.2250738585072011e-308",
+        "4.9406564584124654e-324",
+        "2.47e-324",
+        "2.4703282292062327e-324",
+        "2.4703282292062328e-324",
+        "1.7976931348623157e308",
+        "1.7976931348623158e308",
+        "1.7976931348623159e308",
+        "0." + "0" * 400 + "1e401",
+        "1" + "0" * 400 + "e-400",
+        "1e-99999999999999999999",
+        "0e99999999999999999999",
+        "8.5" + "0" * 800 + "1",
+        "9007199254740992.99999999999999999999999999999999999999",
+        "9007199254740993" + ".0" * 1 + "0" * 30 + "1",
+        "1" * 19,
+        "1" * 20,
+        "1" * 21,
+        "18446744073709551616",
+    ],
+)
+def test_hard_numbers(text: str) -> None:
+    assert outcome(parse, text.encode()) == outcome(oracle.parse, text.encode())
+    if "." in text or "e" in text:
+        assert outcome(parse, b"-" + text.encode()) == outcome(oracle.parse, b"-" + text.encode())
+
+
+@pytest.mark.parametrize("text", [b"1" * 10**6, b"0." + b"3" * 10**6, b"1e" + b"0" * 10**6 + b"1"])
+def test_million_digits_are_linear(text: bytes) -> None:
+    start = time.perf_counter()
+    outcome(parse, text)
+    assert time.perf_counter() - start < 0.5
+
+
+def test_depth() -> None:
+    assert parse(b"[" * 100 + b"]" * 100)
+    assert parse(b"[[[]]]", max_depth=3) == [[[]]]
+    for body in (b"[" * 101 + b"]" * 101, b"[" * 500_000, b'{"a":' * 500_000):
+        with pytest.raises(JSONSyntaxError) as caught:
+            parse(body)
+        assert caught.value.reason == "Nesting too deep."
+
+
+def test_members() -> None:
+    value = parse(b'{"a": 1, "b": [2.0], "a": null}')
+    assert isinstance(value, Members)
+    assert value.pairs == [(b"a", 1), (b"b", [2.0]), (b"a", None)] == list(value)
+    assert value.get(b"a") == 1
+    assert value.get(b"c") is None
+    assert b"b" in value and b"c" not in value and len(value) == 3
+    assert value == Members(value.pairs) != Members()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (1e30, "1e30"),
+        (1.5e-7, "1.5e-7"),
+        (0.00000123, "0.00000123"),
+        (1.2345678901234569e23, "1.2345678901234569e23"),
+        (-0.0, "-0.0"),
+        (1e21, "1e21"),
+        (1e20, "100000000000000000000.0"),
+        (123.456, "123.456"),
+        (5e-324, "5e-324"),
+        (math.nan, ""),
+        (-math.inf, ""),
+        (True, "true"),
+        (None, "null"),
+        (-(2**63), "-9223372036854775808"),
+        (b'\x01\x1f"\\/\xc3\xa9\x7f', '"\\u0001\\u001F\\"\\\\/\u00e9\x7f"'),
+        (b"\xff", '"\ufffd"'),
+        ([], "[]"),
+        (Members(), "{}"),
+    ],
+)
+def test_debug_text(value: Any, text: str) -> None:
+    assert debug_text(value) == text
+
+
+def test_debug_text_stops() -> None:
+    assert debug_text([b"x" * 1000, 1]) == '["' + "x" * 1000 + '"'
+    assert len(debug_text(list(range(1000)))) == 257
