@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from fastserve._ext.json_value import Value
 
 Shape = tuple[int, ...]
+BULK_ITEMS = 256
 INTEGER_RANGES: dict[str, tuple[int, int]] = {
     # Narrow types take any int32 literal and wrap afterwards (spec 2.6).
     **dict.fromkeys(("int8", "int16", "int32", "uint8"), (-(2**31), 2**31 - 1)),
@@ -141,7 +143,12 @@ def _collect_named(rows: Sequence[Value], columns: Mapping[str, Column]) -> None
 
 def _collect_plain(rows: Sequence[Value], columns: Mapping[str, Column]) -> None:
     column = next(iter(columns.values()))
-    for index, row in enumerate(rows):
+    start = 0
+    if len(rows) > BULK_ITEMS and not _is_named(rows[0]):
+        with _Wrapped("0"):
+            column.add_row(rows[0])
+        start = 1 + take_plain(rows[1:], column.shape, column.dtype, column.values)
+    for index, row in enumerate(rows[start:], start):
         if _is_named(row):
             raise invalid(f"Expecting value/list but got object at item {index} of input list")
         with _Wrapped(str(index)):
@@ -227,23 +234,42 @@ def fill(value: Value, shape: Shape, level: int, dtype: DType, into: list[Value]
             f"Encountered list at unexpected size: {len(value)} at level: {level} "
             f"expected size: {shape[level]}"
         )
-    if level + 1 == len(shape) and _all_plain(value, dtype):
-        into.extend(value)
-        return
-    for item in value:
+    taken = take_plain(value, shape[level + 1 :], dtype, into)
+    for item in value[taken:]:
         fill(item, shape, level + 1, dtype, into)
 
 
-def _all_plain(values: list[Value], dtype: DType) -> bool:
+def take_plain(items: Sequence[Value], shape: Shape, dtype: DType, into: list[Value]) -> int:
+    """Append the leading items that are surely good, and return how many: BULK_ITEMS at a time.
+
+    Each item is a value or a list of values of that shape. A refused body of 1 MiB costs 0.4 s
+    value by value, and a tenth of that with everything before the fault taken like this.
+    """
+    if len(shape) > 1:
+        return 0
+    for start in range(0, len(items), BULK_ITEMS):
+        part: Sequence[Any] = items[start : start + BULK_ITEMS]
+        if shape:
+            if set(map(type, part)) != {list} or set(map(len, part)) != {shape[0]}:
+                return start
+            part = list(chain.from_iterable(part))
+        if not _all_plain(part, dtype):
+            return start
+        into.extend(part)
+    return len(items)
+
+
+def _all_plain(values: Sequence[Any], dtype: DType) -> bool:
     """Whether no element needs a look of its own. Types and bounds are compared at C speed."""
     kinds = set(map(type, values))
     if dtype.name in ("float32", "float64"):
         return kinds <= {int, float}
+    if dtype.name in ("bool", "bytes"):
+        return kinds == {bool if dtype.name == "bool" else bytes}
     span = INTEGER_RANGES.get(dtype.name)
     if span is None or kinds != {int}:
         return False
-    numbers: list[int] = values  # type: ignore[assignment]
-    return span[0] <= min(numbers) and max(numbers) <= span[1]
+    return bool(span[0] <= min(values) and max(values) <= span[1])
 
 
 def leaf(value: Value, dtype: DType) -> Value:

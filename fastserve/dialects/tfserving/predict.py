@@ -27,7 +27,7 @@ from fastserve.request import InferRequest
 from fastserve.tensor import DTYPE_BY_CODE, Tensor
 from fastserve.wire.call import Call
 
-EXPLAIN_BYTES = 1 << 20
+EXPLAIN_BYTES = 1 << 18  # reading and explaining cost up to 0.35 us a byte, in which nobody else is served
 RAW_TYPE = b"application/octet-stream"
 
 Inputs = dict[str, Tensor]  # by the signature's names

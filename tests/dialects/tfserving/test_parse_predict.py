@@ -170,5 +170,45 @@ def test_both_readers_agree(inputs: dict[str, str], key: str, value: Any) -> Non
     assert (got[1], contents(got[2])) == (exact[0], contents(exact[1]))
 
 
+PIECES = [
+    b"[",
+    b"]",
+    b"{",
+    b"}",
+    b",",
+    b":",
+    b'"',
+    b"\\",
+    b"1",
+    b"-0.5",
+    b"NaN",
+    b"null",
+    b'{"b64":"aGk="}',
+    b"\xff",
+]
+CUTS = st.tuples(st.floats(0, 1), st.integers(0, 4), st.sampled_from([b"", *PIECES]))
+
+
+@given(vector=st.sampled_from([*GOOD, *BAD]), cuts=st.lists(CUTS, min_size=1, max_size=3))
+@example(vector=BAD[0], cuts=[(0.0, 0, b'{"signature_name":"')])
+def test_both_readers_agree_on_damaged_bodies(vector: Vector, cuts: list[tuple[float, int, bytes]]) -> None:
+    body = bytearray(body_of(vector["input"]))
+    for place, length, piece in cuts:
+        at = int(place * len(body))
+        body[at : at + length] = piece
+    plans = plans_of(vector)
+    try:
+        read = plans.default.reader.read(bytes(body))
+    except predict.JSONFault:
+        read = None
+    exact = outcome(lambda: predict._read_plain(plans, bytes(body)))
+    assert (read is None) == isinstance(exact, Refusal)
+    if read is not None:
+        wanted = {name: (t.dtype.code, t.shape, bytes(t.data)) for name, t in exact[2].items()}
+        assert {
+            name: (code, shape, bytes(data)) for name, (code, shape, data) in read.tensors.items()
+        } == wanted
+
+
 def contents(tensors: dict[str, Tensor]) -> dict[str, Any]:
     return {name: (tensor.dtype, tensor.shape, bytes(tensor.data)) for name, tensor in tensors.items()}
