@@ -63,6 +63,10 @@ def test_flags_override_the_file_field_by_field(tmp_path: Path) -> None:
     assert settings.tfserving.result_keys == ("results",)
     assert settings.load_models == ("a", "b")
     assert settings.model_control == "none"
+    assert load_settings(file, {"tfserving.result_keys": "result,results"}).tfserving.result_keys == (
+        "result",
+        "results",
+    )
     assert load_settings(file, {"http": [":1=x"]}).http == (Listener(":1", ("x",)),)
 
 

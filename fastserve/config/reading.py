@@ -17,7 +17,8 @@ LISTENER_FIELDS = ("http", "grpc")
 def load_settings(file: Path | None = None, overrides: Mapping[str, object] | None = None) -> Settings:
     """Settings of `file` with `overrides` on top: dotted path -> value, as `Field.path` names it.
 
-    Values of overrides may be text, as flags are. Raises ConfigError naming field, value and what is allowed.
+    Values of overrides may be text, as flags are; a list is then split at commas.
+    Raises ConfigError naming field, value and what is allowed.
     """
     origin = file.name if file else "settings"
     tree = read_yaml(file, origin) if file else {}
@@ -25,11 +26,12 @@ def load_settings(file: Path | None = None, overrides: Mapping[str, object] | No
     settings = convert(tree, Settings, origin)
     if not overrides:
         return settings
-    known = {field.path for field in list_fields(Settings)}
+    known = {field.path: field for field in list_fields(Settings)}
     for path, value in overrides.items():
         if path not in known:
             raise ConfigError(f"flags: {path}: unknown field, allowed: {', '.join(sorted(known))}")
-        _put(tree, path, value)
+        is_list = isinstance(known[path].default, tuple) and path not in LISTENER_FIELDS
+        _put(tree, path, value.split(",") if is_list and isinstance(value, str) else value)
     _open_listeners(tree, "flags")
     return convert(tree, Settings, "flags", lax=True)
 
