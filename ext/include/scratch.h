@@ -1,8 +1,8 @@
 // Memory in which a thread writes texts before their size is known.
 //
 // A text is then copied into a bytes object that fits, at memory speed. Cutting a generous bytes
-// object instead makes malloc map and unmap it every time: 450 page faults for 150528 floats, a
-// third of the time it takes to write them.
+// object instead makes malloc map and unmap it every time: 450 page faults for 150528 floats, 3 to
+// 5 ns a number where the text itself takes 13.
 #pragma once
 #include <stdlib.h>
 
