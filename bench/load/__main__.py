@@ -15,6 +15,7 @@ from bench.load import measure, table, wrk
 from bench.load.measure import Plan
 from bench.workloads import WORKLOADS
 
+BUSY_LOAD = 0.7
 PARTS = [*WORKLOADS, "latency", "frontends", "memory", "codec"]
 
 
@@ -45,6 +46,13 @@ def rows(part: str, plan: Plan, subject: measure.Start, soak: int) -> list[table
     return found
 
 
+def warn_when_busy() -> None:
+    """Others on the machine make every figure low, and ratios of short runs uncertain."""
+    load = os.getloadavg()[0]
+    if load > BUSY_LOAD:
+        click.echo(f"the machine is busy (load {load:.1f}): figures will be low and noisy", err=True)
+
+
 def describe(plan: Plan, hello: float) -> dict[str, object]:
     return {
         "machine": platform.processor() or platform.machine(),
@@ -52,6 +60,7 @@ def describe(plan: Plan, hello: float) -> dict[str, object]:
         "python": platform.python_version(),
         "repeats": plan.repeats,
         "seconds": plan.seconds,
+        "load_before": os.getloadavg()[0],
         "hello_per_s": round(hello),
     }
 
@@ -82,6 +91,7 @@ def main(
         wrk.require()
     except wrk.NoWrk as fault:
         raise click.ClickException(str(fault)) from None
+    warn_when_busy()
     subject = measure.start_reference if self_test else measure.start_fastserve
     chosen = parts or tuple(WORKLOADS if self_test else PARTS)
     plan = Plan(repeats, seconds, *cores(), doubles=doubles, say=lambda text: click.echo(text, err=True))

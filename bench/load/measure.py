@@ -76,14 +76,16 @@ def ready(server: Server, workload: Workload, body: Path) -> None:
     servers.wait_ready(server, lambda: servers.verify(server, workload, body.read_bytes()))
 
 
-def load(server: Server, workload: Workload, body: Path, plan: Plan, connections: int) -> wrk.Load:
+def load(
+    server: Server, workload: Workload, body: Path, plan: Plan, connections: int, cores: Sequence[int] = ()
+) -> wrk.Load:
     return wrk.post(
         server.origin + workload.path,
         body,
         workload.content_type,
         connections=connections,
         seconds=plan.seconds,
-        cores=[plan.load_core],
+        cores=cores or [plan.load_core],
     )
 
 
@@ -153,7 +155,8 @@ def frontends(plan: Plan, counts: Sequence[int]) -> dict[int, float]:
             servers.fastserve_model("tiny", cores, "--frontends", str(count)) as server,
         ):
             ready(server, tiny, body)
-            rates[count] = Sample([load(server, tiny, body, plan, 64) for _ in range(plan.repeats)]).rate
+            loads = [load(server, tiny, body, plan, 64, cores) for _ in range(plan.repeats)]
+            rates[count] = Sample(loads).rate
             plan.say(f"{count} front processes: {rates[count]:,.0f}/s")
     return rates
 

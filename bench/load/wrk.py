@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def require() -> None:
 
 
 def post(
-    url: str, body_file: Path, content_type: str, *, connections: int, seconds: float, cores: list[int]
+    url: str, body_file: Path, content_type: str, *, connections: int, seconds: float, cores: Sequence[int]
 ) -> Load:
     """Raises RuntimeError when wrk ends without a result."""
     command = ["taskset", "-c", ",".join(map(str, cores)), "wrk", "-t1", f"-c{connections}"]
