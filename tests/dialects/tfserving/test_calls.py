@@ -370,6 +370,16 @@ def test_deep_nesting(depth: int) -> None:
         assert error_of(reply.body).startswith("JSON Parse error: Nesting too deep. at offset: ")
 
 
+@pytest.mark.parametrize("digits", [b"9" * 1_000_000, b"0." + b"9" * 1_000_000, b"1e" + b"9" * 1_000_000])
+def test_numbers_of_a_million_digits(digits: bytes) -> None:
+    dialect = dialect_of(standard_engine())
+    fits = digits.startswith(b"0.")
+    reply = ask(dialect, "POST", "/v1/models/m:predict", b'{"instances": [%b]}' % digits)
+    assert reply.status == (200 if fits else 400)
+    body = b'{"signature_name": "regress_x_to_y", "examples": [{"x": %b}]}' % digits
+    assert ask(dialect, "POST", "/v1/models/m:regress", body).status == (200 if fits else 400)
+
+
 def test_a_depth_of_100_is_read() -> None:
     body = '{"x": ' + "[" * 99 + "1" + "]" * 99 + ', "instances": [1]}'
     assert ask(dialect_of(standard_engine()), "POST", "/v1/models/m:predict", body).status == 200
