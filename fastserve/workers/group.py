@@ -147,9 +147,7 @@ class WorkerGroup:
         """Stops every worker: asked, and killed after `grace_s` seconds. Idempotent, and at any time:
         also during `start` (which then raises) and while a restart is being waited for."""
         self._stopped = True
-        for tender in self._tenders:
-            tender.cancel()
-        await asyncio.gather(*self._tenders, return_exceptions=True)
+        await _discard(*self._tenders)
         await _all(instance.stop(grace_s) for instance in self._instances)
 
     def kill(self, worker: int, reason: str) -> None:
@@ -182,19 +180,26 @@ class WorkerGroup:
         await self._in_time(instance, instance.serve(layout, fds))
 
     async def _in_time(self, instance: Instance, work: Coroutine[Any, Any, T]) -> T:
+        # Not asyncio.wait_for: before 3.12 it swallows a cancellation that meets the result.
+        doing = asyncio.ensure_future(work)
         try:
-            return await asyncio.wait_for(work, self._load_timeout_s)
-        except asyncio.TimeoutError:
-            text = (
-                f"worker {instance.index} was still {instance.state.value} after "
-                f"{self._load_timeout_s:g} s (load_timeout_s)"
-            )
-            instance.kill(text)
-            raise ServeError(Kind.DEADLINE_EXCEEDED, text) from None
+            done, _ = await asyncio.wait({doing}, timeout=self._load_timeout_s)
+        except asyncio.CancelledError:
+            await _discard(doing)
+            raise
+        if done:
+            return doing.result()
+        await _discard(doing)
+        text = (
+            f"worker {instance.index} was still {instance.state.value} after "
+            f"{self._load_timeout_s:g} s (load_timeout_s)"
+        )
+        instance.kill(text)
+        raise ServeError(Kind.DEADLINE_EXCEEDED, text)
 
     async def _tend(self, instance: Instance) -> None:
         backoff = Backoff(self._backoff_s, self._backoff_max_s)
-        while True:
+        while not self._stopped:
             lived_s = 0.0
             if instance.state is State.READY:
                 born = self._clock()
@@ -245,6 +250,10 @@ async def _all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     try:
         return list(await asyncio.gather(*tasks))
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _discard(*tasks)
+
+
+async def _discard(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -22,7 +22,7 @@ import msgspec
 from fastserve.backends.base import clean, read_specs
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.tensor import TensorSpec
-from fastserve.workers.control import ControlFault
+from fastserve.workers.control import ControlFault, PeerGone
 from fastserve.workers.process import WorkerProcess
 
 Specs = tuple[dict[str, TensorSpec], dict[str, TensorSpec]]
@@ -132,8 +132,9 @@ class Instance:
         except ControlFault as fault:
             if not self._process.running:
                 raise ServeError(Kind.UNAVAILABLE, f"worker {self.index} is not running") from fault
-            # Dying or deaf: `_end` tells how it ended in a moment.
-            self._process.kill(str(fault))
+            # Whoever hung up is dying, and `_end` will tell of what: not of a kill that came too late.
+            if not isinstance(fault, PeerGone):
+                self._process.kill(str(fault))
         return await self._answer
 
     def _hear(self, message: dict[str, Any]) -> None:

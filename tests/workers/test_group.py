@@ -323,6 +323,20 @@ def test_stop_during_a_back_off_wait(tmp_path: Path) -> None:
     run(scenario())
 
 
+def test_stop_in_the_very_turn_of_a_restart(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Watched(write_model(tmp_path, PLAIN)) as watched:
+            await watched.group.start()
+            alive = asyncio.Event()
+            watched.group._on_alive = lambda worker: alive.set()
+            os.kill(watched.group.pids[0], signal.SIGKILL)
+            watched.retry()
+            await alive.wait()
+            await asyncio.wait_for(watched.group.stop(5), 20)
+
+    run(scenario())
+
+
 def test_restarts_back_off_and_forgive(tmp_path: Path) -> None:
     flag = tmp_path / "broken"
     model = write_model(tmp_path, f"import os\nassert not os.path.exists({str(flag)!r}), 'still broken'\n")
