@@ -115,11 +115,15 @@ def _read_rows(document: Members, inputs: Mapping[str, DType]) -> dict[str, Tens
         _collect_named(rows, columns)
     else:
         _collect_plain(rows, columns)
-    return {
-        name: column.tensor((len(rows), *column.shape))
-        for name, column in columns.items()
-        if column.size >= 0
-    }
+    missing = [name for name, column in columns.items() if column.size < 0]
+    if missing:  # base64 objects where several inputs need names: seen only when the request is run (4.3)
+        sent = [name for name in columns if name not in missing]
+        raise invalid(
+            f"input size does not match signature: {len(sent)}!={len(columns)} "
+            f"len({{{','.join(sorted(sent))}}}) != len({{{','.join(sorted(columns))}}}). "
+            f"Sent extra: {{}}. Missing but required: {{{','.join(sorted(missing))}}}."
+        )
+    return {name: column.tensor((len(rows), *column.shape)) for name, column in columns.items()}
 
 
 def _collect_named(rows: Sequence[Value], columns: Mapping[str, Column]) -> None:

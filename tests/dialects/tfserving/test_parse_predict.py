@@ -154,6 +154,7 @@ def text_of(value: Any) -> str:
 
 @given(inputs=INPUTS, key=st.sampled_from(["instances", "inputs"]), value=VALUES)
 @example(inputs={"a": "float16"}, key="inputs", value=[])
+@example(inputs={"a": "bytes", "b": "bytes"}, key="instances", value=[{"b64": "aGk="}])
 def test_both_readers_agree(inputs: dict[str, str], key: str, value: Any) -> None:
     body = f'{{"{key}": {text_of(value)}}}'.encode()
     plans = Plans(version_with(inputs), 100)
