@@ -35,6 +35,8 @@ class Head:
     """One request head. Immutable once read and routed: calls with equal heads share it."""
 
     __slots__ = (
+        "after_length",
+        "before_length",
         "bodiless",
         "body_bytes",
         "endpoint",
@@ -61,8 +63,26 @@ class Head:
         self.bodiless = False  # HEAD: the reply has no body
         self.body_bytes = 0  # CHUNKED, or the Content-Length
         self.total_bytes = 0  # head and body together; 0 with CHUNKED
+        self.before_length = b""  # the head round the digits of its Content-Length, if it has one
+        self.after_length = b""
         self.expects_continue = False
         self.routed_anew = True
+
+    def match(self, data: bytes | bytearray, start: int, most_bytes: int) -> tuple[int, int]:
+        """Where a head at data[start:] ends and its body's length, if only the length differs from this
+        one; CHUNKED included. (0, 0) when it is
+        another head, and in every doubt."""
+        if data.startswith(self.raw, start):
+            return start + len(self.raw), self.body_bytes
+        if not self.before_length or not data.startswith(self.before_length, start):
+            return 0, 0
+        begin = start + len(self.before_length)
+        stop = data.find(b"\r", begin, begin + 20)
+        digits = data[begin:stop]
+        if stop < 0 or _LENGTH.fullmatch(digits) is None or not data.startswith(self.after_length, stop):
+            return 0, 0
+        length = int(digits)
+        return (stop + len(self.after_length), length) if length <= most_bytes else (0, 0)
 
 
 class _Fields:
@@ -138,7 +158,7 @@ def _read_framing(head: Head, framing: list[tuple[bytes, bytes, bytes]], limits:
             raise bad_request(f"Malformed request: more than one {lower.decode()} header")
         seen.add(lower)
         if lower == b"content-length":
-            head.body_bytes = _read_length(head.raw, name, value, limits)
+            head.body_bytes = _read_length(head, name, value, limits)
         elif lower == b"transfer-encoding":
             _check_coding(head, name, value)
         elif lower == b"host":
@@ -154,22 +174,31 @@ def _read_framing(head: Head, framing: list[tuple[bytes, bytes, bytes]], limits:
         head.total_bytes = len(head.raw) + head.body_bytes
 
 
-def _is_plain(raw: bytes, name: bytes, value: bytes) -> bool:
-    """True when nothing but at most one space stands around the value: no room for two readings."""
-    return b"%b: %b\r\n" % (name, value) in raw or b"%b:%b\r\n" % (name, value) in raw
+def _find_plain(raw: bytes, name: bytes, value: bytes) -> int:
+    """Where the value stands with at most one space before it and nothing after: no room for two
+    readings. -1 when it does not."""
+    for colon in (b": ", b":"):
+        line = b"\r\n%b%b%b\r\n" % (name, colon, value)
+        at = raw.find(line)
+        if at >= 0:
+            return at + 2 + len(name) + len(colon)
+    return -1
 
 
-def _read_length(raw: bytes, name: bytes, value: bytes, limits: Limits) -> int:
-    if _LENGTH.fullmatch(value) is None or not _is_plain(raw, name, value):
+def _read_length(head: Head, name: bytes, value: bytes, limits: Limits) -> int:
+    at = _find_plain(head.raw, name, value)
+    if at < 0 or _LENGTH.fullmatch(value) is None:
         raise bad_request("Malformed content-length header")
     length = int(value)
     if length > limits.body_bytes:
         raise over_limit(413, "Request body bytes", "body_bytes", limits.body_bytes)
+    head.before_length = head.raw[:at]
+    head.after_length = head.raw[at + len(value) :]
     return length
 
 
 def _check_coding(head: Head, name: bytes, value: bytes) -> None:
-    if value.lower() != b"chunked" or head.http_1_0 or not _is_plain(head.raw, name, value):
+    if value.lower() != b"chunked" or head.http_1_0 or _find_plain(head.raw, name, value) < 0:
         raise bad_request("Malformed transfer-encoding header: only HTTP/1.1 chunked is read")
     head.body_bytes = CHUNKED
 

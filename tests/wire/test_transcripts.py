@@ -450,3 +450,38 @@ def test_two_listeners_share_a_port() -> None:
 def test_replies_of_all_kinds_parse_back() -> None:
     pipe = exchange(b"".join(ANSWERS) * 3)
     assert len(read_replies(pipe.sent)) == 9
+
+
+@pytest.mark.parametrize("size", [0, 1, 5, 60])
+def test_heads_that_differ_in_their_length_only(size: int) -> None:
+    held = Held()
+    pipe = Pipe({"/held": held})
+    lengths = [5, 5, 0, 12, 100, 3, 5]
+    for length in lengths:
+        head = b"POST /held HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\nX: 1\r\n\r\n" % length
+        pipe.feed(head + b"z" * length, size)
+        call = held.calls[-1]
+        assert call.body == b"z" * length
+        assert call.headers == [
+            (b"host", b"a"), (b"content-length", b"%d" % length), (b"x", b"1")
+        ]  # fmt: skip
+        assert call.header(b"content-length") == b"%d" % length
+        call.reply(200)
+    assert len(held.calls) == len(lengths)
+    assert len({id(call.head) for call in held.calls}) == 1
+
+
+@pytest.mark.parametrize(
+    ("digits", "status"),
+    [
+        *((b"05", 400), (b"+5", 400), (b" 5", 400), (b"", 400), (b"5 ", 400), (b"5,5", 400), (b"-0", 400)),
+        *((b"99999999999999999999", 400), (b"999999999999", 413), (b"5\r\nContent-Length: 5", 400)),
+        *((b"5\r\nTransfer-Encoding: chunked", 400), (b"5\0", 400), (b"\xb2", 400)),
+    ],
+)
+def test_a_length_is_checked_when_only_it_differs(digits: bytes, status: int) -> None:
+    pipe = exchange(POST)
+    for _ in range(2):
+        pipe.feed(POST)
+    pipe.feed(POST.replace(b"Content-Length: 5", b"Content-Length: " + digits))
+    assert [r.status for r in pipe.replies()] == [200, 200, 200, status]
