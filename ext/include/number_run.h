@@ -70,13 +70,14 @@ static JsonFault read_item(const uint8_t **at, const uint8_t *end, T *out)
 static const double EXACT_TENS[23] = {1e0,  1e1,  1e2,  1e3,  1e4,  1e5,  1e6,  1e7,  1e8,  1e9,  1e10, 1e11,
                                       1e12, 1e13, 1e14, 1e15, 1e16, 1e17, 1e18, 1e19, 1e20, 1e21, 1e22};
 
+// -DPLAIN_DIGITS leaves the vector reader out, to test the other one on a machine that has both.
 namespace plain {
 #define READ_DIGITS16 read_digits16
 #include "number_loop.h"
 #undef READ_DIGITS16
 }
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(PLAIN_DIGITS)
 #pragma GCC push_options
 #pragma GCC target("avx2,bmi,bmi2")
 namespace wide {
@@ -92,7 +93,7 @@ namespace wide {
 template <typename T>
 static inline JsonFault read_run(const uint8_t **at, const uint8_t *end, void *out, int64_t room, int64_t *count)
 {
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(PLAIN_DIGITS)
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2"))
         return wide::read_run(at, end, (T *)out, room, count);
 #endif

@@ -212,8 +212,8 @@ def test_hurried_numbers_agree_with_careful_ones(text: str, dtype: str) -> None:
         fault = reader_of({"x": dtype}).read_into(body.encode(), out, (), 2)
         return fault or bytes(out)
 
-    careful = item('{"instances":[%s,1]}' % text)
-    hurried = item('{"instances":[%s,1]}%s' % (text, " " * 100))
+    careful = item(f'{{"instances":[{text},1]}}')
+    hurried = item(f'{{"instances":[{text},1]}}{" " * 100}')
     assert hurried == careful
     if dtype.startswith("float") and isinstance(careful, bytes):
         with np.errstate(over="ignore"):

@@ -47,12 +47,12 @@ def test_vectors(case: dict[str, Any]) -> None:
     body, error = case["input"]["body"].encode(), case["expected"].get("error", "")
     if body == b"" or "deep-nesting" in case["id"]:
         return  # the dialect words the first; the second is deeper than this server takes
-    try:
-        value = parse(body)
-    except JSONSyntaxError as fault:
-        assert error == PARSE + str(fault)
+    if error.startswith(PARSE):
+        with pytest.raises(JSONSyntaxError) as caught:
+            parse(body)
+        assert error == PARSE + str(caught.value)
         return
-    assert not error.startswith(PARSE)
+    value = parse(body)
     whole = "JSON Value: " + debug_text(value) + " "
     assert not error.startswith(whole[:14]) or error.startswith(whole) or "64" in error or "Type:" in error
 
@@ -130,7 +130,9 @@ def test_members() -> None:
     assert value.pairs == [(b"a", 1), (b"b", [2.0]), (b"a", None)] == list(value)
     assert value.get(b"a") == 1
     assert value.get(b"c") is None
-    assert b"b" in value and b"c" not in value and len(value) == 3
+    assert b"b" in value
+    assert b"c" not in value
+    assert len(value) == 3
     assert value == Members(value.pairs) != Members()
 
 
