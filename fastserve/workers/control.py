@@ -117,9 +117,9 @@ class Control:
 
     def unwatch(self) -> None:
         """Stops calling back; idempotent."""
-        if self._loop is not None:
+        if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._sock.fileno())
-            self._loop = None
+        self._loop = None
 
     def close(self) -> None:
         """Closes the line, which the other side reads as EOF; idempotent."""

@@ -150,6 +150,15 @@ class WorkerGroup:
         await _discard(*self._tenders)
         await _all(instance.stop(grace_s) for instance in self._instances)
 
+    def abandon(self) -> None:
+        """Ends every worker at once, when the loop that `start` ran on is gone or will not run again.
+
+        Blocks for some milliseconds. `stop` is the way while the loop lives.
+        """
+        self._stopped = True
+        for instance in self._instances:
+            instance.abandon()
+
     def kill(self, worker: int, reason: str) -> None:
         """Ends one worker at once, as the watchdog does with a batch beyond run_timeout_ms. It is
         reported and restarted like any other death."""

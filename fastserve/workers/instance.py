@@ -123,6 +123,12 @@ class Instance:
         if self._process is not None:
             self._process.kill(reason)
 
+    def abandon(self) -> None:
+        """Ends the worker at once, without the loop; nobody is told."""
+        self.state = State.IDLE
+        if self._process is not None:
+            self._process.abandon()
+
     async def _ask(self, state: State, message: dict[str, Any], fds: Sequence[int]) -> _Loaded | None:
         assert self._process is not None
         self.state = state

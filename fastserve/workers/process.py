@@ -165,6 +165,13 @@ class WorkerProcess:
         await asyncio.wait({self._exited}, timeout=timeout_s)
         return self._exited.done()
 
+    def abandon(self) -> None:
+        """Ends the child without its loop, which may be closed already. Blocks for the milliseconds that
+        SIGKILL takes; `on_exit` is not called."""
+        if self.running:
+            self.kill("abandoned")
+            self._bury()
+
     def _execute(self, control_fd: int) -> subprocess.Popen[bytes]:
         # A model's print() goes to our stderr, not between the lines a user pastes from stdout.
         output = 2 if _is_open(2) else subprocess.DEVNULL
@@ -199,14 +206,22 @@ class WorkerProcess:
             self._hangup = self._loop.call_later(HANGUP_GRACE_S, self.kill, "it closed its control line")
 
     def _reap(self) -> None:
+        assert self._control is not None
+        assert self._exited is not None
+        self._control.drain(self._hear)
+        words = self._bury()
+        self._exited.set_result(None)
+        self._on_exit(f"killed: {self._reason}" if self._reason else words)
+
+    def _bury(self) -> str:
+        """Leaves nothing of a dead child behind; how it ended."""
         assert self._loop is not None
         assert self._popen is not None
         assert self._control is not None
-        assert self._exited is not None
-        self._loop.remove_reader(self._pidfd)
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._pidfd)
         if self._hangup is not None:
             self._hangup.cancel()
-        self._control.drain(self._hear)
         # While the dead leader is not yet reaped, its group's number cannot be taken by anyone else.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._popen.pid, signal.SIGKILL)
@@ -214,8 +229,7 @@ class WorkerProcess:
         os.close(self._pidfd)
         self._pidfd = -1
         self._control.close()
-        self._exited.set_result(None)
-        self._on_exit(f"killed: {self._reason}" if self._reason else words)
+        return words
 
 
 def _is_open(fd: int) -> bool:

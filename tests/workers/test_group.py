@@ -337,6 +337,26 @@ def test_stop_in_the_very_turn_of_a_restart(tmp_path: Path) -> None:
     run(scenario())
 
 
+@pytest.mark.lingers  # the loop ends with the group's tasks on it: that is the case tried here
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_group_can_be_abandoned_after_its_loop(tmp_path: Path, loop: str) -> None:
+    left: list[Watched] = []
+
+    async def scenario() -> None:
+        left.append(Watched(write_model(tmp_path, PLAIN), instances=2))
+        await left[0].group.start()
+
+    run(scenario(), loop)
+    (watched,) = left
+    assert watched.group.alive == 2
+    pids = watched.group.pids
+    watched.group.abandon()
+    watched.group.abandon()
+    watched.arena.close()
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    assert (watched.group.alive, watched.group.pids, watched.events) == (0, [0, 0], [])
+
+
 def test_restarts_back_off_and_forgive(tmp_path: Path) -> None:
     flag = tmp_path / "broken"
     model = write_model(tmp_path, f"import os\nassert not os.path.exists({str(flag)!r}), 'still broken'\n")
