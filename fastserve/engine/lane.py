@@ -87,7 +87,7 @@ class Lane:
 
     def close(self) -> None:
         """Stop listening. Whoever still waits is told that the version is gone."""
-        if self._loop is not None:
+        if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._bell)
         gone = ServeError(Kind.UNAVAILABLE, "the model version was unloaded")
         for tickets in self._pending:
@@ -118,10 +118,7 @@ class Lane:
         tickets.append(ticket)
         self.ring.commit(place, rows)
         self.waiting += 1
-        if not self._kicking:
-            self._kicking = True
-            assert self._loop is not None
-            self._loop.call_soon(self._kick)
+        self._kick_soon()
         if deadline_ns and not self._watching:
             self._watch()
         return ticket
@@ -129,6 +126,7 @@ class Lane:
     def abandon(self, place: int, rows: int) -> None:
         """The inputs could not be written."""
         self.ring.abandon(place, rows)
+        self._kick_soon()
 
     def cancel(self, ticket: Ticket) -> None:
         """Nobody waits any more; `done` will not be called. No effect on a ticket already answered."""
@@ -158,6 +156,12 @@ class Lane:
             self._wake_idle()
 
     # --- answers ---------------------------------------------------------------------------------
+
+    def _kick_soon(self) -> None:
+        if not self._kicking:
+            self._kicking = True
+            assert self._loop is not None
+            self._loop.call_soon(self._kick)
 
     def _kick(self) -> None:
         self._kicking = False

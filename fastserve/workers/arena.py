@@ -87,7 +87,9 @@ def _row_bytes(specs: Mapping[str, TensorSpec]) -> tuple[int, ...] | None:
 class Arena:
     """One process's hold on an arena: memory, doorbells and the ring over them. `close()` lets go."""
 
-    def __init__(self, geometry: Geometry, memory_fd: int, worker_bells: Sequence[int], front_bells: Sequence[int]):
+    def __init__(
+        self, geometry: Geometry, memory_fd: int, worker_bells: Sequence[int], front_bells: Sequence[int]
+    ):
         self.geometry = geometry
         self.memory_fd = memory_fd
         self.worker_bells = list(worker_bells)

@@ -10,12 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from fastserve._ext.flatten import pack_bytes, unpack_bytes
+try:
+    from fastserve._ext.flatten import pack_bytes, unpack_bytes
+except ImportError:
+    pass
 from fastserve.tensor import DTYPES, DType, Tensor
 
 BYTES = DTYPES["bytes"]
 NUMPY: dict[str, np.dtype[Any]] = {
-    name: np.dtype("uint16" if name == "bfloat16" else "object" if name == "bytes" else name) for name in DTYPES
+    name: np.dtype("uint16" if name == "bfloat16" else "object" if name == "bytes" else name)
+    for name in DTYPES
 }
 _BY_NUMPY = {np.dtype(name): dtype for name, dtype in DTYPES.items() if name not in ("bfloat16", "bytes")}
 

@@ -78,7 +78,9 @@ class DenseRunner:
         return columns
 
 
-def _store(name: str, result: np.ndarray[Any, Any], column: np.ndarray[Any, Any], rows: int, padded: int) -> None:
+def _store(
+    name: str, result: np.ndarray[Any, Any], column: np.ndarray[Any, Any], rows: int, padded: int
+) -> None:
     if result.shape != (padded, *column.shape[1:]):
         wanted, got = [padded, *column.shape[1:]], list(result.shape)
         raise ServeError(Kind.INTERNAL, f"output {name!r} of the model has shape {got}, declared {wanted}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from fastserve.backends.base import Backend, explain
 from fastserve.errors import Kind, ServeError
@@ -17,6 +17,7 @@ from fastserve.workers.control import Control, PeerGone
 
 if TYPE_CHECKING:
     from fastserve._ext.batch_ring import BatchRing
+    from fastserve.backends.transformer import TransformerBackend
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +63,10 @@ def serve(
 
 def make_runner(arena: Arena, ring: BatchRing, backend: Backend, config: Mapping[str, Any]) -> Runner:
     """The runner for this arena's form. numpy is first needed here."""
+    if "transformer" in config:
+        from fastserve.workers.elements import ElementRunner
+
+        return ElementRunner(arena, ring, cast("TransformerBackend", backend), whole=config["transformer"]["whole"])
     if arena.geometry.dense:
         from fastserve.workers.dense import DenseRunner
 

@@ -131,7 +131,9 @@ def _pad(places: list[Place]) -> list[Place]:
     for name in places[0][2]:
         shapes = [arrays[name].shape[1:] for _, _, arrays in places]
         if len({len(shape) for shape in shapes}) > 1:
-            raise ServeError(Kind.INVALID_ARGUMENT, f"input {name!r}: requests differ in rank, padding cannot help")
+            raise ServeError(
+                Kind.INVALID_ARGUMENT, f"input {name!r}: requests differ in rank, padding cannot help"
+            )
         target = tuple(max(lengths) for lengths in zip(*shapes, strict=True))
         for _, _, arrays in padded:
             arrays[name] = _pad_array(arrays[name], target)
@@ -143,4 +145,3 @@ def _pad_array(array: np.ndarray[Any, Any], target: tuple[int, ...]) -> np.ndarr
         return array
     widths = [(0, 0), *((0, want - have) for want, have in zip(target, array.shape[1:], strict=True))]
     return np.pad(array, widths, constant_values=array.reshape(-1)[0])
-

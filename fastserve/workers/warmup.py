@@ -25,7 +25,9 @@ def run_samples(backend: Backend, samples: Sequence[Mapping[str, Any]], *, batch
             backend.run(arrays)
 
 
-def _sample_array(spec: TensorSpec, sample: Mapping[str, Any], where: str, batching: bool) -> np.ndarray[Any, Any]:
+def _sample_array(
+    spec: TensorSpec, sample: Mapping[str, Any], where: str, batching: bool
+) -> np.ndarray[Any, Any]:
     value = sample["inputs"].get(spec.name, "zeros")
     dtype = NUMPY[spec.dtype.name]
     if isinstance(value, str) and value == "zeros":

@@ -1,0 +1,370 @@
+"""The batchers of the library: one element in, one result out, over the same lanes as the server.
+
+    ElementBatcher   plain Python objects, each in a slab of its own
+    RowBatcher       numpy rows, written into the batch's column
+    HookedBatcher    batches are made in this process, for preprocess and postprocess there
+
+Everything runs on one event loop. A full queue makes callers wait, in the order they came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol
+
+from fastserve.codec.wireable import decode, encode
+from fastserve.engine.lane import FULL, Lane, Ticket
+from fastserve.engine.meters import LaneMeters
+from fastserve.errors import Kind, ServeError
+from fastserve.metrics.registry import Registry
+from fastserve.tensor import TensorSpec
+from fastserve.workers.arena import Arena, Geometry
+from fastserve.workers.rowspec import RowSpec
+
+log = logging.getLogger(__name__)
+
+SLAB_PAGE = 4096
+SLAB_BYTES = 1 << 30  # a bound, not a cost: pages that are never touched take no memory
+DIED = "the worker process died while it ran this batch"
+MOST_ATTEMPTS = 2
+NEVER_NS = 1 << 62
+Hook = Callable[[Any], Awaitable[Any]]
+
+
+class Sizes(Protocol):
+    """What a service says of its batches."""
+
+    max_batch_size: int
+    timeout_seconds: float
+    max_queue_size: int
+    instances: int
+
+
+class Batcher:
+    """What the three have in common: an arena, a lane, and callers who wait for room."""
+
+    inputs: dict[str, TensorSpec] = {}
+    outputs: dict[str, TensorSpec] = {}
+    delay_ns = 0
+
+    def __init__(self, sizes: Sizes) -> None:
+        self._sizes = sizes
+        self.delay_ns = int(sizes.timeout_seconds * 1e9)
+        self._arena: Arena | None = None
+        self._lane: Lane | None = None
+        self._registry = Registry()
+        self._queue: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What the worker is told of its tensors."""
+        return {"max_batch_size": self._sizes.max_batch_size, "warmup": "off"}
+
+    def make_arena(self, inputs: Mapping[str, TensorSpec], outputs: Mapping[str, TensorSpec]) -> Arena:
+        """The arena of this service; called once its workers have loaded."""
+        sizes = self._sizes
+        geometry = Geometry(
+            slots=sizes.max_queue_size + 1,
+            max_rows=sizes.max_batch_size,
+            inputs=tuple(spec.row_bytes or 0 for spec in self.inputs.values()),
+            outputs=tuple(spec.row_bytes or 0 for spec in self.outputs.values()),
+            slab_pages=SLAB_BYTES // SLAB_PAGE,
+            max_delay_ns=self.delay_ns,
+            workers=sizes.instances,
+            fronts=1,
+        )
+        self._arena = Arena.create(geometry)
+        return self._arena
+
+    def open(self) -> None:
+        """Listen for answers on the running loop."""
+        assert self._arena is not None
+        sizes = self._sizes
+        meters = LaneMeters(self._registry, "service", 1, self.delay_ns, sizes.max_batch_size)
+        self._lane = Lane(self._arena, 0, self.inputs, self.outputs, meters)
+        self._lane.open()
+
+    def close(self) -> None:
+        """Everybody who still waits gets an error."""
+        if self._lane is not None:
+            self._lane.close()
+        gone = ServeError(Kind.UNAVAILABLE, "the service was stopped")
+        while self._queue:
+            waiter = self._queue.popleft()
+            if not waiter.done():
+                waiter.set_exception(gone)
+        if self._arena is not None:
+            self._arena.close()
+        self._registry.close()
+
+    def worker_died(self, worker: int, alive: int) -> None:
+        """Its batches go to another worker, or their callers get an error."""
+        if self._lane is not None:
+            attempts = MOST_ATTEMPTS if alive else 1
+            self._lane.ring.worker_died(worker, attempts, Kind.UNAVAILABLE.value, DIED)
+
+    async def do_one(self, x: Any) -> Any:
+        """The result for one element."""
+        raise NotImplementedError
+
+    # --- for subclasses
+
+    @property
+    def lane(self) -> Lane:
+        if self._lane is None:
+            raise ServeError(Kind.UNAVAILABLE, "the service was stopped")
+        return self._lane
+
+    async def _place(self) -> int:
+        """A place for one row, after those who asked before."""
+        place = self.lane.ring.reserve(1) if not self._queue else FULL
+        while place == FULL:
+            place = await self._queued_place()
+        self._let_next_try()
+        return place
+
+    async def _queued_place(self) -> int:
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.append(waiter)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if waiter.done():
+                self._let_next_try()
+            raise
+        finally:
+            if waiter in self._queue:
+                self._queue.remove(waiter)
+        return self.lane.ring.reserve(1)
+
+    def _let_next_try(self) -> None:
+        """One at a time: who finds room lets the next one look, so that the order is kept."""
+        while self._queue:
+            waiter = self._queue.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+
+    async def _result(self, place: int) -> Any:
+        """Submit a written place and wait for what the worker makes of it."""
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        ticket = self.lane.submit(place, 1, self._deliver, 0, answer)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            if self._lane is not None:
+                self._lane.cancel(ticket)
+                self._let_next_try()
+            raise
+
+    def _deliver(self, ticket: Ticket, error: ServeError | None) -> None:
+        answer: asyncio.Future[Any] = ticket.context
+        result = None
+        if error is None:
+            result, error = self._take(ticket)
+        self._let_next_try()
+        if answer.done():
+            return
+        if error is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(result)
+
+    def _take(self, ticket: Ticket) -> tuple[Any, ServeError | None]:
+        """The result of an answered place, which is then let go of."""
+        try:
+            return self._read(ticket.place), None
+        except ServeError as error:
+            return None, error
+        finally:
+            self.lane.release(ticket)
+
+    def _read(self, place: int) -> Any:
+        """What the worker answered. Raises ServeError when that is an error."""
+        ring = self.lane.ring
+        offset, nbytes = ring.answer_slab(place)
+        if offset == 0:
+            raise ServeError(Kind.RESOURCE_EXHAUSTED, "no room for the result")
+        status = ring.place_status(place)
+        result = decode(bytes(ring.slab(offset, nbytes)))
+        if status:
+            raise ServeError(Kind(status), str(result))
+        return result
+
+    def _write(self, place: int, payload: bytes) -> None:
+        """Put an element's bytes where the worker will find them. Raises ServeError without room."""
+        ring = self.lane.ring
+        offset = ring.lease(len(payload))
+        if offset == 0:
+            raise ServeError(Kind.RESOURCE_EXHAUSTED, f"no room for an element of {len(payload)} bytes")
+        ring.slab(offset, len(payload), True)[:] = payload
+        ring.attach_slab(place, offset, len(payload))
+
+
+class ElementBatcher(Batcher):
+    """Plain Python objects."""
+
+    async def do_one(self, x: Any) -> Any:
+        """Raises TypeError, naming the type, when x cannot travel."""
+        payload = encode(x)
+        place = await self._place()
+        try:
+            self._write(place, payload)
+        except ServeError:
+            self.lane.abandon(place, 1)
+            raise
+        return await self._result(place)
+
+
+class RowBatcher(Batcher):
+    """numpy rows of one shape and dtype; with `out_row` results are rows too."""
+
+    def __init__(self, sizes: Sizes, row: RowSpec, out_row: RowSpec | None) -> None:
+        super().__init__(sizes)
+        self._row = row
+        self._out_row = out_row
+        self.inputs = {"row": row.spec}
+        self.outputs = {} if out_row is None else {"row": out_row.spec}
+
+    @property
+    def config(self) -> dict[str, Any]:
+        described = {"inputs": self._describe(self._row)}
+        if self._out_row is not None:
+            described["outputs"] = self._describe(self._out_row)
+        return {**super().config, **described}
+
+    async def do_one(self, x: Any) -> Any:
+        """Raises ValueError when x is not such a row."""
+        import numpy as np
+
+        row = np.ascontiguousarray(x, self._row.dtype)
+        if row.shape != self._row.shape:
+            raise ValueError(f"an element has shape {row.shape}, the service takes {self._row.shape}")
+        place = await self._place()
+        self.lane.ring.input_rows(place, 1, 0)[:] = memoryview(row.reshape(-1).view(np.uint8))
+        return await self._result(place)
+
+    def _read(self, place: int) -> Any:
+        if self._out_row is None:
+            return super()._read(place)
+        import numpy as np
+
+        out = np.frombuffer(bytes(self.lane.ring.output_rows(place, 1, 0)), self._out_row.dtype)
+        return out.reshape(self._out_row.shape)
+
+    def _describe(self, row: RowSpec) -> dict[str, Any]:
+        return {"row": {"dtype": row.dtype, "shape": list(row.shape)}}
+
+
+class Gathering:
+    """A batch that is made in this process: elements, their places and who waits for them."""
+
+    __slots__ = ("answers", "elements", "places", "timer")
+
+    def __init__(self) -> None:
+        self.elements: list[Any] = []
+        self.places: list[int] = []
+        self.answers: list[asyncio.Future[Any]] = []
+        self.timer: asyncio.TimerHandle | None = None
+
+    def fail(self, error: BaseException) -> None:
+        """Everybody gets the error."""
+        for answer in self.answers:
+            if not answer.done():
+                answer.set_exception(error)
+
+    def finish(self, results: Any) -> None:
+        """Everybody gets their own result."""
+        for answer, result in zip(self.answers, results, strict=True):
+            if not answer.done():
+                answer.set_result(result)
+
+
+class HookedBatcher(Batcher):
+    """Rows are reserved as elements come and committed once `preprocess` is done with the batch: until
+    then no worker can take it, and after it is sealed no element can join."""
+
+    def __init__(self, sizes: Sizes, preprocess: Hook, postprocess: Hook) -> None:
+        super().__init__(sizes)
+        self.delay_ns = NEVER_NS  # sealed here, by the timer of its first element
+        self._preprocess = preprocess
+        self._postprocess = postprocess
+        self._open_slots: dict[int, Gathering] = {}
+        self._before, self._after = asyncio.Lock(), asyncio.Lock()  # batches keep their order
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def do_one(self, x: Any) -> Any:
+        place = await self._place()
+        slot = place >> 16
+        batch = self._open_slots.get(slot)
+        loop = asyncio.get_running_loop()
+        if batch is None:
+            batch = self._open_slots[slot] = Gathering()
+            batch.timer = loop.call_later(self._sizes.timeout_seconds, self._seal, slot)
+        answer: asyncio.Future[Any] = loop.create_future()
+        batch.elements.append(x)
+        batch.places.append(place)
+        batch.answers.append(answer)
+        if len(batch.elements) == self._sizes.max_batch_size:
+            self._seal(slot)
+        return await answer
+
+    def close(self) -> None:
+        super().close()
+        gone = ServeError(Kind.UNAVAILABLE, "the service was stopped")
+        for batch in self._open_slots.values():
+            if batch.timer is not None:
+                batch.timer.cancel()
+            batch.fail(gone)
+        for task in self._tasks:
+            task.cancel()
+
+    def _seal(self, slot: int) -> None:
+        batch = self._open_slots.pop(slot)
+        if batch.timer is not None:
+            batch.timer.cancel()
+        self.lane.ring.seal(batch.places[0])
+        self._spawn(self._send(batch))
+
+    async def _send(self, batch: Gathering) -> None:
+        try:
+            async with self._before:
+                payload = encode(await self._preprocess(batch.elements))
+                self._write(batch.places[0], payload)
+        except Exception as error:
+            for place in batch.places:
+                self.lane.abandon(place, 1)
+            batch.fail(error)
+            return
+        for place in batch.places:
+            self.lane.submit(place, 1, self._deliver, 0, batch)
+
+    def _deliver(self, ticket: Ticket, error: ServeError | None) -> None:
+        batch: Gathering = ticket.context
+        if ticket.place != batch.places[0]:  # the first place answers for all
+            if error is None:
+                self.lane.release(ticket)
+            return
+        result = None
+        if error is None:
+            result, error = self._take(ticket)
+        self._let_next_try()
+        if error is not None:
+            batch.fail(error)
+        else:
+            self._spawn(self._finish(batch, result))
+
+    async def _finish(self, batch: Gathering, result: Any) -> None:
+        try:
+            async with self._after:
+                batch.finish(await self._postprocess(result))
+        except Exception as error:
+            batch.fail(error)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

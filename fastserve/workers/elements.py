@@ -1,0 +1,107 @@
+"""Batches of Python objects, for the batching library: each place brings an element, or the first
+brings the whole batch.
+
+An element is a numpy row in a column, or bytes of codec/wireable in a slab. Results travel the same
+ways back. What cannot travel fails its own place; what the transformer raises fails the batch.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastserve.backends.base import explain
+from fastserve.backends.transformer import TransformerBackend
+from fastserve.codec.wireable import decode, encode
+from fastserve.errors import Kind, ServeError
+from fastserve.workers.arena import Arena
+from fastserve.workers.arrays import NUMPY
+
+if TYPE_CHECKING:
+    from fastserve._ext.batch_ring import BatchRing
+
+log = logging.getLogger(__name__)
+Place = tuple[int, int, int, int]  # first row, rows, slab offset, bytes
+
+
+class ElementRunner:
+    """Runs slots of a BatchedService. `whole`: the main process made the batch into one object."""
+
+    def __init__(self, arena: Arena, ring: BatchRing, backend: TransformerBackend, *, whole: bool) -> None:
+        self._arena = arena
+        self._ring = ring
+        self._backend = backend
+        self._whole = whole
+        self._columns: dict[tuple[int, bool], np.ndarray[Any, Any]] = {}
+
+    def run(self, slot: int) -> None:
+        """Answer every place of the slot."""
+        places = self._ring.places(slot)
+        if not places:
+            return
+        batch = self._read(slot, places)
+        self._ring.start_run(slot)
+        results = self._backend.apply(batch)
+        if self._whole:
+            self._answer(slot, places[0][0], results)
+            return
+        if len(results) != len(places) and not self._ring.inputs:
+            raise ServeError(Kind.INTERNAL, f"transform returned {len(results)} results for {len(places)} elements")
+        self._write(slot, places, results)
+
+    def warm_up(self, rows: int) -> None:
+        """Nothing: no element can be made up."""
+
+    def _read(self, slot: int, places: list[Place]) -> Any:
+        if self._whole:
+            return decode(bytes(self._ring.slab(places[0][2], places[0][3])))
+        if self._ring.inputs:
+            return self._column(slot, output=False)[: self._ring.batch_rows(slot)]
+        return [decode(bytes(self._ring.slab(offset, nbytes))) for _, _, offset, nbytes in places]
+
+    def _write(self, slot: int, places: list[Place], results: Any) -> None:
+        if self._ring.outputs:
+            rows = self._ring.batch_rows(slot)
+            results = np.asarray(results)
+            column = self._column(slot, output=True)
+            if results.shape != (rows, *column.shape[1:]):
+                shapes = f"{list(results.shape)}, out_row says {[rows, *column.shape[1:]]}"
+                raise ServeError(Kind.INTERNAL, f"transform returned an array of shape {shapes}")
+            np.copyto(column[:rows], results, casting="same_kind")
+            return
+        numbered = [p[0] for p in places] if self._ring.inputs else range(len(places))
+        for place, index in zip(places, numbered, strict=True):
+            self._answer(slot, place[0], results[index])
+
+    def _answer(self, slot: int, row: int, result: Any) -> None:
+        status, payload = 0, b""
+        try:
+            if isinstance(result, BaseException):
+                status, payload = Kind.INTERNAL.value, encode(explain(result))
+            else:
+                payload = encode(result)
+        except TypeError as error:
+            status, payload = Kind.INVALID_ARGUMENT.value, encode(f"the result cannot be sent back: {error}")
+        offset = self._ring.lease(len(payload))
+        if offset == 0:
+            self._ring.answer_place(slot, row, Kind.RESOURCE_EXHAUSTED.value, 0, 0)
+            return
+        self._ring.slab(offset, len(payload), True)[:] = payload
+        self._ring.answer_place(slot, row, status, offset, len(payload))
+
+    def _column(self, slot: int, *, output: bool) -> np.ndarray[Any, Any]:
+        """The slot's only input or output column as an array [max_rows, *row shape]; inputs read-only."""
+        known = self._columns.get((slot, output))
+        if known is None:
+            specs = self._backend.outputs if output else self._backend.inputs
+            spec = next(iter(specs.values()))
+            at, row_bytes = self._ring.column_span(slot, 0, output)
+            dtype = NUMPY[spec.dtype.name]
+            count = self._ring.max_rows * row_bytes // dtype.itemsize
+            known = np.frombuffer(self._arena.memory, dtype, count, at)
+            known = known.reshape(self._ring.max_rows, *(spec.shape or ()))
+            known.flags.writeable = output
+            self._columns[slot, output] = known
+        return known

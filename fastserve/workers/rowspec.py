@@ -1,0 +1,41 @@
+"""A numpy row as the batching library declares it: shape and dtype, checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from fastserve.tensor import DTYPES, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class RowSpec:
+    """Every element is one such row."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, shape: int | Iterable[int], dtype: Any) -> RowSpec:
+        """From what a user writes: a shape and anything numpy takes for a dtype. Raises ValueError."""
+        import numpy as np
+
+        name = np.dtype(dtype).name
+        lengths = (shape,) if isinstance(shape, int) else tuple(shape)
+        if name not in DTYPES or name == "bytes":
+            raise ValueError(f"a row of {name} cannot lie in a column; numeric dtypes can")
+        if not lengths and shape != () or any(n < 1 for n in lengths):
+            raise ValueError(f"a row's axes have lengths from 1, not {lengths}")
+        return cls(lengths, name)
+
+    @property
+    def spec(self) -> TensorSpec:
+        """The same as a tensor without its batch axis."""
+        return TensorSpec("row", DTYPES[self.dtype], self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one row."""
+        return prod(self.shape) * DTYPES[self.dtype].item_bytes
