@@ -22,46 +22,24 @@ from fastserve.wire.call import Call
 from fastserve.wire.chunks import ChunkReader, append_piece, join_pieces
 from fastserve.wire.faults import WireFault, too_slow
 from fastserve.wire.head import CHUNKED, Head, check_unfinished, read_head
+from fastserve.wire.pace import Pace, Phase, Verdict
 from fastserve.wire.replies import CLOSE, CONTINUE
 
 if TYPE_CHECKING:
     from fastserve.wire.listener import HttpListener
 
 HEAD, BODY, CHUNKS, DEAF = range(4)
-LINGER_S = 1.0  # how long a connection closed by us drops input, so that a reset cannot eat the reply
 HELD_BODY_BYTES = 1 << 20  # bodies waiting in one connection's queue, beyond which no more is read
-NO_HEAD = b"\0no head begins like this"
 
 
 class Connection(asyncio.Protocol):
     """The protocol of one socket, and the owner of its calls until they are replied to."""
 
     __slots__ = (
-        "_buffer",
-        "_choked",
-        "_chunks",
-        "_continue_due",
-        "_current",
-        "_head",
-        "_known",
-        "_mark",
-        "_mark_bytes",
-        "_mark_s",
-        "_need",
-        "_parsing",
-        "_paused",
-        "_pieces",
-        "_scanned",
-        "_served",
-        "_shut_s",
-        "_stall_bytes",
-        "_stall_s",
-        "_state",
-        "_transport",
-        "_turns",
-        "_waiting",
-        "listener",
-    )
+        "_buffer", "_choked", "_chunks", "_continue_due", "_current", "_ended", "_head", "_need",
+        "_pace", "_parsing", "_paused", "_pieces", "_repeated", "_scanned", "_served", "_state",
+        "_transport", "_turns", "_waiting", "listener",
+    )  # fmt: skip
 
     _transport: asyncio.Transport
 
@@ -71,7 +49,7 @@ class Connection(asyncio.Protocol):
         self._buffer = bytearray()  # input not yet taken: part of a head, or held back
         self._scanned = 0  # bytes of _buffer known not to hold the end of a head
         self._head: Head | None = None  # of the body being read, or the last one
-        self._known = NO_HEAD  # bytes of the last head, when an equal one may skip the parser
+        self._repeated: Head | None = None  # the last head, when the next input may begin with it
         self._pieces: list[bytes | bytearray] = []
         self._need = 0  # body bytes still missing
         self._chunks: ChunkReader | None = None
@@ -80,10 +58,8 @@ class Connection(asyncio.Protocol):
         self._turns: list[asyncio.Future[None]] = []
         self._parsing = self._paused = self._choked = self._continue_due = False
         self._served = 0
-        self._mark = (-1, -1, False)  # state, calls begun, head begun: what the last scan saw
-        self._mark_s = self._stall_s = 0.0
-        self._shut_s = -1.0  # when the last reply was handed over
-        self._mark_bytes = self._stall_bytes = 0
+        self._pace = Pace()
+        self._ended = False  # the last reply is handed over
 
     # ---- the socket's events
 
@@ -93,20 +69,19 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._state = DEAF
-        self._known = NO_HEAD
+        self._repeated = None
         self._buffer.clear()
         self._drop_calls()
         self.listener.forget(self)
 
     def data_received(self, data: bytes) -> None:
-        if self._current is None:
-            if data.startswith(self._known):
-                head = cast(Head, self._head)
+        head = self._repeated
+        if head is not None and self._current is None:
+            if data.startswith(head.raw):
                 if len(data) == head.total_bytes:
                     self._begin(head, data[len(head.raw) :])
                     return
-            elif self._known is not NO_HEAD:
-                head = cast(Head, self._head)
+            else:
                 end, length = head.match(data, 0, self.listener.limits.body_bytes)
                 if end and len(data) == end + length:
                     self._begin(head, data[end:])
@@ -160,7 +135,7 @@ class Connection(asyncio.Protocol):
             self._buffer += data
             data = self._buffer
             self._buffer = bytearray()
-        self._known = NO_HEAD
+        self._repeated = None
         self._parsing = True
         used = 0
         try:
@@ -177,7 +152,7 @@ class Connection(asyncio.Protocol):
             self._buffer = data if type(data) is bytearray else bytearray(data)
             del self._buffer[:used]
         elif self._state == HEAD and self._head is not None and self._head.total_bytes:
-            self._known = self._head.raw
+            self._repeated = self._head
 
     def _take_steps(self, data: bytes | bytearray) -> int:
         """Take heads and bodies while they are there. Returns how many bytes are used up."""
@@ -362,12 +337,12 @@ class Connection(asyncio.Protocol):
     def _shut(self) -> None:
         """The last reply is handed over: say so to the client, then wait a little for it to hang up."""
         self._state = DEAF
-        self._known = NO_HEAD
+        self._repeated = None
         self._current = None
         self._drop_calls()
         if self._transport.is_closing():
             return
-        self._shut_s = self.listener.clock()
+        self._ended = True
         if self._paused:  # input must be read off, or closing would reset the connection
             self._paused = False
             self._transport.resume_reading()
@@ -391,62 +366,37 @@ class Connection(asyncio.Protocol):
         if self._current is None and self._state == HEAD and not self._buffer:
             self._transport.close()
 
-    # ---- the clock: the listener calls scan() a few times a second at most
+    # ---- the clock: the listener calls scan() about once a second
 
     def scan(self, now: float) -> None:
-        """Apply the time limits. Phases are told apart by comparing with the last scan, so that a
-        request costs no look at the clock."""
-        if self._is_stalled(now):
+        """Apply the time limits (fastserve.wire.pace)."""
+        limits = self.listener.limits
+        unsent = self._transport.get_write_buffer_size()
+        received = self._chunks.received if self._chunks is not None else -self._need
+        verdict = self._pace.judge(self._phase(), self._served, received, unsent, now, limits)
+        if verdict is Verdict.FINE:
+            return
+        if verdict is Verdict.STALLED:
             self.listener.count_refusal("write_stall_s")
             self.abort()
-            return
-        mark = (self._state, self._served, bool(self._buffer))
-        if self._shut_s >= 0:
-            if self._stall_bytes:
-                self._shut_s = now
-            elif now - self._shut_s >= LINGER_S:
-                self._transport.close()
-        elif mark != self._mark:
-            self._mark = mark
-            self._mark_s = now
-            self._mark_bytes = self._body_bytes()
-        elif self._paused:
-            self._mark_s = now
+        elif verdict is Verdict.SLOW_HEAD:
+            limit = limits.header_timeout_s
+            self.refuse(too_slow("The header block did not arrive in time", "header_timeout_s", limit))
+        elif verdict is Verdict.SLOW_BODY:
+            rate = limits.body_bytes_per_s
+            self.refuse(
+                too_slow("The request body arrives too slowly, in bytes per second", "body_bytes_per_s", rate)
+            )
         else:
-            self._check_pace(now)
-
-    def _is_stalled(self, now: float) -> bool:
-        unsent = self._transport.get_write_buffer_size()
-        if unsent == 0 or unsent < self._stall_bytes or self._stall_bytes == 0:
-            self._stall_s = now
-        self._stall_bytes = unsent
-        return unsent > 0 and now - self._stall_s >= self.listener.limits.write_stall_s
-
-    def _check_pace(self, now: float) -> None:
-        limits = self.listener.limits
-        passed = now - self._mark_s
-        if self._state in (BODY, CHUNKS):
-            self._check_body_rate(now, passed)
-        elif self._state == HEAD and self._buffer:
-            if passed >= limits.header_timeout_s:
-                self.refuse(too_slow("No complete header block", "header_timeout_s", limits.header_timeout_s))
-        elif self._state == HEAD and self._current is None and passed >= limits.idle_timeout_s:
             self._transport.close()
 
-    def _body_bytes(self) -> int:
-        if self._chunks is not None:
-            return self._chunks.received
-        return -self._need
-
-    def _check_body_rate(self, now: float, passed: float) -> None:
-        """Over each stretch of header_timeout_s, the body must come at the least rate."""
-        limits = self.listener.limits
-        if passed < limits.header_timeout_s:
-            return
-        received = self._body_bytes()
-        if received - self._mark_bytes < limits.body_bytes_per_s * passed:
-            self.refuse(
-                too_slow("Request body bytes per second", "body_bytes_per_s", limits.body_bytes_per_s)
-            )
-        self._mark_s = now
-        self._mark_bytes = received
+    def _phase(self) -> Phase:
+        if self._ended:
+            return Phase.END
+        if self._paused or self._state == DEAF:
+            return Phase.REPLY
+        if self._state != HEAD:
+            return Phase.BODY
+        if self._buffer:
+            return Phase.HEAD
+        return Phase.REPLY if self._current is not None else Phase.REQUEST

@@ -40,7 +40,7 @@ def over_limit(status: int, what: str, name: str, limit: int) -> WireFault:
 
 def too_slow(what: str, name: str, limit: float) -> WireFault:
     """The client took too long over `what`; the time or rate is set as limits.`name`."""
-    return WireFault(408, f"{what} within the limit of {limit:g} (setting limits.{name})", name)
+    return WireFault(408, f"{what}: the limit is {limit:g} (setting limits.{name})", name)
 
 
 def html_page(status: int, phrase: str) -> str:

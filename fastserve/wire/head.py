@@ -69,9 +69,8 @@ class Head:
         self.routed_anew = True
 
     def match(self, data: bytes | bytearray, start: int, most_bytes: int) -> tuple[int, int]:
-        """Where a head at data[start:] ends and its body's length, if only the length differs from this
-        one; CHUNKED included. (0, 0) when it is
-        another head, and in every doubt."""
+        """Where a head at data[start:] ends and its body's length (or CHUNKED), if nothing but that
+        length differs from this one. (0, 0) when it is another head, and in every doubt."""
         if data.startswith(self.raw, start):
             return start + len(self.raw), self.body_bytes
         if not self.before_length or not data.startswith(self.before_length, start):
