@@ -8,8 +8,7 @@ Calls live in a queue: `_current` may write, the rest hold their replies until t
 while limits.pipelined_calls calls wait or the client does not read; TCP then slows the client down.
 
 Clients of a model send the same head again and again, so the last head is kept: input that begins with
-the same bytes, but for the digits of the length, needs no parsing at all (0.5 us instead of 6). Two
-requests in one read, or one in two, take the general way.
+the same bytes, but for the digits of the length, needs no parsing at all (0.5 us instead of 6).
 """
 
 from __future__ import annotations
@@ -137,10 +136,10 @@ class Connection(asyncio.Protocol):
             self._buffer = bytearray()
         self._repeated = None
         self._parsing = True
-        used = 0
         try:
             used = self._take_steps(data)
         except WireFault as fault:
+            used = len(data)
             self.refuse(fault)
         finally:
             self._parsing = False
@@ -221,8 +220,8 @@ class Connection(asyncio.Protocol):
         append_piece(self._pieces, cast(bytes, data) if whole else bytes(data[start:stop]))
         self._need -= stop - start
         if self._need == 0:
-            pieces, self._pieces = self._pieces, []
-            self._end_body(head, join_pieces(pieces))
+            body, self._pieces = join_pieces(self._pieces), []
+            self._end_body(head, body)
         return stop
 
     def _end_body(self, head: Head, body: bytes) -> None:
