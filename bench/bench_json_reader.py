@@ -1,7 +1,5 @@
 """Predict bodies to memory, against orjson + numpy: short and long numbers, images, tiny bodies."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

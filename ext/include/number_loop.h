@@ -142,10 +142,14 @@ template <typename T>
 static inline const uint8_t *hurry_integer(const uint8_t *at, T *out)
 {
     typedef std::conditional_t<(sizeof(T) < 4), int32_t, T> Taken;
-    uint64_t value;
     bool negative = *at == '-';
     at += negative;
-    int count = READ_DIGITS16(at, &value);
+    uint64_t word = load8(at), value;
+    int count = count_digits8(word);
+    if (count < 8)
+        value = value_of_digits8(word, count);
+    else
+        count = READ_DIGITS16(at, &value);
     if (count == 0 || count == 16 || (*at == '0' && count > 1))
         return nullptr;
     at += count;
