@@ -9,6 +9,7 @@
 from fastserve.wire.call import Call, Dialect, Endpoint
 from fastserve.wire.inflate import inflate
 from fastserve.wire.listener import HttpListener
+from fastserve.wire.memory import keep_freed_memory
 from fastserve.wire.stream import Stream
 
-__all__ = ["Call", "Dialect", "Endpoint", "HttpListener", "Stream", "inflate"]
+__all__ = ["Call", "Dialect", "Endpoint", "HttpListener", "Stream", "inflate", "keep_freed_memory"]
