@@ -6,7 +6,7 @@
     worker:  slot = ring.take();  ...run...;  ring.publish(slot)
     front:   for slot, seq in ring.drain(): ...ring.output_rows(place, 2, 0)...; ring.release(place, 2)
 
-The memory and the state machine are in include/arena.h and include/slots.h; this module only opens
+The memory and the state machine are in include/arena.h, include/slots.h and include/sweep.h; this module only opens
 the doors. A BatchRing borrows the arena's memory: whoever made it keeps that mapped. Views it hands
 out are borrowed too, until the place is committed (inputs) or released (outputs).
 """
@@ -15,89 +15,7 @@ from cpython.buffer cimport PyBUF_READ, PyBUF_WRITE
 from cpython.memoryview cimport PyMemoryView_FromMemory
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
-
-cdef extern from "slots.h" nogil:
-    enum: MAX_WORKERS, MAX_FRONTS, MAX_COLUMNS, MAX_BATCH_ROWS, ERROR_BYTES, NO_WORKER, SLAB_PAGE
-    enum: SLOT_FREE, SLOT_OPEN, SLOT_SEALED, SLOT_READY, SLOT_RUNNING, SLOT_DONE, SLOT_STATES, SLOT_EVENTS
-    enum: ROW_EMPTY, ROW_COMMITTED, ROW_ANSWERED, ROW_DROPPED, AWAKE, ASLEEP, ASLEEP_UNTIL_DUE
-    const uint8_t SLOT_MOVES[7][10]
-    ctypedef struct Row:
-        uint32_t state, in_bytes, out_bytes, status
-        uint64_t in_offset, out_offset
-        int front, rows
-    ctypedef struct Slot:
-        uint64_t word, seq, first_ns, taken_ns, run_ns, done_ns
-        uint32_t attempts, status, error_bytes
-        char* error
-    ctypedef struct WorkerDesk:
-        uint32_t asleep, present
-        uint64_t batches
-    ctypedef struct FrontDesk:
-        uint32_t rung, rescan
-    ctypedef struct ArenaHeader:
-        uint32_t slots, max_rows, inputs, outputs, workers, fronts
-        uint64_t slots_offset, slabs_offset, total_bytes, max_delay_ns, open
-        uint64_t* input_row_bytes
-        uint64_t* output_row_bytes
-        uint64_t* input_offset
-        uint64_t* output_offset
-        WorkerDesk* worker
-        FrontDesk* front
-    ctypedef struct Slabs:
-        uint8_t* base
-        uint32_t pages
-    ctypedef struct Arena:
-        ArenaHeader* header
-        uint8_t* base
-        uint32_t slots, max_rows, workers, fronts, ring_capacity
-        Slabs slabs
-    ctypedef struct Message:
-        uint64_t seq
-        uint32_t slot, kind
-        uint64_t value
-    ctypedef struct MessageRing:
-        pass
-    uint64_t arena_measure(ArenaHeader*)
-    void arena_format(ArenaHeader*, uint32_t slab_pages)
-    bint arena_attach(Arena*, uint8_t*, uint64_t)
-    Slot* slot_at(const Arena*, uint32_t)
-    Row* rows_of(Slot*)
-    MessageRing* ring_of(const Arena*, uint32_t, uint32_t)
-    bint message_push(MessageRing*, uint32_t, const Message*)
-    bint message_pop(MessageRing*, uint32_t, Message*)
-    uint64_t monotonic_ns()
-    uint64_t load64(const uint64_t*)
-    uint32_t word_state(uint64_t)
-    uint32_t word_reserved(uint64_t)
-    uint32_t word_settled(uint64_t)
-    uint32_t word_worker(uint64_t)
-    int64_t place_reserve(const Arena*, uint32_t, uint32_t)
-    bint place_commit(const Arena*, int64_t, uint32_t)
-    bint place_abandon(const Arena*, int64_t, uint32_t)
-    bint place_drop(const Arena*, int64_t)
-    void slot_release(const Arena*, Slot*, uint32_t)
-    void release_slabs(const Arena*, Row*)
-    bint slot_seal(const Arena*, uint32_t)
-    int64_t slot_take(const Arena*, uint32_t, uint64_t*)
-    uint64_t open_due_ns(const Arena*, uint32_t*)
-    uint64_t slot_publish(const Arena*, uint32_t, uint32_t)
-    bint slot_return(Slot*, uint32_t)
-    uint32_t slot_sweep(const Arena*, uint32_t, uint32_t)
-    uint64_t slab_lease(const Slabs*, uint64_t, uint32_t)
-    bint slab_holds(const Slabs*, uint64_t, uint64_t)
-    bint slab_release(const Slabs*, uint64_t)
-    bint slab_give(const Slabs*, uint64_t, uint32_t)
-    uint32_t slab_sweep(const Slabs*, uint32_t)
-    uint32_t slab_used(const Slabs*)
-    enum: OWNER_ANSWER
-
-cdef extern from "doorbell.h" nogil:
-    void bell_ring(int fd)
-    void bell_clear(int fd)
-    int bell_wait(int bell, int control, int64_t timeout_ns)
-    uint32_t desk_exchange(uint32_t*, uint32_t)
-    uint32_t desk_load(const uint32_t*)
-    void spin_pause()
+from slot_verbs cimport *
 
 cdef enum:
     DONE_MESSAGE = 1
@@ -114,9 +32,8 @@ def moves() -> dict[tuple[str, str], frozenset[str]]:
     table = {}
     for state in range(SLOT_STATES):
         for event in range(SLOT_EVENTS):
-            bits = SLOT_MOVES[state][event]
-            if bits:
-                targets = [name for i, name in enumerate(STATES) if bits >> i & 1]
+            targets = [name for i, name in enumerate(STATES) if SLOT_MOVES[state][event] >> i & 1]
+            if targets:
                 table[STATES[state], EVENTS[event]] = frozenset(targets)
     return table
 
@@ -174,10 +91,6 @@ cdef class BatchRing:
     cdef int front_bells[MAX_FRONTS]
     cdef bint news                      # rows were committed since the last kick
     cdef uint32_t ready                 # slots that became ready since the last kick
-    cdef uint64_t input_bytes[MAX_COLUMNS]
-    cdef uint64_t output_bytes[MAX_COLUMNS]
-    cdef uint64_t input_at[MAX_COLUMNS]
-    cdef uint64_t output_at[MAX_COLUMNS]
     cdef readonly int inputs, outputs
 
     def __init__(self, uint8_t[::1] memory not None, *, int front=-1, int worker=-1, int own_bell=-1,
@@ -185,16 +98,12 @@ cdef class BatchRing:
         cdef int i
         if not arena_attach(&self.arena, &memory[0], memory.shape[0]):
             raise ValueError("this memory holds no arena of this version")
-        cdef ArenaHeader* h = self.arena.header
-        if front >= <int>h.fronts or worker >= <int>h.workers or h.inputs > MAX_COLUMNS or h.outputs > MAX_COLUMNS:
+        if front >= <int>self.arena.fronts or worker >= <int>self.arena.workers:
             raise ValueError("no such front or worker in this arena")
         self.memory = memory.base
         self.front, self.worker, self.own_bell, self.control = front, worker, own_bell, control
         self.slots, self.max_rows = self.arena.slots, self.arena.max_rows
-        self.inputs, self.outputs = h.inputs, h.outputs
-        for i in range(MAX_COLUMNS):
-            self.input_bytes[i], self.output_bytes[i] = h.input_row_bytes[i], h.output_row_bytes[i]
-            self.input_at[i], self.output_at[i] = h.input_offset[i], h.output_offset[i]
+        self.inputs, self.outputs = self.arena.inputs, self.arena.outputs
         for i in range(MAX_WORKERS):
             self.worker_bells[i] = worker_bells[i] if i < len(worker_bells) else -1
         for i in range(MAX_FRONTS):
@@ -229,9 +138,7 @@ cdef class BatchRing:
     def release(self, int64_t place, uint32_t rows) -> None:
         """The outputs have been read. Slabs of the place are released with it."""
         self.check(place, rows)
-        cdef Slot* slot = slot_at(&self.arena, <uint32_t>(place >> 16))
-        release_slabs(&self.arena, rows_of(slot) + (place & 0xffff))
-        slot_release(&self.arena, slot, rows)
+        place_release(&self.arena, place, rows)
 
     def seal(self, int64_t place) -> None:
         """Close the place's batch to further rows, whatever the delay."""
@@ -266,13 +173,15 @@ cdef class BatchRing:
     def drain(self) -> list:
         """Slots done since the last call, as (slot, seq); slot -1 asks to look at every place still waited for."""
         cdef Message message
-        cdef uint32_t w
+        cdef uint32_t w, left
         cdef FrontDesk* desk = &self.arena.header.front[self.front]
         found = []
         bell_clear(self.own_bell)
         desk_exchange(&desk.rung, 0)
         for w in range(self.arena.workers):
-            while message_pop(ring_of(&self.arena, w, self.front), self.arena.ring_capacity, &message):
+            left = self.arena.ring_capacity     # a worker may claim to have written any number
+            while left and message_pop(ring_of(&self.arena, w, self.front), self.arena.ring_capacity, &message):
+                left -= 1
                 if message.slot < self.slots:
                     found.append((message.slot, message.seq))
         if desk_exchange(&desk.rescan, 0):
@@ -289,7 +198,10 @@ cdef class BatchRing:
         cdef Slot* s = self.slot(slot)
         if s.status == 0:
             return None
-        return s.status, s.error[:min(s.error_bytes, <uint32_t>ERROR_BYTES)].decode("utf-8", "replace")
+        cdef uint32_t size = s.error_bytes
+        if size > ERROR_BYTES:
+            size = ERROR_BYTES
+        return s.status, s.error[:size].decode("utf-8", "replace")
 
     def place_status(self, int64_t place) -> int:
         """0, or the kind of this place's own failure; its text is then in its output slab."""
@@ -299,7 +211,8 @@ cdef class BatchRing:
     def times_ns(self, uint32_t slot) -> tuple:
         """(first row reserved, taken, run started, done), CLOCK_MONOTONIC."""
         cdef Slot* s = self.slot(slot)
-        return s.first_ns, s.taken_ns, s.run_ns, s.done_ns
+        cdef uint64_t now = monotonic_ns()      # nothing a worker wrote there lies in the future
+        return min(s.first_ns, now), min(s.taken_ns, now), min(s.run_ns, now), min(s.done_ns, now)
 
     def seq(self, uint32_t slot) -> int:
         """The number of the slot's present opening."""
@@ -307,11 +220,11 @@ cdef class BatchRing:
 
     def input_rows(self, int64_t place, uint32_t rows, int column):
         """Writable bytes of the place's rows in an input column."""
-        return self.view(place, rows, self.input_at[self.column(column, self.inputs)], self.input_bytes[column], PyBUF_WRITE)
+        return self.view(place, rows, self.arena.input_offset[self.column(column, self.inputs)], self.arena.input_row_bytes[column], PyBUF_WRITE)
 
     def output_rows(self, int64_t place, uint32_t rows, int column):
         """Bytes of the place's rows in an output column."""
-        return self.view(place, rows, self.output_at[self.column(column, self.outputs)], self.output_bytes[column], PyBUF_READ)
+        return self.view(place, rows, self.arena.output_offset[self.column(column, self.outputs)], self.arena.output_row_bytes[column], PyBUF_READ)
 
     cdef object view(self, int64_t place, uint32_t rows, uint64_t at, uint64_t row_bytes, int flags):
         self.check(place, rows)
@@ -394,7 +307,7 @@ cdef class BatchRing:
         while r < reserved:
             if rows[r].state == ROW_COMMITTED or rows[r].state == ROW_ANSWERED:
                 found.append((r, rows[r].rows, rows[r].in_offset, rows[r].in_bytes))
-            r += rows[r].rows if rows[r].rows else 1
+            r += row_span(&self.arena, rows, r)
         return found
 
     def start_run(self, uint32_t slot) -> None:
@@ -405,8 +318,8 @@ cdef class BatchRing:
         """(offset in the arena, bytes of one row) of a whole column of max_rows rows."""
         cdef uint64_t base = <uint64_t>(<uint8_t*>self.slot(slot) - self.arena.base)
         if output:
-            return base + self.output_at[self.column(column, self.outputs)], self.output_bytes[column]
-        return base + self.input_at[self.column(column, self.inputs)], self.input_bytes[column]
+            return base + self.arena.output_offset[self.column(column, self.outputs)], self.arena.output_row_bytes[column]
+        return base + self.arena.input_offset[self.column(column, self.inputs)], self.arena.input_row_bytes[column]
 
     def fail(self, uint32_t slot, uint32_t kind, str text) -> None:
         """Let the whole batch end in an error; publish() follows."""
@@ -421,7 +334,7 @@ cdef class BatchRing:
         cdef Row* at = rows_of(self.slot(slot)) + min(row, self.max_rows - 1)
         at.status, at.out_offset, at.out_bytes = status, offset, nbytes
         if offset:
-            slab_give(&self.arena.slabs, offset, OWNER_ANSWER)
+            slab_give(&self.arena.slabs, offset, OWNER_PLACE)
 
     def publish(self, uint32_t slot) -> bool:
         """The batch is done: tell every front that waits. False when this worker does not hold it."""
@@ -451,9 +364,8 @@ cdef class BatchRing:
 
     def worker_died(self, uint32_t worker, uint32_t max_attempts, uint32_t kind, str text) -> tuple:
         """Give its batches to others; those tried max_attempts times fail with kind. Returns (retried, failed)."""
-        cdef uint32_t i, f
+        cdef uint32_t i
         cdef int retried = 0, failed = 0
-        cdef int me = self.worker
         cdef Slot* s
         for i in range(self.slots):
             s = slot_at(&self.arena, i)
@@ -461,18 +373,14 @@ cdef class BatchRing:
                 continue
             if s.attempts < max_attempts:
                 retried += slot_return(s, worker)
-                self.ready += 1
-                self.news = True
+                self.news, self.ready = True, self.ready + 1
                 continue
             self.fail(i, kind, text)
             slot_publish(&self.arena, i, worker)
             failed += 1
         slab_sweep(&self.arena.slabs, WORKER_OWNER + worker)
         desk_exchange(&self.arena.header.worker[worker].asleep, AWAKE)
-        for f in range(self.arena.fronts):      # it may have died between publishing and telling
-            desk_exchange(&self.arena.header.front[f].rescan, 1)
-            if self.front_bells[f] >= 0:
-                bell_ring(self.front_bells[f])
+        self.ask_to_look(~<uint64_t>0)      # it may have died between publishing and telling
         self.kick()
         return retried, failed
 
@@ -492,11 +400,15 @@ cdef class BatchRing:
             self.fail(<uint32_t>slot, kind, text)
             fronts = slot_publish(&self.arena, <uint32_t>slot, NO_WORKER - 1)
             failed += 1
-            for i in range(self.arena.fronts):
-                if fronts >> i & 1:
-                    desk_exchange(&self.arena.header.front[i].rescan, 1)
-                    if self.front_bells[i] >= 0:
-                        bell_ring(self.front_bells[i])
+            self.ask_to_look(fronts)
+
+    cdef void ask_to_look(self, uint64_t fronts):
+        cdef uint32_t f
+        for f in range(self.arena.fronts):
+            if fronts >> f & 1:
+                desk_exchange(&self.arena.header.front[f].rescan, 1)
+                if self.front_bells[f] >= 0:
+                    bell_ring(self.front_bells[f])
 
     def sweep_front(self, uint32_t front) -> int:
         """Let go of everything a dead front held. Call it again until it returns 0."""
@@ -507,6 +419,26 @@ cdef class BatchRing:
         self.news, self.ready = True, touched
         self.kick()
         return touched
+
+    def lost(self) -> list:
+        """(slot, generation, rows) of rows that no process answers for; only a front that died leaves them so for long."""
+        cdef uint32_t i, tries, rows, generation = 0
+        found = []
+        for i in range(self.slots):
+            for tries in range(64):     # a busy batch is looked at until it holds still
+                rows = slot_lost(&self.arena, i, &generation)
+                if rows:
+                    found.append((i, generation, rows))
+                    break
+        return found
+
+    def forgive(self, uint32_t slot, uint32_t generation, uint32_t rows) -> bool:
+        """Let the batch go on without rows that were lost. False when it has ended meanwhile."""
+        if slot >= self.slots or not slot_forgive(&self.arena, slot, generation, rows):
+            return False
+        self.news, self.ready = True, self.ready + 1
+        self.kick()
+        return True
 
     # --- slabs ----------------------------------------------------------------------------------
 
@@ -532,6 +464,7 @@ cdef class BatchRing:
         self.check(place, 1)
         cdef Row* row = rows_of(slot_at(&self.arena, <uint32_t>(place >> 16))) + (place & 0xffff)
         row.in_offset, row.in_bytes = offset, nbytes
+        slab_give(&self.arena.slabs, offset, OWNER_PLACE)
 
     def answer_slab(self, int64_t place) -> tuple:
         """(offset, bytes) of the outputs of a place, (0, 0) when there are none."""
@@ -543,10 +476,8 @@ cdef class BatchRing:
 
     def outstanding(self) -> int:
         """Rows reserved and not yet freed, over all slots; 0 when nobody waits for anything."""
-        cdef uint32_t i, rows = 0
-        for i in range(self.slots):
-            rows += word_reserved(load64(&slot_at(&self.arena, i).word))
-        return rows
+        cdef uint32_t i
+        return sum([word_reserved(load64(&slot_at(&self.arena, i).word)) for i in range(self.slots)])
 
     def queued(self) -> int:
         """Rows committed and not yet taken by a worker."""
@@ -565,4 +496,5 @@ cdef class BatchRing:
     def describe(self, uint32_t slot) -> tuple:
         """(state, reserved, settled, worker) of a slot, for tests and debugging."""
         cdef uint64_t w = load64(&self.slot(slot).word)
-        return STATES[word_state(w)], word_reserved(w), word_settled(w), word_worker(w)
+        cdef uint32_t state = word_state(w)     # which a worker that scrawls may have made anything
+        return STATES[state] if state < SLOT_STATES else "damaged", word_reserved(w), word_settled(w), word_worker(w)

@@ -62,7 +62,9 @@ static const uint8_t SLOT_MOVES[SLOT_STATES][SLOT_EVENTS] = {
 
 enum RowState : uint32_t { ROW_EMPTY, ROW_RESERVED, ROW_COMMITTED, ROW_ANSWERED, ROW_DROPPED };
 
-typedef struct {            // one place: the rows of one request in one slot, kept at its first row
+// One place: the rows of one request in one slot, kept at its first row. Slabs attached to it are its
+// own (OWNER_PLACE) until whoever moves it to DROPPED, or the worker that finds it there, lets go of them.
+typedef struct {
     uint32_t state;         // RowState, atomic
     uint16_t front;         // which front process waits for it
     uint16_t rows;
@@ -141,8 +143,10 @@ typedef struct {        // one process's view: trusted copies of the geometry, n
     ArenaHeader *header;
     uint8_t *base;
     uint8_t *slot_base;
-    uint32_t slots, max_rows, workers, fronts, ring_capacity;
+    uint32_t slots, max_rows, inputs, outputs, workers, fronts, ring_capacity;
     uint64_t slot_bytes, rings_offset, ring_bytes, max_delay_ns;
+    uint64_t input_row_bytes[MAX_COLUMNS], output_row_bytes[MAX_COLUMNS];
+    uint64_t input_offset[MAX_COLUMNS], output_offset[MAX_COLUMNS];
     Slabs slabs;            // .pages == 0 when the arena has none
 } Arena;
 
@@ -190,18 +194,46 @@ static inline void arena_format(ArenaHeader *h, uint32_t slab_pages)
     __atomic_store_n(&h->magic, (uint32_t)ARENA_MAGIC, __ATOMIC_RELEASE);
 }
 
-// False when the memory does not hold an arena this code understands.
+// Whether `h`, a copy nobody else can write, describes an arena that lies within `bytes` bytes: what is
+// derived must be what arena_measure() derives, and no product of it may overflow.
+static inline bool arena_sound(ArenaHeader *h, uint64_t bytes)
+{
+    ArenaHeader told = *h;
+    if (h->magic != ARENA_MAGIC || h->layout != ARENA_LAYOUT || h->total_bytes > bytes || bytes > (uint64_t)1 << 46)
+        return false;
+    if (h->slots < 1 || h->slots > 65536 || h->max_rows < 1 || h->max_rows > MAX_BATCH_ROWS)
+        return false;
+    if (h->workers < 1 || h->workers > MAX_WORKERS || h->fronts < 1 || h->fronts > MAX_FRONTS)
+        return false;
+    if (h->inputs > MAX_COLUMNS || h->outputs > MAX_COLUMNS)
+        return false;
+    for (uint32_t i = 0; i < MAX_COLUMNS; i++)
+        if (h->input_row_bytes[i] > bytes / h->max_rows || h->output_row_bytes[i] > bytes / h->max_rows)
+            return false;
+    uint64_t slabs_offset = arena_measure(h);
+    return slabs_offset <= h->total_bytes && slabs_offset == told.slabs_offset && h->slot_bytes == told.slot_bytes;
+}
+
+// False when the memory does not hold an arena this code understands. A worker may have scribbled over
+// the header before another front joins: it is copied once, and only a sound copy is believed.
 static inline bool arena_attach(Arena *a, uint8_t *base, uint64_t bytes)
 {
-    ArenaHeader *h = (ArenaHeader *)base;
-    if (bytes < sizeof(ArenaHeader) || h->magic != ARENA_MAGIC || h->layout != ARENA_LAYOUT || h->total_bytes > bytes)
+    if (bytes < sizeof(ArenaHeader))
         return false;
-    a->header = h;
+    ArenaHeader h = *(ArenaHeader *)base;
+    if (!arena_sound(&h, bytes))
+        return false;
+    a->header = (ArenaHeader *)base;
     a->base = base;
-    a->slot_base = base + h->slots_offset;
-    a->slots = h->slots, a->max_rows = h->max_rows, a->workers = h->workers, a->fronts = h->fronts;
-    a->slot_bytes = h->slot_bytes, a->rings_offset = h->rings_offset, a->ring_bytes = h->ring_bytes;
-    a->ring_capacity = h->ring_capacity, a->max_delay_ns = h->max_delay_ns;
+    a->slot_base = base + h.slots_offset;
+    a->slots = h.slots, a->max_rows = h.max_rows, a->workers = h.workers, a->fronts = h.fronts;
+    a->inputs = h.inputs, a->outputs = h.outputs;
+    a->slot_bytes = h.slot_bytes, a->rings_offset = h.rings_offset, a->ring_bytes = h.ring_bytes;
+    a->ring_capacity = h.ring_capacity, a->max_delay_ns = h.max_delay_ns;
+    memcpy(a->input_row_bytes, h.input_row_bytes, sizeof h.input_row_bytes);
+    memcpy(a->output_row_bytes, h.output_row_bytes, sizeof h.output_row_bytes);
+    memcpy(a->input_offset, h.input_offset, sizeof h.input_offset);
+    memcpy(a->output_offset, h.output_offset, sizeof h.output_offset);
     memset(&a->slabs, 0, sizeof a->slabs);
-    return h->slabs_offset >= h->total_bytes || slab_attach(&a->slabs, base + h->slabs_offset, h->total_bytes - h->slabs_offset);
+    return h.slabs_offset == h.total_bytes || slab_attach(&a->slabs, base + h.slabs_offset, h.total_bytes - h.slabs_offset);
 }

@@ -24,7 +24,7 @@ typedef struct {
 
 static inline uint64_t message_ring_bytes(uint32_t capacity)
 {
-    return sizeof(MessageRing) + ((uint64_t)capacity - 1) * sizeof(Message) + 63 & ~(uint64_t)63;
+    return (sizeof(MessageRing) + ((uint64_t)capacity - 1) * sizeof(Message) + 63) & ~(uint64_t)63;
 }
 
 // False when the ring is full: the message was not written.

@@ -10,7 +10,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { SLAB_PAGE = 4096, SLAB_MAGIC = 0x626c7361, OWNER_ANSWER = 0xffff };
+enum { SLAB_PAGE = 4096, SLAB_MAGIC = 0x626c7361, OWNER_PLACE = 0xffff };
 static const uint32_t INSIDE = 0xffffffffu;
 
 typedef struct { uint32_t magic, pages; uint64_t pages_offset; alignas(64) uint64_t hint; alignas(64) uint64_t words[1]; } SlabHeader;
@@ -33,9 +33,10 @@ static inline bool slab_attach(Slabs *s, uint8_t *base, uint64_t bytes)
     SlabHeader *h = (SlabHeader *)base;
     if (bytes < sizeof(SlabHeader) || h->magic != SLAB_MAGIC)
         return false;
-    if (slab_header_bytes(h->pages) + (uint64_t)h->pages * SLAB_PAGE > bytes)
+    uint32_t pages = __atomic_load_n(&h->pages, __ATOMIC_RELAXED);
+    if (pages < 1 || slab_header_bytes(pages) + (uint64_t)pages * SLAB_PAGE > bytes)
         return false;
-    s->header = h, s->base = base, s->pages = h->pages, s->pages_offset = slab_header_bytes(h->pages);
+    s->header = h, s->base = base, s->pages = pages, s->pages_offset = slab_header_bytes(pages);
     return true;
 }
 
@@ -92,27 +93,35 @@ static inline uint64_t slab_lease(const Slabs *s, uint64_t bytes, uint32_t owner
     return s->pages_offset + (uint64_t)page * SLAB_PAGE;
 }
 
+// The first page of the lease at `offset`, with its pages in *count; -1 when no lease starts there. The
+// word is read once: another process may change it between two looks.
+static inline int64_t slab_find(const Slabs *s, uint64_t offset, uint32_t *count)
+{
+    if (offset < s->pages_offset || (offset - s->pages_offset) % SLAB_PAGE)
+        return -1;
+    uint64_t page = (offset - s->pages_offset) / SLAB_PAGE;
+    if (page >= s->pages)
+        return -1;
+    *count = (uint32_t)__atomic_load_n(slab_word(s, (uint32_t)page), __ATOMIC_ACQUIRE);
+    return *count != 0 && *count <= s->pages - page ? (int64_t)page : -1;
+}
+
 // True when `offset` is the start of a lease that holds `bytes` bytes.
 static inline bool slab_holds(const Slabs *s, uint64_t offset, uint64_t bytes)
 {
-    if (offset < s->pages_offset || (offset - s->pages_offset) % SLAB_PAGE)
-        return false;
-    uint64_t page = (offset - s->pages_offset) / SLAB_PAGE;
-    if (page >= s->pages)
-        return false;
-    uint64_t count = __atomic_load_n(slab_word(s, (uint32_t)page), __ATOMIC_ACQUIRE) & INSIDE;
-    return count != 0 && count != INSIDE && page + count <= s->pages && bytes <= count * SLAB_PAGE;
+    uint32_t count = 0;
+    return slab_find(s, offset, &count) >= 0 && bytes <= (uint64_t)count * SLAB_PAGE;
 }
 
 static inline bool slab_release(const Slabs *s, uint64_t offset)
 {
-    if (!slab_holds(s, offset, 0))
+    uint32_t count = 0;
+    int64_t page = slab_find(s, offset, &count);
+    if (page < 0)
         return false;
-    uint32_t page = (uint32_t)((offset - s->pages_offset) / SLAB_PAGE);
-    uint64_t word = *slab_word(s, page);
     // A half-released lease must not look like a whole one: its later pages may already be another's.
-    __atomic_store_n(slab_word(s, page), word | INSIDE, __ATOMIC_RELEASE);
-    slab_free_pages(s, page, (uint32_t)word);
+    __atomic_fetch_or(slab_word(s, (uint32_t)page), (uint64_t)INSIDE, __ATOMIC_ACQ_REL);
+    slab_free_pages(s, (uint32_t)page, count);
     // Reusing the pages just touched is far cheaper than touching fresh ones (1.9 GB/s on first touch).
     __atomic_store_n(&s->header->hint, (uint64_t)page, __ATOMIC_RELAXED);
     return true;
@@ -121,14 +130,16 @@ static inline bool slab_release(const Slabs *s, uint64_t offset)
 // The lease changes hands: from the process that filled it to the one that will release it.
 static inline bool slab_give(const Slabs *s, uint64_t offset, uint32_t owner)
 {
-    if (!slab_holds(s, offset, 0))
+    uint32_t count = 0;
+    int64_t page = slab_find(s, offset, &count);
+    if (page < 0)
         return false;
-    uint64_t *word = slab_word(s, (uint32_t)((offset - s->pages_offset) / SLAB_PAGE));
-    __atomic_store_n(word, (uint64_t)owner << 32 | (*word & INSIDE), __ATOMIC_RELEASE);
+    __atomic_store_n(slab_word(s, (uint32_t)page), (uint64_t)owner << 32 | count, __ATOMIC_RELEASE);
     return true;
 }
 
-// Free what a dead owner held; returns the number of pages.
+// Free what a dead owner held; returns the number of pages. Later pages of a lease keep the owner that
+// claimed them, so a whole lease is judged by its first page.
 static inline uint32_t slab_sweep(const Slabs *s, uint32_t owner)
 {
     uint32_t freed = 0;
@@ -137,9 +148,10 @@ static inline uint32_t slab_sweep(const Slabs *s, uint32_t owner)
         uint32_t count = (uint32_t)word;
         if (count == 0 || count == INSIDE || count > s->pages - page)
             count = 1;
-        if (word != 0 && word >> 32 == owner) {
-            slab_free_pages(s, page, count);
-            freed += count;
+        for (uint32_t i = count; word != 0 && word >> 32 == owner && i-- > 0;) {
+            uint64_t held = i ? (uint64_t)owner << 32 | INSIDE : word;
+            freed += __atomic_compare_exchange_n(slab_word(s, page + i), &held, (uint64_t)0, false,
+                                                 __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
         }
         page += count;
     }

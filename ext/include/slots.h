@@ -5,6 +5,9 @@
 
 enum { PLACE_FULL = -1 };
 
+// Loops that another process could keep from ending, by changing words as fast as we read them, give up.
+enum { MOST_TRIES = 1024 };
+
 // --- fronts --------------------------------------------------------------------------------------
 
 // All rows settled and nothing more may come: hand it to the workers.
@@ -73,7 +76,7 @@ static inline bool slot_open(const Arena *a, uint64_t seen, uint32_t front)
 // A place for `rows` rows: slot << 16 | first row, or PLACE_FULL. 1 <= rows <= max_rows.
 static inline int64_t place_reserve(const Arena *a, uint32_t rows, uint32_t front)
 {
-    for (;;) {
+    for (uint32_t tries = 0; tries < MOST_TRIES; tries++) {
         uint64_t open = load64(&a->header->open);
         uint32_t i = (uint32_t)open - 1;
         if (i < a->slots) {
@@ -100,6 +103,7 @@ static inline int64_t place_reserve(const Arena *a, uint32_t rows, uint32_t fron
         if (!slot_open(a, open, front))
             return PLACE_FULL;
     }
+    return PLACE_FULL;
 }
 
 // Returns true when that made the batch ready.
@@ -123,9 +127,8 @@ static inline bool place_commit(const Arena *a, int64_t place, uint32_t rows)
 
 static inline void clear_inputs(const Arena *a, Slot *s, uint32_t first, uint32_t rows)
 {
-    const ArenaHeader *h = a->header;
-    for (uint32_t c = 0; c < h->inputs && c < MAX_COLUMNS; c++)
-        memset((uint8_t *)s + h->input_offset[c] + first * h->input_row_bytes[c], 0, rows * h->input_row_bytes[c]);
+    for (uint32_t c = 0; c < a->inputs; c++)
+        memset((uint8_t *)s + a->input_offset[c] + first * a->input_row_bytes[c], 0, rows * a->input_row_bytes[c]);
 }
 
 // Give the last rows of an open slot back, as if never reserved.
@@ -168,7 +171,21 @@ static inline void clear_rows(const Arena *a, Slot *s, uint32_t reserved)
     memset(rows_of(s), 0, (reserved < a->max_rows ? reserved : a->max_rows) * sizeof(Row));
 }
 
-// The answer has been read. The last release of a batch frees its slot.
+// Taking the offset away first, at once: a slab that two processes let go of could be another's by then.
+static inline void release_slab(const Arena *a, uint64_t *held)
+{
+    uint64_t offset = __atomic_exchange_n(held, (uint64_t)0, __ATOMIC_ACQ_REL);
+    if (a->slabs.pages && offset)
+        slab_release(&a->slabs, offset);
+}
+
+static inline void release_slabs(const Arena *a, Row *row)
+{
+    release_slab(a, &row->in_offset);
+    release_slab(a, &row->out_offset);
+}
+
+// `rows` rows of a done batch need it no longer. The last release frees its slot.
 static inline void slot_release(const Arena *a, Slot *s, uint32_t rows)
 {
     uint64_t w = load64(&s->word);
@@ -183,6 +200,17 @@ static inline void slot_release(const Arena *a, Slot *s, uint32_t rows)
     }
 }
 
+// The answer has been read; once, however often it is said (a sweep may say it for a dying front).
+static inline void place_release(const Arena *a, int64_t place, uint32_t rows)
+{
+    Slot *s = slot_at(a, (uint32_t)(place >> 16));
+    Row *row = rows_of(s) + (place & 0xffff);
+    if (!swap_row(row, ROW_ANSWERED, ROW_DROPPED))
+        return;
+    release_slabs(a, row);
+    slot_release(a, s, rows);
+}
+
 // --- workers -------------------------------------------------------------------------------------
 
 static inline bool word_take(Slot *s, uint64_t w, uint32_t worker)
@@ -194,7 +222,7 @@ static inline bool word_take(Slot *s, uint64_t w, uint32_t worker)
 // The oldest ready slot, made ours; -1 when none is ready.
 static inline int64_t slot_take_ready(const Arena *a, uint32_t worker)
 {
-    for (;;) {
+    for (uint32_t tries = 0; tries < MOST_TRIES; tries++) {
         int64_t best = -1;
         uint64_t best_seq = 0, best_word = 0;
         for (uint32_t i = 0; i < a->slots; i++) {
@@ -206,6 +234,7 @@ static inline int64_t slot_take_ready(const Arena *a, uint32_t worker)
         if (best < 0 || word_take(slot_at(a, (uint32_t)best), best_word, worker))
             return best;
     }
+    return -1;
 }
 
 // When the open slot may be sealed without being full: 0 = not now. With no delay, a batch some of whose
@@ -245,13 +274,10 @@ static inline int64_t slot_take(const Arena *a, uint32_t worker, uint64_t *due_n
     return slot_take_ready(a, worker);
 }
 
-static inline void release_slabs(const Arena *a, Row *row)
+static inline uint32_t row_span(const Arena *a, const Row *rows, uint32_t r)
 {
-    if (a->slabs.pages && row->in_offset)
-        slab_release(&a->slabs, row->in_offset);
-    if (a->slabs.pages && row->out_offset)
-        slab_release(&a->slabs, row->out_offset);
-    row->in_offset = row->out_offset = 0;
+    uint32_t span = rows[r].rows;
+    return span && span <= a->max_rows - r ? span : 1;
 }
 
 // How many rows of a running batch still have somebody waiting; marks them answered.
@@ -260,7 +286,7 @@ static inline uint32_t slot_answer(const Arena *a, Slot *s, uint32_t reserved, u
     uint32_t live = 0;
     Row *rows = rows_of(s);
     for (uint32_t r = 0; r < reserved;) {
-        uint32_t span = rows[r].rows ? rows[r].rows : 1;
+        uint32_t span = row_span(a, rows, r);
         swap_row(rows + r, ROW_COMMITTED, ROW_ANSWERED);
         if (__atomic_load_n(&rows[r].state, __ATOMIC_ACQUIRE) == ROW_ANSWERED) {
             live += span;
@@ -296,45 +322,4 @@ static inline bool slot_return(Slot *s, uint32_t worker)
     if (word_state(w) != SLOT_RUNNING || word_worker(w) != worker)
         return false;
     return swap_word(&s->word, &w, make_word(word_generation(w), NO_WORKER, SLOT_READY, word_reserved(w), word_settled(w)));
-}
-
-// --- after a front died --------------------------------------------------------------------------
-
-static inline bool row_sweep(const Arena *a, Slot *s, uint32_t r, uint32_t rows)
-{
-    Row *row = rows_of(s) + r;
-    if (swap_row(row, ROW_RESERVED, ROW_DROPPED)) {
-        clear_inputs(a, s, r, rows);
-        slot_settle(s, rows);
-        return true;
-    }
-    if (swap_row(row, ROW_COMMITTED, ROW_DROPPED))
-        return true;
-    if (word_state(load64(&s->word)) == SLOT_DONE && swap_row(row, ROW_ANSWERED, ROW_DROPPED)) {
-        release_slabs(a, row);
-        slot_release(a, s, rows);
-        return true;
-    }
-    return false;
-}
-
-// Let go of everything front `front` held in slot `i`; returns how many places. Safe to repeat: rows
-// that a worker is answering right now are found by the next sweep.
-static inline uint32_t slot_sweep(const Arena *a, uint32_t i, uint32_t front)
-{
-    Slot *s = slot_at(a, i);
-    uint64_t w = load64(&s->word);
-    uint32_t touched = 0, reserved = word_reserved(w);
-    if (word_state(w) == SLOT_CLAIMED && word_worker(w) == front)
-        return slot_close(s, w);
-    if (word_state(w) == SLOT_OPEN && (uint32_t)load64(&a->header->open) != i + 1)
-        return reserved ? slot_seal(a, i) : slot_close(s, w);
-    for (uint32_t r = 0; r < reserved && r < a->max_rows;) {
-        Row *row = rows_of(s) + r;
-        uint32_t rows = row->rows ? row->rows : 1;
-        if (row->state != ROW_EMPTY && row->front == front)
-            touched += row_sweep(a, s, r, rows);
-        r += rows;
-    }
-    return touched;
 }

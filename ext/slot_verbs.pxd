@@ -1,0 +1,92 @@
+"""The C side of the batch ring, for whoever opens doors to it: include/sweep.h and doorbell.h. Header only."""
+
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+
+cdef extern from "sweep.h" nogil:
+    enum: MAX_WORKERS, MAX_FRONTS, MAX_COLUMNS, MAX_BATCH_ROWS, ERROR_BYTES, NO_WORKER, SLAB_PAGE
+    enum: SLOT_FREE, SLOT_OPEN, SLOT_SEALED, SLOT_READY, SLOT_RUNNING, SLOT_DONE, SLOT_STATES, SLOT_EVENTS
+    enum: ROW_COMMITTED, ROW_ANSWERED, AWAKE, ASLEEP, ASLEEP_UNTIL_DUE
+    const uint8_t SLOT_MOVES[7][10]
+    ctypedef struct Row:
+        uint32_t state, in_bytes, out_bytes, status
+        uint64_t in_offset, out_offset
+        int front, rows
+    ctypedef struct Slot:
+        uint64_t word, seq, first_ns, taken_ns, run_ns, done_ns
+        uint32_t attempts, status, error_bytes
+        char* error
+    ctypedef struct WorkerDesk:
+        uint32_t asleep, present
+        uint64_t batches
+    ctypedef struct FrontDesk:
+        uint32_t rung, rescan
+    ctypedef struct ArenaHeader:
+        uint32_t slots, max_rows, inputs, outputs, workers, fronts
+        uint64_t slots_offset, slabs_offset, total_bytes, max_delay_ns, open
+        uint64_t* input_row_bytes
+        uint64_t* output_row_bytes
+        uint64_t* input_offset
+        uint64_t* output_offset
+        WorkerDesk* worker
+        FrontDesk* front
+    ctypedef struct Slabs:
+        uint8_t* base
+        uint32_t pages
+    ctypedef struct Arena:
+        ArenaHeader* header
+        uint8_t* base
+        uint32_t slots, max_rows, inputs, outputs, workers, fronts, ring_capacity
+        uint64_t* input_row_bytes
+        uint64_t* output_row_bytes
+        uint64_t* input_offset
+        uint64_t* output_offset
+        Slabs slabs
+    ctypedef struct Message:
+        uint64_t seq
+        uint32_t slot, kind
+        uint64_t value
+    ctypedef struct MessageRing:
+        pass
+    uint64_t arena_measure(ArenaHeader*)
+    void arena_format(ArenaHeader*, uint32_t slab_pages)
+    bint arena_attach(Arena*, uint8_t*, uint64_t)
+    Slot* slot_at(const Arena*, uint32_t)
+    Row* rows_of(Slot*)
+    MessageRing* ring_of(const Arena*, uint32_t, uint32_t)
+    bint message_push(MessageRing*, uint32_t, const Message*)
+    bint message_pop(MessageRing*, uint32_t, Message*)
+    uint64_t monotonic_ns()
+    uint64_t load64(const uint64_t*)
+    uint32_t word_state(uint64_t)
+    uint32_t word_reserved(uint64_t)
+    uint32_t word_settled(uint64_t)
+    uint32_t word_worker(uint64_t)
+    int64_t place_reserve(const Arena*, uint32_t, uint32_t)
+    bint place_commit(const Arena*, int64_t, uint32_t)
+    bint place_abandon(const Arena*, int64_t, uint32_t)
+    bint place_drop(const Arena*, int64_t)
+    void place_release(const Arena*, int64_t, uint32_t)
+    bint slot_seal(const Arena*, uint32_t)
+    int64_t slot_take(const Arena*, uint32_t, uint64_t*)
+    uint64_t open_due_ns(const Arena*, uint32_t*)
+    uint64_t slot_publish(const Arena*, uint32_t, uint32_t)
+    bint slot_return(Slot*, uint32_t)
+    uint32_t slot_sweep(const Arena*, uint32_t, uint32_t)
+    uint32_t slot_lost(const Arena*, uint32_t, uint32_t*)
+    bint slot_forgive(const Arena*, uint32_t, uint32_t, uint32_t)
+    uint32_t row_span(const Arena*, const Row*, uint32_t)
+    uint64_t slab_lease(const Slabs*, uint64_t, uint32_t)
+    bint slab_holds(const Slabs*, uint64_t, uint64_t)
+    bint slab_release(const Slabs*, uint64_t)
+    bint slab_give(const Slabs*, uint64_t, uint32_t)
+    uint32_t slab_sweep(const Slabs*, uint32_t)
+    uint32_t slab_used(const Slabs*)
+    enum: OWNER_PLACE
+
+cdef extern from "doorbell.h" nogil:
+    void bell_ring(int fd)
+    void bell_clear(int fd)
+    int bell_wait(int bell, int control, int64_t timeout_ns)
+    uint32_t desk_exchange(uint32_t*, uint32_t)
+    uint32_t desk_load(const uint32_t*)
+    void spin_pause()
