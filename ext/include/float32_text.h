@@ -10,7 +10,7 @@
 // one multiple of 10 does; that one is the shortest if there is one, trailing zeros cut.
 //
 // S and half are truncated. That this is never seen, and that what is closer than TIE_DOUBT is a
-// tie, was proved by comparing all 2**32 values in both modes with float_exact.h, which still
+// tie, was proved by comparing all 2**31 magnitudes in both modes with float_exact.h, which still
 // writes the denormals and some powers of two, whose interval is not symmetric.
 #pragma once
 #include "float_layout.h"
