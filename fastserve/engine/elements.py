@@ -238,22 +238,15 @@ class RowBatcher(Batcher):
 
     async def do_one(self, x: Any) -> Any:
         """Raises ValueError when x is not such a row."""
-        import numpy as np
-
-        row = np.ascontiguousarray(x, self._row.dtype)
-        if row.shape != self._row.shape:
-            raise ValueError(f"an element has shape {row.shape}, the service takes {self._row.shape}")
+        packed = self._row.pack(x)
         place = await self._place()
-        self.lane.ring.input_rows(place, 1, 0)[:] = memoryview(row.reshape(-1).view(np.uint8))
+        self.lane.ring.input_rows(place, 1, 0)[:] = packed
         return await self._result(place)
 
     def _read(self, place: int) -> Any:
         if self._out_row is None:
             return super()._read(place)
-        import numpy as np
-
-        out = np.frombuffer(bytes(self.lane.ring.output_rows(place, 1, 0)), self._out_row.dtype)
-        return out.reshape(self._out_row.shape)
+        return self._out_row.unpack(bytes(self.lane.ring.output_rows(place, 1, 0)))
 
     def _describe(self, row: RowSpec) -> dict[str, Any]:
         return {"row": {"dtype": row.dtype, "shape": list(row.shape)}}

@@ -28,20 +28,29 @@ log = logging.getLogger(__name__)
 
 Done = Callable[["Ticket", "ServeError | None"], None]
 DEADLINE_TICK_S = 0.025
+QUEUED_TOO_LONG = "the request's time was up while it waited in the queue"
+RAN_TOO_LONG = "the model took longer than the request's time"
 FULL = -1
 
 
 class Ticket:
-    """One place somebody waits for; `context` is the submitter's own."""
+    """One place somebody waits for; `context` is the submitter's own. Calling it cancels it.
 
-    __slots__ = ("context", "deadline_ns", "done", "place", "rows")
+    `done` is None once it was called, or cancelled.
+    """
 
-    def __init__(self, place: int, rows: int, done: Done, deadline_ns: int, context: Any) -> None:
+    __slots__ = ("context", "deadline_ns", "done", "lane", "place", "rows")
+
+    def __init__(self, lane: Lane, place: int, rows: int, done: Done, deadline_ns: int, context: Any) -> None:
+        self.lane = lane
         self.place = place
         self.rows = rows
-        self.done = done
+        self.done: Done | None = done
         self.deadline_ns = deadline_ns
         self.context = context
+
+    def __call__(self) -> None:
+        self.lane.cancel(self)
 
 
 class Lane:
@@ -92,7 +101,9 @@ class Lane:
         gone = ServeError(Kind.UNAVAILABLE, "the model version was unloaded")
         for tickets in self._pending:
             while tickets:
-                self._finish_one(tickets.pop(), gone)
+                self._tell(tickets.pop(), gone)
+        if self._idle:
+            self._wake_idle()
 
     # --- places ----------------------------------------------------------------------------------
 
@@ -111,7 +122,7 @@ class Lane:
     def submit(self, place: int, rows: int, done: Done, deadline_ns: int = 0, context: Any = None) -> Ticket:
         """The place's inputs are written: let it run. Workers are woken at the end of this loop turn,
         so that what arrives together runs together."""
-        ticket = Ticket(place, rows, done, deadline_ns, context)
+        ticket = Ticket(self, place, rows, done, deadline_ns, context)
         tickets = self._pending[place >> 16]
         if not tickets:
             self._seqs[place >> 16] = self.ring.seq(place >> 16)
@@ -130,23 +141,22 @@ class Lane:
 
     def cancel(self, ticket: Ticket) -> None:
         """Nobody waits any more; `done` will not be called. No effect on a ticket already answered."""
-        tickets = self._pending[ticket.place >> 16]
-        if ticket not in tickets:
+        if ticket.done is None:
             return
         self.meters.cancelled("queued" if self._is_queued(ticket) else "running")
-        self._forget(ticket, tickets)
+        self._forget(ticket)
+        self.waiting -= 1
+        if self._idle:
+            self._wake_idle()
 
     def _is_queued(self, ticket: Ticket) -> bool:
         return self.ring.describe(ticket.place >> 16)[0] in ("open", "sealed", "ready")
 
-    def _forget(self, ticket: Ticket, tickets: list[Ticket]) -> None:
+    def _forget(self, ticket: Ticket) -> None:
+        ticket.done = None
         if self.ring.drop(ticket.place):
-            tickets.remove(ticket)
-        else:
-            ticket.done = self._release_unread  # a worker has answered already: its message is on the way
-        self.waiting -= 1
-        if self._idle:
-            self._wake_idle()
+            self._pending[ticket.place >> 16].remove(ticket)
+        # else a worker has answered it already: _finish releases it when the message comes
 
     def release(self, ticket: Ticket) -> None:
         """The outputs of an answered ticket have been read."""
@@ -185,25 +195,22 @@ class Lane:
         self.meters.batch_done(self.ring, slot)
         failure = self.ring.failure(slot)
         error = None if failure is None else ServeError(_kind(failure[0]), failure[1])
+        self.unreleased += len(tickets)
         for ticket in tickets:
-            self.unreleased += 1
-            if error is not None:
+            if error is not None or ticket.done is None:
                 self.release(ticket)
-            self._finish_one(ticket, error)
-
-    def _finish_one(self, ticket: Ticket, error: ServeError | None) -> None:
-        if ticket.done != self._release_unread:
-            self.waiting -= 1
-        try:
-            ticket.done(ticket, error)
-        except Exception:  # one caller's fault must not cost the others of the batch their answers
-            log.exception("an answer could not be delivered")
+            if ticket.done is not None:
+                self._tell(ticket, error)
         if self._idle:
             self._wake_idle()
 
-    def _release_unread(self, ticket: Ticket, error: ServeError | None) -> None:
-        if error is None:
-            self.release(ticket)
+    def _tell(self, ticket: Ticket, error: ServeError | None) -> None:
+        self.waiting -= 1
+        done, ticket.done = ticket.done, None
+        try:
+            done(ticket, error)  # type: ignore[misc]
+        except Exception:  # one caller's fault must not cost the others of the batch their answers
+            log.exception("an answer could not be delivered")
 
     def _wake_idle(self) -> None:
         if not self.waiting and not self.unreleased:
@@ -224,9 +231,11 @@ class Lane:
         now, left = time.monotonic_ns(), False
         for tickets in self._pending:
             for ticket in list(tickets):
-                if ticket.deadline_ns and ticket.deadline_ns <= now:
+                if ticket.done is None or not ticket.deadline_ns:
+                    continue
+                if ticket.deadline_ns <= now:
                     self._expire_one(ticket)
-                elif ticket.deadline_ns:
+                else:
                     left = True
         self._watching = False
         if left:
@@ -234,15 +243,11 @@ class Lane:
 
     def _expire_one(self, ticket: Ticket) -> None:
         queued, done = self._is_queued(ticket), ticket.done
-        self._forget(ticket, self._pending[ticket.place >> 16])
+        self._forget(ticket)
         self.meters.rejected("deadline")
-        text = (
-            "the request's time was up while it waited in the queue" if queued else "the model took too long"
-        )
-        try:
-            done(ticket, DeadlineError(text, queued=queued))
-        except Exception:
-            log.exception("a timeout could not be delivered")
+        text = QUEUED_TOO_LONG if queued else RAN_TOO_LONG
+        ticket.done = done
+        self._tell(ticket, DeadlineError(text, queued=queued))
 
 
 def _kind(number: int) -> Kind:

@@ -30,6 +30,7 @@ from fastserve.server.listening import Front
 from fastserve.server.mirror import apply_catalog
 from fastserve.tensor import DTYPES, TensorSpec
 from fastserve.tracing import setup_logs
+from fastserve.wire import keep_freed_memory
 from fastserve.workers.arena import Arena
 from fastserve.workers.control import Control, PeerGone
 
@@ -107,6 +108,7 @@ class Follower:
         http = msgspec.convert(self._start["http"], tuple[Listener, ...])
         grpc = msgspec.convert(self._start["grpc"], tuple[Listener, ...])
         await self._front.open(http, grpc, shared=True)
+        keep_freed_memory()
         gc.collect()
         gc.freeze()
         self._control.send({"op": "listening", "id": 0})

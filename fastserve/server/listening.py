@@ -76,7 +76,7 @@ class Front:
 
     def _dialects(self) -> dict[str, Callable[[], Dialect]]:
         settings = self.settings
-        tfserving = TFServing(self.engine, settings.tfserving, settings.limits)
+        tfserving = TFServing(self.engine, self.registry, settings.tfserving, settings.limits)
         return {"tfserving": lambda: tfserving}
 
     async def _open_http(self, listener: Listener, known: dict[str, Callable[[], Dialect]], shared: bool) -> None:

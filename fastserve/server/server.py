@@ -28,6 +28,7 @@ from fastserve.server.health import judge
 from fastserve.server.listening import Front
 from fastserve.server.welcome import welcome_text
 from fastserve.tracing import setup_logs
+from fastserve.wire import keep_freed_memory
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +113,7 @@ async def serve(settings: Settings) -> int:
         await asyncio.gather(opening, return_exceptions=True)
         return 0
     opening.result()
+    keep_freed_memory()
     # What exists now lives as long as the server: a collection need not look at it again.
     gc.collect()
     gc.freeze()

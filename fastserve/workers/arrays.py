@@ -10,10 +10,7 @@ from typing import Any
 
 import numpy as np
 
-try:
-    from fastserve._ext.flatten import pack_bytes, unpack_bytes
-except ImportError:
-    pass
+from fastserve._ext.flatten import pack_bytes, unpack_bytes
 from fastserve.tensor import DTYPES, DType, Tensor
 
 BYTES = DTYPES["bytes"]

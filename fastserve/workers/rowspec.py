@@ -39,3 +39,18 @@ class RowSpec:
     def nbytes(self) -> int:
         """Bytes of one row."""
         return prod(self.shape) * DTYPES[self.dtype].item_bytes
+
+    def pack(self, x: Any) -> memoryview:
+        """The bytes of one row, not copied when x is such an array already. Raises ValueError when it is none."""
+        import numpy as np
+
+        row = np.ascontiguousarray(x, self.dtype).reshape(np.shape(x))
+        if row.shape != self.shape:
+            raise ValueError(f"an element has shape {row.shape}, the service takes {self.shape}")
+        return memoryview(row.reshape(-1).view(np.uint8))
+
+    def unpack(self, data: bytes) -> Any:
+        """The row as an array over `data`."""
+        import numpy as np
+
+        return np.frombuffer(data, self.dtype).reshape(self.shape)

@@ -16,6 +16,7 @@ from fastserve.dialects.tfserving.routes import Target, VersionOverflow, is_api,
 from fastserve.dialects.tfserving.service import EngineFace, Service
 from fastserve.dialects.tfserving.status import find_versions, write_status
 from fastserve.errors import ServeError
+from fastserve.metrics import Registry
 from fastserve.wire.call import Call, Endpoint
 
 HTML = b"text/html; charset=ISO-8859-1"
@@ -28,9 +29,13 @@ class TFServing:
     name = "tfserving"
 
     def __init__(
-        self, engine: EngineFace, options: TFServingOptions | None = None, limits: Limits | None = None
+        self,
+        engine: EngineFace,
+        registry: Registry,
+        options: TFServingOptions | None = None,
+        limits: Limits | None = None,
     ) -> None:
-        self._service = Service(engine, options or TFServingOptions(), limits or Limits())
+        self._service = Service(engine, options or TFServingOptions(), limits or Limits(), registry)
 
     def route(self, method: str, target: str) -> Endpoint | None:
         """The endpoint of a target, None when it is not under /v1/ and not the metrics page."""

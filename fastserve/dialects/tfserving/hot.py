@@ -10,7 +10,6 @@ right words. No task, no future and no Python object per number.
 
 from __future__ import annotations
 
-from functools import partial
 from math import prod
 from time import monotonic_ns
 
@@ -27,12 +26,13 @@ class HotDoor:
     """The hot door of one version, for its default signature."""
 
     __slots__ = (
+        "_duration",
         "_items",
         "_lane",
         "_model",
-        "_name",
         "_plan",
         "_reader",
+        "_requests",
         "_service",
         "_shape",
         "_writer",
@@ -45,13 +45,13 @@ class HotDoor:
         self._lane = lane
         self._plan = plan
         self._model = version.model
+        self._requests, self._duration = service.traffic.succeeded(version.model, version.number)
         self._reader = plan.reader
         spec = next(iter(plan.signature.inputs.values()))
         self._shape = spec.shape or ()
         self._items = prod(self._shape)
         alias, name = plan.outputs[0]
         output = version.outputs[name]
-        self._name = name
         self._writer = RowWriter(alias, output.dtype.code, output.shape or ())
 
     @classmethod
@@ -98,21 +98,27 @@ class HotDoor:
     def _submit(self, call: Call, place: int, rows: int) -> None:
         lane = self._lane
         ticket = lane.submit(place, rows, self._answer, self._service.deadline_ns(call), call)
-        call.on_gone = partial(lane.cancel, ticket)
+        call.on_gone = ticket
 
     def _answer(self, ticket: Ticket, error: ServeError | None) -> None:
         call: Call = ticket.context
+        call.on_gone = None  # and with it the cycle call -> ticket -> call, which would wait for the collector
         if error is not None:
             self._service.refuse(call, self._model, error)
             return
+        plain = call.plain_keep_alive and not self._service.headers
         lane = self._lane
-        outputs = lane.ring.output_rows(ticket.place, ticket.rows, 0)
-        if call.plain_keep_alive and not self._service.headers:
-            message = self._writer.write(outputs, ticket.rows, call.ok_json)
+        try:
+            outputs = lane.ring.output_rows(ticket.place, ticket.rows, 0)
+            text = self._writer.write(outputs, ticket.rows, call.ok_json if plain else b"")
+        finally:
             lane.release(ticket)
-            call.reply_raw(message)
+        if plain:
+            call.reply_raw(text)
         else:
-            body = self._writer.write(outputs, ticket.rows)
-            lane.release(ticket)
-            call.reply(200, body, headers=self._service.headers)
-        self._service.count_hot(self._model, monotonic_ns() - call.received_ns)
+            call.reply(200, text, headers=self._service.headers)
+        took_ns = monotonic_ns() - call.received_ns
+        self._requests.add()
+        self._duration.observe_ns(took_ns)
+        if self._service.options.monitoring:
+            self._service.observe(self._model, "predict", took_ns)

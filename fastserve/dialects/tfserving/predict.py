@@ -87,7 +87,7 @@ class Predict:
         except ServeError as fault:
             service.refuse(call, name, fault)
         else:
-            service.answer(call, name, reply, "predict")
+            service.answer(call, name, reply, "predict", version.number)
 
     def _find_version(self, body: bytes) -> Version:
         try:

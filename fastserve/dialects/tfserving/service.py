@@ -9,7 +9,9 @@ from typing import Protocol
 from fastserve.config import Limits, TFServingOptions
 from fastserve.dialects.tfserving.errors import HTTP_STATUS, error_body
 from fastserve.dialects.tfserving.monitoring import Monitor
-from fastserve.errors import ServeError
+from fastserve.errors import DeadlineError, Kind, ServeError
+from fastserve.metrics import Registry
+from fastserve.metrics.traffic import Traffic
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
@@ -38,13 +40,16 @@ class EngineFace(Protocol):
 class Service:
     """Reads what all bodies have in common and sends what all replies have in common."""
 
-    def __init__(self, engine: EngineFace, options: TFServingOptions, limits: Limits) -> None:
+    def __init__(
+        self, engine: EngineFace, options: TFServingOptions, limits: Limits, registry: Registry
+    ) -> None:
         self.engine = engine
         self.catalog = engine.catalog
         self.options = options
         self.limits = limits
         self.headers = CORS_HEADERS if options.cors else ()
         self.monitor = Monitor(engine.catalog.models)
+        self.traffic = Traffic(registry, "tfserving", engine.catalog.models)
         self._timeout_ns = options.rest_timeout_ms * 1_000_000
 
     def body(self, call: Call) -> bytes:
@@ -60,22 +65,35 @@ class Service:
         """When the call's time is up, 0 for never."""
         return call.received_ns + self._timeout_ns if self._timeout_ns else 0
 
-    def answer(self, call: Call, model: str, body: bytes, api: str = "") -> None:
-        """Reply 200; `api` names what ran, for the latency histogram."""
+    def answer(self, call: Call, model: str, body: bytes, api: str = "", version: object = "") -> None:
+        """Reply 200; `api` names what ran, for the latency histograms."""
         call.reply(200, body, JSON, self.headers)
+        took_ns = monotonic_ns() - call.received_ns
+        if api:
+            self.traffic.count(model, version, took_ns)
+        if self.options.monitoring:
+            self.observe(model, api, took_ns)
+
+    def observe(self, model: str, api: str, took_ns: int) -> None:
+        """Put a call that was answered well on TensorFlow Serving's own metrics page."""
         self.monitor.count(model, "OK")
         if api:
-            self.monitor.time(model, api, (monotonic_ns() - call.received_ns) / 1000)
-
-    def count_hot(self, model: str, took_ns: int) -> None:
-        """Count a predict that was answered 200 outside `answer`."""
-        self.monitor.count(model, "OK")
-        self.monitor.time(model, "predict", took_ns / 1000)
+            self.monitor.time(model, api, took_ns / 1000)
 
     def refuse(self, call: Call, model: str, fault: ServeError) -> None:
         """Reply with an error."""
+        fault = queue_timeout(fault)
         headers: Sequence[tuple[bytes, bytes]] = self.headers
         if fault.retry_after_s is not None:
             headers = (*headers, (b"Retry-After", b"%d" % max(1, round(fault.retry_after_s))))
         call.reply(HTTP_STATUS[fault.kind], error_body(fault.message), JSON, headers)
-        self.monitor.count(model, fault.kind.name)
+        self.traffic.refused(model, fault.kind.name)
+        if self.options.monitoring:
+            self.monitor.count(model, fault.kind.name)
+
+
+def queue_timeout(fault: ServeError) -> ServeError:
+    """A deadline that passed before the batch ran has a kind and a text of its own (vector ba-timeout-in-queue)."""
+    if isinstance(fault, DeadlineError) and fault.queued:
+        return ServeError(Kind.RESOURCE_EXHAUSTED, "Run() timeout exceeded while waiting in batching queue")
+    return fault

@@ -14,12 +14,14 @@ import numpy as np
 
 from fastserve.config import TFServingOptions
 from fastserve.dialects.tfserving import TFServing
+from fastserve.metrics import Registry
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.model_config import parse_model_config
 from fastserve.repository.version import Version, VersionState
 from fastserve.request import InferRequest, InferResponse
 from fastserve.tensor import DTYPES, Tensor
 
+REGISTRY = Registry()  # counts of every test; none is read back
 Arrays = dict[str, Any]
 Run = Callable[[Arrays], Arrays]
 
@@ -148,7 +150,7 @@ def standard_engine() -> FakeEngine:
 
 
 def dialect_of(engine: FakeEngine, **options: Any) -> TFServing:
-    return TFServing(engine, TFServingOptions(**{"result_keys": ("results",), **options}))
+    return TFServing(engine, REGISTRY, TFServingOptions(**{"result_keys": ("results",), **options}))
 
 
 def ask(

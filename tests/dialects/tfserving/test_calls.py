@@ -16,6 +16,7 @@ from fastserve.errors import Kind, ServeError
 from fastserve.repository.version import VersionState
 from fastserve.request import InferRequest, InferResponse
 from tests.dialects.tfserving.fakes import (
+    REGISTRY,
     HALF_PLUS_TWO,
     FakeCall,
     FakeEngine,
@@ -69,7 +70,7 @@ def test_vector(vector: Vector) -> None:
 
 
 def test_results_under_both_keys_by_default() -> None:
-    dialect = TFServing(standard_engine())
+    dialect = TFServing(standard_engine(), REGISTRY)
     body = '{"signature_name": "regress_x_to_y", "examples": [{"x": 2.0}]}'
     assert json.loads(ask(dialect, "POST", "/v1/models/m:regress", body).body) == {
         "results": [3.0],
@@ -299,7 +300,7 @@ def test_a_model_without_fixed_rows_takes_no_raw_body() -> None:
 def test_gzip_beyond_a_limit_is_an_empty_body() -> None:
     body = gzip.compress(b'{"instances": [1.0]}' + b" " * 100_000)
     headers = {"Content-Encoding": "gzip"}
-    small = TFServing(standard_engine(), limits=Limits(inflated_bytes=1000))
+    small = TFServing(standard_engine(), REGISTRY, limits=Limits(inflated_bytes=1000))
     reply = ask(small, "POST", "/v1/models/m:predict", body, headers)
     assert error_of(reply.body) == "JSON Parse error: The document is empty"
     assert ask(dialect_of(standard_engine()), "POST", "/v1/models/m:predict", body, headers).status == 200
@@ -391,7 +392,7 @@ def test_a_depth_of_100_is_read() -> None:
 def test_the_metrics_page_is_opt_in_and_exact() -> None:
     path = "/monitoring/prometheus/metrics"
     assert dialect_of(standard_engine(), monitoring=False).route("GET", path) is None
-    dialect = TFServing(standard_engine(), TFServingOptions(monitoring=True))
+    dialect = TFServing(standard_engine(), REGISTRY, TFServingOptions(monitoring=True))
     ask(dialect, "POST", "/v1/models/m:predict", '{"instances": [1]}')
     ask(dialect, "GET", "/v1/models/nobody")
     for method in ("GET", "POST", "DELETE"):

@@ -1,0 +1,39 @@
+"""Requests of one dialect, counted: how many, how they ended, how long they took."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from fastserve.metrics import names
+from fastserve.metrics.registry import Registry
+
+if TYPE_CHECKING:
+    from fastserve._ext.meter import Counter, Histogram
+
+
+class Traffic:
+    """The request meters of a dialect. Names that nobody serves count as the empty model, so that
+    clients cannot add series."""
+
+    def __init__(self, registry: Registry, dialect: str, known: Collection[str]) -> None:
+        self._registry = registry
+        self._dialect = dialect
+        self._known = known
+
+    def succeeded(self, model: str, version: object) -> tuple[Counter, Histogram]:
+        """The meters of requests answered well, to be kept by whoever counts many."""
+        who = (model, version, self._dialect)
+        requests = self._registry.counters(names.REQUESTS).of(*who, "OK")
+        return requests, self._registry.histograms(names.REQUEST_DURATION).of(*who)
+
+    def count(self, model: str, version: object, took_ns: int) -> None:
+        """One request answered well."""
+        requests, duration = self.succeeded(model, version)
+        requests.add()
+        duration.observe_ns(took_ns)
+
+    def refused(self, model: str, kind: str) -> None:
+        """One request answered with an error of that kind."""
+        known = model if model in self._known else ""
+        self._registry.counters(names.REQUESTS).of(known, "", self._dialect, kind).add()
