@@ -8,6 +8,7 @@
 No lock: a process that dies holds nothing that sweep(owner) does not find. Layout: include/slab.h.
 """
 
+from cpython.bytearray cimport PyByteArray_FromStringAndSize
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBUF_WRITE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
 from cpython.memoryview cimport PyMemoryView_FromMemory
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
@@ -155,3 +156,10 @@ cdef inline void copy_one(uint8_t* to, const uint8_t* data, Py_ssize_t count):
         return
     with nogil:
         memcpy(to, data, count)
+
+
+def blank_bytes(Py_ssize_t nbytes):
+    """A bytearray of nbytes whose content is whatever was there: for a reader that fills every byte."""
+    if nbytes < 0:
+        raise ValueError(f"{nbytes} bytes")
+    return PyByteArray_FromStringAndSize(NULL, nbytes)

@@ -58,7 +58,7 @@ class Call:
         "received_ns",
     )
 
-    def __init__(self, connection: Connection, head: Head, body: bytes) -> None:
+    def __init__(self, connection: Connection, head: Head, body: bytes | bytearray) -> None:
         self._connection = connection
         self.head = head
         self.body = body

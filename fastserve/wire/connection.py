@@ -17,6 +17,7 @@ import asyncio
 from collections import deque
 from typing import TYPE_CHECKING, cast
 
+from fastserve.wire.bulk import BULK_BYTES, CLAIMED_BYTES, BulkBody
 from fastserve.wire.call import Call
 from fastserve.wire.chunks import ChunkReader, append_piece, join_pieces
 from fastserve.wire.faults import WireFault, too_slow
@@ -222,9 +223,19 @@ class Connection(asyncio.Protocol):
         if self._need == 0:
             body, self._pieces = join_pieces(self._pieces), []
             self._end_body(head, body)
+        elif BULK_BYTES <= self._need <= CLAIMED_BYTES:
+            self._transport.set_protocol(BulkBody(self, self._pieces, self._need))
+            self._pieces = []
         return stop
 
-    def _end_body(self, head: Head, body: bytes) -> None:
+    def bulk_received(self, nbytes: int, body: bytearray) -> None:
+        """Some of a large body has arrived in its place; with the last of it the call begins."""
+        self._need -= nbytes
+        if self._need == 0 and self._state == BODY:
+            self._transport.set_protocol(self)
+            self._end_body(cast(Head, self._head), body)
+
+    def _end_body(self, head: Head, body: bytes | bytearray) -> None:
         self._state = HEAD
         self._continue_due = False
         self._begin(head, body)
@@ -237,7 +248,7 @@ class Connection(asyncio.Protocol):
 
     # ---- calls
 
-    def _begin(self, head: Head, body: bytes) -> None:
+    def _begin(self, head: Head, body: bytes | bytearray) -> None:
         call = Call(self, head, body)
         self._served += 1
         if self._current is None:

@@ -212,6 +212,7 @@ class Pipe(asyncio.Transport):
         self.reading = True
         self.ended = self.closed = False
         self.connection = Connection(self.listener)
+        self.protocol: Any = self.connection
         self.connection.connection_made(self)
 
     def feed(self, data: bytes, size: int = 0) -> None:
@@ -220,7 +221,21 @@ class Pipe(asyncio.Transport):
         for start in range(0, len(data), step):
             if not self.closed:
                 assert self.reading
-                self.connection.data_received(data[start : start + step])
+                self.arrive(data[start : start + step])
+
+    def arrive(self, data: bytes) -> None:
+        """One read: handed over, or written where the protocol of the moment wants it."""
+        while data and isinstance(self.protocol, asyncio.BufferedProtocol):
+            room = self.protocol.get_buffer(-1)
+            taken = min(len(room), len(data))
+            room[:taken] = data[:taken]
+            self.protocol.buffer_updated(taken)
+            data = data[taken:]
+        if data:
+            self.protocol.data_received(data)
+
+    def set_protocol(self, protocol: Any) -> None:
+        self.protocol = protocol
 
     def replies(self) -> list[Reply]:
         return read_replies(self.sent)

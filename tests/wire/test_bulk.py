@@ -1,0 +1,56 @@
+"""Large bodies are read straight into their place, whatever the pieces and whatever comes behind them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from fastserve.wire.bulk import BULK_BYTES, CLAIMED_BYTES
+from tests.wire.kit import Pipe
+
+BODY = bytes(i % 251 for i in range(4 * BULK_BYTES))
+HEAD = b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n"
+
+
+def summarise(call):
+    call.reply(200, b"%d %d" % (len(call.body), bytes(call.body) == BODY))
+
+
+@pytest.mark.parametrize("size", [1000, 4096, BULK_BYTES, BULK_BYTES + 1, 3 * BULK_BYTES, 1 << 20])
+def test_the_body_is_whole_for_every_size_of_read(size):
+    pipe = Pipe({"/echo": summarise})
+    pipe.feed(HEAD % len(BODY) + BODY, size)
+    assert [reply.body for reply in pipe.replies()] == [b"%d 1" % len(BODY)]
+
+
+def test_the_next_request_is_read_as_usual():
+    pipe = Pipe({"/echo": summarise})
+    pipe.feed((HEAD % len(BODY) + BODY) * 2 + HEAD % 2 + b"xy", 10_000)
+    assert [reply.body for reply in pipe.replies()] == [b"%d 1" % len(BODY)] * 2 + [b"2 0"]
+
+
+def test_the_socket_is_handed_over_only_for_large_bodies():
+    pipe = Pipe({"/echo": summarise})
+    pipe.feed(HEAD % (BULK_BYTES - 1) + b"x")
+    assert pipe.protocol is pipe.connection
+    pipe = Pipe({"/echo": summarise})
+    pipe.feed(HEAD % (BULK_BYTES + 2) + b"x")
+    assert isinstance(pipe.protocol, asyncio.BufferedProtocol)
+    pipe.feed(bytes(BULK_BYTES + 1))
+    assert pipe.protocol is pipe.connection
+
+
+def test_a_claimed_length_alone_takes_no_memory():
+    pipe = Pipe({"/echo": summarise})
+    pipe.feed(HEAD % (CLAIMED_BYTES + 10) + b"x")
+    assert pipe.protocol is pipe.connection
+
+
+def test_a_client_that_leaves_in_the_middle_starts_nothing():
+    calls = []
+    pipe = Pipe({"/echo": calls.append})
+    pipe.feed(HEAD % len(BODY) + BODY[:-1], 5000)
+    pipe.protocol.connection_lost(None)
+    assert calls == []
+    assert not pipe.listener.connections
