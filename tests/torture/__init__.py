@@ -1,0 +1,1 @@
+"""What takes minutes: run by `make torture`, not by `make test`."""
