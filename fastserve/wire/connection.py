@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, cast
 from fastserve.wire.bulk import BULK_BYTES, CLAIMED_BYTES, BulkBody
 from fastserve.wire.call import Call
 from fastserve.wire.chunks import ChunkReader, append_piece, join_pieces
-from fastserve.wire.faults import WireFault, too_slow
+from fastserve.wire.faults import WireFault
 from fastserve.wire.head import CHUNKED, Head, check_unfinished, read_head
-from fastserve.wire.pace import Pace, Phase, Verdict
+from fastserve.wire.pace import Pace, Phase, Verdict, slowness
 from fastserve.wire.replies import CLOSE, CONTINUE
 
 if TYPE_CHECKING:
@@ -231,9 +231,10 @@ class Connection(asyncio.Protocol):
     def bulk_received(self, nbytes: int, body: bytearray) -> None:
         """Some of a large body has arrived in its place; with the last of it the call begins."""
         self._need -= nbytes
-        if self._need == 0 and self._state == BODY:
+        if self._need == 0:
             self._transport.set_protocol(self)
-            self._end_body(cast(Head, self._head), body)
+            if self._state == BODY:
+                self._end_body(cast(Head, self._head), body)
 
     def _end_body(self, head: Head, body: bytes | bytearray) -> None:
         self._state = HEAD
@@ -249,12 +250,8 @@ class Connection(asyncio.Protocol):
     # ---- calls
 
     def _begin(self, head: Head, body: bytes | bytearray) -> None:
-        call = Call(self, head, body)
+        call = self._queue(Call(self, head, body))
         self._served += 1
-        if self._current is None:
-            self._current = call
-        else:
-            self._waiting.append(call)
         if head.mode == CLOSE:
             self._state = DEAF
         try:
@@ -264,6 +261,13 @@ class Connection(asyncio.Protocol):
         else:
             if work is not None:
                 call.run(work)
+
+    def _queue(self, call: Call) -> Call:
+        if self._current is None:
+            self._current = call
+        else:
+            self._waiting.append(call)
+        return call
 
     def finish(self, call: Call, message: bytes, body: bytes, closes: bool) -> None:
         """Send the reply of `call`, now or when its turn comes."""
@@ -307,8 +311,6 @@ class Connection(asyncio.Protocol):
         head.routed_anew = False
         self.listener.router.remember(head.method, head.target, head.endpoint)
 
-    # ---- streams
-
     async def wait_turn(self, call: Call) -> None:
         """Wait until `call` may write and the client reads. Raises ConnectionResetError when it has gone."""
         while not call.gone and (call is not self._current or self._choked):
@@ -318,8 +320,7 @@ class Connection(asyncio.Protocol):
         if call.gone:
             raise ConnectionResetError("the client has gone")
 
-    def send_part(self, data: bytes) -> None:
-        """Send a piece of the current call's reply."""
+    def send_part(self, data: bytes) -> None:  # of the current call's reply
         self._transport.write(data)
 
     def _wake_turns(self) -> None:
@@ -328,8 +329,6 @@ class Connection(asyncio.Protocol):
             if not turn.done():
                 turn.set_result(None)
 
-    # ---- the end
-
     def refuse(self, fault: WireFault) -> None:
         """Answer a request that cannot be served, after the ones before it, and close."""
         self._state = DEAF
@@ -337,11 +336,7 @@ class Connection(asyncio.Protocol):
         self._chunks = None
         self._buffer.clear()
         self.listener.count_refusal(fault.cause)
-        call = Call(self, Head(b""), b"")
-        if self._current is None:
-            self._current = call
-        else:
-            self._waiting.append(call)
+        call = self._queue(Call(self, Head(b""), b""))
         call.reply(fault.status, fault.body, fault.content_type, close=True)
 
     def _shut(self) -> None:
@@ -376,8 +371,6 @@ class Connection(asyncio.Protocol):
         if self._current is None and self._state == HEAD and not self._buffer:
             self._transport.close()
 
-    # ---- the clock: the listener calls scan() about once a second
-
     def scan(self, now: float) -> None:
         """Apply the time limits (fastserve.wire.pace)."""
         limits = self.listener.limits
@@ -389,14 +382,8 @@ class Connection(asyncio.Protocol):
         if verdict is Verdict.STALLED:
             self.listener.count_refusal("write_stall_s")
             self.abort()
-        elif verdict is Verdict.SLOW_HEAD:
-            limit = limits.header_timeout_s
-            self.refuse(too_slow("The header block did not arrive in time", "header_timeout_s", limit))
-        elif verdict is Verdict.SLOW_BODY:
-            rate = limits.body_bytes_per_s
-            self.refuse(
-                too_slow("The request body arrives too slowly, in bytes per second", "body_bytes_per_s", rate)
-            )
+        elif verdict in (Verdict.SLOW_HEAD, Verdict.SLOW_BODY):
+            self.refuse(slowness(verdict, limits))
         else:
             self._transport.close()
 

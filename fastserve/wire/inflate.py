@@ -17,7 +17,7 @@ WINDOW_BYTES = 16384
 _ANY_CONTAINER = zlib.MAX_WBITS | 32  # gzip or zlib, told apart by the first bytes
 
 
-def inflate(body: bytes, limits: Limits) -> bytes:
+def inflate(body: bytes | bytearray, limits: Limits) -> bytes:
     """Decompress a whole body. Raises ServeError: INVALID_ARGUMENT for a broken or truncated one,
     RESOURCE_EXHAUSTED (naming the limit) for one that grows too large."""
     ceiling = min(limits.inflated_bytes, max(RATIO_FLOOR_BYTES, limits.inflate_ratio * len(body)))
@@ -29,7 +29,7 @@ def inflate(body: bytes, limits: Limits) -> bytes:
         pieces.clear()  # an error's traceback must not keep a bomb's output alive
 
 
-def _inflate_members(body: bytes, limits: Limits, ceiling: int, pieces: list[bytes]) -> None:
+def _inflate_members(body: bytes | bytearray, limits: Limits, ceiling: int, pieces: list[bytes]) -> None:
     view = memoryview(body)
     size = members = start = 0
     while start < len(view) or not members:

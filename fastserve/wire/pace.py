@@ -10,6 +10,7 @@ from __future__ import annotations
 from enum import Enum
 
 from fastserve.config import Limits
+from fastserve.wire.faults import WireFault, too_slow
 
 LINGER_S = 1.0  # how long a connection closed by us drops input, so that a reset cannot eat the reply
 
@@ -85,3 +86,13 @@ class Pace:
         self._since_s = now
         self._received = received
         return Verdict.FINE
+
+
+def slowness(verdict: Verdict, limits: Limits) -> WireFault:
+    """What a client that is too slow is told."""
+    if verdict is Verdict.SLOW_HEAD:
+        return too_slow(
+            "The header block did not arrive in time", "header_timeout_s", limits.header_timeout_s
+        )
+    text = "The request body arrives too slowly, in bytes per second"
+    return too_slow(text, "body_bytes_per_s", limits.body_bytes_per_s)

@@ -25,10 +25,10 @@ def view_tensor(tensor: Tensor) -> np.ndarray[Any, Any]:
     """A read-only array over a tensor's memory; strings are copied out into an object array of bytes."""
     if tensor.dtype is BYTES:
         count = int(np.prod(tensor.shape, dtype=np.int64))
-        array = np.empty(count, object)
-        array[:] = unpack_bytes(tensor.data, count)
-        return array.reshape(tensor.shape)
-    array = np.frombuffer(tensor.data, NUMPY[tensor.dtype.name]).reshape(tensor.shape)
+        strings = np.empty(count, object)
+        strings[:] = unpack_bytes(tensor.data, count)
+        return strings.reshape(tensor.shape)
+    array: np.ndarray[Any, Any] = np.frombuffer(tensor.data, NUMPY[tensor.dtype.name]).reshape(tensor.shape)
     array.flags.writeable = False
     return array
 
@@ -38,7 +38,7 @@ def as_tensor(array: np.ndarray[Any, Any], dtype: DType) -> Tensor:
     if dtype is BYTES:
         return Tensor(dtype, array.shape, pack_bytes(array.reshape(-1).tolist()))
     whole = np.ascontiguousarray(array)
-    return Tensor(dtype, array.shape, memoryview(whole.reshape(-1).view(np.uint8)))
+    return Tensor(dtype, array.shape, whole.reshape(-1).view(np.uint8).data)
 
 
 def dtype_of(array: np.ndarray[Any, Any]) -> DType | None:

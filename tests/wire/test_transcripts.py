@@ -377,7 +377,7 @@ def test_routes_are_asked_once_and_only_good_targets_are_remembered() -> None:
         for path in (b"/echo", b"/bad", b"/nowhere"):
             pipe = Pipe({})
             pipe.listener = listener
-            pipe.connection = Connection(listener)
+            pipe.connection = pipe.protocol = Connection(listener)
             pipe.connection.connection_made(pipe)
             pipe.feed(b"GET " + path + b" HTTP/1.1\r\nHost: a\r\n\r\n")
     assert dialect.asked.count(("GET", "/echo")) == 1

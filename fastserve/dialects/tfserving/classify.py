@@ -73,7 +73,7 @@ class Examples:
             response.release()
 
 
-def _bounded(body: bytes) -> bytes:
+def _bounded(body: bytes | bytearray) -> bytes | bytearray:
     if len(body) > EXAMPLES_BYTES:
         raise invalid(f"Request body of {len(body)} bytes is over the limit of {EXAMPLES_BYTES} for examples")
     return body

@@ -21,7 +21,7 @@ _BASE64_SPACE = re.compile(rb"[ \t\n\v\f\r]+")
 _BASE64 = re.compile(rb"([A-Za-z0-9+/]*)(=*)")
 
 
-def read_document(body: bytes, max_depth: int) -> Members:
+def read_document(body: bytes | bytearray, max_depth: int) -> Members:
     """The body's top-level object. Raises ServeError with the text of the first syntax error."""
     if not body:
         raise invalid("JSON Parse error: The document is empty")

@@ -64,7 +64,7 @@ class ExampleList:
         return [head + serialize_example(example) for example in self.examples]
 
 
-def read_examples(body: bytes, max_depth: int) -> ExampleList:
+def read_examples(body: bytes | bytearray, max_depth: int) -> ExampleList:
     """A classify or regress body. Raises ServeError with the original's text."""
     document = read_document(body, max_depth)
     name = read_signature_name(document)

@@ -29,7 +29,7 @@ class RawRows:
     row_bytes: int
     batching: bool
 
-    def read(self, body: bytes) -> Tensor | None:
+    def read(self, body: bytes | bytearray) -> Tensor | None:
         """The body as a tensor over its own bytes, or None when it is no whole number of rows, or is JSON."""
         rows, rest = divmod(len(body), self.row_bytes)
         if rest or rows < 1 or (rows > 1 and not self.batching) or _LOOKS_LIKE_JSON.match(body):

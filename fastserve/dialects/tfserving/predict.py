@@ -89,7 +89,7 @@ class Predict:
         else:
             service.answer(call, name, reply, "predict", version.number)
 
-    def _find_version(self, body: bytes) -> Version:
+    def _find_version(self, body: bytes | bytearray) -> Version:
         try:
             return find_version(self._service.catalog, self._target)
         except ServeError:
@@ -103,7 +103,7 @@ class Predict:
             plans = self._plans = Plans(version, MAX_DEPTH)
         return plans
 
-    def _read(self, version: Version, call: Call, body: bytes) -> Read:
+    def _read(self, version: Version, call: Call, body: bytes | bytearray) -> Read:
         plans = self._plans_of(version)
         if plans.raw is not None and not body.startswith(b'{"') and _is_raw(call):
             tensor = plans.raw.read(body)
@@ -117,7 +117,7 @@ def _is_raw(call: Call) -> bool:
     return call.header(b"content-type").partition(b";")[0].strip().lower() == RAW_TYPE
 
 
-def read_predict(plans: Plans, body: bytes) -> Read:
+def read_predict(plans: Plans, body: bytes | bytearray) -> Read:
     """A JSON body of predict. Raises ServeError."""
     try:
         plan, read = _read_compiled(plans, body)
@@ -131,7 +131,7 @@ def read_predict(plans: Plans, body: bytes) -> Read:
     return plan, read.columnar, inputs
 
 
-def _read_compiled(plans: Plans, body: bytes) -> tuple[PredictPlan, PredictBody]:
+def _read_compiled(plans: Plans, body: bytes | bytearray) -> tuple[PredictPlan, PredictBody]:
     """With the signature last asked for; a body that names another one says which."""
     plan = plans.latest
     try:
@@ -149,7 +149,7 @@ def _large_error(fault: JSONFault) -> ServeError:
     return short_error(fault)
 
 
-def _read_plain(plans: Plans, body: bytes) -> Read:
+def _read_plain(plans: Plans, body: bytes | bytearray) -> Read:
     """The exact way, which raises the original's error, or reads what the compiled way would not."""
     document = read_document(body, MAX_DEPTH)
     name = read_signature_name(document)

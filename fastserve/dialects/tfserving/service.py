@@ -52,7 +52,7 @@ class Service:
         self.traffic = Traffic(registry, "tfserving", engine.catalog.models)
         self._timeout_ns = options.rest_timeout_ms * 1_000_000
 
-    def body(self, call: Call) -> bytes:
+    def body(self, call: Call) -> bytes | bytearray:
         """The body, decompressed when its coding says gzip; a broken one is an empty one (spec 1.3)."""
         if b"gzip" not in call.header(b"content-encoding"):
             return call.body
