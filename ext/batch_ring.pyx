@@ -214,6 +214,10 @@ cdef class BatchRing:
         cdef uint64_t now = monotonic_ns()      # nothing a worker wrote there lies in the future
         return min(s.first_ns, now), min(s.taken_ns, now), min(s.run_ns, now), min(s.done_ns, now)
 
+    def count_once(self, uint32_t slot) -> bool:
+        """True for the first front that asks: the one to record this batch."""
+        return slot_count_once(self.slot(slot))
+
     def seq(self, uint32_t slot) -> int:
         """The number of the slot's present opening."""
         return self.slot(slot).seq
@@ -389,14 +393,14 @@ cdef class BatchRing:
         cdef uint64_t due
         cdef int64_t slot
         cdef uint64_t fronts
-        cdef int failed = 0
-        cdef uint32_t i
+        cdef uint32_t i, failed = 0
         while True:
             if open_due_ns(&self.arena, &i):
                 slot_seal(&self.arena, i)
             slot = slot_take(&self.arena, NO_WORKER - 1, &due)
             if slot < 0:
                 return failed
+            self.slot(<uint32_t>slot).taken_ns = monotonic_ns()
             self.fail(<uint32_t>slot, kind, text)
             fronts = slot_publish(&self.arena, <uint32_t>slot, NO_WORKER - 1)
             failed += 1
@@ -481,13 +485,8 @@ cdef class BatchRing:
 
     def queued(self) -> int:
         """Rows committed and not yet taken by a worker."""
-        cdef uint32_t i, rows = 0
-        cdef uint64_t w
-        for i in range(self.slots):
-            w = load64(&slot_at(&self.arena, i).word)
-            if word_state(w) in (SLOT_OPEN, SLOT_SEALED, SLOT_READY):
-                rows += word_settled(w)
-        return rows
+        cdef uint32_t i
+        return sum([slot_queued(&self.arena, i) for i in range(self.slots)])
 
     def slab_pages_used(self) -> int:
         """Pages under lease; 0 when nothing leaks."""

@@ -66,6 +66,8 @@ cdef extern from "sweep.h" nogil:
     bint place_abandon(const Arena*, int64_t, uint32_t)
     bint place_drop(const Arena*, int64_t)
     void place_release(const Arena*, int64_t, uint32_t)
+    bint slot_count_once(Slot*)
+    uint32_t slot_queued(const Arena*, uint32_t)
     bint slot_seal(const Arena*, uint32_t)
     int64_t slot_take(const Arena*, uint32_t, uint64_t*)
     uint64_t open_due_ns(const Arena*, uint32_t*)

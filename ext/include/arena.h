@@ -83,6 +83,7 @@ typedef struct {
     uint64_t taken_ns, run_ns, done_ns;
     uint32_t attempts;      // how often a worker took it
     uint32_t status;        // 0 or the kind of the whole batch's failure
+    uint32_t counted;       // a front has recorded it in the metrics
     uint32_t error_bytes;
     char error[ERROR_BYTES];
 } Slot;

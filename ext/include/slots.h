@@ -50,7 +50,8 @@ static inline bool slot_open_at(const Arena *a, uint32_t i, uint32_t front, uint
     uint64_t claimed = make_word(word_generation(w), front, SLOT_CLAIMED, 0, 0);
     if (word_state(w) != SLOT_FREE || !swap_word(&s->word, &w, claimed))
         return false;
-    s->first_ns = 0, s->attempts = 0, s->status = 0, s->error_bytes = 0;
+    s->first_ns = s->taken_ns = s->run_ns = s->done_ns = 0;
+    s->counted = s->attempts = 0, s->status = 0, s->error_bytes = 0;
     s->seq = __atomic_add_fetch(&a->header->next_seq, 1, __ATOMIC_RELAXED);
     *opened = make_word(word_generation(w), NO_WORKER, SLOT_OPEN, 0, 0);
     return swap_word(&s->word, &claimed, *opened);
@@ -211,6 +212,17 @@ static inline void place_release(const Arena *a, int64_t place, uint32_t rows)
     slot_release(a, s, rows);
 }
 
+// True for the first front that asks about this opening of the slot.
+static inline bool slot_count_once(Slot *s) { return __atomic_exchange_n(&s->counted, 1u, __ATOMIC_RELAXED) == 0; }
+
+// Rows written and not yet taken by a worker.
+static inline uint32_t slot_queued(const Arena *a, uint32_t i)
+{
+    uint64_t w = load64(&slot_at(a, i)->word);
+    bool waits = word_state(w) == SLOT_OPEN || word_state(w) == SLOT_SEALED || word_state(w) == SLOT_READY;
+    return waits ? word_settled(w) : 0;
+}
+
 // --- workers -------------------------------------------------------------------------------------
 
 static inline bool word_take(Slot *s, uint64_t w, uint32_t worker)
@@ -321,5 +333,6 @@ static inline bool slot_return(Slot *s, uint32_t worker)
     uint64_t w = load64(&s->word);
     if (word_state(w) != SLOT_RUNNING || word_worker(w) != worker)
         return false;
+    s->taken_ns = s->run_ns = 0;
     return swap_word(&s->word, &w, make_word(word_generation(w), NO_WORKER, SLOT_READY, word_reserved(w), word_settled(w)));
 }

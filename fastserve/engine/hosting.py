@@ -33,6 +33,9 @@ STOP_GRACE_S = 5.0
 MOST_ATTEMPTS = 2
 DIED = "the worker process died while it ran this request"
 WATCHDOG_TICK_S = 0.05
+# With no worker left, requests wait this long for one to come back; those that come later as long as a look.
+NOBODY_S, NOBODY_LOOK_S = 10.0, 1.0
+NOBODY = "no worker of this model is alive"
 
 
 @dataclass
@@ -44,6 +47,8 @@ class Hosted:
     arena: Arena
     lane: Lane
     watchdog: asyncio.Task[None] | None = None
+    nobody: asyncio.TimerHandle | None = None  # fails what waits while no worker is alive
+    closing: bool = False
 
 
 Mirror = Callable[[Hosted], Awaitable[None]]
@@ -87,22 +92,28 @@ class Host:
             for mirror in self.on_opened:
                 await mirror(hosted)
         except BaseException as error:
-            await group.stop(STOP_GRACE_S)
-            for arena in made:
-                arena.close()
+            hosted_yet = self.hosted.pop(_key(version), None)
+            if hosted_yet is not None:
+                await self._close(hosted_yet)
+            else:
+                await _close_unopened(group, made)
             if isinstance(error, ConfigError):
                 raise ServeError(Kind.INVALID_ARGUMENT, str(error)) from error
             raise
 
     async def unload(self, version: Version) -> None:
         """Drain the version's lane, then stop its workers and give the memory back."""
-        hosted = self.hosted.pop(_key(version), None)
+        hosted = self.hosted.get(_key(version))
         if hosted is None:
             return
+        hosted.closing = True
         for mirror in self.on_closing:
             await mirror(hosted)
-        await hosted.lane.drain()
-        await self._close(hosted)
+        while hosted.lane.waiting or hosted.lane.unreleased:  # a split request may bring its next piece
+            await hosted.lane.drain()
+        # Until here a worker that dies is noticed and replaced: requests under way depend on it.
+        if self.hosted.pop(_key(version), None) is not None:
+            await self._close(hosted)
 
     async def close(self) -> None:
         """Stop everything at once; whoever still waits gets an error."""
@@ -139,6 +150,8 @@ class Host:
             hosted.watchdog.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await hosted.watchdog
+        if hosted.nobody is not None:
+            hosted.nobody.cancel()
         await hosted.group.stop(STOP_GRACE_S)
         hosted.version.lane = None
         hosted.lane.close()
@@ -153,12 +166,17 @@ class Host:
         retried, failed = hosted.lane.ring.worker_died(worker, attempts, Kind.UNAVAILABLE.value, DIED)
         log.warning("%r: worker %d died; %d batches retried, %d failed", version, worker, retried, failed)
         self._registry.counters(names.RETRIES).of(version.model, version.number).add(retried)
+        if not hosted.group.alive and hosted.nobody is None:
+            hosted.nobody = asyncio.get_running_loop().call_later(NOBODY_S, _fail_waiting, hosted)
         self._report(hosted)
 
     def _worker_back(self, version: Version) -> None:
         hosted = self.hosted.get(_key(version))
         if hosted is not None:
             self._registry.counters(names.WORKER_RESTARTS).of(version.model, version.number).add()
+            if hosted.nobody is not None:
+                hosted.nobody.cancel()
+                hosted.nobody = None
             self._report(hosted)
 
     def _report(self, hosted: Hosted) -> None:
@@ -172,6 +190,20 @@ def _key(version: Version) -> tuple[str, int, int]:
     return version.model, version.number, id(version)
 
 
+async def _close_unopened(group: WorkerGroup, made: list[Arena]) -> None:
+    await group.stop(STOP_GRACE_S)
+    for arena in made:
+        arena.close()
+
+
+def _fail_waiting(hosted: Hosted) -> None:
+    """End what waits for a worker, again and again until one is back: nobody waits for ever."""
+    failed = hosted.lane.ring.fail_ready(Kind.UNAVAILABLE.value, NOBODY)
+    if failed:
+        log.error("%r: %d batches failed: no worker is alive", hosted.version, failed)
+    hosted.nobody = asyncio.get_running_loop().call_later(NOBODY_LOOK_S, _fail_waiting, hosted)
+
+
 async def _watch(hosted: Hosted, limit_ns: int) -> None:
     """Kill a worker whose batch runs longer than run_timeout_ms."""
     ring = hosted.lane.ring
@@ -180,5 +212,6 @@ async def _watch(hosted: Hosted, limit_ns: int) -> None:
         now = time.monotonic_ns()
         for slot in range(ring.slots):
             state, _, _, worker = ring.describe(slot)
-            if state == "running" and now - ring.times_ns(slot)[1] > limit_ns:
+            taken_ns = ring.times_ns(slot)[1]
+            if state == "running" and taken_ns and now - taken_ns > limit_ns:
                 hosted.group.kill(worker, f"a batch ran longer than run_timeout_ms {limit_ns // 1_000_000}")

@@ -39,9 +39,12 @@ class LaneMeters:
         self._rows_per_s = 0.0
 
     def batch_done(self, ring: BatchRing, slot: int) -> None:
-        """Record a published batch; called while its slot is still held."""
+        """Record a published batch, unless another front has; called while its slot is still held."""
         first, taken, run, done = ring.times_ns(slot)
         _, rows, live, _ = ring.describe(slot)
+        self._count_rate(done, rows)
+        if not ring.count_once(slot):
+            return
         if first:
             self._queue.observe_ns(max(taken - first, 0))
             self._form.observe_ns(max(taken - first, 0))
@@ -51,7 +54,6 @@ class LaneMeters:
         if live < rows:
             self._padding.add(rows - live)
         self._batches["full" if rows >= self._max_rows else self._waits].add()
-        self._count_rate(done, rows)
 
     def rejected(self, cause: str) -> None:
         """A request was turned away before it ran."""

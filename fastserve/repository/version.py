@@ -70,6 +70,11 @@ class Version:
         if self.inputs and self.outputs:
             self.signatures = build_signatures(config, self.inputs, self.outputs)
 
+    @classmethod
+    def unloaded(cls, model: str, number: int) -> Version:
+        """One that another process tells of and that cannot serve here: only its state says anything."""
+        return cls(model, number, Path(), ModelConfig(backend="onnx"))
+
     @property
     def batching(self) -> bool:
         """True when shapes of `inputs` and `outputs` leave out a batch axis that tensors have."""

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
+import os
 import signal
 import socket
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,8 @@ from fastserve.wire import keep_freed_memory
 from fastserve.workers.arena import Arena
 from fastserve.workers.control import Control, PeerGone
 
+log = logging.getLogger(__name__)
+
 BEAT_S = 0.5
 
 
@@ -42,6 +47,8 @@ class Follower:
 
     def __init__(self, control: Control) -> None:
         self.ended = asyncio.Event()
+        self.status = 0
+        self._draining = False
         self._control = control
         self._catalog = Catalog()
         self._opened: dict[int, tuple[Version, Lane, Arena]] = {}
@@ -56,10 +63,19 @@ class Follower:
 
     def _on_word(self) -> None:
         try:
-            message, fds = self._control.receive()
+            self._do(*self._control.receive())
         except PeerGone:
             self.ended.set()
-            return
+        except Exception as fault:
+            self._fail(fault)
+
+    def _fail(self, fault: BaseException) -> None:
+        """The owner's picture and ours differ now: end, and be replaced by one that knows everything."""
+        log.error("the front process cannot go on", exc_info=fault)
+        self.status = 1
+        self.ended.set()
+
+    def _do(self, message: dict[str, Any], fds: list[int]) -> None:
         op = message["op"]
         if op == "start":
             self._begin(message, fds)
@@ -69,13 +85,21 @@ class Follower:
             apply_catalog(self._catalog, message, {key: opened[0] for key, opened in self._opened.items()})
         elif op == "ready" and self._front is not None:
             self._front.set_ready(msgspec.convert(message["readiness"], Readiness))
-        else:
+        elif op in ("listen", "close", "drain"):
             self._later({"listen": self._listen, "close": self._close, "drain": self._drain}[op](message))
+        elif op == "stop" and not self._draining:
+            self.ended.set()
 
-    def _later(self, work: Any) -> None:
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._finish)
+
+    def _finish(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        fault = None if task.cancelled() else task.exception()
+        if fault is not None:
+            self._fail(fault)
 
     def _begin(self, message: dict[str, Any], fds: list[int]) -> None:
         settings = msgspec.convert(message["settings"], Settings)
@@ -115,13 +139,15 @@ class Follower:
 
     async def _close(self, message: dict[str, Any]) -> None:
         version, lane, arena = self._opened.pop(message["id"])
-        await lane.drain()
+        while lane.waiting or lane.unreleased:
+            await lane.drain()
         version.lane = None
         lane.close()
         arena.close()
         self._control.send({"op": "closed", "id": message["id"]})
 
     async def _drain(self, message: dict[str, Any]) -> None:
+        self._draining = True  # the "stop" that follows is for a front that would not
         if self._front is not None:
             await self._front.drain(message["grace_s"])
         self.ended.set()
@@ -139,17 +165,19 @@ def _read_specs(written: dict[str, Any]) -> dict[str, TensorSpec]:
     }
 
 
-async def follow(fd: int) -> None:
-    """Serve until the owner says drain or is gone."""
+async def follow(fd: int) -> int:
+    """Serve until the owner says drain or is gone; the exit status."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the owner decides when to stop
         signal.signal(number, lambda number, frame: None)
+    os.set_inheritable(fd, False)
     control = Control(socket.socket(fileno=fd), owner=False)
     follower = Follower(control)
     follower.watch()
     await follower.ended.wait()
     asyncio.get_running_loop().remove_reader(control.fileno())
     control.close()
+    return follower.status
 
 
 if __name__ == "__main__":
-    uvloop.run(follow(int(sys.argv[1])))
+    sys.exit(uvloop.run(follow(int(sys.argv[1]))))

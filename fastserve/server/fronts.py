@@ -4,16 +4,17 @@
                      catalog {models}    ready {...}    close {id}    drain {grace_s}
     front -> owner   listening    opened {id}    closed {id}    drained
 
-A front that dies is replaced; what it held in the arenas is swept first, so that no batch waits for it.
+A front that dies, that cannot do what it is told, or that does not answer is replaced by one that is told
+everything anew. What the dead one held in the arenas is swept first, so that no batch waits for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import sys
-from collections.abc import Mapping
-from typing import Any
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -24,14 +25,21 @@ from fastserve.metrics import Readiness, Registry, names
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.model_config import config_json
 from fastserve.server.mirror import catalog_message
+from fastserve.workers.control import ControlFault, PeerGone
+from fastserve.workers.group import Backoff
+from fastserve.workers.process import ENTRY as WORKER_ENTRY
 from fastserve.workers.process import WorkerProcess, worker_environment
+
+if TYPE_CHECKING:
+    from fastserve._ext.batch_ring import BatchRing
 
 log = logging.getLogger(__name__)
 
-ENTRY = (sys.executable, "-m", "fastserve.server.follower")
-START_TIMEOUT_S = 60.0
+ENTRY = (*WORKER_ENTRY[:-1], "fastserve.server.follower")
+ANSWER_TIMEOUT_S = 60.0
 FIRST_RESTART_S, LONGEST_RESTART_S = 0.2, 10.0
-# A front may die between claiming rows and saying whose they are; the row table settles within this.
+# Rows that nobody answers for now and this much later were lost by the dead front: a living one is only
+# some instructions between claiming rows and saying whose they are.
 SWEEP_AGAIN_S = 0.2
 
 
@@ -39,60 +47,121 @@ class Fronts:
     """All front processes but the owner itself; none of them with `frontends: 1`."""
 
     def __init__(self, settings: Settings, catalog: Catalog, host: Host, registry: Registry) -> None:
-        self._links = [FrontLink(i, settings, catalog, host, registry) for i in range(1, settings.frontends)]
+        self.links = [FrontLink(i, settings, catalog, host, registry) for i in range(1, settings.frontends)]
         self._catalog = catalog
-        if self._links:
+        self._told: dict[str, Any] = {}
+        if self.links:
             host.on_opened.append(self._open_version)
             host.on_closing.append(self._close_version)
 
     async def open(self, http: tuple[Listener, ...], grpc: tuple[Listener, ...]) -> None:
         """Start every front on the owner's own ports. Raises ServeError when one does not come up."""
-        for link in self._links:
+        for link in self.links:
             link.listeners = (http, grpc)
-        await asyncio.gather(*(link.start() for link in self._links))
+        await asyncio.gather(*(link.start() for link in self.links))
 
     async def drain(self, grace_s: float) -> None:
         """Let every front finish and exit."""
-        await asyncio.gather(*(link.drain(grace_s) for link in self._links))
+        await asyncio.gather(*(link.drain(grace_s) for link in self.links))
 
     def tell_catalog(self) -> None:
-        """Something moved: every front gets the whole picture, a few hundred bytes a model."""
-        if self._links:
+        """Every front gets the whole picture if it has changed, a few hundred bytes a model."""
+        if self.links:
             message = catalog_message(self._catalog)
-            for link in self._links:
-                link.tell(message)
+            if message != self._told:
+                self._told = message
+                for link in self.links:
+                    link.tell(message)
 
     def tell_readiness(self, readiness: Readiness) -> None:
         """What /healthz/ready says on every front."""
-        for link in self._links:
+        for link in self.links:
             link.tell({"op": "ready", "readiness": msgspec.to_builtins(readiness)})
 
     async def _open_version(self, hosted: Hosted) -> None:
-        await asyncio.gather(*(link.open_version(hosted) for link in self._links))
+        await asyncio.gather(*(link.offer_version(hosted) for link in self.links))
 
     async def _close_version(self, hosted: Hosted) -> None:
-        await asyncio.gather(*(link.close_version(hosted) for link in self._links))
+        await asyncio.gather(*(link.close_version(hosted) for link in self.links))
 
 
 class FrontLink:
     """One other front process: its life, and the questions it has yet to answer."""
 
-    def __init__(self, front: int, settings: Settings, catalog: Catalog, host: Host, registry: Registry) -> None:
+    def __init__(
+        self, front: int, settings: Settings, catalog: Catalog, host: Host, registry: Registry
+    ) -> None:
         self.front = front
         self.listeners: tuple[tuple[Listener, ...], tuple[Listener, ...]] = ((), ())
         self._settings, self._catalog, self._host, self._registry = settings, catalog, host, registry
         self._process: WorkerProcess | None = None
         self._waiting: dict[tuple[str, int], asyncio.Future[None]] = {}
-        self._restart_s = FIRST_RESTART_S
+        self._given: set[int] = set()  # ids of the versions the present process was told to open
         self._draining = False
-        self._revival: asyncio.Task[None] | None = None
-        self._last_ready: Mapping[str, Any] | None = None
+        self._tender: asyncio.Task[None] | None = None
+        self._readiness: Mapping[str, Any] | None = None
+
+    @property
+    def pid(self) -> int:
+        """The process's id, 0 when there is none."""
+        return self._process.pid if self._process is not None and self._process.running else 0
 
     async def start(self) -> None:
-        """Spawn the process, give it everything there is, wait until it listens."""
+        """Start the process and keep one running from now on. Raises ServeError when it does not come up."""
+        try:
+            await self._start()
+        finally:
+            self._tender = asyncio.get_running_loop().create_task(self._tend())
+
+    async def offer_version(self, hosted: Hosted) -> None:
+        """Open the version there. A front that cannot is replaced, and gets everything then."""
+        try:
+            await self._open_version(hosted)
+        except ServeError as error:
+            log.error("front process %d could not open %r: %s", self.front, hosted.version, error.message)
+            self._kill(error.message)
+
+    async def close_version(self, hosted: Hosted) -> None:
+        """The front lets its requests on the version finish and closes its lane."""
+        key = id(hosted.version)
+        if key in self._given:
+            self._given.discard(key)
+            await self._ask("closed", key, {"op": "close", "id": key})
+
+    async def drain(self, grace_s: float) -> None:
+        """Ask the process to finish, and end it when it does not."""
+        self._draining = True
+        if self._tender is not None:
+            self._tender.cancel()
+            await asyncio.gather(self._tender, return_exceptions=True)
+        if self._process is not None:
+            self.tell({"op": "drain", "grace_s": grace_s})
+            await self._process.stop(grace_s + 5.0)
+
+    def tell(self, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
+        """Send without waiting; a front that is gone is replaced and told then."""
+        if message["op"] == "ready":
+            self._readiness = message
+        if self._process is None or not self._process.running:
+            return
+        try:
+            self._process.send(message, fds)
+        except PeerGone:
+            pass
+        except ControlFault as fault:
+            self._kill(str(fault))
+
+    # --- one life
+
+    async def _start(self) -> None:
         process = WorkerProcess(worker_environment(1, {}), self._hear, self._end, entry=ENTRY)
-        process.spawn()
-        self._process = process
+        try:
+            process.spawn()
+        except OSError as error:
+            raise ServeError(
+                Kind.UNAVAILABLE, f"a front process cannot be started: {error.strerror}"
+            ) from error
+        self._process, self._given = process, set()
         http, grpc = self.listeners
         start = {
             "op": "start",
@@ -101,24 +170,23 @@ class FrontLink:
             "http": msgspec.to_builtins(http),
             "grpc": msgspec.to_builtins(grpc),
         }
-        process.send(start, [self._registry.fd])
+        self.tell(start, [self._registry.fd])
         for hosted in list(self._host.hosted.values()):
-            await self.open_version(hosted)
+            await self._open_version(hosted)
         self.tell(catalog_message(self._catalog))
-        if self._last_ready is not None:
-            self.tell(self._last_ready)
-        await self._ask("listening", 0, {"op": "listen"})
-        self._restart_s = FIRST_RESTART_S
+        if self._readiness is not None:
+            self.tell(self._readiness)
+        await self._ask("listening", 0, {"op": "listen"}, timeout_s=ANSWER_TIMEOUT_S)
 
-    async def open_version(self, hosted: Hosted) -> None:
-        """The front opens its lane on the version's arena; returns when it has."""
-        if self._process is None or not self._process.running:
-            return  # it gets everything there is when it comes back
-        version = hosted.version
+    async def _open_version(self, hosted: Hosted) -> None:
+        version, key = hosted.version, id(hosted.version)
+        if not self.pid or key in self._given or hosted.closing:
+            return
+        self._given.add(key)
         message, fds = hosted.arena.fds_for_front(self.front)
         message |= {
             "op": "open",
-            "id": id(version),
+            "id": key,
             "model": version.model,
             "number": version.number,
             "folder": str(version.folder),
@@ -126,39 +194,25 @@ class FrontLink:
             "inputs": {n: [s.dtype.name, s.shape] for n, s in version.inputs.items()},
             "outputs": {n: [s.dtype.name, s.shape] for n, s in version.outputs.items()},
         }
-        await self._ask("opened", id(version), message, fds)
+        await self._ask("opened", key, message, fds, timeout_s=ANSWER_TIMEOUT_S)
 
-    async def close_version(self, hosted: Hosted) -> None:
-        """The front drains and closes its lane."""
-        if self._process is not None and self._process.running:
-            await self._ask("closed", id(hosted.version), {"op": "close", "id": id(hosted.version)})
-
-    async def drain(self, grace_s: float) -> None:
-        """Ask the process to finish, and end it when it does not."""
-        self._draining = True
-        if self._revival is not None:
-            self._revival.cancel()
-        process = self._process
-        if process is None or not process.running:
-            return
-        self.tell({"op": "drain", "grace_s": grace_s})
-        await process.stop(grace_s + 5.0)
-
-    def tell(self, message: Mapping[str, Any], fds: list[int] | None = None) -> None:
-        """Send without waiting; a front that is gone is replaced and told then."""
-        if message["op"] == "ready":
-            self._last_ready = message
-        if self._process is not None and self._process.running:
-            self._process.send(dict(message), fds or [])
-
-    async def _ask(self, answer: str, key: int, message: dict[str, Any], fds: list[int] | None = None) -> None:
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting[answer, key] = future
+    async def _ask(
+        self,
+        answer: str,
+        key: int,
+        message: dict[str, Any],
+        fds: Sequence[int] = (),
+        timeout_s: float | None = None,
+    ) -> None:
+        if not self.pid:
+            raise ServeError(Kind.UNAVAILABLE, f"front process {self.front} is not running")
+        future = self._waiting[answer, key] = asyncio.get_running_loop().create_future()
         self.tell(message, fds)
         try:
-            await asyncio.wait_for(future, START_TIMEOUT_S)
-        except asyncio.TimeoutError:
-            raise ServeError(Kind.UNAVAILABLE, f"front process {self.front} does not answer") from None
+            await asyncio.wait({future}, timeout=timeout_s)
+            if not future.done():
+                raise ServeError(Kind.UNAVAILABLE, f"front process {self.front} does not answer")
+            future.result()
         finally:
             self._waiting.pop((answer, key), None)
 
@@ -168,31 +222,52 @@ class FrontLink:
             future.set_result(None)
 
     def _end(self, words: str) -> None:
+        self._given = set()
         for (answer, _), future in self._waiting.items():
             if future.done():
                 continue
             if answer == "closed":
                 future.set_result(None)  # what it held is swept below
             else:
-                future.set_exception(ServeError(Kind.UNAVAILABLE, f"front process {self.front} ended: {words}"))
-        self._sweep()
-        if self._draining:
-            return
-        log.error("front process %d ended: %s; starting another", self.front, words)
-        self._registry.counters(names.FRONT_RESTARTS).of().add()
-        self._registry.bury(self.front)
-        self._revival = asyncio.get_running_loop().create_task(self._revive())
+                future.set_exception(
+                    ServeError(Kind.UNAVAILABLE, f"front process {self.front} ended: {words}")
+                )
+        for ring in self._rings():
+            ring.sweep_front(self.front)
+        if not self._draining:
+            log.error("front process %d ended: %s; another is started", self.front, words)
 
-    async def _revive(self) -> None:
-        while True:
-            await asyncio.sleep(max(self._restart_s, SWEEP_AGAIN_S))
-            self._sweep()  # before the new one claims the same number
-            self._restart_s = min(self._restart_s * 2, LONGEST_RESTART_S)
+    def _kill(self, reason: str) -> None:
+        if self._process is not None:
+            self._process.kill(reason)
+
+    # --- and the next
+
+    async def _tend(self) -> None:
+        backoff = Backoff(FIRST_RESTART_S, LONGEST_RESTART_S)
+        while self._process is not None:
+            born = time.monotonic()
+            await self._process.wait()
+            lived_s = time.monotonic() - born
+            self._registry.counters(names.FRONT_RESTARTS).of().add()
+            self._registry.bury(self.front)
+            # Before the new one claims the same number.
+            await asyncio.gather(self._sweep(), asyncio.sleep(backoff.after(lived_s)))
             try:
-                return await self.start()
+                await self._start()
             except ServeError as error:
                 log.error("front process %d could not be started: %s", self.front, error.message)
+                self._kill(error.message)
 
-    def _sweep(self) -> None:
-        for hosted in self._host.hosted.values():
-            hosted.lane.ring.sweep_front(self.front)
+    async def _sweep(self) -> None:
+        rings = self._rings()
+        before = [set(ring.lost()) for ring in rings]
+        await asyncio.sleep(SWEEP_AGAIN_S)
+        for ring, suspected in zip(rings, before, strict=True):
+            ring.sweep_front(self.front)
+            for lost in suspected.intersection(ring.lost()):
+                log.warning("front process %d died over %d rows of a batch", self.front, lost[2])
+                ring.forgive(*lost)
+
+    def _rings(self) -> list[BatchRing]:
+        return [hosted.lane.ring for hosted in self._host.hosted.values()]

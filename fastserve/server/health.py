@@ -16,11 +16,14 @@ def judge(catalog: Catalog, host: Host, *, keep_going: bool, may_be_empty: bool)
     With keep_going a model that could not be loaded is reported and does not count. A server without
     any model is ready only where models are loaded on demand (`may_be_empty`).
     """
-    models = {name: _judge_model(model, host) for name, model in sorted(catalog.models.items()) if _wanted(model)}
+    models = {
+        name: _judge_model(model, host) for name, model in sorted(catalog.models.items()) if _wanted(model)
+    }
     failed = [
         f"{name}: {state.reason}"
         for name, state in models.items()
-        if not state.ready and not (keep_going and catalog.models[name].latest is None and not _loading(catalog.models[name]))
+        if not state.ready
+        and not (keep_going and catalog.models[name].latest is None and not _loading(catalog.models[name]))
     ]
     if failed:
         return Readiness(False, "; ".join(failed), models)
@@ -31,7 +34,9 @@ def judge(catalog: Catalog, host: Host, *, keep_going: bool, may_be_empty: bool)
 
 def _wanted(model: Model) -> bool:
     versions = model.versions.values()
-    return model.error is not None or any(v.state is not VersionState.END or v.error is not None for v in versions)
+    return model.error is not None or any(
+        v.state is not VersionState.END or v.error is not None for v in versions
+    )
 
 
 def _loading(model: Model) -> bool:
@@ -47,5 +52,5 @@ def _judge_model(model: Model, host: Host) -> ModelReadiness:
     if _loading(model):
         return ModelReadiness(False, "loading")
     errors = [v.error for v in model.versions.values() if v.error is not None]
-    reason = model.error or (errors[-1] if errors else None)
-    return ModelReadiness(False, reason.message if reason else "no version is available")
+    error = model.error or (errors[-1] if errors else None)
+    return ModelReadiness(False, error.message if error else "no version is available")

@@ -19,7 +19,11 @@ def _write_model(model: Model) -> dict[str, Any]:
         [v.number, id(v), v.state.value, [v.error.kind.value, v.error.message] if v.error else None]
         for v in model.versions.values()
     ]
-    return {"labels": model.labels, "versions": versions, "latest": model.latest.number if model.latest else None}
+    return {
+        "labels": model.labels,
+        "versions": versions,
+        "latest": model.latest.number if model.latest else None,
+    }
 
 
 def apply_catalog(catalog: Catalog, message: dict[str, Any], opened: dict[int, Version]) -> None:

@@ -1,7 +1,7 @@
 """One server: models first, then listeners, then signals until it is told to stop.
 
-    open:   registry -> repository (workers, lanes) -> listeners -> other front processes
-    stop:   not ready -> listeners drain -> fronts stop -> versions unload -> workers stop -> exit 0
+open:   registry -> repository (workers, lanes) -> listeners -> other front processes
+stop:   not ready -> listeners drain -> fronts stop -> versions unload -> workers stop -> exit 0
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Server:
         self.catalog.on_change.append(self._version_changed)
 
     async def open(self) -> None:
-        """Load what is wanted, then listen. Raises ConfigError, ServeError or OSError; nothing is left running."""
+        """Load what is wanted, then listen. Raises ConfigError, ServeError or OSError, and leaves nothing behind."""
         self._beat_on()
         try:
             await self.repository.open()
@@ -74,6 +74,7 @@ class Server:
         await self.host.close()
         if self._beat is not None:
             self._beat.cancel()
+        self.registry.close()
 
     def _version_changed(self, version: Version) -> None:
         self.fronts.tell_catalog()
@@ -95,6 +96,7 @@ class Server:
 
     def _beat_on(self) -> None:
         self.front.heartbeat.beat()
+        self.fronts.tell_catalog()  # labels move without a version that does
         self._beat = asyncio.get_running_loop().call_later(BEAT_S, self._beat_on)
 
 

@@ -15,7 +15,9 @@ SEVEN = (
 
 def welcome_text(settings: Settings, http: tuple[Listener, ...], grpc: tuple[Listener, ...]) -> str:
     """A few lines for a person at a terminal."""
-    places = [f"http://{listener.address}" for listener in http] + [f"grpc://{listener.address}" for listener in grpc]
+    places = [f"http://{listener.address}" for listener in http] + [
+        f"grpc://{listener.address}" for listener in grpc
+    ]
     lines = [f"fastserve is ready: {' '.join(places) or 'no listener'}"]
     if settings.repository == "demo" and http:
         lines += ["", "Try:", *(f"  {line}" for line in demo_requests(http[0].address))]

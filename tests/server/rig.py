@@ -1,0 +1,192 @@
+"""A whole server inside the test's own loop, on ports of its own, and a plain client for it.
+
+What a model does is said by the numbers it is sent, so that a test decides what happens to which request:
+PLAIN numbers come back doubled; KILL ends the worker; KILL_ONCE ends it the first time; HOLD runs until
+the test lets go (`Held.release`). Every batch that begins to run is noted in the folder's `seen` file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import uvloop
+import yaml
+
+from fastserve.config import Listener, Settings
+from fastserve.server import Server
+from fastserve.server.fronts import FrontLink
+
+WAIT_S = 20.0
+KILL, KILL_ONCE, HOLD = -1.0, -2.0, -3.0
+SOURCE = """
+import os, pathlib, signal, time
+
+class Model:
+    def __init__(self, config):
+        self.folder = pathlib.Path(config["parameters"]["folder"])
+        self.add = config["parameters"].get("add", 0)
+
+    def run(self, inputs):
+        x = inputs["x"]
+        if x.any():
+            with open(self.folder / "seen", "a") as seen:
+                seen.write(",".join(str(v) for v in x[:, 0]) + "\\n")
+        if -1.0 in x or (-2.0 in x and self.first()):
+            os.kill(os.getpid(), signal.SIGKILL)
+        until = time.monotonic() + 20
+        while -3.0 in x and not (self.folder / "go").exists() and time.monotonic() < until:
+            time.sleep(0.001)
+        return {"y": x * 2 + self.add}
+
+    def first(self):
+        try:
+            (self.folder / "killed").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+"""
+
+
+def run(work: Any, limit_s: float = 60.0) -> None:
+    """Run a test on the loop the server runs on."""
+    uvloop.run(asyncio.wait_for(work, limit_s))
+
+
+uvloop.run(asyncio.sleep(0))  # libuv opens a pipe with the process's first loop, for good
+
+
+def write_model(folder: Path, name: str = "twice", numbers: tuple[int, ...] = (1,), **config: Any) -> Path:
+    """Write or rewrite a model; its folder. `config` goes over the defaults of model.yaml."""
+    model = folder / name
+    for number in numbers:
+        (model / str(number)).mkdir(parents=True, exist_ok=True)
+        (model / str(number) / "model.py").write_text(SOURCE)
+    parameters = {"folder": str(folder), **config.pop("parameters", {})}
+    tensor = {"dtype": "float32", "shape": [2]}
+    whole = {"backend": "python", "inputs": {"x": tensor}, "outputs": {"y": tensor}, "max_batch_size": 4}
+    (model / "model.yaml").write_text(yaml.safe_dump({**whole, **config, "parameters": parameters}))
+    return model
+
+
+def seen(folder: Path) -> list[list[float]]:
+    """The first number of each row, for every batch that a worker began to run."""
+    path = folder / "seen"
+    return (
+        [[float(v) for v in line.split(",")] for line in path.read_text().splitlines()]
+        if path.exists()
+        else []
+    )
+
+
+@contextlib.asynccontextmanager
+async def serving(folder: Path, **changes: Any) -> AsyncIterator[Served]:
+    """An open server; afterwards nothing may be outstanding in any arena."""
+    settings = {"model_control": "explicit", "load_models": ("*",), "drain_s": 5.0, **changes}
+    server = Server(Settings(repository=str(folder), http=(Listener("127.0.0.1:0"),), grpc=(), **settings))
+    await server.open()
+    served = Served(server)
+    try:
+        yield served
+        await served.until(served.is_clean)
+    finally:
+        await server.drain(5)
+        served.close()
+
+
+class Served:
+    """A server under test."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.port = server.front.http[0].address[1]
+        self.clients: list[Client] = []
+
+    @property
+    def links(self) -> list[FrontLink]:
+        return self.server.fronts.links
+
+    @property
+    def pids(self) -> list[int]:
+        """The workers, 0 where none is."""
+        return [pid for hosted in self.server.host.hosted.values() for pid in hosted.group.pids]
+
+    def is_clean(self) -> bool:
+        rings = [hosted.lane.ring for hosted in self.server.host.hosted.values()]
+        return all(ring.outstanding() == 0 and ring.slab_pages_used() == 0 for ring in rings)
+
+    async def until(self, true: Callable[[], object]) -> None:
+        """Let the loop turn until something is so."""
+        async with asyncio.timeout(WAIT_S) if hasattr(asyncio, "timeout") else contextlib.nullcontext():
+            while not true():
+                await asyncio.sleep(0.002)
+
+    async def client(self) -> Client:
+        client = Client(*await asyncio.open_connection("127.0.0.1", self.port))
+        self.clients.append(client)
+        return client
+
+    async def ask(self, *rows: float, model: str = "twice") -> tuple[int, Any]:
+        """Status and body of one predict on a connection of its own."""
+        client = await self.client()
+        try:
+            return await client.predict(*rows, model=model)
+        finally:
+            client.close()
+
+    def asking(self, *rows: float, model: str = "twice") -> asyncio.Task[tuple[int, Any]]:
+        """The same, begun."""
+        return asyncio.ensure_future(self.ask(*rows, model=model))
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+
+
+class Client:
+    """One keep-alive connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+        self.headers: dict[str, str] = {}
+
+    def send(self, *rows: float, model: str = "twice") -> None:
+        body = json.dumps({"instances": [[row, 0.5] for row in rows]}).encode()
+        self.writer.write(
+            b"POST /v1/models/%b:predict HTTP/1.1\r\nHost: t\r\nContent-Length: %d\r\n\r\n%b"
+            % (model.encode(), len(body), body)
+        )
+
+    async def predict(self, *rows: float, model: str = "twice") -> tuple[int, Any]:
+        self.send(*rows, model=model)
+        return await self.reply()
+
+    async def get(self, target: str) -> tuple[int, bytes]:
+        self.writer.write(b"GET %b HTTP/1.1\r\nHost: t\r\n\r\n" % target.encode())
+        return await self._read()
+
+    async def reply(self) -> tuple[int, Any]:
+        """The status and the first number of each row, or the error's text."""
+        status, body = await self._read()
+        answer = json.loads(body)
+        return status, [row[0] for row in answer["predictions"]] if status == 200 else answer["error"]
+
+    async def _read(self) -> tuple[int, bytes]:
+        head = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), WAIT_S)
+        first, *lines = head.decode().split("\r\n")[:-2]
+        self.headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+        size = int(self.headers.get("content-length", 0))
+        return int(first.split(" ")[1]), await asyncio.wait_for(self.reader.readexactly(size), WAIT_S)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+def release(folder: Path) -> None:
+    """Let batches that HOLD finish."""
+    (folder / "go").touch()

@@ -1,0 +1,206 @@
+"""Several front processes on one port: one picture, one queue, and none of them matters alone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.server.rig import HOLD, Served, release, run, seen, serving, write_model
+
+pytestmark = pytest.mark.timeout(90)
+
+
+async def connect_to_each(served: Served, fronts: int) -> dict[int, object]:
+    """A connection to every front process. Which front the kernel gives us, its metrics do not say; the
+    owner's listener counts its own, and followers are told apart by what they hold open."""
+    found: dict[int, object] = {}
+    for _ in range(400):
+        client = await served.client()
+        front = await front_of(served, client)
+        if front in found:
+            client.close()
+        else:
+            found[front] = client
+        if len(found) == fronts:
+            return found
+    raise AssertionError(f"only fronts {sorted(found)} accept connections")
+
+
+async def front_of(served: Served, client) -> int:
+    """The process that has accepted the client's connection, by the socket's inode in /proc."""
+    await client.get("/healthz/live")
+    ours, theirs = (client.writer.get_extra_info(name)[1] for name in ("sockname", "peername"))
+    pids = [os.getpid(), *(link.pid for link in served.links)]
+    wanted = (f":{theirs:04X}", f":{ours:04X}")
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[1].endswith(wanted[0]) and fields[2].endswith(wanted[1]):
+            inode = f"socket:[{fields[9]}]"
+            for number, pid in enumerate(pids):
+                if pid and inode in links_of(pid):
+                    return number
+    raise AssertionError("nobody holds the connection")
+
+
+def links_of(pid: int) -> set[str]:
+    found = set()
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            found.add(os.readlink(f"/proc/{pid}/fd/{name}"))
+        except OSError:
+            continue
+    return found
+
+
+def total(text: bytes, name: str) -> float:
+    return sum(
+        float(line.split()[-1]) for line in text.decode().splitlines() if re.match(rf"{name}(\{{|\s)", line)
+    )
+
+
+@pytest.mark.parametrize("fronts", [2, 4])
+def test_every_front_fills_the_same_batch_and_counts_into_one_sum(tmp_path, fronts):
+    write_model(tmp_path, max_batch_size=4, max_queue_delay_us=20_000_000 if fronts == 4 else 0)
+
+    async def work() -> None:
+        async with serving(tmp_path, frontends=fronts) as served:
+            clients = await connect_to_each(served, fronts)
+            answers = await asyncio.gather(*(c.predict(float(n + 1)) for n, c in clients.items()))
+            assert sorted(answers) == [(200, [2.0 * (n + 1)]) for n in range(fronts)]
+            if fronts == 4:
+                assert [sorted(batch) for batch in seen(tmp_path)] == [[1, 2, 3, 4]]
+            for client in clients.values():
+                _, text = await client.get("/metrics")
+                assert total(text, "fastserve_rows_total") == fronts
+                assert (await client.get("/healthz/ready"))[0] == 200
+
+    run(work())
+
+
+def test_versions_come_and_go_on_every_front(tmp_path):
+    write_model(tmp_path, "first")
+
+    async def work() -> None:
+        async with serving(tmp_path, frontends=3) as served:
+            clients = await connect_to_each(served, 3)
+            write_model(tmp_path, "second", parameters={"add": 10})
+            await served.server.repository.load("second")
+            for client in clients.values():
+                assert await client.predict(1.0, model="second") == (200, [12.0])
+            write_model(tmp_path, "second", (1, 2), parameters={"add": 20}, labels={"best": 2})
+            await served.server.repository.load("second")
+            for client in clients.values():
+                assert await client.predict(1.0, model="second") == (200, [22.0])
+            await served.server.repository.unload("first")
+            for client in clients.values():
+                status, text = await client.predict(1.0, model="first")
+                assert status == 404, text
+            assert [len(link._given) for link in served.links] == [1, 1]
+
+    run(work())
+
+
+def test_labels_alone_reach_every_front(tmp_path):
+    write_model(tmp_path, "m", (1, 2), version_policy="all", labels={"best": 1})
+
+    async def work() -> None:
+        async with serving(tmp_path, frontends=2) as served:
+            client = (await connect_to_each(served, 2))[1]
+            write_model(tmp_path, "m", (1, 2), version_policy="all", labels={"best": 2})
+            await served.server.repository.load("m")
+            target = "/v1/models/m/labels/best"
+
+            async def says_two() -> bool:
+                return b'"version": "2"' in (await client.get(target))[1]
+
+            for _ in range(2000):
+                if await says_two():
+                    return
+                await asyncio.sleep(0.005)
+            raise AssertionError("the label never moved")
+
+    run(work())
+
+
+def test_a_killed_front_is_swept_and_replaced(tmp_path):
+    write_model(tmp_path, max_batch_size=2)
+
+    async def work() -> None:
+        async with serving(tmp_path, frontends=2) as served:
+            clients, others = await connect_to_each(served, 2), await connect_to_each(served, 2)
+            running = asyncio.ensure_future(clients[0].predict(HOLD))
+            await served.until(lambda: seen(tmp_path))
+            clients[1].send(5.0)
+            waiting = asyncio.ensure_future(others[0].predict(7.0))
+            ring = next(iter(served.server.host.hosted.values())).lane.ring
+            await served.until(lambda: ring.outstanding() >= 3)
+            (link,) = served.links
+            victim = link.pid
+            os.kill(victim, signal.SIGKILL)
+            await served.until(lambda: link.pid not in (0, victim))
+            release(tmp_path)
+            assert await running == (200, [HOLD * 2])
+            assert await waiting == (200, [14.0])
+            await served.until(lambda: link._given and not link._waiting)
+            again = await connect_to_each(served, 2)
+            assert await again[1].predict(3.0) == (200, [6.0])
+            _, text = await again[0].get("/metrics")
+            assert total(text, "fastserve_front_restarts_total") == 1
+
+    run(work())
+
+
+def test_a_front_that_dies_while_a_version_opens_does_not_fail_the_load(tmp_path):
+    write_model(tmp_path, "first")
+
+    async def work() -> None:
+        async with serving(tmp_path, frontends=2) as served:
+            (link,) = served.links
+            victim = link.pid
+            os.kill(victim, signal.SIGSTOP)
+            write_model(tmp_path, "second")
+            loading = asyncio.ensure_future(served.server.repository.load("second"))
+            await served.until(lambda: link._waiting)
+            os.kill(victim, signal.SIGKILL)
+            await loading
+            await served.until(lambda: link.pid not in (0, victim) and not link._waiting)
+            clients = await connect_to_each(served, 2)
+            for client in clients.values():
+                assert await client.predict(1.0, model="second") == (200, [2.0])
+
+    run(work())
+
+
+def test_a_killed_owner_ends_everything(tmp_path):
+    write_model(tmp_path, instances=2)
+    command = [sys.executable, "-m", "fastserve.cli", "serve", str(tmp_path), "--frontends", "3"]
+    owner = subprocess.Popen(
+        [*command, "--http", "127.0.0.1:0", "--grpc", "off"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    with owner:
+        assert owner.stdout is not None
+        assert b"ready" in owner.stdout.readline()
+        children = Path(f"/proc/{owner.pid}/task/{owner.pid}/children").read_text().split()
+        handles = [os.pidfd_open(int(pid)) for pid in children]
+        assert len(handles) == 4
+        owner.kill()
+
+        async def all_end() -> None:
+            loop = asyncio.get_running_loop()
+            for handle in handles:
+                ended = loop.create_future()
+                loop.add_reader(handle, ended.set_result, None)
+                await asyncio.wait_for(ended, 10)
+                loop.remove_reader(handle)
+                os.close(handle)
+
+        asyncio.run(all_end())
