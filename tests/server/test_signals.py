@@ -1,0 +1,150 @@
+"""The server as a process: what SIGTERM does, what a second one does, and what it says when it cannot start."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.server.rig import HOLD, Client, release, run, seen, write_model
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@contextmanager
+def command(folder: Path, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
+    words = [sys.executable, "-m", "fastserve.cli", "serve", str(folder), "--grpc", "off", *flags]
+    server = subprocess.Popen(
+        [*words, "--http", "127.0.0.1:0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        yield server
+    finally:
+        server.kill()
+        server.communicate(timeout=20)
+
+
+def port_of(server: subprocess.Popen[bytes]) -> int:
+    assert server.stdout is not None
+    line = server.stdout.readline().decode()
+    assert "ready" in line, line
+    return int(line.split(":")[-1])
+
+
+async def connect(port: int) -> Client:
+    return Client(*await asyncio.open_connection("127.0.0.1", port))
+
+
+async def started(folder: Path, batches: int = 1) -> None:
+    while len(seen(folder)) < batches:
+        await asyncio.sleep(0.002)
+
+
+async def refused(port: int) -> None:
+    """Until nobody listens any more: the server is draining."""
+    while True:
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+        except OSError:
+            return
+        writer.close()
+        await asyncio.sleep(0.002)
+
+
+@pytest.mark.parametrize("fronts", ["1", "2"])
+def test_sigterm_under_load_loses_no_reply_and_exits_0(tmp_path, fronts):
+    write_model(tmp_path, max_batch_size=2, instances=4)
+
+    async def work() -> None:
+        with command(tmp_path, "--frontends", fronts) as server:
+            port = port_of(server)
+            clients = [await connect(port) for _ in range(4)]
+            for number, client in enumerate(clients):
+                client.send(HOLD, float(number))
+            await started(tmp_path, batches=4)
+            server.send_signal(signal.SIGTERM)
+            await refused(port)
+            release(tmp_path)
+            for number, client in enumerate(clients):
+                assert await client.reply() == (200, [2 * HOLD, 2.0 * number])
+                client.close()
+            assert await asyncio.to_thread(server.wait, 20) == 0
+
+    run(work())
+
+
+def test_a_second_sigterm_ends_it_at_once(tmp_path):
+    write_model(tmp_path)
+
+    async def work() -> None:
+        with command(tmp_path) as server:
+            port = port_of(server)
+            client = await connect(port)
+            client.send(HOLD)
+            await started(tmp_path)
+            server.send_signal(signal.SIGTERM)
+            await refused(port)
+            server.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(server.wait, 5) == 130
+            client.close()
+
+    run(work())
+
+
+def test_a_request_that_never_ends_does_not_hold_the_stop_for_longer_than_drain_s(tmp_path):
+    write_model(tmp_path)
+
+    async def work() -> None:
+        with command(tmp_path, "--drain-s", "0.2") as server:
+            client = await connect(port_of(server))
+            client.send(HOLD)
+            await started(tmp_path)
+            server.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(server.wait, 15) == 0
+            client.close()
+
+    run(work())
+
+
+def test_sigterm_while_models_load(tmp_path):
+    (write_model(tmp_path) / "1" / "model.py").write_text(
+        "import pathlib, time\npathlib.Path(__file__).with_name('loading').touch()\ntime.sleep(20)\n"
+    )
+
+    async def work() -> None:
+        with command(tmp_path) as server:
+            while not (tmp_path / "twice" / "1" / "loading").exists():
+                await asyncio.sleep(0.002)
+            server.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(server.wait, 10) == 0
+
+    run(work())
+
+
+def test_what_keeps_it_from_starting_is_said_without_a_traceback(tmp_path):
+    (write_model(tmp_path) / "1" / "model.py").write_text("raise ValueError('no luck')")
+    with command(tmp_path, "--log-level", "error") as server:
+        out, err = server.communicate(timeout=20)
+        assert server.returncode == 1
+        assert out == b""
+        assert b"twice: version 1: " in err
+        assert b"no luck" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("fronts", ["1", "2"])
+def test_a_port_that_is_taken(tmp_path, fronts):
+    write_model(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        words = [sys.executable, "-m", "fastserve.cli", "serve", str(tmp_path), "--grpc", "off"]
+        words += ["--http", f"127.0.0.1:{port}", "--frontends", fronts]
+        done = subprocess.run(words, capture_output=True, timeout=30, check=False)
+    assert done.returncode == 1
+    assert done.stderr.decode().splitlines()[-1].startswith("fastserve: ")
