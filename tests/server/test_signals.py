@@ -1,4 +1,4 @@
-"""The server as a process: what SIGTERM does, what a second one does, and what it says when it cannot start."""
+"""The server as a process: what SIGTERM does, and a second one, and what it says when it cannot start."""
 
 from __future__ import annotations
 
