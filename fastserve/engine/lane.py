@@ -100,8 +100,11 @@ class Lane:
             self._loop.remove_reader(self._bell)
         gone = ServeError(Kind.UNAVAILABLE, "the model version was unloaded")
         for tickets in self._pending:
-            while tickets:
-                self._tell(tickets.pop(), gone)
+            for ticket in tickets:
+                done, ticket.done = ticket.done, None
+                if done is not None:
+                    self._tell(done, ticket, gone)
+            tickets.clear()
         if self._idle:
             self._wake_idle()
 
@@ -129,7 +132,8 @@ class Lane:
         tickets.append(ticket)
         self.ring.commit(place, rows)
         self.waiting += 1
-        self._kick_soon()
+        if not self._kicking:
+            self._kick_soon()
         if deadline_ns and not self._watching:
             self._watch()
         return ticket
@@ -168,10 +172,9 @@ class Lane:
     # --- answers ---------------------------------------------------------------------------------
 
     def _kick_soon(self) -> None:
-        if not self._kicking:
-            self._kicking = True
-            assert self._loop is not None
-            self._loop.call_soon(self._kick)
+        self._kicking = True
+        assert self._loop is not None
+        self._loop.call_soon(self._kick)
 
     def _kick(self) -> None:
         self._kicking = False
@@ -197,18 +200,18 @@ class Lane:
         error = None if failure is None else ServeError(_kind(failure[0]), failure[1])
         self.unreleased += len(tickets)
         for ticket in tickets:
-            if error is not None or ticket.done is None:
+            done, ticket.done = ticket.done, None
+            if error is not None or done is None:
                 self.release(ticket)
-            if ticket.done is not None:
-                self._tell(ticket, error)
+            if done is not None:
+                self._tell(done, ticket, error)
         if self._idle:
             self._wake_idle()
 
-    def _tell(self, ticket: Ticket, error: ServeError | None) -> None:
+    def _tell(self, done: Done, ticket: Ticket, error: ServeError | None) -> None:
         self.waiting -= 1
-        done, ticket.done = ticket.done, None
         try:
-            done(ticket, error)  # type: ignore[misc]
+            done(ticket, error)
         except Exception:  # one caller's fault must not cost the others of the batch their answers
             log.exception("an answer could not be delivered")
 
@@ -246,8 +249,8 @@ class Lane:
         self._forget(ticket)
         self.meters.rejected("deadline")
         text = QUEUED_TOO_LONG if queued else RAN_TOO_LONG
-        ticket.done = done
-        self._tell(ticket, DeadlineError(text, queued=queued))
+        if done is not None:
+            self._tell(done, ticket, DeadlineError(text, queued=queued))
 
 
 def _kind(number: int) -> Kind:

@@ -109,18 +109,14 @@ class Call:
             self._request_id: str = given.decode() if plain else f"{_ID_PREFIX}-{next(_next_id):x}"
             return self._request_id
 
-    @property
-    def plain_keep_alive(self) -> bool:
-        """True when `reply_raw` may be used: nothing about this reply is special."""
-        return self._connection.listener.plain and self.head.mode == KEEP
-
-    @property
-    def ok_json(self) -> bytes:
-        """The head of a 200 JSON reply with today's date, up to where "Content-Length: N" belongs."""
-        return self._connection.listener.heads.ok_json
+    def raw_head(self) -> bytes:
+        """The head of a 200 JSON reply up to where "Content-Length: N" belongs, for `reply_raw`; b"" when
+        something about this reply is special, and only `reply` will do."""
+        listener = self._connection.listener
+        return listener.heads.ok_json if listener.plain and self.head.mode == KEEP else b""
 
     def reply_raw(self, message: bytes) -> None:
-        """Send a complete 200 reply, head and body framed by the caller. Only if `plain_keep_alive`."""
+        """Send a complete 200 reply, framed by the caller: `raw_head()`, length, empty line, body."""
         if self._replied:
             self._refuse_second()
             return

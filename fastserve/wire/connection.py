@@ -250,8 +250,12 @@ class Connection(asyncio.Protocol):
     # ---- calls
 
     def _begin(self, head: Head, body: bytes | bytearray) -> None:
-        call = self._queue(Call(self, head, body))
+        call = Call(self, head, body)
         self._served += 1
+        if self._current is None:
+            self._current = call
+        else:
+            self._waiting.append(call)
         if head.mode == CLOSE:
             self._state = DEAF
         try:
@@ -261,13 +265,6 @@ class Connection(asyncio.Protocol):
         else:
             if work is not None:
                 call.run(work)
-
-    def _queue(self, call: Call) -> Call:
-        if self._current is None:
-            self._current = call
-        else:
-            self._waiting.append(call)
-        return call
 
     def finish(self, call: Call, message: bytes, body: bytes, closes: bool) -> None:
         """Send the reply of `call`, now or when its turn comes."""
@@ -336,7 +333,11 @@ class Connection(asyncio.Protocol):
         self._chunks = None
         self._buffer.clear()
         self.listener.count_refusal(fault.cause)
-        call = self._queue(Call(self, Head(b""), b""))
+        call = Call(self, Head(b""), b"")
+        if self._current is None:
+            self._current = call
+        else:
+            self._waiting.append(call)
         call.reply(fault.status, fault.body, fault.content_type, close=True)
 
     def _shut(self) -> None:

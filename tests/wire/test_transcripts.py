@@ -267,9 +267,9 @@ def test_the_raw_reply_is_for_plain_connections_only() -> None:
     plain = []
 
     def endpoint(call: Call) -> None:
-        plain.append(call.plain_keep_alive)
-        if call.plain_keep_alive:
-            call.reply_raw(call.ok_json + b"Content-Length: 2\r\n\r\n{}")
+        plain.append(bool(call.raw_head()))
+        if call.raw_head():
+            call.reply_raw(call.raw_head() + b"Content-Length: 2\r\n\r\n{}")
         else:
             call.reply(200, b"{}")
 

@@ -26,6 +26,7 @@ class HotDoor:
     """The hot door of one version, for its default signature."""
 
     __slots__ = (
+        "_bare",
         "_duration",
         "_items",
         "_lane",
@@ -42,6 +43,7 @@ class HotDoor:
     def __init__(self, service: Service, version: Version, lane: Lane, plan: PredictPlan) -> None:
         self.version = version
         self._service = service
+        self._bare = not service.headers
         self._lane = lane
         self._plan = plan
         self._model = version.model
@@ -68,17 +70,20 @@ class HotDoor:
 
     def start(self, call: Call) -> bool:
         """Take the call, or return False: nothing has happened then."""
-        body, lane, reader = call.body, self._lane, self._reader
-        rows = reader.count_rows(body, self._items)
+        body, lane = call.body, self._lane
+        rows = self._reader.count_rows(body, self._items)
         if not 0 < rows <= lane.max_rows:
             return False
-        place = lane.ring.reserve(rows)
+        ring = lane.ring
+        place = ring.reserve(rows)
         if place == FULL:
             return False
-        if reader.read_into(body, lane.ring.input_rows(place, rows, 0), self._shape, rows):
+        if self._reader.read_into(body, ring.input_rows(place, rows, 0), self._shape, rows):
             lane.abandon(place, rows)
             return False
-        self._submit(call, place, rows)
+        timeout_ns = self._service.timeout_ns
+        deadline_ns = call.received_ns + timeout_ns if timeout_ns else 0
+        call.on_gone = lane.submit(place, rows, self._answer, deadline_ns, call)
         return True
 
     def start_raw(self, call: Call) -> bool:
@@ -86,19 +91,14 @@ class HotDoor:
         lane, raw = self._lane, self._plan.raw
         tensor = raw.read(call.body) if raw is not None else None
         if tensor is None or tensor.shape[0] > lane.max_rows:
-            return False
+            return self.start(call)
         rows = tensor.shape[0]
         place = lane.ring.reserve(rows)
         if place == FULL:
             return False
         lane.ring.input_rows(place, rows, 0)[:] = tensor.data
-        self._submit(call, place, rows)
+        call.on_gone = lane.submit(place, rows, self._answer, self._service.deadline_ns(call), call)
         return True
-
-    def _submit(self, call: Call, place: int, rows: int) -> None:
-        lane = self._lane
-        ticket = lane.submit(place, rows, self._answer, self._service.deadline_ns(call), call)
-        call.on_gone = ticket
 
     def _answer(self, ticket: Ticket, error: ServeError | None) -> None:
         call: Call = ticket.context
@@ -106,14 +106,14 @@ class HotDoor:
         if error is not None:
             self._service.refuse(call, self._model, error)
             return
-        plain = call.plain_keep_alive and not self._service.headers
+        head = call.raw_head() if self._bare else b""
         lane = self._lane
         try:
             outputs = lane.ring.output_rows(ticket.place, ticket.rows, 0)
-            text = self._writer.write(outputs, ticket.rows, call.ok_json if plain else b"")
+            text = self._writer.write(outputs, ticket.rows, head)
         finally:
             lane.release(ticket)
-        if plain:
+        if head:
             call.reply_raw(text)
         else:
             call.reply(200, text, headers=self._service.headers)

@@ -37,10 +37,11 @@ Read = tuple[PredictPlan, bool, Inputs]  # the plan, whether the body is columna
 class Predict:
     """The endpoint of one target."""
 
-    __slots__ = ("_door", "_head", "_plans", "_raw", "_service", "_target")
+    __slots__ = ("_catalog", "_door", "_head", "_plans", "_raw", "_service", "_target")
 
     def __init__(self, service: Service, target: Target) -> None:
         self._service = service
+        self._catalog = service.catalog
         self._target = target
         self._plans: Plans | None = None
         self._door: HotDoor | None = None
@@ -48,25 +49,31 @@ class Predict:
         self._raw = False
 
     def __call__(self, call: Call) -> Coroutine[Any, Any, None] | None:
-        target = self._target
-        if target.label is None:
-            version = self._service.catalog.available(target.name, target.version)
-            if version is not None:
-                door = self._door
-                if door is None or door.version is not version:
-                    door = self._door = HotDoor.of(self._service, version, self._plans_of(version).default)
-                if door is not None and self._start(door, call):
-                    return None
-        return self._answer(call)
+        target, door = self._target, self._door
+        version = self._catalog.available(target.name, target.version)
+        if door is None or door.version is not version:
+            door = self._open_door(version)
+            if door is None:
+                return self._answer(call)
+        if call.head is not self._head and not self._meet(call):
+            return self._answer(call)
+        if self._raw:
+            return None if door.start_raw(call) else self._answer(call)
+        return None if door.start(call) else self._answer(call)
 
-    def _start(self, door: HotDoor, call: Call) -> bool:
-        """The hot door, for calls whose head says nothing unusual. Equal heads are one object (wire)."""
-        head = call.head
-        if head is not self._head:
-            if call.header(b"content-encoding"):
-                return False
-            self._head, self._raw = head, _is_raw(call)
-        return (self._raw and door.start_raw(call)) or door.start(call)
+    def _open_door(self, version: Version | None) -> HotDoor | None:
+        """The hot door of this version; labels take the general one, which looks them up."""
+        if version is None or self._target.label is not None:
+            return None
+        self._door = HotDoor.of(self._service, version, self._plans_of(version).default)
+        return self._door
+
+    def _meet(self, call: Call) -> bool:
+        """Look at a head once (the wire hands equal heads on as one object): may it pass the hot door?"""
+        if call.header(b"content-encoding"):
+            return False
+        self._head, self._raw = call.head, _is_raw(call)
+        return True
 
     async def _answer(self, call: Call) -> None:
         service, name = self._service, self._target.name

@@ -50,7 +50,7 @@ class Service:
         self.headers = CORS_HEADERS if options.cors else ()
         self.monitor = Monitor(engine.catalog.models)
         self.traffic = Traffic(registry, "tfserving", engine.catalog.models)
-        self._timeout_ns = options.rest_timeout_ms * 1_000_000
+        self.timeout_ns = options.rest_timeout_ms * 1_000_000
 
     def body(self, call: Call) -> bytes | bytearray:
         """The body, decompressed when its coding says gzip; a broken one is an empty one (spec 1.3)."""
@@ -63,7 +63,7 @@ class Service:
 
     def deadline_ns(self, call: Call) -> int:
         """When the call's time is up, 0 for never."""
-        return call.received_ns + self._timeout_ns if self._timeout_ns else 0
+        return call.received_ns + self.timeout_ns if self.timeout_ns else 0
 
     def answer(self, call: Call, model: str, body: bytes, api: str = "", version: object = "") -> None:
         """Reply 200; `api` names what ran, for the latency histograms."""
