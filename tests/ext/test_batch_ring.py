@@ -39,7 +39,7 @@ def test_rows_land_in_one_contiguous_column():
         front.input_rows(place, 1, 0)[:] = bytes([value]) * 8
         front.commit(place, 1)
     slot = worker.take()
-    at, row_bytes = worker.column_span(slot, 0)
+    _, row_bytes = worker.column_span(slot, 0)
     assert (worker.batch_rows(slot), row_bytes) == (3, 8)
     assert worker.places(slot) == [(0, 1, 0, 0), (1, 1, 0, 0), (2, 1, 0, 0)]
     assert bytes(front.input_rows(slot << 16, 3, 0)) == b"\1" * 8 + b"\2" * 8 + b"\3" * 8
@@ -47,7 +47,8 @@ def test_rows_land_in_one_contiguous_column():
 
 def test_answers_reach_the_fronts_that_wait_and_release_frees_the_slot():
     memory = make_arena(fronts=2)
-    first, second, worker = BatchRing(memory, front=0), BatchRing(memory, front=1), BatchRing(memory, worker=0)
+    first, second = BatchRing(memory, front=0), BatchRing(memory, front=1)
+    worker = BatchRing(memory, worker=0)
     places = [(ring, ring.reserve(n)) for ring, n in ((first, 1), (second, 2))]
     for (ring, place), rows in zip(places, (1, 2), strict=True):
         ring.commit(place, rows)
@@ -152,8 +153,11 @@ def test_bounds_are_checked_at_the_door():
         BatchRing(bytearray(1 << 20), front=0)
 
 
+VERBS = st.sampled_from(["reserve", "commit", "take", "release"])
+
+
 @settings(deadline=None, max_examples=200)
-@given(st.lists(st.tuples(st.sampled_from(["reserve", "commit", "take", "release"]), st.integers(0, 7)), max_size=60))
+@given(st.lists(st.tuples(VERBS, st.integers(0, 7)), max_size=60))
 def test_agrees_with_the_oracle(events):
     """Random orders of one front and one worker: same batches, in the same order, nothing left over."""
     front, worker = rings(slots=2, max_rows=4)
@@ -250,7 +254,7 @@ class Search:
 
     def picture(self) -> tuple:
         ring = self.fronts[0]
-        return tuple(ring.describe(i) + (tuple(ring.places(i)),) for i in range(ring.slots))
+        return tuple((*ring.describe(i), tuple(ring.places(i))) for i in range(ring.slots))
 
     def advance(self, name: str, actors: dict) -> dict | None:
         if name == "killer":

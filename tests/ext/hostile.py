@@ -1,0 +1,160 @@
+"""The two sides of test_hostile_worker.py, each a process of its own.
+
+    python -m tests.ext.hostile scrawl FD BYTES SECONDS         the worker that went mad
+    python -m tests.ext.hostile front FD BYTES SECONDS          a front that must live with it
+
+The front attaches before the scrawling starts, and prints how often it did what. Beyond the arena's end
+its mapping has no memory: a step outside is a SIGBUS.
+"""
+
+from __future__ import annotations
+
+import collections
+import mmap
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fastserve._ext.batch_ring import FULL, BatchRing
+
+LONGEST_CALL_S = 0.1
+EXPECTED = (ValueError, IndexError, OverflowError)  # refusals at the door
+
+
+def words(count: int, rng: random.Random) -> list[int]:
+    """Values for shared words: noise, edges, and words of slots and leases that look right."""
+    made = []
+    for _ in range(count):
+        slot_word = rng.randrange(1 << 16) << 48 | rng.randrange(3) << 40 | rng.randrange(9) << 32
+        made += [
+            rng.getrandbits(64),
+            rng.choice([0, 1, 2, (1 << 64) - 1, 1 << 63, 0xFFFFFFFF, 4, 4096]),
+            slot_word | rng.randrange(6) << 16 | rng.randrange(6),
+            rng.randrange(5) << 32 | rng.choice([1, 2, 7, 40, 0xFFFFFFFF]),
+            rng.randrange(6) | rng.randrange(3) << 32 | rng.randrange(6) << 48,
+        ]
+    return made
+
+
+def scrawl(fd: int, nbytes: int, seconds: float) -> None:
+    """Write over everything, again and again."""
+    rng = random.Random(7)
+    shared = memoryview(mmap.mmap(fd, nbytes)).cast("B").cast("Q")
+    values = words(20_000, rng)
+    places = [rng.randrange(len(shared)) for _ in range(100_000)]
+    until, written = time.monotonic() + seconds, 0
+    print("scrawling", flush=True)
+    while time.monotonic() < until:
+        at = rng.randrange(len(values))
+        for place in places:
+            shared[place] = values[at % 100_000]
+            at += 1
+        written += len(places)
+    print(written, flush=True)
+
+
+class Front:
+    """Calls everything a front or the owner ever calls, at random, and times it."""
+
+    def __init__(self, memory: Any, bell: int) -> None:
+        self.ring = BatchRing(memory, front=0, own_bell=bell, worker_bells=[bell], front_bells=[bell, bell])
+        self.held: list[tuple[int, int]] = []
+        self.done: collections.Counter[str] = collections.Counter()
+        self.longest_s = 0.0
+        self.rng = random.Random(11)
+
+    def call(self, verb: Callable[..., Any], *arguments: Any) -> Any:
+        began = time.thread_time()
+        try:
+            found = verb(*arguments)
+            self.done[verb.__name__] += 1
+        except EXPECTED:
+            found = None
+            self.done["refused"] += 1
+        self.longest_s = max(self.longest_s, time.thread_time() - began)
+        return found
+
+    def turn(self) -> None:
+        ring, rng = self.ring, self.rng
+        rows = rng.randrange(1, 5)
+        place = self.call(ring.reserve, rows)
+        if place not in (FULL, None):
+            self.write(place, rows)
+            if self.call(rng.choice([ring.commit, ring.commit, ring.abandon]), place, rows) is None:
+                self.held.append((place, rows))
+        self.call(ring.kick)
+        for slot, seq in self.call(ring.drain) or ():
+            assert slot < ring.slots
+            if slot >= 0:
+                self.call(ring.is_done, slot, seq)
+        if len(self.held) > 8:
+            self.read(*self.held.pop(rng.randrange(8)))
+        if rng.random() < 0.1:
+            self.own(rng.randrange(ring.slots))
+
+    def write(self, place: int, rows: int) -> None:
+        ring = self.ring
+        for column in range(ring.inputs):
+            view = self.call(ring.input_rows, place, rows, column)
+            view[:] = b"i" * len(view)
+        offset = self.call(ring.lease, 6000)
+        if offset:
+            view = self.call(ring.slab, offset, 6000, True)
+            if view is not None:
+                view[:] = b"s" * 6000
+            self.call(ring.attach_slab, place, offset, 6000)
+
+    def read(self, place: int, rows: int) -> None:
+        ring, slot = self.ring, place >> 16
+        if self.call(ring.drop, place):
+            return
+        for column in range(ring.outputs):
+            bytes(self.call(ring.output_rows, place, rows, column))
+        offset, size = self.call(ring.answer_slab, place)
+        view = self.call(ring.slab, offset, size)
+        if view is not None:
+            bytes(view)
+        failure = self.call(ring.failure, slot)
+        assert failure is None or len(failure[1]) <= 384
+        assert all(at <= time.monotonic_ns() for at in self.call(ring.times_ns, slot))
+        for verb in (ring.place_status, ring.seal):
+            self.call(verb, place)
+        self.call(ring.describe, slot)
+        self.call(ring.seq, slot)
+        self.call(ring.release, place, rows)
+
+    def own(self, slot: int) -> None:
+        ring = self.ring
+        for verb in (ring.outstanding, ring.queued, ring.slab_pages_used):
+            assert self.call(verb) >= 0
+        self.call(ring.worker_died, 0, 2, 14, "gone")
+        self.call(ring.fail_ready, 14, "nobody")
+        self.call(ring.sweep_front, 1)
+        for lost in self.call(ring.lost):
+            self.call(ring.forgive, *lost)
+        self.call(ring.count_once, slot)
+        self.call(ring.return_lease, self.rng.randrange(1 << 20))
+
+
+def front(fd: int, nbytes: int, seconds: float) -> None:
+    """Go on as if nothing were wrong, then say how it went."""
+    whole = nbytes + 16 * mmap.PAGESIZE
+    os.ftruncate(fd, whole)
+    memory = mmap.mmap(fd, whole)
+    os.ftruncate(fd, nbytes)
+    bell = os.eventfd(0, os.EFD_NONBLOCK)
+    it = Front(memoryview(memory)[:nbytes], bell)
+    print("attached", flush=True)
+    sys.stdin.readline()
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        it.turn()
+    assert it.longest_s < LONGEST_CALL_S, f"a call took {it.longest_s} s"
+    print(dict(it.done), flush=True)
+
+
+if __name__ == "__main__":
+    {"scrawl": scrawl, "front": front}[sys.argv[1]](int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))

@@ -1,0 +1,240 @@
+"""Slabs and copies against a plain oracle, and under processes that die and scrawl."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+import subprocess
+import sys
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastserve._ext import slab
+from fastserve._ext.slab import PAGE_BYTES, SlabPool
+from tests.oracles.slab import PlainSlabs
+from tests.oracles.slab import copy_rows as plain_copy_rows
+
+PAGES = 12
+WORDS_AT = 128  # of the pool's header
+
+
+def make_pool(pages: int = PAGES) -> SlabPool:
+    return SlabPool.create(mmap.mmap(-1, slab.pool_bytes(pages)), pages)
+
+
+EVENTS = st.one_of(
+    st.tuples(st.just("lease"), st.integers(0, 5 * PAGE_BYTES), st.integers(1, 3)),
+    st.tuples(st.sampled_from(["release", "give"]), st.integers(0, PAGES), st.integers(1, 3)),
+    st.tuples(st.just("sweep"), st.just(0), st.integers(1, 3)),
+)
+
+
+@given(st.lists(EVENTS, max_size=40))
+def test_agrees_with_the_oracle(events):
+    pool, oracle = make_pool(), PlainSlabs(PAGES)
+    first_page = pool.lease(1, 1)
+    pool.release(first_page)
+    for verb, number, owner in events:
+        if verb == "lease":
+            got, wanted = pool.lease(number, owner), oracle.lease(number, owner)
+            assert got == (0 if wanted is None else first_page + wanted * PAGE_BYTES)
+            if got:
+                assert len(pool.view(got, number)) == number
+        elif verb == "sweep":
+            assert pool.sweep(owner) == oracle.sweep(owner)
+        else:
+            offset = first_page + number * PAGE_BYTES
+            known = oracle.release(number) if verb == "release" else oracle.give(number, owner)
+            with contextlib.nullcontext() if known else pytest.raises(ValueError, match="start of a lease"):
+                pool.release(offset) if verb == "release" else pool.give(offset, owner)
+        assert pool.used() == oracle.used()
+
+
+def test_leases_do_not_overlap_and_keep_their_bytes():
+    pool = make_pool()
+    offsets = [pool.lease(n * PAGE_BYTES, 1) for n in (1, 2, 3)]
+    for i, offset in enumerate(offsets):
+        pool.view(offset, (i + 1) * PAGE_BYTES)[:] = bytes([i]) * (i + 1) * PAGE_BYTES
+    for i, offset in enumerate(offsets):
+        assert set(pool.view(offset, (i + 1) * PAGE_BYTES)) == {i}
+
+
+@pytest.mark.parametrize("offset", [0, 1, PAGE_BYTES, 1 << 40, (1 << 64) - PAGE_BYTES])
+def test_what_is_no_lease_is_refused(offset):
+    pool = make_pool()
+    pool.lease(3 * PAGE_BYTES, 1)
+    for call in (
+        lambda: pool.release(offset + 1),
+        lambda: pool.view(offset + 1, 1),
+        lambda: pool.give(offset + 1, 1),
+    ):
+        with pytest.raises((ValueError, OverflowError)):
+            call()
+
+
+def test_a_lease_is_not_larger_than_it_is():
+    pool = make_pool()
+    offset = pool.lease(10, 1)
+    assert len(pool.view(offset, PAGE_BYTES)) == PAGE_BYTES
+    for size in (PAGE_BYTES + 1, 1 << 62):
+        with pytest.raises(ValueError, match="leased slab"):
+            pool.view(offset, size)
+    assert pool.lease(PAGES * PAGE_BYTES, 1) == 0
+    assert pool.lease(1 << 63, 1) == 0
+
+
+def test_half_made_and_half_released_leases_are_swept():
+    memory = mmap.mmap(-1, slab.pool_bytes(PAGES))
+    pool = SlabPool.create(memory, PAGES)
+    inside = 0xFFFFFFFF
+    struct.pack_into("<3Q", memory, WORDS_AT, 7 << 32 | inside, 7 << 32 | inside, 8 << 32 | 1)
+    assert pool.used() == 3
+    assert pool.sweep(7) == 2
+    assert pool.used() == 1
+
+
+@given(st.binary(min_size=PAGES * 8, max_size=PAGES * 8), st.integers(0, 1 << 63))
+def test_scrawled_words_lead_nobody_outside(words, hint):
+    size = slab.pool_bytes(PAGES)
+    memory = mmap.mmap(-1, size)
+    pool = SlabPool.create(memory, PAGES)
+    first = pool.lease(1, 1)
+    memory[WORDS_AT - 64 : WORDS_AT - 56] = hint.to_bytes(8, "little")
+    memory[WORDS_AT : WORDS_AT + PAGES * 8] = words
+    for page in range(PAGES):
+        offset = first + page * PAGE_BYTES
+        with contextlib.suppress(ValueError):
+            pool.view(offset, 2 * PAGE_BYTES)[:] = bytes(2 * PAGE_BYTES)
+        with contextlib.suppress(ValueError):
+            pool.release(offset)
+        pool.lease(3 * PAGE_BYTES, 2)
+    pool.sweep(2)
+    assert pool.used() <= PAGES
+
+
+def test_memory_that_holds_no_pool():
+    for size in (64, 1 << 16):
+        with pytest.raises(ValueError, match="no slab pool"):
+            SlabPool(bytearray(size))
+    with pytest.raises(ValueError, match="needs"):
+        SlabPool.create(bytearray(100), 4)
+    memory = bytearray(slab.pool_bytes(2))
+    SlabPool.create(memory, 2)
+    memory[4:8] = (1 << 31).to_bytes(4, "little")
+    with pytest.raises(ValueError, match="no slab pool"):
+        SlabPool(memory)
+
+
+CHILD = """
+import mmap, os, sys
+from fastserve._ext.slab import SlabPool
+pool = SlabPool(mmap.mmap(int(sys.argv[1]), int(sys.argv[2])))
+for turn in range(3000):
+    held = [pool.lease(n * 4000, 9) for n in (1, 3, 2)]
+    for offset in filter(None, held):
+        pool.view(offset, 4)[:] = b"kid!"
+    for offset in filter(None, held):
+        assert bytes(pool.view(offset, 4)) == b"kid!"
+        if turn < 2999:
+            pool.release(offset)
+os._exit(9)
+"""
+
+
+def test_two_processes_share_pages_and_the_dead_ones_are_swept():
+    size = slab.pool_bytes(PAGES)
+    fd = os.memfd_create("slabs")
+    os.ftruncate(fd, size)
+    pool = SlabPool.create(mmap.mmap(fd, size), PAGES)
+    child = subprocess.Popen([sys.executable, "-c", CHILD, str(fd), str(size)], pass_fds=[fd])
+    while child.poll() is None:
+        offset = pool.lease(5000, 1)
+        if offset:
+            pool.view(offset, 5000)[:] = b"p" * 5000
+            assert set(pool.view(offset, 5000)) == {ord("p")}
+            pool.release(offset)
+    assert child.returncode == 9
+    os.close(fd)
+    held = pool.used()
+    assert held > 0
+    assert pool.sweep(9) == held
+    assert pool.used() == 0
+
+
+def test_threads_share_pages():
+    pool = make_pool(32)
+
+    def turn(owner: int) -> None:
+        for n in range(2000):
+            offset = pool.lease(n % 9000, owner)
+            if offset:
+                pool.view(offset, 1)[0] = owner
+                assert pool.view(offset, 1)[0] == owner
+                pool.release(offset)
+
+    threads = [threading.Thread(target=turn, args=(n,)) for n in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert pool.used() == 0
+
+
+SMALL = st.integers(0, 12)
+
+
+@given(st.binary(max_size=64), st.integers(0, 64), SMALL, SMALL, SMALL, SMALL, SMALL, SMALL)
+def test_strided_copies_agree_with_the_oracle(
+    data, room, rows, row_bytes, out_stride, data_stride, out_at, data_at
+):
+    out, wanted = bytearray(room), bytearray(room)
+    try:
+        if (rows > 1 and out_stride < row_bytes) or out_at > room or data_at > len(data):
+            raise ValueError
+        plain_copy_rows(wanted, data, rows, row_bytes, out_stride, data_stride, out_at, data_at)
+    except ValueError:
+        wanted = None
+    strides = {
+        "out_stride": out_stride,
+        "data_stride": data_stride,
+        "out_offset": out_at,
+        "data_offset": data_at,
+    }
+    if wanted is None:
+        with pytest.raises(ValueError):
+            slab.copy_rows(out, data, rows=rows, row_bytes=row_bytes, **strides)
+        assert out == bytes(room), "nothing is written when something does not fit"
+    else:
+        slab.copy_rows(out, data, rows=rows, row_bytes=row_bytes, **strides)
+        assert out == wanted
+
+
+def test_products_that_overflow_are_no_way_in():
+    big = (1 << 62) + 1
+    for rows, row_bytes, stride in ((big, 4, 4), (2, big, 4), (5, 1, big), (-1, 1, 1), (1, 1, -1)):
+        with pytest.raises(ValueError):
+            slab.copy_rows(
+                bytearray(64), bytes(64), rows=rows, row_bytes=row_bytes, out_stride=stride, data_stride=1
+            )
+
+
+@given(st.lists(st.binary(max_size=50_000), max_size=4), st.integers(-1, 1))
+def test_parts_fill_exactly(parts, off):
+    whole = b"".join(parts)
+    out = bytearray(max(len(whole) + off, 0))
+    if len(out) == len(whole):
+        slab.copy_parts(out, parts)
+        assert out == whole
+    else:
+        with pytest.raises(ValueError, match="bytes"):
+            slab.copy_parts(out, parts)
+
+
+def test_read_only_memory_is_not_written():
+    with pytest.raises(BufferError):
+        slab.copy_parts(b"abc", [b"abc"])

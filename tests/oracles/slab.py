@@ -1,0 +1,62 @@
+"""Slabs, slow and plain: a list of pages and a dict of leases, first fit from a hint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class PlainSlabs:
+    """Pages are numbered from 0; a lease is known by its first page."""
+
+    pages: int
+    page_bytes: int = 4096
+    leases: dict[int, tuple[int, int]] = field(default_factory=dict)  # first page -> (pages, owner)
+    hint: int = 0
+
+    def lease(self, nbytes: int, owner: int) -> int | None:
+        count = max(1, -(-nbytes // self.page_bytes))
+        taken = {page for first, (n, _) in self.leases.items() for page in range(first, first + n)}
+        for first in [*range(self.hint, self.pages), *range(self.pages)]:
+            wanted = range(first, first + count)
+            if wanted.stop <= self.pages and taken.isdisjoint(wanted):
+                self.leases[first] = count, owner
+                return first
+        return None
+
+    def release(self, first: int) -> bool:
+        if self.leases.pop(first, None) is None:
+            return False
+        self.hint = first
+        return True
+
+    def give(self, first: int, owner: int) -> bool:
+        if first not in self.leases:
+            return False
+        self.leases[first] = self.leases[first][0], owner
+        return True
+
+    def sweep(self, owner: int) -> int:
+        gone = [first for first, (_, who) in self.leases.items() if who == owner]
+        return sum(self.leases.pop(first)[0] for first in gone)
+
+    def used(self) -> int:
+        return sum(count for count, _ in self.leases.values())
+
+
+def copy_rows(
+    out: bytearray,
+    data: bytes,
+    rows: int,
+    row_bytes: int,
+    out_stride: int,
+    data_stride: int,
+    out_at: int,
+    data_at: int,
+) -> None:
+    """Row by row; raises ValueError for anything outside."""
+    for i in range(rows):
+        to, at = out_at + i * out_stride, data_at + i * data_stride
+        if to + row_bytes > len(out) or at + row_bytes > len(data):
+            raise ValueError
+        out[to : to + row_bytes] = data[at : at + row_bytes]
