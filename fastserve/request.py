@@ -14,7 +14,9 @@ class InferRequest:
 
     `inputs` maps the model's own input names to tensors; with a batching model every tensor
     begins with the same number of rows. `outputs` names the wanted outputs, empty for all.
-    `deadline_ns` is on the clock of time.monotonic_ns(), 0 for none.
+    `deadline_ns` is on the clock of time.monotonic_ns(), 0 for none. `timeout_us` is how long the request
+    may wait in the queue of a model whose policy lets it say so, 0 for the model's own default; `priority`
+    0 is the model's default level. `sequence_id` 0 or "" means the request is no part of a sequence.
     """
 
     inputs: dict[str, Tensor]
@@ -23,14 +25,23 @@ class InferRequest:
     priority: int = 0
     deadline_ns: int = 0
     parameters: dict[str, object] = field(default_factory=dict)
+    sequence_id: int | str = 0
+    sequence_start: bool = False
+    sequence_end: bool = False
+    timeout_us: int = 0
 
 
 @dataclass(slots=True)
 class InferResponse:
-    """Outputs by the model's own names: views of shared memory, valid until `release()`."""
+    """Outputs by the model's own names: views of shared memory, valid until `release()`.
+
+    `final` is false for a response that others of the same request follow.
+    """
 
     outputs: dict[str, Tensor]
     on_release: Callable[[], None] | None = None
+    parameters: dict[str, object] = field(default_factory=dict)
+    final: bool = True
 
     def release(self) -> None:
         """Let go of the outputs' memory. Always called, also when the reply could not be written."""
