@@ -163,8 +163,8 @@ class BatchedService:
 
     @property
     def _hooked(self) -> bool:
-        mine = type(self)
-        return mine.preprocess is not BatchedService.preprocess or mine.postprocess is not BatchedService.postprocess
+        mine, plain = type(self), BatchedService
+        return mine.preprocess is not plain.preprocess or mine.postprocess is not plain.postprocess
 
     async def _ready(self) -> Batcher:
         if self._order is None:
@@ -258,12 +258,16 @@ def _worker_order(kind: type[VectorTransformer], kwargs: Mapping[str, Any], *, w
     if not (isinstance(kind, type) and issubclass(kind, VectorTransformer)):
         raise TypeError(f"worker_class must be a subclass of VectorTransformer, not {kind!r}")
     if "<locals>" in kind.__qualname__:
-        raise TypeError(f"{kind.__qualname__} is defined inside a function; a worker can only import it from a module")
+        raise TypeError(
+            f"{kind.__qualname__} is defined inside a function; a worker can only import it from a module"
+        )
     script = ""
     if kind.__module__ == "__main__":
         script = getattr(sys.modules["__main__"], "__file__", None) or ""
         if not script:
-            raise TypeError(f"{kind.__qualname__} was typed into a prompt; a worker can only import it from a file")
+            raise TypeError(
+                f"{kind.__qualname__} was typed into a prompt; a worker can only import it from a file"
+            )
         script = str(Path(script).resolve())
     transformer = {
         "module": kind.__module__,

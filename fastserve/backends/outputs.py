@@ -71,6 +71,8 @@ class OutputCheck:
     ) -> NDArray[Any]:
         if array is None:
             raise _fault(f"run did not return output {name!r}")
+        if isinstance(array, np.generic):  # what numpy makes of arithmetic on an array without axes
+            array = np.asarray(array)
         if not isinstance(array, np.ndarray):
             raise _fault(f"output {name!r} must be a numpy array, not {type(array).__name__}")
         tensor: NDArray[Any] = array if array.dtype == dtype else _cast(name, array, dtype)

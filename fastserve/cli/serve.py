@@ -21,6 +21,7 @@ NAMED: dict[str, dict[str, Any]] = {
     "load_models": {"names": ["--load-model"], "multiple": True, "metavar": "NAME|*"},
     "keep_going": {"names": ["--keep-going"], "is_flag": True},
 }
+SETTINGS_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 NO_FLAG = ("repository", "models", "model_defaults")
 COMMON = ("http", "grpc", "frontends", "model_control", "load_models", "keep_going", "drain_s", "log.level")
 
@@ -61,9 +62,14 @@ def _show_all(ctx: click.Context, parameter: click.Parameter, wanted: bool) -> N
 
 @click.command(cls=ServeCommand, short_help="Serve a model repository.")
 @click.argument("repository", metavar="[DIR|demo]", required=False)
-@click.option("--config", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Settings in YAML.")
+@click.option("--config", type=SETTINGS_FILE, help="Settings in YAML.")
 @click.option(
-    "--help-all", is_flag=True, is_eager=True, expose_value=False, callback=_show_all, help="Every flag there is."
+    "--help-all",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_all,
+    help="Every flag there is.",
 )
 def serve(repository: str | None, config: Path | None, **flags: Any) -> None:
     """Serve the models in DIR, or the built-in demo models.

@@ -45,10 +45,9 @@ def _check_tensor(tensor: Tensor, spec: TensorSpec, *, batching: bool) -> None:
         wanted = [*lead, *spec.shape]
         raise _invalid(f"input {spec.name!r} has shape {list(tensor.shape)}, the model takes {wanted}")
     size = tensor.data.nbytes if isinstance(tensor.data, memoryview) else len(tensor.data)
-    if spec.dtype.item_bytes and size != prod(tensor.shape) * spec.dtype.item_bytes:
-        raise _invalid(
-            f"input {spec.name!r} brings {size} bytes, its shape needs {prod(tensor.shape) * spec.dtype.item_bytes}"
-        )
+    needed = prod(tensor.shape) * spec.dtype.item_bytes
+    if spec.dtype.item_bytes and size != needed:
+        raise _invalid(f"input {spec.name!r} brings {size} bytes, its shape needs {needed}")
 
 
 def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:

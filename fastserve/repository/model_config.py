@@ -105,7 +105,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         list[Annotated[int, Meta(ge=1)]] | None,
         Meta(description="Batches are filled up to the next of these; ends with max_batch_size."),
     ] = None
-    instances: Annotated[int, Meta(ge=1, le=256, description="Worker processes of each version.")] = 1
+    instances: Annotated[int, Meta(ge=1, le=64, description="Worker processes of each version.")] = 1
     max_queue_rows: Annotated[int, Meta(ge=1, description="Rows that may wait.")] = 1024
     max_queue_bytes: Annotated[int, Meta(ge=1, description="Bytes of inputs that may wait.")] = 268435456
     split_large_requests: Annotated[

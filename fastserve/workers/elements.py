@@ -48,7 +48,9 @@ class ElementRunner:
             self._answer(slot, places[0][0], results)
             return
         if len(results) != len(places) and not self._ring.inputs:
-            raise ServeError(Kind.INTERNAL, f"transform returned {len(results)} results for {len(places)} elements")
+            raise ServeError(
+                Kind.INTERNAL, f"transform returned {len(results)} results for {len(places)} elements"
+            )
         self._write(slot, places, results)
 
     def warm_up(self, rows: int) -> None:

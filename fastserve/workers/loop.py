@@ -66,7 +66,9 @@ def make_runner(arena: Arena, ring: BatchRing, backend: Backend, config: Mapping
     if "transformer" in config:
         from fastserve.workers.elements import ElementRunner
 
-        return ElementRunner(arena, ring, cast("TransformerBackend", backend), whole=config["transformer"]["whole"])
+        return ElementRunner(
+            arena, ring, cast("TransformerBackend", backend), whole=config["transformer"]["whole"]
+        )
     if arena.geometry.dense:
         from fastserve.workers.dense import DenseRunner
 

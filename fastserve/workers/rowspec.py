@@ -26,7 +26,7 @@ class RowSpec:
         lengths = (shape,) if isinstance(shape, int) else tuple(shape)
         if name not in DTYPES or name == "bytes":
             raise ValueError(f"a row of {name} cannot lie in a column; numeric dtypes can")
-        if not lengths and shape != () or any(n < 1 for n in lengths):
+        if any(n < 1 for n in lengths):
             raise ValueError(f"a row's axes have lengths from 1, not {lengths}")
         return cls(lengths, name)
 
@@ -41,7 +41,7 @@ class RowSpec:
         return prod(self.shape) * DTYPES[self.dtype].item_bytes
 
     def pack(self, x: Any) -> memoryview:
-        """The bytes of one row, not copied when x is such an array already. Raises ValueError when it is none."""
+        """The bytes of one row; such an array is not copied. Raises ValueError for anything else."""
         import numpy as np
 
         row = np.ascontiguousarray(x, self.dtype).reshape(np.shape(x))

@@ -34,7 +34,7 @@ class Service(BatchedService):
         return super().start(self.kind, self.init)
 
     async def settled(self):
-        """True once nothing is held in shared memory; a worker may still be letting go of what nobody waits for."""
+        """True once shared memory is free; a worker may still be letting go of what nobody waits for."""
         ring = self._batcher.lane.ring
         end = time.monotonic() + 5
         while (ring.outstanding(), ring.slab_pages_used()) != (0, 0):
@@ -66,7 +66,9 @@ def test_the_example_runs_with_and_without_a_main_guard(tmp_path, guarded):
     text = EXAMPLE.read_text()
     script = tmp_path / "experiment.py"
     script.write_text(text if guarded else text.replace('if __name__ == "__main__":', "if True:"))
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=True
+    )
     assert "times faster" in done.stdout
 
 
@@ -303,7 +305,13 @@ def test_a_worker_that_does_not_come_up_says_why():
 
 @pytest.mark.parametrize(
     ("arguments", "field"),
-    [((0,), "max_batch_size"), ((10001,), "max_batch_size"), ((1, 0), "timeout_seconds"), ((1, 2), "timeout_seconds"), ((1, 0.1, 129), "max_queue_size")],
+    [
+        ((0,), "max_batch_size"),
+        ((10001,), "max_batch_size"),
+        ((1, 0), "timeout_seconds"),
+        ((1, 2), "timeout_seconds"),
+        ((1, 0.1, 129), "max_queue_size"),
+    ],
 )
 def test_bad_sizes_are_named(arguments, field):
     with pytest.raises(ValueError, match=field):

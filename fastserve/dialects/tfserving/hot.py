@@ -102,7 +102,9 @@ class HotDoor:
 
     def _answer(self, ticket: Ticket, error: ServeError | None) -> None:
         call: Call = ticket.context
-        call.on_gone = None  # and with it the cycle call -> ticket -> call, which would wait for the collector
+        call.on_gone = (
+            None  # and with it the cycle call -> ticket -> call, which would wait for the collector
+        )
         if error is not None:
             self._service.refuse(call, self._model, error)
             return
