@@ -17,8 +17,13 @@ from typing import Any, Literal, NoReturn
 from fastserve.errors import ConfigError
 
 MAX_DEPTH = 64
-Kind = Literal["string", "bool", "double", "int32", "uint32", "int64", "enum", "message"]
-_BOUNDS = {"int32": (-(2**31), 2**31 - 1), "uint32": (0, 2**32 - 1), "int64": (-(2**63), 2**63 - 1)}
+Kind = Literal["string", "bool", "double", "int32", "uint32", "int64", "uint64", "enum", "message"]
+_BOUNDS = {
+    "int32": (-(2**31), 2**31 - 1),
+    "uint32": (0, 2**32 - 1),
+    "int64": (-(2**63), 2**63 - 1),
+    "uint64": (0, 2**64 - 1),
+}
 _BOOLS = {
     "true": True,
     "t": True,
@@ -247,5 +252,6 @@ _READ: dict[str, Callable[[_Reader, str, TextField], Any]] = {
     "int32": _Reader.integer,
     "uint32": _Reader.integer,
     "int64": _Reader.integer,
+    "uint64": _Reader.integer,
     "enum": _Reader.enum,
 }
