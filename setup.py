@@ -69,7 +69,14 @@ def compile_folder(folder: Path, files: list[str]) -> None:
 
     well_known = Path(protoc.__file__).parent / "_proto"
     out = ROOT / "fastserve" / "protos" / f"{folder.name}.binpb"
-    args = ["protoc", f"-I{folder}", f"-I{well_known}", f"--descriptor_set_out={out}", "--include_imports"]
+    # Files are named with their folder: two dialects have a grpc_service.proto, one reflection pool both.
+    args = [
+        "protoc",
+        f"-I{folder.parent}",
+        f"-I{well_known}",
+        f"--descriptor_set_out={out}",
+        "--include_imports",
+    ]
     if protoc.main([*args, *files]) != 0:
         raise SystemExit(f"protoc failed on protos/{folder.name}")
 

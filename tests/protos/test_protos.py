@@ -1,0 +1,73 @@
+"""The dialects' messages: private, side by side, and with the numbers of the public API."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from google.protobuf import descriptor_pool
+from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
+
+from fastserve.protos import load
+
+# What an official client does when it is imported: files and messages of our names in the default pool.
+OFFICIAL = """
+from google.protobuf import descriptor_pool
+from google.protobuf.descriptor_pb2 import FileDescriptorSet
+from fastserve.protos import load
+sets = [load(name).descriptor_set for name in ("kserve_v2", "triton_v1")]
+for blob in sets:
+    for file in FileDescriptorSet.FromString(blob).file:
+        descriptor_pool.Default().AddSerializedFile(file.SerializeToString())
+official = descriptor_pool.Default().FindMessageTypeByName("inference.ModelInferRequest")
+ours = load("kserve_v2").ModelInferRequest
+assert official is not ours.DESCRIPTOR and official.full_name == ours.DESCRIPTOR.full_name
+assert ours(model_name="m").SerializeToString() == b"\\x0a\\x01m"
+"""
+
+
+def test_an_official_client_fits_in_the_same_process() -> None:
+    subprocess.run([sys.executable, "-c", OFFICIAL], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", ["kserve_v2", "triton_v1"])
+def test_the_default_pool_learns_nothing(name: str) -> None:
+    messages = load(name)
+    for file in FileDescriptorSet.FromString(messages.descriptor_set).file:
+        with pytest.raises(KeyError):
+            descriptor_pool.Default().FindFileByName(file.name)
+
+
+def test_file_names_of_the_two_differ() -> None:
+    files: list[FileDescriptorProto] = []
+    for name in ("kserve_v2", "triton_v1"):
+        files += FileDescriptorSet.FromString(load(name).descriptor_set).file
+    names = [file.name for file in files]
+    assert len(names) == len(set(names)) == 7
+
+
+def test_messages_and_enums() -> None:
+    kserve, triton = load("kserve_v2"), load("triton_v1")
+    assert load("kserve_v2") is kserve
+    assert kserve.services == ["inference.GRPCInferenceService"]
+    assert triton.services == ["nvidia.inferenceserver.GRPCService"]
+    assert kserve.DataType.Value("TYPE_BF16") == 14
+    assert "TYPE_BF16" not in triton.DataType.keys()
+    assert triton.RequestStatusCode.Name(8) == "ALREADY_EXISTS"
+    assert kserve.ModelInferRequest is kserve.ModelInferRequest
+    config = kserve.ModelConfig(sequence_batching={"direct": {}}, parameters={"a": {"string_value": "b"}})
+    assert kserve.ModelConfig.FromString(config.SerializeToString()) == config
+    with pytest.raises(AttributeError, match="Nothing"):
+        _ = kserve.Nothing
+    with pytest.raises(FileNotFoundError):
+        load("nobody")
+
+
+def test_methods_that_stream() -> None:
+    services = [
+        load(name).pool.FindServiceByName(load(name).services[0]) for name in ("kserve_v2", "triton_v1")
+    ]
+    streams = [method.name for service in services for method in service.methods if method.client_streaming]
+    assert streams == ["ModelStreamInfer", "StreamInfer"]
+    assert [len(service.methods) for service in services] == [20, 7]
