@@ -91,7 +91,9 @@ class Host:
             hosted = self._open(version, group, made[0])
             for mirror in self.on_opened:
                 await mirror(hosted)
+            self._count_load(version, "ok")
         except BaseException as error:
+            self._count_load(version, "failed")
             hosted_yet = self.hosted.pop(_key(version), None)
             if hosted_yet is not None:
                 await self._close(hosted_yet)
@@ -179,8 +181,12 @@ class Host:
                 hosted.nobody = None
             self._report(hosted)
 
+    def _count_load(self, version: Version, result: str) -> None:
+        self._registry.counters(names.MODEL_LOADS).of(version.model, version.number, result).add()
+
     def _report(self, hosted: Hosted) -> None:
         who = (hosted.version.model, hosted.version.number)
+        self._registry.gauges(names.MODEL_READY).of(*who).set(float(hosted.group.alive > 0))
         self._registry.gauges(names.WORKERS_ALIVE).of(*who).set(hosted.group.alive)
         self._registry.gauges(names.WORKERS_WANTED).of(*who).set(hosted.version.config.instances)
         self._on_health()

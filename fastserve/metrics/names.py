@@ -54,8 +54,7 @@ ROWS = _counter("rows", "Rows run.", *MODEL)
 PADDING_ROWS = _counter(
     "padding_rows", "Rows run that belong to nobody: abandoned, cancelled or padding.", *MODEL
 )
-QUEUE_ROWS = _level("queue_rows", "Rows waiting for a worker.", *MODEL)
-QUEUE_BYTES = _level("queue_bytes", "Bytes of rows waiting for a worker.", *MODEL)
+QUEUE_ROWS = _fact("queue_rows", "Rows waiting for a worker, as of the last half second.", *MODEL)
 REJECTS = _counter("rejects", "Requests turned away before they ran, by cause.", *MODEL, "cause")
 CANCELS = _counter(
     "cancels", "Requests whose client left, by where they were: queued or running.", *MODEL, "stage"
@@ -69,11 +68,8 @@ WORKER_RESTARTS = _counter("worker_restarts", "Worker processes started again af
 MODEL_READY = _fact("model_ready", "1 when the version is available and has a live worker.", *MODEL)
 MODEL_LOADS = _counter("model_loads", "Loads of model versions, by result: ok or failed.", *MODEL, "result")
 
-# Connections and bytes; listener is http or grpc.
+# Connections; listener is http.
 CONNECTIONS = _level("connections", "Connections open.", "listener")
-CONNECTIONS_OPENED = _counter("connections_opened", "Connections accepted.", "listener")
-RECEIVED_BYTES = _counter("received_bytes", "Bytes read from clients.", "listener")
-SENT_BYTES = _counter("sent_bytes", "Bytes written to clients.", "listener")
 WIRE_REJECTS = _counter(
     "wire_rejects", "Calls refused before any dialect saw them, by cause.", "listener", "cause"
 )
@@ -90,14 +86,7 @@ CATALOGUE: dict[str, Metric] = {
 
 # The values `cause`, `stage`, `sealed` and `result` may have; other texts are a mistake in the server.
 REJECT_CAUSES = ("queue_rows", "queue_bytes", "deadline", "draining", "no_worker", "too_large", "invalid")
-WIRE_CAUSES = (
-    "malformed",
-    "header_limit",
-    "target_limit",
-    "body_limit",
-    "timeout",
-    "too_many_connections",
-    "no_route",
-)
+# Of wire rejects: the limit's own name (config Limits), or one of these.
+WIRE_CAUSES = ("framing", "method", "expectation")
 CANCEL_STAGES = ("queued", "running")
 SEAL_CAUSES = ("full", "due", "idle")

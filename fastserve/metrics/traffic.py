@@ -27,6 +27,12 @@ class Traffic:
         requests = self._registry.counters(names.REQUESTS).of(*who, "OK")
         return requests, self._registry.histograms(names.REQUEST_DURATION).of(*who)
 
+    def stages(self, model: str, version: object) -> tuple[Histogram, Histogram]:
+        """The meters of reading bodies and of writing them."""
+        who = (model, version, self._dialect)
+        decode = self._registry.histograms(names.DECODE_DURATION).of(*who)
+        return decode, self._registry.histograms(names.ENCODE_DURATION).of(*who)
+
     def count(self, model: str, version: object, took_ns: int) -> None:
         """One request answered well."""
         requests, duration = self.succeeded(model, version)

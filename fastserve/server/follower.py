@@ -29,6 +29,7 @@ from fastserve.metrics import Readiness, Registry
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.model_config import load_config_json
 from fastserve.repository.version import Version
+from fastserve.server.gauges import FrontGauges
 from fastserve.server.listening import Front
 from fastserve.server.mirror import apply_catalog
 from fastserve.tensor import DTYPES, TensorSpec
@@ -108,6 +109,7 @@ class Follower:
         setup_logs(log.level, log.format, access=log.access, fields={"front": str(self._number)})
         registry = Registry(sections=settings.frontends, section=self._number, fd=fds[0])
         self._front = Front(settings, Engine(self._catalog), registry)
+        self._gauges = FrontGauges(registry)
         self._beat()
 
     def _open(self, message: dict[str, Any], fds: list[int]) -> None:
@@ -155,6 +157,7 @@ class Follower:
     def _beat(self) -> None:
         assert self._front is not None
         self._front.heartbeat.beat()
+        self._gauges.beat(self._front.http, BEAT_S)
         asyncio.get_running_loop().call_later(BEAT_S, self._beat)
 
 

@@ -60,8 +60,8 @@ class Front:
 
     def addresses(self) -> tuple[tuple[Listener, ...], tuple[Listener, ...]]:
         """The HTTP and gRPC listeners with the ports they really have."""
-        http = [_listed(l.address, s) for l, s in zip(self.http, self.settings.http, strict=True)]
-        grpc = [_listed(l.address, s) for l, s in zip(self.grpc, self.settings.grpc, strict=True)]
+        http = [_listed(o.address, s) for o, s in zip(self.http, self.settings.http, strict=True)]
+        grpc = [_listed(o.address, s) for o, s in zip(self.grpc, self.settings.grpc, strict=True)]
         return tuple(http), tuple(grpc)
 
     async def drain(self, grace_s: float) -> int:
@@ -79,7 +79,9 @@ class Front:
         tfserving = TFServing(self.engine, self.registry, settings.tfserving, settings.limits)
         return {"tfserving": lambda: tfserving}
 
-    async def _open_http(self, listener: Listener, known: dict[str, Callable[[], Dialect]], shared: bool) -> None:
+    async def _open_http(
+        self, listener: Listener, known: dict[str, Callable[[], Dialect]], shared: bool
+    ) -> None:
         names = listener.dialects or DIALECTS
         ops: Dialect = Ops(self.readiness, self.heartbeat, self.registry)
         opened = HttpListener(
@@ -103,7 +105,8 @@ class Front:
 
 def log_access(call: Call, status: int, nbytes: int) -> None:
     """One line for each reply."""
-    access.info("%s %s %d", call.method, call.target, status, extra={"bytes": nbytes, "request_id": call.request_id})
+    more = {"bytes": nbytes, "request_id": call.request_id}
+    access.info("%s %s %d", call.method, call.target, status, extra=more)
 
 
 def _check_dialects(listener: Listener) -> None:

@@ -24,6 +24,7 @@ from fastserve.repository.catalog import Catalog
 from fastserve.repository.repository import Repository
 from fastserve.repository.version import Version
 from fastserve.server.fronts import Fronts
+from fastserve.server.gauges import FrontGauges
 from fastserve.server.health import judge
 from fastserve.server.listening import Front
 from fastserve.server.welcome import welcome_text
@@ -47,12 +48,13 @@ class Server:
         self.repository = Repository(settings, self.catalog, self.host)
         self.front = Front(settings, Engine(self.catalog), self.registry)
         self.fronts = Fronts(settings, self.catalog, self.host, self.registry)
+        self._gauges = FrontGauges(self.registry)
         self._draining = False
         self._beat: asyncio.TimerHandle | None = None
         self.catalog.on_change.append(self._version_changed)
 
     async def open(self) -> None:
-        """Load what is wanted, then listen. Raises ConfigError, ServeError or OSError, and leaves nothing behind."""
+        """Load what is wanted, then listen. Raises ConfigError, ServeError or OSError; nothing stays running."""
         self._beat_on()
         try:
             await self.repository.open()
@@ -96,6 +98,8 @@ class Server:
 
     def _beat_on(self) -> None:
         self.front.heartbeat.beat()
+        self._gauges.beat(self.front.http, BEAT_S)
+        self._gauges.show_queues(self.host.hosted.values())
         self.fronts.tell_catalog()  # labels move without a version that does
         self._beat = asyncio.get_running_loop().call_later(BEAT_S, self._beat_on)
 

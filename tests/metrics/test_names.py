@@ -9,7 +9,7 @@ from fastserve.metrics import Registry, names
 WANTED = """
 requests_total request_duration_seconds queue_duration_seconds batch_form_duration_seconds rejects_total
 compute_duration_seconds encode_duration_seconds batch_rows padding_rows_total queue_rows cancels_total
-worker_restarts_total workers_alive connections received_bytes_total sent_bytes_total
+worker_restarts_total workers_alive connections decode_duration_seconds wire_rejects_total
 """
 
 

@@ -27,7 +27,9 @@ class HotDoor:
 
     __slots__ = (
         "_bare",
+        "_decode",
         "_duration",
+        "_encode",
         "_items",
         "_lane",
         "_model",
@@ -48,6 +50,7 @@ class HotDoor:
         self._plan = plan
         self._model = version.model
         self._requests, self._duration = service.traffic.succeeded(version.model, version.number)
+        self._decode, self._encode = service.traffic.stages(version.model, version.number)
         self._reader = plan.reader
         spec = next(iter(plan.signature.inputs.values()))
         self._shape = spec.shape or ()
@@ -81,6 +84,7 @@ class HotDoor:
         if self._reader.read_into(body, ring.input_rows(place, rows, 0), self._shape, rows):
             lane.abandon(place, rows)
             return False
+        self._decode.observe_ns(monotonic_ns() - call.received_ns)
         timeout_ns = self._service.timeout_ns
         deadline_ns = call.received_ns + timeout_ns if timeout_ns else 0
         call.on_gone = lane.submit(place, rows, self._answer, deadline_ns, call)
@@ -110,6 +114,7 @@ class HotDoor:
             return
         head = call.raw_head() if self._bare else b""
         lane = self._lane
+        began_ns = monotonic_ns()
         try:
             outputs = lane.ring.output_rows(ticket.place, ticket.rows, 0)
             text = self._writer.write(outputs, ticket.rows, head)
@@ -119,7 +124,9 @@ class HotDoor:
             call.reply_raw(text)
         else:
             call.reply(200, text, headers=self._service.headers)
-        took_ns = monotonic_ns() - call.received_ns
+        now_ns = monotonic_ns()
+        took_ns = now_ns - call.received_ns
+        self._encode.observe_ns(now_ns - began_ns)
         self._requests.add()
         self._duration.observe_ns(took_ns)
         if self._service.options.monitoring:

@@ -1,0 +1,50 @@
+"""The demo repository, asked as users ask it: real held-out digits through a real server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from tests.server.rig import Client, run, serving
+
+HELD_OUT = json.loads((Path(__file__).parents[1] / "vectors" / "digits_test.json").read_text())
+LEAST_ACCURACY = 0.97
+
+
+async def post(client: Client, target: str, body: object) -> dict:
+    raw = json.dumps(body).encode()
+    client.writer.write(
+        b"POST %b HTTP/1.1\r\nHost: t\r\nContent-Length: %d\r\n\r\n%b" % (target.encode(), len(raw), raw)
+    )
+    status, answer = await client._read()
+    assert status == 200, answer
+    return json.loads(answer)
+
+
+def test_the_running_server_reads_held_out_digits():
+    truth = np.array(HELD_OUT["digits"])
+
+    async def main():
+        async with serving("demo") as served:
+            client = await served.client()
+            body = {"instances": HELD_OUT["images"]}
+            rows = (await post(client, "/v1/models/digits:predict", body))["predictions"]
+            examples = [{"image": [float(v) for v in image]} for image in HELD_OUT["images"]]
+            target = "/v1/models/digits/labels/stable:classify"
+            classes = await post(client, target, {"signature_name": "classify", "examples": examples})
+        return rows, classes
+
+    answers: list = []
+
+    async def keep():
+        answers.extend(await main())
+
+    run(keep())
+    rows, classes = answers
+    assert len(rows) == len(truth) == 359, "more rows than a batch holds: split and joined again"
+    assert np.mean([row["digit"] for row in rows] == truth) >= LEAST_ACCURACY
+    assert classes["results"] == classes["result"], "the seed's name and the wire's"
+    best = [max(pairs, key=lambda pair: pair[1])[0] for pairs in classes["results"]]
+    assert np.mean(np.array(best, int) == truth) >= LEAST_ACCURACY

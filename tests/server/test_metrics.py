@@ -1,0 +1,45 @@
+"""What /metrics says after some traffic: every stage of a request, and where it was turned away."""
+
+from __future__ import annotations
+
+import re
+
+from tests.server.rig import run, serving, write_model
+
+
+def value(page: str, name: str, **labels: str) -> float:
+    """The sum of a metric's samples that carry these labels."""
+    wanted = [f'{key}="{text}"' for key, text in labels.items()]
+    lines = [line for line in page.splitlines() if re.match(rf"{name}(\{{| )", line)]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(w in line for w in wanted))
+
+
+def test_every_stage_of_a_request_is_counted(tmp_path):
+    write_model(tmp_path)
+
+    async def main():
+        async with serving(tmp_path) as served:
+            for number in (1.0, 2.0, 3.0):
+                assert (await served.ask(number))[0] == 200
+            assert (await served.ask(1.0, model="nobody"))[0] == 404
+            client = await served.client()
+            status, page = await client.get("/metrics")
+            assert status == 200
+            return page.decode()
+
+    pages: list[str] = []
+
+    async def keep():
+        pages.append(await main())
+
+    run(keep())
+    page = pages[0]
+    who = {"model": "twice", "version": "1"}
+    for stage in ("request_duration", "decode_duration", "queue_duration", "compute_duration", "encode_duration"):
+        assert value(page, f"fastserve_{stage}_seconds_count", **who) == 3, stage
+    assert value(page, "fastserve_requests_total", status="OK", **who) == 3
+    assert value(page, "fastserve_requests_total", status="NOT_FOUND", model="") == 1
+    assert value(page, "fastserve_rows_total", **who) == 3
+    assert value(page, "fastserve_workers_alive", **who) == 1
+    assert value(page, "fastserve_model_loads_total", result="ok", **who) == 1
+    assert value(page, "fastserve_ready") == 1
