@@ -16,6 +16,7 @@ COMMANDS = {
     "check": "Explain what would be served from a folder, and why not.",
     "infer": "Send one request to a running server and print the answer.",
     "bench": "Put a running server under load and show latencies.",
+    "tensorflow-model-server": "Serve with TensorFlow Serving's own flags.",
 }
 
 
@@ -28,7 +29,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        command: click.Command = getattr(import_module(f"fastserve.cli.{name}"), name)
+        word = name.replace("-", "_")
+        command: click.Command = getattr(import_module(f"fastserve.cli.{word}"), word)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

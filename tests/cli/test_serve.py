@@ -1,0 +1,103 @@
+"""`fastserve serve` and its TensorFlow Serving twin: which settings a command line becomes."""
+
+from __future__ import annotations
+
+import pytest
+from click.testing import CliRunner
+
+import fastserve.server
+from fastserve.cli import main
+from fastserve.config import Listener, Settings
+from fastserve.demo import demo_repository
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
+    """The settings a server would have been started with."""
+    found: list[Settings] = []
+    monkeypatch.setattr(fastserve.server, "run", lambda settings: found.append(settings) or 0)
+    return found
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(main, list(arguments))
+    return result.exit_code, result.output
+
+
+def test_the_contract_of_scripts(started):
+    line = "serve demo --http 127.0.0.1:0=tfserving --http :9 --grpc off --frontends 2 --model-control explicit"
+    assert run(*line.split(), "--load-model", "digits", "--load-model", "*", "--keep-going") == (0, "")
+    (settings,) = started
+    assert settings.repository == "demo"
+    assert settings.http == (Listener("127.0.0.1:0", ("tfserving",)), Listener(":9"))
+    assert settings.grpc == ()
+    assert (settings.frontends, settings.model_control) == (2, "explicit")
+    assert (settings.load_models, settings.keep_going) == (("digits", "*"), True)
+
+
+def test_defaults_and_every_other_setting_as_a_flag(started):
+    assert run("serve", "demo", "--limits-body-bytes", "10", "--tfserving-cors")[0] == 0
+    (settings,) = started
+    assert settings.http == (Listener("127.0.0.1:8000"),)
+    assert settings.grpc == (Listener("127.0.0.1:8001"),)
+    assert settings.limits.body_bytes == 10
+    assert settings.tfserving.cors
+
+
+def test_a_file_of_settings_and_a_flag_over_it(started, tmp_path):
+    file = tmp_path / "settings.yaml"
+    file.write_text("repository: demo\nfrontends: 3\ndrain_s: 1\n")
+    assert run("serve", "--config", str(file), "--frontends", "4")[0] == 0
+    assert (started[0].frontends, started[0].drain_s) == (4, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve"], "name the folder"),
+        (["serve", "demo", "--frontends", "0"], "frontends"),
+        (["serve", "demo", "--http", "nowhere"], "HOST:PORT"),
+        (["serve", "demo", "--model-control", "often"], "poll"),
+    ],
+)
+def test_faults_name_the_field_and_what_is_allowed(started, arguments, words):
+    code, output = run(*arguments)
+    assert code != 0
+    assert words in output
+    assert started == []
+
+
+def test_help_all_lists_the_rare_flags():
+    assert "--limits-body-bytes" not in run("serve", "--help")[1]
+    assert "--limits-body-bytes" in run("serve", "--help-all")[1]
+
+
+def test_the_command_line_of_tensorflow_serving(started):
+    base = str(demo_repository() / "digits")
+    code, output = run(
+        "tensorflow-model-server",
+        "--port=0",
+        "--rest_api_port=8501",
+        "--model_name=digits",
+        f"--model_base_path={base}",
+        "--rest_api_timeout_in_ms=5000",
+        "--port",
+        "9000",
+    )
+    assert code == 0
+    assert output.splitlines() == ["unknown argument: --port", "unknown argument: 9000"]
+    (settings,) = started
+    assert [listener.port for listener in settings.http] == [8501]
+    assert settings.grpc == ()
+    assert [(m.name, m.base_path) for m in settings.models] == [("digits", base)]
+    assert settings.tfserving.rest_timeout_ms == 5000
+
+
+def test_tensorflow_serving_says_what_is_missing(started):
+    code, output = run("tensorflow-model-server", "--rest_api_port=8501")
+    assert code == 1
+    assert output.strip() == (
+        "Failed to start server. Error: INVALID_ARGUMENT: Both server_options.model_base_path and "
+        "server_options.model_config_file are empty!"
+    )
+    assert run("tensorflow-model-server", "--port=many")[0] == 255
