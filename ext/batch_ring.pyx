@@ -19,9 +19,11 @@ from slot_verbs cimport *
 
 cdef enum:
     DONE_MESSAGE = 1
+    PART_MESSAGE = 2            # one part of the answer to one place of a batch that still runs
     WORKER_OWNER = 0x4000       # slab owners: fronts are 1.., workers WORKER_OWNER..
 
 FULL = -1
+PART = -2
 STATES = ("free", "claimed", "open", "sealed", "ready", "running", "done")
 EVENTS = ("claim", "open", "reserve", "settle", "seal", "close", "take", "return", "publish", "release")
 
@@ -171,7 +173,8 @@ cdef class BatchRing:
                 bell_ring(self.worker_bells[i])
 
     def drain(self) -> list:
-        """Slots done since the last call, as (slot, seq); slot -1 asks to look at every place still waited for."""
+        """Slots done since the last call, as (slot, seq). (-1, 0) asks to look at every place still waited for;
+        (PART, (slot, seq, row, slab offset, bytes, final)) is one part of an answer: its slab is ours now."""
         cdef Message message
         cdef uint32_t w, left
         cdef FrontDesk* desk = &self.arena.header.front[self.front]
@@ -182,11 +185,29 @@ cdef class BatchRing:
             left = self.arena.ring_capacity     # a worker may claim to have written any number
             while left and message_pop(ring_of(&self.arena, w, self.front), self.arena.ring_capacity, &message):
                 left -= 1
-                if message.slot < self.slots:
+                if message.kind == PART_MESSAGE:
+                    self.note_part(found, &message)
+                elif message.slot < self.slots:
                     found.append((message.slot, message.seq))
         if desk_exchange(&desk.rescan, 0):
             found.append((-1, 0))
         return found
+
+    cdef int note_part(self, list found, Message* message) except -1:
+        cdef uint32_t row = <uint32_t>(message.part >> 32) & 0xffff
+        if message.slot >= self.slots or row >= self.max_rows:
+            return 0
+        # A slab that is not ours was swept with the process that it was sent to.
+        if message.value and slab_owner(&self.arena.slabs, message.value) != self.owner():
+            return 0
+        found.append((PART, (message.slot, message.seq, row, message.value, <uint32_t>message.part, bool(message.part >> 63))))
+        return 0
+
+    def count_part(self, int64_t place) -> None:
+        """One more part of a place still waited for has been read: its worker may send another."""
+        self.check(place, 1)
+        cdef Row* row = rows_of(slot_at(&self.arena, <uint32_t>(place >> 16))) + (place & 0xffff)
+        desk_exchange(&row.parts_read, row.parts_read + 1)
 
     def is_done(self, uint32_t slot, uint64_t seq) -> bool:
         """Whether that opening of the slot has been published."""
@@ -343,11 +364,51 @@ cdef class BatchRing:
     def publish(self, uint32_t slot) -> bool:
         """The batch is done: tell every front that waits. False when this worker does not hold it."""
         cdef uint64_t seq = self.slot(slot).seq
-        cdef uint64_t fronts
-        with nogil:
-            fronts = slot_publish(&self.arena, slot, self.worker)
-            self.tell(fronts, slot, seq)
+        # Under the GIL: another thread may be sending a part through the same one-writer ring.
+        cdef uint64_t fronts = slot_publish(&self.arena, slot, self.worker)
+        self.tell(fronts, slot, seq)
         return fronts != 0
+
+    # --- workers whose answers come in parts: the batch stays theirs until the last part ---
+
+    def waits(self, uint32_t slot, uint32_t row) -> bool:
+        """Whether somebody still waits for this place of a batch this worker runs."""
+        cdef Slot* s = self.slot(slot)
+        return desk_load(&rows_of(s)[min(row, self.max_rows - 1)].state) == ROW_COMMITTED
+
+    def parts_read(self, uint32_t slot, uint32_t row) -> int:
+        """How many parts of this place's answer the front has taken."""
+        return desk_load(&rows_of(self.slot(slot))[min(row, self.max_rows - 1)].parts_read)
+
+    def send_part(self, uint32_t slot, uint32_t row, uint64_t offset, uint32_t nbytes, bint final) -> bool:
+        """One part of a place's answer, in a slab of this worker's (0: none), which changes hands. False: no
+        room in the ring now, the slab is still ours."""
+        cdef Message message
+        cdef Slot* s = self.slot(slot)
+        cdef uint32_t front = <uint32_t>rows_of(s)[min(row, self.max_rows - 1)].front
+        if front >= self.arena.fronts:
+            raise IndexError(f"front {front} of {self.arena.fronts}")
+        memset(&message, 0, sizeof(Message))
+        message.seq, message.slot, message.kind, message.value = s.seq, slot, PART_MESSAGE, offset
+        message.part = <uint64_t>final << 63 | <uint64_t>row << 32 | nbytes
+        if offset:
+            slab_give(&self.arena.slabs, offset, 1 + front)
+        if not message_push(ring_of(&self.arena, self.worker, front), self.arena.ring_capacity, &message):
+            if offset:
+                slab_give(&self.arena.slabs, offset, self.owner())
+            return False
+        if desk_exchange(&self.arena.header.front[front].rung, 1) == 0 and self.front_bells[front] >= 0:
+            bell_ring(self.front_bells[front])
+        return True
+
+    def keep_inputs(self, uint32_t slot, uint32_t row) -> int:
+        """Take a place's input slab over, for a model that still looks at it; its offset, to be returned later."""
+        cdef Row* at = rows_of(self.slot(slot)) + min(row, self.max_rows - 1)
+        cdef uint64_t offset = at.in_offset
+        at.in_offset = 0
+        if offset:
+            slab_give(&self.arena.slabs, offset, self.owner())
+        return offset
 
     cdef void tell(self, uint64_t fronts, uint32_t slot, uint64_t seq) noexcept nogil:
         cdef Message message
@@ -456,6 +517,10 @@ cdef class BatchRing:
     def return_lease(self, uint64_t offset) -> None:
         """Give a slab back."""
         slab_release(&self.arena.slabs, offset)
+
+    def give_worker(self, uint64_t offset, uint32_t worker) -> None:
+        """A slab of ours becomes a worker's, who returns it; it goes with that worker."""
+        slab_give(&self.arena.slabs, offset, WORKER_OWNER + worker)
 
     def slab(self, uint64_t offset, uint64_t nbytes, bint writable=False):
         """The bytes of a leased slab; raises when offset and nbytes are no lease."""

@@ -8,7 +8,7 @@ cdef extern from "sweep.h" nogil:
     enum: ROW_COMMITTED, ROW_ANSWERED, AWAKE, ASLEEP, ASLEEP_UNTIL_DUE
     const uint8_t SLOT_MOVES[7][10]
     ctypedef struct Row:
-        uint32_t state, in_bytes, out_bytes, status
+        uint32_t state, in_bytes, out_bytes, status, parts_read
         uint64_t in_offset, out_offset
         int front, rows
     ctypedef struct Slot:
@@ -44,7 +44,7 @@ cdef extern from "sweep.h" nogil:
     ctypedef struct Message:
         uint64_t seq
         uint32_t slot, kind
-        uint64_t value
+        uint64_t value, part
     ctypedef struct MessageRing:
         pass
     uint64_t arena_measure(ArenaHeader*)
@@ -78,6 +78,7 @@ cdef extern from "sweep.h" nogil:
     bint slot_forgive(const Arena*, uint32_t, uint32_t, uint32_t)
     uint32_t row_span(const Arena*, const Row*, uint32_t)
     uint64_t slab_lease(const Slabs*, uint64_t, uint32_t)
+    uint32_t slab_owner(const Slabs*, uint64_t)
     bint slab_holds(const Slabs*, uint64_t, uint64_t)
     bint slab_release(const Slabs*, uint64_t)
     bint slab_give(const Slabs*, uint64_t, uint32_t)

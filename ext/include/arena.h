@@ -73,7 +73,7 @@ typedef struct {
     uint32_t in_bytes;
     uint32_t out_bytes;
     uint32_t status;        // 0 or the kind of its own failure
-    uint32_t unused;
+    uint32_t parts_read;    // of an answer in parts: how many the front has taken off its hands
 } Row;
 
 typedef struct {

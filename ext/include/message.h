@@ -11,8 +11,8 @@ typedef struct {
     uint64_t seq;       // which opening of the slot this is about
     uint32_t slot;
     uint32_t kind;      // MESSAGE_*
-    uint64_t value;
-    uint64_t unused;
+    uint64_t value;     // a part: the offset of its slab, 0 for none
+    uint64_t part;      // a part: | final 1 | unused 15 | row 16 | bytes 32 |
 } Message;
 
 typedef struct {

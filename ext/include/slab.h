@@ -106,6 +106,14 @@ static inline int64_t slab_find(const Slabs *s, uint64_t offset, uint32_t *count
     return *count != 0 && *count <= s->pages - page ? (int64_t)page : -1;
 }
 
+// Who holds the lease at `offset`, 0 when none starts there.
+static inline uint32_t slab_owner(const Slabs *s, uint64_t offset)
+{
+    uint32_t count = 0;
+    int64_t page = slab_find(s, offset, &count);
+    return page < 0 ? 0 : (uint32_t)(__atomic_load_n(slab_word(s, (uint32_t)page), __ATOMIC_ACQUIRE) >> 32);
+}
+
 // True when `offset` is the start of a lease that holds `bytes` bytes.
 static inline bool slab_holds(const Slabs *s, uint64_t offset, uint64_t bytes)
 {
