@@ -1,4 +1,4 @@
-"""Writes the tables of docs/configuration.md from the fields of Settings and ModelConfig.
+"""Writes the tables of docs/configuration.md from the fields of Settings and NativeConfig.
 
 tools/describe_settings.py            writes the tables
 tools/describe_settings.py --check    exit code 1 when the page shows something else than the fields
@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 
 from fastserve.config import Field, ModelEntry, Settings, list_fields
-from fastserve.repository.model_config import ModelConfig, SignatureConfig, TensorConfig, WarmupSample
+from fastserve.repository.model_config import NativeConfig, SignatureConfig, TensorConfig, WarmupSample
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 TABLES: dict[str, type[msgspec.Struct]] = {
     "settings": Settings,
     "models": ModelEntry,
-    "model": ModelConfig,
+    "model": NativeConfig,
     "tensor": TensorConfig,
     "signature": SignatureConfig,
     "warmup": WarmupSample,

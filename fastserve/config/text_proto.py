@@ -9,7 +9,9 @@ Any are refused. Iteration is bounded: at most MAX_DEPTH messages inside each ot
 
 from __future__ import annotations
 
+import math
 import re
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
@@ -17,7 +19,7 @@ from typing import Any, Literal, NoReturn
 from fastserve.errors import ConfigError
 
 MAX_DEPTH = 64
-Kind = Literal["string", "bool", "double", "int32", "uint32", "int64", "uint64", "enum", "message"]
+Kind = Literal["string", "bool", "float", "double", "int32", "uint32", "int64", "uint64", "enum", "message"]
 _BOUNDS = {
     "int32": (-(2**31), 2**31 - 1),
     "uint32": (0, 2**32 - 1),
@@ -53,7 +55,8 @@ _CLOSING = {"{": "}", "<": ">"}
 
 @dataclass(frozen=True)
 class TextField:
-    """One field of a message. `oneof` names the choice it belongs to; `entries` makes it a map."""
+    """One field of a message. `oneof` names the choice it belongs to; `entries` makes it a map of its
+    fields key and value; `words` gives an enum's name in place of its number."""
 
     kind: Kind
     repeated: bool = False
@@ -61,6 +64,14 @@ class TextField:
     names: Mapping[str, int] = field(default_factory=dict)
     oneof: str = ""
     entries: bool = False
+    words: bool = False
+
+    @property
+    def zero(self) -> Any:
+        """What a map's entry holds where it does not say."""
+        if self.kind == "enum":
+            return next(iter(self.names)) if self.words else 0
+        return {"string": "", "bool": False, "message": {}}.get(self.kind, 0)
 
 
 @dataclass(frozen=True)
@@ -141,8 +152,9 @@ class _Reader:
             self.fail(f"':' is due after {name.text}", self.token.offset)
         values = self.values(name, kind, depth)
         if kind.entries:
+            key, value = kind.fields["key"].zero, kind.fields["value"].zero
             found.setdefault(name.text, {}).update(
-                (entry.get("key", ""), entry.get("value", 0)) for entry in values
+                (entry.get("key", key), entry.get("value", value)) for entry in values
             )
         elif kind.repeated:
             found.setdefault(name.text, []).extend(values)
@@ -227,16 +239,24 @@ class _Reader:
         self.take()
         return sign * float(text.rstrip("f") if text[-1] == "f" and text != "inf" else text)
 
+    def single(self, name: str, kind: TextField) -> float:
+        value = self.double(name, kind)
+        try:
+            return float(struct.unpack("f", struct.pack("f", value))[0])
+        except OverflowError:
+            return math.copysign(math.inf, value)
+
     def bool(self, name: str, kind: TextField) -> bool:
         if self.token.kind not in ("word", "number") or self.token.text not in _BOOLS:
             self.refuse(name, "true or false")
         return _BOOLS[self.take().text]
 
-    def enum(self, name: str, kind: TextField) -> int:
-        if self.token.kind == "word" and self.token.text in kind.names:
-            return kind.names[self.take().text]
-        if self.token.kind == "number" and self.token.text in map(str, kind.names.values()):
-            return int(self.take().text)
+    def enum(self, name: str, kind: TextField) -> int | str:
+        given = self.token
+        for word, number in kind.names.items():
+            if (given.kind, given.text) in (("word", word), ("number", str(number))):
+                self.take()
+                return word if kind.words else number
         self.refuse(name, " or ".join(kind.names))
 
     def refuse(self, name: str, wanted: str, token: _Token | None = None) -> NoReturn:
@@ -248,6 +268,7 @@ class _Reader:
 _READ: dict[str, Callable[[_Reader, str, TextField], Any]] = {
     "string": _Reader.string,
     "bool": _Reader.bool,
+    "float": _Reader.single,
     "double": _Reader.double,
     "int32": _Reader.integer,
     "uint32": _Reader.integer,

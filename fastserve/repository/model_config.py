@@ -1,4 +1,4 @@
-"""model.yaml: what one model of the native form says of itself.
+"""What one model says of itself: model.yaml, and what a server goes by whatever the form it came in.
 
     backend: onnx
     max_batch_size: 64
@@ -84,7 +84,7 @@ class WarmupSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     count: Annotated[int, Meta(ge=1, le=1000, description="How many times it runs.")] = 1
 
 
-class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class NativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The fields of model.yaml."""
 
     backend: Annotated[Literal["python", "onnx"], Meta(description="What runs the model.")]
@@ -182,14 +182,30 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return tuple(self.class_labels) if isinstance(self.class_labels, list) else ()
 
 
+class ModelConfig(NativeConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A native model's fields, and those only a config.pbtxt leads to (`triton_config`)."""
+
+    backend: Annotated[  # type: ignore[assignment]
+        Literal["python", "onnx", "triton_python", "ensemble"], Meta(description="What runs the model.")
+    ]
+    triton: Annotated[
+        dict[str, Any] | None,
+        Meta(description="The whole config.pbtxt as the config call shows it; null for a native model."),
+    ] = None
+    fault: Annotated[
+        str, Meta(description="Why no version of this model can be loaded; empty if it can.")
+    ] = ""
+
+
 def parse_model_config(
     raw: Mapping[str, object], origin: str = "model.yaml", defaults: Mapping[str, object] | None = None
 ) -> ModelConfig:
-    """A checked ModelConfig of plain values; `defaults` fill fields that are not given.
+    """A checked ModelConfig of model.yaml's plain values; `defaults` fill fields that are not given.
 
     Raises ConfigError naming origin, field, given value and allowed values.
     """
-    return convert(_filled(raw, defaults or {}), ModelConfig, origin)
+    native = convert(_filled(raw, defaults or {}), NativeConfig, origin)
+    return ModelConfig(**msgspec.structs.asdict(native))
 
 
 def _filled(raw: Mapping[str, object], defaults: Mapping[str, object]) -> dict[str, object]:
@@ -216,7 +232,7 @@ def _check_batch_sizes(max_batch_size: int, sizes: list[int] | None) -> None:
         )
 
 
-def _check_signature(name: str, signature: SignatureConfig, config: ModelConfig) -> None:
+def _check_signature(name: str, signature: SignatureConfig, config: NativeConfig) -> None:
     for side, chosen, known in (
         ("inputs", signature.inputs, config.inputs),
         ("outputs", signature.outputs, config.outputs),

@@ -14,6 +14,7 @@ Proto = descriptor_pb2.FieldDescriptorProto
 _TYPES = {
     "string": Proto.TYPE_STRING,
     "bool": Proto.TYPE_BOOL,
+    "float": Proto.TYPE_FLOAT,
     "double": Proto.TYPE_DOUBLE,
     "int32": Proto.TYPE_INT32,
     "uint32": Proto.TYPE_UINT32,
