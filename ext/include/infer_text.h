@@ -1,0 +1,191 @@
+// Response bodies of the V2 protocol (spec triton_v2, 3.2): one line without spaces, all tensors flat.
+//
+//   {"model_name":"m","model_version":"1","outputs":[{"name":"y","datatype":"FP32","shape":[1,2],"data":[0.5,1.0]}]}
+//
+// Floats are the fewest digits that read back to the DOUBLE the value widens to, laid out as 0.000001,
+// 1.0, 123456789012345680000.0, 1e21, 1e-7, with NaN and Infinity as bare tokens. What stands around
+// the data (names, shapes, parameters) comes as text that is ready: it is small and made elsewhere.
+#pragma once
+#include "tensor_text.h"
+
+// ---- floats ------------------------------------------------------------------------------------
+
+static constexpr int DOUBLE_TEXT = 26;      // -0.0000012345678901234567
+
+// `count` digits of d.ddd * 10**power.
+static inline char *put_wide_digits(char *at, const char *digits, int count, int power)
+{
+    if (power >= -6 && power < 21) {
+        if (power >= 0)
+            return put_digits(at, digits, count, power, 21);
+        at = put_bytes(at, "0.00000", 1 - power);
+        return put_bytes(at, digits, count);
+    }
+    *at++ = digits[0];
+    if (count > 1)
+        *at++ = '.';
+    at = put_bytes(at, digits + 1, count - 1);
+    *at++ = 'e';
+    return put_integer(at, power);
+}
+
+static __attribute__((noinline)) char *put_wide_exact(char *at, double value)
+{
+    if (!isfinite(value))
+        return put_non_finite(at, value);
+    if (signbit(value))
+        *at++ = '-';
+    if (value == 0)
+        return put(at, "0.0");
+    char text[32], digits[20];
+    char *end = std::to_chars(text, text + 32, fabs(value), std::chars_format::scientific).ptr;
+    int count = 0, power = 0;
+    const char *c = text;
+    for (; *c != 'e'; c++)
+        if (*c != '.')
+            digits[count++] = *c;
+    std::from_chars(c + (c[1] == '+' ? 2 : 1), end, power);
+    return put_wide_digits(at, digits, count, power);
+}
+
+static __attribute__((noinline)) char *put_wide_unplaced(char *at, uint64_t digits, int power)
+{
+    Digits d = text_of_seventeen(digits);
+    char text[17];
+    memcpy(text, &d.first, 8);
+    memcpy(text + 8, &d.second, 8);
+    text[16] = (char)d.last;
+    return put_wide_digits(at, text, d.count, power);
+}
+
+static inline char *put_wide(char *at, double value)
+{
+    uint64_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    uint64_t fraction = bits & 0xfffffffffffff;
+    int exponent = (int)(bits >> 52) & 0x7ff;
+    if (__builtin_expect((unsigned)exponent - 1 >= 2046, 0))
+        return put_wide_exact(at, value);
+    Seventeen c = choose_shortest(fraction | 0x10000000000000, exponent - 1023, fraction == 0);
+    if (__builtin_expect(c.unsure | (c.digits >= 100000000000000000), 0))
+        return put_wide_exact(at, value);
+    *at = '-';
+    at += bits >> 63;
+    if (__builtin_expect(!is_placed(c.power), 0))
+        return put_wide_unplaced(at, c.digits, c.power);
+    return put_placed<true>(at, text_of_seventeen(c.digits), c.power);
+}
+
+template <class T>
+struct WideItem {
+    static inline char *put_item(char *at, const uint8_t *&from, int) { return put_wide(at, (double)take<T>(from)); }
+};
+
+// ---- tensors -----------------------------------------------------------------------------------
+
+template <class Item>
+static char *put_flat(char *at, const uint8_t *from, int64_t items)
+{
+    for (int64_t i = 0; i < items; i++) {
+        at = Item::put_item(at, from, FLAT);
+        *at++ = ',';
+    }
+    return at - (items > 0);
+}
+
+struct InferText {              // an output; borrows what it points to
+    const char *before;         // from its brace, or the body's, up to its data
+    int64_t before_bytes;
+    const uint8_t *data;        // null: none, `before` is all there is
+    int64_t bytes, items;
+    uint8_t dtype;
+};
+
+static char *put_infer_data(char *at, const InferText &t)
+{
+    switch (t.dtype) {
+    case DT_BOOL: return put_flat<BoolItem>(at, t.data, t.items);
+    case DT_UINT8: return put_flat<IntegerItem<uint8_t>>(at, t.data, t.items);
+    case DT_UINT16: return put_flat<IntegerItem<uint16_t>>(at, t.data, t.items);
+    case DT_UINT32: return put_flat<IntegerItem<uint32_t>>(at, t.data, t.items);
+    case DT_UINT64: return put_flat<IntegerItem<uint64_t>>(at, t.data, t.items);
+    case DT_INT8: return put_flat<IntegerItem<int8_t>>(at, t.data, t.items);
+    case DT_INT16: return put_flat<IntegerItem<int16_t>>(at, t.data, t.items);
+    case DT_INT32: return put_flat<IntegerItem<int32_t>>(at, t.data, t.items);
+    case DT_INT64: return put_flat<IntegerItem<int64_t>>(at, t.data, t.items);
+    case DT_FLOAT32: return put_flat<WideItem<float>>(at, t.data, t.items);
+    case DT_FLOAT64: return put_flat<WideItem<double>>(at, t.data, t.items);
+    case DT_BYTES: return put_flat<StringItem>(at, t.data, t.items);
+    default: return at;
+    }
+}
+
+static TextFault size_infer(const InferText &t, int64_t *bound)
+{
+    TensorText tensor = {t.data, t.bytes, &t.items, 1, t.dtype, FLOAT_SHORTEST, false};
+    int64_t room = 0;
+    bool real = t.dtype == DT_FLOAT32 || t.dtype == DT_FLOAT64;
+    if (t.data) {
+        if (t.dtype == DT_FLOAT16 || t.dtype == DT_BFLOAT16)
+            return TEXT_DTYPE;
+        if (TextFault fault = size_tensor(tensor, 1, FLAT, false, true, &room))
+            return fault;
+        if (real && __builtin_mul_overflow(t.items, (int64_t)(DOUBLE_TEXT + 1), &room))
+            return TEXT_TOO_LARGE;
+    }
+    *bound = room + t.before_bytes + 16;
+    return *bound > INT64_MAX / 2 ? TEXT_TOO_LARGE : TEXT_OK;
+}
+
+// ---- whole bodies ------------------------------------------------------------------------------
+
+struct InferReply {
+    const InferText *outputs;
+    int count;
+    const char *head;           // of the HTTP reply, up to its Content-Length; or null
+    int64_t head_bytes;
+    const char *before;         // of the body, up to and with the bracket that opens the outputs
+    int64_t before_bytes;
+    int64_t bound;              // of the body
+};
+
+static TextFault size_infer_reply(InferReply *reply, int *which)
+{
+    int64_t each;
+    reply->bound = reply->before_bytes + 16;
+    for (*which = 0; *which < reply->count; ++*which) {
+        if (TextFault fault = size_infer(reply->outputs[*which], &each))
+            return fault;
+        if (__builtin_add_overflow(reply->bound, each, &reply->bound))
+            return TEXT_TOO_LARGE;
+    }
+    return TEXT_OK;
+}
+
+static char *put_infer_body(char *at, const InferReply &reply)
+{
+    at = put_bytes(at, reply.before, reply.before_bytes);
+    for (int k = 0; k < reply.count; k++) {
+        const InferText &t = reply.outputs[k];
+        at = put_bytes(at, t.before, t.before_bytes);
+        if (t.data)
+            at = put(put_infer_data(put(at, ",\"data\":["), t), "]");
+        at = put(at, "},");
+    }
+    return put(at - (reply.count > 0), "]}");
+}
+
+// The length is known once the body is written, behind room for as many digits as its bound has.
+static char *put_infer_reply(char *at, const InferReply &reply)
+{
+    if (!reply.head)
+        return put_infer_body(at, reply);
+    char line[24];
+    at = put(put_bytes(at, reply.head, reply.head_bytes), "Content-Length: ");
+    char *body = at + (put_integer(line, reply.bound) - line) + 4;
+    char *end = put_infer_body(body, reply);
+    char *fit = put(put_integer(at, end - body), "\r\n\r\n");
+    if (fit != body)
+        memmove(fit, body, end - body);
+    return fit + (end - body);
+}

@@ -1,0 +1,422 @@
+"""Inference requests of the V2 protocol as JSON (spec triton_v2, section 3), straight into memory.
+
+    body = read_infer(b'{"inputs":[{"name":"x","shape":[1,2],"datatype":"FP32","data":[0.5,1]}]}')
+    body.inputs[0].data                             # 8 bytes of float32
+
+Two doors: `InferReader` for requests of the common form to a model of one input, into memory that the
+caller reserved, and `read_infer` for everything. Neither makes a Python object per value or recurses.
+Binary tensors, shared memory and what only a model can tell are not here: the dialect finds sizes and
+names in `parameters`. infer_reply writes the responses.
+"""
+
+from enum import IntEnum
+
+from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.unicode cimport PyUnicode_DecodeUTF8
+from libc.stdint cimport int64_t, uint8_t, uint64_t
+from libc.stdlib cimport free
+from libc.string cimport memset
+
+from infer_body cimport *
+from json_cursor cimport *
+
+cdef extern from "json_reason.h":
+    const char* json_reason(int fault)
+
+
+cdef enum:
+    GIL_BYTES = 16384           # bodies up to this keep the GIL: giving it away costs more
+    DOOR_RANK = 64              # of the hot door's rows
+
+
+class InferCode(IntEnum):
+    """Why a request was refused. The last four are the caller's fault (400), the others 500 (spec 1.2)."""
+
+    SYNTAX = 1                  # the text is no JSON
+    NO_MEMBER = 2
+    NOT_STRING = 3
+    NOT_ARRAY = 4
+    NOT_OBJECT = 5
+    NOT_UNSIGNED = 6
+    NOT_SIGNED = 7
+    NOT_BOOLEAN = 8
+    NOT_NUMBER = 9
+    OTHER_SHAPE = 10            # data has more or fewer leaves than the shape says
+    NO_CONTENT = 20
+    TWO_CONTENTS = 21
+    NOT_IN_JSON = 22            # FP16 and BF16
+    UNKNOWN_DATATYPE = 23
+
+
+cdef dict DETAILS = {
+    3: "attempt to access JSON non-string as string",
+    4: "attempt to access JSON non-array as array",
+    5: "attempt to get members for non-object",
+    6: "attempt to access JSON non-unsigned-integer as unsigned-integer",
+    7: "attempt to access JSON non-signed-integer as signed-integer",
+    8: "attempt to access JSON non-boolean as boolean",
+    9: "attempt to access JSON non-number as double",
+    10: "Shape does not match true shape of 'data' field",
+}
+cdef str ONE_CONTENT = (
+    "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
+    "'shared_memory_region' in 'parameters'. But "
+)
+cdef dict SYNTAX_REASONS = {
+    <int>NOT_SINGULAR: "The document root must not be followed by other values.",
+    <int>TOO_MANY_PARTS: "Too many inputs or outputs.",
+}
+
+
+class InferFault(ValueError):
+    """A request that `read_infer` refuses.
+
+    `code` (an InferCode), `text` as clients know it, `offset` the byte that showed it, `member` the
+    member at fault, `input` the name of its input, "" where there is none.
+    """
+
+    def __init__(self, code: int, text: str, offset: int, member: str = "", input: str = "") -> None:
+        super().__init__(text)
+        self.code = InferCode(code)
+        self.text = text
+        self.offset = offset
+        self.member = member
+        self.input = input
+
+    @property
+    def is_callers(self) -> bool:
+        """True for what is answered as an invalid argument (400), False for an internal error (500)."""
+        return self.code >= InferCode.NO_CONTENT
+
+
+cdef class InferInput:
+    """An input of a request. data: its tensor row-major, BYTES packed; None: the request has no `data`.
+
+    leaves: how many values `data` had, which for BYTES nobody has compared with the shape yet.
+    parameters: of other values than strings, numbers and bools the value is None.
+    """
+
+    cdef readonly str name
+    cdef readonly str datatype
+    cdef readonly int dtype_code        # 0: a datatype that nobody knows
+    cdef readonly tuple shape
+    cdef readonly dict parameters
+    cdef readonly bytes data
+    cdef readonly int64_t leaves
+
+    @property
+    def data_present(self):
+        return self.data is not None
+
+
+cdef class InferOutput:
+    """An output that a request asks for."""
+
+    cdef readonly str name
+    cdef readonly dict parameters
+
+
+cdef class InferBody:
+    """A request as read. `id` is "" and `outputs` empty where the request has none."""
+
+    cdef readonly str id
+    cdef readonly dict parameters
+    cdef readonly list inputs
+    cdef readonly list outputs
+
+
+def read_infer(body):
+    """Read a request's JSON. Raises InferFault, MemoryError.
+
+    Names and strings that are no UTF-8 come with surrogate escapes. Unknown members are ignored; of
+    two with one name the first counts. Data nests up to 100 lists.
+    """
+    cdef Py_buffer view
+    cdef Scan scan
+    cdef JsonFault fault
+    PyObject_GetBuffer(body, &view, PyBUF_SIMPLE)
+    memset(&scan, 0, sizeof(scan))
+    scan.cursor.at = <const uint8_t*>view.buf
+    scan.cursor.end = scan.cursor.at + view.len
+    try:
+        if view.len > GIL_BYTES:
+            with nogil:
+                fault = read_infer_body(&scan)
+        else:
+            fault = read_infer_body(&scan)
+        return close_body(&scan, <const uint8_t*>view.buf, fault)
+    finally:
+        close_parts(&scan.inputs)
+        close_parts(&scan.outputs)
+        PyBuffer_Release(&view)
+
+
+cdef void close_parts(Parts* parts) noexcept:
+    cdef int i
+    for i in range(parts.count):
+        free(parts.items[i].memory)
+    free(parts.items)
+
+
+# -- from structs to objects, in the order in which the original looks ---------------------------------
+
+cdef object refuse(int code, str member, const uint8_t* at, const uint8_t* start, str name=""):
+    detail = DETAILS[code] if code in DETAILS else f"attempt to access non-existing object member '{member}'"
+    return InferFault(code, f"Unable to parse '{member}': {detail}", at - start if at != NULL else 0, member, name)
+
+
+cdef InferBody close_body(Scan* s, const uint8_t* start, JsonFault fault):
+    cdef InferBody body = InferBody.__new__(InferBody)
+    cdef const uint8_t* end = s.cursor.end
+    cdef int i
+    if fault == JSON_NO_MEMORY:
+        raise MemoryError
+    if fault != JSON_OK:
+        at = s.cursor.at - start
+        reason = SYNTAX_REASONS[<int>fault] if <int>fault in SYNTAX_REASONS else json_reason(fault).decode()
+        raise InferFault(1, f"failed to parse the request JSON buffer: {reason} at {at}", at)
+    body.id = "" if s.id == NULL else string_at(s.id, end)
+    if body.id is None:
+        raise refuse(3, "id", s.id, start)
+    body.parameters = {} if s.parameters == NULL else members_at(s.parameters, end)
+    if body.parameters is None:
+        raise refuse(5, "parameters", s.parameters, start)
+    if s.inputs.start == NULL:
+        raise refuse(2, "inputs", NULL, start)
+    if not s.inputs.is_list:
+        raise refuse(4, "inputs", s.inputs.start, start)
+    body.inputs = [close_input(&s.inputs.items[i], start, end) for i in range(s.inputs.count)]
+    body.outputs = [close_output(&s.outputs.items[i], start, end) for i in range(s.outputs.count)]
+    return body
+
+
+cdef InferOutput close_output(const Part* part, const uint8_t* start, const uint8_t* end):
+    cdef InferOutput output = InferOutput.__new__(InferOutput)
+    output.name = required_string(part.name, "name", part, start, end, "")
+    output.parameters = parameters_of(part, end)
+    return output
+
+
+cdef InferInput close_input(Part* part, const uint8_t* start, const uint8_t* end):
+    cdef InferInput input = InferInput.__new__(InferInput)
+    input.parameters = parameters_of(part, end)
+    check_contents(part, input.parameters, start)
+    input.name = required_string(part.name, "name", part, start, end, "")
+    input.datatype = required_string(part.datatype, "datatype", part, start, end, input.name)
+    input.dtype_code = part.dtype
+    if part.shape == NULL:
+        raise refuse(2, "shape", part.start, start, input.name)
+    if part.shape[0] != c'[':
+        raise refuse(4, "shape", part.shape, start, input.name)
+    input.shape = shape_at(part.shape, end)
+    if input.shape is None:
+        raise refuse(6, "shape", part.shape, start, input.name)
+    if part.data != NULL:
+        input.data = data_of(part, start, input.name)
+        input.leaves = part.leaves
+    return input
+
+
+cdef int check_contents(const Part* part, dict parameters, const uint8_t* start) except -1:
+    cdef list given = []
+    if part.data != NULL:
+        given.append("'data'")
+    for name in ("binary_data_size", "shared_memory_region"):
+        if name in parameters:
+            given.append(f"'{name}'")
+    at = part.start - start
+    if not given:
+        raise InferFault(20, ONE_CONTENT + "no field is set", at)
+    if len(given) > 1:
+        raise InferFault(21, ONE_CONTENT + "set " + " ".join(given), at)
+    return 0
+
+
+cdef bytes data_of(Part* part, const uint8_t* start, str name):
+    cdef int code
+    at = part.data - start
+    if part.items == 0:         # the original does not look at data then
+        return b""
+    if not part.data_is_list:
+        raise refuse(4, "data", part.data, start, name)
+    if part.dtype == DT_NONE:
+        raise InferFault(23, f"invalid datatype for input {name}", at, "datatype", name)
+    if part.dtype == DT_FLOAT16 or part.dtype == DT_BFLOAT16:
+        half = "FP16" if part.dtype == DT_FLOAT16 else "BF16"
+        text = (f"receiving {half} data via JSON is not supported. "
+                f"Please use the binary data format for input {name}")
+        raise InferFault(22, text, at, "data", name)
+    if part.dtype == DT_BYTES:
+        if part.wrong != NULL:
+            text = f"Unable to parse JSON bytes array: {DETAILS[3]}"
+            raise InferFault(3, text, part.wrong - start, "data", name)
+    elif part.wrong != NULL and part.leaves < part.items:
+        code = 9 if part.dtype >= DT_FLOAT32 else 8 if part.dtype == DT_BOOL else 7 if part.dtype >= DT_INT8 else 6
+        raise refuse(code, "data", part.wrong, start, name)
+    elif part.wrong != NULL or part.leaves != part.items:
+        raise refuse(10, "data", part.data, start, name)
+    return PyBytes_FromStringAndSize(<const char*>part.memory, part.bytes)
+
+
+cdef str required_string(const uint8_t* at, str member, const Part* part, const uint8_t* start,
+                         const uint8_t* end, str name):
+    if at == NULL:
+        raise refuse(2, member, part.start, start, name)
+    text = string_at(at, end)
+    if text is None:
+        raise refuse(3, member, at, start, name)
+    return text
+
+
+cdef dict parameters_of(const Part* part, const uint8_t* end):
+    # Other values than objects are taken for empty ones.
+    if part.parameters == NULL:
+        return {}
+    found = members_at(part.parameters, end)
+    return {} if found is None else found
+
+
+cdef str string_of(const Text* text):
+    cdef bytes plain
+    cdef Py_ssize_t length
+    if not text.escaped:
+        return PyUnicode_DecodeUTF8(<const char*>text.start, text.end - text.start, "surrogateescape")
+    plain = PyBytes_FromStringAndSize(NULL, text.end - text.start)
+    length = unescape_string(text.start, text.end, <uint8_t*>PyBytes_AS_STRING(plain))
+    return PyUnicode_DecodeUTF8(PyBytes_AS_STRING(plain), length, "surrogateescape")
+
+
+cdef str string_at(const uint8_t* at, const uint8_t* end):
+    # The value that starts here, or None when it is no string.
+    cdef Cursor c = Cursor(at, end)
+    cdef Text text
+    if peek(&c) != c'"':
+        return None
+    take_text(&c, &text)
+    return string_of(&text)
+
+
+cdef tuple shape_at(const uint8_t* at, const uint8_t* end):
+    # None when an element is no unsigned integer; those beyond int64 turn negative, as in the original.
+    cdef Cursor c = Cursor(at + 1, end)
+    cdef Number number
+    cdef list shape = []
+    skip_space(&c)
+    if take(&c, c']'):
+        return ()
+    while True:
+        skip_space(&c)
+        if not (peek(&c) == c'-' or c'0' <= peek(&c) <= c'9'):
+            return None
+        read_number(&c.at, c.end, &number)
+        if number.kind == NUMBER_DOUBLE or (number.kind == NUMBER_INT64 and number.integer < 0):
+            return None
+        shape.append(number.integer)
+        skip_space(&c)
+        if not take(&c, c','):
+            return tuple(shape)
+
+
+cdef dict members_at(const uint8_t* at, const uint8_t* end):
+    # The object that starts here, or None when it is none.
+    cdef Cursor c = Cursor(at, end)
+    cdef JsonFault fault = JSON_OK
+    cdef Text key
+    cdef dict found = {}
+    if peek(&c) != c'{':
+        return None
+    if not open_object(&c):
+        return found
+    while True:
+        take_key(&c, &key)
+        found.setdefault(string_of(&key), take_scalar(&c))
+        if close_object(&c, &fault):
+            return found
+
+
+cdef object take_scalar(Cursor* c):
+    # str, int, float, bool; None for every other value. Moves behind it.
+    cdef Text text
+    cdef Number number
+    cdef uint8_t first = peek(c)
+    if first == c'"':
+        take_text(c, &text)
+        return string_of(&text)
+    if first == c'{' or first == c'[' or first == c'n' or first == c't' or first == c'f':
+        skip_value(c, 0, DEEPEST)
+        return first == c't' if first == c't' or first == c'f' else None
+    read_number(&c.at, c.end, &number)
+    if number.kind == NUMBER_INT64:
+        return number.integer
+    return <uint64_t>number.integer if number.kind == NUMBER_UINT64 else number.real
+
+
+cdef class InferReader:
+    """Reads requests of the common form, whose one input is the only one of a model.
+
+    {"inputs":[{"name":..,"shape":[rows,...],"datatype":..,"data":[...]}]}, `data` last in the input.
+    Everything else, good or bad, is for `read_infer`. Keeps nothing of a call; threads may share it.
+    """
+
+    cdef Door door
+    cdef bytes name
+    cdef int64_t[DOOR_RANK] shape
+
+    def __init__(self, str name not None, int dtype_code, tuple row_shape not None):
+        cdef int axis
+        if len(row_shape) > DOOR_RANK or not 0 < dtype_code < DT_COUNT or min(row_shape, default=1) <= 0:
+            raise ValueError(f"not for this door: dtype code {dtype_code}, rows of {row_shape}")
+        self.name = name.encode("utf-8", "surrogateescape")
+        self.door.name = PyBytes_AS_STRING(self.name)
+        self.door.name_bytes = PyBytes_GET_SIZE(self.name)
+        self.door.dtype = dtype_code
+        self.door.item_bytes = dtype_bytes(self.door.dtype)
+        self.door.rank = <int>len(row_shape)
+        self.door.row_items = 1
+        if self.door.item_bytes == 0 or dtype_code == DT_FLOAT16 or dtype_code == DT_BFLOAT16:
+            raise ValueError(f"not for this door: dtype code {dtype_code}")
+        for axis in range(self.door.rank):
+            self.shape[axis] = row_shape[axis]
+            self.door.row_items *= self.shape[axis]
+        self.door.shape = self.shape
+
+    def count_rows(self, body):
+        """The rows that the request's shape claims and that could fit its bytes; 0: not for this door."""
+        cdef Py_buffer view
+        cdef Cursor cursor
+        cdef int64_t rows = 0
+        PyObject_GetBuffer(body, &view, PyBUF_SIMPLE)
+        cursor.at = <const uint8_t*>view.buf
+        cursor.end = cursor.at + view.len
+        if not open_data(&cursor, &self.door, &rows):
+            rows = 0
+        PyBuffer_Release(&view)
+        return rows
+
+    def read_into(self, body, out, int64_t rows):
+        """Fill `out`, exactly `rows` rows, from `body`; 0, or another number: take the general door.
+
+        After a fault the contents of `out` are undefined. Raises ValueError when `out` has another
+        size. The GIL is released for bodies above 16 KiB: the caller keeps both buffers alive.
+        """
+        cdef Py_buffer view
+        cdef Py_buffer memory
+        cdef Cursor cursor
+        cdef JsonFault fault
+        PyObject_GetBuffer(out, &memory, PyBUF_WRITABLE)
+        try:
+            if rows <= 0 or memory.len // rows != self.door.row_items * self.door.item_bytes or memory.len % rows:
+                raise ValueError(f"{rows} rows do not fill the buffer's {memory.len} bytes")
+            PyObject_GetBuffer(body, &view, PyBUF_SIMPLE)
+            cursor.at = <const uint8_t*>view.buf
+            cursor.end = cursor.at + view.len
+            if view.len > GIL_BYTES:
+                with nogil:
+                    fault = read_request(&cursor, &self.door, <uint8_t*>memory.buf, rows)
+            else:
+                fault = read_request(&cursor, &self.door, <uint8_t*>memory.buf, rows)
+            PyBuffer_Release(&view)
+        finally:
+            PyBuffer_Release(&memory)
+        return <int>fault

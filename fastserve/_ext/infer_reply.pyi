@@ -1,0 +1,34 @@
+from collections.abc import Sequence
+from enum import IntEnum
+
+from typing_extensions import Buffer
+
+Scalar = str | int | float | bool
+
+class UnwritableCode(IntEnum):
+    UNSUPPORTED_DTYPE = 1
+    WRONG_SIZE = 2
+    BAD_PACKING = 3
+    TOO_LARGE = 4
+
+class UnwritableOutput(ValueError):
+    code: UnwritableCode
+    name: str
+    datatype: str
+    def __init__(self, code: int, name: str, datatype: str = "") -> None: ...
+
+class InferWriter:
+    def __init__(
+        self, model_name: str, model_version: str, name: str, dtype_code: int, row_shape: tuple[int, ...]
+    ) -> None: ...
+    def write(self, data: Buffer, rows: int, id: str = "", head: bytes | None = None) -> bytes: ...
+
+def write_infer(
+    model_name: str,
+    model_version: str,
+    outputs: Sequence[tuple[str, int, Sequence[int], Buffer | None, dict[str, Scalar] | None]],
+    *,
+    id: str = "",
+    parameters: dict[str, Scalar] | None = None,
+    head: bytes | None = None,
+) -> bytes: ...
