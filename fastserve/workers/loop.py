@@ -51,11 +51,11 @@ def serve(
     Raises what the backend raises during warm-up: a version that cannot run does not become ready.
     """
     arena = Arena.join(message, fds)
-    ring = arena.ring(worker=int(message["worker"]), control=control.fileno())
-    runner = make_runner(arena, ring, backend, config)
-    _warm_up(runner, arena, backend, config)
-    control.send({"op": "ready"})
     try:
+        ring = arena.ring(worker=int(message["worker"]), control=control.fileno())
+        runner = make_runner(arena, ring, backend, config)
+        _warm_up(runner, arena, backend, config)
+        control.send({"op": "ready"})
         run_batches(ring, runner, lambda: _told_to_stop(control))
     finally:
         arena.close()

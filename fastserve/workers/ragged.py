@@ -48,9 +48,9 @@ class SlabRunner:
 
     def run(self, slot: int) -> None:
         """Answer every place of the slot."""
-        places = [self._read(*place) for place in self._ring.places(slot)]
+        places = self._read_all(slot)
         self._ring.start_run(slot)
-        for group in self._groups(places):
+        for group in self._groups(places) if places else ():
             try:
                 self._run_group(slot, group)
             except ServeError as error:
@@ -68,6 +68,18 @@ class SlabRunner:
             fill: Any = b"" if spec.dtype.name == "bytes" else 0
             arrays[name] = np.full(shape, fill, NUMPY[spec.dtype.name])
         self._backend.run(arrays)
+
+    def _read_all(self, slot: int) -> list[Place]:
+        places = []
+        for row, rows, offset, nbytes in self._ring.places(slot):
+            try:
+                places.append(self._read(row, rows, offset, nbytes))
+            except (ValueError, LookupError):  # strings whose lengths lie, say: its own caller's fault alone
+                fault = ServeError(
+                    Kind.INVALID_ARGUMENT, "the inputs cannot be read as the tensors they claim to be"
+                )
+                self._refuse(slot, [(row, rows, {})], fault)
+        return places
 
     def _read(self, row: int, rows: int, offset: int, nbytes: int) -> Place:
         tensors = read_tensors(self._ring.slab(offset, nbytes))

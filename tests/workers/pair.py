@@ -1,0 +1,120 @@
+"""A backend that is a function, and one front beside one worker over a real arena, all in this process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from fastserve.codec.slab_tensors import measure_tensors, read_tensors, write_tensors
+from fastserve.tensor import DTYPES, TensorSpec
+from fastserve.workers.arena import Arena, plan_geometry
+from fastserve.workers.arrays import as_tensor, view_tensor
+from fastserve.workers.loop import answer, make_runner
+
+Arrays = dict[str, Any]
+SIZES = {
+    "max_batch_size": 4,
+    "max_queue_rows": 16,
+    "max_queue_bytes": 1 << 20,
+    "max_queue_delay_us": 0,
+    "instances": 1,
+}
+
+
+def specs(**tensors: tuple[str, tuple[int, ...] | None]) -> dict[str, TensorSpec]:
+    return {name: TensorSpec(name, DTYPES[dtype], shape) for name, (dtype, shape) in tensors.items()}
+
+
+class Function:
+    """A backend; `seen` keeps what it was run on."""
+
+    def __init__(
+        self,
+        inputs: Mapping[str, TensorSpec],
+        outputs: Mapping[str, TensorSpec],
+        run: Callable[[Arrays], Arrays],
+    ) -> None:
+        self.inputs, self.outputs = dict(inputs), dict(outputs)
+        self.seen: list[Arrays] = []
+        self._run = run
+
+    def load(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def run(self, inputs: Arrays) -> Arrays:
+        self.seen.append({name: np.array(array) for name, array in inputs.items()})
+        return self._run(inputs)
+
+
+class Pair:
+    """The front writes, the worker runs, the front reads."""
+
+    def __init__(self, backend: Function, **config: Any) -> None:
+        self.backend = backend
+        self.config = {**SIZES, **config}
+        self.arena = Arena.create(plan_geometry(self.config, backend.inputs, backend.outputs))
+        self.front, self.worker = self.arena.ring(front=0), self.arena.ring(worker=0)
+        self.runner = make_runner(self.arena, self.worker, backend, self.config)
+
+    def put(self, **inputs: Any) -> tuple[int, int]:
+        """Commit one request; its place and rows."""
+        arrays = {name: np.asarray(value) for name, value in inputs.items()}
+        rows = len(next(iter(arrays.values()))) if self.config["max_batch_size"] else 1
+        place = self.front.reserve(rows)
+        if self.arena.geometry.dense:
+            for column, name in enumerate(self.backend.inputs):
+                self.front.input_rows(place, rows, column)[:] = arrays[name].tobytes()
+        else:
+            tensors = [
+                (i, as_tensor(arrays[name], spec.dtype))
+                for i, (name, spec) in enumerate(self.backend.inputs.items())
+            ]
+            offset = self.front.lease(measure_tensors(tensors))
+            write_tensors(self.front.slab(offset, measure_tensors(tensors), True), tensors)
+            self.front.attach_slab(place, offset, measure_tensors(tensors))
+        self.front.commit(place, rows)
+        return place, rows
+
+    def step(self) -> None:
+        """The worker runs one batch."""
+        slot = self.worker.take()
+        assert slot >= 0
+        answer(self.worker, self.runner, slot)
+
+    def get(self, place: int, rows: int) -> Any:
+        """The outputs of a place as arrays, or (kind, text) of its failure; the place is released."""
+        failure = self.front.failure(place >> 16)
+        try:
+            if failure is not None:
+                return failure
+            if self.arena.geometry.dense:
+                return {
+                    name: np.frombuffer(
+                        bytes(self.front.output_rows(place, rows, i)), spec.dtype.name
+                    ).reshape(rows, *(spec.shape or ()))
+                    for i, (name, spec) in enumerate(self.backend.outputs.items())
+                }
+            tensors = read_tensors(self.front.slab(*self.front.answer_slab(place)))
+            status = self.front.place_status(place)
+            if status:
+                return status, bytes(tensors[0][1].data).decode()
+            names = list(self.backend.outputs)
+            return {names[i]: np.array(view_tensor(tensor)) for i, tensor in tensors}
+        finally:
+            self.front.release(place, rows)
+
+
+@contextlib.contextmanager
+def pair(backend: Function, **config: Any) -> Iterator[Pair]:
+    """Nothing may be outstanding afterwards."""
+    made = Pair(backend, **config)
+    try:
+        yield made
+        assert made.front.outstanding() == 0
+        assert made.front.slab_pages_used() == 0
+    finally:
+        made.arena.close()

@@ -1,0 +1,154 @@
+"""A worker's loop: joins, warms up, runs what comes, and stops when told or left alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from fastserve.errors import ConfigError, Kind, ServeError
+from fastserve.workers import loop
+from fastserve.workers.arena import Arena, plan_geometry
+from fastserve.workers.control import Control
+from tests.workers.pair import SIZES, Function, pair, specs
+
+X, Y = specs(x=("float32", (2,))), specs(y=("float32", (2,)))
+
+
+def twice(inputs):
+    return {"y": inputs["x"] * 2}
+
+
+class Running:
+    """loop.serve() in a thread, and the owner's end of its control line."""
+
+    def __init__(self, backend: Function, **config: object) -> None:
+        self.config = {**SIZES, **config}
+        self.arena = Arena.create(plan_geometry(self.config, backend.inputs, backend.outputs))
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.settimeout(10)
+        self.owner, self._worker = Control(ours, owner=True), Control(theirs, owner=False)
+        self._backend = backend
+        self.raised: BaseException | None = None
+        self.thread = threading.Thread(target=self._serve)
+
+    def _serve(self) -> None:
+        message, fds = self.arena.fds_for_worker(0)
+        try:
+            loop.serve(self._backend, self._worker, self.config, message, [os.dup(fd) for fd in fds])
+        except BaseException as error:
+            self.raised = error.with_traceback(None)  # which would keep the arena
+
+    def close(self) -> None:
+        self.owner.close()
+        self.arena.ring(front=0).kick_all()
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+        self._worker.close()
+        self.arena.close()
+
+
+@contextlib.contextmanager
+def running(backend: Function, **config: object) -> Iterator[Running]:
+    made = Running(backend, **config)
+    made.thread.start()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def test_runs_what_comes_and_stops_when_told():
+    with running(Function(X, Y, twice), warmup="off") as it:
+        assert it.owner.receive().message == {"op": "ready"}
+        front = it.arena.ring(front=0)
+        for value in (1.0, 2.0, 3.0):
+            place = front.reserve(1)
+            front.input_rows(place, 1, 0)[:] = np.full(2, value, np.float32).tobytes()
+            front.commit(place, 1)
+            front.kick()
+            assert select.select([it.arena.front_bells[0]], [], [], 10)[0]
+            assert front.drain() == [(place >> 16, front.seq(place >> 16))]
+            assert front.describe(place >> 16)[0] == "done"
+            assert np.frombuffer(front.output_rows(place, 1, 0), np.float32).tolist() == [2 * value] * 2
+            front.release(place, 1)
+        it.owner.send({"op": "stop"})
+        it.thread.join(10)
+        assert not it.thread.is_alive()
+        assert it.raised is None
+
+
+def test_stops_when_the_owner_is_gone():
+    with running(Function(X, Y, twice)) as it:
+        it.owner.receive()
+        it.owner.close()
+        it.thread.join(10)
+        assert not it.thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("warmup", "wanted"),
+    [
+        ("off", []),
+        ("auto", [1, 2, 4]),
+        ([{"inputs": {"x": [[1, 2]]}, "rows": 1, "count": 2}], [1, 1]),
+        ([{"inputs": {"x": "zeros"}, "rows": 3}], [3]),
+        ([{"inputs": {}, "rows": 2}], [2]),
+    ],
+)
+def test_warm_up_comes_before_ready(warmup, wanted):
+    backend = Function(X, Y, twice)
+    with running(backend, warmup=warmup, allowed_batch_sizes=[1, 2, 4]) as it:
+        assert it.owner.receive().message == {"op": "ready"}
+        assert [len(seen["x"]) for seen in backend.seen] == wanted
+
+
+def test_a_model_that_refuses_zeros_is_served_and_one_that_refuses_its_own_sample_is_not():
+    def refuse(inputs):
+        raise ValueError("not these")
+
+    with running(Function(X, Y, refuse), warmup="auto") as it:
+        assert it.owner.receive().message == {"op": "ready"}
+    with running(Function(X, Y, refuse), warmup=[{"inputs": {"x": "zeros"}}]) as it:
+        it.thread.join(10)
+        assert str(it.raised) == "not these"
+    with running(Function(X, Y, twice), warmup=[{"inputs": {"x": [["a", "b"]]}}]) as it:
+        it.thread.join(10)
+        assert isinstance(it.raised, ConfigError)
+        assert "warmup[0].inputs.x" in str(it.raised)
+
+
+@pytest.mark.lingers  # the logged traceback keeps the arrays, and with them the arena
+@pytest.mark.parametrize(
+    ("fault", "kind", "words"),
+    [
+        (ServeError(Kind.INVALID_ARGUMENT, "too blue"), Kind.INVALID_ARGUMENT, "too blue"),
+        (ValueError("bad row"), Kind.INTERNAL, "bad row"),
+        (MemoryError(), Kind.INTERNAL, "MemoryError"),
+    ],
+)
+def test_what_a_model_raises_reaches_the_callers_of_that_batch(fault, kind, words):
+    fail = [True]
+
+    def run(inputs):
+        if fail.pop():
+            raise fault
+        return twice(inputs)
+
+    with pair(Function(X, Y, run)) as it:
+        places = [it.put(x=np.ones((1, 2), np.float32)), it.put(x=np.ones((2, 2), np.float32))]
+        it.step()
+        for place in places:
+            number, text = it.get(*place)
+            assert number == kind.value
+            assert words in text
+        fail.append(False)
+        place = it.put(x=np.ones((1, 2), np.float32))
+        it.step()
+        assert it.get(*place)["y"].tolist() == [[2, 2]]
