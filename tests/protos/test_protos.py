@@ -53,7 +53,7 @@ def test_messages_and_enums() -> None:
     assert kserve.services == ["inference.GRPCInferenceService"]
     assert triton.services == ["nvidia.inferenceserver.GRPCService"]
     assert kserve.DataType.Value("TYPE_BF16") == 14
-    assert "TYPE_BF16" not in triton.DataType.keys()
+    assert "TYPE_BF16" not in set(triton.DataType.keys())
     assert triton.RequestStatusCode.Name(8) == "ALREADY_EXISTS"
     assert kserve.ModelInferRequest is kserve.ModelInferRequest
     config = kserve.ModelConfig(sequence_batching={"direct": {}}, parameters={"a": {"string_value": "b"}})

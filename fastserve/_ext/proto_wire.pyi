@@ -1,0 +1,58 @@
+from enum import IntEnum
+
+from typing_extensions import Buffer
+
+MOST_ENTRIES: int
+
+class Fault(IntEnum):
+    TRUNCATED = 1
+    OVERLONG = 2
+    BAD_TAG = 3
+    BAD_TYPE = 4
+    BAD_LENGTH = 5
+    BAD_PACKED = 6
+    BAD_GROUP = 7
+    TOO_DEEP = 8
+    BAD_TEXT = 9
+    TOO_MANY = 10
+    TOO_LARGE = 11
+    OTHER_KIND = 12
+    WRONG_SIZE = 13
+
+class WireFault(ValueError):
+    code: Fault
+    offset: int
+    def __init__(self, code: int, offset: int) -> None: ...
+
+class WireInput:
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    parameters: dict[str, str | int | float | bool | None]
+    @property
+    def contents(self) -> bool: ...
+    @property
+    def kinds(self) -> tuple[int, ...]: ...
+    def count(self, kind: int) -> int: ...
+
+class WireOutput:
+    name: str
+    parameters: dict[str, str | int | float | bool | None]
+
+class RawMessage:
+    @property
+    def raw_count(self) -> int: ...
+    def raw(self, index: int) -> tuple[int, int]: ...
+    def copy_raw(self, index: int, out: Buffer) -> None: ...
+
+class InferMessage(RawMessage):
+    model_name: str
+    model_version: str
+    id: str
+    parameters: dict[str, str | int | float | bool | None]
+    inputs: tuple[WireInput, ...]
+    outputs: tuple[WireOutput, ...]
+    def contents_bytes(self, index: int, dtype_code: int) -> int: ...
+    def copy_contents(self, index: int, dtype_code: int, out: Buffer) -> None: ...
+
+def read_infer_request(message: Buffer) -> InferMessage: ...
