@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 
+from fastserve.engine.door import Door
 from fastserve.engine.forms import Form, form_of, join_parts
 from fastserve.engine.lane import Lane, Ticket
 from fastserve.engine.rows import check_inputs, empty_outputs, slice_rows
@@ -33,20 +34,26 @@ class Engine:
         Raises ServeError: INVALID_ARGUMENT for inputs the version does not take, UNAVAILABLE when
         its queue is full or it is going away, DEADLINE_EXCEEDED, and what the model raised.
         """
-        lane = open_lane(version)
-        rows = check_inputs(version, request.inputs)
-        if rows == 0 and version.batching:
-            return InferResponse(_wanted(empty_outputs(version), request))
-        form = form_of(lane)
-        if not version.batching or rows <= lane.max_rows:
-            ticket = await _run(lane, form, request, request.inputs, rows if version.batching else 1)
-            return _respond(lane, form, ticket, request)
-        if not version.config.split_large_requests:
-            raise ServeError(
-                Kind.INVALID_ARGUMENT,
-                f"Task size {rows} is larger than maximum input batch size {lane.max_rows}",
-            )
-        return InferResponse(_wanted(await _run_split(lane, form, request, rows), request))
+        if isinstance(version.lane, Door):
+            return await version.lane.infer(self, version, request)
+        return await run_on_lane(open_lane(version), version, request)
+
+
+async def run_on_lane(lane: Lane, version: Version, request: InferRequest) -> InferResponse:
+    """One request straight on a lane, as `Engine.infer` says."""
+    rows = check_inputs(version, request.inputs)
+    if rows == 0 and version.batching:
+        return InferResponse(_wanted(empty_outputs(version), request))
+    form = form_of(lane)
+    if not version.batching or rows <= lane.max_rows:
+        ticket = await _run(lane, form, request, request.inputs, rows if version.batching else 1)
+        return _respond(lane, form, ticket, request)
+    if not version.config.split_large_requests:
+        raise ServeError(
+            Kind.INVALID_ARGUMENT,
+            f"Task size {rows} is larger than maximum input batch size {lane.max_rows}",
+        )
+    return InferResponse(_wanted(await _run_split(lane, form, request, rows), request))
 
 
 def open_lane(version: Version) -> Lane:

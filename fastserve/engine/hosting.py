@@ -15,11 +15,15 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from fastserve.engine.door import triton_of
+from fastserve.engine.ensemble import Ensemble
+from fastserve.engine.ensemble_plan import check_models, read_plan
 from fastserve.engine.lane import Lane
 from fastserve.engine.meters import LaneMeters
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.metrics import names
 from fastserve.metrics.registry import Registry
+from fastserve.repository.catalog import Catalog
 from fastserve.repository.model_config import config_json
 from fastserve.repository.version import Version
 from fastserve.tensor import TensorSpec
@@ -59,8 +63,15 @@ class Host:
     opened, and awaited before one is closed."""
 
     def __init__(
-        self, registry: Registry, *, fronts: int = 1, on_health: Callable[[], None] = lambda: None
+        self,
+        registry: Registry,
+        *,
+        fronts: int = 1,
+        on_health: Callable[[], None] = lambda: None,
+        catalog: Catalog | None = None,
     ) -> None:
+        self.ensembles: dict[Version, Ensemble] = {}  # they have no workers
+        self._catalog = catalog or Catalog()
         self.hosted: dict[tuple[str, int, int], Hosted] = {}
         self.on_opened: list[Mirror] = []
         self.on_closing: list[Mirror] = []
@@ -70,6 +81,9 @@ class Host:
 
     async def load(self, version: Version) -> None:
         """Start the version's workers and open its lane. Raises ServeError in the backend's own words."""
+        if "ensemble_scheduling" in triton_of(version.config):
+            self._load_ensemble(version)
+            return
         made: list[Arena] = []
 
         def make_arena(inputs: dict[str, TensorSpec], outputs: dict[str, TensorSpec]) -> Arena:
@@ -105,6 +119,10 @@ class Host:
 
     async def unload(self, version: Version) -> None:
         """Drain the version's lane, then stop its workers and give the memory back."""
+        for ensemble in list(self.ensembles.values()):
+            await ensemble.let_go(version)
+        if version in self.ensembles:
+            await self._unload_ensemble(version)
         hosted = self.hosted.get(_key(version))
         if hosted is None:
             return
@@ -119,11 +137,15 @@ class Host:
 
     async def close(self) -> None:
         """Stop everything at once; whoever still waits gets an error."""
+        for ensemble in self.ensembles.values():
+            ensemble.close()
         hosted, self.hosted = list(self.hosted.values()), {}
         await asyncio.gather(*(self._close(one) for one in hosted))
 
     def alive(self, version: Version) -> int:
-        """Workers of the version that are ready now."""
+        """Workers of the version that are ready now; 1 for an ensemble, which needs none."""
+        if version in self.ensembles:
+            return 1
         hosted = self.hosted.get(_key(version))
         return hosted.group.alive if hosted else 0
 
@@ -131,6 +153,23 @@ class Host:
         """Why a worker of the version is missing, in words a client may read."""
         hosted = self.hosted.get(_key(version))
         return hosted.group.trouble if hosted else ""
+
+    def _load_ensemble(self, version: Version) -> None:
+        if self._fronts > 1:
+            raise ServeError(
+                Kind.INVALID_ARGUMENT,
+                f"an ensemble runs in one front process: frontends: given {self._fronts}, allowed: 1",
+            )
+        plan = read_plan(version.model, triton_of(version.config))
+        check_models(version, plan, self._catalog)
+        version.lane = self.ensembles[version] = Ensemble(plan)
+
+    async def _unload_ensemble(self, version: Version) -> None:
+        ensemble = self.ensembles[version]
+        await ensemble.drain()
+        ensemble.close()
+        version.lane = None
+        self.ensembles.pop(version, None)
 
     def _open(self, version: Version, group: WorkerGroup, arena: Arena) -> Hosted:
         geometry = arena.geometry

@@ -17,8 +17,10 @@ import msgspec
 from fastserve.config import ModelEntry, RepositorySettings
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.repository.catalog import Catalog
+from fastserve.repository.dependants import dependants, in_waves, missing, needs
 from fastserve.repository.layout import Layout, ModelFolder, is_model_name
 from fastserve.repository.succession import Succession, VersionHooks
+from fastserve.repository.version import Version, VersionState
 
 log = logging.getLogger(__name__)
 EVERY_MODEL = "*"
@@ -47,6 +49,8 @@ class Repository:
         self._tasks: set[asyncio.Task[None]] = set()  # started by the watch
         self._told: dict[str, list[str]] = {}
         self._watch: asyncio.Task[None] | None = None
+        self._closing = False
+        catalog.on_change.append(self._tend_dependants)
 
     async def open(self) -> None:
         """Load everything wanted; with model_control poll, go on watching.
@@ -73,13 +77,18 @@ class Repository:
         self._tell({name: problems.get(name, []) for name in found})
         await asyncio.gather(*(self._end(name) for name in self._gone(found)))
 
-    async def load(self, name: str) -> None:
-        """Load or reload one model now. Raises ServeError: NOT_FOUND, or why it could not be loaded."""
+    async def load(self, name: str, path: tuple[str, ...] = ()) -> None:
+        """Load or reload one model now, and before an ensemble the models of its steps that are missing.
+
+        `path` are the ensembles this one is loaded for. Raises ServeError: NOT_FOUND, or why it could
+        not be loaded.
+        """
         self._must_be_explicit()
         async with self._lock(name):
             folder = await asyncio.to_thread(self._layout.scan_one, name)
             if folder is None:
                 raise ServeError(Kind.NOT_FOUND, f"There is no model {_quoted(name)} in the repository.")
+            await self._load_needed(folder, path)
             self._wanted.add(name)
             problems = await self._succession.apply(folder, eager=True)
         if problems:
@@ -122,6 +131,7 @@ class Repository:
 
     async def close(self) -> None:
         """Stop watching and unload everything."""
+        self._closing = True
         running = [task for task in (self._watch, *self._tasks) if task is not None]
         self._watch = None
         for task in running:
@@ -139,8 +149,11 @@ class Repository:
 
     async def _apply(self, folders: Iterable[ModelFolder], *, eager: bool = False) -> dict[str, list[str]]:
         wanted = [folder for folder in folders if self._is_wanted(folder.name)]
-        results = await asyncio.gather(*(self._apply_one(folder, eager=eager) for folder in wanted))
-        return {folder.name: reasons for folder, reasons in zip(wanted, results, strict=True) if reasons}
+        problems: dict[str, list[str]] = {}
+        for wave in in_waves(wanted):
+            results = await asyncio.gather(*(self._apply_one(folder, eager=eager) for folder in wave))
+            problems |= {f.name: reasons for f, reasons in zip(wave, results, strict=True) if reasons}
+        return problems
 
     async def _apply_one(self, folder: ModelFolder, *, eager: bool = False) -> list[str]:
         async with self._lock(folder.name):
@@ -158,6 +171,41 @@ class Repository:
             if (model.config is not None or model.error is not None)
             and not (name in found and self._is_wanted(name))
         ]
+
+    # -- ensembles
+
+    async def _load_needed(self, folder: ModelFolder, path: tuple[str, ...]) -> None:
+        for name in needs(folder.config):
+            if name in (folder.name, *path):
+                continue  # a circle: loading says so
+            if self.catalog.available(name) is None and await self._exists(name):
+                await self.load(name, (*path, folder.name))
+
+    async def _exists(self, name: str) -> bool:
+        return is_model_name(name) and await asyncio.to_thread(self._layout.scan_one, name) is not None
+
+    def _tend_dependants(self, version: Version) -> None:
+        """A version came or went: ensembles that need it come or go with it."""
+        if self._closing or version.state not in (VersionState.AVAILABLE, VersionState.UNLOADING):
+            return
+        for name in dependants(self.catalog, version):
+            served = self.catalog.available(name) is not None
+            if served and missing(self.catalog, name) is not None:
+                self._start(self._withdraw(name))
+            elif not served and self._is_wanted(name) and missing(self.catalog, name) is None:
+                self._start(self._bring_back(name))
+
+    async def _withdraw(self, name: str) -> None:
+        async with self._lock(name):
+            reason = missing(self.catalog, name)
+            if reason is not None:
+                await self._succession.withdraw(name, reason)
+
+    async def _bring_back(self, name: str) -> None:
+        async with self._lock(name):
+            folder = await asyncio.to_thread(self._layout.scan_one, name)
+            if folder is not None and self._is_wanted(name):
+                self._tell({name: await self._succession.apply(folder, eager=True)})
 
     # -- watching
 

@@ -103,6 +103,12 @@ class Succession:
         self._forget_failures(name, keep=[])
         await asyncio.gather(*(self._unload(version) for version in model.available()))
 
+    async def withdraw(self, name: str, reason: ServeError) -> None:
+        """Unload every version of the model because what it needs has gone; they end with the reason."""
+        model = self._catalog.models.get(name)
+        if model is not None:
+            await asyncio.gather(*(self._unload(version, reason) for version in model.available()))
+
     # -- loading
 
     def _is_current(self, model: Model, folder: VersionFolder, config: ModelConfig) -> bool:
@@ -234,7 +240,7 @@ class Succession:
         leaving = displaced[: max(0, len(displaced) - unfilled)]
         await asyncio.gather(*(self._unload(version) for version in leaving))
 
-    async def _unload(self, version: Version) -> None:
+    async def _unload(self, version: Version, reason: ServeError | None = None) -> None:
         self._origins.pop(version, None)
         self._catalog.move(version, VersionState.UNLOADING)
         try:
@@ -242,7 +248,7 @@ class Succession:
         except Exception:
             log.exception("model %s version %d: unloading failed", version.model, version.number)
         finally:
-            self._catalog.move(version, VersionState.END)
+            self._catalog.move(version, VersionState.END, reason)
         log.info("model %s version %d is unloaded", version.model, version.number)
 
 

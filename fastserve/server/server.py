@@ -44,7 +44,12 @@ class Server:
         self.settings = settings
         self.catalog = Catalog()
         self.registry = Registry(sections=settings.frontends)
-        self.host = Host(self.registry, fronts=settings.frontends, on_health=self._health_changed)
+        self.host = Host(
+            self.registry,
+            fronts=settings.frontends,
+            on_health=self._health_changed,
+            catalog=self.catalog,
+        )
         self.repository = Repository(settings, self.catalog, self.host)
         self.front = Front(settings, Engine(self.catalog), self.registry)
         self.fronts = Fronts(settings, self.catalog, self.host, self.registry)

@@ -1,0 +1,236 @@
+"""An ensemble: a request that runs through several models. It has no workers, only a plan.
+
+Each step starts as soon as the tensors it reads are there, so branches run side by side. A step's answer
+is held until the last step that reads it has finished, the ensemble's own outputs until the caller
+releases them: tensors are copied where any request's are, into the next model's batch, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+
+from fastserve.engine.door import Door, Runs
+from fastserve.engine.ensemble_plan import Plan, Step
+from fastserve.errors import DeadlineError, Kind, ServeError
+from fastserve.repository.version import Version
+from fastserve.request import InferRequest, InferResponse
+from fastserve.tensor import Tensor
+
+STUCK = "unexpected deadlock, at least one output is not set while no more ensemble steps can be made"
+
+
+class Ensemble(Door):
+    """The door of an ensemble's version."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._running: set[asyncio.Task[None]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._closed = False
+        self._waiting = 0
+        self._pins: dict[Version, int] = {}  # versions that requests under way run on
+        self._letting_go: list[asyncio.Future[None]] = []
+        self._gates = [asyncio.Semaphore(plan.max_inflight) for _ in plan.steps] if plan.max_inflight else []
+
+    async def infer(self, engine: Runs, version: Version, request: InferRequest) -> InferResponse:
+        if self._closed:
+            raise ServeError(Kind.UNAVAILABLE, f"version {version.number} of model {version.model} is gone")
+        self._check(request)
+        flow = _Flow(self.plan, request)
+        self._waiting += 1
+        self._idle.clear()
+        versions: list[Version] = []
+        try:
+            versions = self._pin(engine)
+            await self._run(engine, flow, versions)
+            return flow.respond()
+        except ServeError as error:
+            flow.release()
+            raise _named(self.plan.name, error) from error
+        except BaseException:
+            flow.release()
+            raise
+        finally:
+            self._waiting -= 1
+            self._unpin(versions)
+            if not self._waiting:
+                self._idle.set()
+
+    async def let_go(self, version: Version) -> None:
+        """Return when no request under way will run on that version any more."""
+        while version in self._pins:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._letting_go.append(waiter)
+            await waiter
+
+    async def drain(self) -> None:
+        await self._idle.wait()
+
+    def close(self) -> None:
+        self._closed = True
+        for task in list(self._running):
+            task.cancel()
+
+    def _check(self, request: InferRequest) -> None:
+        known = {*self.plan.required, *self.plan.optional}
+        for name in request.inputs:
+            if name not in known:
+                raise ServeError(
+                    Kind.INVALID_ARGUMENT, f"unexpected inference input '{name}' for model '{self.plan.name}'"
+                )
+        for name in self.plan.required:
+            if name not in request.inputs:
+                raise ServeError(Kind.INVALID_ARGUMENT, f"input {name!r} is missing")
+
+    def _pin(self, engine: Runs) -> list[Version]:
+        """The version of each step, the same from the first step to the last whatever is reloaded between."""
+        found = [engine.catalog.available(step.model, step.version) for step in self.plan.steps]
+        versions = [version for version in found if version is not None]
+        if len(versions) < len(found):
+            model = self.plan.steps[found.index(None)].model
+            raise ServeError(
+                Kind.NOT_FOUND, f"Request for unknown model: '{model}' has no available versions"
+            )
+        for version in versions:
+            self._pins[version] = self._pins.get(version, 0) + 1
+        return versions
+
+    def _unpin(self, versions: list[Version]) -> None:
+        for version in versions:
+            self._pins[version] -= 1
+            if not self._pins[version]:
+                del self._pins[version]
+        for waiter in self._letting_go:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._letting_go.clear()
+
+    async def _run(self, engine: Runs, flow: _Flow, versions: list[Version]) -> None:
+        """Steps as they become ready; the first that fails stops the others."""
+        running: set[asyncio.Task[None]] = set()
+        try:
+            while True:
+                for index in flow.take_ready():
+                    task = asyncio.ensure_future(self._run_step(engine, flow, index, versions[index]))
+                    running.add(task)
+                    self._running.add(task)
+                    task.add_done_callback(self._running.discard)
+                if not running:
+                    return
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    await _result_of(task)
+        finally:
+            for task in running:
+                task.cancel()
+            if running:
+                await asyncio.gather(*running, return_exceptions=True)
+
+    async def _run_step(self, engine: Runs, flow: _Flow, index: int, version: Version) -> None:
+        step = self.plan.steps[index]
+        if not self._gates:
+            flow.take(step, await engine.infer(version, flow.request_for(step)))
+            return
+        async with self._gates[index]:
+            flow.take(step, await engine.infer(version, flow.request_for(step)))
+
+
+async def _result_of(task: asyncio.Task[None]) -> None:
+    """Raises what the step raised; a step that `close` stopped is a version that went away."""
+    if task.cancelled():
+        raise ServeError(Kind.UNAVAILABLE, "the model version was unloaded")
+    task.result()
+
+
+def _named(ensemble: str, error: ServeError) -> ServeError:
+    text = f"in ensemble '{ensemble}', {error.message}"
+    if isinstance(error, DeadlineError):
+        return DeadlineError(text, queued=error.queued)
+    return ServeError(error.kind, text, retry_after_s=error.retry_after_s)
+
+
+@dataclass(slots=True)
+class _Held:
+    """A step's answer and how many of its tensors are still wanted."""
+
+    response: InferResponse
+    uses: int = 0
+
+
+@dataclass(slots=True)
+class _Flow:
+    """One request under way: the tensors so far, and who still needs them."""
+
+    plan: Plan
+    request: InferRequest
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    _uses: dict[str, int] = field(default_factory=dict)
+    _held: dict[str, _Held] = field(default_factory=dict)
+    _left: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._left = list(range(len(self.plan.steps)))
+        self.tensors.update(self.request.inputs)
+        for step in self.plan.steps:
+            for tensor in step.inputs.values():
+                self._uses[tensor] = self._uses.get(tensor, 0) + 1
+        for tensor in self._outputs():
+            self._uses[tensor] = self._uses.get(tensor, 0) + 1
+
+    def _outputs(self) -> tuple[str, ...]:
+        return self.request.outputs or self.plan.outputs
+
+    def take_ready(self) -> list[int]:
+        """Steps that can start now; optional inputs that did not come do not hold anything up."""
+        absent = self.plan.optional.difference(self.request.inputs)
+        ready = [
+            index
+            for index in self._left
+            if all(name in self.tensors or name in absent for name in self.plan.steps[index].inputs.values())
+        ]
+        self._left = [index for index in self._left if index not in ready]
+        return ready
+
+    def request_for(self, step: Step) -> InferRequest:
+        """What the step's model is asked: the caller's request with other tensors."""
+        inputs = {name: self.tensors[t] for name, t in step.inputs.items() if t in self.tensors}
+        return replace(self.request, inputs=inputs, outputs=tuple(step.outputs))
+
+    def take(self, step: Step, response: InferResponse) -> None:
+        """The step has answered: keep what is wanted of it, and let go of what it was the last to read."""
+        held = _Held(response)
+        for name, tensor in step.outputs.items():
+            if name in response.outputs:
+                self.tensors[tensor] = response.outputs[name]
+                if self._uses.get(tensor):
+                    held.uses += 1
+                    self._held[tensor] = held
+        if not held.uses:
+            response.release()
+        for tensor in step.inputs.values():
+            self._used(tensor)
+
+    def _used(self, tensor: str) -> None:
+        self._uses[tensor] -= 1
+        if not self._uses[tensor]:
+            held = self._held.pop(tensor, None)
+            if held is not None:
+                held.uses -= 1
+                if not held.uses:
+                    held.response.release()
+
+    def respond(self) -> InferResponse:
+        """Raises ServeError INTERNAL when a model left out a tensor that others waited for."""
+        outputs = {name: self.tensors[name] for name in self._outputs() if name in self.tensors}
+        if len(outputs) < len(set(self._outputs())):
+            raise ServeError(Kind.INVALID_ARGUMENT, STUCK)
+        return InferResponse(outputs, self.release)
+
+    def release(self) -> None:
+        """Let go of every answer still held."""
+        held, self._held = self._held, {}
+        for one in {id(h): h for h in held.values()}.values():
+            one.response.release()
+        self.tensors = {}

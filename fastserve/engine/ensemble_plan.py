@@ -1,0 +1,265 @@
+"""What an ensemble's config asks for, checked: its steps, the tensors between them, the models they name.
+
+    config:  input X -> step(simple: INPUT0 = X, INPUT1 = X; OUTPUT0 = Y) -> output Y
+    plan:    steps in the order written, each ready once the tensors it reads are there
+
+Two looks: `read_plan` needs the config only; `check_models` needs the models loaded. Running is
+`ensemble`. The texts are Triton's (core: ensemble config checks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fastserve.engine.door import triton_of
+from fastserve.errors import Kind, ServeError
+from fastserve.repository.catalog import Catalog
+from fastserve.repository.version import Version
+from fastserve.tensor import DType, TensorSpec
+
+Lookup = Callable[[str, "int | None"], "Version | None"]
+LATEST = -1
+_TYPE_NAMES = {"bytes": "STRING", "float16": "FP16", "bfloat16": "BF16", "float32": "FP32", "float64": "FP64"}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One model run. `inputs` and `outputs` map the model's names to the ensemble's tensors."""
+
+    model: str
+    version: int | None  # None for the latest
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """An ensemble's steps. `required` inputs must be in a request, `optional` ones may be."""
+
+    name: str
+    steps: tuple[Step, ...]
+    required: tuple[str, ...]
+    optional: frozenset[str]
+    outputs: tuple[str, ...]
+    max_inflight: int  # requests at a time in each step, 0 for any number
+
+    @property
+    def models(self) -> frozenset[str]:
+        """Names of the models it needs."""
+        return frozenset(step.model for step in self.steps)
+
+
+def read_plan(name: str, triton: Mapping[str, Any]) -> Plan:
+    """The plan of a config. Raises ServeError INVALID_ARGUMENT for one whose tensors do not flow."""
+    for field, text in (
+        ("instance_group", "instance group should not be specified"),
+        ("model_warmup", "model_warmup can not be specified"),
+    ):
+        if triton.get(field):
+            raise _invalid(f"{text} for ensemble '{name}'")
+    scheduling = triton.get("ensemble_scheduling") or {}
+    steps = tuple(_read_step(name, i, raw) for i, raw in enumerate(scheduling.get("step") or ()))
+    if not steps:
+        raise _invalid(f"must specify 'step' for ensemble '{name}'")
+    inputs = {i["name"]: bool(i.get("optional")) for i in triton.get("input") or ()}
+    outputs = tuple(o["name"] for o in triton.get("output") or ())
+    _check_writers(name, steps, inputs)
+    _check_flow(name, steps, inputs, outputs)
+    return Plan(
+        name,
+        steps,
+        tuple(i for i, optional in inputs.items() if not optional),
+        frozenset(i for i, optional in inputs.items() if optional),
+        outputs,
+        int(scheduling.get("max_inflight_requests") or 0),
+    )
+
+
+def _read_step(name: str, index: int, raw: Mapping[str, Any]) -> Step:
+    for field in ("model_name", "input_map", "output_map"):
+        if not raw.get(field):
+            raise _invalid(f"must specify '{field}' in step {index} of ensemble '{name}'")
+    if raw.get("model_namespace"):
+        raise _invalid(f"model_namespace in step {index} of ensemble '{name}' is not supported")
+    number = int(raw.get("model_version") or LATEST)
+    return Step(raw["model_name"], None if number == LATEST else number, raw["input_map"], raw["output_map"])
+
+
+def _check_writers(name: str, steps: tuple[Step, ...], inputs: Mapping[str, bool]) -> None:
+    written = set(inputs)
+    for index, step in enumerate(steps):
+        for tensor in step.outputs.values():
+            if tensor in written:
+                raise _invalid(
+                    f"ensemble tensor '{tensor}' can appear in an output map only once "
+                    f"for ensemble '{name}' step {index}"
+                )
+            written.add(tensor)
+
+
+def _check_flow(
+    name: str, steps: tuple[Step, ...], inputs: Mapping[str, bool], outputs: tuple[str, ...]
+) -> None:
+    """Every tensor is written by something that can run, and used by something. A circle never runs."""
+    read = {tensor for step in steps for tensor in step.inputs.values()}
+    known = read | {tensor for step in steps for tensor in step.outputs.values()}
+    for tensor in inputs:
+        if tensor not in read:
+            raise _invalid(f"ensemble input '{tensor}' for ensemble {name}' is not used")
+    ready = _reachable(steps, inputs)
+    for tensor in outputs:
+        if tensor not in known:
+            raise _invalid(f"ensemble output '{tensor}' for ensemble {name}' is not used")
+        if tensor not in ready:
+            raise _invalid(f"output '{tensor}' for ensemble '{name}' is not written")
+    for tensor in sorted(known - set(outputs)):
+        if tensor not in ready or tensor not in read:
+            raise _invalid(f"ensemble tensor '{tensor}' is unused in ensemble '{name}'")
+
+
+def _reachable(steps: tuple[Step, ...], inputs: Iterable[str]) -> set[str]:
+    ready, left = set(inputs), list(steps)
+    while True:
+        able = [step for step in left if ready.issuperset(step.inputs.values())]
+        if not able:
+            return ready
+        left = [step for step in left if step not in able]
+        ready.update(tensor for step in able for tensor in step.outputs.values())
+
+
+# --- the models behind it ------------------------------------------------------------------------------
+
+
+def check_models(version: Version, plan: Plan, catalog: Catalog) -> None:
+    """Raises ServeError INVALID_ARGUMENT when a model is missing or its tensors do not fit."""
+    seen: dict[str, _Seen] = {}
+    batching = version.batching
+    for side in (version.inputs, version.outputs):
+        for name, spec in side.items():
+            seen[name] = _Seen(plan.name, spec, batching)
+    for step in plan.steps:
+        if step.model == plan.name:
+            raise _invalid(f"circular dependency between ensembles: {plan.name} -> {plan.name}")
+        _check_circle(plan.name, step.model, catalog)
+        model = find_model(plan.name, step, catalog.available)
+        _check_size(version, model)
+        if (triton_of(model.config).get("model_transaction_policy") or {}).get("decoupled"):
+            raise _invalid(f"in ensemble {plan.name}, model {step.model} is decoupled: no step may be")
+        _check_inputs(plan.name, step, model, seen)
+        _check_outputs(plan.name, step, model, seen)
+
+
+def find_model(ensemble: str, step: Step, lookup: Lookup) -> Version:
+    """The version a step runs on. Raises ServeError INVALID_ARGUMENT when it is not loaded."""
+    found = lookup(step.model, step.version)
+    if found is not None:
+        return found
+    if step.version is not None and lookup(step.model, None) is not None:
+        raise _invalid(
+            f"ensemble '{ensemble}' depends on '{step.model}' whose required version {step.version} "
+            "is not loaded"
+        )
+    raise _invalid(f"ensemble '{ensemble}' depends on '{step.model}' which has no loaded version")
+
+
+def _check_circle(ensemble: str, model: str, catalog: Catalog, path: tuple[str, ...] = ()) -> None:
+    """Looks at configs, loaded or not: what goes round in a circle can never be loaded."""
+    for inner in _models_of(catalog, model):
+        if inner == ensemble:
+            raise _invalid(
+                f"circular dependency between ensembles: {ensemble} -> ... -> {model} -> {ensemble}"
+            )
+        if inner not in path:
+            _check_circle(ensemble, inner, catalog, (*path, model))
+
+
+def _models_of(catalog: Catalog, name: str) -> set[str]:
+    known = catalog.models.get(name)
+    versions = known.versions.values() if known is not None else ()
+    scheduling = [triton_of(v.config).get("ensemble_scheduling") or {} for v in versions]
+    return {step["model_name"] for one in scheduling for step in one.get("step") or ()}
+
+
+def _check_size(version: Version, model: Version) -> None:
+    most, least = version.config.max_batch_size, model.config.max_batch_size
+    if model.batching and least < most:
+        raise _invalid(
+            f"ensemble {version.model} allows maximum batch size {most}, but it contains model {model.model} "
+            f"which only allows maximum batch size to be {least}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """Where a tensor's type and shape were learnt first."""
+
+    model: str
+    spec: TensorSpec
+    batching: bool
+
+    @property
+    def full(self) -> tuple[int, ...]:
+        lead = (LATEST,) if self.batching else ()
+        return (*lead, *(self.spec.shape or ()))
+
+
+def _check_inputs(ensemble: str, step: Step, model: Version, seen: dict[str, _Seen]) -> None:
+    for name, tensor in step.inputs.items():
+        if name not in model.inputs:
+            raise _invalid(
+                f"in ensemble {ensemble}, ensemble tensor {tensor} is mapping to non-existing input {name} "
+                f"in model {step.model}"
+            )
+        _check_same(ensemble, tensor, _Seen(step.model, model.inputs[name], model.batching), seen)
+    optional = {i["name"] for i in triton_of(model.config).get("input") or () if i.get("optional")}
+    for name in model.inputs:
+        if name not in step.inputs and name not in optional:
+            raise _invalid(
+                f"in ensemble {ensemble}, input {name} in model {step.model} is not mapped "
+                "to any ensemble tensors"
+            )
+
+
+def _check_outputs(ensemble: str, step: Step, model: Version, seen: dict[str, _Seen]) -> None:
+    for name, tensor in step.outputs.items():
+        if name not in model.outputs:
+            raise _invalid(
+                f"in ensemble {ensemble}, ensemble tensor {tensor} is mapped from non-existing output {name} "
+                f"in model {step.model}"
+            )
+        _check_same(ensemble, tensor, _Seen(step.model, model.outputs[name], model.batching), seen)
+
+
+def _check_same(ensemble: str, tensor: str, found: _Seen, seen: dict[str, _Seen]) -> None:
+    known = seen.setdefault(tensor, found)
+    head = f"in ensemble {ensemble}, ensemble tensor {tensor}: "
+    if known.spec.dtype is not found.spec.dtype:
+        raise _invalid(
+            f"{head}inconsistent data type: {_type_name(known.spec.dtype)} is inferred from model "
+            f"{known.model} while {_type_name(found.spec.dtype)} is inferred from model {found.model}"
+        )
+    if None in (known.spec.shape, found.spec.shape):
+        return
+    if not _alike(known.spec.shape or (), found.spec.shape or ()) and not _alike(known.full, found.full):
+        raise _invalid(
+            f"{head}inconsistent shape: {_listed(known.full)} is inferred from model {known.model} "
+            f"while {_listed(found.full)} is inferred from model {found.model}"
+        )
+
+
+def _alike(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    return len(a) == len(b) and all(LATEST in pair or pair[0] == pair[1] for pair in zip(a, b, strict=True))
+
+
+def _listed(shape: tuple[int, ...]) -> str:
+    return f"[{','.join(map(str, shape))}]"
+
+
+def _type_name(dtype: DType) -> str:
+    return "TYPE_" + _TYPE_NAMES.get(dtype.name, dtype.name.upper())
+
+
+def _invalid(text: str) -> ServeError:
+    return ServeError(Kind.INVALID_ARGUMENT, text)

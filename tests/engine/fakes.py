@@ -1,0 +1,110 @@
+"""Versions of a Triton form whose models are Python functions: no arena, no worker, no process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from fastserve.engine.door import Door, Runs
+from fastserve.engine.engine import Engine
+from fastserve.repository.catalog import Catalog
+from fastserve.repository.model_config import ModelConfig, parse_model_config
+from fastserve.repository.version import Version, VersionState
+from fastserve.request import InferRequest, InferResponse
+from fastserve.tensor import DTYPES, Tensor
+
+Compute = Callable[[dict[str, np.ndarray]], "dict[str, np.ndarray] | Awaitable[dict[str, np.ndarray]]"]
+TYPES = {
+    "TYPE_INT32": "int32",
+    "TYPE_FP32": "float32",
+    "TYPE_STRING": "bytes",
+    "TYPE_BOOL": "bool",
+    "TYPE_UINT64": "uint64",
+    "TYPE_INT64": "int64",
+}
+
+
+def run(work: Any) -> Any:
+    return asyncio.run(asyncio.wait_for(work, 30))
+
+
+def ints(*values: int, shape: tuple[int, ...] | None = None) -> Tensor:
+    return Tensor(DTYPES["int32"], shape or (len(values), 1), np.array(values, np.int32).tobytes())
+
+
+def array(tensor: Tensor) -> np.ndarray:
+    return np.frombuffer(tensor.data, tensor.dtype.name).reshape(tensor.shape)
+
+
+def io(name: str, *dims: int, kind: str = "TYPE_INT32", **more: Any) -> dict[str, Any]:
+    return {"name": name, "data_type": kind, "dims": list(dims or (1,)), **more}
+
+
+def model_config(triton: dict[str, Any], **more: Any) -> ModelConfig:
+    def side(field: str) -> dict[str, Any]:
+        return {t["name"]: {"dtype": TYPES[t["data_type"]], "shape": t["dims"]} for t in triton[field]}
+
+    raw: dict[str, Any] = {"backend": "python", "max_batch_size": triton.get("max_batch_size", 0)}
+    raw |= {"inputs": side("input"), "outputs": side("output"), **more}
+    return msgspec.structs.replace(parse_model_config(raw), triton=triton)
+
+
+class Answers(Door):
+    """A door that computes in this process; `unreleased` counts answers somebody still reads."""
+
+    def __init__(self, compute: Compute) -> None:
+        self.compute = compute
+        self.asked: list[InferRequest] = []
+        self.unreleased = 0
+
+    async def infer(self, engine: Runs, version: Version, request: InferRequest) -> InferResponse:
+        self.asked.append(request)
+        found: Any = self.compute({name: array(tensor) for name, tensor in request.inputs.items()})
+        if asyncio.iscoroutine(found):
+            found = await found
+        self.unreleased += 1
+        outputs = {n: Tensor(DTYPES[a.dtype.name], a.shape, a.tobytes()) for n, a in found.items()}
+        return InferResponse(outputs, self._released)
+
+    def _released(self) -> None:
+        self.unreleased -= 1
+
+    async def drain(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+class House:
+    """A catalog of such versions, and an engine over it."""
+
+    def __init__(self) -> None:
+        self.catalog = Catalog()
+        self.engine = Engine(self.catalog)
+        self.doors: list[Answers] = []
+
+    def put(self, name: str, triton: dict[str, Any], lane: object, number: int = 1) -> Version:
+        version = Version(name, number, Path(), model_config(triton))
+        version.lane = lane
+        if isinstance(lane, Answers):
+            self.doors.append(lane)
+        self.catalog.put(version)
+        self.catalog.move(version, VersionState.LOADING)
+        self.catalog.move(version, VersionState.AVAILABLE)
+        return version
+
+    def model(
+        self, name: str, inputs: list[Any], outputs: list[Any], compute: Compute, **more: Any
+    ) -> Answers:
+        door = Answers(compute)
+        self.put(name, {"input": inputs, "output": outputs, "max_batch_size": 8, **more}, door)
+        return door
+
+    def all_released(self) -> bool:
+        return not any(door.unreleased for door in self.doors)

@@ -1,0 +1,132 @@
+"""Ensembles in a whole server: real workers below, and models that come and go under them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from fastserve.config import Settings
+from fastserve.errors import ServeError
+from fastserve.repository import layout
+from fastserve.repository.model_config import ModelConfig, parse_model_config
+from fastserve.repository.version import VersionState
+from fastserve.request import InferRequest
+from fastserve.server import Server
+from fastserve.tensor import DTYPES, Tensor
+from tests.server.rig import HOLD, release, run, seen, serving, write_model
+
+
+@pytest.fixture(autouse=True)
+def triton_in_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
+    """model.yaml has no Triton part; here it has."""
+
+    def parse(raw: dict[str, Any], *rest: Any) -> ModelConfig:
+        triton = raw.pop("triton", None)
+        return msgspec.structs.replace(parse_model_config(raw, *rest), triton=triton)
+
+    monkeypatch.setattr(layout, "parse_model_config", parse)
+
+
+STEPS = [
+    {"model_name": "twice", "model_version": -1, "input_map": {"x": "x"}, "output_map": {"y": "m"}},
+    {"model_name": "other", "model_version": -1, "input_map": {"x": "m"}, "output_map": {"y": "y"}},
+]
+
+
+def write_ensemble(folder: Path, steps: list[dict[str, object]] = STEPS, name: str = "ens") -> None:
+    side = [{"data_type": "TYPE_FP32", "dims": [2]}]
+    triton = {"input": [{"name": "x", **side[0]}], "output": [{"name": "y", **side[0]}]}
+    write_model(folder, name, triton={**triton, "ensemble_scheduling": {"step": steps}})
+
+
+def request(*numbers: float) -> InferRequest:
+    return InferRequest({"x": Tensor(DTYPES["float32"], (1, 2), np.array(numbers, np.float32).tobytes())})
+
+
+async def ask(server: Server, name: str, *numbers: float) -> list[float]:
+    version = server.catalog.available(name)
+    assert version is not None
+    response = await server.front.engine.infer(version, request(*numbers))
+    try:
+        return list(np.frombuffer(response.outputs["y"].data, np.float32))
+    finally:
+        response.release()
+
+
+def test_an_ensemble_follows_its_models(tmp_path: Path) -> None:
+    write_ensemble(tmp_path)
+    write_model(tmp_path, "twice")
+    write_model(tmp_path, "other", parameters={"add": 1})
+
+    async def work() -> None:
+        async with serving(tmp_path) as at:
+            server = at.server
+            assert await ask(server, "ens", 1.0, 2.0) == [5.0, 9.0]
+            assert server.host.alive(server.catalog.available("ens")) == 1
+            held = asyncio.ensure_future(ask(server, "ens", HOLD, 1.0))
+            await at.until(lambda: len(seen(tmp_path)) == 3)
+            going = asyncio.ensure_future(server.repository.unload("other"))
+            await at.until(lambda: server.catalog.available("ens") is None)
+            release(tmp_path)
+            assert await held == [2 * 2 * HOLD + 1, 5.0]  # what was under way goes through all its steps
+            await going
+            ens = server.catalog.models["ens"].versions[1]
+            await at.until(lambda: ens.state is VersionState.END)
+            assert ens.error is not None
+            assert ens.error.message == "ensemble 'ens' depends on 'other' which has no loaded version"
+            await server.repository.load("other")
+            await at.until(lambda: server.catalog.available("ens") is not None)
+            assert await ask(server, "ens", 1.0, 2.0) == [5.0, 9.0]
+
+    run(work())
+
+
+def test_loading_an_ensemble_loads_its_models(tmp_path: Path) -> None:
+    write_ensemble(tmp_path)
+    write_model(tmp_path, "twice")
+    write_model(tmp_path, "other")
+
+    async def work() -> None:
+        async with serving(tmp_path, load_models=()) as at:
+            await at.server.repository.load("ens")
+            assert await ask(at.server, "ens", 1.0, 2.0) == [4.0, 8.0]
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("steps", "text"),
+    [
+        ([*STEPS[:1], {**STEPS[1], "model_name": "no"}], "depends on 'no' which has no loaded version"),
+        (
+            [*STEPS[:1], {**STEPS[1], "model_name": "ens"}],
+            "circular dependency between ensembles: ens -> ens",
+        ),
+    ],
+)
+def test_an_ensemble_that_cannot_be(tmp_path: Path, steps: list[dict[str, object]], text: str) -> None:
+    write_ensemble(tmp_path, steps)
+    write_model(tmp_path, "twice")
+
+    async def work() -> None:
+        with pytest.raises(ServeError, match=text):
+            async with serving(tmp_path):
+                pass
+
+    run(work())
+
+
+def test_several_fronts_refuse_ensembles(tmp_path: Path) -> None:
+    write_ensemble(tmp_path, [{**STEPS[0], "output_map": {"y": "y"}}])
+    write_model(tmp_path, "twice")
+
+    async def work() -> None:
+        with pytest.raises(ServeError, match="frontends: given 2, allowed: 1"):
+            await Server(Settings(repository=str(tmp_path), http=(), grpc=(), frontends=2)).open()
+
+    run(work())
