@@ -17,6 +17,7 @@ import orjson
 import uvloop
 
 from bench.workloads import BATCH_DELAY_S, MAX_BATCH_ROWS, WORKLOADS, load_model
+from fastserve.wire.memory import keep_freed_memory
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
 HELLO = b'{"predictions":[[1,2,3.5]]}'
@@ -128,6 +129,7 @@ def main() -> None:
     parser.add_argument("workload", choices=["hello", *WORKLOADS])
     parser.add_argument("--port", type=int, required=True)
     options = parser.parse_args()
+    keep_freed_memory()  # without it the C library's page faults decide the raw bodies, 3 times over
     uvloop.run(serve(options.workload, options.port))
 
 
