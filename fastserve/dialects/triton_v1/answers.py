@@ -1,0 +1,182 @@
+"""Outputs of the engine -> InferResponseHeader and the raw bytes beside it (spec 3).
+
+A header of raw outputs is the same for every request of one shape but for its `id`, the last field:
+what comes before it is written once and remembered, in all three forms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastserve.dialects.triton_v1.classes import Class, classify
+from fastserve.dialects.triton_v1.header import OutputHeader, RequestHeader
+from fastserve.dialects.triton_v1.inputs import Buffer
+from fastserve.dialects.triton_v1.plan import Dims, Plan
+from fastserve.dialects.triton_v1.shared_memory import Destination
+from fastserve.dialects.triton_v1.text import print_line, print_lines
+from fastserve.errors import Kind, ServeError
+from fastserve.protos import load
+from fastserve.tensor import Tensor
+
+REMEMBERED_HEADERS = 64
+_ID_TAG = b"\x28"  # field 5, varint
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """An output returned as bytes; `dims` as clients see them."""
+
+    name: str
+    dims: Dims
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Classes:
+    """An output returned as its highest values, for each row."""
+
+    name: str
+    rows: list[list[Class]]
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderForms:
+    """One InferResponseHeader without its id: one line, many lines, binary."""
+
+    line: str
+    lines: str
+    binary: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a request is answered with. `raws` are views of the engine's outputs, one for each output in
+    order, empty where nothing is sent; they are valid until the response is released."""
+
+    forms: HeaderForms
+    raws: list[Buffer]
+    id: int
+
+    @property
+    def line(self) -> str:
+        """The header in text on one line."""
+        return f"{self.forms.line} id: {self.id}" if self.id else self.forms.line
+
+    @property
+    def lines(self) -> str:
+        """The header in text, a line for each field."""
+        return f"{self.forms.lines}id: {self.id}\n" if self.id else self.forms.lines
+
+    @property
+    def binary(self) -> bytes:
+        """The header as a serialized message."""
+        return self.forms.binary + write_id(self.id)
+
+
+class Answers:
+    """Writes the answers of one version."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._remembered: dict[tuple[int, tuple[Raw, ...]], HeaderForms] = {}
+
+    def write(
+        self, header: RequestHeader, outputs: dict[str, Tensor], held: Mapping[str, Destination]
+    ) -> Answer:
+        """`held` is where outputs into shared memory go.
+
+        Raises ServeError when an output cannot be classified or does not fit its shared memory.
+        """
+        told: list[Raw | Classes] = []
+        raws: list[Buffer] = []
+        for wanted in header.outputs:
+            tensor = outputs[wanted.name]
+            if wanted.classes:
+                told.append(self._classify(wanted, tensor, header.batch_size))
+                raws.append(b"")
+                continue
+            raw = self._describe(wanted.name, tensor)
+            told.append(raw)
+            raws.append(_place(wanted, tensor, raw.nbytes, held))
+        return Answer(self._forms(header.batch_size, told), raws, header.id)
+
+    def _describe(self, name: str, tensor: Tensor) -> Raw:
+        shape = tensor.shape[1:] if self._plan.batching else tensor.shape
+        output = self._plan.outputs[name]
+        dims = output.to_client(shape)
+        if output.dims is not None and not output.fits(dims):
+            raise ServeError(
+                Kind.INVALID_ARGUMENT,
+                f"output '{name}' for model '{self._plan.model}' has shape {_bracket(dims)} "
+                f"but model configuration specifies shape {_bracket(output.dims)}",
+            )
+        return Raw(name, dims, memoryview(tensor.data).nbytes)
+
+    def _classify(self, wanted: OutputHeader, tensor: Tensor, batch_size: int) -> Classes:
+        rows = batch_size if self._plan.batching else 1
+        return Classes(wanted.name, classify(self._plan.outputs[wanted.name], tensor, rows, wanted.classes))
+
+    def _forms(self, batch_size: int, told: Sequence[Raw | Classes]) -> HeaderForms:
+        raws = tuple(one for one in told if isinstance(one, Raw))
+        if len(raws) != len(told):
+            return self._write_forms(batch_size, told)
+        key = (batch_size, raws)
+        forms = self._remembered.get(key)
+        if forms is None:
+            if len(self._remembered) >= REMEMBERED_HEADERS:
+                self._remembered.clear()
+            forms = self._remembered[key] = self._write_forms(batch_size, told)
+        return forms
+
+    def _write_forms(self, batch_size: int, told: Sequence[Raw | Classes]) -> HeaderForms:
+        version = self._plan.version
+        message = load("triton_v1").InferResponseHeader(
+            model_name=version.model, model_version=version.number, batch_size=batch_size
+        )
+        for one in told:
+            output = message.output.add(name=one.name)
+            if isinstance(one, Raw):
+                output.raw.batch_byte_size = one.nbytes
+                output.raw.dims.extend(one.dims)
+            else:
+                _fill_classes(output, one)
+        return HeaderForms(print_line(message), print_lines(message), message.SerializeToString())
+
+
+def _fill_classes(output: Any, classes: Classes) -> None:
+    for row in classes.rows:
+        target = output.batch_classes.add()
+        for one in row:
+            target.cls.add(idx=one.index, value=one.value, label=one.label)
+
+
+def _place(wanted: OutputHeader, tensor: Tensor, nbytes: int, held: Mapping[str, Destination]) -> Buffer:
+    """What is sent of a raw output: everything, or nothing when it goes into shared memory."""
+    if wanted.shared is None:
+        return tensor.data
+    if wanted.shared.byte_size < nbytes:
+        raise ServeError(
+            Kind.INTERNAL,
+            f"shared memory size specified with the request for output '{wanted.name}' "
+            f"({wanted.shared.byte_size} bytes) should be at least {nbytes} bytes to hold the results",
+        )
+    held[wanted.name].write(tensor.data)
+    return b""
+
+
+def _bracket(dims: Dims) -> str:
+    return f"[{','.join(map(str, dims))}]"
+
+
+def write_id(number: int) -> bytes:
+    """The `id` field of an InferResponseHeader; nothing for 0."""
+    if not number:
+        return b""
+    groups = bytearray(_ID_TAG)
+    while number > 0x7F:
+        groups.append(number & 0x7F | 0x80)
+        number >>= 7
+    groups.append(number)
+    return bytes(groups)

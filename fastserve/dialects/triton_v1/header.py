@@ -1,0 +1,178 @@
+"""InferRequestHeader (spec 3.1): what a request says of its tensors, read from the text format.
+
+    batch_size: 2 input { name: "INPUT0" dims: 16 } output { name: "OUTPUT0" cls { count: 3 } } id: 7
+
+Clients send one header with every request and change little of it, so what comes before the scalar
+fields at the end is read once and remembered. The tensors' bytes and the model are not known here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from fastserve.config.text_proto import TextField, parse_text
+
+FLAG_START, FLAG_END = 1, 2
+REMEMBERED_HEADERS = 256
+REMEMBERED_CHARS = 4096
+
+_SHARED = TextField(
+    "message",
+    fields={"name": TextField("string"), "offset": TextField("uint64"), "byte_size": TextField("uint64")},
+)
+_INPUT = {
+    "name": TextField("string"),
+    "dims": TextField("int64", repeated=True),
+    "batch_byte_size": TextField("uint64"),
+    "shared_memory": _SHARED,
+}
+_OUTPUT = {
+    "name": TextField("string"),
+    "cls": TextField("message", fields={"count": TextField("uint32")}),
+    "shared_memory": _SHARED,
+}
+_SCHEMA = {
+    "batch_size": TextField("uint32"),
+    "input": TextField("message", repeated=True, fields=_INPUT),
+    "output": TextField("message", repeated=True, fields=_OUTPUT),
+    "correlation_id": TextField("uint64"),
+    "id": TextField("uint64"),
+    "flags": TextField("uint32"),
+    "priority": TextField("uint32"),
+    "timeout_microseconds": TextField("uint64"),
+}
+# The scalars as clients print them: in order of their numbers, after the last message, far inside 64 bits.
+_TAIL = re.compile(
+    r"(?: correlation_id: (?P<correlation_id>[1-9][0-9]{0,17}))?(?: id: (?P<id>[1-9][0-9]{0,17}))?"
+    r"(?: flags: (?P<flags>[1-9][0-9]{0,7}))?(?: priority: (?P<priority>[1-9][0-9]{0,7}))?"
+    r"(?: timeout_microseconds: (?P<timeout_us>[1-9][0-9]{0,17}))?\s*"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPlace:
+    """Bytes of a registered region of shared memory."""
+
+    name: str
+    offset: int
+    byte_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class InputHeader:
+    """One input as described; what is left out (no `dims`, a size of 0) the model's configuration says."""
+
+    name: str
+    dims: tuple[int, ...] = ()
+    batch_byte_size: int = 0
+    shared: SharedPlace | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputHeader:
+    """One output as wanted: raw, or with `classes` > 0 as its highest values."""
+
+    name: str
+    classes: int = 0
+    shared: SharedPlace | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHeader:
+    """The whole header."""
+
+    batch_size: int = 0
+    inputs: tuple[InputHeader, ...] = ()
+    outputs: tuple[OutputHeader, ...] = ()
+    correlation_id: int = 0
+    id: int = 0
+    flags: int = 0
+    priority: int = 0
+    timeout_us: int = 0
+
+
+def read_header(text: str) -> RequestHeader:
+    """A header in text format. Raises ConfigError when it is not one."""
+    if len(text) > REMEMBERED_CHARS:
+        return _read_whole(text)
+    front, brace, tail = text.rpartition("}")
+    match = _TAIL.fullmatch(tail)
+    if not brace or match is None:
+        return _read_whole(text)
+    header = _read_remembered(front + brace)
+    given: dict[str, Any] = {name: int(n) for name, n in match.groupdict().items() if n is not None}
+    if not given:
+        return header
+    if any(getattr(header, name) for name in given):  # given twice: the reader says so
+        return _read_whole(text)
+    return replace(header, **given)
+
+
+def _read_whole(text: str) -> RequestHeader:
+    return build_header(parse_text(text, _SCHEMA, "NV-InferRequest"))
+
+
+_read_remembered = lru_cache(maxsize=REMEMBERED_HEADERS)(_read_whole)
+
+
+def build_header(found: Mapping[str, Any]) -> RequestHeader:
+    """A header of the plain values of its fields."""
+    return RequestHeader(
+        found.get("batch_size", 0),
+        tuple(
+            InputHeader(
+                one.get("name", ""),
+                tuple(one.get("dims", ())),
+                one.get("batch_byte_size", 0),
+                _build_shared(one.get("shared_memory")),
+            )
+            for one in found.get("input", ())
+        ),
+        tuple(
+            OutputHeader(
+                one.get("name", ""),
+                one.get("cls", {}).get("count", 0),
+                _build_shared(one.get("shared_memory")),
+            )
+            for one in found.get("output", ())
+        ),
+        found.get("correlation_id", 0),
+        found.get("id", 0),
+        found.get("flags", 0),
+        found.get("priority", 0),
+        found.get("timeout_microseconds", 0),
+    )
+
+
+def _build_shared(found: Mapping[str, Any] | None) -> SharedPlace | None:
+    if found is None:
+        return None
+    return SharedPlace(found.get("name", ""), found.get("offset", 0), found.get("byte_size", 0))
+
+
+def read_message(message: Any) -> RequestHeader:
+    """The header of an InferRequestHeader message."""
+    return RequestHeader(
+        message.batch_size,
+        tuple(
+            InputHeader(one.name, tuple(one.dims), one.batch_byte_size, _read_shared(one))
+            for one in message.input
+        ),
+        tuple(OutputHeader(one.name, one.cls.count, _read_shared(one)) for one in message.output),
+        message.correlation_id,
+        message.id,
+        message.flags,
+        message.priority,
+        message.timeout_microseconds,
+    )
+
+
+def _read_shared(one: Any) -> SharedPlace | None:
+    if not one.HasField("shared_memory"):
+        return None
+    place = one.shared_memory
+    return SharedPlace(place.name, place.offset, place.byte_size)

@@ -1,0 +1,208 @@
+"""A header and the raw bytes beside it -> an InferRequest, checked in the original's order (spec 3.4).
+
+    names given twice, batch size, outputs known, inputs counted, each input's name, shape and size
+    -> the bytes, from the body, the raw_input entries or shared memory
+
+Tensors are views of what was received: nothing is copied before the engine writes the batch.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Protocol
+
+from fastserve.dialects.triton_v1.header import (
+    FLAG_END,
+    FLAG_START,
+    InputHeader,
+    RequestHeader,
+    SharedPlace,
+)
+from fastserve.dialects.triton_v1.plan import Dims, Plan, TensorPlan, count_bytes
+from fastserve.errors import Kind, ServeError
+from fastserve.request import InferRequest
+from fastserve.tensor import Tensor
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Data(Protocol):
+    """Where the bytes of inputs come from, asked for in the header's order."""
+
+    def take(self, name: str, nbytes: int) -> Buffer:
+        """The bytes of the next input. Raises ServeError."""
+
+    def finish(self) -> None:
+        """Raises ServeError when bytes are left over and may not be."""
+
+
+class Body:
+    """HTTP: one body, inputs after one another."""
+
+    def __init__(self, body: Buffer, model: str) -> None:
+        self._body = memoryview(body)
+        self._model = model
+        self._at = 0
+
+    def take(self, name: str, nbytes: int) -> Buffer:
+        start, self._at = self._at, self._at + nbytes
+        if self._at > len(self._body):
+            missing = self._at - len(self._body)
+            raise invalid(
+                f"unexpected size for input '{name}', expecting {missing} bytes for model '{self._model}'"
+            )
+        return self._body[start : self._at]
+
+    def finish(self) -> None:
+        if self._at != len(self._body):
+            raise invalid(f"unexpected additional input data for model '{self._model}'")
+
+
+class Entries:
+    """gRPC: one raw_input entry for each input; entries beyond the last are nobody's (spec 3.4)."""
+
+    def __init__(self, entries: Sequence[Buffer], model: str) -> None:
+        self._entries = entries
+        self._model = model
+        self._at = 0
+
+    def take(self, name: str, nbytes: int) -> Buffer:
+        self._at += 1
+        if self._at > len(self._entries):
+            raise invalid(
+                f"expected tensor data for at least {self._at} inputs but got only "
+                f"{len(self._entries)} sets of data for model '{self._model}'"
+            )
+        entry = self._entries[self._at - 1]
+        if len(entry) != nbytes:
+            raise invalid(
+                f"unexpected size {len(entry)} for input '{name}', expecting {nbytes} "
+                f"for model '{self._model}'"
+            )
+        return entry
+
+    def finish(self) -> None:
+        """Surplus entries are ignored."""
+
+
+class SharedMemory(Protocol):
+    """The part of the shared memory registry a request needs."""
+
+    def read(self, place: SharedPlace) -> Buffer:
+        """The bytes of a place. Raises ServeError NOT_FOUND, INVALID_ARGUMENT."""
+
+
+def read_request(plan: Plan, header: RequestHeader, data: Data, shared: SharedMemory) -> InferRequest:
+    """The neutral request. Raises ServeError."""
+    check_header(plan, header)
+    measured = [_measure(plan, one, header.batch_size) for one in header.inputs]
+    inputs = {}
+    for one, (shape, nbytes) in zip(header.inputs, measured, strict=True):
+        place = one.shared
+        if place is None:
+            raw = data.take(one.name, nbytes)
+        else:
+            raw = shared.read(place)
+            _check_shared_size(plan, one, place, nbytes)
+        tensor = plan.inputs[one.name]
+        if not tensor.dtype.item_bytes:
+            check_strings(raw, shape, one.name, plan.model)
+        inputs[one.name] = Tensor(tensor.dtype, shape, raw)
+    data.finish()
+    return InferRequest(
+        inputs,
+        tuple(one.name for one in header.outputs),
+        request_id=str(header.id) if header.id else "",
+        priority=header.priority,
+        sequence_id=header.correlation_id,
+        sequence_start=bool(header.flags & FLAG_START),
+        sequence_end=bool(header.flags & FLAG_END),
+        timeout_us=header.timeout_us,
+    )
+
+
+def check_header(plan: Plan, header: RequestHeader) -> None:
+    """Everything about a header but its inputs' own shapes. Raises ServeError INVALID_ARGUMENT."""
+    _check_twice([one.name for one in header.inputs], "input '{}' already exists in request")
+    _check_twice([one.name for one in header.outputs], "output '{}' already requested")
+    if header.batch_size < 1:
+        raise invalid(f"inference request batch-size must be >= 1 for '{plan.model}'")
+    if header.batch_size != 1 and header.batch_size > plan.max_batch_size:
+        raise invalid(f"inference request batch-size must be <= {plan.max_batch_size} for '{plan.model}'")
+    for output in header.outputs:
+        if output.name not in plan.outputs:
+            raise invalid(f"unexpected inference output '{output.name}' for model '{plan.model}'")
+    if len(header.inputs) != len(plan.inputs):
+        counts = f"expected {len(plan.inputs)} inputs but got {len(header.inputs)} inputs"
+        raise invalid(f"{counts} for model '{plan.model}'")
+
+
+def _check_twice(names: Sequence[str], words: str) -> None:
+    if len(set(names)) != len(names):
+        twice = next(name for i, name in enumerate(names) if name in names[:i])
+        raise invalid(words.format(twice))
+
+
+def _measure(plan: Plan, given: InputHeader, batch_size: int) -> tuple[Dims, int]:
+    """The full shape the model sees, and the bytes the tensor must have."""
+    tensor = plan.inputs.get(given.name)
+    if tensor is None:
+        raise invalid(f"unexpected inference input '{given.name}' for model '{plan.model}'")
+    dims = _choose_dims(plan, tensor, given.dims)
+    shape = tensor.to_model(dims)
+    if plan.batching:
+        shape = (batch_size, *shape)
+    if not tensor.dtype.item_bytes:
+        return shape, given.batch_byte_size
+    nbytes = count_bytes(shape, tensor.dtype)
+    if given.batch_byte_size not in (0, nbytes):
+        raise invalid(
+            f"specific batch-byte-size for input '{given.name}' does not match expected byte-size "
+            f"calculated from shape and datatype for model '{plan.model}'"
+        )
+    return shape, nbytes
+
+
+def _choose_dims(plan: Plan, tensor: TensorPlan, given: Dims) -> Dims:
+    if given:
+        if not tensor.fits(given):
+            words = f"Expected {write_dims(tensor.dims or ())}, got {write_dims(given)}"
+            raise invalid(f"unexpected shape for input '{tensor.name}' for model '{plan.model}'. {words}")
+        return given
+    if tensor.dims is None or -1 in tensor.dims:
+        raise invalid(
+            f"model supports variable-size for input '{tensor.name}', "
+            f"request must specify input shape for model '{plan.model}'"
+        )
+    return tensor.dims
+
+
+def _check_shared_size(plan: Plan, given: InputHeader, place: SharedPlace, nbytes: int) -> None:
+    if place.byte_size != nbytes:
+        raise invalid(
+            f"unexpected shared-memory size {place.byte_size} for input '{given.name}', "
+            f"expecting {nbytes} for model '{plan.model}'"
+        )
+
+
+def check_strings(raw: Buffer, shape: Dims, name: str, model: str) -> None:
+    """Raises ServeError unless `raw` is as many strings as the shape says (the original trusts them)."""
+    view, at, left = memoryview(raw), 0, 1
+    for length in shape:
+        left *= length
+    while left and at + 4 <= len(view):
+        at += 4 + struct.unpack_from("<I", view, at)[0]
+        left -= 1
+    if left or at != len(view):
+        raise invalid(f"the bytes of input '{name}' are not the strings its shape needs for model '{model}'")
+
+
+def write_dims(dims: Dims) -> str:
+    """A shape as the original's texts have it."""
+    return f"[{','.join(map(str, dims))}]"
+
+
+def invalid(text: str) -> ServeError:
+    """An INVALID_ARG."""
+    return ServeError(Kind.INVALID_ARGUMENT, text)

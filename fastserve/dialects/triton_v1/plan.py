@@ -1,0 +1,115 @@
+"""What this API needs to know of a loaded version, worked out once: tensors as its clients see them.
+
+Clients see `dims` without the batch axis; where the configuration reshapes, the model sees other axes
+(spec 3.1). Models of the native form have no reshapes, and class labels for every output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from fastserve.dialects.triton_v1.names import DTYPE_OF
+from fastserve.repository.version import Version
+from fastserve.tensor import DType, TensorSpec
+
+Dims = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """One input or output. `dims` of None takes any rank; `reshape` is what the model sees, if not that."""
+
+    name: str
+    dtype: DType
+    dims: Dims | None
+    reshape: Dims | None = None
+    label_file: Path | None = None
+    given_labels: tuple[str, ...] = ()
+
+    def to_model(self, dims: Dims) -> Dims:
+        """The axes the model sees for what a client sent."""
+        return dims if self.reshape is None else _carry(dims, self.dims or (), self.reshape)
+
+    def to_client(self, shape: Dims) -> Dims:
+        """The axes a client sees for what the model answered."""
+        return shape if self.reshape is None else _carry(shape, self.reshape, self.dims or ())
+
+    def fits(self, dims: Dims) -> bool:
+        """True when a client may send these axes."""
+        if self.dims is None:
+            return all(n >= 0 for n in dims)
+        pairs = zip(dims, self.dims, strict=False)
+        return len(dims) == len(self.dims) and all(n >= 0 and wanted in (-1, n) for n, wanted in pairs)
+
+    @cached_property
+    def labels(self) -> tuple[str, ...]:
+        """Class names by index; empty when there are none."""
+        if self.label_file is None:
+            return self.given_labels
+        try:
+            return tuple(self.label_file.read_text("utf-8", "surrogateescape").splitlines())
+        except OSError:
+            return ()
+
+
+def _carry(given: Dims, pattern: Dims, wanted: Dims) -> Dims:
+    """`wanted` with each -1, left to right, replaced by what stands at the -1s of `pattern`."""
+    free = iter([n for n, p in zip(given, pattern, strict=False) if p == -1])
+    return tuple(next(free, 1) if n == -1 else n for n in wanted)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One version."""
+
+    version: Version
+    max_batch_size: int
+    inputs: Mapping[str, TensorPlan]
+    outputs: Mapping[str, TensorPlan]
+
+    @property
+    def model(self) -> str:
+        return self.version.model
+
+    @property
+    def batching(self) -> bool:
+        return self.max_batch_size > 0
+
+
+def make_plan(version: Version) -> Plan:
+    """The plan of a loaded version."""
+    config: Mapping[str, Any] | None = getattr(version.config, "triton", None)
+    if config is None:
+        labels = version.config.class_texts
+        inputs = {name: _native(spec) for name, spec in version.inputs.items()}
+        outputs = {name: _native(spec, labels) for name, spec in version.outputs.items()}
+        return Plan(version, version.config.max_batch_size, inputs, outputs)
+    folder = version.folder.parent
+    inputs = {one["name"]: _configured(one, folder) for one in config.get("input", ())}
+    outputs = {one["name"]: _configured(one, folder) for one in config.get("output", ())}
+    return Plan(version, int(config.get("max_batch_size", 0)), inputs, outputs)
+
+
+def _native(spec: TensorSpec, labels: tuple[str, ...] = ()) -> TensorPlan:
+    return TensorPlan(spec.name, spec.dtype, spec.shape, given_labels=labels)
+
+
+def _configured(one: Mapping[str, Any], folder: Path) -> TensorPlan:
+    reshape = one.get("reshape")
+    return TensorPlan(
+        one["name"],
+        DTYPE_OF[one["data_type"]],
+        tuple(map(int, one.get("dims", ()))),
+        None if reshape is None else tuple(map(int, reshape.get("shape", ()))),
+        folder / one["label_filename"] if one.get("label_filename") else None,
+    )
+
+
+def count_bytes(shape: Dims, dtype: DType) -> int:
+    """Bytes of a tensor of fixed-size elements."""
+    return prod(shape) * dtype.item_bytes

@@ -1,0 +1,81 @@
+"""URLs of the V1 HTTP API (spec 2): matched whole, on the raw path.
+
+    POST /api/infer/MODEL[/VERSION]     GET /api/status[/MODEL]     ...
+
+What does not match is answered 400 without a body, a wrong verb 405; both carry no NV-Status.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from urllib.parse import parse_qsl
+
+_TOP = re.compile(r"/api/(health|infer|status|modelcontrol|sharedmemorycontrol|repository)(.*)")
+_REST = {
+    "health": re.compile(r"/(?P<action>live|ready)"),
+    "infer": re.compile(r"/(?P<name>[^/]+)(?:/(?P<version>[0-9]{1,18}))?"),
+    "status": re.compile(r"(?:/(?P<name>.*))?"),
+    "modelcontrol": re.compile(r"/(?P<action>load|unload)/(?P<name>[^/]+)"),
+    "sharedmemorycontrol": re.compile(
+        r"/(?:(?P<register>register)/(?P<r_name>[^/]+)/(?P<key>/.*)/(?P<offset>[0-9]{1,18})/(?P<r_size>[0-9]{1,18})"
+        r"|(?P<cuda>cudaregister)/(?P<c_name>[^/]+)/(?P<c_size>[0-9]{1,18})/(?P<device>[0-9]{1,9})"
+        r"|(?P<unregister>unregister)/(?P<u_name>[^/]+)"
+        r"|(?P<action>unregisterall|status))"
+    ),
+    "repository": re.compile(r"/(?P<action>index)"),
+}
+_VERB = {
+    "health": "GET",
+    "infer": "POST",
+    "status": "GET",
+    "modelcontrol": "POST",
+    "sharedmemorycontrol": "POST",
+    "repository": "GET",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A target that means something. `action` is the word after the place, `format` the query's."""
+
+    place: str
+    action: str = ""
+    name: str = ""
+    version: int | None = None
+    key: str = ""
+    offset: int = 0
+    byte_size: int = 0
+    format: str = ""
+
+
+def is_api(target: str) -> bool:
+    """True for everything this dialect answers on a listener it shares."""
+    return target.startswith("/api/") or target.partition("?")[0] == "/api"
+
+
+def parse_target(method: str, target: str) -> Target | int:
+    """The target, or the status a malformed one is answered with."""
+    path, _, query = target.partition("?")
+    top = _TOP.fullmatch(path)
+    if top is None:
+        return 400
+    place = top[1]
+    found = _REST[place].fullmatch(top[2])
+    verb = "GET" if place == "sharedmemorycontrol" and top[2] == "/status" else _VERB[place]
+    if method != verb:
+        return 405
+    if found is None:
+        return 400
+    given = {name: value for name, value in found.groupdict().items() if value}
+    action = next((given[n] for n in ("action", "register", "cuda", "unregister") if n in given), "")
+    return Target(
+        place,
+        action,
+        next((given[n] for n in ("name", "r_name", "c_name", "u_name") if n in given), ""),
+        int(given["version"]) if "version" in given else None,
+        given.get("key", ""),
+        int(given.get("offset", 0)),
+        int(given.get("r_size") or given.get("c_size") or 0),
+        dict(parse_qsl(query)).get("format", "") if query else "",
+    )

@@ -1,0 +1,202 @@
+"""The RPCs of nvidia.inferenceserver.GRPCService (spec 8). The gRPC status is always OK: what went wrong
+is in each response's `request_status`, and clients look nowhere else.
+
+InferResponse is put together by hand from its parts, so that raw outputs are copied once, into the reply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from fastserve.dialects.triton_v1.answers import Answer, write_id
+from fastserve.dialects.triton_v1.header import read_message
+from fastserve.dialects.triton_v1.inputs import Buffer, Entries, invalid
+from fastserve.dialects.triton_v1.pages import write_index
+from fastserve.dialects.triton_v1.service import Service
+from fastserve.dialects.triton_v1.shared_memory import list_regions, register_cuda
+from fastserve.dialects.triton_v1.status import write_status
+from fastserve.errors import Kind, ServeError
+from fastserve.protos import load
+from fastserve.wire.grpc import Method, Rpc
+
+SERVICE = "/nvidia.inferenceserver.GRPCService/"
+MOST_REPLY_BYTES = 2**31 - 1
+_STATUS_TAG, _META_TAG, _RAW_TAG = b"\x0a", b"\x12", b"\x1a"  # fields 1, 2, 3 of InferResponse
+
+
+def make_methods(service: Service) -> list[Method]:
+    """Every RPC, over bytes."""
+    rpcs = Rpcs(service)
+    plain = {
+        "Status": ("StatusRequest", rpcs.status),
+        "Health": ("HealthRequest", rpcs.health),
+        "ModelControl": ("ModelControlRequest", rpcs.control),
+        "SharedMemoryControl": ("SharedMemoryControlRequest", rpcs.shared_memory),
+        "Repository": ("RepositoryRequest", rpcs.repository),
+    }
+    methods = [
+        Method(SERVICE + name, partial(read_message_of, request), run, _serialize)
+        for name, (request, run) in plain.items()
+    ]
+    read = partial(read_message_of, "InferRequest")
+    methods.append(Method(SERVICE + "Infer", read, rpcs.infer, bytes))
+    methods.append(
+        Method(SERVICE + "StreamInfer", read, rpcs.stream, bytes, takes_stream=True, gives_stream=True)
+    )
+    return methods
+
+
+def read_message_of(name: str, data: bytes) -> Any:
+    """A request message. Raises ServeError: bytes that are none never reach the protocol above."""
+    try:
+        return getattr(load("triton_v1"), name).FromString(data)
+    except DecodeError:
+        raise ServeError(Kind.INTERNAL, f"malformed {name}") from None
+
+
+def _serialize(message: Any) -> bytes:
+    data: bytes = message.SerializeToString()
+    return data
+
+
+class Rpcs:
+    """The functions behind the RPCs."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._messages = load("triton_v1")
+
+    # --- inference --------------------------------------------------------------------------------
+
+    async def infer(self, request: Any, rpc: Rpc) -> bytes:
+        """InferRequest -> serialized InferResponse."""
+        header = read_message(request.meta_data)
+        make_data = partial(Entries, request.raw_input)
+        try:
+            answering = self._service.infer(request.model_name, request.model_version, header, make_data)
+            async with answering as answer:
+                return self._write_answer(answer)
+        except ServeError as fault:
+            status = self._service.status_bytes(fault)
+            return _field(_STATUS_TAG, status) + _field(_META_TAG, write_id(header.id))
+
+    def _write_answer(self, answer: Answer) -> bytes:
+        parts: list[Buffer] = [
+            _field(_STATUS_TAG, self._service.status_bytes(None)),
+            _field(_META_TAG, answer.binary),
+        ]
+        for raw in answer.raws:
+            parts += (_RAW_TAG, _varint(memoryview(raw).nbytes), raw)
+        size = sum(memoryview(part).nbytes for part in parts)
+        if size > MOST_REPLY_BYTES:
+            raise invalid(
+                f"Response has byte size {size} which exceeds gRPC's byte size limit {MOST_REPLY_BYTES + 1}."
+            )
+        return b"".join(parts)
+
+    async def stream(self, requests: AsyncIterator[Any], rpc: Rpc) -> AsyncIterator[bytes]:
+        """One response for each request, in order; an error is a response like any other."""
+        async for request in requests:
+            yield await self.infer(request, rpc)
+
+    # --- the rest -----------------------------------------------------------------------------------
+
+    async def status(self, request: Any, rpc: Rpc) -> Any:
+        response = self._messages.StatusResponse()
+        return self._fill(response, lambda: self._fill_status(response, request.model_name))
+
+    def _fill_status(self, response: Any, model: str) -> None:
+        response.server_status.CopyFrom(write_status(self._service, model))
+
+    async def health(self, request: Any, rpc: Rpc) -> Any:
+        response = self._messages.HealthResponse()
+        return self._fill(response, lambda: self._fill_health(response, request.mode))
+
+    def _fill_health(self, response: Any, mode: str) -> None:
+        if mode not in ("live", "ready"):
+            raise ServeError(Kind.UNKNOWN, f"unknown health mode '{mode}'")
+        response.health = mode == "live" or self._service.is_ready()
+
+    async def control(self, request: Any, rpc: Rpc) -> Any:
+        """Loads when told LOAD; anything else unloads, since UNLOAD is 0."""
+        response, fault = self._messages.ModelControlResponse(), None
+        control = self._service.control
+        loads = request.type == self._messages.ModelControlRequest.LOAD
+        try:
+            await (control.load if loads else control.unload)(request.model_name)
+        except ServeError as error:
+            fault = error
+        return self._finish(response, fault)
+
+    async def shared_memory(self, request: Any, rpc: Rpc) -> Any:
+        response = self._messages.SharedMemoryControlResponse()
+        return self._fill(response, lambda: self._share(request, response))
+
+    def _share(self, request: Any, response: Any) -> None:
+        shared, asked = self._service.shared, request.WhichOneof("shared_memory_control")
+        if asked == "register":
+            self._register(request.register)
+        elif asked == "unregister":
+            shared.unregister(request.unregister.name)
+        elif asked == "unregister_all":
+            shared.unregister_all()
+        elif asked == "status":
+            _fill_regions(
+                response.shared_memory_status, list_regions(shared, self._messages.SharedMemoryStatus())
+            )
+        else:
+            raise ServeError(Kind.UNKNOWN, "unknown sharedmemorycontrol request type")
+
+    def _register(self, asked: Any) -> None:
+        kind = asked.WhichOneof("shared_memory_types")
+        if kind == "cuda_shared_memory":
+            register_cuda(asked.name, asked.cuda_shared_memory.raw_handle)
+        elif kind is None:
+            text = f"failed to register shared memory region: '{asked.name}', improperly formed request."
+            raise invalid(text)
+        else:
+            place = asked.system_shared_memory
+            self._service.shared.register(asked.name, place.shared_memory_key, place.offset, asked.byte_size)
+
+    async def repository(self, request: Any, rpc: Rpc) -> Any:
+        response = self._messages.RepositoryResponse()
+        if request.WhichOneof("request_type") != "index":
+            return self._finish(response, ServeError(Kind.UNKNOWN, "request type is not specified"))
+        response.index.CopyFrom(await write_index(self._service))
+        return self._finish(response, None)
+
+    def _fill(self, response: Any, work: Callable[[], None]) -> Any:
+        """The response after `work`, whose fault becomes its status."""
+        fault = None
+        try:
+            work()
+        except ServeError as error:
+            fault = error
+        return self._finish(response, fault)
+
+    def _finish(self, response: Any, fault: ServeError | None) -> Any:
+        response.request_status.ParseFromString(self._service.status_bytes(fault))
+        return response
+
+
+def _fill_regions(target: Any, status: Any) -> None:
+    """Regions as the declared field 1 and, as the official client reads them, as field 2 (spec 6)."""
+    target.shared_memory_region.extend(status.shared_memory_region)
+    target.MergeFromString(status.SerializeToString())
+
+
+def _field(tag: bytes, data: bytes) -> bytes:
+    return tag + _varint(len(data)) + data
+
+
+def _varint(number: int) -> bytes:
+    groups = bytearray()
+    while number > 0x7F:
+        groups.append(number & 0x7F | 0x80)
+        number >>= 7
+    groups.append(number)
+    return bytes(groups)

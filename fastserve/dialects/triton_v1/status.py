@@ -1,0 +1,119 @@
+"""ServerStatus: every model with its configuration, versions and counts (spec 4), as a message."""
+
+from __future__ import annotations
+
+from time import monotonic_ns
+from typing import Any
+
+from google.protobuf.json_format import ParseDict, ParseError
+
+from fastserve.dialects.triton_v1.inputs import invalid
+from fastserve.dialects.triton_v1.names import TYPE_OF
+from fastserve.dialects.triton_v1.service import SERVER_ID, Service
+from fastserve.dialects.triton_v1.statistics import Durations, VersionCounts
+from fastserve.protos import load
+from fastserve.repository.model_config import ModelConfig
+from fastserve.repository.version import Model, Version, VersionState
+from fastserve.tensor import TensorSpec
+
+# The last release with this API; its clients print it and act on nothing in it.
+API_VERSION = "1.15.0"
+SERVER_READY = 2
+SERVER_EXITING = 3
+# Kinds of MODEL_READY_STATE (spec 11).
+READY, UNAVAILABLE, LOADING, UNLOADING = 1, 2, 3, 4
+STATE_OF = {
+    VersionState.START: LOADING,
+    VersionState.LOADING: LOADING,
+    VersionState.AVAILABLE: READY,
+    VersionState.UNLOADING: UNLOADING,
+    VersionState.END: UNAVAILABLE,
+}
+PLATFORM_OF = {"onnx": "onnxruntime_onnx", "python": "custom"}
+
+
+def write_status(service: Service, model: str) -> Any:
+    """A ServerStatus of one model, or of all for "". Raises ServeError for an unknown one."""
+    models = service.catalog.models
+    if model and model not in models:
+        raise invalid(f"no status available for unknown model '{model}'")
+    message = load("triton_v1").ServerStatus(
+        id=SERVER_ID,
+        version=API_VERSION,
+        uptime_ns=monotonic_ns() - service.started_ns,
+        ready_state=SERVER_READY if service.readiness.ready or not _is_stopping(service) else SERVER_EXITING,
+    )
+    for name in (model,) if model else models:
+        _fill_model(service, message.model_status[name], models[name])
+    if not model:
+        counts = service.statistics
+        _fill_durations(message.status_stats.success, counts.status)
+        _fill_durations(message.health_stats.success, counts.health)
+        _fill_durations(message.model_control_stats.success, counts.control)
+        _fill_durations(message.repository_stats.success, counts.repository)
+    return message
+
+
+def _is_stopping(service: Service) -> bool:
+    return service.readiness.reason == "the server is stopping"
+
+
+def _fill_durations(target: Any, durations: Durations) -> None:
+    target.count = durations.count
+    target.total_time_ns = durations.total_ns
+
+
+def _fill_model(service: Service, target: Any, model: Model) -> None:
+    shown = model.latest or max(model.versions.values(), key=lambda v: v.number, default=None)
+    if shown is not None:
+        fill_config(target.config, shown)
+    target.config.name = model.name
+    for number, version in model.versions.items():
+        _fill_version(target.version_status[number], version, service.statistics.of(version))
+
+
+def _fill_version(target: Any, version: Version, counts: VersionCounts) -> None:
+    target.ready_state = STATE_OF[version.state]
+    if version.state is VersionState.END:
+        target.ready_state_reason.message = version.error.message if version.error else "unloaded"
+    for batch_size, found in counts.by_batch.items():
+        stats = target.infer_stats[batch_size]
+        for durations, shown in (
+            (found.success, stats.success),
+            (found.failed, stats.failed),
+        ):
+            if durations.count:
+                _fill_durations(shown, durations)
+    target.model_inference_count = counts.rows
+    target.last_inference_timestamp_milliseconds = counts.last_ms
+
+
+def fill_config(target: Any, version: Version) -> None:
+    """The ModelConfig message of a version: the Triton one as given, or what a native model comes to."""
+    config = version.config
+    given = getattr(config, "triton", None)
+    if given is not None:
+        try:
+            ParseDict(given, target, ignore_unknown_fields=True)  # newer fields than V1 knows
+        except ParseError:
+            target.Clear()
+        return
+    _fill_native(target, version, config)
+
+
+def _fill_native(target: Any, version: Version, config: ModelConfig) -> None:
+    messages = load("triton_v1")
+    target.platform = PLATFORM_OF.get(config.backend, config.backend)
+    target.max_batch_size = config.max_batch_size
+    target.version_policy.latest.num_versions = 1
+    target.instance_group.add(name=f"{version.model}_0", count=config.instances, kind=2)
+    if config.batching:
+        target.dynamic_batching.max_queue_delay_microseconds = config.max_queue_delay_us
+    for specs, tensors in ((version.inputs, target.input), (version.outputs, target.output)):
+        for spec in specs.values():
+            tensors.add(name=spec.name, data_type=_data_type(messages, spec), dims=spec.shape or ())
+
+
+def _data_type(messages: Any, spec: TensorSpec) -> int:
+    number: int = messages.DataType.Value(TYPE_OF.get(spec.dtype.name, "TYPE_INVALID"))
+    return number
