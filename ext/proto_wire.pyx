@@ -5,6 +5,7 @@
     offset, size = message.raw(0)                   # a span of `data`, not a copy
     message.copy_raw(0, memory)                     # or: one copy, to where the tensor goes
     message.copy_contents(0, dtype_code, memory)    # the same from typed contents
+    write_infer_response("m", "1", "", {}, [("y", "FP32", (1, 4), None)], [memory])
 
 Accepts and refuses what protobuf's own parser does: unknown fields pass, the last of a singular
 field, a oneof or a map key wins, messages given in pieces are merged. Only the count of entries
@@ -15,38 +16,42 @@ entries must not become a gigabyte of objects. Values of typed contents are coun
 from enum import IntEnum
 
 cimport cython
-from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
-from cpython.unicode cimport PyUnicode_DecodeUTF8
-from libc.string cimport memcpy, memset
+from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libc.string cimport memset
+from libcpp.string cimport string
 from libcpp.vector cimport vector
 
 from proto_verbs cimport *
+from proto_writing cimport *
 
 
-MOST_ENTRIES = 65536
+MOST_ENTRIES = ENTRIES
 
-cdef enum:
-    ENTRIES = 65536
-    GIL_BYTES = 16384           # spans up to this keep the GIL: giving it away costs more
 
-# Tags: field number * 8 + wire type.
-cdef enum:
-    VARINT_1 = 8
-    BYTES_1 = 10
-    VARINT_2 = 16
-    BYTES_2 = 18
-    VARINT_3 = 24
-    BYTES_3 = 26
-    VARINT_4 = 32
-    FIXED_4 = 33
-    BYTES_4 = 34
-    VARINT_5 = 40
-    BYTES_5 = 42
-    VARINT_6 = 48
-    BYTES_6 = 50
-    VARINT_7 = 56
-    BYTES_7 = 58
-    VARINT_8 = 64
+cdef extern from "wire_contents.h" nogil:
+    enum:
+        KIND_NONE
+        KIND_BYTES
+        KIND_COUNT
+    struct Contents:
+        int64_t[9] counts
+        int64_t text_bytes
+        bint given
+    struct Sink:
+        uint8_t* at
+        uint8_t* end
+        uint8_t width
+        bint truth
+    uint32_t kind_of_dtype(uint8_t dtype)
+    bint count_contents(Wire* wire, Contents* contents)
+    bint copy_input(Span input, uint32_t kind, Sink* sink)
+
+cdef extern from "tensor.h" nogil:
+    enum:
+        DT_BOOL
+        DT_COUNT
+    uint32_t dtype_bytes(uint8_t code)
 
 
 class Fault(IntEnum):
@@ -77,87 +82,6 @@ class WireFault(ValueError):
         super().__init__(f"{Fault(code).name} at byte {offset}")
         self.code = Fault(code)
         self.offset = offset
-
-
-# -- verbs that make objects ---------------------------------------------------------------------
-
-cdef struct Reading:
-    const uint8_t* base
-    int64_t left                # entries
-
-
-cdef int fail(Reading* r, Wire* wire) except -1:
-    raise WireFault(wire.fault, wire.fault_at - r.base)
-
-
-cdef inline bint next_tag(Reading* r, Wire* wire, uint32_t* tag) except -1:
-    # False at the end of the message.
-    tag[0] = 0
-    if wire.at == wire.end:
-        return False
-    if not read_tag(wire, tag):
-        fail(r, wire)
-    return True
-
-
-cdef inline int pass_unknown(Reading* r, Wire* wire, uint32_t tag) except -1:
-    return 0 if skip_value(wire, tag) else fail(r, wire)
-
-
-cdef inline int take_entry(Reading* r, Wire* wire) except -1:
-    r.left -= 1
-    if r.left < 0:
-        refuse(wire, WIRE_TOO_MANY, wire.at)
-        fail(r, wire)
-    return 0
-
-
-cdef inline int take_span(Reading* r, Wire* wire, Span* span) except -1:
-    return 0 if read_span(wire, span) else fail(r, wire)
-
-
-cdef inline uint64_t take_number(Reading* r, Wire* wire) except? 7:
-    cdef uint64_t value = 0
-    if not read_varint(wire, &value):
-        fail(r, wire)
-    return value
-
-
-cdef inline int open_inner(Reading* r, Wire* wire, Wire* inner) except -1:
-    cdef Span span
-    take_span(r, wire, &span)
-    inner[0] = enter(wire, span)
-    return 0
-
-
-cdef str take_text(Reading* r, Wire* wire):
-    cdef Span span
-    take_span(r, wire, &span)
-    try:
-        return PyUnicode_DecodeUTF8(<const char*>span.at, span.size, NULL)
-    except UnicodeDecodeError as error:
-        refuse(wire, WIRE_BAD_TEXT, span.at + <int64_t>error.start)
-    fail(r, wire)
-
-
-cdef double take_double(Reading* r, Wire* wire, uint32_t tag) except? -1.0:
-    cdef double value
-    pass_unknown(r, wire, tag)
-    memcpy(&value, wire.at - 8, 8)
-    return value
-
-
-cdef int take_shape(Reading* r, Wire* wire, uint32_t tag, list shape) except -1:
-    cdef Wire packed
-    if tag & 7 == 0:
-        take_entry(r, wire)
-        shape.append(<int64_t>take_number(r, wire))
-        return 0
-    open_inner(r, wire, &packed)
-    while packed.at < packed.end:
-        take_entry(r, &packed)
-        shape.append(<int64_t>take_number(r, &packed))
-    return 0
 
 
 # -- parameters ----------------------------------------------------------------------------------
@@ -240,11 +164,20 @@ cdef class WireOutput:
     cdef readonly dict parameters
 
 
-cdef class RawMessage:
-    """A message with raw tensors. It holds on to the buffer it was read from, which must not change."""
+@cython.final
+@cython.freelist(16)
+cdef class InferMessage:
+    """A ModelInferRequest. Its tensors' bytes stay in the buffer it was read from and holds on to,
+    which must not change; the `copy_` doors bring them out."""
 
     cdef Py_buffer view
     cdef vector[Span] raws
+    cdef readonly str model_name
+    cdef readonly str model_version
+    cdef readonly str id
+    cdef readonly dict parameters       # str -> str | int | float | bool | None (no choice was made)
+    cdef readonly tuple inputs
+    cdef readonly tuple outputs
 
     def __dealloc__(self):
         PyBuffer_Release(&self.view)
@@ -255,60 +188,12 @@ cdef class RawMessage:
 
     def raw(self, index: int) -> tuple[int, int]:
         """(offset, bytes) of a raw tensor in the message. Raises IndexError."""
-        cdef Span* span = self.find_raw(index)
+        cdef Span span = find_raw(&self.raws, index)
         return span.at - <const uint8_t*>self.view.buf, span.size
 
     def copy_raw(self, index: int, out) -> None:
         """A raw tensor into `out`, which must have its size. Raises WireFault (WRONG_SIZE), IndexError."""
-        cdef Span* span = self.find_raw(index)
-        cdef Py_buffer memory
-        PyObject_GetBuffer(out, &memory, PyBUF_WRITABLE)
-        try:
-            if memory.len != span.size:
-                raise WireFault(WIRE_WRONG_SIZE, span.at - <const uint8_t*>self.view.buf)
-            copy_span(memory.buf, span[0])
-        finally:
-            PyBuffer_Release(&memory)
-
-    cdef Span* find_raw(self, Py_ssize_t index) except NULL:
-        if not 0 <= index < <Py_ssize_t>self.raws.size():
-            raise IndexError(f"no raw tensor {index}: there are {self.raws.size()}")
-        return &self.raws[index]
-
-    cdef int take_raw(self, Reading* r, Wire* wire) except -1:
-        cdef Span span
-        take_entry(r, wire)
-        take_span(r, wire, &span)
-        self.raws.push_back(span)
-        return 0
-
-    cdef int borrow(self, object message, Reading* r, Wire* wire) except -1:
-        PyObject_GetBuffer(message, &self.view, PyBUF_SIMPLE)
-        r.base = <const uint8_t*>self.view.buf
-        r.left = ENTRIES
-        wire[0] = open_wire(r.base, self.view.len)
-        return 0
-
-
-cdef int copy_span(void* to, Span span) except -1:
-    if span.size <= GIL_BYTES:
-        memcpy(to, span.at, span.size)
-        return 0
-    with nogil:
-        memcpy(to, span.at, span.size)
-    return 0
-
-
-@cython.final
-cdef class InferMessage(RawMessage):
-    """A ModelInferRequest. Its tensors' bytes stay in the message; the `copy_` doors bring them out."""
-
-    cdef readonly str model_name
-    cdef readonly str model_version
-    cdef readonly str id
-    cdef readonly dict parameters       # str -> str | int | float | bool | None (no choice was made)
-    cdef readonly tuple inputs
-    cdef readonly tuple outputs
+        copy_span(find_raw(&self.raws, index), self.view.buf, out)
 
     def contents_bytes(self, index: int, dtype_code: int) -> int:
         """Bytes of input `index` as a tensor of the dtype (strings packed), from its typed contents.
@@ -393,7 +278,7 @@ cdef WireInput read_input(Reading* r, Wire* outer):
         elif tag == BYTES_2:
             tensor.datatype = take_text(r, &wire)
         elif tag == BYTES_3 or tag == VARINT_3:
-            take_shape(r, &wire, tag, shape)
+            take_int64s(r, &wire, tag, shape)
         elif tag == BYTES_4:
             read_entry(r, &wire, tensor.parameters)
         elif tag == BYTES_5:
@@ -429,7 +314,7 @@ def read_infer_request(message) -> InferMessage:
     cdef Wire wire
     cdef uint32_t tag
     cdef list inputs = [], outputs = []
-    request.borrow(message, &reading, &wire)
+    borrow(message, &request.view, &reading, &wire)
     request.model_name = request.model_version = request.id = ""
     request.parameters = {}
     while next_tag(&reading, &wire, &tag):
@@ -446,8 +331,104 @@ def read_infer_request(message) -> InferMessage:
         elif tag == BYTES_6:
             outputs.append(read_output(&reading, &wire))
         elif tag == BYTES_7:
-            request.take_raw(&reading, &wire)
+            take_raw(&reading, &wire, &request.raws)
         else:
             pass_unknown(&reading, &wire, tag)
     request.inputs, request.outputs = tuple(inputs), tuple(outputs)
     return request
+
+
+# -- replies -------------------------------------------------------------------------------------
+
+cdef int write_parameter(string* head, object value) except -1:
+    # bool before int, which it is too. None is a parameter without a choice.
+    cdef double real
+    cdef Py_ssize_t size
+    cdef const char* text
+    if isinstance(value, bool):
+        add_number(head, VARINT_1, <bint>value)
+    elif isinstance(value, int):
+        if -(1 << 63) <= value < 1 << 63:
+            add_number(head, VARINT_2, <uint64_t><int64_t>value)
+        else:
+            add_number(head, VARINT_5, value)
+    elif isinstance(value, float):
+        real = value
+        add_fixed(head, FIXED_4, &real, 8)
+    elif isinstance(value, str):
+        text = PyUnicode_AsUTF8AndSize(value, &size)
+        add_text(head, BYTES_3, text, size)
+    elif value is not None:
+        raise TypeError(f"a parameter cannot be {type(value).__name__}")
+    return 0
+
+
+cdef int write_parameters(string* head, uint32_t tag, dict parameters) except -1:
+    cdef size_t entry, inner
+    cdef Py_ssize_t size
+    cdef const char* text
+    if parameters is None:
+        return 0
+    for key, value in parameters.items():
+        entry = open_field(head, tag)
+        text = PyUnicode_AsUTF8AndSize(key, &size)
+        add_text(head, BYTES_1, text, size)
+        inner = open_field(head, BYTES_2)
+        write_parameter(head, value)
+        close_field(head, inner)
+        close_field(head, entry)
+    return 0
+
+
+cdef int write_head(
+    string* head, str model_name, str model_version, str id, dict parameters, outputs
+) except -1:
+    cdef size_t start
+    head.reserve(256)
+    write_text(head, BYTES_1, model_name)
+    write_text(head, BYTES_2, model_version)
+    write_text(head, BYTES_3, id)
+    write_parameters(head, BYTES_4, parameters)
+    for name, datatype, shape, own_parameters in outputs:
+        start = open_field(head, BYTES_5)
+        write_text(head, BYTES_1, name)
+        write_text(head, BYTES_2, datatype)
+        write_int64s(head, BYTES_3, shape)
+        write_parameters(head, BYTES_4, own_parameters)
+        close_field(head, start)
+    return 0
+
+
+def write_infer_response(
+    str model_name not None,
+    str model_version not None,
+    str id not None,
+    dict parameters,
+    outputs,
+    raw,
+) -> bytes:
+    """A ModelInferResponse with its tensors as raw_output_contents, copied once.
+
+    outputs: (name, datatype, shape, parameters or None) of each; raw: the memory of each, in C order.
+    An int outside int64 becomes a uint64_param. Raises WireFault (TOO_LARGE) at 2 GiB, OverflowError.
+    """
+    cdef string head
+    write_head(&head, model_name, model_version, id, parameters, outputs)
+    return join_raw(NULL, &head, BYTES_6, raw)
+
+
+def write_stream_response(
+    str error_message not None,
+    str model_name not None = "",
+    str model_version not None = "",
+    str id not None = "",
+    dict parameters=None,
+    outputs=(),
+    raw=(),
+) -> bytes:
+    """A ModelStreamInferResponse: `error_message` ("" for none), and a response as above within."""
+    cdef string before, head
+    write_text(&before, BYTES_1, error_message)
+    add_varint(&before, BYTES_2)
+    write_head(&head, model_name, model_version, id, parameters, outputs)
+    return join_raw(&before, &head, BYTES_6, raw)

@@ -1,6 +1,11 @@
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
+from typing import TypeAlias
 
 from typing_extensions import Buffer
+
+Parameter: TypeAlias = str | int | float | bool | None  # None: no choice was made
+Output: TypeAlias = tuple[str, str, Sequence[int], dict[str, Parameter] | None]  # name, datatype, shape
 
 MOST_ENTRIES: int
 
@@ -28,7 +33,7 @@ class WireInput:
     name: str
     datatype: str
     shape: tuple[int, ...]
-    parameters: dict[str, str | int | float | bool | None]
+    parameters: dict[str, Parameter]
     @property
     def contents(self) -> bool: ...
     @property
@@ -37,22 +42,37 @@ class WireInput:
 
 class WireOutput:
     name: str
-    parameters: dict[str, str | int | float | bool | None]
+    parameters: dict[str, Parameter]
 
-class RawMessage:
+class InferMessage:
     @property
     def raw_count(self) -> int: ...
     def raw(self, index: int) -> tuple[int, int]: ...
     def copy_raw(self, index: int, out: Buffer) -> None: ...
-
-class InferMessage(RawMessage):
     model_name: str
     model_version: str
     id: str
-    parameters: dict[str, str | int | float | bool | None]
+    parameters: dict[str, Parameter]
     inputs: tuple[WireInput, ...]
     outputs: tuple[WireOutput, ...]
     def contents_bytes(self, index: int, dtype_code: int) -> int: ...
     def copy_contents(self, index: int, dtype_code: int, out: Buffer) -> None: ...
 
 def read_infer_request(message: Buffer) -> InferMessage: ...
+def write_infer_response(
+    model_name: str,
+    model_version: str,
+    id: str,
+    parameters: dict[str, Parameter] | None,
+    outputs: Iterable[Output],
+    raw: Iterable[Buffer],
+) -> bytes: ...
+def write_stream_response(
+    error_message: str,
+    model_name: str = "",
+    model_version: str = "",
+    id: str = "",
+    parameters: dict[str, Parameter] | None = None,
+    outputs: Iterable[Output] = (),
+    raw: Iterable[Buffer] = (),
+) -> bytes: ...
