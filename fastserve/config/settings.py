@@ -178,7 +178,7 @@ class Settings(RepositorySettings, frozen=True, forbid_unknown_fields=True, kw_o
     grpc: Annotated[
         tuple[Listener, ...], Meta(description="gRPC listeners: HOST:PORT[=dialect,...], or `off`.")
     ] = (Listener("127.0.0.1:8001"),)
-    frontends: Annotated[int, Meta(ge=1, le=256, description="Front processes that share each port.")] = 1
+    frontends: Annotated[int, Meta(ge=1, le=64, description="Front processes that share each port.")] = 1
     drain_s: Annotated[
         float, Meta(ge=0, description="Seconds requests under way may take to finish when stopping.")
     ] = 30.0

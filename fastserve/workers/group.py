@@ -86,8 +86,7 @@ class WorkerGroup:
         self.name = name or version_dir.parent.name
         self.inputs: dict[str, TensorSpec] = {}
         self.outputs: dict[str, TensorSpec] = {}
-        self.restarts = 0  # successful ones, for the metrics
-        self.trouble = ""  # why the last worker that is not back yet is missing
+        self.restarts, self.trouble = 0, ""  # successful restarts; why a worker that is not back is missing
         self._title = f"{self.name}/{version_dir.name}"
         self._make_arena = make_arena
         self._arena: ArenaLike | None = None
@@ -110,8 +109,6 @@ class WorkerGroup:
             Instance(i, order, self._make_process, self._revived, self._lost)
             for i in range(int(config.get("instances") or 1))
         ]
-
-    _arena: ArenaLike | None
 
     @property
     def alive(self) -> int:
