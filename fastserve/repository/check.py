@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fastserve.config import RepositorySettings
 from fastserve.errors import ConfigError
-from fastserve.repository.layout import MODEL_FILES, Layout, ModelFolder, repository_root
+from fastserve.repository.folder_config import TRITON_CLASS, model_file
+from fastserve.repository.layout import Layout, ModelFolder, repository_root
 from fastserve.repository.model_config import ModelConfig, build_specs
 from fastserve.repository.policy import missing_versions, policy_text, wanted_versions
 from fastserve.repository.signature import build_signatures
@@ -53,9 +55,7 @@ class Report:
     def text(self) -> str:
         """The whole report, a paragraph per model."""
         parts = ["\n".join(model.lines()) for model in self.models]
-        parts += [
-            f"{name}: passed over, neither model.yaml nor a numbered folder" for name in self.passed_over
-        ]
+        parts += [f"{name}: passed over, neither a config nor a numbered folder" for name in self.passed_over]
         served = sum(bool(model.versions) for model in self.models)
         faulty = sum(bool(model.problems) for model in self.models)
         parts.append(f"{served} model(s) would be served, {faulty} with problems")
@@ -91,10 +91,16 @@ def _explain_model(folder: ModelFolder) -> ModelReport:
     for number in missing_versions(policy, folder.versions):
         report.problems.append(f"version {number}: wanted by version_policy, but there is no such version")
     if not folder.versions:
-        report.problems.append(f"no version folder with a {MODEL_FILES[config.backend]}")
+        report.problems.append(
+            "no version folder" + f" with a {model_file(config)}" * bool(model_file(config))
+        )
     for label, number in config.labels.items():
         if number not in report.versions:
             report.problems.append(f"label {label}: points at version {number}, which would not be served")
+    if config.fault:
+        report.problems.append(config.fault)
+        report.versions = []
+        return report
     report.problems += _backend_problems(config)
     for number in report.versions:
         report.problems += _file_problems(folder.versions[number].folder, number, config)
@@ -105,11 +111,14 @@ def _explain_model(folder: ModelFolder) -> ModelReport:
 def _facts(folder: ModelFolder, config: ModelConfig, report: ModelReport) -> list[str]:
     at_hand = ", ".join(map(str, sorted(folder.versions))) or "none"
     batch = f"batches of up to {config.max_batch_size} rows" if config.batching else "no batching"
-    workers = "1 worker" if config.instances == 1 else f"{config.instances} workers"
+    workers = "1 worker a version" if config.instances == 1 else f"{config.instances} workers a version"
+    if config.backend == "ensemble":
+        workers = "no worker of its own"
     facts = [
         f"versions at hand: {at_hand}; policy: {policy_text(config.version_policy)}",
-        f"backend {config.backend}, {batch}, {workers} a version",
+        f"backend {config.backend}, {batch}, {workers}",
     ]
+    facts += _scheduling_facts(config.triton or {})
     inputs, outputs = build_specs(config.inputs), build_specs(config.outputs)
     if not (inputs and outputs):
         facts.append("inputs and outputs: read from the model when it is loaded")
@@ -119,6 +128,27 @@ def _facts(folder: ModelFolder, config: ModelConfig, report: ModelReport) -> lis
     if config.labels:
         facts.append("labels: " + ", ".join(f"{label} -> {n}" for label, n in config.labels.items()))
     return facts
+
+
+def _scheduling_facts(triton: Mapping[str, Any]) -> list[str]:
+    """What a config.pbtxt asks of the scheduler, in a line."""
+    parts = []
+    dynamic, sequence = triton.get("dynamic_batching"), triton.get("sequence_batching")
+    if dynamic is not None:
+        parts.append(f"dynamic batching, up to {dynamic['max_queue_delay_microseconds']} microseconds")
+    if sequence is not None:
+        strategy = "oldest" if "oldest" in sequence else "direct"
+        parts.append(
+            f"sequences ({strategy}), {sequence['max_sequence_idle_microseconds']} idle microseconds"
+        )
+    steps = triton.get("ensemble_scheduling", {}).get("step", ())
+    if steps:
+        parts.append("ensemble of " + ", ".join(step["model_name"] for step in steps))
+    if triton.get("model_transaction_policy", {}).get("decoupled"):
+        parts.append("decoupled")
+    if triton.get("response_cache", {}).get("enable"):
+        parts.append("response cache")
+    return ["scheduling: " + "; ".join(parts)] if parts else []
 
 
 def _signature_facts(
@@ -146,17 +176,18 @@ def _backend_problems(config: ModelConfig) -> list[str]:
 
 
 def _file_problems(folder: Path, number: int, config: ModelConfig) -> list[str]:
-    file = folder / MODEL_FILES[config.backend]
-    if config.backend != "python":
-        return [] if file.stat().st_size else [f"version {number}: {file.name} is empty"]
+    file = folder / model_file(config)
+    if not config.backend.endswith("python"):
+        return [] if file.is_dir() or file.stat().st_size else [f"version {number}: {file.name} is empty"]
     try:
         tree = ast.parse(file.read_bytes(), file.name)
     except (SyntaxError, ValueError) as fault:
         line = getattr(fault, "lineno", None)
         return [f"version {number}: {file.name}" + (f" line {line}" if line else "") + f": {fault.args[0]}"]
-    if config.class_name in _bound_names(tree):
+    class_name = config.class_name if config.triton is None else TRITON_CLASS.decode()
+    if class_name in _bound_names(tree):
         return []
-    return [f"version {number}: {file.name} has no class {config.class_name}"]
+    return [f"version {number}: {file.name} has no class {class_name}"]
 
 
 def _bound_names(tree: ast.Module) -> set[str]:

@@ -1,8 +1,9 @@
 """Folders -> what could be served. Reads the disk and nothing else; blocking, so call it in a thread.
 
     ROOT/NAME/model.yaml          ROOT/NAME/1/model.py      ROOT/NAME/2/model.onnx
+    ROOT/NAME/config.pbtxt        ROOT/NAME/1/model.py      of Triton's form
 
-A folder that is no model (no model.yaml, no numbered folder) is passed over. A model with a fault
+A folder that is no model (no config, no numbered folder) is passed over. A model with a fault
 is listed with the reason, so that what was loaded before can go on serving. Links may lead
 anywhere inside the root and nowhere else.
 """
@@ -19,16 +20,20 @@ import msgspec
 
 from fastserve.config import ModelEntry, RepositorySettings
 from fastserve.config.fields import fault_text
-from fastserve.config.yaml_text import read_text, read_yaml
 from fastserve.errors import ConfigError
-from fastserve.repository.model_config import ModelConfig, parse_model_config
+from fastserve.repository.folder_config import (
+    CONFIG_FILE,
+    ConfigReader,
+    Stamp,
+    inside,
+    model_file,
+    stamp_of,
+)
+from fastserve.repository.model_config import ModelConfig
 from fastserve.repository.policy import version_number
+from fastserve.repository.triton_config import TRITON_FILE
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
-CONFIG_FILE = "model.yaml"
-MODEL_FILES = {"python": "model.py", "onnx": "model.onnx"}
-
-Stamp = tuple[int, int, int, int]  # device, inode, bytes, mtime_ns: changes whenever a file is replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +63,12 @@ def is_model_name(name: str) -> bool:
 
 
 class Layout:
-    """Looks at the folders named in the settings. Remembers parsed model.yaml files that did not change."""
+    """Looks at the folders named in the settings."""
 
     def __init__(self, settings: RepositorySettings) -> None:
         self.root = repository_root(settings.repository)
         self.entries: Sequence[ModelEntry] = settings.models
-        self.defaults: Mapping[str, object] = settings.model_defaults
-        self._parsed: dict[Path, tuple[Stamp, ModelConfig]] = {}
+        self._configs = ConfigReader(settings.model_defaults)
 
     def check(self) -> None:
         """Raises ConfigError when a folder named in the settings is not there, or a name is given twice."""
@@ -128,36 +132,19 @@ class Layout:
             return model
         try:
             numbered = _numbered_folders(folder)
-            if not numbered and not (folder / CONFIG_FILE).exists():
+            has_config = (folder / CONFIG_FILE).exists() or (folder / TRITON_FILE).exists()
+            if not numbered and not has_config:
                 return None
-            if not _inside(folder, root):
+            if not inside(folder, root):
                 model.error = "the folder is a link that leads out of the repository"
                 return model
-            model.config = self._config(folder, numbered, root)
+            model.config = self._configs.read(name, folder, numbered, root)
             _fill_versions(model, numbered, root)
         except ConfigError as fault:
             model.error = str(fault)
         except OSError as fault:
             model.error = f"the folder cannot be read: {fault.strerror}"
         return model
-
-    def _config(self, folder: Path, numbered: Mapping[int, Path], root: Path) -> ModelConfig:
-        path = folder / CONFIG_FILE
-        if not path.exists():
-            if any((child / MODEL_FILES["onnx"]).exists() for child in numbered.values()):
-                return parse_model_config({"backend": "onnx"}, "model_defaults", self.defaults)
-            raise ConfigError(f"no {CONFIG_FILE}, and no version folder holds a {MODEL_FILES['onnx']}")
-        if not _inside(path, root):
-            raise ConfigError(f"{CONFIG_FILE} is a link that leads out of the repository")
-        known = self._parsed.get(path)
-        stamp = _stamp(path)  # before reading, so that a change while reading is seen next time
-        if known is not None and known[0] == stamp:
-            return known[1]
-        written = parse_model_config(read_yaml(path, CONFIG_FILE), CONFIG_FILE, self.defaults)
-        config = _with_class_labels(written, folder, root)
-        if isinstance(written.class_labels, list):  # a label file is read again each time: it is small
-            self._parsed[path] = (stamp, config)
-        return config
 
 
 def repository_root(repository: str) -> Path | None:
@@ -180,33 +167,12 @@ def _numbered_folders(folder: Path) -> dict[int, Path]:
 
 def _fill_versions(model: ModelFolder, numbered: Mapping[int, Path], root: Path) -> None:
     assert model.config is not None
-    file_name = MODEL_FILES[model.config.backend]
+    file_name = model_file(model.config)
     for number, folder in sorted(numbered.items()):
         file = folder / file_name
-        if not file.is_file():
+        if file_name and not file.is_file():
             model.notes.append(f"version {number}: no {file_name}")
-        elif not (_inside(folder, root) and _inside(file, root)):
+        elif not (inside(folder, root) and inside(file, root)):
             model.notes.append(f"version {number}: a link leads out of the repository")
         else:
-            model.versions[number] = VersionFolder(number, folder.resolve(), _stamp(file))
-
-
-def _with_class_labels(config: ModelConfig, folder: Path, root: Path) -> ModelConfig:
-    if isinstance(config.class_labels, list):
-        return config
-    file = folder / config.class_labels
-    if not _inside(file, root):
-        raise ConfigError(
-            fault_text(f"{CONFIG_FILE}: class_labels", config.class_labels, "a file beside model.yaml")
-        )
-    lines = read_text(file, f"class_labels {config.class_labels}").splitlines()
-    return msgspec.structs.replace(config, class_labels=lines)
-
-
-def _inside(path: Path, root: Path) -> bool:
-    return path.resolve().is_relative_to(root.resolve())
-
-
-def _stamp(path: Path) -> Stamp:
-    found = path.stat()
-    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+            model.versions[number] = VersionFolder(number, folder.resolve(), stamp_of(file))

@@ -20,7 +20,8 @@ import msgspec
 from fastserve.config import DEFAULT_POLICY, RepositorySettings
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.repository.catalog import Catalog
-from fastserve.repository.layout import ModelFolder, Stamp, VersionFolder
+from fastserve.repository.folder_config import Stamp
+from fastserve.repository.layout import ModelFolder, VersionFolder
 from fastserve.repository.model_config import ModelConfig
 from fastserve.repository.policy import missing_versions, wanted_versions
 from fastserve.repository.version import Model, Version, VersionState
@@ -154,6 +155,8 @@ class Succession:
             await self._unload(served)
 
     async def _run_load(self, version: Version) -> ServeError | None:
+        if version.config.fault:
+            return ServeError(Kind.INVALID_ARGUMENT, version.config.fault)
         try:
             async with self._loading:
                 await self._hooks.load(version)

@@ -107,8 +107,8 @@ def _runs(dims: Sequence[int]) -> list[int]:
 
 
 def _group_faults(place: str, group: InstanceGroup) -> Iterator[str]:
-    if group.count < 1:
-        yield fault_text(f"{place}.count", group.count, "a whole number from 1")
+    if group.count < 0:
+        yield fault_text(f"{place}.count", group.count, "a whole number from 1, or 0 for the default")
     if group.gpus and group.kind in ("KIND_CPU", "KIND_MODEL"):
         yield fault_text(f"{place}.gpus", group.gpus, f"nothing with kind {group.kind}")
 

@@ -33,7 +33,7 @@ def test_a_good_model_and_a_folder_passed_over(tmp_path: Path) -> None:
         "  outputs: y float32[3]\n"
         "  signatures: serving_default (predict)\n"
         "  labels: stable -> 2\n\n"
-        "docs: passed over, neither model.yaml nor a numbered folder\n\n"
+        "docs: passed over, neither a config nor a numbered folder\n\n"
         "1 model(s) would be served, 0 with problems\n"
     )
 

@@ -11,13 +11,13 @@ import pytest
 from fastserve.config import PolicyChoice
 from fastserve.errors import ConfigError
 from fastserve.repository.triton_config import (
-    complete,
     config_json,
     parse_triton_json,
     parse_triton_text,
     read_triton_config,
     to_model_config,
 )
+from fastserve.repository.triton_defaults import complete
 from fastserve.repository.triton_json import to_json
 from fastserve.tensor import DTYPES, TensorSpec
 

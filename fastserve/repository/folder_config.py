@@ -1,0 +1,118 @@
+"""Which config a model's folder has, whichever of the forms it is written in. Reads files, loads nothing.
+
+model.yaml      a native model; wins over a config.pbtxt beside it
+config.pbtxt    a model of Triton's form
+neither         N/model.onnx, or N/model.py with a class TritonPythonModel: the model tells the rest
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from fastserve.config.fields import fault_text
+from fastserve.config.yaml_text import read_text, read_yaml
+from fastserve.errors import ConfigError
+from fastserve.repository.model_config import ModelConfig, parse_model_config
+from fastserve.repository.triton_config import (
+    TRITON_FILE,
+    make_triton_config,
+    read_triton_config,
+    to_model_config,
+)
+from fastserve.repository.triton_files import complete_from_files, find_file
+
+CONFIG_FILE = "model.yaml"
+MODEL_FILES = {"python": "model.py", "onnx": "model.onnx", "triton_python": "model.py", "ensemble": ""}
+TRITON_CLASS = b"TritonPythonModel"
+PYTHON_BYTES = 1 << 20  # how far into a model.py the class is looked for
+
+Stamp = tuple[int, int, int, int]  # device, inode, bytes, mtime_ns: changes whenever a file is replaced
+
+
+def model_file(config: ModelConfig) -> str:
+    """The file a version's folder must hold; "" when the folder is enough."""
+    if config.fault:
+        return ""  # its versions are listed with the fault, whatever they hold
+    return str((config.triton or {}).get("default_model_filename") or MODEL_FILES[config.backend])
+
+
+def inside(path: Path, root: Path) -> bool:
+    """True when `path`, links followed, does not leave `root`."""
+    return path.resolve().is_relative_to(root.resolve())
+
+
+def stamp_of(path: Path) -> Stamp:
+    """Raises OSError."""
+    found = path.stat()
+    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+class ConfigReader:
+    """Reads configs, and remembers those whose files did not change."""
+
+    def __init__(self, defaults: Mapping[str, object]) -> None:
+        self._defaults = defaults  # of model.yaml
+        self._known: dict[Path, tuple[list[Stamp], ModelConfig]] = {}
+
+    def read(self, name: str, folder: Path, numbered: Mapping[int, Path], root: Path) -> ModelConfig:
+        """The config of model `name`. Raises ConfigError, OSError."""
+        if (folder / CONFIG_FILE).exists():
+            return self._native(folder, root)
+        if (folder / TRITON_FILE).exists():
+            _must_be_inside(folder / TRITON_FILE, root)
+            return self._triton(name, folder, numbered, root)
+        if find_file(numbered, MODEL_FILES["onnx"], root) is not None:
+            return parse_model_config({"backend": "onnx"}, "model_defaults", self._defaults)
+        script = find_file(numbered, MODEL_FILES["triton_python"], root)
+        if script is not None and _holds(script, TRITON_CLASS):
+            return to_model_config(make_triton_config({"backend": "python"}, name))
+        raise ConfigError(f"no {CONFIG_FILE}, and no version folder holds a {MODEL_FILES['onnx']}")
+
+    def _native(self, folder: Path, root: Path) -> ModelConfig:
+        path = folder / CONFIG_FILE
+        _must_be_inside(path, root)
+        stamps = [stamp_of(path)]  # before reading, so that a change while reading is seen next time
+        known = self._known.get(path)
+        if known is not None and known[0] == stamps:
+            return known[1]
+        written = parse_model_config(read_yaml(path, CONFIG_FILE), CONFIG_FILE, self._defaults)
+        config = _with_class_labels(written, folder, root)
+        if isinstance(written.class_labels, list):  # a label file is read again each time: it is small
+            self._known[path] = (stamps, config)
+        return config
+
+    def _triton(self, name: str, folder: Path, numbered: Mapping[int, Path], root: Path) -> ModelConfig:
+        path = folder / TRITON_FILE
+        models = [find_file({n: p}, MODEL_FILES["onnx"], root) for n, p in sorted(numbered.items())]
+        stamps = [stamp_of(file) for file in (path, *models) if file is not None]
+        known = self._known.get(path)
+        if known is not None and known[0] == stamps:
+            return known[1]
+        config = to_model_config(complete_from_files(read_triton_config(folder, name), numbered, root))
+        self._known[path] = (stamps, config)
+        return config
+
+
+def _must_be_inside(path: Path, root: Path) -> None:
+    if not inside(path, root):
+        raise ConfigError(f"{path.name} is a link that leads out of the repository")
+
+
+def _holds(file: Path, word: bytes) -> bool:
+    with file.open("rb") as stream:
+        return word in stream.read(PYTHON_BYTES)
+
+
+def _with_class_labels(config: ModelConfig, folder: Path, root: Path) -> ModelConfig:
+    if isinstance(config.class_labels, list):
+        return config
+    file = folder / config.class_labels
+    if not inside(file, root):
+        raise ConfigError(
+            fault_text(f"{CONFIG_FILE}: class_labels", config.class_labels, "a file beside model.yaml")
+        )
+    lines = read_text(file, f"class_labels {config.class_labels}").splitlines()
+    return msgspec.structs.replace(config, class_labels=lines)

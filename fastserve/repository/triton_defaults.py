@@ -1,0 +1,148 @@
+"""What a Triton config leaves out: the defaults Triton adds, and what the model itself says (spec 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from fastserve.repository.triton_schema import (
+    DynamicBatching,
+    InstanceGroup,
+    Latest,
+    ModelInput,
+    ModelOutput,
+    Optimization,
+    PinnedMemory,
+    SequenceBatching,
+    TritonConfig,
+    TritonPolicy,
+)
+from fastserve.tensor import TensorSpec
+
+IDLE_US = 1_000_000  # a sequence that says nothing for so long is forgotten (spec 4)
+# platform -> backend, for files that name only the older of the two
+PLATFORMS = {
+    "onnxruntime_onnx": "onnxruntime",
+    "tensorrt_plan": "tensorrt",
+    "pytorch_libtorch": "pytorch",
+    "tensorflow_graphdef": "tensorflow",
+    "tensorflow_savedmodel": "tensorflow",
+}
+MODEL_FILES = {"onnxruntime": "model.onnx", "python": "model.py"}
+# Workers a group without a count gets, where that is not 1
+CPU_INSTANCES = {"onnxruntime": 2}
+DTYPE_OF = {
+    "TYPE_BOOL": "bool",
+    "TYPE_UINT8": "uint8",
+    "TYPE_UINT16": "uint16",
+    "TYPE_UINT32": "uint32",
+    "TYPE_UINT64": "uint64",
+    "TYPE_INT8": "int8",
+    "TYPE_INT16": "int16",
+    "TYPE_INT32": "int32",
+    "TYPE_INT64": "int64",
+    "TYPE_FP16": "float16",
+    "TYPE_FP32": "float32",
+    "TYPE_FP64": "float64",
+    "TYPE_STRING": "bytes",
+    "TYPE_BF16": "bfloat16",
+}
+DATA_TYPE = {dtype: name for name, dtype in DTYPE_OF.items()}
+
+
+def fill_defaults(config: TritonConfig, name: str) -> TritonConfig:
+    """What Triton adds to a config before it shows it (spec 2). Filling twice changes nothing."""
+    backend = config.backend or PLATFORMS.get(config.platform, "")
+    changes: dict[str, Any] = {
+        "name": config.name or name,
+        "version_policy": config.version_policy or TritonPolicy(latest=Latest(num_versions=1)),
+        "dynamic_batching": _filled_dynamic(config),
+        "sequence_batching": _filled_sequence(config),
+    }
+    if not config.ensemble:
+        changes |= {
+            "backend": backend,
+            "platform": "onnxruntime_onnx" if backend == "onnxruntime" else config.platform,
+            "default_model_filename": config.default_model_filename or MODEL_FILES.get(backend, ""),
+            "optimization": _filled_optimization(config.optimization or Optimization()),
+        }
+    if backend:  # how many workers there are depends on it; without one nothing is loaded
+        changes["instance_group"] = _filled_groups(config, name, CPU_INSTANCES.get(backend, 1))
+    return msgspec.structs.replace(config, **changes)
+
+
+def _filled_optimization(given: Optimization) -> Optimization:
+    return msgspec.structs.replace(
+        given,
+        input_pinned_memory=given.input_pinned_memory or PinnedMemory(enable=True),
+        output_pinned_memory=given.output_pinned_memory or PinnedMemory(enable=True),
+    )
+
+
+def _filled_groups(config: TritonConfig, name: str, count: int) -> list[InstanceGroup]:
+    filled = []
+    for number, group in enumerate(config.instance_group or [InstanceGroup()]):
+        kind = "KIND_CPU" if group.kind == "KIND_AUTO" and not group.gpus else group.kind
+        filled.append(
+            msgspec.structs.replace(
+                group,
+                name=group.name or f"{config.name or name}_{number}",
+                kind=kind,
+                count=group.count or (count if kind == "KIND_CPU" else 1),
+            )
+        )
+    return filled
+
+
+def _filled_dynamic(config: TritonConfig) -> DynamicBatching | None:
+    given = config.dynamic_batching
+    if given is None or given.preferred_batch_size or config.max_batch_size <= 0:
+        return given
+    return msgspec.structs.replace(given, preferred_batch_size=[config.max_batch_size])
+
+
+def _filled_sequence(config: TritonConfig) -> SequenceBatching | None:
+    given = config.sequence_batching
+    if given is None:
+        return None
+    oldest = given.oldest
+    if oldest is not None and not oldest.preferred_batch_size and config.max_batch_size > 0:
+        oldest = msgspec.structs.replace(oldest, preferred_batch_size=[config.max_batch_size])
+    idle = given.max_sequence_idle_microseconds or IDLE_US
+    return msgspec.structs.replace(given, oldest=oldest, max_sequence_idle_microseconds=idle)
+
+
+def complete(
+    config: TritonConfig, inputs: Mapping[str, TensorSpec], outputs: Mapping[str, TensorSpec]
+) -> TritonConfig:
+    """Tensors, types and dims the file left out are filled in; what it says stays.
+
+    Shapes are without the batch axis.
+    """
+    known_in = {tensor.name: tensor for tensor in config.input}
+    known_out = {tensor.name: tensor for tensor in config.output}
+    ins = [_completed(known_in.get(name, ModelInput(name=name)), spec) for name, spec in inputs.items()]
+    outs = [_completed(known_out.get(name, ModelOutput(name=name)), spec) for name, spec in outputs.items()]
+    ins += [tensor for name, tensor in known_in.items() if name not in inputs]
+    outs += [tensor for name, tensor in known_out.items() if name not in outputs]
+    return msgspec.structs.replace(
+        config,
+        input=_in_order(config.input, ins),
+        output=_in_order(config.output, outs),
+    )
+
+
+def _completed(tensor: Any, spec: TensorSpec) -> Any:
+    changes: dict[str, Any] = {}
+    if tensor.data_type == "TYPE_INVALID":
+        changes["data_type"] = DATA_TYPE.get(spec.dtype.name, "TYPE_INVALID")
+    if not tensor.dims and spec.shape is not None and tensor.reshape is None:
+        changes["dims"] = list(spec.shape)
+    return msgspec.structs.replace(tensor, **changes)
+
+
+def _in_order(written: list[Any], tensors: list[Any]) -> list[Any]:
+    place = {tensor.name: number for number, tensor in enumerate(written)}
+    return sorted(tensors, key=lambda tensor: place.get(tensor.name, len(place)))
