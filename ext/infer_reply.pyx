@@ -229,8 +229,7 @@ cdef bytes write_reply(InferReply* reply, list names):
     cdef char* end
     cdef PyObject* made = NULL
     cdef int64_t room
-    with nogil:
-        fault = size_infer_reply(reply, &which)
+    fault = size_infer_reply(reply, &which)     # looks at data only to add up the lengths of strings
     if fault != TEXT_OK:
         raise UnwritableOutput(UNWRITABLE[<int>fault], names[which], DATATYPES[reply.outputs[which].dtype])
     room = reply.bound + reply.head_bytes + LENGTH_LINE + WIDE_STORE
@@ -260,17 +259,19 @@ cdef class InferWriter:
     Keeps nothing of a call; threads may share it.
     """
 
-    cdef str name
+    cdef list names             # the output's
     cdef bytes rest             # of the opening, behind an id
     cdef bytes before           # the opening without an id
     cdef bytes start            # of the output, up to its rows
     cdef bytes tail             # of its shape
     cdef int dtype_code
     cdef int64_t row_items
+    cdef int64_t rows           # the last call's, and the start and tail that it made
+    cdef bytes output
 
     def __init__(self, str model_name not None, str model_version not None, str name not None,
                  int dtype_code, tuple row_shape not None):
-        self.name = name
+        self.names = [name]
         self.rest = rest_of_opening(model_name, model_version, None)
         self.before = b"{" + self.rest
         start = output_text(name, dtype_code, (), None)
@@ -278,6 +279,7 @@ cdef class InferWriter:
         self.tail = b"".join([b",%d" % length for length in row_shape]) + b"]"
         self.dtype_code = dtype_code
         self.row_items = count_items(row_shape)
+        self.rows = -1
         if dtype_code == DT_FLOAT16 or dtype_code == DT_BFLOAT16:
             raise UnwritableOutput(1, name, DATATYPES[dtype_code])
 
@@ -290,18 +292,25 @@ cdef class InferWriter:
         cdef Py_buffer view
         cdef InferText text
         cdef InferReply reply
-        cdef bytes start = self.start + b"%d" % rows + self.tail
+        cdef bytes output = self.output if rows == self.rows else self.text_of(rows)
         cdef bytes before = opening(id) + self.rest if id else self.before
         if rows < 0 or (self.row_items and rows > (<int64_t>1 << 62) // self.row_items):
-            raise UnwritableOutput(2, self.name, DATATYPES[self.dtype_code])
+            raise UnwritableOutput(2, self.names[0], DATATYPES[self.dtype_code])
         memset(&reply, 0, sizeof(reply))
         set_frame(&reply, before, head)
-        fill_text(&text, start, self.dtype_code, rows * self.row_items)
+        fill_text(&text, output, self.dtype_code, rows * self.row_items)
         reply.outputs = &text
         reply.count = 1
         PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
         try:
             point_at(&text, &view)
-            return write_reply(&reply, [self.name])
+            return write_reply(&reply, self.names)
         finally:
             PyBuffer_Release(&view)
+
+    cdef bytes text_of(self, int64_t rows):
+        # Most replies have as many rows as the one before.
+        cdef bytes output = self.start + b"%d" % rows + self.tail
+        self.output = output
+        self.rows = rows
+        return output

@@ -58,7 +58,7 @@ static __attribute__((noinline)) char *put_wide_unplaced(char *at, uint64_t digi
     return put_wide_digits(at, text, d.count, power);
 }
 
-static inline char *put_wide(char *at, double value)
+__attribute__((always_inline)) static inline char *put_wide(char *at, double value)
 {
     uint64_t bits;
     memcpy(&bits, &value, sizeof bits);

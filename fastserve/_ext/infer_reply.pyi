@@ -3,7 +3,7 @@ from enum import IntEnum
 
 from typing_extensions import Buffer
 
-Scalar = str | int | float | bool
+_Scalar = str | int | float | bool
 
 class UnwritableCode(IntEnum):
     UNSUPPORTED_DTYPE = 1
@@ -26,9 +26,9 @@ class InferWriter:
 def write_infer(
     model_name: str,
     model_version: str,
-    outputs: Sequence[tuple[str, int, Sequence[int], Buffer | None, dict[str, Scalar] | None]],
+    outputs: Sequence[tuple[str, int, Sequence[int], Buffer | None, dict[str, _Scalar] | None]],
     *,
     id: str = "",
-    parameters: dict[str, Scalar] | None = None,
+    parameters: dict[str, _Scalar] | None = None,
     head: bytes | None = None,
 ) -> bytes: ...
