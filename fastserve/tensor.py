@@ -49,6 +49,13 @@ DTYPES: dict[str, DType] = {
 }
 DTYPE_BY_CODE: dict[int, DType] = {dtype.code: dtype for dtype in DTYPES.values()}
 
+_KSERVE_OWN = {"float16": "FP16", "bfloat16": "BF16", "float32": "FP32", "float64": "FP64"}
+KSERVE_NAME: dict[str, str] = {
+    name: _KSERVE_OWN.get(name, name.upper()) for name in DTYPES if not name.startswith("complex")
+}
+"""DType.name -> the datatype of the Open Inference Protocol; it has none for complex numbers."""
+DTYPE_BY_KSERVE: dict[str, DType] = {kserve: DTYPES[name] for name, kserve in KSERVE_NAME.items()}
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:

@@ -58,6 +58,16 @@ class Exposition:
                     unreadable += 1
         return merged, unreadable
 
+    def totals(self, *metrics: Metric) -> list[dict[Labels, tuple[int, float]]]:
+        """Per metric, its series over all sections: a histogram's (count, sum), a counter's (value, 0.0)."""
+        with self._lock:
+            merged, _ = self.merge()
+        found = [merged.get(metric.name, (metric, {}))[1] for metric in metrics]
+        return [
+            {labels: _total(metric, values) for labels, values in series.items()}
+            for metric, series in zip(metrics, found, strict=True)
+        ]
+
     def _learn(self, section: Section, known: list[Any]) -> None:
         for index in range(len(known), len(section)):
             entry = section.text(index)
@@ -114,6 +124,10 @@ def _show(metric: Metric, series: dict[Labels, Values]) -> Shown:
     for labels, values in series.items():
         shown.add_metric(labels, values[0] if metric.kind == "counter" else _double(values[0]))
     return shown
+
+
+def _total(metric: Metric, values: Values) -> tuple[int, float]:
+    return (sum(values[:-1]), _double(values[-1])) if metric.kind == "histogram" else (values[0], 0.0)
 
 
 def _cumulate(bounds: tuple[float, ...], values: Values) -> list[tuple[str, float]]:

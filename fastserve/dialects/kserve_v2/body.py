@@ -1,0 +1,188 @@
+"""An infer body -> what it asks for, its tensors as flat memory (spec 3, 3.1, 4).
+
+    {"inputs": [{"name": "x", "shape": [1, 2], "datatype": "FP32", "data": [1, 2]}]}
+    -> InferBody(inputs=[InputPart("x", "FP32", (1, 2), b"...")], ...)
+
+Nothing here knows the model; `checks` holds the parts against it. The exact way: an object per value.
+Faults are found in the order the original finds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING
+
+from fastserve.dialects.kserve_v2.document import (
+    as_array,
+    as_bool,
+    as_string,
+    as_uint,
+    find,
+    need,
+    read_object,
+)
+from fastserve.dialects.kserve_v2.errors import invalid
+from fastserve.dialects.kserve_v2.leaves import read_leaves
+from fastserve.dialects.kserve_v2.parameters import Parameters, read_parameters
+from fastserve.dialects.kserve_v2.regions import Range
+from fastserve.tensor import DTYPE_BY_KSERVE
+
+if TYPE_CHECKING:
+    from fastserve._ext.json_value import Value
+
+Memory = bytes | bytearray | memoryview
+ReadRegion = Callable[[Range], bytes]
+FORMS = ("'data'", "'binary_data_size'", "'shared_memory_region'")
+
+
+@dataclass(slots=True)
+class InputPart:
+    """One input as sent. `datatype` is the client's text, which may name no type at all."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    data: Memory
+
+
+@dataclass(slots=True)
+class OutputPart:
+    """One requested output. `classes` 0: no classification."""
+
+    name: str
+    binary: bool = False
+    classes: int = 0
+    range: Range | None = None
+
+
+@dataclass(slots=True)
+class InferBody:
+    """What one infer request asks for. No `outputs`: all the model has."""
+
+    request_id: str = ""
+    inputs: list[InputPart] = field(default_factory=list)
+    outputs: list[OutputPart] = field(default_factory=list)
+    parameters: Parameters = field(default_factory=Parameters)
+
+
+class _Blobs:
+    """What follows the JSON, taken in order."""
+
+    def __init__(self, memory: Memory, model: str) -> None:
+        self._memory = memoryview(memory)
+        self._model = model
+        self._at = 0
+
+    def take(self, size: int, name: str) -> memoryview:
+        missing = self._at + size - len(self._memory)
+        if missing > 0:
+            raise invalid(
+                f"unexpected size for input '{name}', expecting {missing} additional bytes "
+                f"for model '{self._model}'"
+            )
+        self._at += size
+        return self._memory[self._at - size : self._at]
+
+    def end(self) -> None:
+        if self._at != len(self._memory):
+            raise invalid(f"unexpected additional input data for model '{self._model}'")
+
+
+def read_body(header: Memory, blobs: Memory, model: str, read_region: ReadRegion) -> InferBody:
+    """The whole request. `header` is its JSON, `blobs` what follows. Raises ServeError."""
+    document = read_object(header)
+    body = InferBody()
+    found, value = find(document, "id")
+    if found:
+        body.request_id = as_string(value, "Unable to parse 'id'")
+    body.parameters = read_parameters(document)
+    rest = _Blobs(blobs, model)
+    names: set[str] = set()
+    for item in as_array(need(document, "inputs", "Unable to parse 'inputs'"), "Unable to parse 'inputs'"):
+        body.inputs.append(_read_input(item, rest, read_region, names, body.request_id))
+    rest.end()
+    found, value = find(document, "outputs")
+    if found:
+        body.outputs = [_read_output(item) for item in as_array(value, "Unable to parse 'outputs'")]
+    return body
+
+
+def _read_input(
+    item: Value, blobs: _Blobs, read_region: ReadRegion, names: set[str], request_id: str
+) -> InputPart:
+    name = as_string(need(item, "name", "Unable to parse 'name'"), "Unable to parse 'name'")
+    datatype = as_string(need(item, "datatype", "Unable to parse 'datatype'"), "Unable to parse 'datatype'")
+    where = "Unable to parse 'shape'"
+    shape = tuple(as_uint(size, where) for size in as_array(need(item, "shape", where), where))
+    if name in names:
+        raise invalid(
+            f"[request id: {request_id or '<id_unknown>'}] input '{name}' already exists in request"
+        )
+    names.add(name)
+    _, parameters = find(item, "parameters")
+    sized, binary = find(parameters, "binary_data_size")
+    range = read_range(parameters)
+    has_data, data = find(item, "data")
+    _check_one_form((has_data, sized, range is not None))
+    if sized:
+        size = as_uint(binary, "Unable to parse 'binary_data_size'")
+        return InputPart(name, datatype, shape, blobs.take(size, name))
+    if range is not None:
+        return InputPart(name, datatype, shape, read_region(range))
+    return InputPart(name, datatype, shape, _read_data(data, datatype, shape, name))
+
+
+def _read_data(data: Value, datatype: str, shape: tuple[int, ...], name: str) -> Memory:
+    leaves = as_array(data, "Unable to parse 'data'")
+    count = prod(shape)
+    if count == 0:
+        return b""
+    dtype = DTYPE_BY_KSERVE.get(datatype)
+    if dtype is None:
+        raise invalid(f"invalid datatype for input {name}")
+    return read_leaves(leaves, dtype, count, name)
+
+
+def _check_one_form(given: tuple[bool, bool, bool]) -> None:
+    if sum(given) == 1:
+        return
+    fields = " ".join(form for form, there in zip(FORMS, given, strict=True) if there)
+    raise invalid(
+        "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
+        "'shared_memory_region' in 'parameters'. But " + (f"set {fields}" if fields else "no field is set")
+    )
+
+
+def read_range(parameters: Value) -> Range | None:
+    """The shared memory a tensor's parameters name, None without any. Raises ServeError."""
+    found, region = find(parameters, "shared_memory_region")
+    if not found:
+        return None
+    name = as_string(region, "Unable to parse 'shared_memory_region'")
+    has_offset, offset = find(parameters, "shared_memory_offset")
+    where = "Unable to parse 'shared_memory_byte_size'"
+    return Range(
+        name,
+        as_uint(offset, "Unable to parse 'shared_memory_offset'") if has_offset else 0,
+        as_uint(need(parameters, "shared_memory_byte_size", where), where),
+    )
+
+
+def _read_output(item: Value) -> OutputPart:
+    part = OutputPart(as_string(need(item, "name", "Unable to parse 'name'"), "Unable to parse 'name'"))
+    _, parameters = find(item, "parameters")
+    found, classes = find(parameters, "classification")
+    if found:
+        part.classes = as_uint(classes, "Unable to set 'classification'")
+    outside, _ = find(parameters, "shared_memory_region")
+    found, binary = find(parameters, "binary_data")
+    if outside:
+        taken = "classification" if part.classes else "binary_data" if binary is True else ""
+        if taken:
+            raise invalid(f"Output can't set both 'shared_memory_region' and '{taken}'")
+        part.range = read_range(parameters)
+    elif found:
+        part.binary = as_bool(binary, "Unable to parse 'binary_data'")
+    return part

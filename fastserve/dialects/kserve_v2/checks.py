@@ -1,0 +1,189 @@
+"""A request held against the model, with the original's texts and in its order (spec 3.3).
+
+The original keeps inputs in a hash table that lists the latest first; that order shows in its texts
+and decides which of several faults is told, so it is kept here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from fastserve.dialects.kserve_v2.body import InputPart, Memory
+from fastserve.dialects.kserve_v2.errors import invalid
+from fastserve.dialects.kserve_v2.plans import Plan, Side, full_dims, to_model_shape
+from fastserve.tensor import DTYPE_BY_KSERVE, KSERVE_NAME, Tensor
+
+_LENGTH_BYTES = 4
+_NOTE = (
+    "NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be "
+    "prepended to each input shape. If you want to specify the full shape including the batch dim in your "
+    "input dims config, try setting max_batch_size to zero. See the model configuration docs for more info "
+    "on max_batch_size."
+)
+
+
+def check_outputs(plan: Plan, names: Sequence[str]) -> tuple[str, ...]:
+    """The outputs to ask for, in the model's order; empty for all. Raises ServeError."""
+    for name in names:
+        if name not in plan.outputs:
+            raise invalid(f"unexpected inference output '{name}' for model '{plan.model}'")
+    wanted = set(names)
+    return () if len(wanted) == len(plan.outputs) else tuple(n for n in plan.outputs if n in wanted)
+
+
+def check_inputs(plan: Plan, parts: Sequence[InputPart], request_id: str) -> dict[str, Tensor]:
+    """The tensors for the engine, in the model's own shapes. Raises ServeError."""
+    told = f"[request id: {request_id or '<id_unknown>'}] "
+    latest_first = parts[::-1]
+    _check_count(plan, latest_first, told)
+    for part in latest_first:
+        if part.name not in plan.inputs:
+            raise invalid(f"unexpected inference input '{part.name}' for model '{plan.model}'")
+    if plan.max_batch_size:
+        _check_batch(plan, latest_first, told)
+    for part in latest_first:
+        _check_part(plan, plan.inputs[part.name], part, told)
+    batching = plan.max_batch_size > 0
+    sent = {part.name: part for part in parts}
+    return {
+        name: Tensor(side.dtype, to_model_shape(side, sent[name].shape, batching), sent[name].data)
+        for name, side in plan.inputs.items()
+        if name in sent
+    }
+
+
+def _check_count(plan: Plan, parts: Sequence[InputPart], told: str) -> None:
+    required, most, count = len(plan.required), len(plan.inputs), len(parts)
+    if required <= count <= most:
+        return
+    wanted = f"{most} inputs" if required == most else f"number of inputs between {required} and {most}"
+    given = {part.name for part in parts}
+    missing = ",".join(f"'{name}'" for name in plan.required if name not in given)
+    names = ",".join(f"'{part.name}'" for part in parts)
+    raise invalid(
+        f"{told}expected {wanted} but got {count} inputs for model '{plan.model}'. Got input(s) [{names}], "
+        # With none missing the original drops the bracket it just opened.
+        f"but missing required input(s) {'[' + missing if missing else ''}]. "
+        "Please provide all required input(s)."
+    )
+
+
+def _check_batch(plan: Plan, parts: Sequence[InputPart], told: str) -> None:
+    rows = -1
+    for part in parts:
+        if not part.shape:
+            raise invalid(
+                f"{told}input '{part.name}' has no shape but model requires batch dimension "
+                f"for '{plan.model}'"
+            )
+        if rows not in (-1, part.shape[0]):
+            raise invalid(
+                f"{told}input '{part.name}' batch size does not match other inputs for '{plan.model}'"
+            )
+        rows = part.shape[0]
+    if plan.batch_limit and rows > plan.batch_limit:
+        raise invalid(f"{told}inference request batch-size must be <= {plan.batch_limit} for '{plan.model}'")
+
+
+def _check_part(plan: Plan, side: Side, part: InputPart, told: str) -> None:
+    dtype = DTYPE_BY_KSERVE.get(part.datatype)
+    if dtype is not side.dtype:
+        given = KSERVE_NAME[dtype.name] if dtype is not None else "<invalid>"
+        raise invalid(
+            f"{told}inference input '{part.name}' data-type is '{given}', "
+            f"but model '{plan.model}' expects '{side.datatype}'"
+        )
+    _check_shape(plan, side, part, told)
+    if side.dtype.item_bytes:
+        _check_size(plan, side, part, told)
+    else:
+        check_strings(part.data, prod(part.shape), part.name, plan.model, told)
+
+
+def _check_shape(plan: Plan, side: Side, part: InputPart, told: str) -> None:
+    if side.dims is None:
+        return
+    dims = full_dims(plan, side)
+    if len(dims) == len(part.shape) and all(w in (-1, n) for w, n in zip(dims, part.shape, strict=True)):
+        return
+    wanted, given = ",".join(map(str, dims)), ",".join(map(str, part.shape))
+    raise invalid(
+        f"{told}unexpected shape for input '{part.name}' for model '{plan.model}'. "
+        f"Expected [{wanted}], got [{given}]. {_NOTE if plan.max_batch_size else ''}"
+    )
+
+
+def _check_size(plan: Plan, side: Side, part: InputPart, told: str) -> None:
+    shape = part.shape
+    if plan.max_batch_size and shape[0] == 0:
+        shape = (1, *shape[1:])  # the original wants one row for none
+    wanted, given = prod(shape) * side.dtype.item_bytes, len(part.data)
+    if wanted != given:
+        raise invalid(
+            f"{told}input byte size mismatch for input '{part.name}' for model '{plan.model}'. "
+            f"Expected {wanted}, got {given}"
+        )
+
+
+def check_strings(data: Memory, count: int, name: str, model: str, told: str) -> None:
+    """Raises ServeError unless `data` is `count` elements in BYTES packing."""
+    view = memoryview(data)
+    at = found = 0
+    while at < len(view):
+        left = len(view) - at
+        if left < _LENGTH_BYTES:
+            raise invalid(
+                f"{told}incomplete string length indicator for inference input '{name}' for model '{model}', "
+                f"expecting 4 bytes but only {left} bytes available. Please make sure the string length "
+                "indicator is in one buffer."
+            )
+        size = int.from_bytes(view[at : at + _LENGTH_BYTES], "little")
+        at += _LENGTH_BYTES + size
+        if at > len(view):
+            raise invalid(
+                f"incomplete string data for inference input '{name}', expecting string of length {size} "
+                f"but only {left - _LENGTH_BYTES} bytes available"
+            )
+        found += 1
+        if found > count:
+            raise invalid(
+                f"{told}unexpected number of string elements {found} for inference input '{name}' "
+                f"for model '{model}', expecting {count}"
+            )
+    if found != count:
+        raise invalid(
+            f"{told}expected {count} string elements for inference input '{name}' for model '{model}', "
+            f"got {found}"
+        )
+
+
+def deduce_raw(plan: Plan, body: Memory) -> InputPart:
+    """The one input a raw binary request brings (spec 3.1): batch 1, one free axis deduced.
+
+    Raises ServeError.
+    """
+    told = "[request id: <id_unknown>] "
+    if len(plan.inputs) != 1:
+        raise invalid(
+            f"{told}Raw request must only have 1 input (found 1) to be deduced but got "
+            f"{len(plan.inputs)} inputs in '{plan.model}' model configuration"
+        )
+    side = next(iter(plan.inputs.values()))
+    dims = (1, *(side.dims or (-1,))) if plan.max_batch_size else (side.dims or (-1,))
+    if not side.dtype.item_bytes:
+        if prod(dims) not in (1, -1):
+            raise invalid(
+                f"{told}For BYTE datatype raw input '{side.name}', the model must have input shape [1]"
+            )
+        packed = len(body).to_bytes(_LENGTH_BYTES, "little") + bytes(body)
+        return InputPart(side.name, side.datatype, tuple(1 for _ in dims), packed)
+    free = dims.count(-1)
+    if free > 1:
+        raise invalid(
+            f"{told}The shape of the raw input '{side.name}' can not be deduced because there are "
+            "more than one variable-sized dimension"
+        )
+    unit = side.dtype.item_bytes * prod(size for size in dims if size != -1)
+    deduced = len(body) // unit if free and unit else 0
+    return InputPart(side.name, side.datatype, tuple(deduced if n == -1 else n for n in dims), body)

@@ -1,0 +1,48 @@
+"""The Open Inference Protocol V2 with Triton's extensions, over HTTP: which targets are its own (spec 1.1).
+
+Everything under /v2 belongs to this dialect. On a listener that speaks nothing else (`alone`) it answers
+every other path too, as the original does.
+"""
+
+from __future__ import annotations
+
+from fastserve.dialects.kserve_v2.calls import (
+    PLAIN,
+    SLOW,
+    Ask,
+    AskSlowly,
+    answer_not_found,
+    answer_wrong_verb,
+)
+from fastserve.dialects.kserve_v2.generate import Generate
+from fastserve.dialects.kserve_v2.infer import Infer
+from fastserve.dialects.kserve_v2.routes import WRONG_VERB, Target, is_own, parse_target
+from fastserve.dialects.kserve_v2.service import Service
+from fastserve.wire.call import Endpoint
+
+
+class KServeV2:
+    """The dialect of one listener. The state is the service's, one per front process."""
+
+    name = "kserve_v2"
+
+    def __init__(self, service: Service, *, alone: bool = False) -> None:
+        self._service = service
+        self._alone = alone
+
+    def route(self, method: str, target: str) -> Endpoint | None:
+        """The endpoint of a target, None when it is not under /v2 and other dialects may know it."""
+        if not self._alone and not is_own(target):
+            return None
+        parsed = parse_target(method, target)
+        return answer_wrong_verb if parsed.asked == WRONG_VERB else self._choose(parsed)
+
+    def _choose(self, target: Target) -> Endpoint:
+        service, asked = self._service, target.asked
+        if asked == "infer":
+            return Infer(service, target)
+        if asked == "generate" or (asked == "generate_stream" and service.can_stream):
+            return Generate(service, target, events=asked == "generate_stream")
+        if asked in PLAIN:
+            return Ask(service, target, PLAIN[asked])
+        return AskSlowly(service, target, SLOW[asked]) if asked in SLOW else answer_not_found

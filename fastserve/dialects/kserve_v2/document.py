@@ -1,0 +1,109 @@
+"""JSON bodies the exact way: values of a known type out of a document, with the original's words (spec 1.2).
+
+Every accessor takes `where`, the words put before the complaint:
+
+    as_string(5, "Unable to parse 'id'")
+    -> INTERNAL "Unable to parse 'id': attempt to access JSON non-string as string"
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastserve._ext.json_value import JSONSyntaxError, Members, parse
+from fastserve.dialects.kserve_v2.errors import internal, to_text
+from fastserve.errors import ServeError
+
+if TYPE_CHECKING:
+    from fastserve._ext.json_value import Value
+
+MAX_DEPTH = 100
+INT64_MAX = 2**63 - 1
+UINT64_MAX = 2**64 - 1
+
+
+def read_json(body: bytes | bytearray | memoryview) -> Value:
+    """The first value of a body; what follows it is not looked at. Raises ServeError INTERNAL."""
+    fault = "failed to parse the request JSON buffer: "
+    if not len(body):
+        raise internal(f"{fault}The document is empty. at 0")
+    try:
+        return parse(body, max_depth=MAX_DEPTH)
+    except JSONSyntaxError as error:
+        raise internal(f"{fault}{error.reason} at {error.offset}") from None
+
+
+def read_object(body: bytes | bytearray | memoryview) -> Members:
+    """A body that must be an object. Raises ServeError INTERNAL."""
+    return as_object(read_json(body))
+
+
+def find(value: Value, name: str) -> tuple[bool, Value]:
+    """Whether an object has the member, and its first value. Anything else has no members."""
+    key = name.encode()
+    if isinstance(value, Members) and key in value:
+        return True, value.get(key)
+    return False, None
+
+
+def need(value: Value, name: str, where: str = "") -> Value:
+    """A member that must be there. Raises ServeError INTERNAL."""
+    found, member = find(value, name)
+    if not found:
+        raise internal(_told(where, f"attempt to access non-existing object member '{name}'"))
+    return member
+
+
+def as_object(value: Value, where: str = "") -> Members:
+    if not isinstance(value, Members):
+        raise _mistyped(where, "object")
+    return value
+
+
+def as_array(value: Value, where: str = "") -> list[Value]:
+    if not isinstance(value, list):
+        raise internal(_told(where, "attempt to access JSON non-array as array"))
+    return value
+
+
+def as_string(value: Value, where: str = "") -> str:
+    if not isinstance(value, bytes):
+        raise _mistyped(where, "string")
+    return to_text(value)
+
+
+def as_bool(value: Value, where: str = "") -> bool:
+    if not isinstance(value, bool):
+        raise _mistyped(where, "boolean")
+    return value
+
+
+def as_uint(value: Value, where: str = "") -> int:
+    if not is_uint(value):
+        raise _mistyped(where, "unsigned-integer")
+    assert isinstance(value, int)
+    return value
+
+
+def as_int(value: Value, where: str = "") -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not -INT64_MAX - 1 <= value <= INT64_MAX:
+        raise _mistyped(where, "signed-integer")
+    return value
+
+
+def as_double(value: Value, where: str = "") -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _mistyped(where, "number", "double")
+    return float(value)
+
+
+def is_uint(value: Value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= UINT64_MAX
+
+
+def _told(where: str, complaint: str) -> str:
+    return f"{where}: {complaint}" if where else complaint
+
+
+def _mistyped(where: str, kind: str, as_kind: str = "") -> ServeError:
+    return internal(_told(where, f"attempt to access JSON non-{kind} as {as_kind or kind}"))

@@ -1,0 +1,68 @@
+"""Error kind -> HTTP status (spec 1.2), and the error body. The only such table of this half of the dialect.
+
+Whatever is wrong with a request's JSON is INTERNAL here, as it is in the original.
+"""
+
+from __future__ import annotations
+
+from fastserve._ext.json_writer import write_string
+from fastserve.errors import DeadlineError, Kind, ServeError
+
+HTTP_STATUS: dict[Kind, int] = {
+    Kind.CANCELLED: 400,
+    Kind.UNKNOWN: 400,
+    Kind.INVALID_ARGUMENT: 400,
+    Kind.DEADLINE_EXCEEDED: 503,
+    Kind.NOT_FOUND: 404,
+    Kind.ALREADY_EXISTS: 400,
+    Kind.PERMISSION_DENIED: 403,
+    Kind.RESOURCE_EXHAUSTED: 503,
+    Kind.FAILED_PRECONDITION: 400,
+    Kind.ABORTED: 503,
+    Kind.OUT_OF_RANGE: 400,
+    Kind.UNIMPLEMENTED: 501,
+    Kind.INTERNAL: 500,
+    Kind.UNAVAILABLE: 503,
+    Kind.DATA_LOSS: 500,
+    Kind.UNAUTHENTICATED: 401,
+}
+
+
+def invalid(message: str) -> ServeError:
+    """The original's INVALID_ARG."""
+    return ServeError(Kind.INVALID_ARGUMENT, message)
+
+
+def internal(message: str) -> ServeError:
+    """The original's INTERNAL: JSON that cannot be read, among others."""
+    return ServeError(Kind.INTERNAL, message)
+
+
+def not_found(message: str) -> ServeError:
+    return ServeError(Kind.NOT_FOUND, message)
+
+
+def unsupported(message: str) -> ServeError:
+    return ServeError(Kind.UNIMPLEMENTED, message)
+
+
+def in_own_words(fault: ServeError) -> ServeError:
+    """A fault of the engine as this dialect tells it."""
+    if isinstance(fault, DeadlineError) and fault.queued:
+        return ServeError(Kind.UNAVAILABLE, "Request timeout expired")
+    return fault
+
+
+def error_body(message: str) -> bytes:
+    """`message` as the body of an error reply. Bytes that were not UTF-8 pass through (surrogateescape)."""
+    return b'{"error":%b}' % write_string(to_bytes(message))
+
+
+def to_bytes(text: str) -> bytes:
+    """The way back of `to_text`."""
+    return text.encode("utf-8", "surrogateescape")
+
+
+def to_text(data: bytes) -> str:
+    """A JSON string as text; bytes that are not UTF-8 survive the way back."""
+    return data.decode("utf-8", "surrogateescape")

@@ -1,0 +1,214 @@
+"""ModelInfer: a ModelInferRequest read in place, the engine, a ModelInferResponse (spec 11).
+
+Raw inputs stay where they were received until the engine writes them into the batch; typed contents are
+written once into memory of their own.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from time import monotonic_ns
+
+from fastserve._ext.proto_wire import InferMessage, WireFault, WireInput, read_infer_request, write_infer_response
+from fastserve.dialects.kserve_v2.body import InferBody, InputPart, Memory, OutputPart
+from fastserve.dialects.kserve_v2.classes import classify
+from fastserve.dialects.kserve_v2.errors import in_own_words, internal, invalid, unsupported
+from fastserve.dialects.kserve_v2.grpc_parameters import GrpcParameters, read_output, read_parameters
+from fastserve.dialects.kserve_v2.grpc_parameters import read_range
+from fastserve.dialects.kserve_v2.infer import client_tensor, make_request, put_outside, reply_parameters
+from fastserve.dialects.kserve_v2.lookup import find_version, read_version
+from fastserve.dialects.kserve_v2.plans import Plan
+from fastserve.dialects.kserve_v2.regions import Destination
+from fastserve.dialects.kserve_v2.service import Service
+from fastserve.errors import Kind, ServeError
+from fastserve.request import InferRequest, InferResponse
+from fastserve.tensor import DTYPE_BY_KSERVE, KSERVE_NAME, Tensor
+from fastserve.wire.grpc import Rpc
+
+# Fields of InferTensorContents by their numbers, named as the original names what they hold.
+_CONTENTS = ("", "BOOL", "INT32", "INT64", "UINT32", "UINT64", "FP32", "FP64", "BYTES")
+DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
+Output = tuple[str, str, tuple[int, ...], None]
+
+
+@dataclass(slots=True)
+class Sent:
+    """A request as received: the parsed message, and the bytes its raw tensors lie in."""
+
+    message: InferMessage
+    data: memoryview
+
+
+@dataclass(slots=True)
+class Job:
+    """One request that passed its checks. `rooms` are held until the job is closed."""
+
+    plan: Plan
+    body: InferBody
+    parameters: GrpcParameters
+    request: InferRequest
+    rooms: dict[str, Destination] = field(default_factory=dict)
+    held: ExitStack = field(default_factory=ExitStack)
+
+
+def read_sent(data: bytes) -> Sent:
+    """A serialized ModelInferRequest. Raises ServeError."""
+    try:
+        return Sent(read_infer_request(data), memoryview(data))
+    except WireFault as fault:
+        raise internal(f"malformed ModelInferRequest: {fault}") from None
+
+
+async def infer(service: Service, sent: Sent, rpc: Rpc) -> bytes:
+    """A serialized ModelInferResponse. Raises ServeError."""
+    started_ns = monotonic_ns()
+    name = sent.message.model_name
+    try:
+        plan = find_sent(service, sent)
+        if plan.decoupled:
+            raise unsupported(DECOUPLED)
+        job = make_job(service, plan, sent, rpc)
+        with job.held:
+            response = await service.engine.infer(plan.version, job.request)
+            try:
+                parameters = dict(reply_parameters(plan, job.parameters, response))
+                reply = write_response(job, response, parameters)
+            finally:
+                response.release()
+    except ServeError as fault:
+        told = in_own_words(fault)
+        service.traffic.refused(name, told.kind.name)
+        raise told from None
+    service.traffic.count(name, plan.version.number, monotonic_ns() - started_ns)
+    service.statistics.ran(plan.version)
+    return reply
+
+
+def find_sent(service: Service, sent: Sent) -> Plan:
+    """The plan of the version a request names. Raises ServeError."""
+    message = sent.message
+    return service.plans.of(
+        find_version(service.catalog, message.model_name, read_version(message.model_version))
+    )
+
+
+def make_job(service: Service, plan: Plan, sent: Sent, rpc: Rpc) -> Job:
+    """Read and check a request (spec 3.3, 11). Raises ServeError."""
+    message = sent.message
+    parameters = read_parameters(message.parameters)
+    body = InferBody(message.id, _read_inputs(service, plan, sent), parameters=parameters)
+    body.outputs = [read_output(one.name, one.parameters) for one in message.outputs]
+    _check_rows(plan, body)
+    job = Job(plan, body, parameters, make_request(plan, body))
+    left_s = rpc.seconds_left()
+    if left_s is not None:
+        job.request.deadline_ns = monotonic_ns() + int(left_s * 1e9)
+    for part in body.outputs:
+        if part.range is not None and part.name not in job.rooms:
+            job.rooms[part.name] = job.held.enter_context(service.regions.holding(part.range))
+    return job
+
+
+def _check_rows(plan: Plan, body: InferBody) -> None:
+    """The original takes a negative batch axis for one that differs."""
+    if plan.max_batch_size and len(body.inputs) > 1:
+        first = body.inputs[0]
+        if first.shape and first.shape[0] < 0:
+            told = f"[request id: {body.request_id or '<id_unknown>'}] "
+            raise invalid(
+                f"{told}input '{first.name}' batch size does not match other inputs for '{plan.model}'"
+            )
+
+
+def _read_inputs(service: Service, plan: Plan, sent: Sent) -> list[InputPart]:
+    parts: dict[str, InputPart] = {}
+    raw_at = 0
+    for index, given in enumerate(sent.message.inputs):
+        if given.name in parts:
+            told = f"[request id: {sent.message.id or '<id_unknown>'}] "
+            raise invalid(f"{told}input '{given.name}' already exists in request")
+        memory, used_raw = _read_memory(service, plan, sent, index, given, raw_at)
+        raw_at += used_raw
+        parts[given.name] = InputPart(given.name, given.datatype, given.shape, memory)
+    return list(parts.values())
+
+
+def _read_memory(
+    service: Service, plan: Plan, sent: Sent, index: int, given: WireInput, raw_at: int
+) -> tuple[Memory, bool]:
+    """The bytes of one input, and whether they were the next raw entry."""
+    message = sent.message
+    range = read_range(given.name, given.parameters)
+    if range is not None:
+        if given.contents:
+            raise invalid(
+                "unexpected 'content' provided when using shared memory for input tensor "
+                f"'{given.name}' for model '{plan.model}'"
+            )
+        return service.regions.read(range), False
+    if given.contents and not message.raw_count:
+        return _read_contents(plan, message, index, given), False
+    if given.contents:
+        raise invalid(
+            "contents field must not be specified when using raw_input_contents for "
+            f"'{given.name}' for model '{plan.model}'"
+        )
+    if raw_at >= message.raw_count:
+        raise invalid(
+            f"unable to find data for input tensor '{given.name}' for model '{plan.model}' in request."
+        )
+    offset, size = message.raw(raw_at)
+    return sent.data[offset : offset + size], True
+
+
+def _read_contents(plan: Plan, message: InferMessage, index: int, given: WireInput) -> Memory:
+    where = f"unexpected explicit tensor data for input tensor '{given.name}' for model '{plan.model}'"
+    kinds = given.kinds
+    if len(kinds) > 1:
+        raise invalid(f"{where}, binary data was already supplied.")
+    dtype = DTYPE_BY_KSERVE.get(given.datatype)
+    if not kinds:
+        return b""
+    try:
+        code = dtype.code if dtype is not None else 0
+        memory = bytearray(message.contents_bytes(index, code))
+        message.copy_contents(index, code, memory)
+    except WireFault:
+        wanted = given.datatype if dtype is not None else "<invalid>"
+        raise invalid(f"{where} of type '{_CONTENTS[kinds[0]]}', expected datatype '{wanted}'") from None
+    return memory
+
+
+def write_response(job: Job, response: InferResponse, parameters: dict[str, str | int | float | bool]) -> bytes:
+    """A serialized ModelInferResponse. Raises ServeError."""
+    outputs, raws = collect_outputs(job, response)
+    plan = job.plan
+    try:
+        return write_infer_response(
+            plan.model, str(plan.version.number), job.body.request_id, parameters, outputs, raws
+        )
+    except (WireFault, OverflowError):
+        raise ServeError(Kind.INVALID_ARGUMENT, "the response is too large for a gRPC message") from None
+
+
+def collect_outputs(job: Job, response: InferResponse) -> tuple[list[Output], list[Memory]]:
+    """What a response says of each output, and the bytes; empty where they went to shared memory."""
+    parts: dict[str, OutputPart] = {part.name: part for part in reversed(job.body.outputs)}
+    outputs: list[Output] = []
+    raws: list[Memory] = []
+    for name, given in response.outputs.items():
+        tensor, part = client_tensor(job.plan, name, given), parts.get(name)
+        if part is not None and part.classes:
+            tensor = classify(job.plan, name, tensor, part.classes)
+        outputs.append((name, KSERVE_NAME[tensor.dtype.name], tensor.shape, None))
+        raws.append(_send_or_put(job, name, tensor))
+    return outputs, raws
+
+
+def _send_or_put(job: Job, name: str, tensor: Tensor) -> Memory:
+    room = job.rooms.get(name)
+    if room is None:
+        return tensor.data
+    put_outside(name, tensor, room)
+    return b""

@@ -1,0 +1,67 @@
+"""What the server and its models say of themselves (spec 2): metadata, and a model's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastserve import __version__
+from fastserve.dialects.kserve_v2.plans import Plan, Side, full_dims
+from fastserve.repository.catalog import Catalog
+from fastserve.repository.triton_config import config_json
+from fastserve.repository.version import Model, Version, VersionState
+
+SERVER_NAME = "triton"
+"""What clients of the original look for; `version` says which server this is."""
+EXTENSIONS = (
+    "classification",
+    "sequence",
+    "model_repository",
+    "model_repository(unload_dependents)",
+    "schedule_policy",
+    "model_configuration",
+    "system_shared_memory",
+    "cuda_shared_memory",
+    "binary_tensor_data",
+    "parameters",
+    "statistics",
+    "trace",
+    "logging",
+)
+
+
+def server_metadata() -> dict[str, Any]:
+    return {"name": SERVER_NAME, "version": __version__, "extensions": list(EXTENSIONS)}
+
+
+def model_metadata(plan: Plan, versions: list[int]) -> dict[str, Any]:
+    """`versions` are the ready ones, or the one that was asked for."""
+    return {
+        "name": plan.model,
+        "versions": [str(number) for number in versions],
+        "platform": plan.platform,
+        "inputs": [_describe(plan, side) for side in plan.inputs.values()],
+        "outputs": [_describe(plan, side) for side in plan.outputs.values()],
+    }
+
+
+def _describe(plan: Plan, side: Side) -> dict[str, Any]:
+    return {"name": side.name, "datatype": side.datatype, "shape": list(full_dims(plan, side))}
+
+
+def is_ready(catalog: Catalog) -> bool:
+    """Strict readiness: every version anybody asked for is ready, or was unloaded."""
+    return all(_is_settled(model) for model in catalog.models.values())
+
+
+def _is_settled(model: Model) -> bool:
+    return model.error is None and all(
+        version.state is VersionState.AVAILABLE
+        or (version.state is VersionState.END and version.error is None)
+        for version in model.versions.values()
+    )
+
+
+def model_config(version: Version) -> Mapping[str, Any]:
+    """The configuration as the original's ModelConfig message in JSON, defaults and all."""
+    return config_json(version.config, version)

@@ -1,0 +1,191 @@
+"""Client shared memory (spec 6): regions that clients register, read and written through their file.
+
+A region is an open file under /dev/shm with a range of it. Data goes through pread and pwrite, never a
+mapping: a client that shrinks its file makes a short read, which is an error, and never a signal. Every
+request that uses a region holds its own duplicate of the descriptor, so unregistering ends nothing.
+
+Names and ranges come from clients: names may not leave /dev/shm, ranges are checked in whole numbers
+and against the file's size at each use.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fastserve.dialects.kserve_v2.errors import internal, invalid, not_found, unsupported
+from fastserve.errors import Kind, ServeError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+FOLDER = "/dev/shm"
+RESERVED = "triton_python_backend_shm_region_"
+UINT64_MAX = 2**64 - 1
+REGIONS_MAX = 4096
+KEY_BYTES = 255
+DISABLED = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One registered region. `fd` is the registry's own."""
+
+    name: str
+    key: str
+    offset: int
+    byte_size: int
+    fd: int
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Where in which region a tensor is; `offset` counts from the region's start."""
+
+    region: str
+    offset: int
+    byte_size: int
+
+
+class Regions:
+    """The regions of one front process. With `allowed` false nothing can be registered."""
+
+    def __init__(self, allowed: bool, folder: str = FOLDER) -> None:
+        self.allowed = allowed
+        self._folder = folder
+        self._regions: dict[str, Region] = {}
+
+    def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
+        """Open a client's memory. Raises ServeError in the original's words."""
+        self.must_be_allowed()
+        if name in self._regions:
+            raise ServeError(Kind.ALREADY_EXISTS, f"shared memory region '{name}' already in manager")
+        if len(self._regions) >= REGIONS_MAX:
+            raise ServeError(Kind.UNAVAILABLE, f"there are {REGIONS_MAX} shared memory regions already")
+        fd = self._open(name, key)
+        try:
+            _check_range(name, fd, offset, byte_size)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._regions[name] = Region(name, key, offset, byte_size, fd)
+
+    def unregister(self, name: str = "") -> None:
+        """Forget one region, or all; an unknown name is no fault."""
+        self.must_be_allowed()
+        for region in [self._regions[name]] if name in self._regions else []:
+            self._forget(region)
+        if not name:
+            self.close()
+
+    def list(self, name: str = "") -> list[Region]:
+        """All regions, or one. Raises ServeError NOT_FOUND."""
+        if not name:
+            return [self._regions[known] for known in sorted(self._regions)]
+        if name not in self._regions:
+            raise not_found(f"Unable to find system shared memory region: '{name}'")
+        return [self._regions[name]]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._regions
+
+    def must_be_allowed(self) -> None:
+        """Raises ServeError UNIMPLEMENTED unless the server was told to allow client memory."""
+        if not self.allowed:
+            raise unsupported(DISABLED)
+
+    def read(self, range: Range) -> bytes:
+        """The bytes of a range as they are now. Raises ServeError."""
+        region = self._find(range)
+        data = os.pread(region.fd, range.byte_size, region.offset + range.offset)
+        if len(data) != range.byte_size:
+            raise invalid(f"Invalid offset + byte size for shared memory region: '{region.name}'")
+        return data
+
+    @contextmanager
+    def holding(self, range: Range) -> Iterator[Destination]:
+        """Where an output will be written; stays good if the region is unregistered meanwhile."""
+        region = self._find(range)
+        fd = os.dup(region.fd)
+        try:
+            yield Destination(region.name, fd, region.offset + range.offset, range.byte_size)
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Forget every region."""
+        for region in list(self._regions.values()):
+            self._forget(region)
+
+    def _forget(self, region: Region) -> None:
+        del self._regions[region.name]
+        os.close(region.fd)
+
+    def _find(self, range: Range) -> Region:
+        region = self._regions.get(range.region)
+        if region is None:
+            raise not_found(f"Unable to find shared memory region: '{range.region}'")
+        if range.offset > region.byte_size:
+            raise invalid(f"Invalid offset for shared memory region: '{region.name}'")
+        if range.offset + range.byte_size > region.byte_size:
+            raise invalid(f"Invalid offset + byte size for shared memory region: '{region.name}'")
+        return region
+
+    def _open(self, name: str, key: str) -> int:
+        bare = key.lstrip("/")
+        if bare.startswith(RESERVED):
+            raise invalid(
+                f"cannot register shared memory region '{name}' with key '{key}' as the key contains "
+                f"the reserved prefix '{RESERVED}'"
+            )
+        if (
+            not bare
+            or bare in (".", "..")
+            or "/" in bare
+            or "\0" in bare
+            or len(os.fsencode(bare)) > KEY_BYTES
+        ):
+            raise invalid(f"cannot register shared memory region '{name}' - invalid shm key '{key}'")
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        try:
+            fd = os.open(os.path.join(self._folder, bare), flags)
+        except OSError:
+            raise internal(f"Unable to open shared memory region: '{key}'") from None
+        if not stat.S_ISREG(os.fstat(fd).st_mode):  # a pipe or a device has no range of bytes
+            os.close(fd)
+            raise internal(f"Unable to open shared memory region: '{key}'")
+        return fd
+
+
+class Destination:
+    """Room for one output in a client's memory."""
+
+    __slots__ = ("_fd", "_offset", "_region", "byte_size")
+
+    def __init__(self, region: str, fd: int, offset: int, byte_size: int) -> None:
+        self._region = region
+        self._fd = fd
+        self._offset = offset
+        self.byte_size = byte_size
+
+    def write(self, data: Buffer) -> None:
+        """Write into the client's memory. Raises ServeError when its file has shrunk: it is never grown."""
+        view = memoryview(data).cast("B")
+        if self._offset + len(view) > os.fstat(self._fd).st_size:
+            raise invalid(f"Invalid offset + byte size for shared memory region: '{self._region}'")
+        at = 0
+        while at < len(view):
+            at += os.pwrite(self._fd, view[at:], self._offset + at)
+
+
+def _check_range(name: str, fd: int, offset: int, byte_size: int) -> None:
+    failed = f"failed to register shared memory region '{name}'"
+    if offset % mmap.ALLOCATIONGRANULARITY:  # the original maps from there
+        raise invalid(f"{failed}: unable to process address spaceInvalid argument")
+    if byte_size < 1 or offset + byte_size > min(os.fstat(fd).st_size, UINT64_MAX):
+        raise invalid(f"{failed}: invalid args")

@@ -1,0 +1,191 @@
+"""The model repository extension (spec 7): index, load, unload. The server's repository does the work."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from fastserve.dialects.kserve_v2.document import as_bool, as_object, as_string, find, read_json
+from fastserve.dialects.kserve_v2.errors import internal, invalid, unsupported
+from fastserve.errors import Kind, ServeError
+from fastserve.repository.catalog import Catalog
+from fastserve.repository.version import Version, VersionState
+
+NOT_EXPLICIT = "explicit model load / unload is not allowed if polling is enabled"
+_STATES = {
+    VersionState.START: "LOADING",
+    VersionState.LOADING: "LOADING",
+    VersionState.AVAILABLE: "READY",
+    VersionState.UNLOADING: "UNLOADING",
+    VersionState.END: "UNAVAILABLE",
+}
+
+
+@dataclass(slots=True)
+class LoadOverride:
+    """What a client loads in place of what is on disk. `config` is a ModelConfig as JSON text."""
+
+    config: str | None = None
+    files: dict[str, bytes] = field(default_factory=dict)
+
+
+class RepositoryFace(Protocol):
+    """The part of the server's repository a dialect sees. Every call raises ServeError."""
+
+    @property
+    def explicit(self) -> bool:
+        """Whether models are loaded and unloaded by clients."""
+        ...
+
+    async def names(self) -> list[str]:
+        """Every model there is a folder of."""
+        ...
+
+    async def load(self, name: str, override: LoadOverride | None) -> None:
+        """Returns when the model is up. NOT_FOUND when there is no such model or the override is unusable."""
+        ...
+
+    async def unload(self, name: str, dependents: bool) -> None:
+        """The versions are gone from the catalog at once; NOT_FOUND when the model was never loaded."""
+        ...
+
+
+class NoRepository:
+    """Where models cannot be loaded by clients: the library, and tests."""
+
+    explicit = False
+
+    async def names(self) -> list[str]:
+        return []
+
+    async def load(self, name: str, override: LoadOverride | None) -> None:
+        raise ServeError(Kind.UNAVAILABLE, NOT_EXPLICIT)
+
+    async def unload(self, name: str, dependents: bool) -> None:
+        raise ServeError(Kind.UNAVAILABLE, NOT_EXPLICIT)
+
+
+def read_index_request(body: bytes | bytearray) -> bool:
+    """Whether only ready models are wanted. Raises ServeError."""
+    if not body:
+        return False
+    found, ready = find(read_json(body), "ready")
+    if found and not isinstance(ready, bool):
+        raise invalid("Invalid value for 'ready': expected a boolean")
+    return ready is True
+
+
+async def list_models(face: RepositoryFace, catalog: Catalog, only_ready: bool) -> list[dict[str, Any]]:
+    """The index: every model and version, in the order of their names."""
+    names = sorted({*catalog.models, *(await face.names())})
+    entries = [entry for name in names for entry in _list_model(catalog, name)]
+    return [entry for entry in entries if not only_ready or entry.get("state") == "READY"]
+
+
+def _list_model(catalog: Catalog, name: str) -> list[dict[str, Any]]:
+    model = catalog.models.get(name)
+    if model is not None and model.versions:
+        return [_list_version(model.versions[number]) for number in sorted(model.versions)]
+    if model is not None and model.error is not None:
+        return [{"name": name, "version": "1", "state": "UNAVAILABLE", "reason": model.error.message}]
+    return [{"name": name}]
+
+
+def _list_version(version: Version) -> dict[str, Any]:
+    entry = {"name": version.model, "version": str(version.number), "state": _STATES[version.state]}
+    if version.error is not None:
+        entry["reason"] = version.error.message
+    elif version.state is VersionState.END:
+        entry["reason"] = "unloaded"
+    return entry
+
+
+def read_load_request(body: bytes | bytearray) -> LoadOverride | None:
+    """What a load brings along, None for nothing. Raises ServeError."""
+    found, parameters = find(read_json(body), "parameters") if body else (False, None)
+    override = LoadOverride()
+    for key, value in as_object(parameters) if found else ():
+        name = key.decode("utf-8", "surrogateescape")
+        if name == "config":
+            override.config = as_string(value)
+        elif name.startswith("file:"):
+            override.files[name.removeprefix("file:")] = _decode(as_string(value))
+        else:
+            raise internal("unexpected error on creating Triton parameter")
+    return override if override.config is not None or override.files else None
+
+
+def read_unload_request(body: bytes | bytearray) -> bool:
+    """Whether models that only this one needed are unloaded too. Raises ServeError."""
+    found, parameters = find(read_json(body), "parameters") if body else (False, None)
+    if not found:
+        return False
+    found, dependents = find(as_object(parameters), "unload_dependents")
+    return as_bool(dependents, "Unable to parse 'unload_dependents'") if found else False
+
+
+async def load_model(
+    face: RepositoryFace, catalog: Catalog, name: str, override: LoadOverride | None
+) -> None:
+    """Load one model and wait for it. Raises ServeError in the original's words."""
+    _must_be_explicit(face)
+    check_name(name)
+    failed = internal(f"failed to load '{name}', failed to poll from model repository")
+    if override is not None and override.files and override.config is None:
+        raise failed
+    try:
+        await face.load(name, override)
+    except ServeError as fault:
+        if fault.kind is Kind.NOT_FOUND:
+            raise failed from None
+        raise invalid(f"load failed for model '{name}': {_reasons(catalog, name, fault)}") from None
+
+
+async def unload_model(face: RepositoryFace, name: str, dependents: bool) -> None:
+    """Unload one model; one that is not loaded is no fault. Raises ServeError."""
+    _must_be_explicit(face)
+    try:
+        await face.unload(name, dependents)
+    except ServeError as fault:
+        if fault.kind is not Kind.NOT_FOUND:
+            raise
+
+
+def check_repository(name: str) -> None:
+    """Raises ServeError for a repository named in the path: there is one, and it has no name."""
+    if name:
+        raise unsupported("'repository_name' specification is not supported")
+
+
+def check_name(name: str) -> None:
+    """Raises ServeError for what cannot be a model's folder."""
+    if not name:
+        raise invalid("Model name cannot be empty. Please enter a valid name to deploy.")
+    if "/" in name or "\\" in name or name in (".", ".."):
+        raise invalid(f"invalid model name '{name}', model name must not contain path traversal characters")
+
+
+def _must_be_explicit(face: RepositoryFace) -> None:
+    if not face.explicit:
+        raise ServeError(Kind.UNAVAILABLE, NOT_EXPLICIT)
+
+
+def _reasons(catalog: Catalog, name: str, fault: ServeError) -> str:
+    model = catalog.models.get(name)
+    failed = sorted(v.number for v in model.versions.values() if v.error is not None) if model else []
+    if model is None or not failed:
+        return fault.message
+    return "".join(f"version {n} is at UNAVAILABLE state: {_message(model.versions[n])};\n" for n in failed)
+
+
+def _message(version: Version) -> str:
+    return version.error.message if version.error is not None else ""
+
+
+def _decode(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise internal("failed to decode the file's content: it is not base64") from None

@@ -1,0 +1,83 @@
+"""Method and path -> what is asked for (spec 1.1). Anchored matches of the raw path; the query is ignored.
+
+No lookups here: a model or version may well not exist. The first pattern that fits decides; another verb
+on it is 405, and a path that fits none is 404.
+
+    GET /v2/models/m/versions/3/ready  ->  Target("model_ready", {"model": "m", "version": "3"})
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+_MODEL = r"/v2/models/(?P<model>[^/]+)"
+_VERSION = r"(?:/versions/(?P<version>[0-9]+))?"
+_REPOSITORY = r"/v2/repository(?:/(?P<repository>[^/]+))?"
+_REGION = r"sharedmemory(?:/region/(?P<region>[^/]+))?"
+
+NOT_FOUND = "not_found"
+WRONG_VERB = "wrong_verb"
+
+# name of what is asked -> its pattern and verbs, in the order they are tried
+_ROUTES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("server_metadata", r"/v2", ("GET",)),
+    ("live", r"/v2/health/live", ("GET",)),
+    ("ready", r"/v2/health/ready", ("GET",)),
+    ("statistics", r"/v2/models/stats", ("GET",)),
+    ("infer", _MODEL + _VERSION + r"/infer", ("POST",)),
+    ("generate", _MODEL + _VERSION + r"/generate", ("POST",)),
+    ("generate_stream", _MODEL + _VERSION + r"/generate_stream", ("POST",)),
+    ("model_ready", _MODEL + _VERSION + r"/ready", ("GET",)),
+    ("model_config", _MODEL + _VERSION + r"/config", ("GET",)),
+    ("statistics", _MODEL + _VERSION + r"/stats", ("GET",)),
+    ("trace", _MODEL + r"/trace/setting", ("GET", "POST")),
+    ("model_metadata", _MODEL + _VERSION, ("GET",)),
+    ("trace", r"/v2/trace/setting", ("GET", "POST")),
+    ("logging", r"/v2/logging", ("GET", "POST")),
+    ("index", _REPOSITORY + r"/index", ("POST",)),
+    ("load", _REPOSITORY + r"/models/(?P<model>[^/]+)/load", ("POST",)),
+    ("unload", _REPOSITORY + r"/models/(?P<model>[^/]+)/unload", ("POST",)),
+    *(
+        (f"{kind}_{verb}", rf"/v2/{kind}{_REGION}/{verb}", ("GET",) if verb == "status" else ("POST",))
+        for kind in ("system", "cuda")
+        for verb in ("status", "register", "unregister")
+    ),
+)
+_PATTERNS = tuple((name, re.compile(pattern), verbs) for name, pattern, verbs in _ROUTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a URL asks for. `parts` are the path's own texts: model, version, repository, region."""
+
+    asked: str
+    parts: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def model(self) -> str:
+        return self.parts.get("model", "")
+
+    @property
+    def version(self) -> str:
+        """Digits, or "" for the latest."""
+        return self.parts.get("version", "")
+
+
+def is_own(target: str) -> bool:
+    """Whether a path belongs to this API on a listener that speaks several."""
+    path = target.partition("?")[0]
+    return path == "/v2" or path.startswith("/v2/")
+
+
+def parse_target(method: str, target: str) -> Target:
+    """What is asked for; NOT_FOUND or WRONG_VERB when nothing is."""
+    path = target.partition("?")[0].encode("latin-1").decode("utf-8", "surrogateescape")
+    for name, pattern, verbs in _PATTERNS:
+        match = pattern.fullmatch(path)
+        if match is not None:
+            if method not in verbs:
+                return Target(WRONG_VERB)
+            return Target(name, {key: text for key, text in match.groupdict().items() if text is not None})
+    return Target(NOT_FOUND)

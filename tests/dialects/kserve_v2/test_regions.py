@@ -1,0 +1,111 @@
+"""Client memory: what may be opened, ranges at their limits, files that shrink, regions that go."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fastserve.dialects.kserve_v2.regions import REGIONS_MAX, Range, Regions
+from fastserve.errors import Kind, ServeError
+
+PAGE = 4096
+
+
+@pytest.fixture
+def regions(tmp_path: Path) -> Iterator[Regions]:
+    (tmp_path / "two_pages").write_bytes(bytes(range(256)) * 32)
+    found = Regions(True, str(tmp_path))
+    yield found
+    found.close()
+
+
+def refused(call: object, *args: object) -> ServeError:
+    with pytest.raises(ServeError) as caught:
+        call(*args)  # type: ignore[operator]
+    return caught.value
+
+
+@pytest.mark.parametrize("key", ["", "/", "///", ".", "/..", "/a/b", "../two_pages", "/\0", "/" + "a" * 300])
+def test_keys_may_not_leave_the_folder(regions: Regions, key: str) -> None:
+    fault = refused(regions.register, "r", key, 0, 16)
+    assert fault.kind is Kind.INVALID_ARGUMENT
+    assert fault.message == f"cannot register shared memory region 'r' - invalid shm key '{key}'"
+
+
+def test_reserved_keys(regions: Regions) -> None:
+    assert (
+        "reserved prefix"
+        in refused(regions.register, "r", "//triton_python_backend_shm_region_1", 0, 16).message
+    )
+
+
+def test_links_and_pipes_are_not_opened(regions: Regions, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "two_pages")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for key in ("/link", "/pipe", "/folder", "/nothing"):
+        fault = refused(regions.register, "r", key, 0, 16)
+        assert (fault.kind, fault.message) == (Kind.INTERNAL, f"Unable to open shared memory region: '{key}'")
+
+
+@pytest.mark.parametrize(
+    ("offset", "size"), [(0, 0), (0, 2 * PAGE + 1), (PAGE, PAGE + 1), (2**64 - PAGE, PAGE), (0, 2**64 - 1)]
+)
+def test_ranges_beyond_the_file(regions: Regions, offset: int, size: int) -> None:
+    assert refused(regions.register, "r", "/two_pages", offset, size).message.endswith("invalid args")
+    assert regions.list() == []
+
+
+def test_offsets_count_from_the_region(regions: Regions) -> None:
+    regions.register("r", "/two_pages", PAGE, PAGE)
+    assert regions.read(Range("r", 1, 3)) == b"\1\2\3"
+    assert regions.read(Range("r", PAGE, 0)) == b""
+    assert refused(regions.read, Range("r", PAGE + 1, 0)).message.startswith("Invalid offset for")
+    for offset, size in ((PAGE - 1, 2), (1, 2**64 - 1), (PAGE, 1)):
+        assert "Invalid offset + byte size" in refused(regions.read, Range("r", offset, size)).message
+
+
+def test_a_file_that_shrank_is_an_error(regions: Regions, tmp_path: Path) -> None:
+    regions.register("r", "/two_pages", 0, 2 * PAGE)
+    with regions.holding(Range("r", PAGE, 16)) as room:
+        os.truncate(tmp_path / "two_pages", PAGE + 8)
+        assert refused(room.write, bytes(16)).kind is Kind.INVALID_ARGUMENT
+        assert refused(regions.read, Range("r", PAGE, 16)).kind is Kind.INVALID_ARGUMENT
+    assert (tmp_path / "two_pages").stat().st_size == PAGE + 8  # and is never grown
+
+
+def test_unregistered_while_a_request_runs(regions: Regions, tmp_path: Path) -> None:
+    regions.register("r", "/two_pages", 0, PAGE)
+    with regions.holding(Range("r", 8, 4)) as room:
+        regions.unregister("r")
+        room.write(b"done")
+    assert (tmp_path / "two_pages").read_bytes()[8:12] == b"done"
+    assert refused(regions.read, Range("r", 0, 1)).kind is Kind.NOT_FOUND
+
+
+def test_descriptors_are_given_back(regions: Regions) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for name in "abc":
+        regions.register(name, "/two_pages", 0, PAGE)
+    refused(regions.register, "a", "/two_pages", 0, PAGE)
+    refused(regions.register, "d", "/two_pages", 0, 3 * PAGE)
+    regions.unregister()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_regions_are_counted(regions: Regions, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastserve.dialects.kserve_v2.regions.REGIONS_MAX", 1)
+    assert REGIONS_MAX > 1
+    regions.register("a", "/two_pages", 0, PAGE)
+    assert refused(regions.register, "b", "/two_pages", 0, PAGE).kind is Kind.UNAVAILABLE
+
+
+def test_off_unless_allowed() -> None:
+    regions = Regions(False)
+    for call, args in ((regions.register, ("r", "/x", 0, 1)), (regions.unregister, ("r",))):
+        fault = refused(call, *args)
+        assert fault.kind is Kind.UNIMPLEMENTED
+        assert fault.message.startswith("Client shared memory is disabled.")
