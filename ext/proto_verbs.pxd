@@ -5,11 +5,17 @@
 
 cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
-from cpython.unicode cimport PyUnicode_DecodeUTF8
+from cpython.exc cimport PyErr_Clear
+from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 from libcpp.vector cimport vector
 
+
+cdef extern from "Python.h":
+    # As pointers: a try around each text would cost as much as the text.
+    PyObject* PyUnicode_DecodeUTF8(const char* text, Py_ssize_t size, const char* errors) noexcept
+    str steal "(PyObject*)" (PyObject* text)
 
 cdef extern from "wire_read.h" nogil:
     enum:
@@ -54,6 +60,7 @@ cdef enum:
     BYTES_1 = 10
     VARINT_2 = 16
     BYTES_2 = 18
+    FIXED32_2 = 21
     VARINT_3 = 24
     BYTES_3 = 26
     VARINT_4 = 32
@@ -124,12 +131,21 @@ cdef inline int open_inner(Reading* r, Wire* wire, Wire* inner) except -1:
 
 cdef inline str take_text(Reading* r, Wire* wire):
     cdef Span span
+    cdef PyObject* text
     take_span(r, wire, &span)
+    text = PyUnicode_DecodeUTF8(<const char*>span.at, span.size, NULL)
+    if text is NULL:
+        refuse_text(r, wire, span)
+    return steal(text)
+
+
+cdef inline int refuse_text(Reading* r, Wire* wire, Span span) except -1:
+    PyErr_Clear()
     try:
-        return PyUnicode_DecodeUTF8(<const char*>span.at, span.size, NULL)
+        span.at[:span.size].decode()
     except UnicodeDecodeError as error:
         refuse(wire, WIRE_BAD_TEXT, span.at + <int64_t>error.start)
-    fail(r, wire)
+    return fail(r, wire)
 
 
 cdef inline double take_double(Reading* r, Wire* wire, uint32_t tag) except? -1.0:

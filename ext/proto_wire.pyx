@@ -128,6 +128,7 @@ cdef int read_entry(Reading* r, Wire* outer, dict parameters) except -1:
 # -- the V2 request ------------------------------------------------------------------------------
 
 @cython.final
+@cython.no_gc                   # names, numbers: no cycle can be made of them
 @cython.freelist(16)
 cdef class WireInput:
     """One InferInputTensor. `contents` tells whether the message was there, empty or not."""
@@ -156,6 +157,7 @@ cdef class WireInput:
 
 
 @cython.final
+@cython.no_gc                   # names, numbers: no cycle can be made of them
 @cython.freelist(16)
 cdef class WireOutput:
     """One InferRequestedOutputTensor."""
@@ -165,6 +167,7 @@ cdef class WireOutput:
 
 
 @cython.final
+@cython.no_gc                   # names, numbers: no cycle can be made of them
 @cython.freelist(16)
 cdef class InferMessage:
     """A ModelInferRequest. Its tensors' bytes stay in the buffer it was read from and holds on to,
