@@ -1,10 +1,12 @@
-"""The Open Inference Protocol V2 with Triton's extensions, over HTTP: which targets are its own (spec 1.1).
+"""The Open Inference Protocol V2 with Triton's extensions: which targets and RPCs are its own (spec 1.1).
 
 Everything under /v2 belongs to this dialect. On a listener that speaks nothing else (`alone`) it answers
 every other path too, as the original does.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from fastserve.dialects.kserve_v2.calls import (
     PLAIN,
@@ -19,6 +21,9 @@ from fastserve.dialects.kserve_v2.infer import Infer
 from fastserve.dialects.kserve_v2.routes import WRONG_VERB, Target, is_own, parse_target
 from fastserve.dialects.kserve_v2.service import Service
 from fastserve.wire.call import Endpoint
+
+if TYPE_CHECKING:
+    from fastserve.wire.grpc import Method
 
 
 class KServeV2:
@@ -36,6 +41,18 @@ class KServeV2:
             return None
         parsed = parse_target(method, target)
         return answer_wrong_verb if parsed.asked == WRONG_VERB else self._choose(parsed)
+
+    def grpc_methods(self) -> list[Method]:
+        """The RPCs of inference.GRPCInferenceService."""
+        from fastserve.dialects.kserve_v2.grpc_methods import make_methods
+
+        return make_methods(self._service)
+
+    def grpc_descriptors(self) -> list[bytes]:
+        """What reflection shows: serialized FileDescriptorSets."""
+        from fastserve.dialects.kserve_v2.grpc_methods import descriptors
+
+        return descriptors()
 
     def _choose(self, target: Target) -> Endpoint:
         service, asked = self._service, target.asked

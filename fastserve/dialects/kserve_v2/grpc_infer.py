@@ -9,13 +9,24 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from time import monotonic_ns
+from typing import Any
 
-from fastserve._ext.proto_wire import InferMessage, WireFault, WireInput, read_infer_request, write_infer_response
+from fastserve._ext.proto_wire import (
+    InferMessage,
+    WireFault,
+    WireInput,
+    read_infer_request,
+    write_infer_response,
+)
 from fastserve.dialects.kserve_v2.body import InferBody, InputPart, Memory, OutputPart
 from fastserve.dialects.kserve_v2.classes import classify
 from fastserve.dialects.kserve_v2.errors import in_own_words, internal, invalid, unsupported
-from fastserve.dialects.kserve_v2.grpc_parameters import GrpcParameters, read_output, read_parameters
-from fastserve.dialects.kserve_v2.grpc_parameters import read_range
+from fastserve.dialects.kserve_v2.grpc_parameters import (
+    GrpcParameters,
+    read_output,
+    read_parameters,
+    read_range,
+)
 from fastserve.dialects.kserve_v2.infer import client_tensor, make_request, put_outside, reply_parameters
 from fastserve.dialects.kserve_v2.lookup import find_version, read_version
 from fastserve.dialects.kserve_v2.plans import Plan
@@ -180,7 +191,7 @@ def _read_contents(plan: Plan, message: InferMessage, index: int, given: WireInp
     return memory
 
 
-def write_response(job: Job, response: InferResponse, parameters: dict[str, str | int | float | bool]) -> bytes:
+def write_response(job: Job, response: InferResponse, parameters: dict[str, Any]) -> bytes:
     """A serialized ModelInferResponse. Raises ServeError."""
     outputs, raws = collect_outputs(job, response)
     plan = job.plan

@@ -43,7 +43,7 @@ class TritonV1:
 
         return make_methods(self._service)
 
-    def descriptors(self) -> list[bytes]:
+    def grpc_descriptors(self) -> list[bytes]:
         """What reflection shows: serialized FileDescriptorSets."""
         from fastserve.protos import load
 

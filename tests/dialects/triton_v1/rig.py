@@ -130,7 +130,7 @@ async def rig(folder: Path, *, alone: bool = True, **settings: Any) -> AsyncIter
         dialect = TritonV1(service, alone=alone)
         http = HttpListener("127.0.0.1", 0, [dialect], Limits())
         grpc = GrpcListener(
-            "127.0.0.1", 0, dialect.grpc_methods(), GrpcOptions(), descriptors=dialect.descriptors()
+            "127.0.0.1", 0, dialect.grpc_methods(), GrpcOptions(), descriptors=dialect.grpc_descriptors()
         )
         await http.open()
         await grpc.open()
