@@ -20,7 +20,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
@@ -196,6 +196,12 @@ class _Site:
     swallowed: int = 0
 
 
+if TYPE_CHECKING:
+    _StreamHandler = logging.StreamHandler[Any]
+else:
+    _StreamHandler = logging.StreamHandler  # Python 3.10 cannot subscript it
+
+
 class RepeatFilter(logging.Filter):
     """Lets a line of code log `burst` times per `window_s`; what it swallowed the next line tells.
 
@@ -225,7 +231,7 @@ class RepeatFilter(logging.Filter):
         return site.passed <= self._burst
 
 
-class LogStream(logging.StreamHandler[Any]):
+class LogStream(_StreamHandler):
     """Writes to a stream; one that is closed or full costs lines, never a request (hardening R12)."""
 
     lost = 0
