@@ -2,7 +2,8 @@
 
 Inputs and outputs are read from the model; what model.yaml declares narrows them (a length for a
 symbolic axis, a choice of outputs) and is checked against the model. With max_batch_size > 0 the first
-axis of every tensor is the batch and must be symbolic in the model.
+axis of every tensor is the batch and must be symbolic in the model. A config.pbtxt may also name another
+file, reshape tensors and set the session's options.
 
 Numeric inputs reach the session without a copy: ONNX Runtime wraps contiguous arrays where they lie.
 """
@@ -18,6 +19,7 @@ import numpy as np
 
 from fastserve.backends.base import clean, read_specs
 from fastserve.backends.outputs import OutputCheck
+from fastserve.backends.reshape import read_reshapes, reshape
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.tensor import DTYPES, TensorSpec
 
@@ -54,13 +56,17 @@ class OnnxBackend:
         self._session: Any = None
         self._strings: list[str] = []
         self._wanted: list[str] = []
+        triton = config.get("triton") or {}
+        self._file = str(triton.get("default_model_filename") or "model.onnx")
+        self._said = "config.pbtxt" if triton else "model.yaml"
+        self._reshapes = read_reshapes(config)
 
     def load(self) -> None:
         """Opens the session. Raises ConfigError when model.yaml and the model disagree, ServeError when
         ONNX Runtime is missing or refuses the model."""
-        path = self._version_dir / "model.onnx"
+        path = self._version_dir / self._file
         if not path.is_file():
-            raise ConfigError("the version's folder has no file model.onnx")
+            raise ConfigError(f"the version's folder has no file {self._file}")
         self._session = _open_session(path, self._config)
         declared_inputs = read_specs(self._config.get("inputs"))
         declared_outputs = read_specs(self._config.get("outputs"))
@@ -74,13 +80,15 @@ class OnnxBackend:
         """Runs one batch; see Backend.run. Raises ServeError: INVALID_ARGUMENT when the model refuses
         the inputs, INTERNAL otherwise."""
         feed = inputs if not self._strings else self._decode_strings(inputs)
+        feed = reshape(feed, self._reshapes[0], batched=self._batched)
         try:
             results = self._session.run(self._wanted, feed)
         except Exception as error:
             # ONNX Runtime has one exception class per status, INVALID_ARGUMENT among them.
             refused = type(error).__name__ == "InvalidArgument"
             raise ServeError(Kind.INVALID_ARGUMENT if refused else Kind.INTERNAL, _words(error)) from error
-        return self._check(inputs, dict(zip(self._wanted, results, strict=True)))
+        outputs = dict(zip(self._wanted, results, strict=True))
+        return self._check(inputs, reshape(outputs, self._reshapes[1], batched=self._batched))
 
     def close(self) -> None:
         """Drops the session."""
@@ -93,7 +101,7 @@ class OnnxBackend:
                 raise ConfigError(f"the model has no {role} {name!r}; its {role}s are {', '.join(names)}")
         if role == "input" and declared and len(declared) < len(names):
             missing = ", ".join(name for name in names if name not in declared)
-            raise ConfigError(f"the model needs inputs that model.yaml does not declare: {missing}")
+            raise ConfigError(f"the model needs inputs that {self._said} does not declare: {missing}")
         by_name = {node.name: node for node in nodes}
         return {name: self._merge_one(role, by_name[name], declared.get(name)) for name in declared or names}
 
@@ -102,12 +110,17 @@ class OnnxBackend:
         if declared is None:
             return found
         if declared.dtype is not found.dtype:
-            text = f"model.yaml says {declared.dtype.name}, the model {found.dtype.name}"
+            text = f"{self._said} says {declared.dtype.name}, the model {found.dtype.name}"
             raise ConfigError(f"{role} {node.name!r}: {text}")
         if found.shape is None or declared.shape is None:
             return declared if declared.shape is not None else found
-        if not _narrows(declared.shape, found.shape):
-            text = f"model.yaml says shape {list(declared.shape)}, the model {list(found.shape)}"
+        seen = declared.shape
+        if role == "input" and node.name in self._reshapes[0]:
+            seen = self._reshapes[0][node.name][1]
+        if role == "output" and node.name in self._reshapes[1]:
+            seen = self._reshapes[1][node.name][0]
+        if not _narrows(seen, found.shape):
+            text = f"{self._said} says shape {list(seen)}, the model {list(found.shape)}"
             raise ConfigError(f"{role} {node.name!r}: {text}" + " (without the batch axis)" * self._batched)
         return declared
 
@@ -148,11 +161,29 @@ def _open_session(path: Path, config: Mapping[str, Any]) -> Any:
     # Idle pool threads must not spin away the core the front process needs.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 3
+    if config.get("triton"):
+        _set_options(options, config["triton"], onnxruntime)
     providers = _providers(str(config.get("device") or "cpu"), onnxruntime.get_available_providers())
     try:
         return onnxruntime.InferenceSession(str(path), options, providers=providers)
     except Exception as error:
         raise ServeError(Kind.FAILED_PRECONDITION, _words(error, str(path.parent))) from error
+
+
+def _set_options(options: Any, triton: Mapping[str, Any], onnxruntime: Any) -> None:
+    """What a config.pbtxt may say of the session."""
+    levels = onnxruntime.GraphOptimizationLevel
+    level = triton.get("optimization", {}).get("graph", {}).get("level", 0)
+    options.graph_optimization_level = {
+        -1: levels.ORT_ENABLE_BASIC,
+        1: levels.ORT_ENABLE_EXTENDED,
+        2: levels.ORT_DISABLE_ALL,
+    }.get(level, levels.ORT_ENABLE_ALL)
+    given = {name: p["string_value"] for name, p in triton.get("parameters", {}).items()}
+    if given.get("inter_op_thread_count", "").isdecimal():
+        options.inter_op_num_threads = int(given["inter_op_thread_count"])
+    if given.get("execution_mode") == "1":
+        options.execution_mode = onnxruntime.ExecutionMode.ORT_PARALLEL
 
 
 def _providers(device: str, available: list[str]) -> list[Any]:

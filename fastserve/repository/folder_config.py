@@ -91,7 +91,8 @@ class ConfigReader:
         known = self._known.get(path)
         if known is not None and known[0] == stamps:
             return known[1]
-        config = to_model_config(complete_from_files(read_triton_config(folder, name), numbered, root))
+        written = read_triton_config(folder, name)
+        config = to_model_config(complete_from_files(written, numbered, root), folder.absolute())
         self._known[path] = (stamps, config)
         return config
 

@@ -14,11 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from fastserve.config import DEFAULT_POLICY, PolicyChoice, VersionPolicy, convert
 from fastserve.config.text_proto import parse_text
 from fastserve.config.yaml_text import read_text
 from fastserve.errors import ConfigError
-from fastserve.repository.model_config import ModelConfig, TensorConfig
+from fastserve.repository.model_config import ModelConfig, TensorConfig, WarmupSample
 from fastserve.repository.triton_defaults import DATA_TYPE, DTYPE_OF, complete, fill_defaults
 from fastserve.repository.triton_json import plain_from_json, to_json
 from fastserve.repository.triton_rules import check, refusals
@@ -29,9 +31,10 @@ from fastserve.repository.triton_schema import (
     ModelOutput,
     TritonConfig,
     TritonPolicy,
+    Warmup,
 )
 from fastserve.repository.triton_text import TEXT_SCHEMA
-from fastserve.tensor import DTYPES
+from fastserve.tensor import DTYPES, TensorSpec
 
 if TYPE_CHECKING:
     from fastserve.repository.version import Version
@@ -69,9 +72,10 @@ def make_triton_config(raw: Mapping[str, Any], name: str, origin: str = TRITON_F
     return config
 
 
-def to_model_config(config: TritonConfig) -> ModelConfig:
+def to_model_config(config: TritonConfig, folder: Path = Path()) -> ModelConfig:
     """What the engine and the workers go by; `triton` keeps the whole config.
 
+    `folder` is the model's, where the files of warm-up samples lie.
     A config that cannot be run here has `fault`: its versions then fail to load with these words.
     """
     reasons = refusals(config)
@@ -95,7 +99,7 @@ def to_model_config(config: TritonConfig) -> ModelConfig:
         "split_large_requests": False,
         "mixed_shapes": "group",
         "version_policy": policy_of(config),
-        "warmup": "off",
+        "warmup": [_warmup(sample, folder) for sample in config.model_warmup] or "off",
         "parameters": {name: parameter.string_value for name, parameter in config.parameters.items()},
         "threads": threads_of(config),
         "triton": to_json(config),
@@ -110,6 +114,17 @@ def _tensors(tensors: list[ModelInput] | list[ModelOutput]) -> dict[str, TensorC
         for tensor in tensors
         if tensor.data_type in DTYPE_OF and (tensor.dims or tensor.reshape is not None)
     }
+
+
+def _warmup(sample: Warmup, folder: Path) -> WarmupSample:
+    inputs: dict[str, Any] = {}
+    for name, given in sample.inputs.items():
+        file = given.input_data_file
+        data = "file" if file is not None else "random" if given.random_data else "zeros"
+        inputs[name] = {"dims": given.dims, "data": data}
+        if file is not None:
+            inputs[name]["file"] = str(folder / "warmup" / Path(file).name)
+    return WarmupSample(inputs=inputs, rows=sample.batch_size or 1, count=min(sample.count or 1, 1000))
 
 
 def policy_of(config: TritonConfig) -> VersionPolicy:
@@ -141,6 +156,16 @@ def threads_of(config: TritonConfig) -> int:
     if config.backend != "onnxruntime" or given is None or not given.string_value.isdecimal():
         return 1
     return min(int(given.string_value), 1024)
+
+
+def with_tensors(
+    config: ModelConfig, inputs: Mapping[str, TensorSpec], outputs: Mapping[str, TensorSpec]
+) -> ModelConfig:
+    """The config with what a loaded model says of its tensors in `triton`; a native one as it is."""
+    if config.triton is None:
+        return config
+    completed = complete(triton_view(config, ""), inputs, outputs)
+    return msgspec.structs.replace(config, triton=to_json(completed))
 
 
 def config_json(config: ModelConfig | TritonConfig, version: Version | None = None) -> dict[str, Any]:

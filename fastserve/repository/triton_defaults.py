@@ -68,7 +68,9 @@ def fill_defaults(config: TritonConfig, name: str) -> TritonConfig:
             "default_model_filename": config.default_model_filename or MODEL_FILES.get(backend, ""),
             "optimization": _filled_optimization(config.optimization or Optimization()),
         }
-    if backend:  # how many workers there are depends on it; without one nothing is loaded
+    if (
+        backend and not config.ensemble
+    ):  # how many workers there are depends on it; without one nothing is loaded
         changes["instance_group"] = _filled_groups(config, name, CPU_INSTANCES.get(backend, 1))
     return msgspec.structs.replace(config, **changes)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
+from pathlib import PurePath
 from typing import Any
 
 from fastserve.config.fields import fault_text
@@ -26,7 +27,9 @@ from fastserve.repository.triton_schema import (
 RUNNABLE = ("onnxruntime", "python")
 MOST_INSTANCES = 64
 MOST_BATCH = 1 << 20
+MOST_WARMUPS = 1000
 MOST_DELAY_US = 60_000_000
+GRAPH_LEVELS = (0, -1, 1, 2)  # onnxruntime's: everything, basic, extended, nothing
 CORRID_TYPES = ("TYPE_UINT64", "TYPE_INT64", "TYPE_UINT32", "TYPE_INT32", "TYPE_STRING")
 
 
@@ -242,6 +245,8 @@ def _warmup_faults(config: TritonConfig) -> Iterator[str]:
         place = f"model_warmup[{number}]"
         if not sample.inputs:
             yield fault_text(f"{place}.inputs", {}, "every input of the model")
+        if sample.count > MOST_WARMUPS:
+            yield fault_text(f"{place}.count", sample.count, f"up to {MOST_WARMUPS}")
         if sample.batch_size > max(config.max_batch_size, 1):
             yield fault_text(f"{place}.batch_size", sample.batch_size, f"up to {config.max_batch_size}")
         for name, given in sample.inputs.items():
@@ -249,6 +254,12 @@ def _warmup_faults(config: TritonConfig) -> Iterator[str]:
                 yield fault_text(f"{place}.inputs.{name}.data_type", given.data_type, "a type")
             if any(dim < 1 for dim in given.dims):
                 yield fault_text(f"{place}.inputs.{name}.dims", given.dims, "whole numbers from 1")
+            if (
+                given.input_data_file is not None
+                and PurePath(given.input_data_file).name != given.input_data_file
+            ):
+                wanted = "the name of a file in the model's folder warmup"
+                yield fault_text(f"{place}.inputs.{name}.input_data_file", given.input_data_file, wanted)
             if given.zero_data is None and given.random_data is None and given.input_data_file is None:
                 yield f"{place}.inputs.{name}: takes zero_data, random_data or input_data_file"
 
@@ -313,8 +324,10 @@ def _refused_of_optimization(config: TritonConfig) -> Iterator[str]:
         accelerators.gpu_execution_accelerator or accelerators.cpu_execution_accelerator
     ):
         yield fault_text("optimization.execution_accelerators", "a value", "nothing")
-    if given.graph is not None and given.graph.level and config.backend != "onnxruntime":
-        yield fault_text("optimization.graph.level", given.graph.level, "0 but for onnxruntime models")
+    if given.graph is not None and given.graph.level:
+        levels = GRAPH_LEVELS if config.backend == "onnxruntime" else (0,)
+        if given.graph.level not in levels:
+            yield fault_text("optimization.graph.level", given.graph.level, " or ".join(map(str, levels)))
     cuda = given.cuda
     if cuda is not None and (cuda.graphs or cuda.busy_wait_events or cuda.graph_spec):
         yield fault_text("optimization.cuda", "a value", "nothing: there is no GPU")

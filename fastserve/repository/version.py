@@ -13,6 +13,7 @@ from pathlib import Path
 from fastserve.errors import ServeError
 from fastserve.repository.model_config import ModelConfig, build_specs
 from fastserve.repository.signature import Signature, build_signatures
+from fastserve.repository.triton_config import with_tensors
 from fastserve.tensor import TensorSpec
 
 
@@ -84,6 +85,7 @@ class Version:
         """What the loaded model says of its tensors. Raises ConfigError when a signature does not fit."""
         self.inputs = dict(inputs)
         self.outputs = dict(outputs)
+        self.config = with_tensors(self.config, inputs, outputs)
         self.signatures = build_signatures(self.config, self.inputs, self.outputs)
 
     def __repr__(self) -> str:

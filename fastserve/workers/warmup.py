@@ -1,12 +1,19 @@
-"""Warm-up samples of model.yaml: batches a version must run before it becomes available."""
+"""Warm-up samples: batches a version must run before it becomes available.
+
+An input of a sample is given as nested lists, as "zeros", or as a config.pbtxt has it:
+{dims: [4], data: zeros | random | file, file: ...}, where a file holds the raw tensor.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fastserve._ext.flatten import unpack_bytes
 from fastserve.backends.base import Backend
 from fastserve.errors import ConfigError
 from fastserve.tensor import TensorSpec
@@ -17,9 +24,15 @@ def run_samples(backend: Backend, samples: Sequence[Mapping[str, Any]], *, batch
     """Run every sample `count` times. Raises ConfigError for a sample that is no input of the model,
     and whatever the backend raises: a failing sample fails the load."""
     for number, sample in enumerate(samples):
+        given = sample["inputs"]
+        whole = any(isinstance(value, Mapping) for value in given.values())  # leaves out what is optional
+        for name in given if whole else ():
+            if name not in backend.inputs:
+                raise ConfigError(f"model_warmup[{number}].inputs.{name}: the model has no such input")
         arrays = {
             name: _sample_array(spec, sample, f"warmup[{number}].inputs.{name}", batching)
             for name, spec in backend.inputs.items()
+            if name in given or not whole
         }
         for _ in range(int(sample.get("count", 1))):
             backend.run(arrays)
@@ -30,16 +43,46 @@ def _sample_array(
 ) -> np.ndarray[Any, Any]:
     value = sample["inputs"].get(spec.name, "zeros")
     dtype = NUMPY[spec.dtype.name]
+    lead = (int(sample.get("rows", 1)),) if batching else ()
+    if isinstance(value, Mapping):
+        return _described_array(spec, value, (*lead, *value["dims"]), where)
     if isinstance(value, str) and value == "zeros":
-        lead = (int(sample.get("rows", 1)),) if batching else ()
-        fill: Any = b"" if spec.dtype.name == "bytes" else 0
-        return np.full((*lead, *(abs(n) for n in spec.shape or ())), fill, dtype)
+        return _zeros(spec, (*lead, *(abs(n) for n in spec.shape or ())))
     try:
         if spec.dtype.name == "bytes":
             value = _encoded(value)
         return np.asarray(value, dtype)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{where}: not a tensor of {spec.dtype.name}: {error}") from None
+
+
+def _zeros(spec: TensorSpec, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    return np.full(shape, b"" if spec.dtype.name == "bytes" else 0, NUMPY[spec.dtype.name])
+
+
+def _described_array(
+    spec: TensorSpec, value: Mapping[str, Any], shape: tuple[int, ...], where: str
+) -> np.ndarray[Any, Any]:
+    count = prod(shape)
+    if value["data"] == "zeros":
+        return _zeros(spec, shape)
+    if value["data"] == "random":
+        raw = np.random.default_rng(0).integers(0, 256, count * spec.dtype.item_bytes, np.uint8)
+        if spec.dtype.name == "bool":
+            raw &= 1
+        if spec.dtype.name == "bytes":
+            return np.array([b"%d" % n for n in range(count)] + [None], object)[:-1].reshape(shape)
+        return raw.view(NUMPY[spec.dtype.name]).reshape(shape)
+    try:
+        data = Path(value["file"]).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{where}: {Path(value['file']).name} cannot be read: {error.strerror}") from None
+    if spec.dtype.name == "bytes":
+        return np.array([*unpack_bytes(data, count), None], object)[:-1].reshape(shape)
+    if len(data) != count * spec.dtype.item_bytes:
+        wanted = count * spec.dtype.item_bytes
+        raise ConfigError(f"{where}: {Path(value['file']).name} has {len(data)} bytes, not {wanted}")
+    return np.frombuffer(data, NUMPY[spec.dtype.name]).reshape(shape)
 
 
 def _encoded(value: Any) -> Any:
