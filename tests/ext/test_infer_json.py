@@ -17,13 +17,23 @@ from hypothesis import strategies as st
 
 from fastserve._ext.infer_json import InferCode, InferFault, InferReader, read_infer
 from fastserve.tensor import DTYPE_BY_KSERVE, KSERVE_NAME
-from tests.ext.json_strategies import at_edge, broken, listed, named, number_texts, spaces, string_texts, values
+from tests.ext.json_strategies import (
+    at_edge,
+    broken,
+    listed,
+    named,
+    number_texts,
+    spaces,
+    string_texts,
+    values,
+)
 from tests.oracles import infer_json as oracle
 
 VECTORS = Path(__file__).parents[1] / "vectors" / "triton_v2_infer.jsonl"
 CASES = [json.loads(line) for line in VECTORS.read_text().splitlines()]
 # What only a model or the dialect can tell, or what is about the blobs behind the JSON.
-OURS = ("Unable to parse 'i", "Unable to parse 'd", "Unable to parse 'sh", "failed to parse", "receiving", "Input must")
+PARSING = tuple(f"Unable to parse '{member}" for member in ("id", "inputs", "data", "datatype", "shape"))
+OURS = (*PARSING, "failed to parse", "receiving", "Input must")
 
 
 def ours(body: Any) -> Any:
@@ -72,13 +82,16 @@ leaves = st.one_of(
     st.integers(-300, 300).map(str),
     st.sampled_from(["true", "false", '"a"', '""', '"\\u00e9"', "2147483648", "-129", "null", "NaN", "1.5"]),
 )
+small = st.integers(-300, 300).map(str)
+bools = st.sampled_from(["true", "false"])
+
+
+def nested(one: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    return st.recursive(listed(one), lambda inner: listed(st.one_of(one, inner)), max_leaves=6)
+
+
 data_texts = st.one_of(
-    *[
-        st.recursive(listed(one), lambda inner: listed(st.one_of(one, inner)), max_leaves=6)
-        for one in (number_texts, st.integers(-300, 300).map(str), st.sampled_from(["true", "false"]), string_texts)
-    ],
-    listed(leaves),
-    values,
+    nested(number_texts), nested(small), nested(bools), nested(string_texts), listed(leaves), values
 )
 shape_texts = st.one_of(
     st.lists(st.integers(0, 4), max_size=2).map(str), st.integers(0, 5).map(lambda n: f"[{n}]"), values
@@ -114,11 +127,12 @@ def tensors(draw: st.DrawFn) -> str:
 def fitting(draw: st.DrawFn) -> str:
     """An input whose data has as many leaves as its shape says, all of its datatype."""
     datatype = draw(st.sampled_from([*oracle.DTYPES, "BYTES"]))
-    leaf = {"B": st.sampled_from(["true", "false"]), "F": number_texts, "I": st.integers(-(2**63), 2**64).map(str)}
-    leaf["U"] = st.integers(0, 2**64 - 1).map(str)
+    signed, unsigned = st.integers(-(2**63), 2**64).map(str), st.integers(0, 2**64 - 1).map(str)
+    leaf = {"B": bools, "F": number_texts, "I": signed, "U": unsigned}
     one = string_texts if datatype == "BYTES" else leaf[datatype[0]]
     found = draw(st.lists(one, max_size=70))
-    return '{"name":"x","datatype":"%s","shape":[%d],"data":[%s]}' % (datatype, len(found), ",".join(found))
+    text = ",".join(found)
+    return f'{{"name":"x","datatype":"{datatype}","shape":[{len(found)}],"data":[{text}]}}'
 
 
 parts = st.one_of(tensors(), tensors(), fitting(), values)
@@ -233,7 +247,10 @@ def test_integers_wrap(datatype: str) -> None:
 KSERVE_DTYPE = {kserve: dtype for dtype, kserve in KSERVE_NAME.items()}
 
 
-@pytest.mark.parametrize("text", ["1,[2", "1,[2]]]", "1, f[2]", "1, -[2]", "1,1e[2]", "1,2[3]", "[1],]", "1,,2", "[,1]"])
+NESTINGS = ["1,[2", "1,[2]]]", "1, f[2]", "1, -[2]", "1,1e[2]", "1,2[3]", "[1],]", "1,,2", "[,1]"]
+
+
+@pytest.mark.parametrize("text", NESTINGS)
 @pytest.mark.parametrize("datatype", ["INT32", "UINT8", "FP32", "BOOL", "BYTES"])
 def test_broken_nesting(text: str, datatype: str) -> None:
     for body in (FORMS[0] % ("[2]", datatype, f"[{text}]"), FORMS[0] % ("[2]", datatype, f"[{text}")):
@@ -254,7 +271,9 @@ def test_every_cut_is_refused() -> None:
             assert ours(view).startswith("failed to parse the request JSON buffer: ")
 
 
-@pytest.mark.parametrize("head", [b"[", b'{"a":', b'{"inputs":', b'{"inputs":[{"datatype":"FP32","data":', b'{"id":'])
+@pytest.mark.parametrize(
+    "head", [b"[", b'{"a":', b'{"inputs":', b'{"inputs":[{"datatype":"FP32","data":', b'{"id":']
+)
 def test_depth(head: bytes) -> None:
     for body in (head + b"[" * 500_000, head + b'{"a":' * 500_000, head + b"[" * 104):
         start = time.perf_counter()
@@ -285,16 +304,18 @@ def test_faults_say_where() -> None:
 
 
 def test_bytes_are_packed_as_they_come() -> None:
-    body = b'{"inputs":[{"name":"\xff","datatype":"BYTES","shape":[9],"data":["\xff\xfe",["\\ud83d\\ude00"]]}]}'
+    data = b'["\xff\xfe",["\\ud83d\\ude00"]]'
+    body = b'{"inputs":[{"name":"\xff","datatype":"BYTES","shape":[9],"data":' + data + b"}]}"
     got = read_infer(body).inputs[0]
-    assert got.data == struct.pack("<I", 2) + b"\xff\xfe" + struct.pack("<I", 4) + "\N{GRINNING FACE}".encode()
+    face = "\N{GRINNING FACE}".encode()
+    assert got.data == struct.pack("<I", 2) + b"\xff\xfe" + struct.pack("<I", 4) + face
     assert (got.leaves, got.data_present, got.name) == (2, True, "\udcff")
 
 
 def test_memory_is_bounded() -> None:
     script = (
         "import resource; from fastserve._ext.infer_json import read_infer\n"
-        "head = b'{\"inputs\":[{\"name\":\"x\",\"datatype\":\"FP64\",\"shape\":[8000001],\"data\":['\n"
+        'head = b\'{"inputs":[{"name":"x","datatype":"FP64","shape":[8000001],"data":[\'\n'
         "body = head + b'1,' * 8_000_000 + b'1]}]}'\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "got = read_infer(body)\n"

@@ -132,9 +132,10 @@ def read_input(value: Any) -> tuple[Any, ...]:
     given = ["'data'"] if data else []
     given += [f"'{name}'" for name in ("binary_data_size", "shared_memory_region") if name in parameters]
     if len(given) != 1:
+        found = "set " + " ".join(given) if given else "no field is set"
         raise Fault(
             "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
-            "'shared_memory_region' in 'parameters'. But " + ("set " + " ".join(given) if given else "no field is set")
+            f"'shared_memory_region' in 'parameters'. But {found}"
         )
     name = text_of(member(value, "name", bytes, STRING))
     datatype = text_of(member(value, "datatype", bytes, STRING))
@@ -152,6 +153,11 @@ def read_input(value: Any) -> tuple[Any, ...]:
     return name, datatype, tuple(shape), parameters, memory
 
 
+def read_output(value: Any) -> tuple[str, dict[str, Any]]:
+    name = text_of(member(value, "name", bytes, STRING))
+    return name, parameters_of(next(iter(find(value, b"parameters")), None))
+
+
 def read(body: bytes) -> tuple[Any, ...]:
     """(id, parameters, inputs, outputs). Raises Fault."""
     root = document(body)
@@ -161,11 +167,8 @@ def read(body: bytes) -> tuple[Any, ...]:
         raise Fault("Unable to parse 'parameters': attempt to get members for non-object")
     inputs = member(root, "inputs", list, "attempt to access JSON non-array as array")
     read_inputs = [read_input(one) for one in inputs]
-    outputs = next(iter(find(root, b"outputs")), [])
-    asked = [
-        (text_of(member(one, "name", bytes, STRING)), parameters_of(next(iter(find(one, b"parameters")), None)))
-        for one in (outputs if isinstance(outputs, list) else [])
-    ]
+    outputs: Any = next(iter(find(root, b"outputs")), None)
+    asked = [read_output(one) for one in (outputs if isinstance(outputs, list) else [])]
     return identity, parameters_of(parameters[0] if parameters else None), read_inputs, asked
 
 
@@ -179,7 +182,8 @@ def float_text(value: float) -> str:
         return text
     if value == 0 or 1e-6 <= abs(value) < 1e21:
         return np.format_float_positional(np.float64(value), unique=True, trim="0")
-    mantissa, _, exponent = np.format_float_scientific(np.float64(value), unique=True, trim="-").partition("e")
+    text = np.format_float_scientific(np.float64(value), unique=True, trim="-")
+    mantissa, _, exponent = text.partition("e")
     return f"{mantissa}e{int(exponent)}"
 
 
