@@ -182,7 +182,16 @@ class Settings(RepositorySettings, frozen=True, forbid_unknown_fields=True, kw_o
     drain_s: Annotated[
         float, Meta(ge=0, description="Seconds requests under way may take to finish when stopping.")
     ] = 30.0
+    allow_client_shm: Annotated[
+        bool, Meta(description="Clients may name shared memory that tensors are read from and written to.")
+    ] = False
     limits: Limits = Limits()
     grpc_options: GrpcOptions = GrpcOptions()
     tfserving: TFServingOptions = TFServingOptions()
     log: LogOptions = LogOptions()
+
+    def __post_init__(self) -> None:
+        if self.allow_client_shm and self.frontends > 1:  # each front keeps the regions it was told of
+            raise ValueError(
+                f"allow_client_shm: given true with frontends {self.frontends}, allowed: with frontends 1"
+            )

@@ -77,6 +77,10 @@ class Repository:
         self._tell({name: problems.get(name, []) for name in found})
         await asyncio.gather(*(self._end(name) for name in self._gone(found)))
 
+    async def names(self) -> list[str]:
+        """Every model there is a folder of, wanted or not."""
+        return sorted(await asyncio.to_thread(self._layout.scan))
+
     async def load(self, name: str, path: tuple[str, ...] = ()) -> None:
         """Load or reload one model now, and before an ensemble the models of its steps that are missing.
 

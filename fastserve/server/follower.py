@@ -31,6 +31,7 @@ from fastserve.repository.model_config import load_config_json
 from fastserve.repository.version import Version
 from fastserve.server.gauges import FrontGauges
 from fastserve.server.listening import Front
+from fastserve.server.loads import OthersLoads
 from fastserve.server.mirror import apply_catalog
 from fastserve.tensor import DTYPES, TensorSpec
 from fastserve.tracing import setup_logs
@@ -108,7 +109,8 @@ class Follower:
         log = settings.log
         setup_logs(log.level, log.format, access=log.access, fields={"front": str(self._number)})
         registry = Registry(sections=settings.frontends, section=self._number, fd=fds[0])
-        self._front = Front(settings, Engine(self._catalog), registry)
+        loads = OthersLoads(settings.model_control == "explicit")
+        self._front = Front(settings, Engine(self._catalog), registry, loads)
         self._gauges = FrontGauges(registry)
         self._beat()
 

@@ -8,11 +8,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fastserve.config import Listener, Settings
+from fastserve.dialects.kserve_v2 import KServeV2, Regions, Service
+from fastserve.dialects.kserve_v2.repository import NoRepository, RepositoryFace
 from fastserve.dialects.ops import Ops
 from fastserve.dialects.tfserving.dialect import TFServing
+from fastserve.dialects.triton_v1.control import Control
+from fastserve.dialects.triton_v1.dialect import TritonV1
+from fastserve.dialects.triton_v1.service import Service as ServiceV1
 from fastserve.engine.engine import Engine
 from fastserve.errors import ConfigError
 from fastserve.metrics import Heartbeat, Readiness, Registry
+from fastserve.server.places import Places
 from fastserve.wire import Call, Dialect, HttpListener
 
 if TYPE_CHECKING:
@@ -21,7 +27,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 access = logging.getLogger("fastserve.access")
 
-DIALECTS = ("tfserving",)
+DIALECTS = ("tfserving", "kserve_v2", "triton_v1")
+OPS = "ops"  # health and metrics; alone on a listener, or before any mixture of dialects
+STANDS_IN = ("kserve_v2", "triton_v1")  # alone on a listener, these answer every path as their original does
+MakeDialect = Callable[[bool], Dialect]  # given whether it is alone on its listener
+SPEAK_GRPC = ("kserve_v2", "triton_v1")
 HEALTH_SERVICE = ""
 
 
@@ -32,6 +42,8 @@ class Front:
     settings: Settings
     engine: Engine
     registry: Registry
+    repository: RepositoryFace = field(default_factory=NoRepository)
+    regions: Regions = field(default_factory=lambda: Regions(False))
     readiness: Readiness = field(default_factory=Readiness)
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     http: list[HttpListener] = field(default_factory=list)
@@ -48,7 +60,7 @@ class Front:
         for listener in http:
             await self._open_http(listener, dialects, shared)
         for listener in grpc:
-            await self._open_grpc(listener, shared)
+            await self._open_grpc(listener, dialects, shared)
 
     def set_ready(self, readiness: Readiness) -> None:
         """Take over what the owner knows about readiness."""
@@ -72,22 +84,33 @@ class Front:
         for grpc_listener in self.grpc:
             await grpc_listener.drain(grace_s)
         self.http, self.grpc = [], []
+        self.regions.close()
         return cut
 
-    def _dialects(self) -> dict[str, Callable[[], Dialect]]:
+    def _dialects(self) -> dict[str, MakeDialect]:
         settings = self.settings
         tfserving = TFServing(self.engine, self.registry, settings.tfserving, settings.limits)
-        return {"tfserving": lambda: tfserving}
+        self.regions.allowed = settings.allow_client_shm
+        kserve = Service(self.engine, self.registry, settings.limits, self.regions, self.repository)
+        control = Control(self.engine.catalog, self.repository)
+        places = Places(self.regions)
+        triton_v1 = ServiceV1(self.engine, self.registry, self.readiness, control, places)
+        return {
+            "tfserving": lambda alone: tfserving,
+            "kserve_v2": lambda alone: KServeV2(kserve, alone=alone),
+            "triton_v1": lambda alone: TritonV1(triton_v1, alone=alone),
+        }
 
-    async def _open_http(
-        self, listener: Listener, known: dict[str, Callable[[], Dialect]], shared: bool
-    ) -> None:
+    async def _open_http(self, listener: Listener, known: dict[str, MakeDialect], shared: bool) -> None:
         names = listener.dialects or DIALECTS
-        ops: Dialect = Ops(self.readiness, self.heartbeat, self.registry)
+        alone = len(names) == 1 and names[0] in STANDS_IN
+        served = [known[name](alone) for name in names if name != OPS]
+        if not alone:
+            served.insert(0, Ops(self.readiness, self.heartbeat, self.registry))
         opened = HttpListener(
             listener.host,
             listener.port,
-            [ops, *(known[name]() for name in names)],
+            served,
             self.settings.limits,
             reuse_port=shared,
             access_log=log_access if self.settings.log.access else None,
@@ -95,10 +118,19 @@ class Front:
         await opened.open()
         self.http.append(opened)
 
-    async def _open_grpc(self, listener: Listener, shared: bool) -> None:
+    async def _open_grpc(self, listener: Listener, known: dict[str, MakeDialect], shared: bool) -> None:
         from fastserve.wire.grpc import GrpcListener
 
-        opened = GrpcListener(listener.host, listener.port, [], self.settings.grpc_options, reuse_port=shared)
+        names = listener.dialects or DIALECTS
+        spoken = [known[name](False) for name in names if name in SPEAK_GRPC]
+        opened = GrpcListener(
+            listener.host,
+            listener.port,
+            [method for one in spoken for method in one.grpc_methods()],
+            self.settings.grpc_options,
+            descriptors=[files for one in spoken for files in one.grpc_descriptors()],
+            reuse_port=shared,
+        )
         await opened.open()
         self.grpc.append(opened)
 
@@ -111,8 +143,9 @@ def log_access(call: Call, status: int, nbytes: int) -> None:
 
 def _check_dialects(listener: Listener) -> None:
     for name in listener.dialects:
-        if name not in DIALECTS:
-            raise ConfigError(f"{listener.address}: dialects: given {name!r}, allowed: {', '.join(DIALECTS)}")
+        if name not in (*DIALECTS, OPS):
+            allowed = ", ".join((*DIALECTS, OPS))
+            raise ConfigError(f"{listener.address}: dialects: given {name!r}, allowed: {allowed}")
 
 
 def _listed(address: tuple[str, int], listener: Listener) -> Listener:

@@ -27,6 +27,7 @@ from fastserve.server.fronts import Fronts
 from fastserve.server.gauges import FrontGauges
 from fastserve.server.health import judge
 from fastserve.server.listening import Front
+from fastserve.server.loads import ClientLoads
 from fastserve.server.welcome import welcome_text
 from fastserve.tracing import setup_logs
 from fastserve.wire import keep_freed_memory
@@ -51,7 +52,8 @@ class Server:
             catalog=self.catalog,
         )
         self.repository = Repository(settings, self.catalog, self.host)
-        self.front = Front(settings, Engine(self.catalog), self.registry)
+        loads = ClientLoads(self.repository)
+        self.front = Front(settings, Engine(self.catalog), self.registry, loads)
         self.fronts = Fronts(settings, self.catalog, self.host, self.registry)
         self._gauges = FrontGauges(self.registry)
         self._draining = False

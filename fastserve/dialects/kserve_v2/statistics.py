@@ -44,6 +44,9 @@ class Statistics:
         self._catalog = catalog
         self._first: dict[tuple[str, int], tuple[Version, Counts]] = {}
         self._last_ms: dict[tuple[str, int], int] = {}
+        for model in catalog.models.values():
+            for version in model.versions.values():
+                self._meet(version)
         catalog.on_change.append(self._meet)
 
     def show(self, name: str = "", number: int | None = None) -> dict[str, Any]:
@@ -80,7 +83,8 @@ class Statistics:
             self._before(version, self._read([version])[version])
 
     def _before(self, version: Version, now: Counts) -> Counts:
-        """What the meters said when this loading of the version was first seen."""
+        """What the meters said when the version became available. Front processes that are not told of that
+        keep on counting over a reload."""
         key = (version.model, version.number)
         known = self._first.get(key)
         if known is None or known[0] is not version:
@@ -90,7 +94,7 @@ class Statistics:
 
     def _count(self, versions: list[Version]) -> dict[Version, Counts]:
         now = self._read(versions)
-        return {v: now[v].since(self._before(v, now[v])) for v in versions}
+        return {v: now[v].since(self._before(v, Counts())) for v in versions}
 
     def _read(self, versions: list[Version]) -> dict[Version, Counts]:
         totals = self._registry.totals(
