@@ -2,8 +2,8 @@
 #
 #     {"inputs":[{"name":"x","shape":[2,4],"datatype":"FP32","data":[...]}]}
 #
-# Name, datatype and shape may stand in any order before the data. Any other form, good or bad, is a fault
-# number, and the caller takes the general door.
+# Name, datatype and shape may stand in any order before the data, and an "id" before the inputs. Any other
+# form, good or bad, is a fault number, and the caller takes the general door.
 
 from libc.stdint cimport int64_t, uint8_t
 
@@ -70,14 +70,28 @@ cdef inline bint take_input_member(Cursor* c, const Door* d, int64_t* rows, int*
     return take(c, c',')
 
 
+cdef inline bint open_inputs(Cursor* c, Text* identity) noexcept nogil:
+    # From the start of the body to the first byte of the inputs. An id that is absent is empty.
+    cdef Text key
+    identity.start = identity.end = c.at
+    identity.escaped = False
+    skip_space(c)
+    if not take(c, c'{') or take_key(c, &key) != JSON_OK:
+        return False
+    if text_equals(&key, b"id", 2):
+        if peek(c) != c'"' or take_text(c, identity) != JSON_OK:
+            return False
+        skip_space(c)
+        if not take(c, c',') or take_key(c, &key) != JSON_OK:
+            return False
+    return text_equals(&key, b"inputs", 6)
+
+
 cdef inline bint open_data(Cursor* c, const Door* d, int64_t* rows) noexcept nogil:
     # From the start of the body to the outermost bracket of the data. Numbers take two bytes or more.
-    cdef Text key
+    cdef Text identity
     cdef int seen = 0
-    skip_space(c)
-    if not take(c, c'{') or take_key(c, &key) != JSON_OK or not text_equals(&key, b"inputs", 6):
-        return False
-    if not take(c, c'['):
+    if not open_inputs(c, &identity) or not take(c, c'['):
         return False
     skip_space(c)
     if not take(c, c'{'):

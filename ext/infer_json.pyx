@@ -282,8 +282,8 @@ cdef dict parameters_of(const Part* part, const uint8_t* end):
 cdef class InferReader:
     """Reads requests of the common form, whose one input is the only one of a model.
 
-    {"inputs":[{"name":..,"shape":[rows,...],"datatype":..,"data":[...]}]}, `data` last in the input.
-    Everything else, good or bad, is for `read_infer`. Keeps nothing of a call; threads may share it.
+    {"inputs":[{"name":..,"shape":[rows,...],"datatype":..,"data":[...]}]}, `data` last in the input and
+    at most an "id" before the inputs. Everything else, good or bad, is for `read_infer`. Keeps nothing of a call; threads may share it.
     """
 
     cdef Door door
@@ -320,6 +320,19 @@ cdef class InferReader:
             rows = 0
         PyBuffer_Release(&view)
         return rows
+
+    def read_id(self, body):
+        """The id of a request that `count_rows` takes; "" when it has none."""
+        cdef Py_buffer view
+        cdef Cursor cursor
+        cdef Text identity
+        PyObject_GetBuffer(body, &view, PyBUF_SIMPLE)
+        try:
+            cursor.at = <const uint8_t*>view.buf
+            cursor.end = cursor.at + view.len
+            return string_of(&identity) if open_inputs(&cursor, &identity) else ""
+        finally:
+            PyBuffer_Release(&view)
 
     def read_into(self, body, out, int64_t rows):
         """Fill `out`, exactly `rows` rows, from `body`; 0, or another number: take the general door.

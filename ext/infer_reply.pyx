@@ -229,7 +229,11 @@ cdef bytes write_reply(InferReply* reply, list names):
     cdef char* end
     cdef PyObject* made = NULL
     cdef int64_t room
-    fault = size_infer_reply(reply, &which)     # looks at data only to add up the lengths of strings
+    if reply.count == 1 and reply.outputs[0].bytes < LONG_TEXT:
+        fault = size_infer_reply(reply, &which)
+    else:                       # it looks at every byte of strings
+        with nogil:
+            fault = size_infer_reply(reply, &which)
     if fault != TEXT_OK:
         raise UnwritableOutput(UNWRITABLE[<int>fault], names[which], DATATYPES[reply.outputs[which].dtype])
     room = reply.bound + reply.head_bytes + LENGTH_LINE + WIDE_STORE

@@ -164,6 +164,7 @@ def test_stays_inside(body: bytes) -> None:
 
 FORMS = [
     '{"inputs":[{"name":"x","shape":%s,"datatype":"%s","data":%s}]}',
+    '{"id":"a\\n\u00e9" ,"inputs":[{"name":"x","shape":%s,"datatype":"%s","data":%s}]}',
     ' { "inputs" : [ { "shape" : %s , "datatype" : "%s", "name" :"x", "data" : %s } ] } ',
     '{"inputs":[{"name":"x","shape":%s,"datatype":"%s","data":%s}],"id":"7"}',
     '{"inputs":[{"name":"x","shape":%s,"datatype":"%s","data":%s},{}]}',
@@ -201,10 +202,11 @@ def test_hot_door_agrees_with_general(
         out = bytearray(counted * int(np.prod(row_shape)) * DTYPE_BY_KSERVE[datatype].item_bytes)
         if counted == 0 or reader.read_into(view, out, counted) != 0:
             return
-    assert same(ours(body), ("", {}, [("x", datatype, (counted, *row_shape), {}, bytes(out))], []))
+        identity = reader.read_id(view)
+    assert same(ours(body), (identity, {}, [("x", datatype, (counted, *row_shape), {}, bytes(out))], []))
 
 
-@pytest.mark.parametrize("form", FORMS[:2])
+@pytest.mark.parametrize("form", FORMS[:3])
 @pytest.mark.parametrize("shape", [(1, 4), (3, 784), (1000,), (2, 5, 7, 3), (20_000, 1)])
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "uint8", "uint16", "int8", "int64"])
@@ -221,6 +223,8 @@ def test_common_forms_take_the_hot_door(form: str, shape: tuple[int, ...], flat:
 
 def test_hot_door_leaves_the_rest() -> None:
     reader = door("FP32", (2,))
+    assert [reader.read_id(b) for b in (b"", b'{"id":"7"}', b'{"id":"7","inputs"')] == ["", "", ""]
+    assert reader.read_id(b'{"id":"7", "inputs":[') == "7"
     good = FORMS[0] % ("[1,2]", "FP32", "[1,2]")
     assert reader.count_rows(good.encode()) == 1
     for other in ("[0,2]", "[1,3]", "[1]", "[1,2,1]", "[1000000,2]", "[-1,2]", "2"):
