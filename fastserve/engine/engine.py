@@ -68,7 +68,7 @@ def open_lane(version: Version) -> Lane:
 
 async def _run(lane: Lane, form: Form, request: InferRequest, inputs: dict[str, Tensor], rows: int) -> Ticket:
     """One place: written, submitted, answered."""
-    answer, ticket = _submit(lane, form, request, inputs, rows)
+    answer, ticket = submit_request(lane, form, request, inputs, rows)
     try:
         return await answer
     except asyncio.CancelledError:
@@ -78,9 +78,10 @@ async def _run(lane: Lane, form: Form, request: InferRequest, inputs: dict[str, 
         raise
 
 
-def _submit(
+def submit_request(
     lane: Lane, form: Form, request: InferRequest, inputs: dict[str, Tensor], rows: int
 ) -> tuple[Answer, Ticket]:
+    """Take a place, write it, submit it. Raises ServeError; the answer is the ticket, to be released."""
     answer: Answer = asyncio.get_running_loop().create_future()
 
     def done(ticket: Ticket, error: ServeError | None) -> None:
@@ -121,7 +122,9 @@ async def _run_split(lane: Lane, form: Form, request: InferRequest, rows: int) -
             take = min(lane.max_rows, rows - at)
             try:
                 if take:
-                    running.append(_submit(lane, form, request, slice_rows(request.inputs, at, take), take))
+                    running.append(
+                        submit_request(lane, form, request, slice_rows(request.inputs, at, take), take)
+                    )
                     at += take
                     continue
             except ServeError as error:

@@ -15,16 +15,17 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from fastserve.engine.door import triton_of
+from fastserve.engine.door import Door, triton_of
 from fastserve.engine.ensemble import Ensemble
 from fastserve.engine.ensemble_plan import check_models, read_plan
 from fastserve.engine.lane import Lane
 from fastserve.engine.meters import LaneMeters
+from fastserve.engine.schedule import Schedule, Specs
+from fastserve.engine.stateful import StatefulDoor
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.metrics import names
 from fastserve.metrics.registry import Registry
 from fastserve.repository.catalog import Catalog
-from fastserve.repository.model_config import config_json
 from fastserve.repository.version import Version
 from fastserve.tensor import TensorSpec
 from fastserve.workers.arena import Arena, plan_geometry
@@ -50,6 +51,7 @@ class Hosted:
     group: WorkerGroup
     arena: Arena
     lane: Lane
+    part: int = 0  # which of the version's lanes, where each instance has one
     watchdog: asyncio.Task[None] | None = None
     nobody: asyncio.TimerHandle | None = None  # fails what waits while no worker is alive
     closing: bool = False
@@ -72,7 +74,7 @@ class Host:
     ) -> None:
         self.ensembles: dict[Version, Ensemble] = {}  # they have no workers
         self._catalog = catalog or Catalog()
-        self.hosted: dict[tuple[str, int, int], Hosted] = {}
+        self.hosted: dict[tuple[str, int, int, int], Hosted] = {}
         self.on_opened: list[Mirror] = []
         self.on_closing: list[Mirror] = []
         self._registry = registry
@@ -84,37 +86,50 @@ class Host:
         if "ensemble_scheduling" in triton_of(version.config):
             self._load_ensemble(version)
             return
-        made: list[Arena] = []
+        parts: list[Hosted] = []
+        try:
+            schedule = Schedule(version, self._fronts)
+            while len(parts) < schedule.lanes:
+                parts.append(await self._start(version, schedule, len(parts)))
+            version.lane = schedule.open_door([hosted.lane for hosted in parts])
+            for hosted in parts:
+                for mirror in self.on_opened:
+                    await mirror(hosted)
+            self._count_load(version, "ok")
+        except BaseException as error:
+            self._count_load(version, "failed")
+            for hosted in parts:
+                if self.hosted.pop(_key(version, hosted.part), None) is not None:
+                    await self._close(hosted)
+            if isinstance(error, ConfigError):
+                raise ServeError(Kind.INVALID_ARGUMENT, str(error)) from error
+            raise
+
+    async def _start(self, version: Version, schedule: Schedule, part: int) -> Hosted:
+        """One lane of the version and the workers behind it."""
+        made: list[tuple[Arena, Specs, Specs]] = []
 
         def make_arena(inputs: dict[str, TensorSpec], outputs: dict[str, TensorSpec]) -> Arena:
-            version.describe(inputs, outputs)
-            made.append(Arena.create(plan_geometry(config, inputs, outputs, fronts=self._fronts)))
-            return made[0]
+            seen_inputs, seen_outputs = schedule.describe(inputs, outputs)
+            version.describe(seen_inputs, seen_outputs)
+            arena = Arena.create(plan_geometry(config, inputs, outputs, fronts=self._fronts))
+            made.append((arena, inputs, outputs))
+            return arena
 
-        config = config_json(version.config)
+        config = schedule.worker_config()
         group = WorkerGroup(
             version.folder,
             config,
             make_arena,
-            lambda worker: self._worker_died(version, worker),
-            lambda worker: self._worker_back(version),
+            lambda worker: self._worker_died(version, part, worker),
+            lambda worker: self._worker_back(version, part),
             name=version.model,
         )
         try:
             await group.start()
-            hosted = self._open(version, group, made[0])
-            for mirror in self.on_opened:
-                await mirror(hosted)
-            self._count_load(version, "ok")
-        except BaseException as error:
-            self._count_load(version, "failed")
-            hosted_yet = self.hosted.pop(_key(version), None)
-            if hosted_yet is not None:
-                await self._close(hosted_yet)
-            else:
-                await _close_unopened(group, made)
-            if isinstance(error, ConfigError):
-                raise ServeError(Kind.INVALID_ARGUMENT, str(error)) from error
+            return self._open(version, part, group, *made[0])
+        except BaseException:
+            await _close_unopened(group, [arena for arena, _, _ in made])
             raise
 
     async def unload(self, version: Version) -> None:
@@ -123,17 +138,19 @@ class Host:
             await ensemble.let_go(version)
         if version in self.ensembles:
             await self._unload_ensemble(version)
-        hosted = self.hosted.get(_key(version))
-        if hosted is None:
-            return
-        hosted.closing = True
-        for mirror in self.on_closing:
-            await mirror(hosted)
-        while hosted.lane.waiting or hosted.lane.unreleased:  # a split request may bring its next piece
-            await hosted.lane.drain()
+        parts = self._parts(version)
+        if isinstance(version.lane, Door):
+            await version.lane.drain()
+        for hosted in parts:
+            hosted.closing = True
+            for mirror in self.on_closing:
+                await mirror(hosted)
+            while hosted.lane.waiting or hosted.lane.unreleased:  # a split request may bring its next piece
+                await hosted.lane.drain()
         # Until here a worker that dies is noticed and replaced: requests under way depend on it.
-        if self.hosted.pop(_key(version), None) is not None:
-            await self._close(hosted)
+        for hosted in parts:
+            if self.hosted.pop(_key(version, hosted.part), None) is not None:
+                await self._close(hosted)
 
     async def close(self) -> None:
         """Stop everything at once; whoever still waits gets an error."""
@@ -146,13 +163,14 @@ class Host:
         """Workers of the version that are ready now; 1 for an ensemble, which needs none."""
         if version in self.ensembles:
             return 1
-        hosted = self.hosted.get(_key(version))
-        return hosted.group.alive if hosted else 0
+        return sum(hosted.group.alive for hosted in self._parts(version))
 
     def trouble(self, version: Version) -> str:
         """Why a worker of the version is missing, in words a client may read."""
-        hosted = self.hosted.get(_key(version))
-        return hosted.group.trouble if hosted else ""
+        return next((h.group.trouble for h in self._parts(version) if h.group.trouble), "")
+
+    def _parts(self, version: Version) -> list[Hosted]:
+        return [hosted for key, hosted in self.hosted.items() if key[2] == id(version)]
 
     def _load_ensemble(self, version: Version) -> None:
         if self._fronts > 1:
@@ -171,18 +189,19 @@ class Host:
         version.lane = None
         self.ensembles.pop(version, None)
 
-    def _open(self, version: Version, group: WorkerGroup, arena: Arena) -> Hosted:
+    def _open(
+        self, version: Version, part: int, group: WorkerGroup, arena: Arena, inputs: Specs, outputs: Specs
+    ) -> Hosted:
         geometry = arena.geometry
         meters = LaneMeters(
             self._registry, version.model, version.number, geometry.max_delay_ns, geometry.max_rows
         )
-        lane = Lane(arena, 0, version.inputs, version.outputs, meters)
+        lane = Lane(arena, 0, inputs, outputs, meters)
         lane.open()
-        version.lane = lane
-        hosted = Hosted(version, group, arena, lane)
+        hosted = Hosted(version, group, arena, lane, part)
         if version.config.run_timeout_ms:
             hosted.watchdog = asyncio.create_task(_watch(hosted, version.config.run_timeout_ms * 1_000_000))
-        self.hosted[_key(version)] = hosted
+        self.hosted[_key(version, part)] = hosted
         self._report(hosted)
         return hosted
 
@@ -194,25 +213,29 @@ class Host:
         if hosted.nobody is not None:
             hosted.nobody.cancel()
         await hosted.group.stop(STOP_GRACE_S)
-        hosted.version.lane = None
+        door, hosted.version.lane = hosted.version.lane, None
+        if isinstance(door, Door):
+            door.close()
         hosted.lane.close()
         hosted.arena.close()
         self._report(hosted)
 
-    def _worker_died(self, version: Version, worker: int) -> None:
-        hosted = self.hosted.get(_key(version))
+    def _worker_died(self, version: Version, part: int, worker: int) -> None:
+        hosted = self.hosted.get(_key(version, part))
         if hosted is None:
             return
         attempts = MOST_ATTEMPTS if hosted.group.alive else 1
         retried, failed = hosted.lane.ring.worker_died(worker, attempts, Kind.UNAVAILABLE.value, DIED)
         log.warning("%r: worker %d died; %d batches retried, %d failed", version, worker, retried, failed)
+        if isinstance(version.lane, StatefulDoor):
+            version.lane.instance_lost(part)
         self._registry.counters(names.RETRIES).of(version.model, version.number).add(retried)
         if not hosted.group.alive and hosted.nobody is None:
             hosted.nobody = asyncio.get_running_loop().call_later(NOBODY_S, _fail_waiting, hosted)
         self._report(hosted)
 
-    def _worker_back(self, version: Version) -> None:
-        hosted = self.hosted.get(_key(version))
+    def _worker_back(self, version: Version, part: int) -> None:
+        hosted = self.hosted.get(_key(version, part))
         if hosted is not None:
             self._registry.counters(names.WORKER_RESTARTS).of(version.model, version.number).add()
             if hosted.nobody is not None:
@@ -225,14 +248,15 @@ class Host:
 
     def _report(self, hosted: Hosted) -> None:
         who = (hosted.version.model, hosted.version.number)
-        self._registry.gauges(names.MODEL_READY).of(*who).set(float(hosted.group.alive > 0))
-        self._registry.gauges(names.WORKERS_ALIVE).of(*who).set(hosted.group.alive)
+        alive = self.alive(hosted.version)
+        self._registry.gauges(names.MODEL_READY).of(*who).set(float(alive > 0))
+        self._registry.gauges(names.WORKERS_ALIVE).of(*who).set(alive)
         self._registry.gauges(names.WORKERS_WANTED).of(*who).set(hosted.version.config.instances)
         self._on_health()
 
 
-def _key(version: Version) -> tuple[str, int, int]:
-    return version.model, version.number, id(version)
+def _key(version: Version, part: int) -> tuple[str, int, int, int]:
+    return version.model, version.number, id(version), part
 
 
 async def _close_unopened(group: WorkerGroup, made: list[Arena]) -> None:

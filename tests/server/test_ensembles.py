@@ -6,42 +6,34 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 from fastserve.config import Settings
 from fastserve.errors import ServeError
-from fastserve.repository import layout
-from fastserve.repository.model_config import ModelConfig, parse_model_config
 from fastserve.repository.version import VersionState
 from fastserve.request import InferRequest
 from fastserve.server import Server
 from fastserve.tensor import DTYPES, Tensor
 from tests.server.rig import HOLD, release, run, seen, serving, write_model
 
-
-@pytest.fixture(autouse=True)
-def triton_in_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
-    """model.yaml has no Triton part; here it has."""
-
-    def parse(raw: dict[str, Any], *rest: Any) -> ModelConfig:
-        triton = raw.pop("triton", None)
-        return msgspec.structs.replace(parse_model_config(raw, *rest), triton=triton)
-
-    monkeypatch.setattr(layout, "parse_model_config", parse)
-
-
-STEPS = [
-    {"model_name": "twice", "model_version": -1, "input_map": {"x": "x"}, "output_map": {"y": "m"}},
-    {"model_name": "other", "model_version": -1, "input_map": {"x": "m"}, "output_map": {"y": "y"}},
-]
+STEP = """
+{ model_name: "%s" model_version: -1
+  input_map { key: "x" value: "%s" } output_map { key: "y" value: "%s" } }
+"""
+CONFIG = """
+platform: "ensemble"
+max_batch_size: 4
+input [ { name: "x" data_type: TYPE_FP32 dims: [ 2 ] } ]
+output [ { name: "y" data_type: TYPE_FP32 dims: [ 2 ] } ]
+ensemble_scheduling { step [ %s ] }
+"""
+STEPS = (("twice", "x", "m"), ("other", "m", "y"))
 
 
-def write_ensemble(folder: Path, steps: list[dict[str, object]] = STEPS, name: str = "ens") -> None:
-    side = [{"data_type": "TYPE_FP32", "dims": [2]}]
-    triton = {"input": [{"name": "x", **side[0]}], "output": [{"name": "y", **side[0]}]}
-    write_model(folder, name, triton={**triton, "ensemble_scheduling": {"step": steps}})
+def write_ensemble(folder: Path, steps: tuple[tuple[str, str, str], ...] = STEPS) -> None:
+    (folder / "ens" / "1").mkdir(parents=True)
+    (folder / "ens" / "config.pbtxt").write_text(CONFIG % ",".join(STEP % step for step in steps))
 
 
 def request(*numbers: float) -> InferRequest:
@@ -102,14 +94,11 @@ def test_loading_an_ensemble_loads_its_models(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("steps", "text"),
     [
-        ([*STEPS[:1], {**STEPS[1], "model_name": "no"}], "depends on 'no' which has no loaded version"),
-        (
-            [*STEPS[:1], {**STEPS[1], "model_name": "ens"}],
-            "circular dependency between ensembles: ens -> ens",
-        ),
+        ((STEPS[0], ("no", "m", "y")), "depends on 'no' which has no loaded version"),
+        ((STEPS[0], ("ens", "m", "y")), "circular dependency between ensembles: ens -> ens"),
     ],
 )
-def test_an_ensemble_that_cannot_be(tmp_path: Path, steps: list[dict[str, object]], text: str) -> None:
+def test_an_ensemble_that_cannot_be(tmp_path: Path, steps: Any, text: str) -> None:
     write_ensemble(tmp_path, steps)
     write_model(tmp_path, "twice")
 
@@ -122,7 +111,7 @@ def test_an_ensemble_that_cannot_be(tmp_path: Path, steps: list[dict[str, object
 
 
 def test_several_fronts_refuse_ensembles(tmp_path: Path) -> None:
-    write_ensemble(tmp_path, [{**STEPS[0], "output_map": {"y": "y"}}])
+    write_ensemble(tmp_path, (("twice", "x", "y"),))
     write_model(tmp_path, "twice")
 
     async def work() -> None:
