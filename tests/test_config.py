@@ -74,7 +74,7 @@ def test_flags_override_the_file_field_by_field(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("frontends: 0", "s.yaml: frontends: given 0, allowed: a whole number from 1 to 64"),
-        ("frontends: '2'", 's.yaml: frontends: given "2", allowed: a whole number from 1 to 256'),
+        ("frontends: '2'", 's.yaml: frontends: given "2", allowed: a whole number from 1 to 64'),
         ("model_control: auto", 'model_control: given "auto", allowed: none or poll or explicit'),
         ("limits: {bodies: 1}", "limits.bodies: unknown field, allowed: header_bytes, header_count"),
         ("limits: 3", "limits: given 3, allowed: a mapping of fields header_bytes"),
