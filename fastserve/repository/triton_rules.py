@@ -11,6 +11,8 @@ from math import prod
 from pathlib import PurePath
 from typing import Any
 
+import msgspec
+
 from fastserve.config.fields import fault_text
 from fastserve.errors import ConfigError
 from fastserve.repository.triton_schema import (
@@ -283,8 +285,7 @@ def _refused(config: TritonConfig) -> Iterator[str]:
         for number, tensor in enumerate(getattr(config, side)):
             yield from _refused_of_tensor(f"{side}[{number}]", tensor, config.backend)
     for field in ("batch_input", "batch_output", "cc_model_filenames"):
-        if getattr(config, field):
-            yield fault_text(field, "a value", "nothing: it is for backends this server does not have")
+        yield from _only_empty(field, getattr(config, field), "nothing: no backend of this server uses it")
     for number, group in enumerate(config.instance_group):
         yield from _refused_of_group(f"instance_group[{number}]", group)
     instances = sum(group.count for group in config.instance_group)
@@ -306,31 +307,28 @@ def _refused_of_tensor(place: str, tensor: ModelInput | ModelOutput, backend: st
 
 
 def _refused_of_group(place: str, group: InstanceGroup) -> Iterator[str]:
-    if group.kind == "KIND_GPU" or group.gpus:
+    if group.kind == "KIND_GPU":
         yield fault_text(f"{place}.kind", group.kind, "KIND_AUTO, KIND_CPU or KIND_MODEL: there is no GPU")
     if group.passive:
         yield fault_text(f"{place}.passive", True, "false")
-    for field in ("secondary_devices", "profile", "host_policy"):
-        if getattr(group, field):
-            yield fault_text(f"{place}.{field}", "a value", "nothing")
+    for field in ("gpus", "secondary_devices", "profile", "host_policy"):
+        yield from _only_empty(f"{place}.{field}", getattr(group, field))
 
 
 def _refused_of_optimization(config: TritonConfig) -> Iterator[str]:
     given = config.optimization
     if given is None:
         return
-    accelerators = given.execution_accelerators
-    if accelerators is not None and (
-        accelerators.gpu_execution_accelerator or accelerators.cpu_execution_accelerator
-    ):
-        yield fault_text("optimization.execution_accelerators", "a value", "nothing")
+    for name in ("gpu_execution_accelerator", "cpu_execution_accelerator"):
+        asked = getattr(given.execution_accelerators, name, [])
+        yield from _only_empty(f"optimization.execution_accelerators.{name}", asked)
+    for name in ("graphs", "busy_wait_events", "graph_spec", "output_copy_stream"):
+        asked = getattr(given.cuda, name, False)
+        yield from _only_empty(f"optimization.cuda.{name}", asked, "nothing: there is no GPU")
     if given.graph is not None and given.graph.level:
         levels = GRAPH_LEVELS if config.backend == "onnxruntime" else (0,)
         if given.graph.level not in levels:
             yield fault_text("optimization.graph.level", given.graph.level, " or ".join(map(str, levels)))
-    cuda = given.cuda
-    if cuda is not None and (cuda.graphs or cuda.busy_wait_events or cuda.graph_spec):
-        yield fault_text("optimization.cuda", "a value", "nothing: there is no GPU")
     if given.gather_kernel_buffer_threshold:
         yield fault_text(
             "optimization.gather_kernel_buffer_threshold", given.gather_kernel_buffer_threshold, "0"
@@ -363,9 +361,14 @@ def _refused_of_scheduling(config: TritonConfig) -> Iterator[str]:
 
 
 def _refused_of_the_rest(config: TritonConfig) -> Iterator[str]:
-    if config.model_operations is not None and config.model_operations.op_library_filename:
-        yield fault_text("model_operations.op_library_filename", "a value", "nothing")
-    if config.model_repository_agents is not None and config.model_repository_agents.agents:
-        yield fault_text("model_repository_agents.agents", "a value", "nothing")
-    if config.model_metrics is not None and config.model_metrics.metric_control:
-        yield fault_text("model_metrics.metric_control", "a value", "nothing")
+    for field, inner in (
+        ("model_operations", "op_library_filename"),
+        ("model_repository_agents", "agents"),
+        ("model_metrics", "metric_control"),
+    ):
+        yield from _only_empty(f"{field}.{inner}", getattr(getattr(config, field), inner, []))
+
+
+def _only_empty(place: str, given: object, allowed: str = "nothing") -> Iterator[str]:
+    if given:
+        yield fault_text(place, msgspec.to_builtins(given), allowed)

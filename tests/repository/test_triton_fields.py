@@ -1,0 +1,82 @@
+"""docs/moving-from-triton.md against the schema and against what is refused: every field has its row."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastserve.config import convert
+from fastserve.config.text_proto import TextField
+from fastserve.repository.triton_defaults import fill_defaults
+from fastserve.repository.triton_rules import refusals
+from fastserve.repository.triton_schema import TritonConfig
+from fastserve.repository.triton_text import TEXT_SCHEMA
+
+PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "moving-from-triton.md"
+STATES = ("works", "mapped", "partly", "refused")
+
+
+def read_rows() -> dict[str, str]:
+    table = PAGE.read_text().split("<!-- fields: config.pbtxt -->")[1].split("<!-- end -->")[0]
+    found = re.findall(r"^\| `([a-z0-9_.]+)` \| (\w+) \|", table, re.MULTILINE)
+    assert len(found) == len(dict(found)) == table.count("\n") - 3
+    return dict(found)
+
+
+def leaves(schema: Mapping[str, TextField], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name, field in schema.items():
+        inner = field.fields["value"] if field.entries else field
+        if inner.fields:
+            yield from leaves(inner.fields, (*above, name))
+        else:
+            yield (*above, name)
+
+
+ROWS = read_rows()
+LEAVES = sorted(leaves(TEXT_SCHEMA))
+
+
+def row_of(leaf: tuple[str, ...]) -> str:
+    """The row that speaks for a field; exactly one does."""
+    found = [".".join(leaf[:n]) for n in range(1, len(leaf) + 1) if ".".join(leaf[:n]) in ROWS]
+    assert len(found) == 1, f"{'.'.join(leaf)} has the rows {found}"
+    return found[0]
+
+
+def given(schema: Mapping[str, TextField], path: tuple[str, ...]) -> dict[str, Any]:
+    """Plain values of a message where nothing but the field at `path` has been given."""
+    field = schema[path[0]]
+    inner = field.fields["value"] if field.entries else field
+    scalars = {"string": "x", "bool": True, "enum": [*inner.names, *inner.names][-1:]}
+    value: Any = scalars.get(inner.kind, 1)
+    if inner.kind == "enum":
+        value = value[0]
+    if inner.kind == "message":
+        value = given(inner.fields, path[1:]) if len(path) > 1 else {}
+    if field.entries:
+        key = 1 if field.fields["key"].kind == "uint64" else "k"
+        return {path[0]: {key: value}}
+    return {path[0]: [value] if field.repeated else value}
+
+
+def test_states_and_rows() -> None:
+    assert set(ROWS.values()) == set(STATES)
+    assert {row_of(leaf) for leaf in LEAVES} == set(ROWS)
+
+
+@pytest.mark.parametrize("leaf", LEAVES, ids=".".join)
+def test_what_is_refused_is_refused_and_nothing_else(leaf: tuple[str, ...]) -> None:
+    raw = given(TEXT_SCHEMA, leaf)
+    if leaf[0] not in ("backend", "platform", "ensemble_scheduling"):
+        raw["backend"] = "python"
+    reasons = refusals(fill_defaults(convert(raw, TritonConfig, "m"), "m"))
+    named = [r for r in reasons if re.sub(r"\[\d+\]", "", r).startswith(row_of(leaf))]
+    state = ROWS[row_of(leaf)]
+    if state == "refused":
+        assert named, f"no reason names {row_of(leaf)}: {reasons}"
+    elif state != "partly":
+        assert reasons == []
