@@ -17,6 +17,9 @@ cdef extern from "Python.h":
     PyObject* PyUnicode_DecodeUTF8(const char* text, Py_ssize_t size, const char* errors) noexcept
     str steal "(PyObject*)" (PyObject* text)
 
+cdef extern from "name_cache.h":
+    PyObject* make_name(const uint8_t* name, size_t size) noexcept
+
 cdef extern from "wire_read.h" nogil:
     enum:
         WIRE_OK
@@ -134,6 +137,17 @@ cdef inline str take_text(Reading* r, Wire* wire):
     cdef PyObject* text
     take_span(r, wire, &span)
     text = PyUnicode_DecodeUTF8(<const char*>span.at, span.size, NULL)
+    if text is NULL:
+        refuse_text(r, wire, span)
+    return steal(text)
+
+
+cdef inline str take_name(Reading* r, Wire* wire):
+    # A text that comes again with the next request.
+    cdef Span span
+    cdef PyObject* text
+    take_span(r, wire, &span)
+    text = make_name(span.at, span.size)
     if text is NULL:
         refuse_text(r, wire, span)
     return steal(text)

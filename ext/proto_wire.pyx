@@ -116,7 +116,7 @@ cdef int read_entry(Reading* r, Wire* outer, dict parameters) except -1:
     open_inner(r, outer, &wire)
     while next_tag(r, &wire, &tag):
         if tag == BYTES_1:
-            key = take_text(r, &wire)
+            key = take_name(r, &wire)
         elif tag == BYTES_2:
             value = read_parameter(r, &wire, value)
         else:
@@ -277,9 +277,9 @@ cdef WireInput read_input(Reading* r, Wire* outer):
     memset(&tensor.typed, 0, sizeof(Contents))
     while next_tag(r, &wire, &tag):
         if tag == BYTES_1:
-            tensor.name = take_text(r, &wire)
+            tensor.name = take_name(r, &wire)
         elif tag == BYTES_2:
-            tensor.datatype = take_text(r, &wire)
+            tensor.datatype = take_name(r, &wire)
         elif tag == BYTES_3 or tag == VARINT_3:
             take_int64s(r, &wire, tag, shape)
         elif tag == BYTES_4:
@@ -302,7 +302,7 @@ cdef WireOutput read_output(Reading* r, Wire* outer):
     output.parameters = {}
     while next_tag(r, &wire, &tag):
         if tag == BYTES_1:
-            output.name = take_text(r, &wire)
+            output.name = take_name(r, &wire)
         elif tag == BYTES_2:
             read_entry(r, &wire, output.parameters)
         else:
@@ -322,9 +322,9 @@ def read_infer_request(message) -> InferMessage:
     request.parameters = {}
     while next_tag(&reading, &wire, &tag):
         if tag == BYTES_1:
-            request.model_name = take_text(&reading, &wire)
+            request.model_name = take_name(&reading, &wire)
         elif tag == BYTES_2:
-            request.model_version = take_text(&reading, &wire)
+            request.model_version = take_name(&reading, &wire)
         elif tag == BYTES_3:
             request.id = take_text(&reading, &wire)
         elif tag == BYTES_4:

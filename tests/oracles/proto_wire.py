@@ -104,6 +104,11 @@ def make_response(
     return message
 
 
+def write_infer_response(*content: Any) -> bytes:
+    data: bytes = make_response(*content).SerializeToString()
+    return data
+
+
 def read_infer_response(data: bytes) -> tuple[None, Any]:
     return None, KSERVE.ModelInferResponse.FromString(data)
 
