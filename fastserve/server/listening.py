@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from fastserve.config import Listener, Settings
 from fastserve.dialects.kserve_v2 import KServeV2, Regions, Service
@@ -22,7 +22,7 @@ from fastserve.server.places import Places
 from fastserve.wire import Call, Dialect, HttpListener
 
 if TYPE_CHECKING:
-    from fastserve.wire.grpc import GrpcListener
+    from fastserve.wire.grpc import GrpcListener, Method
 
 log = logging.getLogger(__name__)
 access = logging.getLogger("fastserve.access")
@@ -31,8 +31,17 @@ DIALECTS = ("tfserving", "kserve_v2", "triton_v1")
 OPS = "ops"  # health and metrics; alone on a listener, or before any mixture of dialects
 STANDS_IN = ("kserve_v2", "triton_v1")  # alone on a listener, these answer every path as their original does
 MakeDialect = Callable[[bool], Dialect]  # given whether it is alone on its listener
-SPEAK_GRPC = ("kserve_v2", "triton_v1")
-HEALTH_SERVICE = ""
+HEALTH_SERVICES = ("", "inference.GRPCInferenceService", "nvidia.inferenceserver.GRPCService")
+
+
+@runtime_checkable
+class SpeaksGrpc(Protocol):
+    """A dialect that has RPCs."""
+
+    def grpc_methods(self) -> list[Method]: ...
+
+    def grpc_descriptors(self) -> list[bytes]:
+        """What reflection shows: serialized FileDescriptorSets."""
 
 
 @dataclass
@@ -68,7 +77,8 @@ class Front:
         self.readiness.reason = readiness.reason
         self.readiness.models = readiness.models
         for listener in self.grpc:
-            listener.set_health(HEALTH_SERVICE, readiness.ready)
+            for service in HEALTH_SERVICES:
+                listener.set_health(service, readiness.ready)
 
     def addresses(self) -> tuple[tuple[Listener, ...], tuple[Listener, ...]]:
         """The HTTP and gRPC listeners with the ports they really have."""
@@ -122,7 +132,8 @@ class Front:
         from fastserve.wire.grpc import GrpcListener
 
         names = listener.dialects or DIALECTS
-        spoken = [known[name](False) for name in names if name in SPEAK_GRPC]
+        chosen = [known[name](False) for name in names if name != OPS]
+        spoken = [dialect for dialect in chosen if isinstance(dialect, SpeaksGrpc)]
         opened = GrpcListener(
             listener.host,
             listener.port,

@@ -35,6 +35,25 @@ class Model:
     def run(self, inputs):
         return {"OUT": inputs["IN"]}
 """
+HELD = """
+import os, time
+
+class Model:
+    def __init__(self, config): self.go = config["parameters"]["go"]
+    def run(self, inputs):
+        until = time.monotonic() + 20
+        while inputs["IN"].any() and not os.path.exists(self.go) and time.monotonic() < until:
+            time.sleep(0.001)
+        return {"OUT": inputs["IN"]}
+"""
+
+
+def write_held(folder: Path) -> Path:
+    """`held`, which runs until the file exists whose path is returned."""
+    one, go = {"dtype": "int32", "shape": [1]}, folder / "held" / "go"
+    config = {"inputs": {"IN": one}, "outputs": {"OUT": one}, "max_batch_size": 1}
+    write_model(folder, "held", HELD, {**config, "parameters": {"go": str(go)}})
+    return go
 
 
 def write_models(folder: Path) -> None:
