@@ -3,17 +3,21 @@
     {"inputs": [{"name": "x", "shape": [1, 2], "datatype": "FP32", "data": [1, 2]}]}
     -> InferBody(inputs=[InputPart("x", "FP32", (1, 2), b"...")], ...)
 
-Nothing here knows the model; `checks` holds the parts against it. The exact way: an object per value.
-Faults are found in the order the original finds them.
+Nothing here knows the model; `checks` holds the parts against it. The compiled reader takes every good
+body. What it refuses is read again the exact way, an object per value, which finds faults in the order the
+original does; beyond EXPLAIN_BYTES that would cost too much, and the compiled reader's own text is told.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
 
+from fastserve._ext.infer_json import InferBody as CompiledBody
+from fastserve._ext.infer_json import InferFault, InferInput, read_infer
+from fastserve._ext.json_value import Members
 from fastserve.dialects.kserve_v2.document import (
     as_array,
     as_bool,
@@ -23,9 +27,9 @@ from fastserve.dialects.kserve_v2.document import (
     need,
     read_object,
 )
-from fastserve.dialects.kserve_v2.errors import invalid
+from fastserve.dialects.kserve_v2.errors import internal, invalid, to_bytes
 from fastserve.dialects.kserve_v2.leaves import read_leaves
-from fastserve.dialects.kserve_v2.parameters import Parameters, read_parameters
+from fastserve.dialects.kserve_v2.parameters import Parameters, read_parameters, set_parameter
 from fastserve.dialects.kserve_v2.regions import Range
 from fastserve.tensor import DTYPE_BY_KSERVE
 
@@ -34,6 +38,8 @@ if TYPE_CHECKING:
 
 Memory = bytes | bytearray | memoryview
 ReadRegion = Callable[[Range], bytes]
+Scalar = str | int | float | bool | None
+EXPLAIN_BYTES = 1 << 18
 FORMS = ("'data'", "'binary_data_size'", "'shared_memory_region'")
 
 
@@ -92,6 +98,51 @@ class _Blobs:
 
 def read_body(header: Memory, blobs: Memory, model: str, read_region: ReadRegion) -> InferBody:
     """The whole request. `header` is its JSON, `blobs` what follows. Raises ServeError."""
+    try:
+        read = read_infer(header)
+    except InferFault as fault:
+        if len(header) > EXPLAIN_BYTES:
+            raise invalid(fault.text) if fault.is_callers else internal(fault.text) from None
+        return read_plainly(header, blobs, model, read_region)
+    return _take_over(read, _Blobs(blobs, model), read_region)
+
+
+def _take_over(read: CompiledBody, rest: _Blobs, read_region: ReadRegion) -> InferBody:
+    """What the compiled reader found, with the tensors that lie elsewhere. Raises ServeError."""
+    body = InferBody(read.id)
+    for name, value in read.parameters.items():
+        set_parameter(body.parameters, name, _value(value))
+    names: set[str] = set()
+    for part in read.inputs:
+        _refuse_double(part.name, names, read.id)
+        data = part.data if part.data is not None else _find_data(part, rest, read_region)
+        body.inputs.append(InputPart(part.name, part.datatype, part.shape, data))
+    rest.end()
+    body.outputs = [_make_output(part.name, _members(part.parameters)) for part in read.outputs]
+    return body
+
+
+def _find_data(part: InferInput, rest: _Blobs, read_region: ReadRegion) -> Memory:
+    parameters = _members(part.parameters)
+    sized, size = find(parameters, "binary_data_size")
+    if sized:
+        return rest.take(as_uint(size, "Unable to parse 'binary_data_size'"), part.name)
+    range = read_range(parameters)
+    assert range is not None  # the reader saw one of the three
+    return read_region(range)
+
+
+def _members(parameters: Mapping[str, Scalar]) -> Members:
+    return Members([(to_bytes(name), _value(value)) for name, value in parameters.items()])
+
+
+def _value(value: Scalar) -> Value:
+    """As the exact reader has it: strings are bytes."""
+    return to_bytes(value) if isinstance(value, str) else value
+
+
+def read_plainly(header: Memory, blobs: Memory, model: str, read_region: ReadRegion) -> InferBody:
+    """The exact way. Raises ServeError."""
     document = read_object(header)
     body = InferBody()
     found, value = find(document, "id")
@@ -116,11 +167,7 @@ def _read_input(
     datatype = as_string(need(item, "datatype", "Unable to parse 'datatype'"), "Unable to parse 'datatype'")
     where = "Unable to parse 'shape'"
     shape = tuple(as_uint(size, where) for size in as_array(need(item, "shape", where), where))
-    if name in names:
-        raise invalid(
-            f"[request id: {request_id or '<id_unknown>'}] input '{name}' already exists in request"
-        )
-    names.add(name)
+    _refuse_double(name, names, request_id)
     _, parameters = find(item, "parameters")
     sized, binary = find(parameters, "binary_data_size")
     range = read_range(parameters)
@@ -132,6 +179,14 @@ def _read_input(
     if range is not None:
         return InputPart(name, datatype, shape, read_region(range))
     return InputPart(name, datatype, shape, _read_data(data, datatype, shape, name))
+
+
+def _refuse_double(name: str, names: set[str], request_id: str) -> None:
+    if name in names:
+        raise invalid(
+            f"[request id: {request_id or '<id_unknown>'}] input '{name}' already exists in request"
+        )
+    names.add(name)
 
 
 def _read_data(data: Value, datatype: str, shape: tuple[int, ...], name: str) -> Memory:
@@ -171,8 +226,12 @@ def read_range(parameters: Value) -> Range | None:
 
 
 def _read_output(item: Value) -> OutputPart:
-    part = OutputPart(as_string(need(item, "name", "Unable to parse 'name'"), "Unable to parse 'name'"))
-    _, parameters = find(item, "parameters")
+    name = as_string(need(item, "name", "Unable to parse 'name'"), "Unable to parse 'name'")
+    return _make_output(name, find(item, "parameters")[1])
+
+
+def _make_output(name: str, parameters: Value) -> OutputPart:
+    part = OutputPart(name)
     found, classes = find(parameters, "classification")
     if found:
         part.classes = as_uint(classes, "Unable to set 'classification'")

@@ -1,6 +1,6 @@
 """A reply to infer as bytes: JSON, then the outputs that go as they are (spec 3.1, 3.2).
 
-The exact way, for outputs of any kind; `hot` writes the plain ones.
+For outputs of any kind; `hot` writes the plain ones.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from fastserve._ext.flatten import unpack_bytes
+from fastserve._ext.infer_reply import UnwritableCode, UnwritableOutput, write_infer
 from fastserve._ext.json_writer import write_string
-from fastserve.dialects.kserve_v2.errors import to_bytes
+from fastserve.dialects.kserve_v2.errors import internal, invalid
 from fastserve.dialects.kserve_v2.leaves import refuse_json
-from fastserve.tensor import KSERVE_NAME, Tensor
+from fastserve.errors import ServeError
+from fastserve.tensor import Tensor
+
+Memory = bytes | bytearray | memoryview
+Scalar = str | int | float | bool
 
 _TYPECODE = {
     "uint8": "B", "uint16": "H", "uint32": "I", "uint64": "Q",
@@ -40,30 +43,34 @@ def write_reply(
     request_id: str,
     outputs: Sequence[OutputReply],
     parameters: Mapping[str, object],
-) -> tuple[bytes, list[bytes | bytearray | memoryview]]:
+) -> tuple[bytes, list[Memory]]:
     """The JSON, and the memory that follows it. Raises ServeError for a type that has no JSON form."""
-    parts = [b"{"]
-    if request_id:
-        parts.append(b'"id":%b,' % write_string(to_bytes(request_id)))
-    parts.append(b'"model_name":%b,"model_version":"%d"' % (write_string(to_bytes(model)), version))
-    if parameters:
-        parts.append(b',"parameters":%b' % msgspec.json.encode(parameters))
-    parts.append(b',"outputs":[%b]}' % b",".join(map(_write_output, outputs)))
-    return b"".join(parts), [output.tensor.data for output in outputs if output.binary]
+    described = [_describe(output) for output in outputs]
+    own = {key: value for key, value in parameters.items() if isinstance(value, str | int | float)}
+    try:
+        header = write_infer(model, str(version), described, id=request_id, parameters=own or None)
+    except UnwritableOutput as fault:
+        raise _in_words(fault) from None
+    return header, [output.tensor.data for output in outputs if output.binary]
 
 
-def _write_output(output: OutputReply) -> bytes:
+def _describe(output: OutputReply) -> tuple[str, int, Sequence[int], Memory | None, dict[str, Scalar] | None]:
     tensor = output.tensor
-    head = b'{"name":%b,"datatype":"%b","shape":[%b]' % (
-        write_string(to_bytes(output.name)),
-        KSERVE_NAME[tensor.dtype.name].encode(),
-        ",".join(map(str, tensor.shape)).encode(),
-    )
     if output.outside:
-        return head + b"}"
+        return output.name, tensor.dtype.code, tensor.shape, None, None
     if output.binary:
-        return b'%b,"parameters":{"binary_data_size":%d}}' % (head, memoryview(tensor.data).nbytes)
-    return b'%b,"data":[%b]}' % (head, b",".join(write_items(tensor)))
+        size: dict[str, Scalar] = {"binary_data_size": memoryview(tensor.data).nbytes}
+        return output.name, tensor.dtype.code, tensor.shape, None, size
+    return output.name, tensor.dtype.code, tensor.shape, tensor.data, None
+
+
+def _in_words(fault: UnwritableOutput) -> ServeError:
+    if fault.code is UnwritableCode.UNSUPPORTED_DTYPE:
+        return invalid(
+            f"sending {fault.datatype} data via JSON is not supported. Please use the binary data format "
+            "for output"
+        )
+    return internal(f"output '{fault.name}' cannot be written: {fault.code.name}")
 
 
 def write_items(tensor: Tensor) -> list[bytes]:
