@@ -89,6 +89,14 @@ def parse_text(text: str, schema: Mapping[str, TextField], origin: str) -> dict[
     return _Reader(text, origin).message(schema, "", 0)
 
 
+def as_single(value: float) -> float:
+    """The float32 next to a number, infinity for one that is too large."""
+    try:
+        return float(struct.unpack("f", struct.pack("f", value))[0])
+    except OverflowError:
+        return math.copysign(math.inf, value)
+
+
 class _Reader:
     def __init__(self, text: str, origin: str) -> None:
         self.text = text
@@ -240,11 +248,7 @@ class _Reader:
         return sign * float(text.rstrip("f") if text[-1] == "f" and text != "inf" else text)
 
     def single(self, name: str, kind: TextField) -> float:
-        value = self.double(name, kind)
-        try:
-            return float(struct.unpack("f", struct.pack("f", value))[0])
-        except OverflowError:
-            return math.copysign(math.inf, value)
+        return as_single(self.double(name, kind))
 
     def bool(self, name: str, kind: TextField) -> bool:
         if self.token.kind not in ("word", "number") or self.token.text not in _BOOLS:

@@ -9,19 +9,19 @@ from __future__ import annotations
 import json
 import math
 import re
-import struct
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from fastserve.config.fields import fault_text
-from fastserve.config.text_proto import TextField
+from fastserve.config.text_proto import TextField, as_single
 from fastserve.errors import ConfigError
 from fastserve.repository.triton_schema import TritonConfig
 from fastserve.repository.triton_text import TEXT_SCHEMA
 
 _WHOLE = re.compile(r"-?[0-9]{1,20}")
+_SINGLES = ("fp32_false_true", "minimum_slot_utilization")  # the fields that are float and not double
 _WORD_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -85,7 +85,7 @@ def _scalar(value: Any, field: TextField) -> Any:
         return int(value) if isinstance(value, float) and value.is_integer() else value
     if field.kind in ("float", "double") and isinstance(value, str):
         return _WORD_FLOATS.get(value, value)
-    return value
+    return as_single(value) if field.kind == "float" and isinstance(value, float) else value
 
 
 def _snake(name: str) -> str:
@@ -98,22 +98,19 @@ def to_json(config: TritonConfig) -> dict[str, Any]:
     return shown
 
 
-def _shown(value: Any) -> Any:
+def _shown(value: Any, name: str = "") -> Any:
     if isinstance(value, dict):
-        return {key: _shown(item) for key, item in value.items() if item is not None}
+        return {key: _shown(item, key) for key, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [_shown(item) for item in value]
-    return _shown_float(value) if isinstance(value, float) else value
+        return [_shown(item, name) for item in value]
+    return _shown_float(value, single=name in _SINGLES) if isinstance(value, float) else value
 
 
-def _shown_float(value: float) -> float | int:
+def _shown_float(value: float, *, single: bool) -> float | int:
     """Whole numbers without a point; a float32 by its shortest digits, not by those of its double."""
     if not math.isfinite(value):
         return value
     if value.is_integer() and abs(value) < 2**53:
         return int(value)
-    for digits in (6, 7, 8):
-        short = float(f"{value:.{digits}g}")
-        if struct.unpack("f", struct.pack("f", short))[0] == value:
-            return short
-    return value
+    short = (float(f"{value:.{digits}g}") for digits in (6, 7, 8) if single)
+    return next((number for number in short if as_single(number) == value), value)

@@ -19,6 +19,7 @@ _TYPES = {
     "int32": Proto.TYPE_INT32,
     "uint32": Proto.TYPE_UINT32,
     "int64": Proto.TYPE_INT64,
+    "uint64": Proto.TYPE_UINT64,
     "enum": Proto.TYPE_ENUM,
     "message": Proto.TYPE_MESSAGE,
 }
