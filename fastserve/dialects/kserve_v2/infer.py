@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from contextlib import ExitStack
+from typing import Any
 
 from fastserve.dialects.kserve_v2.body import InferBody, OutputPart, read_body
 from fastserve.dialects.kserve_v2.checks import check_inputs, check_outputs, deduce_raw
 from fastserve.dialects.kserve_v2.classes import classify
 from fastserve.dialects.kserve_v2.coding import SUPPORTED, UNSUPPORTED, choose_coding, pack, unpack
 from fastserve.dialects.kserve_v2.errors import internal, invalid, unsupported
+from fastserve.dialects.kserve_v2.hot import HotDoor
 from fastserve.dialects.kserve_v2.lookup import find_version, read_version
 from fastserve.dialects.kserve_v2.parameters import Parameters
 from fastserve.dialects.kserve_v2.plans import Plan, to_client_shape
@@ -19,6 +21,7 @@ from fastserve.dialects.kserve_v2.replies import OutputReply, write_reply
 from fastserve.dialects.kserve_v2.routes import Target
 from fastserve.dialects.kserve_v2.service import JSON, Service
 from fastserve.errors import ServeError
+from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.tensor import Tensor
 from fastserve.wire.call import Call
@@ -32,13 +35,45 @@ Destinations = Mapping[str, Destination]
 class Infer:
     """The endpoint of one target."""
 
-    __slots__ = ("_service", "_target")
+    __slots__ = ("_door", "_doorless", "_head", "_number", "_service", "_target")
 
     def __init__(self, service: Service, target: Target) -> None:
         self._service = service
         self._target = target
+        self._door: HotDoor | None = None
+        self._head: object = None  # of the last call that may pass the hot door
+        self._doorless: Version | None = None  # the version last found to have no hot door
+        # A number too long to be one reaches no version either way; the general door says why.
+        self._number = (int(target.version) if len(target.version) < 20 else -1) if target.version else None
 
-    async def __call__(self, call: Call) -> None:
+    def __call__(self, call: Call) -> Coroutine[Any, Any, None] | None:
+        door = self._door
+        version = self._service.catalog.available(self._target.model, self._number)
+        if door is None or door.version is not version:
+            door = self._open_door(version)
+            if door is None:
+                return self._answer(call)
+        if call.head is not self._head and not self._meet(call):
+            return self._answer(call)
+        return None if door.start(call) else self._answer(call)
+
+    def _open_door(self, version: Version | None) -> HotDoor | None:
+        if version is None or version is self._doorless:
+            return None
+        self._door = HotDoor.of(self._service, self._service.plans.of(version))
+        self._doorless = version if self._door is None else None
+        return self._door
+
+    def _meet(self, call: Call) -> bool:
+        """Look at a head once (the wire hands equal heads on as one object): is the body plain JSON?"""
+        if call.header(HEADER_LENGTH) or call.header(b"content-encoding"):
+            return False
+        if choose_coding(call.header(b"accept-encoding")) != "identity":
+            return False
+        self._head = call.head
+        return True
+
+    async def _answer(self, call: Call) -> None:
         service, target = self._service, self._target
         try:
             plan = find_plan(service, target)

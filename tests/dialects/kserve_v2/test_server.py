@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gzip
 import json
 import struct
 from pathlib import Path
@@ -190,5 +191,29 @@ def test_a_client_that_leaves(tmp_path: Path) -> None:
             writer.close()
             await writer.wait_closed()
             assert (await served.ask("POST", "/v2/models/twice/infer", BODY))[0] == 200
+
+    run(work())
+
+
+def test_both_doors_say_the_same(tmp_path: Path) -> None:
+    """Space after the data closes the hot door to nothing; `parameters` do, and faults as well."""
+    write_model(tmp_path)
+
+    async def work() -> None:
+        async with Served(tmp_path) as served:
+            path = "/v2/models/twice/infer"
+            hot = await served.ask("POST", path, {"id": 'a"b', **BODY})
+            general = await served.ask("POST", path, {"id": 'a"b', **BODY, "parameters": {}})
+            assert (hot[0], hot[2]) == (general[0], general[2])
+            short = {"inputs": [{"name": "x", "shape": [1, 2], "datatype": "FP32", "data": [1]}]}
+            status, _, body = await served.ask("POST", path, short)
+            assert (status, json.loads(body)["error"]) == (
+                500,
+                "Unable to parse 'data': Shape does not match true shape of 'data' field",
+            )
+            status, _, body = await served.ask("POST", f"/v2/models/twice/versions/{'9' * 5000}/infer", BODY)
+            assert (status, b"details: stol" in body) == (400, True)
+            status, _, body = await served.ask("POST", path, BODY, {"Accept-Encoding": "gzip"})
+            assert json.loads(gzip.decompress(body)) == json.loads((await served.ask("POST", path, BODY))[2])
 
     run(work())
