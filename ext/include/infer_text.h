@@ -2,84 +2,11 @@
 //
 //   {"model_name":"m","model_version":"1","outputs":[{"name":"y","datatype":"FP32","shape":[1,2],"data":[0.5,1.0]}]}
 //
-// Floats are the fewest digits that read back to the DOUBLE the value widens to, laid out as 0.000001,
-// 1.0, 123456789012345680000.0, 1e21, 1e-7, with NaN and Infinity as bare tokens. What stands around
-// the data (names, shapes, parameters) comes as text that is ready: it is small and made elsewhere.
+// What stands around the data (names, shapes, parameters) comes as text that is ready: it is small and made
+// elsewhere. Floats are wide_text.h's.
 #pragma once
 #include "tensor_text.h"
-
-// ---- floats ------------------------------------------------------------------------------------
-
-static constexpr int DOUBLE_TEXT = 26;      // -0.0000012345678901234567
-
-// `count` digits of d.ddd * 10**power.
-static inline char *put_wide_digits(char *at, const char *digits, int count, int power)
-{
-    if (power >= -6 && power < 21) {
-        if (power >= 0)
-            return put_digits(at, digits, count, power, 21);
-        at = put_bytes(at, "0.00000", 1 - power);
-        return put_bytes(at, digits, count);
-    }
-    *at++ = digits[0];
-    if (count > 1)
-        *at++ = '.';
-    at = put_bytes(at, digits + 1, count - 1);
-    *at++ = 'e';
-    return put_integer(at, power);
-}
-
-static __attribute__((noinline)) char *put_wide_exact(char *at, double value)
-{
-    if (!isfinite(value))
-        return put_non_finite(at, value);
-    if (signbit(value))
-        *at++ = '-';
-    if (value == 0)
-        return put(at, "0.0");
-    char text[32], digits[20];
-    char *end = std::to_chars(text, text + 32, fabs(value), std::chars_format::scientific).ptr;
-    int count = 0, power = 0;
-    const char *c = text;
-    for (; *c != 'e'; c++)
-        if (*c != '.')
-            digits[count++] = *c;
-    std::from_chars(c + (c[1] == '+' ? 2 : 1), end, power);
-    return put_wide_digits(at, digits, count, power);
-}
-
-static __attribute__((noinline)) char *put_wide_unplaced(char *at, uint64_t digits, int power)
-{
-    Digits d = text_of_seventeen(digits);
-    char text[17];
-    memcpy(text, &d.first, 8);
-    memcpy(text + 8, &d.second, 8);
-    text[16] = (char)d.last;
-    return put_wide_digits(at, text, d.count, power);
-}
-
-__attribute__((always_inline)) static inline char *put_wide(char *at, double value)
-{
-    uint64_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    uint64_t fraction = bits & 0xfffffffffffff;
-    int exponent = (int)(bits >> 52) & 0x7ff;
-    if (__builtin_expect((unsigned)exponent - 1 >= 2046, 0))
-        return put_wide_exact(at, value);
-    Seventeen c = choose_shortest(fraction | 0x10000000000000, exponent - 1023, fraction == 0);
-    if (__builtin_expect(c.unsure | (c.digits >= 100000000000000000), 0))
-        return put_wide_exact(at, value);
-    *at = '-';
-    at += bits >> 63;
-    if (__builtin_expect(!is_placed(c.power), 0))
-        return put_wide_unplaced(at, c.digits, c.power);
-    return put_placed<true>(at, text_of_seventeen(c.digits), c.power);
-}
-
-template <class T>
-struct WideItem {
-    static inline char *put_item(char *at, const uint8_t *&from, int) { return put_wide(at, (double)take<T>(from)); }
-};
+#include "wide_text.h"
 
 // ---- tensors -----------------------------------------------------------------------------------
 
