@@ -1,6 +1,7 @@
 """How a version's requests are scheduled: chosen once, when its lanes open, from what its config says.
 
     plain        the lane itself: batches form in shared memory as rows arrive
+    queued       `queued`: priority levels, queue policies, preferred batch sizes, kept order
     sequences    `stateful`: control inputs, states, a slot for each sequence
     ensemble     no lane at all, see `ensemble` and `hosting`
 
@@ -15,6 +16,8 @@ from typing import Any
 from fastserve.engine.controls import Extras, read_extras
 from fastserve.engine.door import Door, triton_of
 from fastserve.engine.lane import Lane
+from fastserve.engine.priority import Levels, read_levels
+from fastserve.engine.queued import Forming, QueuedDoor
 from fastserve.engine.sealed import Sealed, sealed_config
 from fastserve.engine.stateful import StatefulDoor, read_strategy
 from fastserve.errors import Kind, ServeError
@@ -33,6 +36,7 @@ class Schedule:
         config, triton = version.config, triton_of(version.config)
         check_schedule(config, fronts)
         self._version, self._triton = version, triton
+        self._queue = read_queue(config)
         self.extras: Extras | None = None
         if triton.get("sequence_batching") is not None:
             self.extras = read_extras(triton, version.folder.parent)
@@ -46,7 +50,7 @@ class Schedule:
         """model.yaml for the workers of one lane, and for its arena."""
         config = config_json(self._version.config)
         if self.extras is None:
-            return config
+            return config if self._queue is None else sealed_config(config)
         config["inputs"] = {**config["inputs"], **self.extras.inputs}
         config["outputs"] = {**config["outputs"], **self.extras.outputs}
         return sealed_config({**config, "instances": 1})
@@ -63,45 +67,50 @@ class Schedule:
 
     def open_door(self, lanes: Sequence[Lane]) -> Lane | Door:
         """What requests go through."""
-        if self.extras is None:
-            return lanes[0]
-        senders = [Sealed(lane) for lane in lanes]
-        return StatefulDoor(self._version.model, senders, self.extras, read_strategy(self._triton))
+        model, senders = self._version.model, [Sealed(lane) for lane in lanes]
+        if self.extras is not None:
+            return StatefulDoor(model, senders, self.extras, read_strategy(self._triton))
+        if self._queue is not None:
+            return QueuedDoor(model, senders[0], *self._queue)
+        return lanes[0]
+
+
+def read_queue(config: ModelConfig) -> tuple[Levels, Forming] | None:
+    """How a model's requests queue and form batches; None when shared memory does it as well by itself."""
+    dynamic = triton_of(config).get("dynamic_batching") or {}
+    levels = read_levels(dynamic)
+    preferred = frozenset(int(size) for size in dynamic.get("preferred_batch_size") or ())
+    keep_order = bool(dynamic.get("preserve_ordering")) and config.instances > 1
+    if levels.plain and not keep_order and preferred <= {config.max_batch_size}:
+        return None
+    return levels, Forming(config.instances, config.max_queue_delay_us * 1000, preferred, keep_order)
 
 
 def check_schedule(config: ModelConfig, fronts: int) -> None:
     """Raises ServeError INVALID_ARGUMENT for scheduling that this server, or so many fronts, cannot do."""
     triton = triton_of(config)
-    asked = _needs_one_front(triton)
+    asked = _needs_one_front(config)
     if asked and fronts > 1:
         raise ServeError(
             Kind.INVALID_ARGUMENT,
             f"{asked} is kept in one front process: frontends: given {fronts}, allowed: 1 with this model",
         )
-    if triton.get("sequence_batching") is not None and _is_decoupled(triton):
-        raise ServeError(
-            Kind.INVALID_ARGUMENT, "sequence_batching: a decoupled model cannot be scheduled by sequences"
-        )
+    if asked and (triton.get("model_transaction_policy") or {}).get("decoupled"):
+        raise ServeError(Kind.INVALID_ARGUMENT, f"{asked}: a decoupled model cannot be scheduled so")
     for field in unfinished(triton):
         raise ServeError(Kind.INVALID_ARGUMENT, f"{field}: not supported yet, leave it out")
 
 
-def _needs_one_front(triton: Mapping[str, Any]) -> str:
-    for field in ("sequence_batching", "ensemble_scheduling"):
-        if triton.get(field) is not None:
-            return field
-    return ""
-
-
-def _is_decoupled(triton: Mapping[str, Any]) -> bool:
-    return bool((triton.get("model_transaction_policy") or {}).get("decoupled"))
+def _needs_one_front(config: ModelConfig) -> str:
+    """What of the config is kept in one process, where the order of all requests is known."""
+    if triton_of(config).get("sequence_batching") is not None:
+        return "sequence_batching"
+    return "dynamic_batching with levels, policies, sizes or kept order" if read_queue(config) else ""
 
 
 def unfinished(triton: Mapping[str, Any]) -> list[str]:
     """Fields of the config that nothing here does yet."""
-    dynamic = triton.get("dynamic_batching") or {}
-    later = ("priority_levels", "default_queue_policy", "priority_queue_policy", "preserve_ordering")
-    found = [f"dynamic_batching.{field}" for field in later if dynamic.get(field)]
+    found = []
     if (triton.get("response_cache") or {}).get("enable"):
         found.append("response_cache.enable")
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ import numpy as np
 
 from fastserve.engine.door import Door, Runs
 from fastserve.engine.engine import Engine
+from fastserve.engine.sealed import Answer, Member
+from fastserve.errors import ServeError
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.model_config import ModelConfig, parse_model_config
 from fastserve.repository.version import Version, VersionState
@@ -108,3 +110,44 @@ class House:
 
     def all_released(self) -> bool:
         return not any(door.unreleased for door in self.doors)
+
+
+class Hand:
+    """A sender whose batches wait until the test lets them run."""
+
+    def __init__(self, rows: int) -> None:
+        self.max_rows = max(rows, 1)
+        self.batches: list[tuple[list[Member], Callable[[], None]]] = []
+        self.unreleased = 0
+
+    def send(self, members: Sequence[Member], finished: Callable[[], None]) -> None:
+        self.batches.append((list(members), finished))
+
+    async def batch(self) -> list[Member]:
+        while not self.batches:
+            await asyncio.sleep(0)
+        return self.batches[0][0]
+
+    async def seen(self, *names: str) -> list[Any]:
+        """The first number of the named inputs, or of IN alone, in each row of the batch at hand."""
+        rows = [[int(array(m.inputs[n]).ravel()[0]) for n in names or ("IN",)] for m in await self.batch()]
+        return [tuple(row) if names else row[0] for row in rows]
+
+    async def answer(self, error: ServeError | None = None) -> None:
+        """Every row answers with its input, and a state that counts up."""
+        members = await self.batch()
+        finished = self.batches.pop(0)[1]
+        for member in members:
+            if error is not None:
+                member.done(None, error)
+                continue
+            self.unreleased += 1
+            outputs = {"OUT": member.inputs["IN"]}
+            if "S_IN" in member.inputs:
+                count = int(array(member.inputs["S_IN"]).ravel()[0]) + 1
+                outputs = {"OUT": ints(count), "S_OUT": ints(count)}
+            member.done(Answer(outputs, self.released), None)
+        finished()
+
+    def released(self) -> None:
+        self.unreleased -= 1

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from fastserve.engine.controls import Extras, Signals, read_extras, write_id
-from fastserve.engine.sealed import Answer
 from fastserve.engine.stateful import StatefulDoor, read_strategy
 from fastserve.errors import DeadlineError, Kind, ServeError
 from fastserve.request import InferRequest
 from fastserve.tensor import DTYPES, Tensor
-from tests.engine.fakes import House, array, ints, io, run
+from tests.engine.fakes import Hand, House, array, ints, io, run
 
 KINDS = ("START", "READY", "END")
+SEEN = ("IN", *KINDS, "CORRID")
 CONTROLS = [
     {"name": kind, "control": [{"kind": f"CONTROL_SEQUENCE_{kind}", "int32_false_true": [0, 1]}]}
     for kind in KINDS
@@ -36,47 +36,6 @@ def config(rows=2, idle_us=1_000_000, state=(), **strategy):
             **(strategy or {"direct": {}}),
         },
     }
-
-
-class Hand:
-    """A sender whose batches wait until the test lets them run."""
-
-    def __init__(self, rows):
-        self.max_rows = max(rows, 1)
-        self.batches = []
-        self.unreleased = 0
-
-    def send(self, members, finished):
-        self.batches.append((list(members), finished))
-
-    async def batch(self):
-        while not self.batches:
-            await asyncio.sleep(0)
-        return self.batches[0][0]
-
-    async def seen(self):
-        """The rows of the batch at hand: (IN, START, READY, END, CORRID)."""
-        members = await self.batch()
-        return [tuple(int(array(m.inputs[n]).ravel()[0]) for n in ("IN", *KINDS, "CORRID")) for m in members]
-
-    async def answer(self, error=None):
-        """Every row answers with its input, and a state that counts up."""
-        members = await self.batch()
-        finished = self.batches.pop(0)[1]
-        for member in members:
-            if error is not None:
-                member.done(None, error)
-                continue
-            self.unreleased += 1
-            outputs = {"OUT": member.inputs["IN"]}
-            if "S_IN" in member.inputs:
-                count = int(array(member.inputs["S_IN"]).ravel()[0]) + 1
-                outputs = {"OUT": ints(count), "S_OUT": ints(count)}
-            member.done(Answer(outputs, self.released), None)
-        finished()
-
-    def released(self):
-        self.unreleased -= 1
 
 
 class Stage:
@@ -125,16 +84,16 @@ def test_direct_keeps_rows_and_says_who_is_ready():
         hand = at.hands[0]
         first = [at.ask(7, 10, start=True), at.ask(8, 20, start=True), at.ask("abc", 30, start=True)]
         named = struct.unpack("<Q", write_id("abc", DTYPES["uint64"]))[0]
-        assert await hand.seen() == [(10, 1, 1, 0, 7), (20, 1, 1, 0, 8), (30, 1, 1, 0, named)]
+        assert await hand.seen(*SEEN) == [(10, 1, 1, 0, 7), (20, 1, 1, 0, 8), (30, 1, 1, 0, named)]
         await hand.answer()
         assert await asyncio.gather(*first) == [10, 20, 30]
         second = at.ask(8, 21, end=True)
-        assert await hand.seen() == [(0, 0, 0, 0, 0), (21, 0, 1, 1, 8)]
+        assert await hand.seen(*SEEN) == [(0, 0, 0, 0, 0), (21, 0, 1, 1, 8)]
         await hand.answer()
         assert await second == 21
         await fails(at.ask(8), UNKNOWN.format(8))
         third = at.ask(9, 40, start=True, end=True)  # takes the row that became free
-        assert await hand.seen() == [(0, 0, 0, 0, 0), (40, 1, 1, 1, 9)]
+        assert await hand.seen(*SEEN) == [(0, 0, 0, 0, 0), (40, 1, 1, 1, 9)]
         await hand.answer()
         assert await third == 40
         await at.close()
@@ -148,7 +107,7 @@ def test_requests_of_a_sequence_run_one_by_one_and_a_second_start_stays_in_its_s
         hand = at.hands[0]
         asking = [at.ask(7, 1, start=True), at.ask(7, 2), at.ask(7, 3, start=True), at.ask(7, 4, end=True)]
         for row in [(1, 1, 1, 0, 7), (2, 0, 1, 0, 7), (3, 1, 1, 0, 7), (4, 0, 1, 1, 7)]:
-            assert await hand.seen() == [row]
+            assert await hand.seen(*SEEN) == [row]
             await hand.answer()
         assert await asyncio.gather(*asking) == [1, 2, 3, 4]
         await at.close()
@@ -326,8 +285,8 @@ def test_oldest_takes_the_oldest_of_more_candidates_than_rows():
             await asyncio.sleep(0)
         seen = []
         while not all(task.done() for task in asking):
-            seen.append([row[0] for row in await hand.seen()])
-            assert all(row[2] for row in await hand.seen())  # nobody is absent
+            seen.append([row[0] for row in await hand.seen(*SEEN)])
+            assert all(row[2] for row in await hand.seen(*SEEN))  # nobody is absent
             await hand.answer()
             for _ in range(3):
                 await asyncio.sleep(0)
@@ -347,7 +306,7 @@ def test_waiting_for_company():
             await asyncio.sleep(0)
         assert not hand.batches
         two = at.ask(2, 2, start=True)
-        assert [row[0] for row in await hand.seen()] == [1, 2]
+        assert [row[0] for row in await hand.seen(*SEEN)] == [1, 2]
         await hand.answer()
         assert await asyncio.gather(one, two) == [1, 2]
         late = at.ask(1, 3)
