@@ -12,9 +12,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastserve.config.text_proto import TextField, parse_text
+
+if TYPE_CHECKING:
+    from fastserve._ext.proto_wire_v1 import SharedMemoryPlace, V1InferMessage
 
 FLAG_START, FLAG_END = 1, 2
 REMEMBERED_HEADERS = 256
@@ -154,25 +157,25 @@ def _build_shared(found: Mapping[str, Any] | None) -> SharedPlace | None:
     return SharedPlace(found.get("name", ""), found.get("offset", 0), found.get("byte_size", 0))
 
 
-def read_message(message: Any) -> RequestHeader:
-    """The header of an InferRequestHeader message."""
+def read_message(message: V1InferMessage) -> RequestHeader:
+    """The header of a gRPC request."""
     return RequestHeader(
         message.batch_size,
         tuple(
-            InputHeader(one.name, tuple(one.dims), one.batch_byte_size, _read_shared(one))
-            for one in message.input
+            InputHeader(one.name, one.dims, one.batch_byte_size, _read_shared(one.shared_memory))
+            for one in message.inputs
         ),
-        tuple(OutputHeader(one.name, one.cls.count, _read_shared(one)) for one in message.output),
+        tuple(
+            OutputHeader(one.name, one.class_count or 0, _read_shared(one.shared_memory))
+            for one in message.outputs
+        ),
         message.correlation_id,
         message.id,
         message.flags,
         message.priority,
-        message.timeout_microseconds,
+        message.timeout_us,
     )
 
 
-def _read_shared(one: Any) -> SharedPlace | None:
-    if not one.HasField("shared_memory"):
-        return None
-    place = one.shared_memory
-    return SharedPlace(place.name, place.offset, place.byte_size)
+def _read_shared(place: SharedMemoryPlace | None) -> SharedPlace | None:
+    return None if place is None else SharedPlace(place.name, place.offset, place.byte_size)

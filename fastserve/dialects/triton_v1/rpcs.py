@@ -1,17 +1,21 @@
 """The RPCs of nvidia.inferenceserver.GRPCService (spec 8). The gRPC status is always OK: what went wrong
 is in each response's `request_status`, and clients look nowhere else.
 
-InferResponse is put together by hand from its parts, so that raw outputs are copied once, into the reply.
+Raw inputs stay where they were received until the engine writes them into the batch; raw outputs are
+copied once, into the reply.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from google.protobuf.message import DecodeError
 
+from fastserve._ext.proto_wire import WireFault
+from fastserve._ext.proto_wire_v1 import V1InferMessage, read_v1_request, write_v1_response
 from fastserve.dialects.triton_v1.answers import Answer, write_id
 from fastserve.dialects.triton_v1.header import read_message
 from fastserve.dialects.triton_v1.inputs import Buffer, Entries, invalid
@@ -24,8 +28,6 @@ from fastserve.protos import load
 from fastserve.wire.grpc import Method, Rpc
 
 SERVICE = "/nvidia.inferenceserver.GRPCService/"
-MOST_REPLY_BYTES = 2**31 - 1
-_STATUS_TAG, _META_TAG, _RAW_TAG = b"\x0a", b"\x12", b"\x1a"  # fields 1, 2, 3 of InferResponse
 
 
 def make_methods(service: Service) -> list[Method]:
@@ -42,10 +44,9 @@ def make_methods(service: Service) -> list[Method]:
         Method(SERVICE + name, partial(read_message_of, request), run, _serialize)
         for name, (request, run) in plain.items()
     ]
-    read = partial(read_message_of, "InferRequest")
-    methods.append(Method(SERVICE + "Infer", read, rpcs.infer, bytes))
+    methods.append(Method(SERVICE + "Infer", read_sent, rpcs.infer, bytes))
     methods.append(
-        Method(SERVICE + "StreamInfer", read, rpcs.stream, bytes, takes_stream=True, gives_stream=True)
+        Method(SERVICE + "StreamInfer", read_sent, rpcs.stream, bytes, takes_stream=True, gives_stream=True)
     )
     return methods
 
@@ -56,6 +57,27 @@ def read_message_of(name: str, data: bytes) -> Any:
         return getattr(load("triton_v1"), name).FromString(data)
     except DecodeError:
         raise ServeError(Kind.INTERNAL, f"malformed {name}") from None
+
+
+@dataclass(slots=True)
+class Sent:
+    """An InferRequest as received: the parsed message, and the bytes its raw tensors lie in."""
+
+    message: V1InferMessage
+    data: memoryview
+
+    def raws(self) -> list[Buffer]:
+        """The raw_input entries, where they were received."""
+        spans = map(self.message.raw, range(self.message.raw_count))
+        return [self.data[offset : offset + size] for offset, size in spans]
+
+
+def read_sent(data: bytes) -> Sent:
+    """A serialized InferRequest. Raises ServeError."""
+    try:
+        return Sent(read_v1_request(data), memoryview(data))
+    except WireFault as fault:
+        raise ServeError(Kind.INTERNAL, f"malformed InferRequest: {fault}") from None
 
 
 def _serialize(message: Any) -> bytes:
@@ -72,33 +94,27 @@ class Rpcs:
 
     # --- inference --------------------------------------------------------------------------------
 
-    async def infer(self, request: Any, rpc: Rpc) -> bytes:
+    async def infer(self, request: Sent, rpc: Rpc) -> bytes:
         """InferRequest -> serialized InferResponse."""
-        header = read_message(request.meta_data)
-        make_data = partial(Entries, request.raw_input)
+        message, header = request.message, read_message(request.message)
+        make_data = partial(Entries, request.raws())
         try:
-            answering = self._service.infer(request.model_name, request.model_version, header, make_data)
+            answering = self._service.infer(message.model_name, message.model_version, header, make_data)
             async with answering as answer:
                 return self._write_answer(answer)
         except ServeError as fault:
-            status = self._service.status_bytes(fault)
-            return _field(_STATUS_TAG, status) + _field(_META_TAG, write_id(header.id))
+            return write_v1_response(self._service.status(fault), write_id(header.id), ())
 
     def _write_answer(self, answer: Answer) -> bytes:
-        parts: list[Buffer] = [
-            _field(_STATUS_TAG, self._service.status_bytes(None)),
-            _field(_META_TAG, answer.binary),
-        ]
-        for raw in answer.raws:
-            parts += (_RAW_TAG, _varint(memoryview(raw).nbytes), raw)
-        size = sum(memoryview(part).nbytes for part in parts)
-        if size > MOST_REPLY_BYTES:
+        try:
+            return write_v1_response(self._service.status(None), answer.binary, answer.raws)
+        except (WireFault, OverflowError):
+            size = sum(memoryview(raw).nbytes for raw in answer.raws)
             raise invalid(
-                f"Response has byte size {size} which exceeds gRPC's byte size limit {MOST_REPLY_BYTES + 1}."
-            )
-        return b"".join(parts)
+                f"Response has byte size {size} which exceeds gRPC's byte size limit {2**31}."
+            ) from None
 
-    async def stream(self, requests: AsyncIterator[Any], rpc: Rpc) -> AsyncIterator[bytes]:
+    async def stream(self, requests: AsyncIterator[Sent], rpc: Rpc) -> AsyncIterator[bytes]:
         """One response for each request, in order; an error is a response like any other."""
         async for request in requests:
             yield await self.infer(request, rpc)
@@ -187,16 +203,3 @@ def _fill_regions(target: Any, status: Any) -> None:
     """Regions as the declared field 1 and, as the official client reads them, as field 2 (spec 6)."""
     target.shared_memory_region.extend(status.shared_memory_region)
     target.MergeFromString(status.SerializeToString())
-
-
-def _field(tag: bytes, data: bytes) -> bytes:
-    return tag + _varint(len(data)) + data
-
-
-def _varint(number: int) -> bytes:
-    groups = bytearray()
-    while number > 0x7F:
-        groups.append(number & 0x7F | 0x80)
-        number >>= 7
-    groups.append(number)
-    return bytes(groups)

@@ -134,12 +134,17 @@ class Service:
 
     def status_bytes(self, fault: ServeError | None) -> bytes:
         """RequestStatus as a serialized message."""
-        status = load("triton_v1").RequestStatus(server_id=SERVER_ID, request_id=self.next_id())
-        status.code = CODE_OF[SUCCESS if fault is None else STATUS_OF[fault.kind]]
-        if fault is not None:
-            status.msg = fault.message.encode("utf-8", "replace").decode()
+        code, text, server_id, number = self.status(fault)
+        status = load("triton_v1").RequestStatus(code=code, msg=text, server_id=server_id, request_id=number)
         data: bytes = status.SerializeToString()
         return data
+
+    def status(self, fault: ServeError | None) -> tuple[int, str, str, int]:
+        """RequestStatus as its fields: code, msg, server_id, request_id."""
+        if fault is None:
+            return CODE_OF[SUCCESS], "", SERVER_ID, self.next_id()
+        text = fault.message.encode("utf-8", "replace").decode()
+        return CODE_OF[STATUS_OF[fault.kind]], text, SERVER_ID, self.next_id()
 
 
 def as_v1(fault: ServeError) -> ServeError:
