@@ -19,6 +19,7 @@ from fastserve.repository.model_config import ModelConfig, parse_model_config
 from fastserve.repository.triton_config import (
     TRITON_FILE,
     make_triton_config,
+    parse_triton_json,
     read_triton_config,
     to_model_config,
 )
@@ -70,6 +71,13 @@ class ConfigReader:
         if script is not None and _holds(script, TRITON_CLASS):
             return to_model_config(make_triton_config({"backend": "python"}, name))
         raise ConfigError(f"no {CONFIG_FILE}, and no version folder holds a {MODEL_FILES['onnx']}")
+
+    def read_json(
+        self, name: str, text: str, folder: Path, numbered: Mapping[int, Path], root: Path
+    ) -> ModelConfig:
+        """The config a client gave for `name`, completed from its folder. Raises ConfigError, OSError."""
+        written = parse_triton_json(text, name)
+        return to_model_config(complete_from_files(written, numbered, root), folder.absolute())
 
     def _native(self, folder: Path, root: Path) -> ModelConfig:
         path = folder / CONFIG_FILE

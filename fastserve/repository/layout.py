@@ -30,8 +30,10 @@ from fastserve.repository.folder_config import (
     stamp_of,
 )
 from fastserve.repository.model_config import ModelConfig
+from fastserve.repository.overrides import Overrides
 from fastserve.repository.policy import version_number
-from fastserve.repository.triton_config import TRITON_FILE
+from fastserve.repository.triton_config import TRITON_FILE, parse_triton_json, to_model_config
+from fastserve.repository.triton_files import complete_from_files
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
@@ -57,6 +59,14 @@ class ModelFolder:
     notes: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Override:
+    """What a client loads in place of what is there: a config as JSON, and perhaps a folder of its own."""
+
+    config: str
+    folder: Path | None = None
+
+
 def is_model_name(name: str) -> bool:
     """True for 1 to 128 of letters, digits, `_`, `.`, `-` that are no way up or out of a folder."""
     return MODEL_NAME.fullmatch(name) is not None and name.strip(".") != ""
@@ -68,6 +78,7 @@ class Layout:
     def __init__(self, settings: RepositorySettings) -> None:
         self.root = repository_root(settings.repository)
         self.entries: Sequence[ModelEntry] = settings.models
+        self.overrides = Overrides()
         self._configs = ConfigReader(settings.model_defaults)
 
     def check(self) -> None:
@@ -103,12 +114,27 @@ class Layout:
         """One model, None when there is none. The name may come from a client."""
         if not is_model_name(name):
             return None
+        held = self.overrides.of(name)
+        if held is not None and held.folder is not None:
+            return self._scan_model(name, held.folder, held.folder)
         for entry in self.entries:
             if entry.name == name:
                 return self._scan_entry(entry)
         if self.root is None or not (self.root / name).is_dir():
             return None
         return self._scan_model(name, self.root / name, self.root)
+
+    def scan_override(self, name: str, override: Override) -> ModelFolder | None:
+        """The model a client describes, None when it has no folder. Raises ConfigError, OSError."""
+        folder = override.folder or (self.root / name if self.root is not None else None)
+        if not is_model_name(name) or folder is None or not folder.is_dir():
+            return None
+        root = override.folder or self.root or folder
+        model, numbered = ModelFolder(name, folder), _numbered_folders(folder)
+        written = parse_triton_json(override.config, name)
+        model.config = to_model_config(complete_from_files(written, numbered, root), folder.absolute())
+        _fill_versions(model, numbered, root)
+        return model
 
     def _scan_entry(self, entry: ModelEntry) -> ModelFolder:
         folder = Path(entry.base_path)
@@ -132,13 +158,17 @@ class Layout:
             return model
         try:
             numbered = _numbered_folders(folder)
+            held = self.overrides.of(name)
             has_config = (folder / CONFIG_FILE).exists() or (folder / TRITON_FILE).exists()
-            if not numbered and not has_config:
+            if not numbered and not has_config and held is None:
                 return None
             if not inside(folder, root):
                 model.error = "the folder is a link that leads out of the repository"
                 return model
-            model.config = self._configs.read(name, folder, numbered, root)
+            if held is not None:
+                model.config = self._configs.read_json(name, held.config, folder, numbered, root)
+            else:
+                model.config = self._configs.read(name, folder, numbered, root)
             _fill_versions(model, numbered, root)
         except ConfigError as fault:
             model.error = str(fault)

@@ -19,6 +19,7 @@ from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.dependants import dependants, in_waves, missing, needs
 from fastserve.repository.layout import Layout, ModelFolder, is_model_name
+from fastserve.repository.overrides import Override
 from fastserve.repository.succession import Succession, VersionHooks
 from fastserve.repository.version import Version, VersionState
 
@@ -81,20 +82,36 @@ class Repository:
         """Every model there is a folder of, wanted or not."""
         return sorted(await asyncio.to_thread(self._layout.scan))
 
-    async def load(self, name: str, path: tuple[str, ...] = ()) -> None:
+    async def load(self, name: str, path: tuple[str, ...] = (), override: Override | None = None) -> None:
         """Load or reload one model now, and before an ensemble the models of its steps that are missing.
 
-        `path` are the ensembles this one is loaded for. Raises ServeError: NOT_FOUND, or why it could
-        not be loaded.
+        `path` are the ensembles this one is loaded for; an `override` holds until the next load. Raises
+        ServeError: NOT_FOUND, also for an override that cannot be read, or why it could not be loaded.
         """
         self._must_be_explicit()
+        overrides = self._layout.overrides
         async with self._lock(name):
-            folder = await asyncio.to_thread(self._layout.scan_one, name)
-            if folder is None:
-                raise ServeError(Kind.NOT_FOUND, f"There is no model {_quoted(name)} in the repository.")
-            await self._load_needed(folder, path)
-            self._wanted.add(name)
-            problems = await self._succession.apply(folder, eager=True)
+            try:
+                held = None if override is None else await asyncio.to_thread(overrides.make, name, override)
+            except ConfigError as fault:
+                raise ServeError(Kind.NOT_FOUND, str(fault)) from None
+            before = overrides.put(name, held)
+            try:
+                await self._load_locked(name, path)
+            except BaseException:
+                overrides.put(name, before)
+                raise
+            await asyncio.to_thread(overrides.tidy, name)
+
+    async def _load_locked(self, name: str, path: tuple[str, ...]) -> None:
+        folder = await asyncio.to_thread(self._layout.scan_one, name)
+        if folder is None:
+            raise ServeError(Kind.NOT_FOUND, f"There is no model {_quoted(name)} in the repository.")
+        if folder.error and self._layout.overrides.of(name) is not None:
+            raise ServeError(Kind.NOT_FOUND, folder.error)
+        await self._load_needed(folder, path)
+        self._wanted.add(name)
+        problems = await self._succession.apply(folder, eager=True)
         if problems:
             raise ServeError(Kind.FAILED_PRECONDITION, failure_text({name: problems}))
 
@@ -105,6 +122,8 @@ class Repository:
             raise ServeError(Kind.NOT_FOUND, f"There is no model {_quoted(name)} that was loaded.")
         self._wanted.discard(name)
         await self._end(name)
+        self._layout.overrides.put(name, None)
+        await asyncio.to_thread(self._layout.overrides.tidy, name)
 
     async def reload_config(self, entries: Sequence[ModelEntry]) -> None:
         """Serve these models in place of the ones `models` named, and wait for them.
@@ -124,6 +143,7 @@ class Repository:
             await asyncio.to_thread(layout.check)
         except ConfigError as fault:
             raise ServeError(Kind.INVALID_ARGUMENT, str(fault)) from None
+        layout.overrides = self._layout.overrides
         self._layout = layout
         found = await asyncio.to_thread(layout.scan)
         problems = await self._apply(found.values(), eager=True)
@@ -142,6 +162,7 @@ class Repository:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         await asyncio.gather(*(self._end(name) for name in list(self.catalog.models)))
+        await asyncio.to_thread(self._layout.overrides.close)
 
     # -- one look
 

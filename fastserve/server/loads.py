@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastserve.dialects.kserve_v2.repository import LoadOverride
 from fastserve.errors import Kind, ServeError
+from fastserve.repository.overrides import Override
 from fastserve.repository.repository import Repository
 
 
@@ -22,11 +23,8 @@ class ClientLoads:
 
     async def load(self, name: str, override: LoadOverride | None) -> None:
         """Raises ServeError."""
-        if override is not None:
-            raise ServeError(
-                Kind.UNIMPLEMENTED, "this server loads models as they are in its repository only"
-            )
-        await self._repository.load(name)
+        brought = None if override is None else Override(override.config or "{}", override.files)
+        await self._repository.load(name, override=brought)
 
     async def unload(self, name: str, dependents: bool) -> None:
         """Raises ServeError."""
