@@ -16,7 +16,8 @@ from bench.load.measure import Plan
 from bench.workloads import WORKLOADS
 
 BUSY_LOAD = 0.7
-PARTS = [*WORKLOADS, "latency", "frontends", "memory", "codec"]
+GRPC = ["grpc-tiny", "grpc-image"]
+PARTS = [*WORKLOADS, *GRPC, "latency", "frontends", "memory", "codec"]
 
 
 def cores() -> tuple[int, int]:
@@ -30,6 +31,10 @@ def cores() -> tuple[int, int]:
 def rows(part: str, plan: Plan, subject: measure.Start, soak: int) -> list[table.Row]:
     if part in WORKLOADS:
         return [table.load_row(WORKLOADS[part], *measure.versus(WORKLOADS[part], plan, subject))]
+    if part in GRPC:
+        from bench.load import grpc_load
+
+        return [grpc_load.row(part, plan)]
     if part == "latency":
         return [table.alone_row(*measure.alone(plan, subject))]
     if part == "frontends":
