@@ -32,8 +32,7 @@ from fastserve.repository.folder_config import (
 from fastserve.repository.model_config import ModelConfig
 from fastserve.repository.overrides import Overrides
 from fastserve.repository.policy import version_number
-from fastserve.repository.triton_config import TRITON_FILE, parse_triton_json, to_model_config
-from fastserve.repository.triton_files import complete_from_files
+from fastserve.repository.triton_config import TRITON_FILE
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
@@ -57,14 +56,6 @@ class ModelFolder:
     versions: dict[int, VersionFolder] = field(default_factory=dict)
     error: str = ""
     notes: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Override:
-    """What a client loads in place of what is there: a config as JSON, and perhaps a folder of its own."""
-
-    config: str
-    folder: Path | None = None
 
 
 def is_model_name(name: str) -> bool:
@@ -123,18 +114,6 @@ class Layout:
         if self.root is None or not (self.root / name).is_dir():
             return None
         return self._scan_model(name, self.root / name, self.root)
-
-    def scan_override(self, name: str, override: Override) -> ModelFolder | None:
-        """The model a client describes, None when it has no folder. Raises ConfigError, OSError."""
-        folder = override.folder or (self.root / name if self.root is not None else None)
-        if not is_model_name(name) or folder is None or not folder.is_dir():
-            return None
-        root = override.folder or self.root or folder
-        model, numbered = ModelFolder(name, folder), _numbered_folders(folder)
-        written = parse_triton_json(override.config, name)
-        model.config = to_model_config(complete_from_files(written, numbered, root), folder.absolute())
-        _fill_versions(model, numbered, root)
-        return model
 
     def _scan_entry(self, entry: ModelEntry) -> ModelFolder:
         folder = Path(entry.base_path)

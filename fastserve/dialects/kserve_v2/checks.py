@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from math import prod
 
 from fastserve.dialects.kserve_v2.body import InputPart, Memory
-from fastserve.dialects.kserve_v2.errors import invalid
+from fastserve.dialects.kserve_v2.errors import internal, invalid
 from fastserve.dialects.kserve_v2.plans import Plan, Side, full_dims, to_model_shape
 from fastserve.tensor import DTYPE_BY_KSERVE, KSERVE_NAME, Tensor
 
@@ -42,6 +42,7 @@ def check_inputs(plan: Plan, parts: Sequence[InputPart], request_id: str) -> dic
             raise invalid(f"unexpected inference input '{part.name}' for model '{plan.model}'")
     if plan.max_batch_size:
         _check_batch(plan, latest_first, told)
+    _check_required(plan, parts, told)
     for part in latest_first:
         _check_part(plan, plan.inputs[part.name], part, told)
     batching = plan.max_batch_size > 0
@@ -67,6 +68,16 @@ def _check_count(plan: Plan, parts: Sequence[InputPart], told: str) -> None:
         f"but missing required input(s) {'[' + missing if missing else ''}]. "
         "Please provide all required input(s)."
     )
+
+
+def _check_required(plan: Plan, parts: Sequence[InputPart], told: str) -> None:
+    """The original counts only, and lets the model find out; its exceptions are internal errors, unless
+    it is decoupled."""
+    given = {part.name for part in parts}
+    for name in plan.required:
+        if name not in given:
+            text = f"{told}input '{name}' is missing for model '{plan.model}'"
+            raise invalid(text) if plan.decoupled else internal(text)
 
 
 def _check_batch(plan: Plan, parts: Sequence[InputPart], told: str) -> None:

@@ -217,3 +217,25 @@ def test_both_doors_say_the_same(tmp_path: Path) -> None:
             assert json.loads(gzip.decompress(body)) == json.loads((await served.ask("POST", path, BODY))[2])
 
     run(work())
+
+
+CONFIG = {
+    "backend": "python",
+    "max_batch_size": 4,
+    "input": [{"name": "x", "data_type": "TYPE_FP32", "dims": [2]}],
+    "output": [{"name": "y", "data_type": "TYPE_FP32", "dims": [2]}],
+}
+
+
+def test_files_of_a_load_stay_inside(tmp_path: Path) -> None:
+    write_model(tmp_path)
+
+    async def work() -> None:
+        async with Served(tmp_path, model_control="explicit") as served:
+            for name in ("../out.py", "/tmp/out.py", "1/../../out.py", ""):
+                given = {"config": json.dumps(CONFIG), f"file:{name}": base64.b64encode(b"x").decode()}
+                path = "/v2/repository/models/new/load"
+                status, _, body = await served.ask("POST", path, {"parameters": given})
+                assert (status, b"failed to poll" in body) == (500, True)
+
+    run(work())
