@@ -10,6 +10,7 @@ from google.protobuf import descriptor_pool
 from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
 
 from fastserve.protos import load
+from fastserve.wire.grpc_reflection import make_pool
 
 # What an official client does when it is imported: files and messages of our names in the default pool.
 OFFICIAL = """
@@ -71,3 +72,13 @@ def test_methods_that_stream() -> None:
     streams = [method.name for service in services for method in service.methods if method.client_streaming]
     assert streams == ["ModelStreamInfer", "StreamInfer"]
     assert [len(service.methods) for service in services] == [20, 7]
+
+
+def test_reflection_shows_both_at_once() -> None:
+    sets = [load("kserve_v2"), load("triton_v1")]
+    pool = make_pool([messages.descriptor_set for messages in sets])
+    for messages in sets:
+        for service in messages.services:
+            found = pool.FindFileContainingSymbol(service)
+            assert found.services_by_name[service.rpartition(".")[2]].full_name == service
+    assert len(pool.FindServiceByName("inference.GRPCInferenceService").methods) == 20
