@@ -108,11 +108,12 @@ def to_model_config(config: TritonConfig, folder: Path = Path()) -> ModelConfig:
 
 
 def _tensors(tensors: list[ModelInput] | list[ModelOutput]) -> dict[str, TensorConfig]:
-    """Only whole descriptions: the backend tells the rest when it has loaded the model."""
+    """Nothing unless every description is whole: the backend then tells them when it has loaded the model."""
+    if any(t.data_type not in DTYPE_OF or not (t.dims or t.reshape is not None) for t in tensors):
+        return {}
     return {
         tensor.name: TensorConfig(dtype=DTYPE_OF[tensor.data_type], shape=list(tensor.dims))  # type: ignore[arg-type]
         for tensor in tensors
-        if tensor.data_type in DTYPE_OF and (tensor.dims or tensor.reshape is not None)
     }
 
 

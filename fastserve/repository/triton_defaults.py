@@ -15,6 +15,7 @@ from fastserve.repository.triton_schema import (
     ModelOutput,
     Optimization,
     PinnedMemory,
+    Reshape,
     SequenceBatching,
     TritonConfig,
     TritonPolicy,
@@ -141,7 +142,9 @@ def _completed(tensor: Any, spec: TensorSpec) -> Any:
     if tensor.data_type == "TYPE_INVALID":
         changes["data_type"] = DATA_TYPE.get(spec.dtype.name, "TYPE_INVALID")
     if not tensor.dims and spec.shape is not None and tensor.reshape is None:
-        changes["dims"] = list(spec.shape)
+        changes["dims"] = list(spec.shape) or [1]
+        if not spec.shape:  # a config cannot say "no axes": one element, which the model sees without
+            changes["reshape"] = Reshape()
     return msgspec.structs.replace(tensor, **changes)
 
 

@@ -148,15 +148,19 @@ def test_an_onnx_model_tells_its_tensors(tmp_path: Path, given: str) -> None:
     from tests.repository.test_onnx_graph import write_model
 
     write_pbtxt(tmp_path, "m", given)
-    write_model(tmp_path / "m" / "1" / "model.onnx", {"x": (1, ["N", 4])}, {"y": (8, ["N", "K"])})
+    write_model(
+        tmp_path / "m" / "1" / "model.onnx", {"x": (1, ["N", 4])}, {"y": (8, ["N", "K"]), "z": (7, ["N"])}
+    )
     config = scan(tmp_path).config
     assert config is not None
     assert (config.backend, config.fault) == ("onnx", "")
     assert config.max_batch_size == 4
     assert config.inputs["x"].shape == [4]
     assert config.outputs["y"].shape == [-1]
+    assert config.outputs["z"].shape == [1]
     assert config.triton is not None
     assert config.triton["input"][0]["data_type"] == "TYPE_FP32"
+    assert config.triton["output"][1]["reshape"] == {"shape": []}
     assert config.triton["instance_group"] == [
         config.triton["instance_group"][0] | {"name": "m_0", "kind": "KIND_CPU", "count": 2}
     ]
