@@ -182,6 +182,9 @@ class Settings(RepositorySettings, frozen=True, forbid_unknown_fields=True, kw_o
     drain_s: Annotated[
         float, Meta(ge=0, description="Seconds requests under way may take to finish when stopping.")
     ] = 30.0
+    response_cache_bytes: Annotated[
+        int, Meta(ge=0, description="Bytes of responses kept for models with response_cache; 0 for none.")
+    ] = 0
     allow_client_shm: Annotated[
         bool, Meta(description="Clients may name shared memory that tensors are read from and written to.")
     ] = False

@@ -15,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from fastserve.engine.cache import ResponseCache
 from fastserve.engine.door import Door, triton_of
 from fastserve.engine.ensemble import Ensemble
 from fastserve.engine.ensemble_plan import check_models, read_plan
@@ -71,7 +72,9 @@ class Host:
         fronts: int = 1,
         on_health: Callable[[], None] = lambda: None,
         catalog: Catalog | None = None,
+        cache_bytes: int = 0,
     ) -> None:
+        self.cache = ResponseCache(cache_bytes) if cache_bytes else None
         self.ensembles: dict[Version, Ensemble] = {}  # they have no workers
         self._catalog = catalog or Catalog()
         self.hosted: dict[tuple[str, int, int, int], Hosted] = {}
@@ -88,7 +91,7 @@ class Host:
             return
         parts: list[Hosted] = []
         try:
-            schedule = Schedule(version, self._fronts)
+            schedule = Schedule(version, self._fronts, self.cache)
             while len(parts) < schedule.lanes:
                 parts.append(await self._start(version, schedule, len(parts)))
             version.lane = schedule.open_door([hosted.lane for hosted in parts])

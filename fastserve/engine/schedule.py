@@ -2,6 +2,7 @@
 
     plain        the lane itself: batches form in shared memory as rows arrive
     queued       `queued`: priority levels, queue policies, preferred batch sizes, kept order
+    cached       `cache`, before a lane or a queue
     sequences    `stateful`: control inputs, states, a slot for each sequence
     ensemble     no lane at all, see `ensemble` and `hosting`
 
@@ -10,9 +11,11 @@ What a config asks for and is not here is refused by `check_schedule`, never pas
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fastserve.engine.cache import CachedDoor, ResponseCache
 from fastserve.engine.controls import Extras, read_extras
 from fastserve.engine.door import Door, triton_of
 from fastserve.engine.lane import Lane
@@ -25,16 +28,21 @@ from fastserve.repository.model_config import ModelConfig, config_json
 from fastserve.repository.version import Version
 from fastserve.tensor import TensorSpec
 
+log = logging.getLogger(__name__)
+
 Specs = Mapping[str, TensorSpec]
 
 
 class Schedule:
     """What one version's config makes of its lanes."""
 
-    def __init__(self, version: Version, fronts: int = 1) -> None:
+    def __init__(self, version: Version, fronts: int = 1, cache: ResponseCache | None = None) -> None:
         """Raises ServeError INVALID_ARGUMENT for what cannot be scheduled so."""
         config, triton = version.config, triton_of(version.config)
-        check_schedule(config, fronts)
+        self._cache = cache if caches(triton) else None
+        check_schedule(config, fronts, cached=self._cache is not None)
+        if self._cache is None and caches(triton):
+            log.warning("%r: response_cache.enable has no effect: response_cache_bytes is 0", version)
         self._version, self._triton = version, triton
         self._queue = read_queue(config)
         self.extras: Extras | None = None
@@ -67,6 +75,10 @@ class Schedule:
 
     def open_door(self, lanes: Sequence[Lane]) -> Lane | Door:
         """What requests go through."""
+        inner = self._open_inner(lanes)
+        return inner if self._cache is None else CachedDoor(self._cache, inner)
+
+    def _open_inner(self, lanes: Sequence[Lane]) -> Lane | Door:
         model, senders = self._version.model, [Sealed(lane) for lane in lanes]
         if self.extras is not None:
             return StatefulDoor(model, senders, self.extras, read_strategy(self._triton))
@@ -86,10 +98,10 @@ def read_queue(config: ModelConfig) -> tuple[Levels, Forming] | None:
     return levels, Forming(config.instances, config.max_queue_delay_us * 1000, preferred, keep_order)
 
 
-def check_schedule(config: ModelConfig, fronts: int) -> None:
+def check_schedule(config: ModelConfig, fronts: int, *, cached: bool = False) -> None:
     """Raises ServeError INVALID_ARGUMENT for scheduling that this server, or so many fronts, cannot do."""
     triton = triton_of(config)
-    asked = _needs_one_front(config)
+    asked = _needs_one_front(config, cached=cached)
     if asked and fronts > 1:
         raise ServeError(
             Kind.INVALID_ARGUMENT,
@@ -97,20 +109,21 @@ def check_schedule(config: ModelConfig, fronts: int) -> None:
         )
     if asked and (triton.get("model_transaction_policy") or {}).get("decoupled"):
         raise ServeError(Kind.INVALID_ARGUMENT, f"{asked}: a decoupled model cannot be scheduled so")
-    for field in unfinished(triton):
-        raise ServeError(Kind.INVALID_ARGUMENT, f"{field}: not supported yet, leave it out")
+    if cached and triton.get("sequence_batching") is not None:
+        raise ServeError(
+            Kind.INVALID_ARGUMENT, "response_cache: answers of a sequence depend on more than the request"
+        )
 
 
-def _needs_one_front(config: ModelConfig) -> str:
+def caches(triton: Mapping[str, Any]) -> bool:
+    """True when the model's responses may be kept."""
+    return bool((triton.get("response_cache") or {}).get("enable"))
+
+
+def _needs_one_front(config: ModelConfig, *, cached: bool) -> str:
     """What of the config is kept in one process, where the order of all requests is known."""
     if triton_of(config).get("sequence_batching") is not None:
         return "sequence_batching"
-    return "dynamic_batching with levels, policies, sizes or kept order" if read_queue(config) else ""
-
-
-def unfinished(triton: Mapping[str, Any]) -> list[str]:
-    """Fields of the config that nothing here does yet."""
-    found = []
-    if (triton.get("response_cache") or {}).get("enable"):
-        found.append("response_cache.enable")
-    return found
+    if read_queue(config) is not None:
+        return "dynamic_batching with levels, policies, sizes or kept order"
+    return "response_cache" if cached else ""

@@ -50,6 +50,7 @@ class Server:
             fronts=settings.frontends,
             on_health=self._health_changed,
             catalog=self.catalog,
+            cache_bytes=settings.response_cache_bytes,
         )
         self.repository = Repository(settings, self.catalog, self.host)
         loads = ClientLoads(self.repository)
