@@ -39,6 +39,7 @@ from fastserve.wire.grpc import Rpc
 
 # Fields of InferTensorContents by their numbers, named as the original names what they hold.
 _CONTENTS = ("", "BOOL", "INT32", "INT64", "UINT32", "UINT64", "FP32", "FP64", "BYTES")
+QUEUE_FULL = "Exceeds maximum queue size"
 DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
 Output = tuple[str, str, tuple[int, ...], None]
 
@@ -88,12 +89,21 @@ async def infer(service: Service, sent: Sent, rpc: Rpc) -> bytes:
             finally:
                 response.release()
     except ServeError as fault:
-        told = in_own_words(fault)
+        told = tell(fault, sent)
         service.traffic.refused(name, told.kind.name)
         raise told from None
     service.traffic.count(name, plan.version.number, monotonic_ns() - started_ns)
     service.statistics.ran(plan.version)
     return reply
+
+
+def tell(fault: ServeError, sent: Sent) -> ServeError:
+    """A fault in the original's words; a full queue's name the request."""
+    told = in_own_words(fault)
+    if told.kind is Kind.UNAVAILABLE and (told.retry_after_s is not None or told.message == QUEUE_FULL):
+        text = f"[request id: {sent.message.id or '<id_unknown>'}] {QUEUE_FULL}"
+        return ServeError(Kind.UNAVAILABLE, text, retry_after_s=told.retry_after_s)
+    return told
 
 
 def find_sent(service: Service, sent: Sent) -> Plan:

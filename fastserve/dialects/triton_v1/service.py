@@ -28,6 +28,7 @@ from fastserve.request import InferRequest, InferResponse
 
 SERVER_ID = "inference:0"
 QUEUE_FULL = "Exceeds maximum queue size"
+NO_SEQUENCE = "non-zero or non-empty correlation ID"
 TOO_LATE = "Request timeout expired"
 
 
@@ -153,4 +154,6 @@ def as_v1(fault: ServeError) -> ServeError:
         return ServeError(Kind.UNAVAILABLE, TOO_LATE)
     if fault.kind is Kind.UNAVAILABLE and fault.retry_after_s is not None:
         return ServeError(Kind.UNAVAILABLE, QUEUE_FULL)
+    if NO_SEQUENCE in fault.message:  # V1 has no sequences named by a string
+        return ServeError(fault.kind, fault.message.replace(NO_SEQUENCE, "non-zero correlation ID"))
     return fault

@@ -19,6 +19,7 @@ import pytest
 import uvloop
 
 from fastserve.config import Listener, Settings
+from fastserve.engine.engine import Engine
 from fastserve.server import Server
 from tests.dialects.triton_v1.rig import write_held, write_models
 
@@ -297,3 +298,18 @@ def test_deadline_and_cancel(served: Served) -> None:
         assert "cancelled" in str(found.get(timeout=WAIT_S)).lower()
         served.go.touch()
         assert made.infer("held", [given]).as_numpy("OUT").tolist() == [[1]]
+
+
+@pytest.mark.skipif(not hasattr(Engine, "stream"), reason="the engine does not stream")
+def test_stream(served: Served) -> None:
+    found: queue.Queue[Any] = queue.Queue()
+    with contextlib.closing(grpcclient.InferenceServerClient(served.grpc)) as made:
+        made.start_stream(lambda result, error: found.put((result, error)))
+        for number in range(6):
+            model = "nope" if number == 3 else "simple"
+            made.async_stream_infer(model, inputs_of(grpcclient), request_id=str(number))
+        answers = [found.get(timeout=WAIT_S) for _ in range(6)]
+        made.stop_stream()
+    assert [error is None for _, error in answers] == [True, True, True, False, True, True]
+    ids = [result.get_response().id for result, _ in answers if result is not None]
+    assert ids == ["0", "1", "2", "4", "5"]

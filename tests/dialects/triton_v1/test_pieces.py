@@ -1,0 +1,130 @@
+"""The V1 dialect's parts by themselves: headers, texts, classes, words."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+from google.protobuf import text_format
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastserve.dialects.triton_v1.answers import write_id
+from fastserve.dialects.triton_v1.classes import classify
+from fastserve.dialects.triton_v1.header import InputHeader, RequestHeader, SharedPlace, read_header
+from fastserve.dialects.triton_v1.inputs import Body, check_strings
+from fastserve.dialects.triton_v1.plan import TensorPlan
+from fastserve.dialects.triton_v1.service import as_v1
+from fastserve.dialects.triton_v1.text import print_float, print_line, print_lines
+from fastserve.errors import ConfigError, Kind, ServeError
+from fastserve.protos import load
+from fastserve.tensor import DTYPES, Tensor
+
+V1 = load("triton_v1")
+FRONT = 'batch_size: 2 input { name: "x" dims: 3 dims: -1 } output { name: "y" cls { count: 2 } }'
+
+
+def test_a_header_with_every_field() -> None:
+    header = read_header(
+        'batch_size: 3 input { name: "x" batch_byte_size: 12 '
+        'shared_memory { name: "r" offset: 4 byte_size: 12 } } '
+        'output { name: "y" } correlation_id: 18446744073709551615 id: 5 flags: 3 priority: 2 '
+        "timeout_microseconds: 77"
+    )
+    assert header.inputs == (InputHeader("x", (), 12, SharedPlace("r", 4, 12)),)
+    assert (header.correlation_id, header.id, header.flags) == (2**64 - 1, 5, 3)
+    assert (header.priority, header.timeout_us) == (2, 77)
+
+
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            name: st.integers(0, 2**32 - 1)
+            for name in ("correlation_id", "id", "flags", "priority", "timeout_microseconds")
+        },
+    )
+)
+def test_remembered_headers_read_as_protobuf_reads_them(scalars: dict[str, int]) -> None:
+    text = " ".join([FRONT, *(f"{name}: {value}" for name, value in scalars.items())])
+    message = text_format.Parse(text, V1.InferRequestHeader())
+    header = read_header(text)
+    assert (header.batch_size, header.inputs[0].dims, header.outputs[0].classes) == (2, (3, -1), 2)
+    assert header == RequestHeader(
+        2, header.inputs, header.outputs, message.correlation_id, message.id, message.flags, message.priority,
+        message.timeout_microseconds,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "batch_size",
+        "batch_size: -1",
+        "who: 1",
+        FRONT + " id: 1 id: 2",
+        "id: 3 " + FRONT + " id: 4",
+        'input { name: "x',
+    ],
+)
+def test_a_broken_header_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        read_header(text)
+
+
+@given(st.text(), st.floats(width=32), st.integers(0, 2**64 - 1), st.lists(st.integers(-(2**63), 2**63 - 1)))
+def test_texts_read_back(name: str, value: float, number: int, dims: list[int]) -> None:
+    message = V1.InferResponseHeader(model_name=name.encode("utf-8", "replace").decode(), id=number)
+    output = message.output.add(name="o")
+    output.raw.dims.extend(dims)
+    output.batch_classes.add().cls.add(idx=1, value=value)
+    for text in (print_line(message), print_lines(message)):
+        back = text_format.Parse(text, V1.InferResponseHeader())
+        assert back.SerializeToString(deterministic=True) == message.SerializeToString(deterministic=True)
+
+
+def test_floats_as_the_original_prints_them() -> None:
+    found = [
+        print_float(v) for v in (16.0, 0.5, 1e20, float("-inf"), struct.unpack("f", struct.pack("f", 0.1))[0])
+    ]
+    assert found == ["16", "0.5", "1e+20", "-inf", "0.1"]
+
+
+@given(st.integers(0, 2**64 - 1))
+def test_an_id_is_the_last_field(number: int) -> None:
+    assert V1.InferResponseHeader.FromString(write_id(number)).id == number
+
+
+def test_classes_in_order() -> None:
+    plan = TensorPlan("y", DTYPES["float32"], (3,), given_labels=("a", "b"))
+    data = struct.pack("<6f", 1, 3, 3, float("nan"), -1, 2)
+    found = classify(plan, Tensor(DTYPES["float32"], (2, 3), data), 2, 2)
+    assert [[(c.index, c.value, c.label) for c in row] for row in found] == [
+        [(1, 3.0, "b"), (2, 3.0, "")],
+        [(2, 2.0, ""), (1, -1.0, "b")],
+    ]
+    with pytest.raises(ServeError, match="unsupported type 'TYPE_STRING'"):
+        classify(TensorPlan("s", DTYPES["bytes"], (1,)), Tensor(DTYPES["bytes"], (1, 1), b""), 1, 1)
+
+
+@pytest.mark.parametrize("raw", [b"", b"\1\0\0\0", b"\0\0\0\0" * 3, b"\xff\xff\xff\xffab"])
+def test_strings_that_lie(raw: bytes) -> None:
+    with pytest.raises(ServeError, match="are not the strings"):
+        check_strings(raw, (2,), "x", "m")
+
+
+def test_a_body_of_the_wrong_length() -> None:
+    body = Body(b"12345", "m")
+    assert bytes(body.take("a", 4)) == b"1234"
+    with pytest.raises(ServeError, match="unexpected size for input 'b', expecting 3 bytes"):
+        body.take("b", 4)
+    with pytest.raises(ServeError, match="unexpected additional input data"):
+        Body(b"1", "m").finish()
+
+
+def test_the_originals_words() -> None:
+    full = as_v1(ServeError(Kind.UNAVAILABLE, "full", retry_after_s=1.0))
+    assert full.message == "Exceeds maximum queue size"
+    text = "inference request to model 'seq' must specify a non-zero or non-empty correlation ID"
+    told = as_v1(ServeError(Kind.INVALID_ARGUMENT, text))
+    assert told.message == "inference request to model 'seq' must specify a non-zero correlation ID"
