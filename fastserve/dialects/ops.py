@@ -12,6 +12,7 @@ while the server is full (hardening R15); a scrape is rendered beside the loop, 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -32,10 +33,17 @@ class Ops:
 
     name = "ops"
 
-    def __init__(self, readiness: Readiness, heartbeat: Heartbeat, registry: Registry) -> None:
+    def __init__(
+        self,
+        readiness: Readiness,
+        heartbeat: Heartbeat,
+        registry: Registry,
+        more: Callable[[], Callable[[], bytes]] | None = None,
+    ) -> None:
         self._readiness = readiness
         self._heartbeat = heartbeat
         self._registry = registry
+        self._more = more  # asked on the loop for what writes more of the page beside it
         self._render: asyncio.Future[bytes] | None = None
         self._endpoints: dict[str, Endpoint] = {
             "/healthz/live": self.show_live,
@@ -68,7 +76,8 @@ class Ops:
         """Scrapes that overlap share one rendering, which outlives a scraper that hangs up."""
         if self._render is None:
             loop = asyncio.get_running_loop()
-            self._render = loop.run_in_executor(None, self._registry.expose)
+            more = self._more() if self._more is not None else bytes
+            self._render = loop.run_in_executor(None, lambda: self._registry.expose() + more())
             self._render.add_done_callback(self._forget_render)
         return await asyncio.shield(self._render)
 

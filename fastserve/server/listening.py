@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from fastserve.config import Listener, Settings
 from fastserve.dialects.kserve_v2 import KServeV2, Regions, Service
+from fastserve.dialects.kserve_v2.nv_metrics import write_nv_metrics
 from fastserve.dialects.kserve_v2.repository import NoRepository, RepositoryFace
 from fastserve.dialects.ops import Ops
 from fastserve.dialects.tfserving.dialect import TFServing
@@ -52,6 +54,7 @@ class Front:
     engine: Engine
     registry: Registry
     repository: RepositoryFace = field(default_factory=NoRepository)
+    nv_metrics: Callable[[], Callable[[], bytes]] | None = None
     regions: Regions = field(default_factory=lambda: Regions(False))
     readiness: Readiness = field(default_factory=Readiness)
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
@@ -102,6 +105,8 @@ class Front:
         tfserving = TFServing(self.engine, self.registry, settings.tfserving, settings.limits)
         self.regions.allowed = settings.allow_client_shm
         kserve = Service(self.engine, self.registry, settings.limits, self.regions, self.repository)
+        statistics = kserve.statistics
+        self.nv_metrics = lambda: partial(write_nv_metrics, statistics, statistics.ready())
         control = Control(self.engine.catalog, self.repository)
         places = Places(self.regions)
         triton_v1 = ServiceV1(self.engine, self.registry, self.readiness, control, places)
@@ -116,7 +121,7 @@ class Front:
         alone = len(names) == 1 and names[0] in STANDS_IN
         served = [known[name](alone) for name in names if name != OPS]
         if not alone:
-            served.insert(0, Ops(self.readiness, self.heartbeat, self.registry))
+            served.insert(0, Ops(self.readiness, self.heartbeat, self.registry, self.nv_metrics))
         opened = HttpListener(
             listener.host,
             listener.port,

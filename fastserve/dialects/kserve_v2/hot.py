@@ -72,7 +72,7 @@ class HotDoor:
         call: Call = ticket.context
         call.on_gone = None  # and with it the cycle call -> ticket -> call
         if error is not None:
-            self._service.refuse(call, error, self._model)
+            self._service.refuse(call, error, self._model, version=self.version)
             return
         head = call.raw_head()
         lane = self._lane

@@ -75,8 +75,10 @@ class Infer:
 
     async def _answer(self, call: Call) -> None:
         service, target = self._service, self._target
+        version: Version | None = None
         try:
             plan = find_plan(service, target)
+            version = plan.version
             if plan.decoupled:
                 raise unsupported("HTTP end point doesn't support models with decoupled transaction policy")
             body = read_call(service, plan, call)
@@ -84,7 +86,7 @@ class Infer:
                 header_bytes, reply = await _run(service, plan, body, held)
         except ServeError as fault:
             headers = SUPPORTED if fault.message == UNSUPPORTED else ()
-            service.refuse(call, fault, target.model, headers)
+            service.refuse(call, fault, target.model, headers, version)
         else:
             _send(call, header_bytes, reply)
             service.succeeded(call, plan)

@@ -16,7 +16,7 @@ from fastserve.dialects.kserve_v2.regions import Regions
 from fastserve.dialects.kserve_v2.repository import RepositoryFace
 from fastserve.dialects.kserve_v2.statistics import Statistics
 from fastserve.errors import ServeError
-from fastserve.metrics import Registry
+from fastserve.metrics import Registry, names
 from fastserve.metrics.traffic import Traffic
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.version import Version
@@ -49,6 +49,7 @@ class Service:
     ) -> None:
         self.engine = engine
         self.catalog = engine.catalog
+        self._requests = registry.counters(names.REQUESTS)
         self.limits = limits
         self.regions = regions
         self.repository = repository
@@ -59,14 +60,26 @@ class Service:
         self.traffic = Traffic(registry, "kserve_v2", engine.catalog.models)
 
     def refuse(
-        self, call: Call, fault: ServeError, model: str = "", headers: Sequence[tuple[bytes, bytes]] = ()
+        self,
+        call: Call,
+        fault: ServeError,
+        model: str = "",
+        headers: Sequence[tuple[bytes, bytes]] = (),
+        version: Version | None = None,
     ) -> None:
-        """Reply with an error."""
+        """Reply with an error; `version` is the one that was asked for, where there is one."""
         fault = in_own_words(fault)
         if fault.retry_after_s is not None:
             headers = (*headers, (b"Retry-After", b"%d" % max(1, round(fault.retry_after_s))))
         call.reply(HTTP_STATUS[fault.kind], error_body(fault.message), JSON, headers)
-        self.traffic.refused(model, fault.kind.name)
+        self.count_failure(fault, model, version)
+
+    def count_failure(self, fault: ServeError, model: str, version: Version | None) -> None:
+        """Count an error by the version it happened to, or by the model alone."""
+        if version is None:
+            self.traffic.refused(model, fault.kind.name)
+        else:
+            self._requests.of(model, version.number, "kserve_v2", fault.kind.name).add()
 
     def succeeded(self, call: Call, plan: Plan) -> None:
         """Count an inference that was answered well."""

@@ -32,6 +32,15 @@ class Counts:
     queue_s: float = 0.0
     compute_s: float = 0.0
 
+    @property
+    def share(self) -> float:
+        """Requests per batch: each of them waited for the whole batch."""
+        return self.requests / self.batches if self.batches else 0.0
+
+    def inferences(self, version: Version) -> int:
+        """Rows run, or runs for a model without a batch axis."""
+        return self.rows if version.batching else self.batches
+
     def since(self, before: Counts) -> Counts:
         return Counts(*(getattr(self, f.name) - getattr(before, f.name) for f in fields(Counts)))
 
@@ -55,9 +64,13 @@ class Statistics:
         counts = self._count(chosen)
         return {"model_stats": [self._show(version, counts[version]) for version in chosen]}
 
-    def counts(self) -> dict[Version, Counts]:
-        """What every ready version did since it was loaded."""
-        return self._count(self._choose("", None))
+    def ready(self) -> list[Version]:
+        """Every ready version, by name."""
+        return self._choose("", None)
+
+    def counts(self, versions: list[Version]) -> dict[Version, Counts]:
+        """What these versions did since they were loaded. May run beside the event loop."""
+        return self._count(versions)
 
     def ran(self, version: Version) -> None:
         """A request was answered just now."""
@@ -103,19 +116,18 @@ class Statistics:
         return {version: _read_one(version, *totals) for version in versions}
 
     def _show(self, version: Version, counts: Counts) -> dict[str, Any]:
-        mean = counts.requests / counts.batches if counts.batches else 0.0
-        compute = _duration(counts.requests, counts.compute_s * mean)
+        compute = _duration(counts.requests, counts.compute_s * counts.share)
         nothing = _duration(0, 0)
         return {
             "name": version.model,
             "version": str(version.number),
             "last_inference": self._last_ms.get((version.model, version.number), 0),
-            "inference_count": counts.rows if version.batching else counts.batches,
+            "inference_count": counts.inferences(version),
             "execution_count": counts.batches,
             "inference_stats": {
                 "success": _duration(counts.requests, counts.requests_s),
                 "fail": _duration(counts.failures, 0),
-                "queue": _duration(counts.requests, counts.queue_s * mean),
+                "queue": _duration(counts.requests, counts.queue_s * counts.share),
                 "compute_input": _duration(counts.requests, 0),
                 "compute_infer": compute,
                 "compute_output": _duration(counts.requests, 0),
