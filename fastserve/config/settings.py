@@ -185,6 +185,14 @@ class Settings(RepositorySettings, frozen=True, forbid_unknown_fields=True, kw_o
     response_cache_bytes: Annotated[
         int, Meta(ge=0, description="Bytes of responses kept for models with response_cache; 0 for none.")
     ] = 0
+    rate_limit: Annotated[
+        Literal["off", "execution_count"],
+        Meta(description="Whether instance_group.rate_limiter holds batches back; off: it does not."),
+    ] = "off"
+    rate_limit_resources: Annotated[
+        tuple[Annotated[str, Meta(pattern=r"^[^:]+:[1-9][0-9]{0,8}$")], ...],
+        Meta(description="Sizes of the rate limiter's resources, NAME:COUNT; others: the largest demand."),
+    ] = ()
     allow_client_shm: Annotated[
         bool, Meta(description="Clients may name shared memory that tensors are read from and written to.")
     ] = False

@@ -34,6 +34,12 @@ class Gate(Protocol):
     def leave(self) -> None:
         """The batch has run."""
 
+    def decline(self) -> None:
+        """There is nothing to run any more."""
+
+    def close(self) -> None:
+        """The version is gone."""
+
 
 @dataclass(frozen=True, slots=True)
 class Forming:
@@ -125,6 +131,8 @@ class QueuedDoor(Door):
 
     def close(self) -> None:
         self._closed = True
+        if self._gate is not None:
+            self._gate.close()
         if self._timer is not None:
             self._timer.cancel()
         for queued in list(self.queue.in_order()):
@@ -152,6 +160,8 @@ class QueuedDoor(Door):
         while self._running < self._forming.width and not self._closed:
             chosen, due_ns = self._choose(now_ns)
             if not chosen or (self._gate is not None and not self._gate.enter(self._look)):
+                if self._gate is not None and not chosen:
+                    self._gate.decline()
                 break
             self._send(chosen)
         times = [when for when in (due_ns, self.queue.next_expiry_ns()) if when]
@@ -203,7 +213,9 @@ class QueuedDoor(Door):
         self._running -= 1
         if self._gate is not None:
             self._gate.leave()
-        self._look()
+            self._pump()  # in this turn, so that it takes its place among those who wait at the gate
+        else:
+            self._look()
 
     def _answer(self, waiting: _Waiting, answer: Answer | None, error: ServeError | None) -> None:
         if waiting.result is not None:  # given up in the very turn it was answered

@@ -21,6 +21,7 @@ from fastserve.engine.door import Door, triton_of
 from fastserve.engine.lane import Lane
 from fastserve.engine.priority import Levels, read_levels
 from fastserve.engine.queued import Forming, QueuedDoor
+from fastserve.engine.rate import RateLimiter, read_needs
 from fastserve.engine.sealed import Sealed, sealed_config
 from fastserve.engine.stateful import StatefulDoor, read_strategy
 from fastserve.errors import Kind, ServeError
@@ -36,7 +37,13 @@ Specs = Mapping[str, TensorSpec]
 class Schedule:
     """What one version's config makes of its lanes."""
 
-    def __init__(self, version: Version, fronts: int = 1, cache: ResponseCache | None = None) -> None:
+    def __init__(
+        self,
+        version: Version,
+        fronts: int = 1,
+        cache: ResponseCache | None = None,
+        limiter: RateLimiter | None = None,
+    ) -> None:
         """Raises ServeError INVALID_ARGUMENT for what cannot be scheduled so."""
         config, triton = version.config, triton_of(version.config)
         self._cache = cache if caches(triton) else None
@@ -44,7 +51,11 @@ class Schedule:
         if self._cache is None and caches(triton):
             log.warning("%r: response_cache.enable has no effect: response_cache_bytes is 0", version)
         self._version, self._triton = version, triton
-        self._queue = read_queue(config)
+        self._limiter = limiter
+        self._needs, self._priority = read_needs(triton.get("instance_group") or ()) if limiter else ({}, 1)
+        self._queue = read_queue(config, limited=bool(self._needs))
+        if self._needs:
+            _check_limited(triton, fronts)
         self.extras: Extras | None = None
         if triton.get("sequence_batching") is not None:
             self.extras = read_extras(triton, version.folder.parent)
@@ -83,17 +94,20 @@ class Schedule:
         if self.extras is not None:
             return StatefulDoor(model, senders, self.extras, read_strategy(self._triton))
         if self._queue is not None:
-            return QueuedDoor(model, senders[0], *self._queue)
+            gate = None
+            if self._limiter is not None and self._needs:
+                gate = self._limiter.open_gate(self._needs, self._priority)
+            return QueuedDoor(model, senders[0], *self._queue, gate)
         return lanes[0]
 
 
-def read_queue(config: ModelConfig) -> tuple[Levels, Forming] | None:
+def read_queue(config: ModelConfig, *, limited: bool = False) -> tuple[Levels, Forming] | None:
     """How a model's requests queue and form batches; None when shared memory does it as well by itself."""
     dynamic = triton_of(config).get("dynamic_batching") or {}
     levels = read_levels(dynamic)
     preferred = frozenset(int(size) for size in dynamic.get("preferred_batch_size") or ())
     keep_order = bool(dynamic.get("preserve_ordering")) and config.instances > 1
-    if levels.plain and not keep_order and preferred <= {config.max_batch_size}:
+    if not limited and levels.plain and not keep_order and preferred <= {config.max_batch_size}:
         return None
     return levels, Forming(config.instances, config.max_queue_delay_us * 1000, preferred, keep_order)
 
@@ -112,6 +126,16 @@ def check_schedule(config: ModelConfig, fronts: int, *, cached: bool = False) ->
     if cached and triton.get("sequence_batching") is not None:
         raise ServeError(
             Kind.INVALID_ARGUMENT, "response_cache: answers of a sequence depend on more than the request"
+        )
+
+
+def _check_limited(triton: Mapping[str, Any], fronts: int) -> None:
+    decoupled = (triton.get("model_transaction_policy") or {}).get("decoupled")
+    if fronts > 1 or decoupled or triton.get("sequence_batching") is not None:
+        raise ServeError(
+            Kind.INVALID_ARGUMENT,
+            "instance_group.rate_limiter: with rate_limit execution_count not for several frontends, "
+            "decoupled models or sequences",
         )
 
 

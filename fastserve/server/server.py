@@ -18,6 +18,7 @@ import uvloop
 from fastserve.config import Settings
 from fastserve.engine.engine import Engine
 from fastserve.engine.hosting import Host
+from fastserve.engine.rate import RateLimiter, read_pools
 from fastserve.errors import ConfigError, ServeError
 from fastserve.metrics import Readiness, Registry, names
 from fastserve.repository.catalog import Catalog
@@ -51,6 +52,9 @@ class Server:
             on_health=self._health_changed,
             catalog=self.catalog,
             cache_bytes=settings.response_cache_bytes,
+            limiter=RateLimiter(read_pools(settings.rate_limit_resources))
+            if settings.rate_limit == "execution_count"
+            else None,
         )
         self.repository = Repository(settings, self.catalog, self.host)
         loads = ClientLoads(self.repository)
