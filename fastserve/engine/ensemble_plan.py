@@ -59,6 +59,8 @@ def read_plan(name: str, triton: Mapping[str, Any]) -> Plan:
     ):
         if triton.get(field):
             raise _invalid(f"{text} for ensemble '{name}'")
+    if (triton.get("response_cache") or {}).get("enable"):
+        raise _invalid(f"response_cache.enable: given true for ensemble '{name}', allowed: on its models")
     scheduling = triton.get("ensemble_scheduling") or {}
     steps = tuple(_read_step(name, i, raw) for i, raw in enumerate(scheduling.get("step") or ()))
     if not steps:

@@ -270,6 +270,10 @@ DOUBLE = step("double", {"a": "X"}, {"b": "Y"})
             "ensemble tensor 'U' is unused in ensemble 'e'",
         ),
         (
+            config([DOUBLE], response_cache={"enable": True}),
+            "response_cache.enable: given true for ensemble 'e', allowed: on its models",
+        ),
+        (
             config([DOUBLE], instance_group=[{"count": 1}]),
             "instance group should not be specified for ensemble 'e'",
         ),
