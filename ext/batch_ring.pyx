@@ -15,11 +15,10 @@ from cpython.buffer cimport PyBUF_READ, PyBUF_WRITE
 from cpython.memoryview cimport PyMemoryView_FromMemory
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
+from arena_layout cimport lay_out, slab_pages_bytes
 from slot_verbs cimport *
 
 cdef enum:
-    DONE_MESSAGE = 1
-    PART_MESSAGE = 2            # one part of the answer to one place of a batch that still runs
     WORKER_OWNER = 0x4000       # slab owners: fronts are 1.., workers WORKER_OWNER..
 
 FULL = -1
@@ -38,28 +37,6 @@ def moves() -> dict[tuple[str, str], frozenset[str]]:
             if targets:
                 table[STATES[state], EVENTS[event]] = frozenset(targets)
     return table
-
-
-cdef ArenaHeader* lay_out(ArenaHeader* header, int slots, int max_rows, inputs, outputs, int workers, int fronts) except NULL:
-    if not 1 <= max_rows <= MAX_BATCH_ROWS or not 1 <= slots <= 65536:
-        raise ValueError(f"a ring has 1..65536 slots of 1..{MAX_BATCH_ROWS} rows, not {slots} of {max_rows}")
-    if not 1 <= workers <= MAX_WORKERS or not 1 <= fronts <= MAX_FRONTS:
-        raise ValueError(f"a ring joins 1..{MAX_FRONTS} fronts and 1..{MAX_WORKERS} workers, not {fronts} and {workers}")
-    if len(inputs) > MAX_COLUMNS or len(outputs) > MAX_COLUMNS:
-        raise ValueError(f"a ring has at most {MAX_COLUMNS} columns on each side")
-    memset(header, 0, sizeof(ArenaHeader))
-    header.slots, header.max_rows, header.workers, header.fronts = slots, max_rows, workers, fronts
-    header.inputs, header.outputs = len(inputs), len(outputs)
-    for i, row_bytes in enumerate(inputs):
-        header.input_row_bytes[i] = row_bytes
-    for i, row_bytes in enumerate(outputs):
-        header.output_row_bytes[i] = row_bytes
-    arena_measure(header)
-    return header
-
-
-cdef uint64_t slab_pages_bytes(int pages):
-    return ((8 * pages + 192 + SLAB_PAGE - 1) // SLAB_PAGE + 1 + pages) * SLAB_PAGE if pages else 0
 
 
 def measure(*, int slots, int max_rows, inputs=(), outputs=(), int workers=1, int fronts=1, int slab_pages=0) -> int:
@@ -149,20 +126,10 @@ cdef class BatchRing:
 
     def kick(self) -> None:
         """Wake a sleeping worker if something was committed since the last kick. Once per loop turn."""
-        cdef uint32_t i, asleep
-        cdef uint32_t wanted = 1 if self.ready == 0 else self.ready
         if not self.news:
             return
         with nogil:
-            for i in range(self.arena.workers):
-                asleep = desk_load(&self.arena.header.worker[i].asleep)
-                if asleep == AWAKE or (asleep == ASLEEP_UNTIL_DUE and self.ready == 0):
-                    continue
-                if desk_exchange(&self.arena.header.worker[i].asleep, AWAKE) != AWAKE and self.worker_bells[i] >= 0:
-                    bell_ring(self.worker_bells[i])
-                    wanted -= 1
-                    if wanted == 0:
-                        break
+            wake_workers(&self.arena, self.worker_bells, self.ready)
         self.news, self.ready = False, 0
 
     def kick_all(self) -> None:
@@ -186,22 +153,14 @@ cdef class BatchRing:
             while left and message_pop(ring_of(&self.arena, w, self.front), self.arena.ring_capacity, &message):
                 left -= 1
                 if message.kind == PART_MESSAGE:
-                    self.note_part(found, &message)
+                    if part_holds(&self.arena, self.owner(), &message):
+                        found.append((PART, (message.slot, message.seq, part_row(&message), message.value,
+                                             <uint32_t>message.part, bool(message.part >> 63))))
                 elif message.slot < self.slots:
                     found.append((message.slot, message.seq))
         if desk_exchange(&desk.rescan, 0):
             found.append((-1, 0))
         return found
-
-    cdef int note_part(self, list found, Message* message) except -1:
-        cdef uint32_t row = <uint32_t>(message.part >> 32) & 0xffff
-        if message.slot >= self.slots or row >= self.max_rows:
-            return 0
-        # A slab that is not ours was swept with the process that it was sent to.
-        if message.value and slab_owner(&self.arena.slabs, message.value) != self.owner():
-            return 0
-        found.append((PART, (message.slot, message.seq, row, message.value, <uint32_t>message.part, bool(message.part >> 63))))
-        return 0
 
     def count_part(self, int64_t place) -> None:
         """One more part of a place still waited for has been read: its worker may send another."""
@@ -366,7 +325,7 @@ cdef class BatchRing:
         cdef uint64_t seq = self.slot(slot).seq
         # Under the GIL: another thread may be sending a part through the same one-writer ring.
         cdef uint64_t fronts = slot_publish(&self.arena, slot, self.worker)
-        self.tell(fronts, slot, seq)
+        tell_done(&self.arena, self.worker, fronts, self.front_bells, slot, seq)
         return fronts != 0
 
     # --- workers whose answers come in parts: the batch stays theirs until the last part ---
@@ -383,47 +342,13 @@ cdef class BatchRing:
     def send_part(self, uint32_t slot, uint32_t row, uint64_t offset, uint32_t nbytes, bint final) -> bool:
         """One part of a place's answer, in a slab of this worker's (0: none), which changes hands. False: no
         room in the ring now, the slab is still ours."""
-        cdef Message message
-        cdef Slot* s = self.slot(slot)
-        cdef uint32_t front = <uint32_t>rows_of(s)[min(row, self.max_rows - 1)].front
-        if front >= self.arena.fronts:
-            raise IndexError(f"front {front} of {self.arena.fronts}")
-        memset(&message, 0, sizeof(Message))
-        message.seq, message.slot, message.kind, message.value = s.seq, slot, PART_MESSAGE, offset
-        message.part = <uint64_t>final << 63 | <uint64_t>row << 32 | nbytes
-        if offset:
-            slab_give(&self.arena.slabs, offset, 1 + front)
-        if not message_push(ring_of(&self.arena, self.worker, front), self.arena.ring_capacity, &message):
-            if offset:
-                slab_give(&self.arena.slabs, offset, self.owner())
-            return False
-        if desk_exchange(&self.arena.header.front[front].rung, 1) == 0 and self.front_bells[front] >= 0:
-            bell_ring(self.front_bells[front])
-        return True
+        self.check(<int64_t>slot << 16 | row, 1)
+        return part_send(&self.arena, self.worker, self.owner(), self.front_bells, slot, row, offset, nbytes, final)
 
     def keep_inputs(self, uint32_t slot, uint32_t row) -> int:
         """Take a place's input slab over, for a model that still looks at it; its offset, to be returned later."""
-        cdef Row* at = rows_of(self.slot(slot)) + min(row, self.max_rows - 1)
-        cdef uint64_t offset = at.in_offset
-        at.in_offset = 0
-        if offset:
-            slab_give(&self.arena.slabs, offset, self.owner())
-        return offset
-
-    cdef void tell(self, uint64_t fronts, uint32_t slot, uint64_t seq) noexcept nogil:
-        cdef Message message
-        cdef uint32_t f
-        cdef FrontDesk* desk
-        memset(&message, 0, sizeof(Message))
-        message.seq, message.slot, message.kind = seq, slot, DONE_MESSAGE
-        for f in range(self.arena.fronts):
-            if not fronts >> f & 1:
-                continue
-            desk = &self.arena.header.front[f]
-            if not message_push(ring_of(&self.arena, self.worker, f), self.arena.ring_capacity, &message):
-                desk_exchange(&desk.rescan, 1)
-            if desk_exchange(&desk.rung, 1) == 0 and self.front_bells[f] >= 0:
-                bell_ring(self.front_bells[f])
+        self.check(<int64_t>slot << 16 | row, 1)
+        return part_keep_inputs(&self.arena, self.owner(), slot, row)
 
     # --- the owner, after a death ----------------------------------------------------------------
 

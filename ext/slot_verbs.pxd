@@ -86,6 +86,15 @@ cdef extern from "sweep.h" nogil:
     uint32_t slab_used(const Slabs*)
     enum: OWNER_PLACE
 
+cdef extern from "telling.h" nogil:
+    enum: DONE_MESSAGE, PART_MESSAGE
+    void tell_done(const Arena*, uint32_t worker, uint64_t fronts, const int* bells, uint32_t slot, uint64_t seq)
+    bint part_send(const Arena*, uint32_t worker, uint32_t owner, const int* bells, uint32_t slot, uint32_t row, uint64_t offset, uint32_t nbytes, bint final)
+    uint32_t part_row(const Message*)
+    bint part_holds(const Arena*, uint32_t owner, const Message*)
+    uint64_t part_keep_inputs(const Arena*, uint32_t owner, uint32_t slot, uint32_t row)
+    void wake_workers(const Arena*, const int* bells, uint32_t ready)
+
 cdef extern from "doorbell.h" nogil:
     void bell_ring(int fd)
     void bell_clear(int fd)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from fastserve.errors import ServeError
 from fastserve.tensor import Tensor
 
 
@@ -35,13 +36,15 @@ class InferRequest:
 class InferResponse:
     """Outputs by the model's own names: views of shared memory, valid until `release()`.
 
-    `final` is false for a response that others of the same request follow.
+    `final` is false for a response that others of the same request may follow. `error` is set in a stream
+    only, for an error that others may follow: there are no outputs then.
     """
 
     outputs: dict[str, Tensor]
     on_release: Callable[[], None] | None = None
     parameters: dict[str, object] = field(default_factory=dict)
     final: bool = True
+    error: ServeError | None = None
 
     def release(self) -> None:
         """Let go of the outputs' memory. Always called, also when the reply could not be written."""

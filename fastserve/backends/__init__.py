@@ -18,6 +18,7 @@ from fastserve.tensor import TensorSpec
 BACKENDS: dict[str, str] = {
     "onnx": "fastserve.backends.onnx:OnnxBackend",
     "python": "fastserve.backends.python:PythonBackend",
+    "triton_python": "fastserve.backends.triton_python:TritonPythonBackend",
 }
 
 __all__ = ["BACKENDS", "Backend", "TensorSpec", "create", "read_specs"]

@@ -60,19 +60,15 @@ _pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
 )
 _rename = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_SetName", _api))
 # The same two on a capsule that is being destroyed, which no Python reference may be made of.
-_dying_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(
-    ("PyCapsule_IsValid", _api)
-)
+_dying_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", _api))
 
 _lent: dict[int, tuple[Any, ...]] = {}  # by address: what must outlive a capsule
 
 
-@_Deleter
 def _give_back(managed: Any) -> None:
     _lent.pop(ctypes.addressof(managed.contents), None)
 
 
-@_Destructor
 def _destroy(capsule: int) -> None:
     if _dying_valid(capsule, _NAME):  # nobody took it
         owner = _owners.pop(capsule, None)
@@ -81,6 +77,7 @@ def _destroy(capsule: int) -> None:
         _owners.pop(capsule, None)
 
 
+_give_back_c, _destroy_c = _Deleter(_give_back), _Destructor(_destroy)
 _owners: dict[int, int] = {}  # capsule -> address of its struct
 
 
@@ -96,10 +93,10 @@ def lend(array: NDArray[Any], kind: int) -> Any:
     managed.tensor = _Tensor(
         array.__array_interface__["data"][0], _CPU, 0, rank, code, array.itemsize * 8, 1, shape, strides, 0
     )
-    managed.deleter = _give_back
+    managed.deleter = _give_back_c
     address = ctypes.addressof(managed)
     _lent[address] = (managed, array, shape, strides)
-    capsule = _new(address, _NAME, _destroy)
+    capsule = _new(address, _NAME, _destroy_c)
     _owners[id(capsule)] = address
     return capsule
 
@@ -125,7 +122,7 @@ def borrow(capsule: Any) -> tuple[NDArray[Any], int]:
     if 0 in shape or not told.data:
         _release(address)
         return np.empty(shape if 0 in shape else (0,), dtype), kind
-    memory = (ctypes.c_ubyte * (items * dtype.itemsize)).from_address(told.data + told.byte_offset)
+    memory: Any = (ctypes.c_ubyte * (items * dtype.itemsize)).from_address(told.data + told.byte_offset)
     weakref.finalize(memory, _release, address)
     return np.ndarray(shape, dtype, memory, 0, strides), kind
 

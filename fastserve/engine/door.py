@@ -8,7 +8,7 @@ knows lanes only cannot walk past it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Protocol
 
 from fastserve.repository.catalog import Catalog
@@ -32,6 +32,12 @@ class Door(ABC):
     @abstractmethod
     async def infer(self, engine: Runs, version: Version, request: InferRequest) -> InferResponse:
         """Run one request; the caller releases the response. Raises ServeError."""
+
+    async def stream(
+        self, engine: Runs, version: Version, request: InferRequest
+    ) -> AsyncGenerator[InferResponse, None]:
+        """The request's responses one by one; its only one, unless a door knows better."""
+        yield await self.infer(engine, version, request)
 
     @abstractmethod
     async def drain(self) -> None:

@@ -8,11 +8,14 @@ its answers joined. Dialects with a hot path of their own use the lane directly.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
 
 from fastserve.engine.door import Door
 from fastserve.engine.forms import Form, form_of, join_parts
 from fastserve.engine.lane import Lane, Ticket
 from fastserve.engine.rows import check_inputs, empty_outputs, slice_rows
+from fastserve.engine.stream import only_response, stream_on_lane
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.version import Version
@@ -38,12 +41,35 @@ class Engine:
             return await version.lane.infer(self, version, request)
         return await run_on_lane(open_lane(version), version, request)
 
+    def stream(self, version: Version, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+        """Run one request whose responses come one by one; none, one or many. The caller releases each, and
+        closes the generator when it leaves early: that cancels the request. For a model that is not
+        decoupled it is the one response of `infer`.
+
+        An error that other responses may follow is a response with `error`. Raises ServeError, at the first
+        look or later, for what ends the stream: as `infer`, or the worker died.
+        """
+        if isinstance(version.lane, Door):
+            return version.lane.stream(self, version, request)
+        return self._stream(version, request)
+
+    async def _stream(self, version: Version, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+        lane = open_lane(version)
+        if not lane.decoupled:
+            yield await run_on_lane(lane, version, request)
+            return
+        async with contextlib.aclosing(stream_on_lane(lane, version, request)) as responses:
+            async for response in responses:
+                yield response
+
 
 async def run_on_lane(lane: Lane, version: Version, request: InferRequest) -> InferResponse:
     """One request straight on a lane, as `Engine.infer` says."""
     rows = check_inputs(version, request.inputs)
     if rows == 0 and version.batching:
         return InferResponse(_wanted(empty_outputs(version), request))
+    if lane.decoupled:
+        return await only_response(stream_on_lane(lane, version, request))
     form = form_of(lane)
     if not version.batching or rows <= lane.max_rows:
         ticket = await _run(lane, form, request, request.inputs, rows if version.batching else 1)
@@ -95,7 +121,7 @@ def submit_request(
 
     place = lane.reserve(rows)
     try:
-        form.write_inputs(lane, place, rows, inputs)
+        form.write_inputs(lane, place, rows, inputs, request)
     except BaseException:
         lane.abandon(place, rows)
         raise
@@ -105,10 +131,12 @@ def submit_request(
 def _respond(lane: Lane, form: Form, ticket: Ticket, request: InferRequest) -> InferResponse:
     try:
         outputs = form.read_outputs(lane, ticket.place, ticket.rows)
+        parameters = form.read_parameters(lane, ticket.place) if lane.requests else {}
     except BaseException:
         lane.release(ticket)
         raise
-    return InferResponse(_wanted(outputs, request), lambda: lane.release(ticket))
+    mine = outputs if lane.requests else _wanted(outputs, request)  # whole requests say what they want
+    return InferResponse(mine, lambda: lane.release(ticket), parameters)
 
 
 async def _run_split(lane: Lane, form: Form, request: InferRequest, rows: int) -> dict[str, Tensor]:

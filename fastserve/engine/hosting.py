@@ -12,16 +12,18 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from fastserve.engine.cache import ResponseCache
+from fastserve.engine.calls import Calls
 from fastserve.engine.door import Door, triton_of
+from fastserve.engine.engine import Engine
 from fastserve.engine.ensemble import Ensemble
 from fastserve.engine.ensemble_plan import check_models, read_plan
 from fastserve.engine.lane import Lane
 from fastserve.engine.meters import LaneMeters
-from fastserve.engine.rate import RateLimiter
 from fastserve.engine.schedule import Schedule, Specs
 from fastserve.engine.stateful import StatefulDoor
 from fastserve.errors import ConfigError, Kind, ServeError
@@ -53,6 +55,7 @@ class Hosted:
     group: WorkerGroup
     arena: Arena
     lane: Lane
+    calls: Calls
     part: int = 0  # which of the version's lanes, where each instance has one
     watchdog: asyncio.Task[None] | None = None
     nobody: asyncio.TimerHandle | None = None  # fails what waits while no worker is alive
@@ -74,12 +77,11 @@ class Host:
         on_health: Callable[[], None] = lambda: None,
         catalog: Catalog | None = None,
         cache_bytes: int = 0,
-        limiter: RateLimiter | None = None,
     ) -> None:
-        self._limiter = limiter
         self.cache = ResponseCache(cache_bytes) if cache_bytes else None
         self.ensembles: dict[Version, Ensemble] = {}  # they have no workers
         self._catalog = catalog or Catalog()
+        self.engine = Engine(self._catalog)  # for what models ask of other models
         self.hosted: dict[tuple[str, int, int, int], Hosted] = {}
         self.on_opened: list[Mirror] = []
         self.on_closing: list[Mirror] = []
@@ -94,7 +96,7 @@ class Host:
             return
         parts: list[Hosted] = []
         try:
-            schedule = Schedule(version, self._fronts, self.cache, self._limiter)
+            schedule = Schedule(version, self._fronts, self.cache)
             while len(parts) < schedule.lanes:
                 parts.append(await self._start(version, schedule, len(parts)))
             version.lane = schedule.open_door([hosted.lane for hosted in parts])
@@ -130,6 +132,7 @@ class Host:
             lambda worker: self._worker_died(version, part, worker),
             lambda worker: self._worker_back(version, part),
             name=version.model,
+            on_call=lambda worker, message: self._called(version, part, worker, message),
         )
         try:
             await group.start()
@@ -204,7 +207,7 @@ class Host:
         )
         lane = Lane(arena, 0, inputs, outputs, meters)
         lane.open()
-        hosted = Hosted(version, group, arena, lane, part)
+        hosted = Hosted(version, group, arena, lane, Calls(self.engine, lane, group.tell), part)
         if version.config.run_timeout_ms:
             hosted.watchdog = asyncio.create_task(_watch(hosted, version.config.run_timeout_ms * 1_000_000))
         self.hosted[_key(version, part)] = hosted
@@ -218,6 +221,7 @@ class Host:
                 await hosted.watchdog
         if hosted.nobody is not None:
             hosted.nobody.cancel()
+        await hosted.calls.close()
         await hosted.group.stop(STOP_GRACE_S)
         door, hosted.version.lane = hosted.version.lane, None
         if isinstance(door, Door):
@@ -230,7 +234,9 @@ class Host:
         hosted = self.hosted.get(_key(version, part))
         if hosted is None:
             return
-        attempts = MOST_ATTEMPTS if hosted.group.alive else 1
+        hosted.calls.forget(worker)
+        # Parts of an answer have gone out already: it is not begun again.
+        attempts = MOST_ATTEMPTS if hosted.group.alive and not hosted.lane.decoupled else 1
         retried, failed = hosted.lane.ring.worker_died(worker, attempts, Kind.UNAVAILABLE.value, DIED)
         log.warning("%r: worker %d died; %d batches retried, %d failed", version, worker, retried, failed)
         if isinstance(version.lane, StatefulDoor):
@@ -239,6 +245,11 @@ class Host:
         if not hosted.group.alive and hosted.nobody is None:
             hosted.nobody = asyncio.get_running_loop().call_later(NOBODY_S, _fail_waiting, hosted)
         self._report(hosted)
+
+    def _called(self, version: Version, part: int, worker: int, message: Mapping[str, Any]) -> None:
+        hosted = self.hosted.get(_key(version, part))
+        if hosted is not None:
+            hosted.calls.hear(worker, message)
 
     def _worker_back(self, version: Version, part: int) -> None:
         hosted = self.hosted.get(_key(version, part))

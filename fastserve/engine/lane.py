@@ -31,6 +31,7 @@ DEADLINE_TICK_S = 0.025
 QUEUED_TOO_LONG = "the request's time was up while it waited in the queue"
 RAN_TOO_LONG = "the model took longer than the request's time"
 FULL = -1
+PART = -2
 
 
 class Ticket:
@@ -69,6 +70,7 @@ class Lane:
         self.inputs = dict(inputs)
         self.outputs = dict(outputs)
         self.dense = arena.geometry.dense
+        self.requests, self.decoupled = arena.geometry.requests, arena.geometry.decoupled
         self.max_rows = arena.geometry.max_rows
         self.meters = meters
         self.waiting = 0  # tickets submitted and not yet answered or cancelled
@@ -84,6 +86,7 @@ class Lane:
     def open(self) -> None:
         """Listen for answers on the running loop."""
         self._loop = asyncio.get_running_loop()
+        self.ring.drain()  # parts sent to a front that died in this one's place: swept with it
         self._loop.add_reader(self._bell, self._on_bell)
 
     async def drain(self) -> None:
@@ -183,9 +186,20 @@ class Lane:
     def _on_bell(self) -> None:
         for slot, seq in self.ring.drain():
             if slot < 0:
-                self._rescan()
+                self._part(*seq) if slot == PART else self._rescan()
             elif self.ring.is_done(slot, seq):
                 self._finish(slot)
+
+    def _part(self, slot: int, seq: int, row: int, offset: int, nbytes: int, final: bool) -> None:
+        """One part of an answer, whose slab is this front's now: for a context that takes parts."""
+        if self._seqs[slot] == seq:
+            for ticket in self._pending[slot]:
+                take = getattr(ticket.context, "part", None)
+                if ticket.place & 0xFFFF == row and ticket.done is not None and take is not None:
+                    take(offset, nbytes, final)
+                    return
+        if offset:  # its caller has left
+            self.ring.return_lease(offset)
 
     def _rescan(self) -> None:
         """A worker died, perhaps between answering and telling: look at every place waited for."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
+from fastserve.engine.door import triton_of
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.version import Version
 from fastserve.tensor import DTYPES, Tensor, TensorSpec
@@ -19,12 +20,14 @@ def check_inputs(version: Version, inputs: Mapping[str, Tensor]) -> int:
     shape, of the wrong size, or of another number of rows than the rest.
     """
     for name in inputs:
-        if name not in version.inputs:
+        if name not in version.inputs and name not in _added(version):
             raise _invalid(f"input {name!r} is not one of the model's: {', '.join(version.inputs)}")
     rows = -1
     for name, spec in version.inputs.items():
         tensor = inputs.get(name)
         if tensor is None:
+            if name in _optional(version):
+                continue
             raise _invalid(f"input {name!r} is missing")
         _check_tensor(tensor, spec, batching=version.batching)
         if version.batching:
@@ -32,6 +35,18 @@ def check_inputs(version: Version, inputs: Mapping[str, Tensor]) -> int:
                 raise _invalid(f"input {name!r} has {tensor.shape[0]} rows, the inputs before it have {rows}")
             rows = tensor.shape[0]
     return max(rows, 0)
+
+
+def _optional(version: Version) -> set[str]:
+    """Inputs that need not come. Looked up only when one has not."""
+    return {entry["name"] for entry in triton_of(version.config).get("input") or () if entry.get("optional")}
+
+
+def _added(version: Version) -> set[str]:
+    """Inputs that the scheduler adds to a request: a sequence's controls and states."""
+    sequence = triton_of(version.config).get("sequence_batching") or {}
+    controls = {entry["name"] for entry in sequence.get("control_input") or ()}
+    return controls | {entry["input_name"] for entry in sequence.get("state") or ()}
 
 
 def _check_tensor(tensor: Tensor, spec: TensorSpec, *, batching: bool) -> None:

@@ -20,9 +20,11 @@ from fastserve.tensor import TensorSpec
 
 MAX_ROWS = 65535  # MAX_BATCH_ROWS of arena.h
 MOST_SLOTS = 256  # a worker looks at every slot when it takes one
+MOST_STREAMS = 1024  # an answer in parts holds its slot until the last of them
 LEAST_SLOTS = 4  # one filling, one ready, one running, one being answered
 SLAB_PAGE = 4096
 MOST_SLAB_BYTES = 1 << 30
+REQUEST_BACKEND = "triton_python"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,8 @@ class Geometry:
     max_delay_ns: int
     workers: int
     fronts: int
+    requests: bool = False  # the worker sees requests one by one: slabs, with notes
+    decoupled: bool = False  # and answers each of them in parts
 
     @property
     def dense(self) -> bool:
@@ -58,11 +62,14 @@ def plan_geometry(
     """
     max_batch = min(int(config["max_batch_size"]), MAX_ROWS)
     rows_in, rows_out = _row_bytes(inputs), _row_bytes(outputs)
-    dense = max_batch > 0 and rows_in is not None and rows_out is not None
+    requests = config.get("backend") == REQUEST_BACKEND
+    dense = max_batch > 0 and rows_in is not None and rows_out is not None and not requests
     columns = (rows_in or (), rows_out or ()) if dense else ((), ())
     max_rows = max(max_batch, 1)
     queue_bytes = int(config["max_queue_bytes"])
-    slots = min(max(int(config["max_queue_rows"]) // max_rows, LEAST_SLOTS), MOST_SLOTS)
+    decoupled = requests and is_decoupled(config)
+    most_slots = MOST_STREAMS if decoupled else MOST_SLOTS
+    slots = min(max(int(config["max_queue_rows"]) // max_rows, LEAST_SLOTS), most_slots)
     if dense:
         slot_bytes = max_rows * (sum(columns[0]) + sum(columns[1]))
         slots = max(min(slots, queue_bytes // max(slot_bytes, 1)), LEAST_SLOTS)
@@ -76,7 +83,15 @@ def plan_geometry(
         max_delay_ns=int(config["max_queue_delay_us"]) * 1000,
         workers=int(config["instances"]),
         fronts=fronts,
+        requests=requests,
+        decoupled=decoupled,
     )
+
+
+def is_decoupled(config: Mapping[str, Any]) -> bool:
+    """Whether requests to this model have any number of responses."""
+    policy = (config.get("triton") or {}).get("model_transaction_policy") or {}
+    return bool(policy.get("decoupled"))
 
 
 def _row_bytes(specs: Mapping[str, TensorSpec]) -> tuple[int, ...] | None:

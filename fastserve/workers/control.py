@@ -8,6 +8,8 @@ An AF_UNIX SOCK_SEQPACKET socketpair. One datagram is one JSON object with an "o
       | <-- loaded {inputs, outputs}               |      or failed {message, kind}
       | -- serve {worker, layout ...} + fds ------>|
       | <-- ready                                  |      or failed {message, kind}
+      | <-- infer {id, offset, nbytes ...}         |      calls to other models, see line.py
+      | -- answer {id, offset, nbytes ...} ------->|
       | -- stop ---------------------------------->|
 
 The two sides do not trust each other alike. A worker runs the model's code, so the owner takes
@@ -120,6 +122,11 @@ class Control:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._sock.fileno())
         self._loop = None
+
+    def deafen(self) -> None:
+        """Nothing more is read: from now on the descriptor reads EOF, and stays readable."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RD)
 
     def close(self) -> None:
         """Closes the line, which the other side reads as EOF; idempotent."""

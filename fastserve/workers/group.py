@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 from fastserve.backends.base import explain
 from fastserve.errors import Kind, ServeError
 from fastserve.tensor import TensorSpec
-from fastserve.workers.instance import Instance, Specs, State
+from fastserve.workers.instance import Instance, OnCall, Specs, State
 from fastserve.workers.process import ENTRY, WorkerProcess, worker_environment
 
 log = logging.getLogger(__name__)
@@ -66,6 +66,7 @@ class WorkerGroup:
     instances, threads, env, load_timeout_s, restart_backoff_s and restart_backoff_max_s.
     `on_death(i)` is called at once when worker i, ready before, is gone; `on_alive(i)` when it is ready
     again. Neither is called during `start` or `stop`.
+    `on_call(i, message)` is told what a worker says of its calls to other models.
     `sys_path` is appended to the workers' module path.
     """
 
@@ -78,6 +79,7 @@ class WorkerGroup:
         on_alive: Callable[[int], None],
         *,
         name: str = "",
+        on_call: OnCall | None = None,
         sys_path: Sequence[str] = (),
         entry: Sequence[str] = ENTRY,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -102,11 +104,10 @@ class WorkerGroup:
             "name": self.name,
             "version_dir": str(version_dir),
             "config": dict(config),
-            "sys_path": list(sys_path),
-            "log_level": logging.getLogger().getEffectiveLevel(),
+            **{"sys_path": list(sys_path), "log_level": logging.getLogger().getEffectiveLevel()},
         }
         self._instances = [
-            Instance(i, order, self._make_process, self._revived, self._lost)
+            Instance(i, order, self._make_process, self._revived, self._lost, on_call)
             for i in range(int(config.get("instances") or 1))
         ]
 
@@ -160,6 +161,10 @@ class WorkerGroup:
         """Ends one worker at once, as the watchdog does with a batch beyond run_timeout_ms. It is
         reported and restarted like any other death."""
         self._instances[worker].kill(reason)
+
+    def tell(self, worker: int, message: Mapping[str, Any]) -> bool:
+        """Says something to a worker at work; False when it cannot hear."""
+        return self._instances[worker].tell(message)
 
     async def _load_all(self) -> Specs:
         specs = await _all(self._load(instance) for instance in self._instances)

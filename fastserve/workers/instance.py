@@ -51,16 +51,39 @@ class _Ready(msgspec.Struct, tag="ready", tag_field="op"):
     pass
 
 
+class Call(msgspec.Struct, tag_field="op", kw_only=True):
+    """What a worker says of its calls to other models (line.py); `id` is the call's own."""
+
+    id: int
+
+
+class _Infer(Call, tag="infer"):
+    offset: int
+    nbytes: int
+    many: bool
+    timeout_us: int
+
+
+class _Taken(Call, tag="taken"):
+    pass
+
+
+class _Leave(Call, tag="leave"):
+    pass
+
+
 class _Failed(msgspec.Struct, tag="failed", tag_field="op"):
     message: str
     kind: int = Kind.INTERNAL.value
 
 
-_Answer = _Loaded | _Ready | _Failed
+_Answer = _Loaded | _Ready | _Failed | _Infer | _Taken | _Leave
+OnCall = Callable[[int, Mapping[str, Any]], None]
 
 
 class Instance:
-    """`on_ready(index)` and `on_lost(index, words)` are called at once, from the loop; `on_lost` only
+    """`on_call(index, message)` is told of calls to other models, which only a worker that is READY may make.
+    `on_ready(index)` and `on_lost(index, words)` are called at once, from the loop; `on_lost` only
     for a worker that was READY."""
 
     def __init__(
@@ -70,6 +93,7 @@ class Instance:
         make_process: Callable[[Callable[[dict[str, Any]], None], Callable[[str], None]], WorkerProcess],
         on_ready: Callable[[int], None],
         on_lost: Callable[[int, str], None],
+        on_call: OnCall | None = None,
     ) -> None:
         self.index = index
         self.state = State.IDLE
@@ -77,6 +101,7 @@ class Instance:
         self._make_process = make_process
         self._on_ready = on_ready
         self._on_lost = on_lost
+        self._on_call = on_call
         self._process: WorkerProcess | None = None
         self._answer: asyncio.Future[_Loaded | None] | None = None
 
@@ -113,6 +138,16 @@ class Instance:
             self._process.kill("the load was given up")
         await self._process.stop(grace_s)
 
+    def tell(self, message: Mapping[str, Any]) -> bool:
+        """Says something to a worker at work; False when it cannot hear."""
+        if self._process is None or self.state is not State.READY:
+            return False
+        try:
+            self._process.send(message)
+        except ControlFault:
+            return False
+        return True
+
     async def exited(self) -> None:
         """Returns once no worker is here."""
         if self._process is not None:
@@ -148,6 +183,11 @@ class Instance:
             answer: _Answer = msgspec.convert(message, _Answer)
         except (msgspec.ValidationError, RecursionError) as error:
             raise ControlFault("a message that is none of loaded, ready, failed") from error
+        if isinstance(answer, Call):
+            if self.state is not State.READY or self._on_call is None:
+                raise ControlFault(f"a call while it was {self.state.value}")
+            self._on_call(self.index, message)
+            return
         if isinstance(answer, _Failed):
             self._fail(answer)
             return

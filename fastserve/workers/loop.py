@@ -18,6 +18,7 @@ from fastserve.workers.control import Control, PeerGone
 if TYPE_CHECKING:
     from fastserve._ext.batch_ring import BatchRing
     from fastserve.backends.transformer import TransformerBackend
+    from fastserve.backends.triton_python import TritonPythonBackend
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +31,9 @@ SPIN_NS = 20_000
 class Runner(Protocol):
     """Turns a taken slot into answers; one for each form of arena."""
 
-    def run(self, slot: int) -> None:
-        """Answers every place of the slot. Raises what the backend raised."""
+    def run(self, slot: int) -> bool | None:
+        """Answers every place of the slot. Raises what the backend raised. True: it publishes the slot by
+        itself, now or later."""
 
     def warm_up(self, rows: int) -> None:
         """Runs the backend once on `rows` rows of zeros, for its caches."""
@@ -55,8 +57,9 @@ def serve(
         ring = arena.ring(worker=int(message["worker"]), control=control.fileno())
         runner = make_runner(arena, ring, backend, config)
         _warm_up(runner, arena, backend, config)
+        stopped = open_line(control, ring) if arena.geometry.requests else lambda: _told_to_stop(control)
         control.send({"op": "ready"})
-        run_batches(ring, runner, lambda: _told_to_stop(control))
+        run_batches(ring, runner, stopped)
     finally:
         arena.close()
 
@@ -69,6 +72,10 @@ def make_runner(arena: Arena, ring: BatchRing, backend: Backend, config: Mapping
         return ElementRunner(
             arena, ring, cast("TransformerBackend", backend), whole=config["transformer"]["whole"]
         )
+    if arena.geometry.requests:
+        from fastserve.workers.requests import RequestRunner
+
+        return RequestRunner(ring, cast("TritonPythonBackend", backend))
     if arena.geometry.dense:
         from fastserve.workers.dense import DenseRunner
 
@@ -76,6 +83,13 @@ def make_runner(arena: Arena, ring: BatchRing, backend: Backend, config: Mapping
     from fastserve.workers.ragged import SlabRunner
 
     return SlabRunner(ring, backend, config)
+
+
+def open_line(control: Control, ring: BatchRing) -> Callable[[], bool]:
+    """Let the model call other models over the control line; what to ask whenever that line speaks."""
+    from fastserve.workers.line import ControlLine
+
+    return ControlLine.open(control, ring).turn
 
 
 def run_batches(ring: BatchRing, runner: Runner, stopped: Callable[[], bool]) -> None:
@@ -92,7 +106,8 @@ def run_batches(ring: BatchRing, runner: Runner, stopped: Callable[[], bool]) ->
 def answer(ring: BatchRing, runner: Runner, slot: int) -> None:
     """Run one batch and publish it, as an error when the backend raised."""
     try:
-        runner.run(slot)
+        if runner.run(slot):
+            return
     except ServeError as error:
         ring.fail(slot, error.kind.value, error.message)
     except Exception as error:

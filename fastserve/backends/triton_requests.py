@@ -1,0 +1,360 @@
+"""Requests and responses of Triton's Python API, as a model's execute() sees and makes them.
+
+They hold what the model may ask; how an answer travels is a Reply's business, which the worker's
+runner puts into every request, and calls to other models go through the Line it puts in `bls.line`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from fastserve.backends.triton_tensor import Tensor, TritonModelException
+from fastserve.errors import Kind
+
+REQUEST_SEQUENCE_START, REQUEST_SEQUENCE_END = 1, 2
+RELEASE_ALL, RELEASE_RESCHEDULE = 1, 2
+COMPLETE_FINAL = 1
+_CLOSED = "Unable to send response. Response sender has been closed."
+_NEEDED = "Inference Response object must be provided when the response flags is set to zero."
+_FLAGS = "Unable to send response. Unsupported flag provided."
+
+
+class TritonError:
+    """An error a model answers with, with one of Triton's codes."""
+
+    UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG = 0, 1, 2, 3
+    UNAVAILABLE, UNSUPPORTED, ALREADY_EXISTS, CANCELLED = 4, 5, 6, 7
+
+    def __init__(self, message: str, code: int = INTERNAL) -> None:
+        self._message, self._code = str(message), int(code)
+
+    def message(self) -> str:
+        """Its text."""
+        return self._message
+
+    def code(self) -> int:
+        """Its code, one of those of the class."""
+        return self._code
+
+    def __str__(self) -> str:
+        return self._message
+
+
+# Triton's code -> ours; both ways.
+KINDS = (
+    Kind.UNKNOWN,
+    Kind.INTERNAL,
+    Kind.NOT_FOUND,
+    Kind.INVALID_ARGUMENT,
+    Kind.UNAVAILABLE,
+    Kind.UNIMPLEMENTED,
+    Kind.ALREADY_EXISTS,
+    Kind.CANCELLED,
+)
+
+
+def error_of(kind: int, text: str) -> TritonError:
+    """One of our errors as Triton's; kinds it does not know are INTERNAL, a passed deadline UNAVAILABLE."""
+    if kind in (Kind.DEADLINE_EXCEEDED.value, Kind.RESOURCE_EXHAUSTED.value):
+        return TritonError(text, TritonError.UNAVAILABLE)
+    found = [code for code, ours in enumerate(KINDS) if ours.value == kind]
+    return TritonError(text, found[0] if found else TritonError.INTERNAL)
+
+
+class PreferredMemory:
+    """Where a caller wants outputs: accepted, and always the host here."""
+
+    def __init__(self, preferred_memory_type: int = 0, preferred_device_id: int = 0) -> None:
+        self.memory_type, self.device_id = preferred_memory_type, preferred_device_id
+
+
+class InferenceResponse:
+    """Output tensors, or an error in their place; parameters are scalars by name."""
+
+    __slots__ = ("_error", "_parameters", "_tensors")
+
+    def __init__(
+        self,
+        output_tensors: Iterable[Tensor] = (),
+        error: TritonError | str | None = None,
+        parameters: Mapping[str, Any] | str | None = None,
+    ) -> None:
+        self._tensors = list(output_tensors or ())
+        self._error = TritonError(error) if isinstance(error, str) else error
+        self._parameters = _read_parameters(parameters)
+        for tensor in self._tensors:
+            if not isinstance(tensor, Tensor):
+                raise TritonModelException(f"an output tensor must be a Tensor, not {type(tensor).__name__}")
+        if self._error is not None and not isinstance(self._error, TritonError):
+            raise TritonModelException("error must be a TritonError")
+
+    def output_tensors(self) -> list[Tensor]:
+        """The outputs; empty for an error."""
+        return self._tensors
+
+    def has_error(self) -> bool:
+        """Whether it is an error."""
+        return self._error is not None
+
+    def error(self) -> TritonError | None:
+        """The error, None for an answer."""
+        return self._error
+
+    def parameters(self) -> str:
+        """Its parameters, as JSON."""
+        return json.dumps(self._parameters)
+
+    @property
+    def plain_parameters(self) -> dict[str, Any]:
+        """The same as values."""
+        return self._parameters
+
+
+class Reply(Protocol):
+    """The way back of one request."""
+
+    decoupled: bool
+    ended: bool
+
+    def send(self, response: InferenceResponse | None, final: bool) -> None:
+        """Hand one response on; `final` ends the answer. Blocks while the reader is behind."""
+
+    def cancelled(self) -> bool:
+        """Whether nobody waits any more."""
+
+
+class ResponseSender:
+    """Answers one request, from any thread, at any time, any number of times until the final flag."""
+
+    __slots__ = ("_reply",)
+
+    def __init__(self, reply: Reply) -> None:
+        self._reply = reply
+
+    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
+        """Send a response, `flags` 0 or COMPLETE_FINAL. Raises TritonModelException after the final one."""
+        if self._reply.ended:
+            raise TritonModelException(_CLOSED)
+        if flags not in (0, COMPLETE_FINAL):
+            raise TritonModelException(_FLAGS)
+        if response is None and not flags:
+            raise TritonModelException(_NEEDED)
+        if response is not None and not isinstance(response, InferenceResponse):
+            kind = type(response).__name__
+            raise TritonModelException(f"a response must be an InferenceResponse, not {kind}")
+        self._reply.send(response, bool(flags))
+
+    def is_cancelled(self) -> bool:
+        """Whether nobody waits any more."""
+        return self._reply.cancelled()
+
+
+class Line(Protocol):
+    """Calls to other models of the server."""
+
+    def call(self, request: InferenceRequest) -> InferenceResponse:
+        """One request, one response."""
+
+    def stream(self, request: InferenceRequest) -> Iterator[InferenceResponse]:
+        """One request, any number of responses."""
+
+
+class bls:
+    """Where the runner puts the worker's Line."""
+
+    line: Line | None = None
+    threads: ThreadPoolExecutor | None = None
+
+
+class InferenceRequest:
+    """One request: either the server's, or one the model makes to call another model with exec()."""
+
+    __slots__ = (
+        "__weakref__",
+        "_correlation_id",
+        "_flags",
+        "_inputs",
+        "_model",
+        "_outputs",
+        "_parameters",
+        "_priority",
+        "_reply",
+        "_request_id",
+        "_timeout_us",
+        "_version",
+        "preferred",
+    )
+
+    def __init__(
+        self,
+        model_name: str,
+        requested_output_names: Sequence[str],
+        inputs: Sequence[Tensor],
+        request_id: str = "",
+        correlation_id: int | str = 0,
+        model_version: int = -1,
+        flags: int = 0,
+        timeout: int = 0,
+        preferred_memory: PreferredMemory | None = None,
+        trace: Any = None,
+        parameters: Mapping[str, Any] | str | None = None,
+        priority: int = 0,
+    ) -> None:
+        if not all(isinstance(tensor, Tensor) for tensor in inputs):
+            raise TritonModelException("every input must be a Tensor")
+        self._model, self._version = model_name, int(model_version)
+        self._outputs = list(requested_output_names)
+        self._inputs = {tensor.name(): tensor for tensor in inputs}
+        self._request_id, self._correlation_id, self._flags = request_id, correlation_id, flags
+        self._timeout_us, self._priority = int(timeout), int(priority)
+        self._parameters = _read_parameters(parameters)
+        self.preferred = preferred_memory
+        self._reply: Reply | None = None
+
+    def inputs(self) -> list[Tensor]:
+        """The input tensors, in the model's order."""
+        return list(self._inputs.values())
+
+    def input_by_name(self, name: str) -> Tensor | None:
+        """The input of that name, None when the request has none."""
+        return self._inputs.get(name)
+
+    def request_id(self) -> str:
+        """The caller's own id, "" for none."""
+        return self._request_id
+
+    def correlation_id(self) -> int | str:
+        """The sequence it belongs to, 0 for none."""
+        return self._correlation_id
+
+    def flags(self) -> int:
+        """REQUEST_SEQUENCE_START and _END."""
+        return self._flags
+
+    def set_flags(self, flags: int) -> None:
+        """Before exec()."""
+        self._flags = flags
+
+    def timeout(self) -> int:
+        """Microseconds, 0 for none."""
+        return self._timeout_us
+
+    def priority(self) -> int:
+        """0 for the default."""
+        return self._priority
+
+    def parameters(self) -> str:
+        """Its parameters, as JSON."""
+        return json.dumps(self._parameters)
+
+    def requested_output_names(self) -> list[str]:
+        """The wanted outputs; all the model has, where the caller named none."""
+        return self._outputs
+
+    def model_name(self) -> str:
+        """The model it is for."""
+        return self._model
+
+    def model_version(self) -> int:
+        """Its version, -1 for the latest."""
+        return self._version
+
+    def preferred_memory(self) -> PreferredMemory | None:
+        """Where the caller wants the outputs."""
+        return self.preferred
+
+    def trace(self) -> Any:
+        """Nothing is traced from inside a model."""
+        return None
+
+    @property
+    def plain_parameters(self) -> dict[str, Any]:
+        """Its parameters as values."""
+        return self._parameters
+
+    # --- requests of the server ---
+
+    def get_response_sender(self) -> ResponseSender:
+        """Raises TritonModelException for a request the model made itself."""
+        if self._reply is None:
+            raise TritonModelException("only a request of the server has a response sender")
+        return ResponseSender(self._reply)
+
+    def is_cancelled(self) -> bool:
+        """Whether its caller has left."""
+        return self._reply is not None and self._reply.cancelled()
+
+    def set_release_flags(self, flags: int) -> None:
+        """RELEASE_ALL is how it is anyway. Raises TritonModelException for rescheduling."""
+        if flags != RELEASE_ALL:
+            raise TritonModelException("rescheduling of requests (iterative sequences) is not supported")
+
+    # --- requests to other models ---
+
+    def exec(self, decoupled: bool = False, execution_timeout: int = 0) -> Any:
+        """Call the model: its one response, or with `decoupled` an iterator over its responses.
+
+        Errors of the other model are in the response. Raises TritonModelException where no call can be
+        made (while the model loads).
+        """
+        return self._call(decoupled, execution_timeout)
+
+    async def async_exec(self, decoupled: bool = False, execution_timeout: int = 0) -> Any:
+        """The same without blocking the model's event loop; with `decoupled` an asynchronous iterator."""
+        if bls.threads is None:
+            bls.threads = ThreadPoolExecutor(thread_name_prefix="bls")
+        loop = asyncio.get_running_loop()
+        result = await loop.run_in_executor(bls.threads, self._call, decoupled, execution_timeout)
+        return _paced(result) if decoupled else result
+
+    def _call(self, decoupled: bool, execution_timeout: int) -> Any:
+        line = _line()
+        if execution_timeout:
+            self._timeout_us = execution_timeout
+        return line.stream(self) if decoupled else line.call(self)
+
+
+async def _paced(responses: Iterator[InferenceResponse]) -> AsyncIterator[InferenceResponse]:
+    loop = asyncio.get_running_loop()
+    while (response := await loop.run_in_executor(bls.threads, next, responses, None)) is not None:
+        yield response
+
+
+def _line() -> Line:
+    if bls.line is None:
+        raise TritonModelException("other models can be called from execute() only")
+    return bls.line
+
+
+def _read_parameters(given: Mapping[str, Any] | str | None) -> dict[str, Any]:
+    parameters = json.loads(given) if isinstance(given, str) and given else dict(given or {})
+    for name, value in parameters.items():
+        if not isinstance(value, str | int | float):
+            raise TritonModelException(f"parameter '{name}' must be a string, a number or a bool")
+    return parameters
+
+
+def incoming(
+    model: tuple[str, int],
+    inputs: dict[str, Tensor],
+    outputs: list[str],
+    note: Any,
+    reply: Reply,
+) -> InferenceRequest:
+    """A request of the server: its tensors, the names it may answer with, and what its RequestNote says."""
+    request = InferenceRequest.__new__(InferenceRequest)
+    request._model, request._version = model
+    request._inputs, request._outputs = inputs, outputs
+    request._request_id = note.request_id
+    request._correlation_id = note.sequence_id
+    request._flags = note.flags
+    request._timeout_us = note.timeout_us
+    request._priority = note.priority
+    request._parameters = note.parameters
+    request.preferred = None
+    request._reply = reply
+    return request

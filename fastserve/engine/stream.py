@@ -1,0 +1,146 @@
+"""Answers that come in parts: from a lane's doorbell to whoever iterates, and back-pressure the other way.
+
+    lane --part(slab)--> Parts ... next() --> InferResponse --release()--> the slab goes back
+                           |_ count_part: the worker may send one more
+
+A part counts as read when it is taken here, so a reader that stands still stops its model after a fixed
+number of them. The place stays the worker's until its batch is done: leaving early drops it, which the
+model can see; a worker's death fails it like any place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from fastserve.engine.forms import form_of, read_answer
+from fastserve.engine.lane import Lane, Ticket
+from fastserve.engine.rows import check_inputs
+from fastserve.errors import Kind, ServeError
+from fastserve.repository.version import Version
+from fastserve.request import InferRequest, InferResponse
+
+Part = tuple[int, int, bool]  # slab offset (0: none), bytes, whether it is the last
+
+
+class Parts:
+    """What has come of one answer and was not taken yet. The context of its ticket."""
+
+    def __init__(self, lane: Lane, place: int) -> None:
+        self._lane, self._place = lane, place
+        self._came: deque[Part] = deque()
+        self._ended = False  # the last part has come
+        self._over = False  # the place is no longer ours
+        self._error: ServeError | None = None
+        self._news: asyncio.Future[None] | None = None
+
+    def part(self, offset: int, nbytes: int, final: bool) -> None:
+        """For the lane: one part, whose slab is ours."""
+        self._came.append((offset, nbytes, final))
+        self._ended = self._ended or final
+        self._tell()
+
+    def done(self, ticket: Ticket, error: ServeError | None) -> None:
+        """For the lane: no more parts."""
+        if error is None:
+            self._lane.release(ticket)
+        self._over = True
+        self._error = None if self._ended else error
+        self._tell()
+
+    async def next(self) -> Part | None:
+        """The next part, None after the last. Raises the ServeError that ended it."""
+        while not self._came:
+            if self._error is not None:
+                raise self._error
+            if self._ended or self._over:
+                return None
+            self._news = asyncio.get_running_loop().create_future()
+            await self._news
+        part = self._came.popleft()
+        if not self._over:
+            self._lane.ring.count_part(self._place)
+        return part
+
+    def close(self, ticket: Ticket) -> None:
+        """Nobody takes any more: what came goes back, and the request is cancelled if it still runs."""
+        while self._came:
+            offset = self._came.popleft()[0]
+            if offset:
+                self._lane.ring.return_lease(offset)
+        if not self._over and not self._ended:
+            self._lane.cancel(ticket)
+
+    def _tell(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+
+
+async def stream_on_lane(
+    lane: Lane, version: Version, request: InferRequest
+) -> AsyncGenerator[InferResponse, None]:
+    """One request straight on a decoupled lane, as `Engine.stream` says."""
+    rows = max(check_inputs(version, request.inputs), 1)
+    place = lane.reserve(_fitting(lane, rows))
+    try:
+        form_of(lane).write_inputs(lane, place, rows, request.inputs, request)
+    except BaseException:
+        lane.abandon(place, rows)
+        raise
+    parts = Parts(lane, place)
+    ticket = lane.submit(place, rows, parts.done, request.deadline_ns, parts)
+    try:
+        while (part := await parts.next()) is not None:
+            if part[0]:
+                yield _response(lane, *part)
+    finally:
+        parts.close(ticket)
+
+
+def _fitting(lane: Lane, rows: int) -> int:
+    if rows > lane.max_rows:
+        raise ServeError(
+            Kind.INVALID_ARGUMENT, f"a request of {rows} rows is larger than a batch of {lane.max_rows}"
+        )
+    return rows
+
+
+def _response(lane: Lane, offset: int, nbytes: int, final: bool) -> InferResponse:
+    try:
+        outputs, parameters, error = read_answer(lane, offset, nbytes)
+    except BaseException:
+        lane.ring.return_lease(offset)
+        raise
+    response = InferResponse(
+        outputs, lambda: lane.ring.return_lease(offset), dict(parameters), final=final, error=error
+    )
+    if error is not None:
+        response.release()
+    return response
+
+
+async def only_response(responses: AsyncGenerator[InferResponse, None]) -> InferResponse:
+    """The one response of a request to a decoupled model. Raises ServeError INTERNAL for none or several,
+    and the error it is."""
+    found: list[InferResponse] = []
+    count = 0
+    async with aclosing(responses):
+        try:
+            async for response in responses:
+                count += 1
+                if response.error is not None:
+                    raise response.error
+                if found:
+                    response.release()
+                else:
+                    found.append(response)
+            if count != 1:
+                raise ServeError(Kind.INTERNAL, f"expected a single response, got {count}")
+        except BaseException:
+            for response in found:
+                response.release()
+            raise
+    found[0].final = True
+    return found[0]

@@ -1,0 +1,244 @@
+"""Calls from one model to another (BLS), as the worker makes them: over the control line, tensors in slabs.
+
+    worker                                              owner
+      | -- infer {id, offset, nbytes, many, timeout_us} ->|   the request, in a slab of the worker's
+      | <- answer {id, offset, nbytes, final}             |   a response, in a slab that is now the worker's
+      | <- answer {id, kind, message, final}              |   or an error, or with neither just the end
+      | -- taken {id} ----------------------------------->|   many: one response more may come
+      | -- leave {id} ----------------------------------->|   nobody waits any more; a final answer follows
+
+Any thread of the model may call. Whoever waits reads the line for all: there is no thread for it, and the
+batch loop reads it too. A call has a deadline, so that a model that waits for itself gets an error.
+"""
+
+from __future__ import annotations
+
+import itertools
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from fastserve.backends.triton_requests import InferenceRequest, InferenceResponse, bls, error_of
+from fastserve.backends.triton_tensor import Tensor as TritonTensor
+from fastserve.backends.triton_tensor import TritonModelException
+from fastserve.backends.triton_types import BY_DTYPE, STRING
+from fastserve.codec.notes import RequestNote, read_answer_note, write_note
+from fastserve.codec.slab_tensors import measure_tensors, read_note, read_tensors, write_tensors
+from fastserve.errors import Kind
+from fastserve.workers.arrays import view_tensor
+from fastserve.workers.control import Control, ControlFault, PeerGone
+from fastserve.workers.replies import Kept
+from fastserve.workers.requests import root_of, to_tensor
+
+if TYPE_CHECKING:
+    from fastserve._ext.batch_ring import BatchRing
+
+# How long a call may take whose request names no timeout.
+DEFAULT_TIMEOUT_S = 60.0
+# The owner ends a call at its deadline; should it not, this much later the call ends by itself.
+SLACK_S = 1.0
+# A thread that waits while another reads the line looks this often whether the other has stopped reading.
+LOOK_S = 0.05
+LATE = "the model that was called did not answer within {:g} s"
+GONE = "the server is stopping"
+NO_ROOM = "there is no room for a request to another model (max_queue_bytes)"
+
+
+class Call:
+    """One call under way: answers not yet taken, and whether more will come."""
+
+    def __init__(self, number: int, offset: int, deadline: float, timeout_s: float) -> None:
+        self.number, self.offset = number, offset
+        self.deadline, self.timeout_s = deadline, timeout_s
+        self.answers: deque[dict[str, Any]] = deque()
+        self.final = self.left = False
+        self.news = threading.Event()
+
+
+class ControlLine:
+    """The worker's end. `turn` belongs to the batch loop, the rest to the model's threads."""
+
+    def __init__(self, control: Control, ring: BatchRing) -> None:
+        self._control, self._ring = control, ring
+        self._calls: dict[int, Call] = {}
+        self._numbers = itertools.count(1)
+        self._reading = threading.Lock()
+        self._poll = select.poll()
+        self._poll.register(control.fileno(), select.POLLIN)
+        self._gone = False
+        self._kept: set[Kept] = set()
+
+    @classmethod
+    def open(cls, control: Control, ring: BatchRing) -> ControlLine:
+        """A line that requests of this process go through from now on."""
+        bls.line = cls(control, ring)
+        return bls.line
+
+    def turn(self) -> bool:
+        """Take what the owner has said, if nobody else is just doing that; True when it is over."""
+        if self._reading.acquire(blocking=False):
+            try:
+                self._read(0)
+            finally:
+                self._reading.release()
+        return self._gone
+
+    def call(self, request: InferenceRequest) -> InferenceResponse:
+        """One request, one response; what went wrong is in the response."""
+        call = self._begin(request, many=False)
+        try:
+            answer = self._next(call)
+            return self._response(answer) if answer else _failed(Kind.INTERNAL, "there was no response")
+        finally:
+            self._leave(call)
+
+    def stream(self, request: InferenceRequest) -> Iterator[InferenceResponse]:
+        """One request, any number of responses. The call begins now, not with the first look."""
+        return self._responses(self._begin(request, many=True))
+
+    def _responses(self, call: Call) -> Iterator[InferenceResponse]:
+        try:
+            while answer := self._next(call):
+                yield self._response(answer)
+                if not call.final:
+                    self._control.send({"op": "taken", "id": call.number})
+        finally:
+            self._leave(call)
+
+    # --- requests out ---
+
+    def _begin(self, request: InferenceRequest, *, many: bool) -> Call:
+        tensors = [(i, to_tensor(t.raw, t.triton_dtype())) for i, t in enumerate(request.inputs())]
+        note = write_note(_note_of(request))
+        size = measure_tensors(tensors, note)
+        offset = self._ring.lease(size)
+        if offset == 0:
+            raise TritonModelException(NO_ROOM)
+        write_tensors(self._ring.slab(offset, size, True), tensors, note)
+        timeout_us = request.timeout() or int(DEFAULT_TIMEOUT_S * 1e6)
+        call = Call(next(self._numbers), offset, time.monotonic() + timeout_us / 1e6, timeout_us / 1e6)
+        self._calls[call.number] = call
+        told = {"offset": offset, "nbytes": size, "many": many, "timeout_us": timeout_us}
+        try:
+            if self._gone:
+                raise PeerGone(GONE)
+            self._control.send({"op": "infer", "id": call.number, **told})
+        except ControlFault:
+            del self._calls[call.number]
+            self._ring.return_lease(offset)
+            raise TritonModelException(GONE) from None
+        return call
+
+    def _leave(self, call: Call) -> None:
+        """The caller takes no more. The request's slab stays until the owner, too, is done with it."""
+        self._drop_answers(call)
+        if call.final or call.left:
+            return
+        call.left = True
+        if not self._gone:
+            self._control.send({"op": "leave", "id": call.number})
+
+    # --- answers in ---
+
+    def _next(self, call: Call) -> dict[str, Any] | None:
+        """The next answer, an error once the deadline has passed, None after the last one."""
+        while not call.answers:
+            if call.final:
+                return None
+            left_s = call.deadline + SLACK_S - time.monotonic()
+            if self._gone or left_s <= 0:
+                self._leave(call)
+                call.final = True
+                kind, text = (Kind.UNAVAILABLE, GONE) if self._gone else (Kind.DEADLINE_EXCEEDED, LATE)
+                return {"kind": kind.value, "message": text.format(call.timeout_s)}
+            self._await_news(call, left_s)
+        return call.answers.popleft()
+
+    def _await_news(self, call: Call, left_s: float) -> None:
+        call.news.clear()
+        if call.answers or call.final:
+            return
+        if self._reading.acquire(blocking=False):
+            try:
+                if not call.answers and not call.final:  # another may have read it just before
+                    self._read(min(left_s, 1.0))
+            finally:
+                self._reading.release()
+        else:
+            call.news.wait(min(left_s, LOOK_S))
+
+    def _read(self, wait_s: float) -> None:
+        """One message, if one comes in time. Only under the lock."""
+        if self._gone or not self._poll.poll(wait_s * 1000):
+            return
+        try:
+            message = self._control.receive().message
+        except PeerGone:
+            message = {"op": "stop"}
+        if message["op"] == "stop":
+            self._gone = True
+            self._control.deafen()  # so that the batch loop, which may sleep, hears of it too
+            for call in self._calls.values():
+                call.news.set()
+        elif message["op"] == "answer":
+            self._hear(message)
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        call = self._calls.get(message["id"])
+        if call is None:
+            return
+        if message.get("offset") or message.get("kind"):
+            call.answers.append(message)
+        if message.get("final"):
+            call.final = True
+            del self._calls[call.number]
+            self._ring.return_lease(call.offset)
+        if call.left:
+            self._drop_answers(call)
+        call.news.set()
+
+    def _drop_answers(self, call: Call) -> None:
+        while call.answers:
+            offset = call.answers.popleft().get("offset")
+            if offset:
+                self._ring.return_lease(offset)
+
+    def _response(self, answer: dict[str, Any]) -> InferenceResponse:
+        offset = answer.get("offset")
+        if not offset:
+            return _failed(answer["kind"], answer["message"])
+        tensors, roots = [], []
+        slab = self._ring.slab(offset, answer["nbytes"])
+        note = read_answer_note(read_note(slab))
+        for (_, tensor), name in zip(read_tensors(slab), note.extra, strict=True):
+            array, kind = view_tensor(tensor), BY_DTYPE[tensor.dtype.name].number
+            if kind != STRING:
+                roots.append(root_of(array))
+            tensors.append(TritonTensor.made_of(name, array, kind))
+        if roots:
+            Kept(self._ring, offset, roots, self._kept)
+        else:
+            self._ring.return_lease(offset)
+        return InferenceResponse(tensors, parameters=note.parameters)
+
+
+def _note_of(request: InferenceRequest) -> RequestNote:
+    return RequestNote(
+        request_id=request.request_id(),
+        sequence_id=request.correlation_id(),
+        flags=request.flags(),
+        timeout_us=request.timeout(),
+        priority=request.priority(),
+        parameters=request.plain_parameters,
+        outputs=request.requested_output_names(),
+        extra=[tensor.name() for tensor in request.inputs()],
+        model=request.model_name(),
+        version=request.model_version(),
+    )
+
+
+def _failed(kind: Kind | int, text: str) -> InferenceResponse:
+    return InferenceResponse(error=error_of(kind.value if isinstance(kind, Kind) else kind, text))

@@ -1,0 +1,215 @@
+"""The way back of one request of a batch: in one answer, or in parts, from any thread.
+
+    Batch   a slot this worker runs; published when execute() is over and every reply has ended
+    Reply   one place of it. One answer: an output slab on the place. Parts: a slab and a message each
+    Kept    an input slab that the model still looks at when its batch is done
+
+A batch stays RUNNING while parts of its answers are still to come, so that the death of this worker ends
+them and a caller who leaves is seen in the row table; meanwhile the worker takes other batches. Every
+batch counts one for execute() and one for each reply that has not ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fastserve.backends.triton_requests import KINDS, InferenceResponse
+from fastserve.backends.triton_tensor import TritonModelException
+from fastserve.codec.notes import AnswerNote, write_note
+from fastserve.codec.slab_tensors import measure_tensors, write_tensors
+from fastserve.errors import Kind, ServeError
+from fastserve.tensor import Tensor
+
+if TYPE_CHECKING:
+    from fastserve._ext.batch_ring import BatchRing
+
+log = logging.getLogger(__name__)
+
+# Parts a reader may be behind before its model waits.
+WINDOW_PARTS = 64
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.01
+TEXT_MAX = 4000
+SILENT = "the model gave no response to this request"
+TWICE = "a model that is not decoupled has one response for each request"
+
+Packed = tuple[list[tuple[int, Tensor]], bytes]  # numbered outputs, their note
+Pack = Callable[[InferenceResponse, list[str]], Packed]
+Views = list["weakref.ref[Any]"]
+
+
+class Kept:
+    """An input slab held for arrays that outlive their batch; returned with the last of them."""
+
+    def __init__(self, ring: BatchRing, offset: int, arrays: Sequence[Any], home: set[Kept]) -> None:
+        self._ring, self._offset, self._home = ring, offset, home
+        self._refs = [weakref.ref(array, self._gone) for array in arrays]
+        self._left = len(self._refs)
+        home.add(self)
+
+    def _gone(self, _: Any) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._ring.return_lease(self._offset)
+            self._home.discard(self)
+
+
+class Batch:
+    """A slot that runs here."""
+
+    def __init__(self, ring: BatchRing, slot: int, places: int, kept: set[Kept]) -> None:
+        self.ring, self.slot = ring, slot
+        self.views: list[tuple[int, Views]] = []
+        self._kept = kept
+        self._open = 1 + places
+        self.lock = threading.RLock()  # a reply may be collected, and so end, while its batch settles
+
+    def settle(self) -> None:
+        """One of those counted is done; the last one publishes the batch."""
+        with self.lock:
+            self._open -= 1
+            last = self._open == 0
+        if last:
+            self._keep_what_is_seen()
+            self.ring.publish(self.slot)
+
+    def _keep_what_is_seen(self) -> None:
+        for row, views in self.views:
+            arrays = [array for array in (view() for view in views) if array is not None]
+            if arrays and (offset := self.ring.keep_inputs(self.slot, row)):
+                Kept(self.ring, offset, arrays, self._kept)
+
+
+class Reply:
+    """See triton_requests.Reply. `wanted` are the outputs that go back."""
+
+    __slots__ = ("__weakref__", "_batch", "_pack", "_row", "_sent", "decoupled", "ended", "wanted")
+
+    def __init__(self, batch: Batch, row: int, pack: Pack, *, decoupled: bool) -> None:
+        self.decoupled, self.ended = decoupled, False
+        self.wanted: list[str] = []
+        self._batch, self._row, self._pack = batch, row, pack
+        self._sent = 0
+
+    def send(self, response: InferenceResponse | None, final: bool) -> None:
+        """Blocks while the reader of parts is behind. Raises TritonModelException for a second answer where
+        there is one, and for tensors that cannot travel."""
+        if self.decoupled:
+            self._send_part(response, final)
+        elif response is not None:
+            if self._sent:
+                raise TritonModelException(TWICE)
+            self._answer(response)
+        if final:
+            self._end()
+
+    def fail(self, kind: Kind, text: str) -> None:
+        """An error instead of whatever is still to come."""
+        if self.ended:
+            return
+        packed: Packed = [], write_note(AnswerNote(kind=kind.value, message=text[:TEXT_MAX]))
+        if self.decoupled:
+            self._post(packed, final=True)
+        elif not self._sent:
+            self._place(kind.value, packed)
+        self._end()
+
+    def cancelled(self) -> bool:
+        """Whether nobody waits for this request any more."""
+        return not self.ended and not self._batch.ring.waits(self._batch.slot, self._row)
+
+    def __del__(self) -> None:
+        if not self.ended:  # the model let go of request and sender without a final word
+            try:
+                self._abandon()
+            except Exception:  # a destructor's exception would go nowhere
+                log.exception("a request the model has forgotten could not be ended")
+
+    def _abandon(self) -> None:
+        if self.decoupled:
+            self.send(None, True)
+        elif self._sent:
+            self._end()
+        else:
+            self.fail(Kind.INTERNAL, SILENT)
+
+    def _end(self) -> None:
+        with self._batch.lock:
+            if self.ended:
+                return
+            self.ended = True
+        if not self.decoupled and not self._sent:
+            self._place(Kind.INTERNAL.value, ([], _silence()))
+        self._batch.settle()
+
+    # --- one answer ---
+
+    def _answer(self, response: InferenceResponse) -> None:
+        kind, packed = self._packed(response)
+        self._place(kind, packed)
+
+    def _place(self, status: int, packed: Packed) -> None:
+        self._sent = 1
+        batch, (tensors, note) = self._batch, packed
+        size = measure_tensors(tensors, note)
+        offset = batch.ring.lease(size)
+        if offset == 0:
+            kind = status or Kind.RESOURCE_EXHAUSTED.value
+            batch.ring.answer_place(batch.slot, self._row, kind, 0, 0)
+            return
+        write_tensors(batch.ring.slab(offset, size, True), tensors, note)
+        batch.ring.answer_place(batch.slot, self._row, status, offset, size)
+
+    def _packed(self, response: InferenceResponse) -> tuple[int, Packed]:
+        error = response.error()
+        if error is None:
+            return 0, self._pack(response, self.wanted)
+        code = error.code()
+        kind = KINDS[code] if 0 <= code < len(KINDS) else Kind.INTERNAL
+        return kind.value, ([], write_note(AnswerNote(kind=kind.value, message=error.message()[:TEXT_MAX])))
+
+    # --- parts ---
+
+    def _send_part(self, response: InferenceResponse | None, final: bool) -> None:
+        if response is None:
+            self._post(None, final)
+            return
+        try:
+            self._post(self._packed(response)[1], final)
+        except ServeError as error:
+            raise TritonModelException(error.message) from None
+
+    def _post(self, packed: Packed | None, final: bool) -> None:
+        ring, slot, row = self._batch.ring, self._batch.slot, self._row
+        self._wait(lambda: self._sent - ring.parts_read(slot, row) < WINDOW_PARTS)
+        offset = size = 0
+        if packed is not None:
+            size = measure_tensors(*packed)
+            offset = self._wait(lambda: ring.lease(size))
+            if not offset:
+                return  # the caller left while there was no room
+            write_tensors(ring.slab(offset, size, True), *packed)
+        if self._wait(lambda: ring.send_part(slot, row, offset, size, final)):
+            self._sent += 1
+        elif offset:
+            ring.return_lease(offset)
+
+    def _wait(self, ready: Callable[[], int]) -> int:
+        """What `ready` says once that is something; 0 when the caller has left."""
+        ring, slot, row = self._batch.ring, self._batch.slot, self._row
+        pause = FIRST_PAUSE_S
+        while ring.waits(slot, row):
+            found = ready()
+            if found:
+                return found
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+        return 0
+
+
+def _silence() -> bytes:
+    return write_note(AnswerNote(kind=Kind.INTERNAL.value, message=SILENT))

@@ -1,0 +1,19 @@
+"""Goes wrong while it loads, in the way its parameter `how` says."""
+
+import json
+import os
+import threading
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        how = json.loads(args["model_config"])["parameters"]["how"]["string_value"]
+        if how == "raises":
+            raise RuntimeError("cannot start")
+        if how == "exits":
+            os._exit(5)
+        if how == "hangs":
+            threading.Event().wait()
+
+    def execute(self, requests):
+        return []
