@@ -24,6 +24,7 @@ from fastserve.engine.ensemble import Ensemble
 from fastserve.engine.ensemble_plan import check_models, read_plan
 from fastserve.engine.lane import Lane
 from fastserve.engine.meters import LaneMeters
+from fastserve.engine.rate import RateLimiter
 from fastserve.engine.schedule import Schedule, Specs
 from fastserve.engine.stateful import StatefulDoor
 from fastserve.errors import ConfigError, Kind, ServeError
@@ -77,7 +78,9 @@ class Host:
         on_health: Callable[[], None] = lambda: None,
         catalog: Catalog | None = None,
         cache_bytes: int = 0,
+        limiter: RateLimiter | None = None,
     ) -> None:
+        self._limiter = limiter
         self.cache = ResponseCache(cache_bytes) if cache_bytes else None
         self.ensembles: dict[Version, Ensemble] = {}  # they have no workers
         self._catalog = catalog or Catalog()
@@ -96,7 +99,7 @@ class Host:
             return
         parts: list[Hosted] = []
         try:
-            schedule = Schedule(version, self._fronts, self.cache)
+            schedule = Schedule(version, self._fronts, self.cache, self._limiter)
             while len(parts) < schedule.lanes:
                 parts.append(await self._start(version, schedule, len(parts)))
             version.lane = schedule.open_door([hosted.lane for hosted in parts])
