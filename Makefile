@@ -22,11 +22,12 @@ DEBUG_TREE := build/debug/tree
 build: $(INSTALLED) $(EXTENSIONS) $(PROTOS)
 
 # The compiled modules are left to the next rule, which rebuilds only what changed.
-$(INSTALLED): pyproject.toml
+$(INSTALLED): pyproject.toml tests/clients.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check $$($(BIN)/python tools/build_requires.py)
 	FASTSERVE_EXT=none $(BIN)/python -m pip install -q --disable-pip-version-check \
 		--no-build-isolation -e '.[test,lint,demo]'
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r tests/clients.txt
 	@touch $@
 
 $(EXTENSIONS): $(EXT_SOURCES) setup.py | $(INSTALLED)
