@@ -28,7 +28,7 @@ def tensorflow_model_server(flags: tuple[str, ...]) -> None:
 
     \b
     Example:
-      fastserve tensorflow-model-server --rest_api_port=8501 --model_name=digits --model_base_path=/models/digits
+      fastserve tensorflow-model-server --rest_api_port=8501 --model_name=m --model_base_path=/models/m
     """
     from fastserve.server import run
 

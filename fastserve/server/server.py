@@ -66,7 +66,7 @@ class Server:
         self.catalog.on_change.append(self._version_changed)
 
     async def open(self) -> None:
-        """Load what is wanted, then listen. Raises ConfigError, ServeError or OSError; nothing stays running."""
+        """Load what is wanted, then listen. Raises ConfigError, ServeError or OSError, all stopped again."""
         self._beat_on()
         try:
             await self.repository.open()

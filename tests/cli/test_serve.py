@@ -25,7 +25,9 @@ def run(*arguments: str) -> tuple[int, str]:
 
 
 def test_the_contract_of_scripts(started):
-    line = "serve demo --http 127.0.0.1:0=tfserving --http :9 --grpc off --frontends 2 --model-control explicit"
+    line = (
+        "serve demo --http 127.0.0.1:0=tfserving --http :9 --grpc off --frontends 2 --model-control explicit"
+    )
     assert run(*line.split(), "--load-model", "digits", "--load-model", "*", "--keep-going") == (0, "")
     (settings,) = started
     assert settings.repository == "demo"

@@ -35,8 +35,8 @@ def test_every_stage_of_a_request_is_counted(tmp_path):
     run(keep())
     page = pages[0]
     who = {"model": "twice", "version": "1"}
-    for stage in ("request_duration", "decode_duration", "queue_duration", "compute_duration", "encode_duration"):
-        assert value(page, f"fastserve_{stage}_seconds_count", **who) == 3, stage
+    for stage in ("request", "decode", "queue", "compute", "encode"):
+        assert value(page, f"fastserve_{stage}_duration_seconds_count", **who) == 3, stage
     assert value(page, "fastserve_requests_total", status="OK", **who) == 3
     assert value(page, "fastserve_requests_total", status="NOT_FOUND", model="") == 1
     assert value(page, "fastserve_rows_total", **who) == 3

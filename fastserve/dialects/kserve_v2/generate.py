@@ -125,6 +125,8 @@ async def _responses(service: Service, plan: Plan, body: InferBody) -> AsyncGene
                 text = write_generated(plan, request, response) if response.outputs else b""
             finally:
                 response.release()
+            if response.error is not None:
+                raise response.error
             if text:
                 yield text
 

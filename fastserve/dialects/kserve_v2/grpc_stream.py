@@ -142,9 +142,7 @@ class _Conversation:
                 async with aclosing(service.stream(job.plan.version, job.request)) as responses:
                     async for response in responses:
                         try:
-                            piece = (
-                                self._write(job, response, final=response.final) if response.outputs else b""
-                            )
+                            piece = self._write_part(sent, job, response)
                         finally:
                             response.release()
                         if piece:
@@ -162,6 +160,12 @@ class _Conversation:
             )
         service.traffic.count(job.plan.model, job.plan.version.number, monotonic_ns() - started_ns)
         service.statistics.ran(job.plan.version)
+
+    def _write_part(self, sent: Sent, job: Job, response: InferResponse) -> bytes:
+        """One response of several, which may be an error that others follow; b"" for a bare final flag."""
+        if response.error is not None:
+            return self._write_fault(sent, job, response.error, final=response.final)
+        return self._write(job, response, final=response.final) if response.outputs else b""
 
     def _write(self, job: Job, response: InferResponse, *, final: bool) -> bytes:
         outputs, raws = collect_outputs(job, response)

@@ -93,7 +93,7 @@ class Service:
 
 
 def queue_timeout(fault: ServeError) -> ServeError:
-    """A deadline that passed before the batch ran has a kind and a text of its own (vector ba-timeout-in-queue)."""
+    """A deadline that passed in the queue has a kind and a text of its own (vector ba-timeout-in-queue)."""
     if isinstance(fault, DeadlineError) and fault.queued:
         return ServeError(Kind.RESOURCE_EXHAUSTED, "Run() timeout exceeded while waiting in batching queue")
     return fault

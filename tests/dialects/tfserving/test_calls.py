@@ -16,8 +16,8 @@ from fastserve.errors import Kind, ServeError
 from fastserve.repository.version import VersionState
 from fastserve.request import InferRequest, InferResponse
 from tests.dialects.tfserving.fakes import (
-    REGISTRY,
     HALF_PLUS_TWO,
+    REGISTRY,
     FakeCall,
     FakeEngine,
     ask,
