@@ -202,10 +202,13 @@ def test_exempt_loggers_and_clocks_set_back() -> None:
 @pytest.fixture
 def root() -> Iterator[logging.Logger]:
     logger = logging.getLogger()
-    before, level = logger.handlers[:], logger.level
+    package = logging.getLogger("fastserve")  # clients may set its level (V2 logging settings)
+    before, level, package_level = logger.handlers[:], logger.level, package.level
+    package.setLevel(logging.NOTSET)
     yield logger
     logger.handlers[:] = before
     logger.setLevel(level)
+    package.setLevel(package_level)
     logging.getLogger("fastserve.access").setLevel(logging.NOTSET)
 
 
