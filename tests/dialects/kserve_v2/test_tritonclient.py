@@ -19,7 +19,6 @@ import pytest
 import uvloop
 
 from fastserve.config import Listener, Settings
-from fastserve.engine.engine import Engine
 from fastserve.server import Server
 from tests.dialects.triton_v1.rig import write_held, write_models
 
@@ -301,7 +300,6 @@ def test_deadline_and_cancel(served: Served) -> None:
         assert made.infer("held", [given]).as_numpy("OUT").tolist() == [[1]]
 
 
-@pytest.mark.skipif(not hasattr(Engine, "stream"), reason="the engine does not stream")
 def test_stream(served: Served) -> None:
     found: queue.Queue[Any] = queue.Queue()
     with contextlib.closing(grpcclient.InferenceServerClient(served.grpc)) as made:
