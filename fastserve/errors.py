@@ -42,6 +42,10 @@ class ServeError(Exception):
         self.retry_after_s = retry_after_s
 
 
+class ModelError(ServeError):
+    """What the model itself answered a request with: an error among its responses, or an exception."""
+
+
 class ConfigError(ValueError):
     """A setting or a model configuration that cannot be used; the text names field and allowed values."""
 

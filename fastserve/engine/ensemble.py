@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from fastserve.engine.door import Door, Runs
 from fastserve.engine.ensemble_plan import Plan, Step
-from fastserve.errors import DeadlineError, Kind, ServeError
+from fastserve.errors import DeadlineError, Kind, ModelError, ServeError
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.tensor import Tensor
@@ -148,6 +148,8 @@ def _named(ensemble: str, error: ServeError) -> ServeError:
     text = f"in ensemble '{ensemble}', {error.message}"
     if isinstance(error, DeadlineError):
         return DeadlineError(text, queued=error.queued)
+    if isinstance(error, ModelError):
+        return ModelError(error.kind, text)
     return ServeError(error.kind, text, retry_after_s=error.retry_after_s)
 
 

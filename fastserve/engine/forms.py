@@ -14,7 +14,7 @@ from typing import Protocol
 from fastserve.codec.notes import RequestNote, read_answer_note, write_note
 from fastserve.codec.slab_tensors import measure_tensors, read_note, read_tensors, write_tensors
 from fastserve.engine.lane import Lane
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import Kind, ModelError, ServeError
 from fastserve.request import InferRequest
 from fastserve.tensor import Tensor
 
@@ -104,7 +104,7 @@ class Slabs:
         try:
             tensors = read_tensors(lane.ring.slab(offset, size))
             if status:
-                raise ServeError(Kind(status), bytes(tensors[0][1].data).decode("utf-8", "replace"))
+                raise ModelError(Kind(status), bytes(tensors[0][1].data).decode("utf-8", "replace"))
             names = list(lane.outputs)
             return {names[number]: tensor for number, tensor in tensors}
         except (ValueError, IndexError):
@@ -156,7 +156,7 @@ def read_answer(
         slab = lane.ring.slab(offset, size)
         tensors, note = read_tensors(slab), read_answer_note(read_note(slab))
         if note.kind:
-            return {}, NONE, ServeError(Kind(note.kind), note.message)
+            return {}, NONE, ModelError(Kind(note.kind), note.message)
         names = [*lane.outputs, *note.extra]
         return {names[number]: tensor for number, tensor in tensors}, note.parameters, None
     except (ValueError, IndexError):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastserve.engine.meters import LaneMeters
-from fastserve.errors import DeadlineError, Kind, ServeError
+from fastserve.errors import DeadlineError, Kind, ModelError, ServeError
 from fastserve.tensor import TensorSpec
 from fastserve.workers.arena import Arena
 
@@ -211,7 +211,7 @@ class Lane:
         tickets, self._pending[slot] = self._pending[slot], []
         self.meters.batch_done(self.ring, slot)
         failure = self.ring.failure(slot)
-        error = None if failure is None else ServeError(_kind(failure[0]), failure[1])
+        error = None if failure is None else ModelError(_kind(failure[0]), failure[1])
         self.unreleased += len(tickets)
         for ticket in tickets:
             done, ticket.done = ticket.done, None

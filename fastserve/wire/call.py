@@ -11,14 +11,12 @@ which the wire runs as a task. The first costs no task and no future, so hot pat
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-import re
-import secrets
 from collections.abc import Callable, Coroutine, Sequence
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, Protocol
 
+from fastserve.tracing import choose_request_id
 from fastserve.wire.faults import JSON, error_body
 from fastserve.wire.replies import BODILESS, CLOSE, KEEP, header_lines
 from fastserve.wire.stream import Stream
@@ -29,9 +27,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_SAFE_ID = re.compile(rb"[A-Za-z0-9_.:/+=@\-]{1,128}")
-_ID_PREFIX = secrets.token_hex(6)
-_next_id = itertools.count(1)
 _INTERNAL_ERROR = error_body("Internal error")
 _CANCELLED = error_body("The request was cancelled")
 PARTED_BYTES = 65536  # from here on head and body are sent as two pieces instead of being joined
@@ -100,13 +95,12 @@ class Call:
 
     @property
     def request_id(self) -> str:
-        """The client's X-Request-Id when it is short and plain, else one made here."""
+        """The client's X-Request-Id when it is short and plain, else its trace id, else one made here."""
         try:
             return self._request_id
         except AttributeError:
-            given = self.header(b"x-request-id")
-            plain = _SAFE_ID.fullmatch(given) is not None
-            self._request_id: str = given.decode() if plain else f"{_ID_PREFIX}-{next(_next_id):x}"
+            given, trace = self.header(b"x-request-id"), self.header(b"traceparent")
+            self._request_id: str = choose_request_id(given, trace)
             return self._request_id
 
     def raw_head(self) -> bytes:
@@ -132,8 +126,11 @@ class Call:
         content_type: bytes = JSON,
         headers: Sequence[tuple[bytes, bytes]] = (),
         close: bool = False,
+        even_to_head: bool = False,
     ) -> None:
         """Send the reply. Exactly once; after the client has gone it does nothing.
+
+        `even_to_head` sends the body to a HEAD too, against RFC 9110: the connection has to `close` then.
 
         Raises ValueError when a header would break the framing (the call can still be replied to).
         """
@@ -148,7 +145,7 @@ class Call:
         if headers:
             message += header_lines(headers)
         length = b"" if status in BODILESS else b"Content-Length: %d\r\n" % len(body)
-        if head.bodiless or status in BODILESS:
+        if (head.bodiless and not even_to_head) or status in BODILESS:
             body = b""
         self._replied = True
         if status == 200 and head.routed_anew:

@@ -190,4 +190,5 @@ def answer_not_found(call: Call) -> None:
 
 
 def answer_wrong_verb(call: Call) -> None:
-    call.reply(405, error_body("Method Not Allowed"))
+    # To HEAD as well, as the original does; the connection ends, so that it cannot be taken for a next reply.
+    call.reply(405, error_body("Method Not Allowed"), close=call.method == "HEAD", even_to_head=True)

@@ -11,9 +11,9 @@ from math import prod
 from struct import Struct
 
 from fastserve.dialects.kserve_v2.body import InputPart, Memory
-from fastserve.dialects.kserve_v2.errors import internal, invalid
+from fastserve.dialects.kserve_v2.errors import invalid
 from fastserve.dialects.kserve_v2.plans import Plan, Side, full_dims, to_model_shape
-from fastserve.errors import ServeError
+from fastserve.errors import Kind, ModelError, ServeError
 from fastserve.tensor import DTYPE_BY_KSERVE, KSERVE_NAME, Tensor
 
 _LENGTH_BYTES = 4
@@ -74,13 +74,12 @@ def _check_count(plan: Plan, parts: Sequence[InputPart], told: str) -> None:
 
 
 def _check_required(plan: Plan, parts: Sequence[InputPart], told: str) -> None:
-    """The original counts only, and lets the model find out; its exceptions are internal errors, unless
-    it is decoupled."""
+    """The original counts only, and lets the model find out: an exception of the model's."""
     given = {part.name for part in parts}
     for name in plan.required:
         if name not in given:
             text = f"{told}input '{name}' is missing for model '{plan.model}'"
-            raise invalid(text) if plan.decoupled else internal(text)
+            raise ModelError(Kind.INTERNAL, text)
 
 
 def _check_batch(plan: Plan, parts: Sequence[InputPart], told: str) -> None:

@@ -32,7 +32,7 @@ from fastserve.dialects.kserve_v2.plans import Plan, Side, full_dims
 from fastserve.dialects.kserve_v2.replies import write_items
 from fastserve.dialects.kserve_v2.routes import Target
 from fastserve.dialects.kserve_v2.service import JSON, Service
-from fastserve.errors import ServeError
+from fastserve.errors import ModelError, ServeError
 from fastserve.request import InferRequest, InferResponse
 from fastserve.wire.call import Call
 
@@ -105,7 +105,9 @@ class Generate:
     def _refused(self, fault: ServeError) -> tuple[int, bytes]:
         fault = in_own_words(fault)
         self._service.traffic.refused(self._target.model, fault.kind.name)
-        return HTTP_STATUS[fault.kind], error_body(fault.message)
+        # Whatever code a model's error has, it is 400 here; a request that never reached the model has its own.
+        status = 400 if isinstance(fault, ModelError) else HTTP_STATUS[fault.kind]
+        return status, error_body(fault.message)
 
 
 async def _responses(service: Service, plan: Plan, body: InferBody) -> AsyncGenerator[bytes, None]:

@@ -70,8 +70,10 @@ class Regions:
         fd = self._open(name, key)
         try:
             _check_range(name, fd, offset, byte_size)
-        except BaseException:
+        except ServeError:
             os.close(fd)
+            if any(region.key == key for region in self._regions.values()):
+                raise internal(f"Invalid shared memory region: '{key}'") from None  # as 24.10 tells it
             raise
         self._regions[name] = Region(name, key, offset, byte_size, fd)
 

@@ -72,9 +72,7 @@ def read_index_request(body: bytes | bytearray) -> bool:
     if not body:
         return False
     found, ready = find(read_json(body), "ready")
-    if found and not isinstance(ready, bool):
-        raise invalid("Invalid value for 'ready': expected a boolean")
-    return ready is True
+    return found and as_bool(ready)
 
 
 async def list_models(face: RepositoryFace, catalog: Catalog, only_ready: bool) -> list[dict[str, Any]]:
