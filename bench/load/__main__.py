@@ -17,7 +17,8 @@ from bench.workloads import WORKLOADS
 
 BUSY_LOAD = 0.7
 GRPC = ["grpc-tiny", "grpc-image"]
-PARTS = [*WORKLOADS, *GRPC, "latency", "frontends", "memory", "codec"]
+V1 = ["v1-tiny", "v1-image"]
+PARTS = [*WORKLOADS, *GRPC, *V1, "latency", "frontends", "memory", "codec"]
 
 
 def cores() -> tuple[int, int]:
@@ -35,6 +36,10 @@ def rows(part: str, plan: Plan, subject: measure.Start, soak: int) -> list[table
         from bench.load import grpc_load
 
         return [grpc_load.row(part, plan)]
+    if part in V1:
+        from bench.load import v1_load
+
+        return [v1_load.row(part, plan)]
     if part == "latency":
         return [table.alone_row(*measure.alone(plan, subject))]
     if part == "frontends":

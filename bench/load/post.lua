@@ -1,11 +1,14 @@
 -- Sends one fixed POST over and over; ends with one line `RESULT {json}`.
--- Arguments: BODY_FILE CONTENT_TYPE
+-- Arguments: BODY_FILE CONTENT_TYPE [NAME VALUE]...   (further headers)
 function init(args)
   local file = assert(io.open(args[1], "rb"))
   wrk.method = "POST"
   wrk.body = file:read("*a")
   file:close()
   wrk.headers["Content-Type"] = args[2]
+  for i = 3, #args, 2 do
+    wrk.headers[args[i]] = args[i + 1]
+  end
 end
 
 function done(summary, latency, requests)

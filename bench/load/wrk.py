@@ -38,12 +38,18 @@ def require() -> None:
 
 
 def post(
-    url: str, body_file: Path, content_type: str, *, connections: int, seconds: float, cores: Sequence[int]
+    url: str,
+    body_file: Path,
+    content_type: str,
+    *headers: str,
+    connections: int,
+    seconds: float,
+    cores: Sequence[int],
 ) -> Load:
-    """Raises RuntimeError when wrk ends without a result."""
+    """`headers` are further ones, name and value in turn. Raises RuntimeError when wrk gives no result."""
     command = ["taskset", "-c", ",".join(map(str, cores)), "wrk", "-t1", f"-c{connections}"]
     command += [f"-d{max(1, round(seconds))}s", "--timeout", "10s", "-s", str(SCRIPT), url]
-    command += ["--", str(body_file), content_type]
+    command += ["--", str(body_file), content_type, *headers]
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds + 60)
     for line in done.stdout.splitlines():
         if line.startswith("RESULT "):
