@@ -2,7 +2,7 @@
 #
 # A Cursor owns nothing: whoever made it keeps the bytes alive. Everything here is inline and
 # GIL-free, so this file has no .pyx and is no module at run time. Numbers and strings are read by
-# the headers; the words for faults are in json_value.pyx.
+# the headers; the words for faults are in include/json_reason.h.
 
 from libc.stdint cimport int64_t, uint8_t, uint64_t
 from libcpp cimport bool as cbool

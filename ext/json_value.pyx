@@ -16,23 +16,9 @@ from libc.stdint cimport uint8_t, uint64_t
 
 from json_cursor cimport *
 
+cdef extern from "json_reason.h":
+    const char* json_reason(int fault)
 
-cdef dict REASONS = {
-    <int>JSON_EMPTY: "The document is empty.",
-    <int>JSON_INVALID_VALUE: "Invalid value.",
-    <int>JSON_MISSING_NAME: "Missing a name for object member.",
-    <int>JSON_MISSING_COLON: "Missing a colon after a name of object member.",
-    <int>JSON_MISSING_COMMA_OR_BRACE: "Missing a comma or '}' after an object member.",
-    <int>JSON_MISSING_COMMA_OR_BRACKET: "Missing a comma or ']' after an array element.",
-    <int>JSON_BAD_HEX: "Incorrect hex digit after \\u escape in string.",
-    <int>JSON_BAD_SURROGATE: "The surrogate pair in string is invalid.",
-    <int>JSON_BAD_ESCAPE: "Invalid escape character in string.",
-    <int>JSON_MISSING_QUOTE: "Missing a closing quotation mark in string.",
-    <int>JSON_NUMBER_TOO_BIG: "Number too big to be stored in double.",
-    <int>JSON_MISSING_FRACTION: "Miss fraction part in number.",
-    <int>JSON_MISSING_EXPONENT: "Miss exponent in number.",
-    <int>JSON_TOO_DEEP: "Nesting too deep.",
-}
 
 cdef object END = object()
 cdef Py_ssize_t DEBUG_BYTES = 256
@@ -94,7 +80,7 @@ def parse(body, *, int max_depth=100):
         cursor.end = cursor.at + view.len
         value = build_value(&cursor, max_depth, &fault)
         if fault != JSON_OK:
-            raise JSONSyntaxError(REASONS[<int>fault], cursor.at - <const uint8_t*>view.buf)
+            raise JSONSyntaxError(json_reason(fault).decode(), cursor.at - <const uint8_t*>view.buf)
         return value
     finally:
         PyBuffer_Release(&view)

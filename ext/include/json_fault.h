@@ -1,8 +1,8 @@
 // What can be wrong with a JSON body, as numbers that cross the GIL-free line.
 //
 // 1..31 are faults of the text itself (any reader of JSON reports them); 32.. are faults of a
-// predict body that is good JSON. json_value.pyx holds the words for the first group; the words
-// for the second belong to the dialect.
+// predict body that is good JSON. json_reason.h holds the words for the first group; the
+// words for the second belong to the dialect.
 #pragma once
 
 enum JsonFault : int {

@@ -229,6 +229,14 @@ def test_request_ids_that_are_not_plain_are_replaced(given: bytes) -> None:
     assert seen[0].request_id == made
 
 
+def test_a_request_without_an_id_goes_by_its_trace() -> None:
+    seen: list[Call] = []
+    pipe = Pipe({"/": seen.append})
+    parent = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    pipe.feed(b"GET / HTTP/1.1\r\nHost: a\r\nTraceparent: " + parent + b"\r\n\r\n")
+    assert seen[0].request_id == "0af7651916cd43dd8448eb211c80319c"
+
+
 @pytest.mark.parametrize("bad", [b"a\r\nX: y", b"a\nb", b"a\rb", b"a\0b", b"\x1b[31m"])
 def test_no_control_character_reaches_a_reply_header(bad: bytes) -> None:
     errors = []
