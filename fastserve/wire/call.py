@@ -103,11 +103,14 @@ class Call:
             self._request_id: str = choose_request_id(given, trace)
             return self._request_id
 
-    def raw_head(self) -> bytes:
-        """The head of a 200 JSON reply up to where "Content-Length: N" belongs, for `reply_raw`; b"" when
-        something about this reply is special, and only `reply` will do."""
+    def raw_head(self, content_type: bytes = JSON) -> bytes:
+        """The head of a 200 reply up to where "Content-Length: N" belongs, for `reply_raw`; b"" when something
+        about this reply is special, and only `reply` will do. An empty content type sends none."""
         listener = self._connection.listener
-        return listener.heads.ok_json if listener.plain and self.head.mode == KEEP else b""
+        if not listener.plain or self.head.mode != KEEP:
+            return b""
+        heads = listener.heads
+        return heads.ok_json if content_type is JSON else heads.find(200, content_type, KEEP)
 
     def reply_raw(self, message: bytes) -> None:
         """Send a complete 200 reply, framed by the caller: `raw_head()`, length, empty line, body."""
