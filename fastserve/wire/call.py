@@ -104,8 +104,8 @@ class Call:
             return self._request_id
 
     def raw_head(self, content_type: bytes = JSON) -> bytes:
-        """The head of a 200 reply up to where "Content-Length: N" belongs, for `reply_raw`; b"" when something
-        about this reply is special, and only `reply` will do. An empty content type sends none."""
+        """The head of a 200 reply up to where "Content-Length: N" belongs, for `reply_raw`; b"" when
+        something about this reply is special, and only `reply` will do. An empty content type sends none."""
         listener = self._connection.listener
         if not listener.plain or self.head.mode != KEEP:
             return b""
