@@ -1,16 +1,73 @@
-"""The logging call of this dialect sets the level of the whole package: each test gets it back."""
+"""The server the official clients share, and the log level each test gets back."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+import uvloop
+
+from tests.dialects.kserve_v2.replay import Answers, replay
+
+
+@pytest.fixture(scope="package")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """One server for all cases of both halves: it takes longer to start than to answer them."""
+    return uvloop.run(replay(tmp_path_factory.mktemp("probe")))
+
+from tests.conftest import Belongings
+from tests.running import Running, until
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+OPTIONS = ("--model-control", "explicit", "--load-model", "*", "--allow-client-shm")
 
 
 @pytest.fixture(autouse=True)
 def log_level() -> Iterator[None]:
+    """The logging call of this dialect sets the level of the whole package."""
     logger = logging.getLogger("fastserve")
     before = logger.level
     yield
     logger.setLevel(before)
+
+
+@pytest.fixture(scope="package")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of `client_models`."""
+    from tests.dialects.kserve_v2.client_models import write_all
+
+    folder = tmp_path_factory.mktemp("clients") / "models"
+    folder.mkdir()
+    write_all(folder)
+    return folder
+
+
+@pytest.fixture(scope="package")
+def shared_server(models: Path) -> Iterator[Running]:
+    """Every model of `client_models`. The clients' libraries have opened what they keep for good."""
+    from tests.dialects.kserve_v2.client_rig import FLAVOURS, connected, region, run
+
+    async def warm_up(flavour: str) -> None:
+        async with connected(flavour, running) as client:
+            assert await client.is_server_live()
+
+    with Running(models, models.parent / "log", *OPTIONS) as running:
+        for flavour in FLAVOURS:
+            run(warm_up(flavour))
+        with region(1):  # starts a process that outlives every region
+            pass
+        yield running
+
+
+@pytest.fixture
+def served(shared_server: Running) -> Iterator[Running]:
+    """The shared server; a test leaves neither it nor the clients with more than there was."""
+    ours, holds = Belongings.count(), shared_server.holds()
+    yield shared_server
+    # Channels close their sockets a moment after close() has returned.
+    until(lambda: not ours.gained(Belongings.count()), "the client gives everything back")
+    until(lambda: shared_server.holds() == holds, "the server gives everything back, and lost no worker")

@@ -1,0 +1,94 @@
+"""A server as its users run it: `fastserve serve` in a process of its own, on ports of its own.
+
+What a test may hold against it afterwards is read from outside: whether it lives, which workers it has,
+how many descriptors and how much memory it holds, and what it wrote to its log.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+START_S = STOP_S = WAIT_S = 30.0
+
+
+def until(true: Callable[[], object], what: str, limit_s: float = WAIT_S) -> None:
+    """Look again and again until something is so."""
+    end = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < end, f"never: {what}"
+        time.sleep(0.002)
+
+
+class Running:
+    """One server. `http` and `grpc` are HOST:PORT of its first listeners."""
+
+    def __init__(self, repository: Path, log: Path, *options: str) -> None:
+        self._command = [sys.executable, "-m", "fastserve.cli", "serve", str(repository), *options]
+        self.log = log
+        self.http = self.grpc = ""
+
+    def __enter__(self) -> Running:
+        listeners = ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"]
+        with self.log.open("wb") as log:
+            command = [*self._command, *listeners]
+            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log)
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline().decode()
+        found = re.findall(r"(http|grpc)://(\S+)", line)
+        if "ready" not in line:
+            self.__exit__(None, None, None)
+            raise AssertionError(f"the server did not start:\n{self.log.read_text()}")
+        places = dict(reversed(found))
+        self.http, self.grpc = places["http"], places["grpc"]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            status = self._process.wait(STOP_S)
+        finally:
+            self._process.kill()
+            self._process.wait()
+            assert self._process.stdout is not None
+            self._process.stdout.close()
+        if kind is None:
+            assert status == 0, self.log.read_text()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def workers(self) -> list[int]:
+        """Its child processes."""
+        return sorted(
+            int(pid)
+            for task in os.listdir(f"/proc/{self.pid}/task")
+            for pid in Path(f"/proc/{self.pid}/task/{task}/children").read_text().split()
+        )
+
+    def holds(self) -> tuple[int, int, float]:
+        """How many workers and descriptors it has, and how many workers it has lost so far."""
+        text = urllib.request.urlopen(f"http://{self.http}/metrics", timeout=WAIT_S).read().decode()
+        lost = re.findall(r"^fastserve_worker_restarts_total\S* (\S+)$", text, re.MULTILINE)
+        return len(self.workers), len(os.listdir(f"/proc/{self.pid}/fd")), sum(map(float, lost))
+
+    @property
+    def rss_bytes(self) -> int:
+        """Its resident memory."""
+        return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
