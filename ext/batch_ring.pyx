@@ -18,12 +18,12 @@ from libc.string cimport memcpy, memset
 from arena_layout cimport lay_out, slab_pages_bytes
 from slot_verbs cimport *
 
-cdef enum:
-    WORKER_OWNER = 0x4000       # slab owners: fronts are 1.., workers WORKER_OWNER..
-
 FULL = -1
 PART = -2
 STATES = ("free", "claimed", "open", "sealed", "ready", "running", "done")
+# What tallies count; the last four are ends without an answer, and `count` takes them.
+TALLIES = ("success", "queue", "compute_input", "compute_infer", "compute_output", "REJECTED", "CANCELED", "BACKEND", "OTHER")
+REJECTED, CANCELED, BACKEND, OTHER = 5, 6, 7, 8
 EVENTS = ("claim", "open", "reserve", "settle", "seal", "close", "take", "return", "publish", "release")
 
 
@@ -70,6 +70,7 @@ cdef class BatchRing:
     cdef int front_bells[MAX_FRONTS]
     cdef bint news                      # rows were committed since the last kick
     cdef uint32_t ready                 # slots that became ready since the last kick
+    cdef uint64_t turn_ns               # since when rows committed in this turn of the loop wait
     cdef readonly int inputs, outputs
 
     def __init__(self, uint8_t[::1] memory not None, *, int front=-1, int worker=-1, int own_bell=-1,
@@ -99,8 +100,15 @@ cdef class BatchRing:
     def commit(self, int64_t place, uint32_t rows) -> None:
         """The rows are written; kick() when no more are coming right now."""
         self.check(place, rows)
-        self.ready += place_commit(&self.arena, place, rows)
+        if self.turn_ns == 0:       # one look at the clock a turn, and the batch's own where it has just looked
+            self.turn_ns = monotonic_ns() if place & 0xffff else slot_at(&self.arena, <uint32_t>(place >> 16)).first_ns
+        self.ready += place_commit(&self.arena, place, rows, self.turn_ns)
         self.news = True
+
+    def backdate(self, int64_t place, uint64_t queued_ns) -> None:
+        """The request of a committed place has waited since then, in a queue before this one."""
+        self.check(place, 1)
+        rows_of(slot_at(&self.arena, <uint32_t>(place >> 16)))[place & 0xffff].queued_ns = queued_ns
 
     def abandon(self, int64_t place, uint32_t rows) -> None:
         """The rows will not be written."""
@@ -130,7 +138,7 @@ cdef class BatchRing:
             return
         with nogil:
             wake_workers(&self.arena, self.worker_bells, self.ready)
-        self.news, self.ready = False, 0
+        self.news, self.ready, self.turn_ns = False, 0, 0
 
     def kick_all(self) -> None:
         """Wake every worker, to look for work or at its control socket."""
@@ -297,6 +305,10 @@ cdef class BatchRing:
     def start_run(self, uint32_t slot) -> None:
         """Mark the moment the backend begins."""
         self.slot(slot).run_ns = monotonic_ns()
+
+    def end_run(self, uint32_t slot) -> None:
+        """Mark the moment the backend is done; what follows is handing out its outputs."""
+        self.slot(slot).ran_ns = monotonic_ns()
 
     def column_span(self, uint32_t slot, int column, bint output=False) -> tuple:
         """(offset in the arena, bytes of one row) of a whole column of max_rows rows."""
@@ -466,6 +478,36 @@ cdef class BatchRing:
         cdef Row* row = rows_of(slot_at(&self.arena, <uint32_t>(place >> 16))) + (place & 0xffff)
         return row.out_offset, row.out_bytes
 
+    # --- counts, of all processes together since the arena was made ---------------------------------
+
+    def count(self, uint32_t kind, uint64_t ns=0, int64_t place=-1) -> None:
+        """A request ended without an answer: REJECTED, CANCELED, BACKEND or OTHER, after `ns`, or after as long
+        as its place has waited."""
+        if kind < TALLY_REJECTED or kind >= TALLY_KINDS:
+            raise ValueError(f"no such end of a request: {kind}")
+        if place >= 0:
+            self.check(place, 1)
+            ns = since_ns(rows_of(slot_at(&self.arena, <uint32_t>(place >> 16)))[place & 0xffff].queued_ns, monotonic_ns())
+        tally_add(&self.arena, kind, 1, ns)
+
+    def tallies(self) -> tuple:
+        """(count, ns) of each of TALLIES; rows of requests answered well; when the last of them was, CLOCK_MONOTONIC."""
+        cdef ArenaHeader* header = self.arena.header
+        cdef int i
+        found = tuple([(header.tally[i].count, header.tally[i].ns) for i in range(TALLY_KINDS)])
+        return found, header.served_rows, min(header.served_ns, monotonic_ns())
+
+    def runs(self) -> list:
+        """(rows, runs, input ns, infer ns, output ns) of every size of batch that has run."""
+        cdef uint32_t rows
+        cdef RunTally* run
+        found = []
+        for rows in range(1, self.max_rows + 1):
+            run = runs_of(&self.arena, rows)
+            if run.runs:
+                found.append((rows, run.runs, run.input_ns, run.infer_ns, run.output_ns))
+        return found
+
     # --- looking at it --------------------------------------------------------------------------
 
     def outstanding(self) -> int:
@@ -477,6 +519,11 @@ cdef class BatchRing:
         """Rows committed and not yet taken by a worker."""
         cdef uint32_t i
         return sum([slot_queued(&self.arena, i) for i in range(self.slots)])
+
+    def pending(self) -> int:
+        """Requests committed and not yet taken by a worker."""
+        cdef uint32_t i
+        return sum([slot_pending(&self.arena, i) for i in range(self.slots)])
 
     def slab_pages_used(self) -> int:
         """Pages under lease; 0 when nothing leaks."""

@@ -5,14 +5,15 @@ from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 cdef extern from "sweep.h" nogil:
     enum: MAX_WORKERS, MAX_FRONTS, MAX_COLUMNS, MAX_BATCH_ROWS, ERROR_BYTES, NO_WORKER, SLAB_PAGE
     enum: SLOT_FREE, SLOT_OPEN, SLOT_SEALED, SLOT_READY, SLOT_RUNNING, SLOT_DONE, SLOT_STATES, SLOT_EVENTS
+    enum: TALLY_SUCCESS, TALLY_REJECTED, TALLY_KINDS
     enum: ROW_COMMITTED, ROW_ANSWERED, AWAKE, ASLEEP, ASLEEP_UNTIL_DUE
     const uint8_t SLOT_MOVES[7][10]
     ctypedef struct Row:
         uint32_t state, in_bytes, out_bytes, status, parts_read
-        uint64_t in_offset, out_offset
+        uint64_t in_offset, out_offset, queued_ns
         int front, rows
     ctypedef struct Slot:
-        uint64_t word, seq, first_ns, taken_ns, run_ns, done_ns
+        uint64_t word, seq, first_ns, taken_ns, run_ns, ran_ns, done_ns
         uint32_t attempts, status, error_bytes
         char* error
     ctypedef struct WorkerDesk:
@@ -20,6 +21,10 @@ cdef extern from "sweep.h" nogil:
         uint64_t batches
     ctypedef struct FrontDesk:
         uint32_t rung, rescan
+    ctypedef struct Tally:
+        uint64_t count, ns
+    ctypedef struct RunTally:
+        uint64_t runs, input_ns, infer_ns, output_ns
     ctypedef struct ArenaHeader:
         uint32_t slots, max_rows, inputs, outputs, workers, fronts
         uint64_t slots_offset, slabs_offset, total_bytes, max_delay_ns, open
@@ -29,6 +34,8 @@ cdef extern from "sweep.h" nogil:
         uint64_t* output_offset
         WorkerDesk* worker
         FrontDesk* front
+        Tally* tally
+        uint64_t served_rows, served_ns
     ctypedef struct Slabs:
         uint8_t* base
         uint32_t pages
@@ -62,12 +69,16 @@ cdef extern from "sweep.h" nogil:
     uint32_t word_settled(uint64_t)
     uint32_t word_worker(uint64_t)
     int64_t place_reserve(const Arena*, uint32_t, uint32_t)
-    bint place_commit(const Arena*, int64_t, uint32_t)
+    bint place_commit(const Arena*, int64_t, uint32_t, uint64_t)
     bint place_abandon(const Arena*, int64_t, uint32_t)
     bint place_drop(const Arena*, int64_t)
     void place_release(const Arena*, int64_t, uint32_t)
     bint slot_count_once(Slot*)
     uint32_t slot_queued(const Arena*, uint32_t)
+    uint32_t slot_pending(const Arena*, uint32_t)
+    void tally_add(const Arena*, uint32_t, uint64_t, uint64_t)
+    RunTally* runs_of(const Arena*, uint32_t)
+    uint64_t since_ns(uint64_t, uint64_t)
     bint slot_seal(const Arena*, uint32_t)
     int64_t slot_take(const Arena*, uint32_t, uint64_t*)
     uint64_t open_due_ns(const Arena*, uint32_t*)
@@ -84,7 +95,7 @@ cdef extern from "sweep.h" nogil:
     bint slab_give(const Slabs*, uint64_t, uint32_t)
     uint32_t slab_sweep(const Slabs*, uint32_t)
     uint32_t slab_used(const Slabs*)
-    enum: OWNER_PLACE
+    enum: WORKER_OWNER, OWNER_PLACE
 
 cdef extern from "telling.h" nogil:
     enum: DONE_MESSAGE, PART_MESSAGE

@@ -1,7 +1,7 @@
 // The verbs of the slot state machine drawn in arena.h. Each is one compare-and-swap on the word,
 // repeated until it sticks or no longer applies. None blocks, none allocates.
 #pragma once
-#include "arena.h"
+#include "tally.h"
 
 enum { PLACE_FULL = -1 };
 
@@ -50,7 +50,7 @@ static inline bool slot_open_at(const Arena *a, uint32_t i, uint32_t front, uint
     uint64_t claimed = make_word(word_generation(w), front, SLOT_CLAIMED, 0, 0);
     if (word_state(w) != SLOT_FREE || !swap_word(&s->word, &w, claimed))
         return false;
-    s->first_ns = s->taken_ns = s->run_ns = s->done_ns = 0;
+    s->first_ns = s->taken_ns = s->run_ns = s->ran_ns = s->done_ns = 0;
     s->counted = s->attempts = 0, s->status = 0, s->error_bytes = 0;
     s->seq = __atomic_add_fetch(&a->header->next_seq, 1, __ATOMIC_RELAXED);
     *opened = make_word(word_generation(w), NO_WORKER, SLOT_OPEN, 0, 0);
@@ -93,6 +93,7 @@ static inline int64_t place_reserve(const Arena *a, uint32_t rows, uint32_t fron
                 row->front = front, row->rows = rows;
                 row->in_offset = row->out_offset = 0;
                 row->in_bytes = row->out_bytes = row->status = 0;
+                row->queued_ns = 0;
                 __atomic_store_n(&row->state, (uint32_t)ROW_RESERVED, __ATOMIC_RELEASE);
                 if (start == 0)
                     __atomic_store_n(&s->first_ns, monotonic_ns(), __ATOMIC_RELEASE);
@@ -118,10 +119,11 @@ static inline bool slot_settle(Slot *s, uint32_t rows)
 }
 
 // The rows are written: a worker may see them. Returns true when that made the batch ready.
-static inline bool place_commit(const Arena *a, int64_t place, uint32_t rows)
+static inline bool place_commit(const Arena *a, int64_t place, uint32_t rows, uint64_t now_ns)
 {
     Slot *s = slot_at(a, (uint32_t)(place >> 16));
     Row *row = rows_of(s) + (place & 0xffff);
+    row->queued_ns = now_ns;
     __atomic_store_n(&row->state, (uint32_t)ROW_COMMITTED, __ATOMIC_RELEASE);
     return slot_settle(s, rows);
 }
@@ -215,12 +217,16 @@ static inline void place_release(const Arena *a, int64_t place, uint32_t rows)
 // True for the first front that asks about this opening of the slot.
 static inline bool slot_count_once(Slot *s) { return __atomic_exchange_n(&s->counted, 1u, __ATOMIC_RELAXED) == 0; }
 
+static inline bool word_waits(uint64_t w)
+{
+    return word_state(w) == SLOT_OPEN || word_state(w) == SLOT_SEALED || word_state(w) == SLOT_READY;
+}
+
 // Rows written and not yet taken by a worker.
 static inline uint32_t slot_queued(const Arena *a, uint32_t i)
 {
     uint64_t w = load64(&slot_at(a, i)->word);
-    bool waits = word_state(w) == SLOT_OPEN || word_state(w) == SLOT_SEALED || word_state(w) == SLOT_READY;
-    return waits ? word_settled(w) : 0;
+    return word_waits(w) ? word_settled(w) : 0;
 }
 
 // --- workers -------------------------------------------------------------------------------------
@@ -292,8 +298,19 @@ static inline uint32_t row_span(const Arena *a, const Row *rows, uint32_t r)
     return span && span <= a->max_rows - r ? span : 1;
 }
 
+// Requests written and not yet taken by a worker.
+static inline uint32_t slot_pending(const Arena *a, uint32_t i)
+{
+    Slot *s = slot_at(a, i);
+    uint64_t w = load64(&s->word);
+    uint32_t found = 0, reserved = word_waits(w) && word_reserved(w) <= a->max_rows ? word_reserved(w) : 0;
+    for (uint32_t r = 0; r < reserved; r += row_span(a, rows_of(s), r))
+        found += __atomic_load_n(&rows_of(s)[r].state, __ATOMIC_ACQUIRE) == ROW_COMMITTED;
+    return found;
+}
+
 // How many rows of a running batch still have somebody waiting; marks them answered.
-static inline uint32_t slot_answer(const Arena *a, Slot *s, uint32_t reserved, uint64_t *fronts)
+static inline uint32_t slot_answer(const Arena *a, Slot *s, uint32_t reserved, uint64_t *fronts, BatchTally *sum)
 {
     uint32_t live = 0;
     Row *rows = rows_of(s);
@@ -303,6 +320,7 @@ static inline uint32_t slot_answer(const Arena *a, Slot *s, uint32_t reserved, u
         if (__atomic_load_n(&rows[r].state, __ATOMIC_ACQUIRE) == ROW_ANSWERED) {
             live += span;
             *fronts |= (uint64_t)1 << (rows[r].front & 63);
+            tally_place(sum, s, rows + r, span, s->done_ns);
         } else {
             release_slabs(a, rows + r);
         }
@@ -319,8 +337,10 @@ static inline uint64_t slot_publish(const Arena *a, uint32_t i, uint32_t worker)
     if (word_state(w) != SLOT_RUNNING || word_worker(w) != worker)
         return 0;
     uint32_t reserved = word_reserved(w) <= a->max_rows ? word_reserved(w) : a->max_rows;
-    uint32_t live = slot_answer(a, s, reserved, &fronts);
+    BatchTally sum = {};
     __atomic_store_n(&s->done_ns, monotonic_ns(), __ATOMIC_RELAXED);
+    uint32_t live = slot_answer(a, s, reserved, &fronts, &sum);
+    tally_batch(a, s, reserved, &sum);
     if (live == 0)
         clear_rows(a, s, reserved);
     uint64_t next = live ? make_word(word_generation(w), worker, SLOT_DONE, reserved, live) : word_freed(w);
@@ -333,6 +353,6 @@ static inline bool slot_return(Slot *s, uint32_t worker)
     uint64_t w = load64(&s->word);
     if (word_state(w) != SLOT_RUNNING || word_worker(w) != worker)
         return false;
-    s->taken_ns = s->run_ns = 0;
+    s->taken_ns = s->run_ns = s->ran_ns = 0;
     return swap_word(&s->word, &w, make_word(word_generation(w), NO_WORKER, SLOT_READY, word_reserved(w), word_settled(w)));
 }

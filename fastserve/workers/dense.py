@@ -43,6 +43,7 @@ class DenseRunner:
                 column[rows:padded] = column[rows - 1]
         ring.start_run(slot)
         results = self._backend.run({name: column[:padded] for name, column in inputs.items()})
+        ring.end_run(slot)
         for name, column in outputs.items():
             _store(name, results[name], column, rows, padded)
 

@@ -44,6 +44,7 @@ class ElementRunner:
         batch = self._read(slot, places)
         self._ring.start_run(slot)
         results = self._backend.apply(batch)
+        self._ring.end_run(slot)
         if self._whole:
             self._answer(slot, places[0][0], results)
             return

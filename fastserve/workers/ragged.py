@@ -106,6 +106,7 @@ class SlabRunner:
         else:
             joined = {name: np.concatenate([p[2][name] for p in group]) for name in group[0][2]}
         results = self._backend.run(joined)
+        self._ring.end_run(slot)  # of several groups the last one's end
         at = 0
         for row, rows, _ in group:
             mine = results if len(group) == 1 else {n: a[at : at + rows] for n, a in results.items()}

@@ -66,7 +66,7 @@ class RequestRunner:
         batch = Batch(self._ring, slot, len(places), self._kept)
         requests, replies = self._read_all(batch, places)
         if requests:
-            self._execute(requests, replies)
+            self._execute(slot, requests, replies)
         requests.clear()
         replies.clear()
         batch.settle()
@@ -75,11 +75,12 @@ class RequestRunner:
     def warm_up(self, rows: int) -> None:
         """Nothing: Triton runs a model on what its configuration says, and on nothing else."""
 
-    def _execute(self, requests: list[InferenceRequest], replies: list[Reply]) -> None:
+    def _execute(self, slot: int, requests: list[InferenceRequest], replies: list[Reply]) -> None:
         # Weak: what this thread holds no longer, the model may have answered or forgotten.
         waiting = [weakref.ref(reply) for reply in replies]
         try:
             responses = self._backend.execute(requests, lambda error: self._fail(waiting, error))
+            self._ring.end_run(slot)
             if self._backend.decoupled and responses is None:
                 return
             self._answer(_checked(responses, len(requests)), replies)

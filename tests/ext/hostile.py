@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from fastserve._ext import batch_ring
 from fastserve._ext.batch_ring import FULL, BatchRing
 
 LONGEST_CALL_S = 0.1
@@ -128,7 +129,7 @@ class Front:
 
     def own(self, slot: int) -> None:
         ring = self.ring
-        for verb in (ring.outstanding, ring.queued, ring.slab_pages_used):
+        for verb in (ring.outstanding, ring.queued, ring.pending, ring.slab_pages_used):
             assert self.call(verb) >= 0
         self.call(ring.worker_died, 0, 2, 14, "gone")
         self.call(ring.fail_ready, 14, "nobody")
@@ -136,6 +137,10 @@ class Front:
         for lost in self.call(ring.lost):
             self.call(ring.forgive, *lost)
         self.call(ring.count_once, slot)
+        self.call(ring.count, batch_ring.CANCELED, 0, slot << 16)
+        _, _, last_ns = self.call(ring.tallies)
+        assert last_ns <= time.monotonic_ns()
+        assert len(self.call(ring.runs)) <= ring.max_rows
         self.call(ring.return_lease, self.rng.randrange(1 << 20))
 
 

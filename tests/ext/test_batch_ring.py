@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -164,6 +165,7 @@ def test_agrees_with_the_oracle(events):
     oracle = PlainRing(max_rows=4, slots=2)
     place_of: dict[int, int] = {}
     running: list[tuple[int, list[int]]] = []
+    failed: set[int] = set()
     for event, choice in events:
         if event == "reserve":
             rows = choice % 4 + 1
@@ -187,10 +189,64 @@ def test_agrees_with_the_oracle(events):
                 running.append((slot, numbers))
         elif running:
             slot, numbers = running.pop(choice % len(running))
+            worker.start_run(slot)
+            if choice % 2:
+                worker.fail(slot, GONE, "gone")
+                failed.add(numbers[0])
             assert worker.publish(slot)
             for number in numbers:
                 front.release(place_of[number], oracle.rows_of[number])
                 oracle.state[number] = "released"
+        assert front.pending() == oracle.pending()
+        assert counted(front) == oracle.runs(failed)
+
+
+def counted(ring: BatchRing) -> tuple[dict[int, int], int, int, int]:
+    tallies, rows, _ = ring.tallies()
+    by_name = dict(zip(batch_ring.TALLIES, tallies, strict=True))
+    assert by_name["queue"][0] == by_name["compute_infer"][0] == by_name["success"][0]
+    return {run[0]: run[1] for run in ring.runs()}, by_name["success"][0], rows, by_name["BACKEND"][0]
+
+
+def test_counts_say_how_long_each_part_took():
+    front, worker = rings()
+    first, second = front.reserve(1), front.reserve(2)
+    front.commit(first, 1)
+    front.commit(second, 2)
+    long_ago = time.monotonic_ns() - 5_000_000_000
+    front.backdate(second, long_ago)
+    slot = worker.take()
+    worker.start_run(slot)
+    worker.end_run(slot)
+    worker.publish(slot)
+    began, taken, run, done = front.times_ns(slot)
+    tallies, rows, last_ns = front.tallies()
+    success, queue, inputs, infer, output = tallies[:5]
+    assert (rows, last_ns) == (3, done)
+    assert success == (2, 2 * done - began - long_ago)
+    assert queue == (2, 2 * taken - began - long_ago)
+    assert inputs == (2, 2 * (run - taken))
+    assert infer[1] + output[1] == 2 * (done - run)
+    assert front.runs() == [(3, 1, run - taken, infer[1] // 2, output[1] // 2)]
+
+
+def test_ends_without_an_answer_are_counted_where_they_are_known():
+    front, worker = rings()
+    front.count(batch_ring.REJECTED)
+    front.count(batch_ring.OTHER, 7)
+    place = front.reserve(1)
+    front.commit(place, 1)
+    front.backdate(place, time.monotonic_ns() - 3_000_000_000)
+    front.count(batch_ring.CANCELED, 0, place)
+    assert front.drop(place)
+    worker.publish(worker.take())
+    rejected, canceled, backend, other = front.tallies()[0][5:]
+    assert (rejected, backend, other) == ((1, 0), (0, 0), (1, 7))
+    assert canceled[0] == 1
+    assert canceled[1] >= 3_000_000_000
+    assert front.runs() == [], "nobody waited and nothing ran"
+    with pytest.raises(ValueError, match="no such end"):
+        front.count(0)
 
 
 # --- every order of events ----------------------------------------------------------------------------

@@ -57,5 +57,24 @@ class PlainRing:
                 return list(batch.places)
         return None
 
+    def pending(self) -> int:
+        """Requests that wait for a worker."""
+        return self.state.count("committed")
+
+    def runs(self, failed: set[int]) -> tuple[dict[int, int], int, int, int]:
+        """Runs by the rows of their batch; requests answered well, their rows, and those that failed: a batch
+        whose first place is in `failed` did as a whole."""
+        by_rows: dict[int, int] = {}
+        well = rows = badly = 0
+        for batch in self.batches:
+            if batch.places and all(self.state[p] in ("answered", "released") for p in batch.places):
+                by_rows[batch.rows] = by_rows.get(batch.rows, 0) + 1
+                if batch.places[0] in failed:
+                    badly += len(batch.places)
+                else:
+                    well += len(batch.places)
+                    rows += batch.rows
+        return by_rows, well, rows, badly
+
     def _in_use(self) -> list[Batch]:
         return [b for b in self.batches if any(self.state[p] != "released" for p in b.places)]

@@ -1,0 +1,54 @@
+// Counting what became of requests and batches, where it is known anyway: a worker as it publishes, a front as
+// it turns somebody away. Relaxed adds; a reader sees sums that are each right, not one moment of them all.
+#pragma once
+#include "arena.h"
+
+static inline void add64(uint64_t *at, uint64_t n) { __atomic_fetch_add(at, n, __ATOMIC_RELAXED); }
+static inline uint64_t since_ns(uint64_t from, uint64_t to) { return from && to > from ? to - from : 0; }
+
+static inline void tally_add(const Arena *a, uint32_t kind, uint64_t count, uint64_t ns)
+{
+    add64(&a->header->tally[kind].count, count);
+    add64(&a->header->tally[kind].ns, ns);
+}
+
+static inline RunTally *runs_of(const Arena *a, uint32_t rows)
+{
+    return (RunTally *)(a->base + a->runs_offset) + (rows <= a->max_rows ? rows : a->max_rows);
+}
+
+// The requests of one batch, counted while its rows are walked.
+typedef struct { uint64_t well, rows, queue_ns, well_ns, badly, badly_ns; } BatchTally;
+
+static inline void tally_place(BatchTally *sum, const Slot *s, const Row *row, uint32_t rows, uint64_t now)
+{
+    uint64_t took = since_ns(row->queued_ns, now);
+    if (s->status || row->status) {
+        sum->badly++, sum->badly_ns += took;
+        return;
+    }
+    sum->well++, sum->rows += rows, sum->well_ns += took;
+    sum->queue_ns += since_ns(row->queued_ns, s->taken_ns);
+}
+
+// Its requests each waited for the whole batch; one that never ran is no execution.
+static inline void tally_batch(const Arena *a, const Slot *s, uint32_t rows, const BatchTally *sum)
+{
+    uint64_t ran = s->ran_ns ? s->ran_ns : s->done_ns;
+    uint64_t input = since_ns(s->taken_ns, s->run_ns), infer = since_ns(s->run_ns, ran), output = since_ns(ran, s->done_ns);
+    if (sum->well) {
+        tally_add(a, TALLY_SUCCESS, sum->well, sum->well_ns);
+        tally_add(a, TALLY_QUEUE, sum->well, sum->queue_ns);
+        tally_add(a, TALLY_INPUT, sum->well, sum->well * input);
+        tally_add(a, TALLY_INFER, sum->well, sum->well * infer);
+        tally_add(a, TALLY_OUTPUT, sum->well, sum->well * output);
+        add64(&a->header->served_rows, sum->rows);
+        __atomic_store_n(&a->header->served_ns, s->done_ns, __ATOMIC_RELAXED);
+    }
+    if (sum->badly)
+        tally_add(a, TALLY_BACKEND, sum->badly, sum->badly_ns);
+    if (!s->run_ns)
+        return;
+    RunTally *runs = runs_of(a, rows);
+    add64(&runs->runs, 1), add64(&runs->input_ns, input), add64(&runs->infer_ns, infer), add64(&runs->output_ns, output);
+}
