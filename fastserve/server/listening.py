@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from fastserve.config import Listener, Settings
 from fastserve.dialects.kserve_v2 import KServeV2, Regions, Service
+from fastserve.dialects.kserve_v2.metadata import is_ready
 from fastserve.dialects.kserve_v2.nv_metrics import write_nv_metrics
 from fastserve.dialects.kserve_v2.repository import NoRepository, RepositoryFace
 from fastserve.dialects.ops import Ops
@@ -33,7 +34,7 @@ DIALECTS = ("tfserving", "kserve_v2", "triton_v1")
 OPS = "ops"  # health and metrics; alone on a listener, or before any mixture of dialects
 STANDS_IN = ("kserve_v2", "triton_v1")  # alone on a listener, these answer every path as their original does
 MakeDialect = Callable[[bool], Dialect]  # given whether it is alone on its listener
-HEALTH_SERVICES = ("", "inference.GRPCInferenceService", "nvidia.inferenceserver.GRPCService")
+V2_SERVICE, V1_SERVICE = "inference.GRPCInferenceService", "nvidia.inferenceserver.GRPCService"
 
 
 @runtime_checkable
@@ -79,9 +80,11 @@ class Front:
         self.readiness.ready = readiness.ready
         self.readiness.reason = readiness.reason
         self.readiness.models = readiness.models
-        for listener in self.grpc:
-            for service in HEALTH_SERVICES:
-                listener.set_health(service, readiness.ready)
+        for asked, listener in zip(self.settings.grpc, self.grpc, strict=False):
+            strict = readiness.ready and is_ready(self.engine.catalog)
+            listener.set_health("", strict if asked.dialects == ("kserve_v2",) else readiness.ready)
+            listener.set_health(V2_SERVICE, strict)
+            listener.set_health(V1_SERVICE, readiness.ready)
 
     def addresses(self) -> tuple[tuple[Listener, ...], tuple[Listener, ...]]:
         """The HTTP and gRPC listeners with the ports they really have."""

@@ -96,7 +96,7 @@ class GrpcListener:
             services = sorted({method.service for method in self._methods})
             handlers += reflection_handlers(services, self._descriptors)
         server = grpc.aio.server(
-            handlers=handlers,
+            handlers=[*handlers, _NoSuchMethod()],
             options=self._channel_options(),
             maximum_concurrent_rpcs=self._options.concurrent_calls or None,
         )
@@ -145,8 +145,19 @@ class GrpcListener:
             await server.stop(grace_s)
 
 
+class _NoSuchMethod(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """UNIMPLEMENTED without words, as servers on gRPC's C++ library say it; grpcio would add some."""
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any]:
+        return grpc.stream_stream_rpc_method_handler(self._refuse)
+
+    @staticmethod
+    async def _refuse(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "")
+
+
 class _MethodTable(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """Looks a path up; grpcio answers UNIMPLEMENTED to the others."""
+    """Looks a path up."""
 
     def __init__(self, methods: Sequence[Method]) -> None:
         self._handlers = {method.path: _make_handler(method) for method in methods}

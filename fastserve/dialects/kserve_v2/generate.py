@@ -105,7 +105,7 @@ class Generate:
     def _refused(self, fault: ServeError) -> tuple[int, bytes]:
         fault = in_own_words(fault)
         self._service.traffic.refused(self._target.model, fault.kind.name)
-        # Whatever code a model's error has, it is 400 here; a request that never reached the model has its own.
+        # A model's error is 400 here whatever its code; what never reached the model keeps its own.
         status = 400 if isinstance(fault, ModelError) else HTTP_STATUS[fault.kind]
         return status, error_body(fault.message)
 

@@ -1,4 +1,5 @@
-"""The server the official clients share, and the log level each test gets back."""
+"""The server the official clients share, the answers to the captured cases, and the log level each test gets
+back."""
 
 from __future__ import annotations
 
@@ -9,21 +10,20 @@ from typing import TYPE_CHECKING
 import pytest
 import uvloop
 
-from tests.dialects.kserve_v2.replay import Answers, replay
-
-
-@pytest.fixture(scope="package")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    """One server for all cases of both halves: it takes longer to start than to answer them."""
-    return uvloop.run(replay(tmp_path_factory.mktemp("probe")))
-
 from tests.conftest import Belongings
+from tests.dialects.kserve_v2.replay import Answers, replay
 from tests.running import Running, until
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 OPTIONS = ("--model-control", "explicit", "--load-model", "*", "--allow-client-shm")
+
+
+@pytest.fixture(scope="package")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """One server for all cases of both halves: it takes longer to start than to answer them."""
+    return uvloop.run(replay(tmp_path_factory.mktemp("probe")))
 
 
 @pytest.fixture(autouse=True)
@@ -70,4 +70,4 @@ def served(shared_server: Running) -> Iterator[Running]:
     yield shared_server
     # Channels close their sockets a moment after close() has returned.
     until(lambda: not ours.gained(Belongings.count()), "the client gives everything back")
-    until(lambda: shared_server.holds() == holds, "the server gives everything back, and lost no worker")
+    until(lambda: shared_server.holds() == holds, "the server gives everything back, and has no error to log")

@@ -12,7 +12,7 @@ from typing import Any
 
 from fastserve.config import Listener, Settings
 from fastserve.server import Server
-from tests.dialects.kserve_v2.test_vectors import exchange
+from tests.dialects.kserve_v2.replay import exchange
 from tests.server.rig import run, write_model
 
 BODY = {"inputs": [{"name": "x", "shape": [2, 2], "datatype": "FP32", "data": [[1, 2], [3, 4.5]]}]}
