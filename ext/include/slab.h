@@ -10,7 +10,8 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { SLAB_PAGE = 4096, SLAB_MAGIC = 0x626c7361, OWNER_PLACE = 0xffff };
+// Owners: fronts are 1.., workers WORKER_OWNER..; what is attached to a place is nobody's own.
+enum { SLAB_PAGE = 4096, SLAB_MAGIC = 0x626c7361, WORKER_OWNER = 0x4000, OWNER_PLACE = 0xffff };
 static const uint32_t INSIDE = 0xffffffffu;
 
 typedef struct { uint32_t magic, pages; uint64_t pages_offset; alignas(64) uint64_t hint; alignas(64) uint64_t words[1]; } SlabHeader;

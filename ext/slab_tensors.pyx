@@ -1,0 +1,285 @@
+"""Tensors in slabs: a whole request or answer written, or read, by one call. Layout: include/slab_tensors.h.
+
+    offset, nbytes = desk.put([(0, 8, (1, 16), data), (1, 8, None, array)], note)      leased and written
+    entries, note = desk.read(offset, nbytes)        views of it;  desk.arrays(offset, nbytes)  as arrays
+
+An entry is (number of the tensor, dtype code, shape, data). Data is anything with a C-contiguous buffer, whose
+own shape is taken where none is given. Views and arrays are borrowed: valid until the slab is given back.
+"""
+
+cimport cython
+from cpython.buffer cimport PyBUF_ND, PyBUF_READ, PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer, Py_buffer
+from cpython.mem cimport PyMem_Free, PyMem_Malloc
+from cpython.memoryview cimport PyMemoryView_FromMemory, PyMemoryView_FromObject
+from cpython.object cimport PyObject
+from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.string cimport memcpy, memset
+from slot_verbs cimport Arena, WORKER_OWNER, arena_attach, slab_holds, slab_lease
+
+cdef extern from "slab_tensors.h" nogil:
+    enum: TENSORS_MAGIC, TENSORS_NOTED, TENSOR_AXES, NOTE_TAIL, DT_NONE, DT_COUNT, DT_BYTES
+    ctypedef enum TensorsFault:
+        TENSORS_FINE, TENSORS_NONE, TENSORS_TABLE, TENSORS_SIZE, TENSORS_NOTE
+    ctypedef struct TensorsHead:
+        uint32_t magic, count
+    ctypedef struct TensorEntry:
+        uint16_t number
+        uint8_t code, rank
+        uint32_t unused
+        uint64_t offset, bytes
+        int64_t* shape
+    uint64_t tensors_align(uint64_t)
+    uint64_t tensors_body_at(uint64_t)
+    TensorsFault tensors_head(const uint8_t*, uint64_t, TensorsHead*)
+    TensorsFault tensors_entry(const uint8_t*, uint64_t, uint32_t, TensorEntry*)
+    TensorsFault tensors_note(const uint8_t*, uint64_t, const TensorsHead*, uint64_t*, uint32_t*)
+
+cdef extern from "Python.h":
+    Py_ssize_t Py_REFCNT(PyObject*)
+    PyObject* PyList_GET_ITEM(list, Py_ssize_t)
+
+MAX_RANK = TENSOR_AXES
+cdef enum:
+    GIL_FREE_BYTES = 16384      # below this, letting go of the GIL costs more than the copy
+
+cdef tuple FAULTS = (
+    "",
+    "this slab holds no tensors",
+    "this slab's table of tensors is damaged",
+    "a tensor of this slab does not fill its bytes",
+    "this slab's note is damaged",
+)
+
+
+# --- in ---------------------------------------------------------------------------------------------
+
+ctypedef struct Piece:
+    Py_buffer view
+    TensorEntry entry
+
+
+@cython.final
+@cython.freelist(8)
+cdef class Pieces:
+    """Tensors on their way in: their buffers, and the entries that will say where they lie."""
+
+    cdef Piece* at
+    cdef Py_ssize_t count, held
+    cdef uint64_t nbytes        # of the slab they need, without a note
+
+    def __dealloc__(self):
+        cdef Py_ssize_t i
+        for i in range(self.held):
+            PyBuffer_Release(&self.at[i].view)
+        PyMem_Free(self.at)
+
+    cdef int take(self, object tensors) except -1:
+        cdef Py_ssize_t i
+        self.count = len(tensors)
+        self.at = <Piece*>PyMem_Malloc(max(self.count, 1) * sizeof(Piece))
+        if self.at == NULL:
+            raise MemoryError
+        self.nbytes = tensors_body_at(self.count)
+        for i in range(self.count):
+            self.take_one(&self.at[i], tensors[i])
+            self.nbytes += tensors_align(self.at[i].entry.bytes)
+        return 0
+
+    cdef int take_one(self, Piece* piece, tuple tensor) except -1:
+        cdef int axis
+        number, code, shape, data = tensor
+        memset(&piece.entry, 0, sizeof(TensorEntry))
+        piece.entry.number, piece.entry.code = number, code
+        PyObject_GetBuffer(data, &piece.view, PyBUF_ND)
+        self.held += 1
+        piece.entry.offset, piece.entry.bytes = self.nbytes, piece.view.len
+        if shape is None:
+            self.check_rank(piece, piece.view.ndim)
+            for axis in range(piece.view.ndim):
+                piece.entry.shape[axis] = piece.view.shape[axis]
+            return 0
+        self.check_rank(piece, len(<tuple>shape))
+        for axis in range(piece.entry.rank):
+            piece.entry.shape[axis] = (<tuple>shape)[axis]
+        return 0
+
+    cdef int check_rank(self, Piece* piece, Py_ssize_t rank) except -1:
+        if rank > TENSOR_AXES:
+            raise ValueError(f"a tensor has at most {TENSOR_AXES} axes, not {rank}")
+        piece.entry.rank = rank
+        return 0
+
+    cdef int write(self, uint8_t* slab, uint64_t size, bytes note) except -1:
+        """The note ends where the slab does."""
+        cdef TensorsHead head
+        cdef Py_ssize_t i
+        cdef uint32_t note_bytes = len(note)
+        head.magic, head.count = TENSORS_NOTED if note_bytes else TENSORS_MAGIC, self.count
+        memcpy(slab, &head, sizeof(TensorsHead))
+        for i in range(self.count):
+            memcpy(slab + sizeof(TensorsHead) + i * sizeof(TensorEntry), &self.at[i].entry, sizeof(TensorEntry))
+            copy_one(slab + self.at[i].entry.offset, <const uint8_t*>self.at[i].view.buf, self.at[i].view.len)
+        if note_bytes:
+            memcpy(slab + size - NOTE_TAIL, &note_bytes, NOTE_TAIL)
+            memcpy(slab + size - NOTE_TAIL - note_bytes, <const char*>note, note_bytes)
+        return 0
+
+
+cdef inline void copy_one(uint8_t* to, const uint8_t* data, Py_ssize_t count):
+    if count < GIL_FREE_BYTES:
+        memcpy(to, data, count)
+        return
+    with nogil:
+        memcpy(to, data, count)
+
+
+cdef inline uint64_t with_note(uint64_t nbytes, bytes note):
+    return nbytes + len(note) + NOTE_TAIL if note else nbytes
+
+
+def measure(tensors, bytes note not None=b"") -> int:
+    """Bytes a slab needs for these entries and the note."""
+    cdef Pieces pieces = Pieces()
+    pieces.take(tensors)
+    return with_note(pieces.nbytes, note)
+
+
+def write(slab, tensors, bytes note not None=b"") -> None:
+    """Fill a slab of at least measure() bytes. Raises ValueError for more than 16 axes, and for a smaller slab."""
+    cdef Pieces pieces = Pieces()
+    cdef Py_buffer room
+    pieces.take(tensors)
+    PyObject_GetBuffer(slab, &room, PyBUF_WRITABLE)
+    try:
+        if <uint64_t>room.len < with_note(pieces.nbytes, note):
+            raise ValueError(f"{room.len} bytes of room for {with_note(pieces.nbytes, note)}")
+        pieces.write(<uint8_t*>room.buf, room.len, note)
+    finally:
+        PyBuffer_Release(&room)
+
+
+# --- out --------------------------------------------------------------------------------------------
+
+cdef int check(TensorsFault fault) except -1:
+    if fault != TENSORS_FINE:
+        raise ValueError(FAULTS[<int>fault])
+    return 0
+
+
+cdef inline tuple shape_of(const TensorEntry* entry):
+    cdef int axis
+    if entry.rank == 1:
+        return (entry.shape[0],)
+    if entry.rank == 2:
+        return (entry.shape[0], entry.shape[1])
+    return tuple([entry.shape[axis] for axis in range(entry.rank)])
+
+
+def read(slab not None) -> list:
+    """The entries of a slab; data are views of it. Raises ValueError when it holds none."""
+    cdef Py_buffer view
+    cdef TensorsHead head
+    cdef TensorEntry entry
+    cdef uint32_t i
+    whole = PyMemoryView_FromObject(slab)
+    PyObject_GetBuffer(slab, &view, PyBUF_SIMPLE)
+    try:
+        check(tensors_head(<const uint8_t*>view.buf, view.len, &head))
+        found = []
+        for i in range(head.count):
+            check(tensors_entry(<const uint8_t*>view.buf, view.len, i, &entry))
+            data = whole[entry.offset : entry.offset + entry.bytes]
+            found.append((entry.number, entry.code, shape_of(&entry), data))
+        return found
+    finally:
+        PyBuffer_Release(&view)
+
+
+def read_note(slab not None):
+    """The note of a slab that holds tensors, as a view of it; empty when it has none. Raises ValueError for a
+    damaged slab."""
+    cdef Py_buffer view
+    cdef TensorsHead head
+    cdef uint64_t at
+    cdef uint32_t nbytes
+    PyObject_GetBuffer(slab, &view, PyBUF_SIMPLE)
+    try:
+        check(tensors_head(<const uint8_t*>view.buf, view.len, &head))
+        check(tensors_note(<const uint8_t*>view.buf, view.len, &head, &at, &nbytes))
+    finally:
+        PyBuffer_Release(&view)
+    return PyMemoryView_FromObject(slab)[at : at + nbytes] if nbytes else b""
+
+
+cdef class SlabDesk:
+    """One process's way into the slabs of an arena, as front number `front` or worker number `worker`.
+
+    `make_array(shape, dtype, memory, offset)` and a dtype for each code (None: no array, bytes stay a view)
+    are for arrays().
+    """
+
+    cdef Arena arena
+    cdef object memory, readable, make_array
+    cdef tuple types
+    cdef uint32_t owner
+
+    def __init__(self, const uint8_t[::1] memory not None, *, int front=-1, int worker=-1, make_array=None, tuple types=()):
+        if not arena_attach(&self.arena, <uint8_t*>&memory[0], memory.shape[0]) or not self.arena.slabs.pages:
+            raise ValueError("this memory holds no arena with slabs of this version")
+        self.memory = memory.base
+        self.readable = PyMemoryView_FromObject(self.memory).toreadonly()
+        self.owner = WORKER_OWNER + worker if worker >= 0 else 1 + front
+        if make_array is not None and len(types) < DT_COUNT:
+            raise ValueError(f"{DT_COUNT} types, one for each dtype code, not {len(types)}")
+        self.make_array, self.types = make_array, types
+
+    def put(self, tensors, bytes note not None=b"") -> tuple:
+        """A slab of ours that holds them: (offset, bytes); offset 0 when there is no room for so many bytes.
+        Raises ValueError for more than 16 axes."""
+        cdef Pieces pieces = Pieces()
+        pieces.take(tensors)
+        cdef uint64_t nbytes = with_note(pieces.nbytes, note)
+        cdef uint64_t offset = slab_lease(&self.arena.slabs, nbytes, self.owner)
+        if offset:
+            pieces.write(self.arena.slabs.base + offset, nbytes, note)
+        return offset, nbytes
+
+    def read(self, uint64_t offset, uint64_t nbytes) -> tuple:
+        """(entries, note) of a leased slab, data as views. Raises ValueError when it is none or holds none."""
+        return self.read_slab(offset, nbytes, False)
+
+    def arrays(self, uint64_t offset, uint64_t nbytes) -> tuple:
+        """The same with data as read-only arrays."""
+        return self.read_slab(offset, nbytes, True)
+
+    cdef tuple read_slab(self, uint64_t offset, uint64_t nbytes, bint as_arrays):
+        cdef TensorsHead head
+        cdef TensorEntry entry
+        cdef uint64_t note_at
+        cdef uint32_t i, note_bytes
+        if not slab_holds(&self.arena.slabs, offset, nbytes):
+            raise ValueError("not the bytes of a leased slab")
+        cdef const uint8_t* slab = self.arena.slabs.base + offset
+        check(tensors_head(slab, nbytes, &head))
+        check(tensors_note(slab, nbytes, &head, &note_at, &note_bytes))
+        found = []
+        for i in range(head.count):
+            check(tensors_entry(slab, nbytes, i, &entry))
+            shape = shape_of(&entry)
+            if as_arrays and self.types[entry.code] is not None:
+                data = self.make_array(shape, self.types[entry.code], self.readable, <uint64_t>(slab - self.arena.base) + entry.offset)
+            else:
+                data = PyMemoryView_FromMemory(<char*>slab + entry.offset, entry.bytes, PyBUF_READ)
+            found.append((entry.number, entry.code, shape, data))
+        note = (<const char*>slab)[note_at : note_at + note_bytes] if note_bytes else b""
+        return found, note
+
+
+def still_held(list objects not None) -> list:
+    """Those of the list's objects that something besides the list refers to."""
+    cdef Py_ssize_t i
+    held = []
+    for i in range(len(objects)):
+        if Py_REFCNT(PyList_GET_ITEM(objects, i)) > 1:
+            held.append(objects[i])
+    return held
