@@ -16,6 +16,7 @@ from cpython.memoryview cimport PyMemoryView_FromMemory
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 from arena_layout cimport lay_out, slab_pages_bytes
+from arena_reading cimport *
 from slot_verbs cimport *
 
 FULL = -1
@@ -29,14 +30,7 @@ EVENTS = ("claim", "open", "reserve", "settle", "seal", "close", "take", "return
 
 def moves() -> dict[tuple[str, str], frozenset[str]]:
     """The state machine of a slot: (state, event) -> states it may lead to. What the C table says."""
-    cdef int state, event
-    table = {}
-    for state in range(SLOT_STATES):
-        for event in range(SLOT_EVENTS):
-            targets = [name for i, name in enumerate(STATES) if SLOT_MOVES[state][event] >> i & 1]
-            if targets:
-                table[STATES[state], EVENTS[event]] = frozenset(targets)
-    return table
+    return read_moves(STATES, EVENTS)
 
 
 def measure(*, int slots, int max_rows, inputs=(), outputs=(), int workers=1, int fronts=1, int slab_pages=0) -> int:
@@ -292,15 +286,7 @@ cdef class BatchRing:
 
     def places(self, uint32_t slot) -> list:
         """(first row, rows, input slab offset, bytes) of each place somebody waits for."""
-        cdef Slot* s = self.slot(slot)
-        cdef Row* rows = rows_of(s)
-        cdef uint32_t r = 0, reserved = self.batch_rows(slot)
-        found = []
-        while r < reserved:
-            if rows[r].state == ROW_COMMITTED or rows[r].state == ROW_ANSWERED:
-                found.append((r, rows[r].rows, rows[r].in_offset, rows[r].in_bytes))
-            r += row_span(&self.arena, rows, r)
-        return found
+        return read_places(&self.arena, self.slot(slot), self.batch_rows(slot))
 
     def start_run(self, uint32_t slot) -> None:
         """Mark the moment the backend begins."""
@@ -424,15 +410,7 @@ cdef class BatchRing:
 
     def lost(self) -> list:
         """(slot, generation, rows) of rows that no process answers for; only a front that died leaves them so for long."""
-        cdef uint32_t i, tries, rows, generation = 0
-        found = []
-        for i in range(self.slots):
-            for tries in range(64):     # a busy batch is looked at until it holds still
-                rows = slot_lost(&self.arena, i, &generation)
-                if rows:
-                    found.append((i, generation, rows))
-                    break
-        return found
+        return read_lost(&self.arena)
 
     def forgive(self, uint32_t slot, uint32_t generation, uint32_t rows) -> bool:
         """Let the batch go on without rows that were lost. False when it has ended meanwhile."""
@@ -485,45 +463,31 @@ cdef class BatchRing:
         as its place has waited."""
         if kind < TALLY_REJECTED or kind >= TALLY_KINDS:
             raise ValueError(f"no such end of a request: {kind}")
-        if place >= 0:
-            self.check(place, 1)
+        if place >= 0 and self.check(place, 1) == 0:
             ns = since_ns(rows_of(slot_at(&self.arena, <uint32_t>(place >> 16)))[place & 0xffff].queued_ns, monotonic_ns())
         tally_add(&self.arena, kind, 1, ns)
 
     def tallies(self) -> tuple:
         """(count, ns) of each of TALLIES; rows of requests answered well; when the last of them was, CLOCK_MONOTONIC."""
-        cdef ArenaHeader* header = self.arena.header
-        cdef int i
-        found = tuple([(header.tally[i].count, header.tally[i].ns) for i in range(TALLY_KINDS)])
-        return found, header.served_rows, min(header.served_ns, monotonic_ns())
+        return read_tallies(&self.arena)
 
     def runs(self) -> list:
         """(rows, runs, input ns, infer ns, output ns) of every size of batch that has run."""
-        cdef uint32_t rows
-        cdef RunTally* run
-        found = []
-        for rows in range(1, self.max_rows + 1):
-            run = runs_of(&self.arena, rows)
-            if run.runs:
-                found.append((rows, run.runs, run.input_ns, run.infer_ns, run.output_ns))
-        return found
+        return read_runs(&self.arena)
 
     # --- looking at it --------------------------------------------------------------------------
 
     def outstanding(self) -> int:
         """Rows reserved and not yet freed, over all slots; 0 when nobody waits for anything."""
-        cdef uint32_t i
-        return sum([word_reserved(load64(&slot_at(&self.arena, i).word)) for i in range(self.slots)])
+        return read_outstanding(&self.arena)
 
     def queued(self) -> int:
         """Rows committed and not yet taken by a worker."""
-        cdef uint32_t i
-        return sum([slot_queued(&self.arena, i) for i in range(self.slots)])
+        return read_queued(&self.arena)
 
     def pending(self) -> int:
         """Requests committed and not yet taken by a worker."""
-        cdef uint32_t i
-        return sum([slot_pending(&self.arena, i) for i in range(self.slots)])
+        return read_pending(&self.arena)
 
     def slab_pages_used(self) -> int:
         """Pages under lease; 0 when nothing leaks."""

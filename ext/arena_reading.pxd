@@ -1,0 +1,81 @@
+"""What an arena holds, as Python objects. Nothing here changes it. Header only."""
+
+from libc.stdint cimport uint32_t, uint64_t
+from slot_verbs cimport *
+
+
+cdef inline dict read_moves(tuple states, tuple events):
+    """SLOT_MOVES by names."""
+    cdef int state, event, i
+    table = {}
+    for state in range(SLOT_STATES):
+        for event in range(SLOT_EVENTS):
+            targets = [states[i] for i in range(SLOT_STATES) if SLOT_MOVES[state][event] >> i & 1]
+            if targets:
+                table[states[state], events[event]] = frozenset(targets)
+    return table
+
+
+cdef inline list read_places(const Arena* arena, Slot* slot, uint32_t reserved):
+    """(first row, rows, input slab offset, bytes) of each place somebody waits for."""
+    cdef Row* rows = rows_of(slot)
+    cdef uint32_t r = 0
+    found = []
+    while r < reserved:
+        if rows[r].state == ROW_COMMITTED or rows[r].state == ROW_ANSWERED:
+            found.append((r, rows[r].rows, rows[r].in_offset, rows[r].in_bytes))
+        r += row_span(arena, rows, r)
+    return found
+
+
+cdef inline list read_lost(const Arena* arena):
+    """(slot, generation, rows) of rows that no process answers for."""
+    cdef uint32_t i, tries, rows, generation = 0
+    found = []
+    for i in range(arena.slots):
+        for tries in range(64):     # a busy batch is looked at until it holds still
+            rows = slot_lost(arena, i, &generation)
+            if rows:
+                found.append((i, generation, rows))
+                break
+    return found
+
+
+cdef inline tuple read_tallies(const Arena* arena):
+    """(count, ns) by kind; rows of requests answered well; when the last of them was, never in the future."""
+    cdef ArenaHeader* header = arena.header
+    cdef int i
+    found = []
+    for i in range(TALLY_KINDS):
+        found.append((header.tally[i].count, header.tally[i].ns))
+    return tuple(found), header.served_rows, min(header.served_ns, monotonic_ns())
+
+
+cdef inline list read_runs(const Arena* arena):
+    """(rows, runs, input ns, infer ns, output ns) of every size of batch that has run."""
+    cdef uint32_t rows
+    cdef RunTally* run
+    found = []
+    for rows in range(1, arena.max_rows + 1):
+        run = runs_of(arena, rows)
+        if run.runs:
+            found.append((rows, run.runs, run.input_ns, run.infer_ns, run.output_ns))
+    return found
+
+
+cdef inline uint64_t read_outstanding(const Arena* arena):
+    """Rows reserved and not yet freed."""
+    cdef uint32_t i
+    return sum([word_reserved(load64(&slot_at(arena, i).word)) for i in range(arena.slots)])
+
+
+cdef inline uint64_t read_queued(const Arena* arena):
+    """Rows committed and not yet taken by a worker."""
+    cdef uint32_t i
+    return sum([slot_queued(arena, i) for i in range(arena.slots)])
+
+
+cdef inline uint64_t read_pending(const Arena* arena):
+    """Requests committed and not yet taken by a worker."""
+    cdef uint32_t i
+    return sum([slot_pending(arena, i) for i in range(arena.slots)])
