@@ -97,13 +97,15 @@ class Answers:
                 told.append(self._classify(wanted, tensor, header.batch_size))
                 raws.append(b"")
                 continue
-            raw = self._describe(wanted.name, tensor)
+            raw = self.describe(wanted.name, tensor.shape, memoryview(tensor.data).nbytes)
             told.append(raw)
             raws.append(_place(wanted, tensor, raw.nbytes, held))
-        return Answer(self._forms(header.batch_size, told), raws, header.id)
+        return Answer(self.forms(header.batch_size, told), raws, header.id)
 
-    def _describe(self, name: str, tensor: Tensor) -> Raw:
-        shape = tensor.shape[1:] if self._plan.batching else tensor.shape
+    def describe(self, name: str, shape: Dims, nbytes: int) -> Raw:
+        """An output of the model's shape as its client sees it. Raises ServeError for one the model must
+        not answer."""
+        shape = shape[1:] if self._plan.batching else shape
         output = self._plan.outputs[name]
         dims = output.to_client(shape)
         if output.dims is not None and not output.fits(dims):
@@ -112,13 +114,14 @@ class Answers:
                 f"output '{name}' for model '{self._plan.model}' has shape {_bracket(dims)} "
                 f"but model configuration specifies shape {_bracket(output.dims)}",
             )
-        return Raw(name, dims, memoryview(tensor.data).nbytes)
+        return Raw(name, dims, nbytes)
 
     def _classify(self, wanted: OutputHeader, tensor: Tensor, batch_size: int) -> Classes:
         rows = batch_size if self._plan.batching else 1
         return Classes(wanted.name, classify(self._plan.outputs[wanted.name], tensor, rows, wanted.classes))
 
-    def _forms(self, batch_size: int, told: Sequence[Raw | Classes]) -> HeaderForms:
+    def forms(self, batch_size: int, told: Sequence[Raw | Classes]) -> HeaderForms:
+        """The header of these outputs."""
         raws = tuple(one for one in told if isinstance(one, Raw))
         if len(raws) != len(told):
             return self._write_forms(batch_size, told)

@@ -7,34 +7,42 @@ from functools import partial
 from typing import Any
 
 from fastserve.dialects.triton_v1.header import RequestHeader, read_header
+from fastserve.dialects.triton_v1.hot import HotDoor
 from fastserve.dialects.triton_v1.inputs import Body
 from fastserve.dialects.triton_v1.lookup import LATEST
-from fastserve.dialects.triton_v1.pages import BINARY, NV_STATUS
+from fastserve.dialects.triton_v1.replies import answer, refuse
 from fastserve.dialects.triton_v1.routes import Target
 from fastserve.dialects.triton_v1.service import Service
 from fastserve.errors import ConfigError, ServeError
+from fastserve.repository.version import Version
 from fastserve.wire.call import Call
 
-NV_RESPONSE = b"NV-InferResponse"
-CONTENT_TYPE = (b"Content-Type", BINARY)
 NO_HEADER = b"The request header should contain 'NV-InferRequest'"
 
 
 class Infer:
     """The endpoint of one target."""
 
-    __slots__ = ("_binary", "_name", "_number", "_service")
+    __slots__ = ("_binary", "_door", "_doorless", "_name", "_number", "_service")
 
     def __init__(self, service: Service, target: Target) -> None:
         self._service = service
         self._name = target.name
-        self._number = LATEST if target.version is None else target.version
+        self._number = target.version
         self._binary = target.format == "binary"
+        self._door: HotDoor | None = None
+        self._doorless: Version | None = None  # the version last found to have no hot door
 
     def __call__(self, call: Call) -> Coroutine[Any, Any, None] | None:
         given = call.header(b"nv-inferrequest")
         if not given:
             call.reply(400, NO_HEADER, b"")
+            return None
+        version = self._service.catalog.available(self._name, self._number)
+        door = self._door
+        if door is None or door.version is not version:
+            door = self._open_door(version)
+        if door is not None and door.start(call, given):
             return None
         try:
             header = read_header(given.decode())
@@ -43,23 +51,22 @@ class Infer:
             return None
         return self._answer(call, header)
 
+    def _open_door(self, version: Version | None) -> HotDoor | None:
+        if version is None or version is self._doorless:
+            return None
+        self._door = HotDoor.of(self._service, version, binary=self._binary)
+        self._doorless = version if self._door is None else None
+        return self._door
+
     async def _answer(self, call: Call, header: RequestHeader) -> None:
         service = self._service
-        make_data = partial(Body, call.body)
+        number = LATEST if self._number is None else self._number
         try:
-            async with service.infer(self._name, self._number, header, make_data) as answer:
-                trailer = answer.binary if self._binary else answer.lines.encode()
-                body = b"".join([*answer.raws, trailer])
-                line = answer.line
+            async with service.infer(self._name, number, header, partial(Body, call.body)) as found:
+                trailer = found.binary if self._binary else found.lines.encode()
+                body = b"".join([*found.raws, trailer])
+                line = found.line
         except ServeError as fault:
-            self._reply(call, 400, b"", f"id: {header.id}" if header.id else "", fault)
+            refuse(call, service, header.id, fault)
         else:
-            self._reply(call, 200, body, line, None)
-
-    def _reply(self, call: Call, status: int, body: bytes, line: str, fault: ServeError | None) -> None:
-        headers = (
-            (NV_RESPONSE, line.encode()),
-            (NV_STATUS, self._service.status_line(fault)),
-            CONTENT_TYPE,
-        )
-        call.reply(status, body, b"", headers)
+            answer(call, service, line.encode(), body)

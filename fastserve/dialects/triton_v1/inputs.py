@@ -96,7 +96,7 @@ class SharedMemory(Protocol):
 def read_request(plan: Plan, header: RequestHeader, data: Data, shared: SharedMemory) -> InferRequest:
     """The neutral request. Raises ServeError."""
     check_header(plan, header)
-    measured = [_measure(plan, one, header.batch_size) for one in header.inputs]
+    measured = [measure(plan, one, header.batch_size) for one in header.inputs]
     inputs = {}
     for one, (shape, nbytes) in zip(header.inputs, measured, strict=True):
         place = one.shared
@@ -144,8 +144,8 @@ def _check_twice(names: Sequence[str], words: str) -> None:
         raise invalid(words.format(twice))
 
 
-def _measure(plan: Plan, given: InputHeader, batch_size: int) -> tuple[Dims, int]:
-    """The full shape the model sees, and the bytes the tensor must have."""
+def measure(plan: Plan, given: InputHeader, batch_size: int) -> tuple[Dims, int]:
+    """The full shape the model sees, and the bytes the tensor must have. Raises ServeError."""
     tensor = plan.inputs.get(given.name)
     if tensor is None:
         raise invalid(f"unexpected inference input '{given.name}' for model '{plan.model}'")

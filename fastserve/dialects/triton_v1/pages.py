@@ -9,6 +9,7 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
+from fastserve.dialects.triton_v1.replies import BINARY, NV_STATUS
 from fastserve.dialects.triton_v1.routes import Target
 from fastserve.dialects.triton_v1.service import Service
 from fastserve.dialects.triton_v1.shared_memory import list_regions, register_cuda
@@ -19,10 +20,8 @@ from fastserve.errors import ServeError
 from fastserve.protos import load
 from fastserve.wire.call import Call
 
-BINARY = b"application/octet-stream"
 TEXT = b"text/plain"
 JSON = b"application/json"
-NV_STATUS = b"NV-Status"
 
 
 class Page:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
 from time import monotonic_ns
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from fastserve.dialects.triton_v1.answers import Answer, Answers
 from fastserve.dialects.triton_v1.control import Control
@@ -16,7 +17,7 @@ from fastserve.dialects.triton_v1.lookup import find_version
 from fastserve.dialects.triton_v1.names import CODE_OF, STATUS_OF, SUCCESS
 from fastserve.dialects.triton_v1.plan import Plan, make_plan
 from fastserve.dialects.triton_v1.shared_memory import Destination, SharedRegions
-from fastserve.dialects.triton_v1.statistics import Statistics
+from fastserve.dialects.triton_v1.statistics import Statistics, VersionCounts
 from fastserve.dialects.triton_v1.text import quote
 from fastserve.errors import DeadlineError, Kind, ServeError
 from fastserve.metrics import Readiness, Registry
@@ -26,7 +27,11 @@ from fastserve.repository.catalog import Catalog
 from fastserve.repository.version import Version, VersionState
 from fastserve.request import InferRequest, InferResponse
 
+if TYPE_CHECKING:
+    from fastserve._ext.meter import Counter, Histogram
+
 SERVER_ID = "inference:0"
+_GOOD = f'code: {SUCCESS} server_id: "{SERVER_ID}" request_id: %d'.encode()
 QUEUE_FULL = "Exceeds maximum queue size"
 NO_SEQUENCE = "non-zero or non-empty correlation ID"
 TOO_LATE = "Request timeout expired"
@@ -39,6 +44,21 @@ class EngineFace(Protocol):
     def catalog(self) -> Catalog: ...
 
     async def infer(self, version: Version, request: InferRequest) -> InferResponse: ...
+
+
+@dataclass(slots=True)
+class Served:
+    """A version this API has been asked for: what it says of it, and its meters."""
+
+    plan: Plan
+    answers: Answers
+    counts: VersionCounts
+    requests: Counter
+    duration: Histogram
+
+    @property
+    def version(self) -> Version:
+        return self.plan.version
 
 
 class Service:
@@ -61,7 +81,7 @@ class Service:
         self.traffic = Traffic(registry, "triton_v1", engine.catalog.models)
         self.started_ns = monotonic_ns()
         self.next_id: Callable[[], int] = itertools.count(1).__next__
-        self._plans: dict[str, tuple[Plan, Answers]] = {}
+        self._served: dict[tuple[str, int], Served] = {}
 
     @asynccontextmanager
     async def infer(
@@ -69,20 +89,22 @@ class Service:
     ) -> AsyncIterator[Answer]:
         """Run one request; its raw outputs are valid inside the block. Raises ServeError."""
         started_ns = monotonic_ns()
-        version = None
+        served = None
         try:
             with ExitStack() as holding:
-                version = find_version(self.catalog, model, number)
-                plan, answers = self._plan_of(version)
-                request = read_request(plan, header, make_data(model), self.shared)
+                served = self.serve(find_version(self.catalog, model, number))
+                request = read_request(served.plan, header, make_data(model), self.shared)
                 held = self._hold_outputs(header, holding)
-                response = await self.engine.infer(version, request)
+                response = await self.engine.infer(served.version, request)
                 holding.callback(response.release)
-                answer = answers.write(header, response.outputs, held)
-                self._count_success(version, header, monotonic_ns() - started_ns)
+                answer = served.answers.write(header, response.outputs, held)
+                self.count_success(served, header.batch_size, started_ns)
                 yield answer
         except ServeError as fault:
-            self._count_failure(model, version, header, monotonic_ns() - started_ns, fault)
+            if served is None:
+                self.traffic.refused(model, fault.kind.name)
+            else:
+                self.count_failure(served, header.batch_size, started_ns, fault)
             raise as_v1(fault) from None
 
     def _hold_outputs(self, header: RequestHeader, holding: ExitStack) -> dict[str, Destination]:
@@ -93,26 +115,28 @@ class Service:
             if one.shared is not None
         }
 
-    def _plan_of(self, version: Version) -> tuple[Plan, Answers]:
-        key = f"{version.model}/{version.number}"
-        found = self._plans.get(key)
-        if found is None or found[0].version is not version:
+    def serve(self, version: Version) -> Served:
+        """What this API keeps of a version, made when it is first asked for."""
+        key = (version.model, version.number)
+        found = self._served.get(key)
+        if found is None or found.version is not version:
             plan = make_plan(version)
-            found = self._plans[key] = (plan, Answers(plan))
+            meters = self.traffic.succeeded(*key)
+            found = self._served[key] = Served(plan, Answers(plan), self.statistics.of(version), *meters)
         return found
 
-    def _count_success(self, version: Version, header: RequestHeader, took_ns: int) -> None:
-        self.statistics.succeeded(version, header.batch_size, took_ns)
-        self.traffic.count(version.model, version.number, took_ns)
+    def count_success(self, served: Served, batch_size: int, since_ns: int) -> None:
+        """One request was answered well."""
+        now_ns = monotonic_ns()
+        served.requests.add()
+        served.duration.observe_ns(now_ns - since_ns)
+        served.counts.succeeded(batch_size, now_ns - since_ns, now_ns)
 
-    def _count_failure(
-        self, model: str, version: Version | None, header: RequestHeader, took_ns: int, fault: ServeError
-    ) -> None:
-        self.traffic.refused(model, fault.kind.name)
-        if version is not None:
-            plan, _ = self._plan_of(version)
-            if 1 <= header.batch_size <= max(1, plan.max_batch_size):  # clients choose no counters
-                self.statistics.failed(version, header.batch_size, took_ns)
+    def count_failure(self, served: Served, batch_size: int, since_ns: int, fault: ServeError) -> None:
+        """One request to a version was answered with an error."""
+        self.traffic.refused(served.version.model, fault.kind.name)
+        if 1 <= batch_size <= max(1, served.plan.max_batch_size):  # clients choose no counters
+            served.counts.failed(batch_size, monotonic_ns() - since_ns)
 
     def is_ready(self) -> bool:
         """Strict readiness (spec 2): everything known is up, or was unloaded on purpose."""
@@ -128,10 +152,11 @@ class Service:
 
     def status_line(self, fault: ServeError | None) -> bytes:
         """RequestStatus in one line of text: the value of NV-Status."""
-        word, text = SUCCESS, ""
-        if fault is not None:
-            word, text = STATUS_OF[fault.kind], f" msg: {quote(fault.message)}"
-        return f'code: {word}{text} server_id: "{SERVER_ID}" request_id: {self.next_id()}'.encode()
+        if fault is None:
+            return _GOOD % self.next_id()
+        text = quote(fault.message)
+        word = STATUS_OF[fault.kind]
+        return f'code: {word} msg: {text} server_id: "{SERVER_ID}" request_id: {self.next_id()}'.encode()
 
     def status_bytes(self, fault: ServeError | None) -> bytes:
         """RequestStatus as a serialized message."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 from fastserve.repository.version import Version
@@ -35,7 +34,21 @@ class VersionCounts:
     version: Version
     by_batch: dict[int, BatchCounts] = field(default_factory=dict)
     rows: int = 0
-    last_ms: int = 0
+    last_ns: int = 0  # on the clock of time.monotonic_ns()
+
+    def succeeded(self, batch_size: int, took_ns: int, now_ns: int) -> None:
+        """One request was answered well."""
+        (self.by_batch.get(batch_size) or self._add(batch_size)).success.add(took_ns)
+        self.rows += batch_size
+        self.last_ns = now_ns
+
+    def failed(self, batch_size: int, took_ns: int) -> None:
+        """One request that passed its checks was answered with an error."""
+        (self.by_batch.get(batch_size) or self._add(batch_size)).failed.add(took_ns)
+
+    def _add(self, batch_size: int) -> BatchCounts:
+        found = self.by_batch[batch_size] = BatchCounts()
+        return found
 
 
 class Statistics:
@@ -55,14 +68,3 @@ class Statistics:
         if found is None or found.version is not version:
             found = self._found[key] = VersionCounts(version)
         return found
-
-    def succeeded(self, version: Version, batch_size: int, took_ns: int) -> None:
-        """One request was answered well."""
-        counts = self.of(version)
-        counts.by_batch.setdefault(batch_size, BatchCounts()).success.add(took_ns)
-        counts.rows += batch_size
-        counts.last_ms = time.time_ns() // 1_000_000
-
-    def failed(self, version: Version, batch_size: int, took_ns: int) -> None:
-        """One request that passed its checks was answered with an error."""
-        self.of(version).by_batch.setdefault(batch_size, BatchCounts()).failed.add(took_ns)

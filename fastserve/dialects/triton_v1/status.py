@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from time import monotonic_ns
+from time import monotonic_ns, time_ns
 from typing import Any
 
 from google.protobuf.json_format import ParseDict, ParseError
@@ -85,7 +85,9 @@ def _fill_version(target: Any, version: Version, counts: VersionCounts) -> None:
             if durations.count:
                 _fill_durations(shown, durations)
     target.model_inference_count = counts.rows
-    target.last_inference_timestamp_milliseconds = counts.last_ms
+    if counts.last_ns:
+        ago_ns = monotonic_ns() - counts.last_ns
+        target.last_inference_timestamp_milliseconds = (time_ns() - ago_ns) // 1_000_000
 
 
 def fill_config(target: Any, version: Version) -> None:
