@@ -322,8 +322,10 @@ cdef class BatchRing:
         """The batch is done: tell every front that waits. False when this worker does not hold it."""
         cdef uint64_t seq = self.slot(slot).seq
         # Under the GIL: another thread may be sending a part through the same one-writer ring.
-        cdef uint64_t fronts = slot_publish(&self.arena, slot, self.worker)
+        cdef uint64_t freed
+        cdef uint64_t fronts = slot_publish(&self.arena, slot, self.worker, &freed)
         tell_done(&self.arena, self.worker, fronts, self.front_bells, slot, seq)
+        self.ask_to_look(freed)
         return fronts != 0
 
     # --- workers whose answers come in parts: the batch stays theirs until the last part ---
@@ -353,6 +355,7 @@ cdef class BatchRing:
     def worker_died(self, uint32_t worker, uint32_t max_attempts, uint32_t kind, str text) -> tuple:
         """Give its batches to others; those tried max_attempts times fail with kind. Returns (retried, failed)."""
         cdef uint32_t i
+        cdef uint64_t freed
         cdef int retried = 0, failed = 0
         cdef Slot* s
         for i in range(self.slots):
@@ -364,7 +367,7 @@ cdef class BatchRing:
                 self.news, self.ready = True, self.ready + 1
                 continue
             self.fail(i, kind, text)
-            slot_publish(&self.arena, i, worker)
+            slot_publish(&self.arena, i, worker, &freed)
             failed += 1
         slab_sweep(&self.arena.slabs, WORKER_OWNER + worker)
         desk_exchange(&self.arena.header.worker[worker].asleep, AWAKE)
@@ -376,7 +379,7 @@ cdef class BatchRing:
         """No worker is left: end every batch that waits for one with an error. Returns how many."""
         cdef uint64_t due
         cdef int64_t slot
-        cdef uint64_t fronts
+        cdef uint64_t fronts, freed
         cdef uint32_t i, failed = 0
         while True:
             if open_due_ns(&self.arena, &i):
@@ -386,9 +389,9 @@ cdef class BatchRing:
                 return failed
             self.slot(<uint32_t>slot).taken_ns = monotonic_ns()
             self.fail(<uint32_t>slot, kind, text)
-            fronts = slot_publish(&self.arena, <uint32_t>slot, NO_WORKER - 1)
+            fronts = slot_publish(&self.arena, <uint32_t>slot, NO_WORKER - 1, &freed)
             failed += 1
-            self.ask_to_look(fronts)
+            self.ask_to_look(fronts | freed)
 
     cdef void ask_to_look(self, uint64_t fronts):
         cdef uint32_t f

@@ -82,7 +82,7 @@ cdef extern from "sweep.h" nogil:
     bint slot_seal(const Arena*, uint32_t)
     int64_t slot_take(const Arena*, uint32_t, uint64_t*)
     uint64_t open_due_ns(const Arena*, uint32_t*)
-    uint64_t slot_publish(const Arena*, uint32_t, uint32_t)
+    uint64_t slot_publish(const Arena*, uint32_t, uint32_t, uint64_t* freed)
     bint slot_return(Slot*, uint32_t)
     uint32_t slot_sweep(const Arena*, uint32_t, uint32_t)
     uint32_t slot_lost(const Arena*, uint32_t, uint32_t*)

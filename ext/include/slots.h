@@ -309,8 +309,9 @@ static inline uint32_t slot_pending(const Arena *a, uint32_t i)
     return found;
 }
 
-// How many rows of a running batch still have somebody waiting; marks them answered.
-static inline uint32_t slot_answer(const Arena *a, Slot *s, uint32_t reserved, uint64_t *fronts, BatchTally *sum)
+// How many rows of a running batch still have somebody waiting; marks them answered. `fronts` and `left` get
+// a bit for each front that waits for some, or no longer does.
+static inline uint32_t slot_answer(const Arena *a, Slot *s, uint32_t reserved, uint64_t *fronts, uint64_t *left, BatchTally *sum)
 {
     uint32_t live = 0;
     Row *rows = rows_of(s);
@@ -322,6 +323,7 @@ static inline uint32_t slot_answer(const Arena *a, Slot *s, uint32_t reserved, u
             *fronts |= (uint64_t)1 << (rows[r].front & 63);
             tally_place(sum, s, rows + r, span, s->done_ns);
         } else {
+            *left |= (uint64_t)1 << (rows[r].front & 63);
             release_slabs(a, rows + r);
         }
         r += span;
@@ -329,22 +331,28 @@ static inline uint32_t slot_answer(const Arena *a, Slot *s, uint32_t reserved, u
     return live;
 }
 
-// RUNNING -> DONE (or FREE when nobody waits). Returns the fronts to tell, one bit each.
-static inline uint64_t slot_publish(const Arena *a, uint32_t i, uint32_t worker)
+// RUNNING -> DONE (or FREE when nobody waits). Returns the fronts to tell, one bit each; of a batch that
+// everybody has left, `freed` are the fronts whose callers may be waiting for its room.
+static inline uint64_t slot_publish(const Arena *a, uint32_t i, uint32_t worker, uint64_t *freed)
 {
     Slot *s = slot_at(a, i);
-    uint64_t w = load64(&s->word), fronts = 0;
+    uint64_t w = load64(&s->word), fronts = 0, left = 0;
+    *freed = 0;
     if (word_state(w) != SLOT_RUNNING || word_worker(w) != worker)
         return 0;
     uint32_t reserved = word_reserved(w) <= a->max_rows ? word_reserved(w) : a->max_rows;
     BatchTally sum = {};
     __atomic_store_n(&s->done_ns, monotonic_ns(), __ATOMIC_RELAXED);
-    uint32_t live = slot_answer(a, s, reserved, &fronts, &sum);
+    uint32_t live = slot_answer(a, s, reserved, &fronts, &left, &sum);
     tally_batch(a, s, reserved, &sum);
     if (live == 0)
         clear_rows(a, s, reserved);
     uint64_t next = live ? make_word(word_generation(w), worker, SLOT_DONE, reserved, live) : word_freed(w);
-    return swap_word(&s->word, &w, next) ? fronts : 0;
+    if (!swap_word(&s->word, &w, next))
+        return 0;
+    if (live == 0)
+        *freed = left;
+    return fronts;
 }
 
 // The worker that ran it died: give it to another.

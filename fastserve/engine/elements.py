@@ -56,7 +56,7 @@ class Batcher:
         self._arena: Arena | None = None
         self._lane: Lane | None = None
         self._registry = Registry()
-        self._queue: deque[asyncio.Future[None]] = deque()
+        self._queue: deque[asyncio.Event] = deque()
 
     @property
     def config(self) -> dict[str, Any]:
@@ -85,17 +85,16 @@ class Batcher:
         sizes = self._sizes
         meters = LaneMeters(self._registry, "service", 1, self.delay_ns, sizes.max_batch_size)
         self._lane = Lane(self._arena, 0, self.inputs, self.outputs, meters)
+        self._lane.on_room = self._let_next_try
         self._lane.open()
 
     def close(self) -> None:
         """Everybody who still waits gets an error."""
         if self._lane is not None:
             self._lane.close()
-        gone = ServeError(Kind.UNAVAILABLE, "the service was stopped")
-        while self._queue:
-            waiter = self._queue.popleft()
-            if not waiter.done():
-                waiter.set_exception(gone)
+            self._lane = None
+        for turn in self._queue:
+            turn.set()
         if self._arena is not None:
             self._arena.close()
         self._registry.close()
@@ -121,32 +120,27 @@ class Batcher:
     async def _place(self) -> int:
         """A place for one row, after those who asked before."""
         place = self.lane.ring.reserve(1) if not self._queue else FULL
-        while place == FULL:
-            place = await self._queued_place()
-        self._let_next_try()
-        return place
+        return place if place != FULL else await self._queued_place()
 
     async def _queued_place(self) -> int:
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.append(waiter)
+        """Stand in the queue: only its first looks, and stays the first until it has found room or left."""
+        turn = asyncio.Event()
+        self._queue.append(turn)
         try:
-            await waiter
-        except asyncio.CancelledError:
-            if waiter.done():
-                self._let_next_try()
-            raise
+            while True:
+                await turn.wait()
+                turn.clear()
+                place = self.lane.ring.reserve(1)
+                if place != FULL:
+                    return place
         finally:
-            if waiter in self._queue:
-                self._queue.remove(waiter)
-        return self.lane.ring.reserve(1)
+            self._queue.remove(turn)
+            self._let_next_try()
 
     def _let_next_try(self) -> None:
-        """One at a time: who finds room lets the next one look, so that the order is kept."""
-        while self._queue:
-            waiter = self._queue.popleft()
-            if not waiter.done():
-                waiter.set_result(None)
-                return
+        """There may be room: the first in the queue looks; once it has found some, the next one does."""
+        if self._queue:
+            self._queue[0].set()
 
     async def _result(self, place: int) -> Any:
         """Submit a written place and wait for what the worker makes of it."""
@@ -157,7 +151,6 @@ class Batcher:
         except asyncio.CancelledError:
             if self._lane is not None:
                 self._lane.cancel(ticket)
-                self._let_next_try()
             raise
 
     def _deliver(self, ticket: Ticket, error: ServeError | None) -> None:

@@ -75,6 +75,7 @@ class Lane:
         self.meters = meters
         self.waiting = 0  # tickets submitted and not yet answered or cancelled
         self.unreleased = 0  # answers handed out whose memory is still read
+        self.on_room: Callable[[], object] | None = None  # a batch that everybody had left is gone
         self._bell = arena.front_bells[front]
         self._pending: list[list[Ticket]] = [[] for _ in range(arena.geometry.slots)]
         self._seqs = [0] * arena.geometry.slots  # which opening of the slot the pending ones are in
@@ -202,7 +203,10 @@ class Lane:
             self.ring.return_lease(offset)
 
     def _rescan(self) -> None:
-        """A worker died, perhaps between answering and telling: look at every place waited for."""
+        """A worker died, perhaps between answering and telling, or a batch ended that everybody had left:
+        look at every place waited for."""
+        if self.on_room is not None:
+            self.on_room()
         for slot, tickets in enumerate(self._pending):
             if tickets and self.ring.is_done(slot, self._seqs[slot]):
                 self._finish(slot)
