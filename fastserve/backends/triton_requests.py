@@ -10,9 +10,11 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from fastserve.backends.triton_tensor import Tensor, TritonModelException
+from fastserve.codec.notes import RequestNote
 from fastserve.errors import Kind
 
 REQUEST_SEQUENCE_START, REQUEST_SEQUENCE_END = 1, 2
@@ -173,21 +175,17 @@ class bls:
 class InferenceRequest:
     """One request: either the server's, or one the model makes to call another model with exec()."""
 
-    __slots__ = (
-        "__weakref__",
-        "_correlation_id",
-        "_flags",
-        "_inputs",
-        "_model",
-        "_outputs",
-        "_parameters",
-        "_priority",
-        "_reply",
-        "_request_id",
-        "_timeout_us",
-        "_version",
-        "preferred",
-    )
+    # What most requests do not say; those of the server have it from here.
+    _request_id = ""
+    _correlation_id: int | str = 0
+    _flags = _timeout_us = _priority = 0
+    _parameters: Mapping[str, Any] = MappingProxyType({})
+    preferred: PreferredMemory | None = None
+    _reply: Reply | None = None
+    _model: str
+    _version: int
+    _outputs: list[str]
+    _inputs: dict[str, Tensor]
 
     def __init__(
         self,
@@ -213,7 +211,6 @@ class InferenceRequest:
         self._timeout_us, self._priority = int(timeout), int(priority)
         self._parameters = _read_parameters(parameters)
         self.preferred = preferred_memory
-        self._reply: Reply | None = None
 
     def inputs(self) -> list[Tensor]:
         """The input tensors, in the model's order."""
@@ -249,7 +246,7 @@ class InferenceRequest:
 
     def parameters(self) -> str:
         """Its parameters, as JSON."""
-        return json.dumps(self._parameters)
+        return json.dumps(dict(self._parameters))
 
     def requested_output_names(self) -> list[str]:
         """The wanted outputs; all the model has, where the caller named none."""
@@ -274,7 +271,7 @@ class InferenceRequest:
     @property
     def plain_parameters(self) -> dict[str, Any]:
         """Its parameters as values."""
-        return self._parameters
+        return dict(self._parameters)
 
     # --- requests of the server ---
 
@@ -342,19 +339,20 @@ def incoming(
     model: tuple[str, int],
     inputs: dict[str, Tensor],
     outputs: list[str],
-    note: Any,
+    note: RequestNote | None,
     reply: Reply,
 ) -> InferenceRequest:
-    """A request of the server: its tensors, the names it may answer with, and what its RequestNote says."""
+    """A request of the server: its tensors, the names it may answer with, and its note, if it has one."""
     request = InferenceRequest.__new__(InferenceRequest)
     request._model, request._version = model
     request._inputs, request._outputs = inputs, outputs
+    request._reply = reply
+    if note is None:
+        return request
     request._request_id = note.request_id
     request._correlation_id = note.sequence_id
     request._flags = note.flags
     request._timeout_us = note.timeout_us
     request._priority = note.priority
     request._parameters = note.parameters
-    request.preferred = None
-    request._reply = reply
     return request

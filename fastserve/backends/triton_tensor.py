@@ -26,18 +26,10 @@ class Tensor:
 
     def __init__(self, name: str, numpy_array: Array) -> None:
         """Raises TritonModelException when the array is none, or has no Triton type."""
-        if not isinstance(numpy_array, np.ndarray | np.generic):
-            kind = type(numpy_array).__name__
-            raise TritonModelException(f"tensor '{name}' must be made of a numpy array, not {kind}")
-        array = np.asarray(numpy_array)
-        if array.dtype.kind in "SU":
-            array = array.astype(_OBJECT)
-        elif not array.dtype.isnative:
-            array = array.astype(array.dtype.newbyteorder("="))
-        number = BY_NUMPY.get(array.dtype)
+        number = BY_NUMPY.get(numpy_array.dtype) if type(numpy_array) is np.ndarray else None
         if number is None:
-            raise TritonModelException(f"tensor '{name}': numpy's {array.dtype} is no Triton datatype")
-        self._name, self._array, self._kind = name, array, number
+            numpy_array, number = _adapt(name, numpy_array)
+        self._name, self._array, self._kind = name, numpy_array, number
 
     @classmethod
     def made_of(cls, name: str, array: Array, kind: int) -> Tensor:
@@ -106,3 +98,19 @@ class Tensor:
     def raw(self) -> Array:
         """The array whatever its type: BF16 as its bits in uint16."""
         return self._array
+
+
+def _adapt(name: str, given: Any) -> tuple[Array, int]:
+    """What is not simply an array of a Triton type, made into one, and the number of that type."""
+    if not isinstance(given, np.ndarray | np.generic):
+        kind = type(given).__name__
+        raise TritonModelException(f"tensor '{name}' must be made of a numpy array, not {kind}")
+    array = np.asarray(given)
+    if array.dtype.kind in "SU":
+        array = array.astype(_OBJECT)
+    elif not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    number = BY_NUMPY.get(array.dtype)
+    if number is None:
+        raise TritonModelException(f"tensor '{name}': numpy's {array.dtype} is no Triton datatype")
+    return array, number

@@ -14,7 +14,15 @@ from fastserve._ext import slab_tensors
 from fastserve._ext.slab_tensors import MAX_RANK, SlabDesk, read_note
 from fastserve.tensor import DTYPE_BY_CODE, Tensor
 
-__all__ = ["MAX_RANK", "SlabDesk", "measure_tensors", "put_tensors", "read_note", "read_tensors", "write_tensors"]
+__all__ = [
+    "MAX_RANK",
+    "SlabDesk",
+    "measure_tensors",
+    "put_tensors",
+    "read_note",
+    "read_tensors",
+    "write_tensors",
+]
 Numbered = Sequence[tuple[int, Tensor]]
 
 
@@ -24,8 +32,10 @@ def measure_tensors(tensors: Numbered, note: bytes = b"") -> int:
 
 
 def write_tensors(slab: memoryview, tensors: Numbered, note: bytes = b"") -> None:
-    """Fill a slab of at least measure_tensors() bytes; the note is at its very end. Raises ValueError for more
-    than 16 axes."""
+    """Fill a slab of at least measure_tensors() bytes; the note is at its very end.
+
+    Raises ValueError for more than 16 axes.
+    """
     slab_tensors.write(slab, [(n, t.dtype.code, t.shape, t.data) for n, t in tensors], note)
 
 

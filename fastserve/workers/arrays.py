@@ -6,28 +6,44 @@ numpy type and travels as uint16.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastserve._ext.flatten import pack_bytes, unpack_bytes
+from fastserve._ext.slab_tensors import SlabDesk
 from fastserve.tensor import DTYPES, DType, Tensor
+
+if TYPE_CHECKING:
+    from fastserve._ext.batch_ring import BatchRing
+    from fastserve.workers.arena import Arena
 
 BYTES = DTYPES["bytes"]
 NUMPY: dict[str, np.dtype[Any]] = {
     name: np.dtype("uint16" if name == "bfloat16" else "object" if name == "bytes" else name)
     for name in DTYPES
 }
+_BY_CODE = (None, *(None if dtype is BYTES else NUMPY[name] for name, dtype in DTYPES.items()))
 _BY_NUMPY = {np.dtype(name): dtype for name, dtype in DTYPES.items() if name not in ("bfloat16", "bytes")}
+
+
+def open_desk(arena: Arena, ring: BatchRing) -> SlabDesk:
+    """A worker's way into its arena's slabs: tensors as arrays, strings as views of their bytes."""
+    return SlabDesk(arena.memory, worker=ring.worker, make_array=np.ndarray, types=_BY_CODE)
+
+
+def unpack_strings(data: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """Packed strings copied out into an object array of bytes. Raises ValueError when lengths lie."""
+    count = int(np.prod(shape, dtype=np.int64))
+    strings = np.empty(count, object)
+    strings[:] = unpack_bytes(data, count)
+    return strings.reshape(shape)
 
 
 def view_tensor(tensor: Tensor) -> np.ndarray[Any, Any]:
     """A read-only array over a tensor's memory; strings are copied out into an object array of bytes."""
     if tensor.dtype is BYTES:
-        count = int(np.prod(tensor.shape, dtype=np.int64))
-        strings = np.empty(count, object)
-        strings[:] = unpack_bytes(tensor.data, count)
-        return strings.reshape(tensor.shape)
+        return unpack_strings(tensor.data, tensor.shape)
     array: np.ndarray[Any, Any] = np.frombuffer(tensor.data, NUMPY[tensor.dtype.name]).reshape(tensor.shape)
     array.flags.writeable = False
     return array

@@ -24,14 +24,13 @@ from typing import TYPE_CHECKING, Any
 from fastserve.backends.triton_requests import InferenceRequest, InferenceResponse, bls, error_of
 from fastserve.backends.triton_tensor import Tensor as TritonTensor
 from fastserve.backends.triton_tensor import TritonModelException
-from fastserve.backends.triton_types import BY_DTYPE, STRING
 from fastserve.codec.notes import RequestNote, read_answer_note, write_note
-from fastserve.codec.slab_tensors import measure_tensors, read_note, read_tensors, write_tensors
 from fastserve.errors import Kind
-from fastserve.workers.arrays import view_tensor
+from fastserve.workers.arena import Arena
+from fastserve.workers.arrays import open_desk
 from fastserve.workers.control import Control, ControlFault, PeerGone
 from fastserve.workers.replies import Kept
-from fastserve.workers.requests import root_of, to_tensor
+from fastserve.workers.requests import KINDS, STRINGS, read_array, to_entry
 
 if TYPE_CHECKING:
     from fastserve._ext.batch_ring import BatchRing
@@ -61,8 +60,9 @@ class Call:
 class ControlLine:
     """The worker's end. `turn` belongs to the batch loop, the rest to the model's threads."""
 
-    def __init__(self, control: Control, ring: BatchRing) -> None:
+    def __init__(self, control: Control, arena: Arena, ring: BatchRing) -> None:
         self._control, self._ring = control, ring
+        self._desk = open_desk(arena, ring)
         self._calls: dict[int, Call] = {}
         self._numbers = itertools.count(1)
         self._reading = threading.Lock()
@@ -72,9 +72,9 @@ class ControlLine:
         self._kept: set[Kept] = set()
 
     @classmethod
-    def open(cls, control: Control, ring: BatchRing) -> ControlLine:
+    def open(cls, control: Control, arena: Arena, ring: BatchRing) -> ControlLine:
         """A line that requests of this process go through from now on."""
-        bls.line = cls(control, ring)
+        bls.line = cls(control, arena, ring)
         return bls.line
 
     def turn(self) -> bool:
@@ -111,13 +111,10 @@ class ControlLine:
     # --- requests out ---
 
     def _begin(self, request: InferenceRequest, *, many: bool) -> Call:
-        tensors = [(i, to_tensor(t.raw, t.triton_dtype())) for i, t in enumerate(request.inputs())]
-        note = write_note(_note_of(request))
-        size = measure_tensors(tensors, note)
-        offset = self._ring.lease(size)
+        tensors = [to_entry(i, t.raw, t.triton_dtype()) for i, t in enumerate(request.inputs())]
+        offset, size = self._desk.put(tensors, write_note(_note_of(request)))
         if offset == 0:
             raise TritonModelException(NO_ROOM)
-        write_tensors(self._ring.slab(offset, size, True), tensors, note)
         timeout_us = request.timeout() or int(DEFAULT_TIMEOUT_S * 1e6)
         call = Call(next(self._numbers), offset, time.monotonic() + timeout_us / 1e6, timeout_us / 1e6)
         self._calls[call.number] = call
@@ -210,16 +207,15 @@ class ControlLine:
         offset = answer.get("offset")
         if not offset:
             return _failed(answer["kind"], answer["message"])
-        tensors, roots = [], []
-        slab = self._ring.slab(offset, answer["nbytes"])
-        note = read_answer_note(read_note(slab))
-        for (_, tensor), name in zip(read_tensors(slab), note.extra, strict=True):
-            array, kind = view_tensor(tensor), BY_DTYPE[tensor.dtype.name].number
-            if kind != STRING:
-                roots.append(root_of(array))
-            tensors.append(TritonTensor.made_of(name, array, kind))
-        if roots:
-            Kept(self._ring, offset, roots, self._kept)
+        entries, said = self._desk.arrays(offset, answer["nbytes"])
+        note = read_answer_note(said)
+        tensors = [
+            TritonTensor.made_of(name, read_array(code, shape, data), KINDS[code])
+            for (_, code, shape, data), name in zip(entries, note.extra, strict=True)
+        ]
+        views = [data for _, code, _, data in entries if code != STRINGS]
+        if views:
+            Kept(self._ring, offset, views, self._kept)
         else:
             self._ring.return_lease(offset)
         return InferenceResponse(tensors, parameters=note.parameters)

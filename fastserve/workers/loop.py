@@ -57,7 +57,9 @@ def serve(
         ring = arena.ring(worker=int(message["worker"]), control=control.fileno())
         runner = make_runner(arena, ring, backend, config)
         _warm_up(runner, arena, backend, config)
-        stopped = open_line(control, ring) if arena.geometry.requests else lambda: _told_to_stop(control)
+        stopped = (
+            open_line(control, arena, ring) if arena.geometry.requests else lambda: _told_to_stop(control)
+        )
         control.send({"op": "ready"})
         run_batches(ring, runner, stopped)
     finally:
@@ -75,7 +77,7 @@ def make_runner(arena: Arena, ring: BatchRing, backend: Backend, config: Mapping
     if arena.geometry.requests:
         from fastserve.workers.requests import RequestRunner
 
-        return RequestRunner(ring, cast("TritonPythonBackend", backend))
+        return RequestRunner(arena, ring, cast("TritonPythonBackend", backend))
     if arena.geometry.dense:
         from fastserve.workers.dense import DenseRunner
 
@@ -85,11 +87,11 @@ def make_runner(arena: Arena, ring: BatchRing, backend: Backend, config: Mapping
     return SlabRunner(ring, backend, config)
 
 
-def open_line(control: Control, ring: BatchRing) -> Callable[[], bool]:
+def open_line(control: Control, arena: Arena, ring: BatchRing) -> Callable[[], bool]:
     """Let the model call other models over the control line; what to ask whenever that line speaks."""
     from fastserve.workers.line import ControlLine
 
-    return ControlLine.open(control, ring).turn
+    return ControlLine.open(control, arena, ring).turn
 
 
 def run_batches(ring: BatchRing, runner: Runner, stopped: Callable[[], bool]) -> None:

@@ -16,17 +16,17 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from fastserve._ext.slab_tensors import SlabDesk, still_held
 from fastserve.backends.triton_requests import KINDS, InferenceResponse
 from fastserve.backends.triton_tensor import TritonModelException
 from fastserve.codec.notes import AnswerNote, write_note
-from fastserve.codec.slab_tensors import measure_tensors, write_tensors
 from fastserve.errors import Kind, ServeError
-from fastserve.tensor import Tensor
 
 if TYPE_CHECKING:
     from fastserve._ext.batch_ring import BatchRing
+    from fastserve._ext.slab_tensors import Entry
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +37,9 @@ TEXT_MAX = 4000
 SILENT = "the model gave no response to this request"
 TWICE = "a model that is not decoupled has one response for each request"
 
-Packed = tuple[list[tuple[int, Tensor]], bytes]  # numbered outputs, their note
+Packed = tuple[list["Entry"], bytes]  # outputs, their note
 Pack = Callable[[InferenceResponse, list[str]], Packed]
-Views = list["weakref.ref[Any]"]
+Found = TypeVar("Found")
 
 
 class Kept:
@@ -61,9 +61,9 @@ class Kept:
 class Batch:
     """A slot that runs here."""
 
-    def __init__(self, ring: BatchRing, slot: int, places: int, kept: set[Kept]) -> None:
-        self.ring, self.slot = ring, slot
-        self.views: list[tuple[int, Views]] = []
+    def __init__(self, ring: BatchRing, desk: SlabDesk, slot: int, places: int, kept: set[Kept]) -> None:
+        self.ring, self.desk, self.slot = ring, desk, slot
+        self.views: list[tuple[int, list[Any]]] = []  # by row: arrays over its input slab
         self._kept = kept
         self._open = 1 + places
         self.lock = threading.RLock()  # a reply may be collected, and so end, while its batch settles
@@ -79,9 +79,10 @@ class Batch:
 
     def _keep_what_is_seen(self) -> None:
         for row, views in self.views:
-            arrays = [array for array in (view() for view in views) if array is not None]
-            if arrays and (offset := self.ring.keep_inputs(self.slot, row)):
-                Kept(self.ring, offset, arrays, self._kept)
+            held = still_held(views)
+            if held and (offset := self.ring.keep_inputs(self.slot, row)):
+                Kept(self.ring, offset, held, self._kept)
+        self.views.clear()
 
 
 class Reply:
@@ -154,14 +155,10 @@ class Reply:
 
     def _place(self, status: int, packed: Packed) -> None:
         self._sent = 1
-        batch, (tensors, note) = self._batch, packed
-        size = measure_tensors(tensors, note)
-        offset = batch.ring.lease(size)
+        batch = self._batch
+        offset, size = batch.desk.put(*packed)
         if offset == 0:
-            kind = status or Kind.RESOURCE_EXHAUSTED.value
-            batch.ring.answer_place(batch.slot, self._row, kind, 0, 0)
-            return
-        write_tensors(batch.ring.slab(offset, size, True), tensors, note)
+            status, size = status or Kind.RESOURCE_EXHAUSTED.value, 0
         batch.ring.answer_place(batch.slot, self._row, status, offset, size)
 
     def _packed(self, response: InferenceResponse) -> tuple[int, Packed]:
@@ -188,18 +185,21 @@ class Reply:
         self._wait(lambda: self._sent - ring.parts_read(slot, row) < WINDOW_PARTS)
         offset = size = 0
         if packed is not None:
-            size = measure_tensors(*packed)
-            offset = self._wait(lambda: ring.lease(size))
-            if not offset:
+            found = self._wait(lambda: self._put(packed))
+            if found is None:
                 return  # the caller left while there was no room
-            write_tensors(ring.slab(offset, size, True), *packed)
+            offset, size = found
         if self._wait(lambda: ring.send_part(slot, row, offset, size, final)):
             self._sent += 1
         elif offset:
             ring.return_lease(offset)
 
-    def _wait(self, ready: Callable[[], int]) -> int:
-        """What `ready` says once that is something; 0 when the caller has left."""
+    def _put(self, packed: Packed) -> tuple[int, int] | None:
+        slab = self._batch.desk.put(*packed)
+        return slab if slab[0] else None
+
+    def _wait(self, ready: Callable[[], Found]) -> Found | None:
+        """What `ready` says once that is something; None when the caller has left."""
         ring, slot, row = self._batch.ring, self._batch.slot, self._row
         pause = FIRST_PAUSE_S
         while ring.waits(slot, row):
@@ -208,7 +208,7 @@ class Reply:
                 return found
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
-        return 0
+        return None
 
 
 def _silence() -> bytes:

@@ -7,44 +7,51 @@ with one request reaches its caller alone; an exception of execute() reaches all
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import numpy as np
 
+from fastserve._ext.flatten import pack_bytes
+from fastserve._ext.slab_tensors import MAX_RANK
 from fastserve.backends.base import explain, kind_of
-from fastserve.backends.triton_python import TritonPythonBackend
+from fastserve.backends.triton_python import Failed, TritonPythonBackend
 from fastserve.backends.triton_requests import InferenceRequest, InferenceResponse, incoming
 from fastserve.backends.triton_tensor import Tensor as TritonTensor
 from fastserve.backends.triton_tensor import TritonModelException
-from fastserve.backends.triton_types import BY_DTYPE, BY_NUMBER, STRING
+from fastserve.backends.triton_types import BY_NUMBER, STRING
 from fastserve.codec.notes import AnswerNote, read_request_note, write_note
-from fastserve.codec.slab_tensors import MAX_RANK, read_note, read_tensors
 from fastserve.errors import Kind
-from fastserve.tensor import DTYPES, Tensor
-from fastserve.workers.arrays import as_tensor, view_tensor
-from fastserve.workers.replies import Batch, Kept, Packed, Reply, Views
+from fastserve.tensor import DTYPES
+from fastserve.workers.arena import Arena
+from fastserve.workers.arrays import open_desk, unpack_strings
+from fastserve.workers.replies import Batch, Kept, Packed, Reply
 
 if TYPE_CHECKING:
     from fastserve._ext.batch_ring import BatchRing
+    from fastserve._ext.slab_tensors import Entry
 
 log = logging.getLogger(__name__)
 
 FAILED = "Failed to process the request(s) for model instance '{}', message: {}"
 UNREADABLE = "the inputs cannot be read as the tensors they claim to be"
-_OURS = {number: DTYPES[row.dtype] for number, row in BY_NUMBER.items()}
+# Triton's number of a type <-> our dtype code.
+CODES = {number: DTYPES[row.dtype].code for number, row in BY_NUMBER.items()}
+KINDS = {code: number for number, code in CODES.items()}
+STRINGS = DTYPES["bytes"].code
 Array = np.ndarray[Any, Any]
 
 
 class RequestRunner:
     """Runs slots whose places carry whole requests. It publishes them itself, now or later."""
 
-    def __init__(self, ring: BatchRing, backend: TritonPythonBackend) -> None:
+    def __init__(self, arena: Arena, ring: BatchRing, backend: TritonPythonBackend) -> None:
         self._ring = ring
+        self._desk = open_desk(arena, ring)
         self._backend = backend
-        self._batching = backend.batching
+        self._batching, self._decoupled = backend.batching, backend.decoupled
         self._inputs = list(backend.inputs)
         self._outputs = list(backend.outputs)
         self._declared = [entry["name"] for entry in backend.config.get("output") or ()]
@@ -63,7 +70,7 @@ class RequestRunner:
         if not places:
             return False
         self._ring.start_run(slot)
-        batch = Batch(self._ring, slot, len(places), self._kept)
+        batch = Batch(self._ring, self._desk, slot, len(places), self._kept)
         requests, replies = self._read_all(batch, places)
         if requests:
             self._execute(slot, requests, replies)
@@ -76,17 +83,22 @@ class RequestRunner:
         """Nothing: Triton runs a model on what its configuration says, and on nothing else."""
 
     def _execute(self, slot: int, requests: list[InferenceRequest], replies: list[Reply]) -> None:
-        # Weak: what this thread holds no longer, the model may have answered or forgotten.
-        waiting = [weakref.ref(reply) for reply in replies]
         try:
-            responses = self._backend.execute(requests, lambda error: self._fail(waiting, error))
+            responses = self._backend.execute(requests, self._failing(replies))
             self._ring.end_run(slot)
-            if self._backend.decoupled and responses is None:
+            if self._decoupled and responses is None:
                 return
             self._answer(_checked(responses, len(requests)), replies)
         except Exception as error:
             log.exception("the model failed on a batch of %d requests", len(requests))
-            self._fail(waiting, error)
+            self._fail(replies, error)
+
+    def _failing(self, replies: list[Reply]) -> Failed:
+        """For what a model raises later. Weak: what is held here no longer may be answered or forgotten."""
+        if not self._decoupled:
+            return _unexpected
+        waiting = [ref(reply) for reply in replies]
+        return lambda error: self._fail([r for r in (look() for look in waiting) if r is not None], error)
 
     def _answer(self, responses: Sequence[InferenceResponse | None], replies: list[Reply]) -> None:
         for reply, response in zip(replies, responses, strict=True):
@@ -97,11 +109,10 @@ class RequestRunner:
             except TritonModelException as error:
                 reply.fail(Kind.INTERNAL, self._words(error))
 
-    def _fail(self, waiting: list[weakref.ref[Reply]], error: BaseException) -> None:
+    def _fail(self, replies: list[Reply], error: BaseException) -> None:
         kind = kind_of(error)
-        for reply in (ref() for ref in waiting):
-            if reply is not None:
-                reply.fail(kind, self._words(error))
+        for reply in replies:
+            reply.fail(kind, self._words(error))
 
     def _words(self, error: BaseException) -> str:
         return FAILED.format(self._backend.instance_name, explain(error))
@@ -113,9 +124,10 @@ class RequestRunner:
     ) -> tuple[list[InferenceRequest], list[Reply]]:
         requests, replies = [], []
         for row, _, offset, nbytes in places:
-            reply = Reply(batch, row, self._pack, decoupled=self._backend.decoupled)
+            reply = Reply(batch, row, self._pack, decoupled=self._decoupled)
+            views: list[Array] = []
             try:
-                request, views = self._read(reply, offset, nbytes)
+                request = self._read(reply, offset, nbytes, views)
             except (ValueError, LookupError):  # strings whose lengths lie, say
                 reply.fail(Kind.INVALID_ARGUMENT, UNREADABLE)
                 continue
@@ -124,28 +136,27 @@ class RequestRunner:
             replies.append(reply)
         return requests, replies
 
-    def _read(self, reply: Reply, offset: int, nbytes: int) -> tuple[InferenceRequest, Views]:
-        slab = self._ring.slab(offset, nbytes)
-        note = read_request_note(read_note(slab))
+    def _read(self, reply: Reply, offset: int, nbytes: int, views: list[Array]) -> InferenceRequest:
+        entries, said = self._desk.arrays(offset, nbytes)
+        note = read_request_note(said) if said else None  # nearly every request has nothing to say
+        names = self._inputs if note is None else self._inputs + note.extra
         inputs: dict[str, TritonTensor] = {}
-        views: Views = []
-        for number, tensor in read_tensors(slab):
-            declared = number < len(self._inputs)
-            name = self._inputs[number] if declared else note.extra[number - len(self._inputs)]
-            array, kind = view_tensor(tensor), BY_DTYPE[tensor.dtype.name].number
+        for number, code, shape, data in entries:
+            name = names[number]
+            array = read_array(code, shape, data)
+            if array is data:
+                views.append(array)
             if name in self._input_shapes:
                 array = reshape(array, *self._input_shapes[name], batching=self._batching)
-            if kind != STRING:
-                views.append(weakref.ref(root_of(array)))
-            inputs[name] = TritonTensor.made_of(name, array, kind)
-        reply.wanted = note.outputs or self._declared
-        return incoming(self._model, inputs, reply.wanted, note, reply), views
+            inputs[name] = TritonTensor.made_of(name, array, KINDS[code])
+        reply.wanted = (note and note.outputs) or self._declared
+        return incoming(self._model, inputs, reply.wanted, note, reply)
 
     # --- responses out ---
 
     def _pack(self, response: InferenceResponse, wanted: list[str]) -> Packed:
         """Raises TritonModelException for a tensor that cannot travel."""
-        numbered: list[tuple[int, Tensor]] = []
+        entries: list[Entry] = []
         extra: list[str] = []
         for output in response.output_tensors():
             name = output.name()
@@ -155,31 +166,40 @@ class RequestRunner:
             if number is None:
                 number = len(self._outputs) + len(extra)
                 extra.append(name)
-            numbered.append((number, self._tensor(name, output)))
-        note = AnswerNote(parameters=response.plain_parameters, extra=extra)
-        return numbered, write_note(note)
+            entries.append(self._entry(number, name, output))
+        parameters = response.plain_parameters
+        if not parameters and not extra:
+            return entries, b""
+        return entries, write_note(AnswerNote(parameters=parameters, extra=extra))
 
-    def _tensor(self, name: str, output: TritonTensor) -> Tensor:
+    def _entry(self, number: int, name: str, output: TritonTensor) -> Entry:
         array = output.raw
         try:
             if name in self._output_shapes:
                 dims, shape = self._output_shapes[name]
                 array = reshape(array, shape, dims, batching=self._batching)
-            return to_tensor(array, output.triton_dtype())
+            return to_entry(number, array, output.triton_dtype())
         except (TypeError, ValueError) as error:
             raise TritonModelException(f"output '{name}': {error}") from None
 
 
-def to_tensor(array: Array, kind: int) -> Tensor:
-    """An array of Triton type `kind` as ours. Raises ValueError for too many axes."""
+def to_entry(number: int, array: Array, kind: int) -> Entry:
+    """An array of Triton type `kind` as it goes into a slab. Raises ValueError for too many axes."""
     if array.ndim > MAX_RANK:
         raise ValueError(f"a tensor has at most {MAX_RANK} axes, not {array.ndim}")
-    if kind == STRING and not all(isinstance(item, bytes | str) for item in array.flat):
-        items = [item if isinstance(item, bytes | str) else str(item) for item in array.flat]
-        plain = np.empty(len(items), object)
-        plain[:] = items
-        array = plain.reshape(array.shape)
-    return as_tensor(array, _OURS[kind])
+    if kind == STRING:
+        items = [item if isinstance(item, bytes | str) else str(item) for item in array.reshape(-1).tolist()]
+        return number, STRINGS, array.shape, pack_bytes(items)
+    return number, CODES[kind], None, array if array.flags.c_contiguous else np.ascontiguousarray(array)
+
+
+def read_array(code: int, shape: tuple[int, ...], data: Any) -> Array:
+    """The array of what a desk has read; strings are copied out. Raises ValueError when their lengths lie."""
+    return unpack_strings(data, shape) if code == STRINGS else data
+
+
+def _unexpected(error: BaseException) -> None:
+    raise AssertionError("only a decoupled model fails later") from error
 
 
 def read_reshapes(config: Mapping[str, Any], side: str) -> dict[str, tuple[list[int], list[int]]]:
@@ -222,8 +242,3 @@ def _checked(responses: Any, wanted: int) -> Sequence[InferenceResponse | None]:
         if response is not None and not isinstance(response, InferenceResponse):
             raise TypeError(f"execute returned {type(response).__name__}, not InferenceResponse")
     return responses
-
-
-def root_of(array: Array) -> Array:
-    """What every view of the array keeps alive."""
-    return array.base if isinstance(array.base, np.ndarray) else array
