@@ -22,9 +22,8 @@ from slot_verbs cimport *
 FULL = -1
 PART = -2
 STATES = ("free", "claimed", "open", "sealed", "ready", "running", "done")
-# What tallies count; the last four are ends without an answer, and `count` takes them.
 TALLIES = ("success", "queue", "compute_input", "compute_infer", "compute_output", "REJECTED", "CANCELED", "BACKEND", "OTHER")
-REJECTED, CANCELED, BACKEND, OTHER = 5, 6, 7, 8
+REJECTED, CANCELED, BACKEND, OTHER = 5, 6, 7, 8     # ends without an answer
 EVENTS = ("claim", "open", "reserve", "settle", "seal", "close", "take", "return", "publish", "release")
 
 
@@ -136,8 +135,7 @@ cdef class BatchRing:
 
     def kick_all(self) -> None:
         """Wake every worker, to look for work or at its control socket."""
-        cdef uint32_t i
-        for i in range(self.arena.workers):
+        for i in range(<int>self.arena.workers):
             if self.worker_bells[i] >= 0:
                 bell_ring(self.worker_bells[i])
 
@@ -462,9 +460,8 @@ cdef class BatchRing:
     # --- counts, of all processes together since the arena was made ---------------------------------
 
     def count(self, uint32_t kind, uint64_t ns=0, int64_t place=-1) -> None:
-        """A request ended without an answer: REJECTED, CANCELED, BACKEND or OTHER, after `ns`, or after as long
-        as its place has waited."""
-        if kind < TALLY_REJECTED or kind >= TALLY_KINDS:
+        """A request ended so (REJECTED .. OTHER), after `ns`, or as long as its place has waited."""
+        if not TALLY_REJECTED <= kind < TALLY_KINDS:
             raise ValueError(f"no such end of a request: {kind}")
         if place >= 0 and self.check(place, 1) == 0:
             ns = since_ns(rows_of(slot_at(&self.arena, <uint32_t>(place >> 16)))[place & 0xffff].queued_ns, monotonic_ns())

@@ -12,10 +12,12 @@ wait on.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
 from hashlib import blake2b
 from itertools import count
 
+from fastserve.engine.counts import Tally
 from fastserve.engine.door import Door, Runs
 from fastserve.engine.engine import run_on_lane
 from fastserve.engine.lane import Lane
@@ -27,6 +29,8 @@ from fastserve.tensor import DTYPE_BY_CODE, Tensor
 WHOLE_BYTES = 1024
 ENTRY_BYTES = 512  # what an entry costs beside its tensors
 MOST_HEADS = 256
+# After as many, one lookup in so many is timed and stands for all: the clock costs as much as the lookup.
+TIMED = 16
 # (name, dtype code, shape, bytes) of every output; parameters as items; bytes in all
 Kept = tuple[tuple[str, int, tuple[int, ...], bytes], ...]
 Entry = tuple[Kept, tuple[tuple[str, object], ...], int]
@@ -39,7 +43,8 @@ class ResponseCache:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.used = 0
-        self.evictions = 0
+        self.evictions = self.hits = self.misses = 0
+        self.lookup_ns = self.insertion_ns = 0
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
 
     def __len__(self) -> int:
@@ -79,16 +84,21 @@ class ResponseCache:
 class CachedDoor(Door):
     """The door of a version with a cache, before its lane or its other door."""
 
-    def __init__(self, cache: ResponseCache, inner: Lane | Door) -> None:
+    def __init__(self, cache: ResponseCache, inner: Lane | Door, tally: Tally) -> None:
         self.inner = inner
-        self.hits = self.misses = 0
-        self._cache = cache
+        self._cache, self._tally = cache, tally
+        self._lookups = 0
         self._keys = Keys()
         self._running: dict[bytes, list[asyncio.Future[None]]] = {}
 
     async def infer(self, engine: Runs, version: Version, request: InferRequest) -> InferResponse:
+        self._lookups += 1
+        weight = _weight(self._lookups)
+        began_ns = time.monotonic_ns() if weight else 0
         key = self._keys.of(request)
         kept = self._cache.get(key)
+        if weight:
+            self._count_lookup(weight * (time.monotonic_ns() - began_ns), hit=kept is not None)
         while kept is None:
             running = self._running.get(key)
             if running is None:
@@ -99,8 +109,22 @@ class CachedDoor(Door):
             kept = self._cache.get(key)
             if kept is None:  # it failed, or was too large: each for itself then
                 return await self._ask(engine, version, request)
-        self.hits += 1
+        self._tally.hit.count += 1
+        self._cache.hits += 1
         return kept
+
+    def _count_lookup(self, took_ns: int, *, hit: bool) -> None:
+        self._cache.lookup_ns += took_ns
+        (self._tally.hit if hit else self._tally.miss).ns += took_ns
+        self._tally.last_ns = time.monotonic_ns()
+
+    def _keep(self, key: bytes, response: InferResponse) -> None:
+        weight = _weight(self._tally.miss.count)
+        began_ns = time.monotonic_ns() if weight else 0
+        self._cache.put(key, response)
+        took_ns = weight * (time.monotonic_ns() - began_ns) if weight else 0
+        self._cache.insertion_ns += took_ns
+        self._tally.miss.ns += took_ns
 
     async def drain(self) -> None:
         if isinstance(self.inner, Door):
@@ -116,7 +140,7 @@ class CachedDoor(Door):
         waiters = self._running[key] = []
         try:
             response = await self._ask(engine, version, request)
-            self._cache.put(key, response)
+            self._keep(key, response)
             return response
         finally:
             del self._running[key]
@@ -125,10 +149,16 @@ class CachedDoor(Door):
                     waiter.set_result(None)
 
     async def _ask(self, engine: Runs, version: Version, request: InferRequest) -> InferResponse:
-        self.misses += 1
+        self._tally.miss.count += 1
+        self._cache.misses += 1
         if isinstance(self.inner, Door):
             return await self.inner.infer(engine, version, request)
         return await run_on_lane(self.inner, version, request)
+
+
+def _weight(number: int) -> int:
+    """How many the number-th of its kind stands for when it is timed; 0: it is not."""
+    return 1 if number <= TIMED else 0 if number % TIMED else TIMED
 
 
 class Keys:

@@ -39,6 +39,10 @@ class Door(ABC):
         """The request's responses one by one; its only one, unless a door knows better."""
         yield await self.infer(engine, version, request)
 
+    def pending(self) -> int:
+        """Requests that wait here, before any lane knows them."""
+        return 0
+
     @abstractmethod
     async def drain(self) -> None:
         """Return when nobody waits behind this door. The lane behind it is drained by itself."""

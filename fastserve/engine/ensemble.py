@@ -8,8 +8,11 @@ releases them: tensors are copied where any request's are, into the next model's
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from dataclasses import dataclass, field, replace
 
+from fastserve.engine.counts import BACKEND, CANCELED, OTHER, REJECTED, tally_of
 from fastserve.engine.door import Door, Runs
 from fastserve.engine.ensemble_plan import Plan, Step
 from fastserve.errors import DeadlineError, Kind, ModelError, ServeError
@@ -39,18 +42,25 @@ class Ensemble(Door):
             raise ServeError(Kind.UNAVAILABLE, f"version {version.number} of model {version.model} is gone")
         self._check(request)
         flow = _Flow(self.plan, request)
+        began_ns = time.monotonic_ns()
         self._waiting += 1
         self._idle.clear()
         versions: list[Version] = []
         try:
             versions = self._pin(engine)
             await self._run(engine, flow, versions)
-            return flow.respond()
+            response = flow.respond()
+            rows = _rows_of(request) if version.batching else 1
+            tally_of(version).serve(rows, time.monotonic_ns() - began_ns, flow.model_ns)
+            return response
         except ServeError as error:
             flow.release()
+            tally_of(version).end(_end_of(error), time.monotonic_ns() - began_ns)
             raise _named(self.plan.name, error) from error
-        except BaseException:
+        except BaseException as error:
             flow.release()
+            left = CANCELED if isinstance(error, asyncio.CancelledError) else OTHER
+            tally_of(version).end(left, time.monotonic_ns() - began_ns)
             raise
         finally:
             self._waiting -= 1
@@ -130,11 +140,21 @@ class Ensemble(Door):
 
     async def _run_step(self, engine: Runs, flow: _Flow, index: int, version: Version) -> None:
         step = self.plan.steps[index]
-        if not self._gates:
-            flow.take(step, await engine.infer(version, flow.request_for(step)))
-            return
-        async with self._gates[index]:
-            flow.take(step, await engine.infer(version, flow.request_for(step)))
+        async with self._gates[index] if self._gates else contextlib.nullcontext():
+            began_ns = time.monotonic_ns()
+            response = await engine.infer(version, flow.request_for(step))
+            flow.model_ns += time.monotonic_ns() - began_ns
+            flow.take(step, response)
+
+
+def _rows_of(request: InferRequest) -> int:
+    return next((tensor.shape[0] for tensor in request.inputs.values() if tensor.shape), 1)
+
+
+def _end_of(error: ServeError) -> int:
+    if isinstance(error, ModelError):
+        return BACKEND
+    return REJECTED if error.kind is Kind.UNAVAILABLE or isinstance(error, DeadlineError) else OTHER
 
 
 async def _result_of(task: asyncio.Task[None]) -> None:
@@ -168,6 +188,7 @@ class _Flow:
     plan: Plan
     request: InferRequest
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    model_ns: int = 0  # what its steps took together, queues included
     _uses: dict[str, int] = field(default_factory=dict)
     _held: dict[str, _Held] = field(default_factory=dict)
     _left: list[int] = field(default_factory=list)

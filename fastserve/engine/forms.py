@@ -9,17 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from fastserve.codec.notes import RequestNote, read_answer_note, write_note
-from fastserve.codec.slab_tensors import measure_tensors, read_note, read_tensors, write_tensors
 from fastserve.engine.lane import Lane
 from fastserve.errors import Kind, ModelError, ServeError
 from fastserve.request import InferRequest
-from fastserve.tensor import Tensor
+from fastserve.tensor import DTYPE_BY_CODE, Tensor
 
+if TYPE_CHECKING:
+    from fastserve._ext.slab_tensors import Entry, Read
+
+Answer = tuple[dict[str, Tensor], Mapping[str, object]]  # outputs by name, and parameters
 NONE: Mapping[str, object] = MappingProxyType({})
 UNREADABLE = "the worker's answer cannot be read"
+NO_ROOM = "no room for the outputs (max_queue_bytes)"
 
 
 class Form(Protocol):
@@ -35,11 +39,9 @@ class Form(Protocol):
     ) -> None:
         """Fill a reserved place; `request` is whose inputs they are. Raises ServeError without room."""
 
-    def read_outputs(self, lane: Lane, place: int, rows: int) -> dict[str, Tensor]:
-        """The outputs of an answered place, as views. Raises ServeError when it failed by itself."""
-
-    def read_parameters(self, lane: Lane, place: int) -> dict[str, object]:
-        """What came with the outputs of a place that did not fail."""
+    def read(self, lane: Lane, place: int, rows: int) -> Answer:
+        """The outputs of an answered place, as views, and the parameters that came with them. Raises
+        ServeError when it failed by itself."""
 
 
 class Columns:
@@ -56,14 +58,12 @@ class Columns:
         for column, name in enumerate(lane.inputs):
             lane.ring.input_rows(place, rows, column)[:] = memoryview(inputs[name].data).cast("B")
 
-    def read_outputs(self, lane: Lane, place: int, rows: int) -> dict[str, Tensor]:
-        return {
+    def read(self, lane: Lane, place: int, rows: int) -> Answer:
+        outputs = {
             name: Tensor(spec.dtype, (rows, *(spec.shape or ())), lane.ring.output_rows(place, rows, column))
             for column, (name, spec) in enumerate(lane.outputs.items())
         }
-
-    def read_parameters(self, lane: Lane, place: int) -> dict[str, object]:
-        return {}
+        return outputs, NONE
 
 
 class Slabs:
@@ -77,44 +77,20 @@ class Slabs:
         inputs: Mapping[str, Tensor],
         request: InferRequest | None = None,
     ) -> None:
-        self._write(lane, place, [(number, inputs[name]) for number, name in enumerate(lane.inputs)], b"")
+        _put(lane, place, [_entry(number, inputs[name]) for number, name in enumerate(lane.inputs)], b"")
 
-    def _write(self, lane: Lane, place: int, tensors: list[tuple[int, Tensor]], note: bytes) -> None:
-        size = measure_tensors(tensors, note)
-        offset = lane.ring.lease(size)
-        if offset == 0:
-            lane.meters.rejected("queue_bytes")
-            raise ServeError(
-                Kind.UNAVAILABLE,
-                f"no room for {size} bytes of inputs (max_queue_bytes)",
-                retry_after_s=lane.meters.seconds_for(lane.ring.queued()),
-            )
-        try:
-            write_tensors(lane.ring.slab(offset, size, True), tensors, note)
-        except ValueError as error:
-            lane.ring.return_lease(offset)
-            raise ServeError(Kind.INVALID_ARGUMENT, str(error)) from None
-        lane.ring.attach_slab(place, offset, size)
-
-    def read_outputs(self, lane: Lane, place: int, rows: int) -> dict[str, Tensor]:
-        offset, size = lane.ring.answer_slab(place)
+    def read(self, lane: Lane, place: int, rows: int) -> Answer:
         status = lane.ring.place_status(place)
-        if offset == 0:
-            raise ServeError(Kind.RESOURCE_EXHAUSTED, "no room for the outputs (max_queue_bytes)")
         try:
-            tensors = read_tensors(lane.ring.slab(offset, size))
+            entries, _ = _read_slab(lane, *lane.ring.answer_slab(place))
             if status:
-                raise ModelError(Kind(status), bytes(tensors[0][1].data).decode("utf-8", "replace"))
-            names = list(lane.outputs)
-            return {names[number]: tensor for number, tensor in tensors}
-        except (ValueError, IndexError):
+                raise ModelError(Kind(status), bytes(entries[0][3]).decode("utf-8", "replace"))
+            return _named(entries, list(lane.outputs)), NONE
+        except (ValueError, LookupError):
             raise ServeError(Kind.INTERNAL, UNREADABLE) from None
 
-    def read_parameters(self, lane: Lane, place: int) -> dict[str, object]:
-        return {}
 
-
-class Whole(Slabs):
+class Whole:
     """A request as its model sees it: optional inputs may be missing, a scheduler may have added some."""
 
     def write_inputs(
@@ -125,26 +101,57 @@ class Whole(Slabs):
         inputs: Mapping[str, Tensor],
         request: InferRequest | None = None,
     ) -> None:
-        tensors = [(i, inputs[name]) for i, name in enumerate(lane.inputs) if name in inputs]
-        extra = [name for name in inputs if name not in lane.inputs]
-        tensors += [(len(lane.inputs) + i, inputs[name]) for i, name in enumerate(extra)]
+        entries, extra = [], []
+        for number, name in enumerate(lane.inputs):
+            tensor = inputs.get(name)
+            if tensor is not None:
+                entries.append(_entry(number, tensor))
+        if len(entries) < len(inputs):
+            extra = [name for name in inputs if name not in lane.inputs]
+            entries += [_entry(len(lane.inputs) + i, inputs[name]) for i, name in enumerate(extra)]
         try:
-            note = _write_note(request or InferRequest({}), extra)
+            note = note_of(request or InferRequest({}), extra)
         except (TypeError, ValueError):
             raise ServeError(Kind.INVALID_ARGUMENT, "parameters are strings, numbers and bools") from None
-        self._write(lane, place, tensors, note)
+        _put(lane, place, entries, note)
 
-    def read_outputs(self, lane: Lane, place: int, rows: int) -> dict[str, Tensor]:
-        offset, size = lane.ring.answer_slab(place)
-        if offset == 0:
-            raise ServeError(Kind.RESOURCE_EXHAUSTED, "no room for the outputs (max_queue_bytes)")
-        outputs, _, error = read_answer(lane, offset, size)
+    def read(self, lane: Lane, place: int, rows: int) -> Answer:
+        outputs, parameters, error = read_answer(lane, *lane.ring.answer_slab(place))
         if error is not None:
             raise error
-        return outputs
+        return outputs, parameters
 
-    def read_parameters(self, lane: Lane, place: int) -> dict[str, object]:
-        return dict(read_answer(lane, *lane.ring.answer_slab(place))[1])
+
+def _entry(number: int, tensor: Tensor) -> Entry:
+    return number, tensor.dtype.code, tensor.shape, tensor.data
+
+
+def _put(lane: Lane, place: int, entries: list[Entry], note: bytes) -> None:
+    """Inputs into a slab of their own, which is the place's. Raises ServeError."""
+    assert lane.desk is not None
+    try:
+        offset, size = lane.desk.put(entries, note)
+    except ValueError as error:
+        raise ServeError(Kind.INVALID_ARGUMENT, str(error)) from None
+    if not offset:
+        lane.rejected("queue_bytes")
+        raise ServeError(
+            Kind.UNAVAILABLE,
+            f"no room for {size} bytes of inputs (max_queue_bytes)",
+            retry_after_s=lane.meters.seconds_for(lane.ring.queued()),
+        )
+    lane.ring.attach_slab(place, offset, size)
+
+
+def _read_slab(lane: Lane, offset: int, size: int) -> tuple[list[Read], bytes]:
+    if offset == 0:
+        raise ServeError(Kind.RESOURCE_EXHAUSTED, NO_ROOM)
+    assert lane.desk is not None
+    return lane.desk.read(offset, size)
+
+
+def _named(entries: list[Read], names: list[str]) -> dict[str, Tensor]:
+    return {names[number]: Tensor(DTYPE_BY_CODE[code], shape, data) for number, code, shape, data in entries}
 
 
 def read_answer(
@@ -153,20 +160,23 @@ def read_answer(
     """Outputs as views of a slab, their parameters, or the error in their place. Raises ServeError when
     they cannot be read."""
     try:
-        slab = lane.ring.slab(offset, size)
-        tensors, note = read_tensors(slab), read_answer_note(read_note(slab))
+        entries, said = _read_slab(lane, offset, size)
+        if not said:
+            return _named(entries, list(lane.outputs)), NONE, None
+        note = read_answer_note(said)
         if note.kind:
             return {}, NONE, ModelError(Kind(note.kind), note.message)
-        names = [*lane.outputs, *note.extra]
-        return {names[number]: tensor for number, tensor in tensors}, note.parameters, None
-    except (ValueError, IndexError):
+        return _named(entries, [*lane.outputs, *note.extra]), note.parameters, None
+    except (ValueError, LookupError):
         raise ServeError(Kind.INTERNAL, UNREADABLE) from None
 
 
 COLUMNS, SLABS, WHOLE = Columns(), Slabs(), Whole()
 
 
-def _write_note(request: InferRequest, extra: list[str]) -> bytes:
+def note_of(request: InferRequest, extra: list[str]) -> bytes:
+    """What a model may ask of a request besides its tensors. Raises TypeError or ValueError for a parameter
+    that is no scalar."""
     said = request.request_id or request.parameters or request.outputs or request.sequence_id or extra
     flags = request.sequence_start | request.sequence_end << 1
     if not (said or flags or request.timeout_us or request.priority):

@@ -18,6 +18,7 @@ from typing import Any
 
 from fastserve.engine.cache import ResponseCache
 from fastserve.engine.calls import Calls
+from fastserve.engine.counts import tally_of
 from fastserve.engine.door import Door, triton_of
 from fastserve.engine.engine import Engine
 from fastserve.engine.ensemble import Ensemble
@@ -210,6 +211,7 @@ class Host:
         )
         lane = Lane(arena, 0, inputs, outputs, meters)
         lane.open()
+        tally_of(version).lanes.append(lane)
         hosted = Hosted(version, group, arena, lane, Calls(self.engine, lane, group.tell), part)
         if version.config.run_timeout_ms:
             hosted.watchdog = asyncio.create_task(_watch(hosted, version.config.run_timeout_ms * 1_000_000))
@@ -230,6 +232,7 @@ class Host:
         if isinstance(door, Door):
             door.close()
         hosted.lane.close()
+        tally_of(hosted.version).close(hosted.lane)
         hosted.arena.close()
         self._report(hosted)
 

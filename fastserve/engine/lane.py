@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from fastserve._ext.batch_ring import CANCELED, REJECTED
+from fastserve._ext.slab_tensors import SlabDesk
 from fastserve.engine.meters import LaneMeters
 from fastserve.errors import DeadlineError, Kind, ModelError, ServeError
 from fastserve.tensor import TensorSpec
@@ -67,6 +69,7 @@ class Lane:
     ) -> None:
         self.arena = arena
         self.ring: BatchRing = arena.ring(front=front)
+        self.desk = None if arena.geometry.dense else SlabDesk(arena.memory, front=front)
         self.inputs = dict(inputs)
         self.outputs = dict(outputs)
         self.dense = arena.geometry.dense
@@ -118,13 +121,18 @@ class Lane:
         """A place for rows. Raises ServeError UNAVAILABLE, with the time to wait, when the queue is full."""
         place = self.ring.reserve(rows)
         if place == FULL:
-            self.meters.rejected("queue_rows")
+            self.rejected("queue_rows")
             raise ServeError(
                 Kind.UNAVAILABLE,
                 "the queue of this model is full (max_queue_rows, max_queue_bytes)",
                 retry_after_s=self.meters.seconds_for(self.ring.queued()),
             )
         return place
+
+    def rejected(self, cause: str) -> None:
+        """A request was turned away before it ran."""
+        self.meters.rejected(cause)
+        self.ring.count(REJECTED)
 
     def submit(self, place: int, rows: int, done: Done, deadline_ns: int = 0, context: Any = None) -> Ticket:
         """The place's inputs are written: let it run. Workers are woken at the end of this loop turn,
@@ -152,6 +160,7 @@ class Lane:
         if ticket.done is None:
             return
         self.meters.cancelled("queued" if self._is_queued(ticket) else "running")
+        self.ring.count(CANCELED, 0, ticket.place)
         self._forget(ticket)
         self.waiting -= 1
         if self._idle:
@@ -264,6 +273,7 @@ class Lane:
 
     def _expire_one(self, ticket: Ticket) -> None:
         queued, done = self._is_queued(ticket), ticket.done
+        self.ring.count(REJECTED if queued else CANCELED, 0, ticket.place)
         self._forget(ticket)
         self.meters.rejected("deadline")
         text = QUEUED_TOO_LONG if queued else RAN_TOO_LONG

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from fastserve.engine.counts import CANCELED, REJECTED, tally_of
 from fastserve.engine.door import Door, Runs
 from fastserve.engine.priority import EXPIRED, AdmissionQueue, Levels, Queued
 from fastserve.engine.rows import check_inputs, empty_outputs
@@ -95,15 +96,22 @@ class QueuedDoor(Door):
                 f"<= {self._sender.max_rows} for '{self._model}'",
             )
         waiting = _Waiting(request, asyncio.get_running_loop().create_future())
-        waiting.queued = self.queue.push(
-            waiting,
-            rows if version.batching else 1,
-            self._clock(),
-            priority=request.priority,
-            timeout_us=request.timeout_us,
-            id=request.request_id,
-        )
-        return await self._wait(waiting)
+        now_ns, tally = self._clock(), tally_of(version)
+        try:
+            waiting.queued = self.queue.push(
+                waiting,
+                rows if version.batching else 1,
+                now_ns,
+                priority=request.priority,
+                timeout_us=request.timeout_us,
+                id=request.request_id,
+            )
+            return await self._wait(waiting)
+        except (ServeError, asyncio.CancelledError) as error:
+            if waiting.member is None:  # else its lane counts it
+                reason = REJECTED if isinstance(error, ServeError) else CANCELED
+                tally.end(reason, self._clock() - now_ns)
+            raise
 
     async def _wait(self, waiting: _Waiting) -> InferResponse:
         request, timer = waiting.request, None
@@ -122,6 +130,9 @@ class QueuedDoor(Door):
                 timer.cancel()
             self._outstanding -= 1
             self._look()
+
+    def pending(self) -> int:
+        return len(self.queue)
 
     async def drain(self) -> None:
         while self._outstanding:
@@ -206,6 +217,7 @@ class QueuedDoor(Door):
             waiting.request.inputs,
             queued.rows,
             lambda answer, error: self._answer(waiting, answer, error),
+            queued_ns=queued.arrived_ns,
         )
         return waiting.member
 
@@ -277,4 +289,4 @@ def _respond(answer: Answer, request: InferRequest) -> InferResponse:
     outputs = answer.outputs
     if request.outputs:
         outputs = {name: outputs[name] for name in request.outputs if name in outputs}
-    return InferResponse(outputs, answer.release)
+    return InferResponse(outputs, answer.release, dict(answer.parameters))

@@ -17,6 +17,7 @@ from typing import Any
 
 from fastserve.engine.cache import CachedDoor, ResponseCache
 from fastserve.engine.controls import Extras, read_extras
+from fastserve.engine.counts import tally_of
 from fastserve.engine.door import Door, triton_of
 from fastserve.engine.lane import Lane
 from fastserve.engine.priority import Levels, read_levels
@@ -87,7 +88,10 @@ class Schedule:
     def open_door(self, lanes: Sequence[Lane]) -> Lane | Door:
         """What requests go through."""
         inner = self._open_inner(lanes)
-        return inner if self._cache is None else CachedDoor(self._cache, inner)
+        tally = tally_of(self._version)
+        if isinstance(inner, Door):
+            tally.waiting = inner.pending
+        return inner if self._cache is None else CachedDoor(self._cache, inner, tally)
 
     def _open_inner(self, lanes: Sequence[Lane]) -> Lane | Door:
         model, senders = self._version.model, [Sealed(lane) for lane in lanes]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from fastserve.engine.engine import submit_request
@@ -27,6 +28,7 @@ class Answer:
 
     outputs: dict[str, Tensor]
     release: Callable[[], None]
+    parameters: Mapping[str, object] = field(default_factory=dict)
 
 
 Done = Callable[["Answer | None", "ServeError | None"], None]
@@ -41,6 +43,7 @@ class Member:
     rows: int
     done: Done
     cancel: Callable[[], None] = lambda: None
+    queued_ns: int = 0  # since when it waits, before this batch too; CLOCK_MONOTONIC
 
 
 class Sender(Protocol):
@@ -108,16 +111,20 @@ class Sealed:
 
         answer.add_done_callback(settle)
         member.cancel = cancel
+        if member.queued_ns:
+            self.lane.ring.backdate(ticket.place, member.queued_ns)
         return ticket.place
 
     def _read(self, member: Member, ticket: Ticket) -> None:
+        if member.request.times is not None:
+            member.request.times.extend(self.lane.ring.times_ns(ticket.place >> 16))
         try:
-            outputs = self._form.read_outputs(self.lane, ticket.place, ticket.rows)
+            outputs, parameters = self._form.read(self.lane, ticket.place, ticket.rows)
         except ServeError as error:
             self.lane.release(ticket)
             member.done(None, error)
             return
-        member.done(Answer(outputs, lambda: self.lane.release(ticket)), None)
+        member.done(Answer(outputs, partial(self.lane.release, ticket), parameters), None)
 
 
 def _refuse(member: Member, error: ServeError, one_less: Callable[[], None]) -> None:

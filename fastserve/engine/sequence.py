@@ -189,6 +189,12 @@ class Sequences:
         held = [s for s in self._slots if s is not None]
         return sum(len(sequence.queue) for sequence in [*self._backlog, *held])
 
+    @property
+    def waiting(self) -> int:
+        """Requests not yet in a batch."""
+        held = [s for s in self._slots if s is not None]
+        return self.outstanding - sum(s.phase is Phase.RUNNING for s in held)
+
     # --- slots ------------------------------------------------------------------------------------
 
     def instance_of(self, sequence: Sequence) -> int:

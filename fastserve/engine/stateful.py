@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fastserve.engine.controls import Extras, Signals, empty_like
+from fastserve.engine.counts import CANCELED, OTHER, REJECTED, tally_of
 from fastserve.engine.door import Door, Runs
 from fastserve.engine.rows import check_inputs
 from fastserve.engine.sealed import Answer, Member, Sender
@@ -97,29 +98,42 @@ class StatefulDoor(Door):
                 f"inference request to model '{self._model}' must specify batch-size 1 due to requirements "
                 "of sequence batcher",
             )
-        loop = asyncio.get_running_loop()
-        waiting = _Waiting(request, loop.create_future())
-        asked = self.sequences.ask(
-            request.sequence_id,
-            start=request.sequence_start,
-            end=request.sequence_end,
-            what=waiting,
-            now_ns=self._clock(),
-        )
+        waiting = _Waiting(request, asyncio.get_running_loop().create_future())
+        tally, began_ns = tally_of(version), self._clock()
+        try:
+            asked = self.sequences.ask(
+                request.sequence_id,
+                start=request.sequence_start,
+                end=request.sequence_end,
+                what=waiting,
+                now_ns=began_ns,
+            )
+        except ServeError:
+            tally.end(REJECTED)
+            raise
         self._look()
-        timer = None
+        try:
+            return _respond(await self._answered(asked), request)
+        except (ServeError, asyncio.CancelledError) as error:
+            if waiting.cancel is None:  # else its lane counts it
+                tally.end(_end_of(error), self._clock() - began_ns)
+            raise
+
+    async def _answered(self, asked: Asked) -> Answer:
+        """Raises what ended the request; a client that leaves ends its sequence."""
+        waiting: _Waiting = asked.what
+        request, timer = waiting.request, None
         if request.deadline_ns:
             left_s = max(request.deadline_ns - time.monotonic_ns(), 0) / 1e9
-            timer = loop.call_later(left_s, self._expire, asked)
+            timer = asyncio.get_running_loop().call_later(left_s, self._expire, asked)
         try:
-            answer = await waiting.answer
+            return await waiting.answer
         except asyncio.CancelledError:
             self._give_up(asked)
             raise
         finally:
             if timer is not None:
                 timer.cancel()
-        return _respond(answer, request)
 
     async def drain(self) -> None:
         while self.sequences.outstanding:
@@ -133,6 +147,9 @@ class StatefulDoor(Door):
         for timer in self._timers.values():
             timer.cancel()
         self._look()
+
+    def pending(self) -> int:
+        return self.sequences.waiting
 
     def instance_lost(self, instance: int) -> None:
         """The instance's process died: its sequences are over. Requests under way are told by their batch."""
@@ -202,6 +219,7 @@ class StatefulDoor(Door):
             {**request.inputs, **extra},
             1,
             lambda answer, error: self._answer(asked, answer, error),
+            queued_ns=asked.arrived_ns,
         )
         waiting.cancel = lambda: member.cancel()
         return member
@@ -279,6 +297,12 @@ class StatefulDoor(Door):
             self._timers[name] = asyncio.get_running_loop().call_later(left_s, work)
 
 
+def _end_of(error: BaseException) -> int:
+    if isinstance(error, asyncio.CancelledError):
+        return CANCELED
+    return REJECTED if isinstance(error, DeadlineError) else OTHER
+
+
 def _drop(answer: Answer | None, error: ServeError | None) -> None:
     if answer is not None:
         answer.release()
@@ -288,4 +312,4 @@ def _respond(answer: Answer, request: InferRequest) -> InferResponse:
     outputs = answer.outputs
     if request.outputs:
         outputs = {name: outputs[name] for name in request.outputs if name in outputs}
-    return InferResponse(outputs, answer.release)
+    return InferResponse(outputs, answer.release, dict(answer.parameters))

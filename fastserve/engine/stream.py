@@ -11,10 +11,12 @@ model can see; a worker's death fails it like any place.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+from fastserve.engine.counts import Tally, tally_of
 from fastserve.engine.forms import form_of, read_answer
 from fastserve.engine.lane import Lane, Ticket
 from fastserve.engine.rows import check_inputs
@@ -22,14 +24,17 @@ from fastserve.errors import Kind, ServeError
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 
-Part = tuple[int, int, bool]  # slab offset (0: none), bytes, whether it is the last
+# Slab offset (0: none), bytes, whether it is the last, ns since the one before.
+Part = tuple[int, int, bool, int]
 
 
 class Parts:
     """What has come of one answer and was not taken yet. The context of its ticket."""
 
-    def __init__(self, lane: Lane, place: int) -> None:
-        self._lane, self._place = lane, place
+    def __init__(self, lane: Lane, place: int, tally: Tally) -> None:
+        self._lane, self._place, self._tally = lane, place, tally
+        self._read = 0  # parts taken
+        self._last_ns = 0  # when the last one came
         self._came: deque[Part] = deque()
         self._ended = False  # the last part has come
         self._over = False  # the place is no longer ours
@@ -38,7 +43,10 @@ class Parts:
 
     def part(self, offset: int, nbytes: int, final: bool) -> None:
         """For the lane: one part, whose slab is ours."""
-        self._came.append((offset, nbytes, final))
+        now_ns = time.monotonic_ns()
+        before_ns = self._last_ns or self._lane.ring.times_ns(self._place >> 16)[2] or now_ns
+        self._last_ns = now_ns
+        self._came.append((offset, nbytes, final, now_ns - before_ns))
         self._ended = self._ended or final
         self._tell()
 
@@ -62,7 +70,17 @@ class Parts:
         part = self._came.popleft()
         if not self._over:
             self._lane.ring.count_part(self._place)
+        self._read += 1
+        if not part[0]:
+            self._tally.response(self._read - 1).empty_response.add(part[3])
         return part
+
+    def count(self, part: Part, *, failed: bool) -> None:
+        """The part taken last has been read."""
+        counts = self._tally.response(self._read - 1)
+        for took in (counts.compute_infer, counts.fail if failed else counts.success):
+            took.add(part[3])
+        counts.compute_output.add(0)
 
     def close(self, ticket: Ticket) -> None:
         """Nobody takes any more: what came goes back, and the request is cancelled if it still runs."""
@@ -71,6 +89,8 @@ class Parts:
             if offset:
                 self._lane.ring.return_lease(offset)
         if not self._over and not self._ended:
+            now_ns = time.monotonic_ns()
+            self._tally.response(self._read).cancel.add(now_ns - (self._last_ns or now_ns))
             self._lane.cancel(ticket)
 
     def _tell(self) -> None:
@@ -89,12 +109,14 @@ async def stream_on_lane(
     except BaseException:
         lane.abandon(place, rows)
         raise
-    parts = Parts(lane, place)
+    parts = Parts(lane, place, tally_of(version))
     ticket = lane.submit(place, rows, parts.done, request.deadline_ns, parts)
     try:
         while (part := await parts.next()) is not None:
             if part[0]:
-                yield _response(lane, *part)
+                response = _response(lane, *part[:3])
+                parts.count(part, failed=response.error is not None)
+                yield response
     finally:
         parts.close(ticket)
 

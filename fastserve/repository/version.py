@@ -41,7 +41,8 @@ class Version:
     """One version of a model. Only the catalog moves it from state to state.
 
     `inputs` and `outputs` are the model's own tensors; empty until `describe` when the model
-    tells them only once it is loaded. `lane` belongs to the engine and is opaque here.
+    tells them only once it is loaded. `lane` and `tally` belong to the engine and are opaque
+    here.
     """
 
     __slots__ = (
@@ -55,6 +56,7 @@ class Version:
         "outputs",
         "signatures",
         "state",
+        "tally",
     )
 
     def __init__(self, model: str, number: int, folder: Path, config: ModelConfig) -> None:
@@ -68,6 +70,7 @@ class Version:
         self.outputs: dict[str, TensorSpec] = build_specs(config.outputs)
         self.signatures: dict[str, Signature] = {}
         self.lane: object | None = None
+        self.tally: object | None = None
         if self.inputs and self.outputs:
             self.signatures = build_signatures(config, self.inputs, self.outputs)
 

@@ -22,6 +22,7 @@ import msgspec
 import uvloop
 
 from fastserve.config import Listener, Settings
+from fastserve.engine.counts import tally_of
 from fastserve.engine.engine import Engine
 from fastserve.engine.lane import Lane
 from fastserve.engine.meters import LaneMeters
@@ -128,6 +129,7 @@ class Follower:
         lane = Lane(arena, self._number, version.inputs, version.outputs, meters)
         lane.open()
         version.lane = lane
+        tally_of(version).lanes.append(lane)
         self._opened[message["id"]] = version, lane, arena
         self._control.send({"op": "opened", "id": message["id"]})
 
@@ -147,6 +149,7 @@ class Follower:
             await lane.drain()
         version.lane = None
         lane.close()
+        tally_of(version).close(lane)
         arena.close()
         self._control.send({"op": "closed", "id": message["id"]})
 

@@ -12,6 +12,7 @@ import numpy as np
 import uvloop
 
 from fastserve._ext.batch_ring import BatchRing
+from fastserve.engine.counts import tally_of
 from fastserve.engine.engine import Engine
 from fastserve.engine.lane import Lane
 from fastserve.engine.meters import LaneMeters
@@ -51,6 +52,7 @@ class Desk:
         meters = LaneMeters(self.registry, "m", 1, 0, self.arena.geometry.max_rows)
         self.lane = Lane(self.arena, 0, self.version.inputs, self.version.outputs, meters)
         self.version.lane = self.lane
+        tally_of(self.version).lanes.append(self.lane)
         self.workers: list[BatchRing] = [self.arena.ring(worker=i) for i in range(2)]
         self.engine = Engine(Catalog())
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastserve.engine.cache import ENTRY_BYTES, CachedDoor, Keys, ResponseCache
+from fastserve.engine.counts import counts_of, tally_of
 from fastserve.errors import Kind, ServeError
 from fastserve.request import InferRequest, InferResponse
 from fastserve.tensor import DTYPES, Tensor
@@ -25,7 +26,7 @@ class Stage:
     def put(self, name="m", number=1):
         triton = {"input": [io("a", -1)], "output": [io("b", -1)], "max_batch_size": 8}
         version = self.house.put(name, triton, None, number)
-        version.lane = CachedDoor(self.cache, self.inner)
+        version.lane = CachedDoor(self.cache, self.inner, tally_of(version))
         return version
 
     async def ask(self, *values, version=None, outputs=()):
@@ -47,7 +48,11 @@ def test_hits_are_copies_and_ids_do_not_matter():
         assert [await at.ask(3) for _ in range(3)] == [[6]] * 3
         assert len(at.inner.asked) == 1
         assert at.house.all_released()
-        assert (at.version.lane.hits, at.version.lane.misses) == (2, 1)
+        counts = counts_of(at.version)
+        assert (counts.cache_hit.count, counts.cache_miss.count) == (at.cache.hits, at.cache.misses) == (2, 1)
+        assert counts.cache_hit.ns > 0
+        assert counts.cache_miss.ns > 0
+        assert counts.success == counts.cache_hit, "nothing else was answered by a lane"
         await at.ask(4)
         await at.ask(3, outputs=("b",))
         await at.ask(3, version=at.put(number=2))
