@@ -82,7 +82,7 @@ class Lane:
         self._bell = arena.front_bells[front]
         self._pending: list[list[Ticket]] = [[] for _ in range(arena.geometry.slots)]
         self._seqs = [0] * arena.geometry.slots  # which opening of the slot the pending ones are in
-        self._kicking = False
+        self._kicking: asyncio.Handle | None = None
         self._watching = False
         self._idle: list[asyncio.Future[None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -105,6 +105,8 @@ class Lane:
         """Stop listening. Whoever still waits is told that the version is gone."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._bell)
+        if self._kicking is not None:
+            self._kicking.cancel()
         gone = ServeError(Kind.UNAVAILABLE, "the model version was unloaded")
         for tickets in self._pending:
             for ticket in tickets:
@@ -144,7 +146,7 @@ class Lane:
         tickets.append(ticket)
         self.ring.commit(place, rows)
         self.waiting += 1
-        if not self._kicking:
+        if self._kicking is None:
             self._kick_soon()
         if deadline_ns and not self._watching:
             self._watch()
@@ -153,7 +155,8 @@ class Lane:
     def abandon(self, place: int, rows: int) -> None:
         """The inputs could not be written."""
         self.ring.abandon(place, rows)
-        self._kick_soon()
+        if self._kicking is None:
+            self._kick_soon()
 
     def cancel(self, ticket: Ticket) -> None:
         """Nobody waits any more; `done` will not be called. No effect on a ticket already answered."""
@@ -185,12 +188,11 @@ class Lane:
     # --- answers ---------------------------------------------------------------------------------
 
     def _kick_soon(self) -> None:
-        self._kicking = True
         assert self._loop is not None
-        self._loop.call_soon(self._kick)
+        self._kicking = self._loop.call_soon(self._kick)
 
     def _kick(self) -> None:
-        self._kicking = False
+        self._kicking = None
         self.ring.kick()
 
     def _on_bell(self) -> None:
