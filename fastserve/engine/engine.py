@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
+from functools import partial
 
 from fastserve.engine.door import Door
 from fastserve.engine.forms import Form, form_of, join_parts
@@ -129,14 +130,15 @@ def submit_request(
 
 
 def _respond(lane: Lane, form: Form, ticket: Ticket, request: InferRequest) -> InferResponse:
+    if request.times is not None:
+        request.times.extend(lane.ring.times_ns(ticket.place >> 16))
     try:
-        outputs = form.read_outputs(lane, ticket.place, ticket.rows)
-        parameters = form.read_parameters(lane, ticket.place) if lane.requests else {}
+        outputs, parameters = form.read(lane, ticket.place, ticket.rows)
     except BaseException:
         lane.release(ticket)
         raise
     mine = outputs if lane.requests else _wanted(outputs, request)  # whole requests say what they want
-    return InferResponse(mine, lambda: lane.release(ticket), parameters)
+    return InferResponse(mine, partial(lane.release, ticket), dict(parameters))
 
 
 async def _run_split(lane: Lane, form: Form, request: InferRequest, rows: int) -> dict[str, Tensor]:
@@ -170,7 +172,7 @@ async def _run_split(lane: Lane, form: Form, request: InferRequest, rows: int) -
 
 def _copy_out(lane: Lane, form: Form, ticket: Ticket) -> dict[str, Tensor]:
     try:
-        outputs = form.read_outputs(lane, ticket.place, ticket.rows)
+        outputs, _ = form.read(lane, ticket.place, ticket.rows)
         return {n: Tensor(t.dtype, t.shape, bytes(t.data)) for n, t in outputs.items()}
     finally:
         lane.release(ticket)

@@ -19,22 +19,29 @@ def check_inputs(version: Version, inputs: Mapping[str, Tensor]) -> int:
     Raises ServeError INVALID_ARGUMENT naming the input that is missing, unknown, of another dtype or
     shape, of the wrong size, or of another number of rows than the rest.
     """
-    for name in inputs:
-        if name not in version.inputs and name not in _added(version):
-            raise _invalid(f"input {name!r} is not one of the model's: {', '.join(version.inputs)}")
-    rows = -1
+    rows, known, batching = -1, 0, version.batching
     for name, spec in version.inputs.items():
         tensor = inputs.get(name)
         if tensor is None:
             if name in _optional(version):
                 continue
+            _check_names(version, inputs)
             raise _invalid(f"input {name!r} is missing")
-        _check_tensor(tensor, spec, batching=version.batching)
-        if version.batching:
+        known += 1
+        _check_tensor(tensor, spec, batching)
+        if batching:
             if rows not in (-1, tensor.shape[0]):
                 raise _invalid(f"input {name!r} has {tensor.shape[0]} rows, the inputs before it have {rows}")
             rows = tensor.shape[0]
+    if known < len(inputs):
+        _check_names(version, inputs)
     return max(rows, 0)
+
+
+def _check_names(version: Version, inputs: Mapping[str, Tensor]) -> None:
+    for name in inputs:
+        if name not in version.inputs and name not in _added(version):
+            raise _invalid(f"input {name!r} is not one of the model's: {', '.join(version.inputs)}")
 
 
 def _optional(version: Version) -> set[str]:
@@ -49,13 +56,13 @@ def _added(version: Version) -> set[str]:
     return controls | {entry["input_name"] for entry in sequence.get("state") or ()}
 
 
-def _check_tensor(tensor: Tensor, spec: TensorSpec, *, batching: bool) -> None:
+def _check_tensor(tensor: Tensor, spec: TensorSpec, batching: bool) -> None:
     if tensor.dtype is not spec.dtype:
         raise _invalid(f"input {spec.name!r} is {tensor.dtype.name}, the model takes {spec.dtype.name}")
     if batching and not tensor.shape:
         raise _invalid("Batching Run() input tensors must have at least one dimension")
     shape = tensor.shape[1:] if batching else tensor.shape
-    if spec.shape is not None and not _fits(shape, spec.shape):
+    if shape != spec.shape and spec.shape is not None and not _fits(shape, spec.shape):
         lead = [-1] if batching else []
         wanted = [*lead, *spec.shape]
         raise _invalid(f"input {spec.name!r} has shape {list(tensor.shape)}, the model takes {wanted}")
