@@ -17,7 +17,7 @@ import asyncio
 from collections import deque
 from typing import TYPE_CHECKING, cast
 
-from fastserve.wire.bulk import BULK_BYTES, CLAIMED_BYTES, BulkBody
+from fastserve.wire.bulk import BULK_BYTES, CLAIMED_BYTES, BulkBody, Sips
 from fastserve.wire.call import Call
 from fastserve.wire.chunks import ChunkReader, append_piece, join_pieces
 from fastserve.wire.faults import WireFault
@@ -232,7 +232,7 @@ class Connection(asyncio.Protocol):
         """Some of a large body has arrived in its place; with the last of it the call begins."""
         self._need -= nbytes
         if self._need == 0:
-            self._transport.set_protocol(self)
+            self._transport.set_protocol(Sips(self, self._transport))
             if self._state == BODY:
                 self._end_body(cast(Head, self._head), body)
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from fastserve.wire.bulk import BULK_BYTES, CLAIMED_BYTES
+from fastserve.wire.bulk import BULK_BYTES, CLAIMED_BYTES, Sips
 from tests.wire.kit import Pipe
 
 BODY = bytes(i % 251 for i in range(4 * BULK_BYTES))
@@ -38,7 +38,22 @@ def test_the_socket_is_handed_over_only_for_large_bodies():
     pipe.feed(HEAD % (BULK_BYTES + 2) + b"x")
     assert isinstance(pipe.protocol, asyncio.BufferedProtocol)
     pipe.feed(bytes(BULK_BYTES + 1))
+    assert pipe.protocol is not pipe.connection
+    pipe.feed(HEAD % 2)
     assert pipe.protocol is pipe.connection
+    pipe.feed(b"xy")
+    assert [reply.body for reply in pipe.replies()][1:] == [b"2 0"]
+
+
+@pytest.mark.parametrize("size", [5000, 100_000])
+def test_large_bodies_one_after_another_are_read_by_bites_of_their_heads(size):
+    pipe = Pipe({"/echo": summarise})
+    for count in range(1, 4):
+        pipe.feed(HEAD % len(BODY) + BODY, size)
+        assert isinstance(pipe.protocol, Sips)
+        assert [reply.body for reply in pipe.replies()] == [b"%d 1" % len(BODY)] * count
+    pipe.protocol.connection_lost(None)
+    assert not pipe.listener.connections
 
 
 def test_a_claimed_length_alone_takes_no_memory():
