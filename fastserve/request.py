@@ -17,7 +17,8 @@ class InferRequest:
     begins with the same number of rows. `outputs` names the wanted outputs, empty for all.
     `deadline_ns` is on the clock of time.monotonic_ns(), 0 for none. `timeout_us` is how long the request
     may wait in the queue of a model whose policy lets it say so, 0 for the model's own default; `priority`
-    0 is the model's default level. `sequence_id` 0 or "" means the request is no part of a sequence.
+    0 is the model's default level. `sequence_id` 0 or "" means the request is no part of a sequence. A list
+    given as `times` is filled with the moments of the request's batch, as BatchRing.times_ns has them.
     """
 
     inputs: dict[str, Tensor]
@@ -30,6 +31,7 @@ class InferRequest:
     sequence_start: bool = False
     sequence_end: bool = False
     timeout_us: int = 0
+    times: list[int] | None = None
 
 
 @dataclass(slots=True)

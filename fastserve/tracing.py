@@ -166,6 +166,17 @@ def _quote(value: str) -> str:
     return '"' + value.replace('"', '\\"') + '"'
 
 
+class TritonLines(TextLines):
+    """As Triton writes lines with log_format ISO8601: time LETTER process place] message key=value ..."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        pairs = "".join(f" {k}={_quote(v)}" for k, v in fields_of(record, self._always).items())
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(record.created))
+        place = f"{escape(record.name, 80)}:{record.lineno}"
+        line = f"{stamp} {record.levelname[0]} {record.process} {place}] {_message(record)}{pairs}"
+        return "\n  | ".join([line, *trace_of(record)])
+
+
 class JSONLines(logging.Formatter):
     """One JSON object per line: time, level, logger, message, the fields, and "trace" for a traceback."""
 
@@ -232,12 +243,32 @@ class RepeatFilter(logging.Filter):
 
 
 class LogStream(_StreamHandler):
-    """Writes to a stream; one that is closed or full costs lines, never a request (hardening R12)."""
+    """Writes to a stream; one that is closed or full costs lines, never a request (hardening R12).
+
+    `levels` are those of Triton's switches that are on, None where nobody has touched one.
+    """
 
     lost = 0
+    levels: frozenset[int] | None = None
+    fields: Mapping[str, str]
+    first_formatter: logging.Formatter
+
+    def filter(self, record: logging.LogRecord) -> Any:
+        bucket = min(max(record.levelno // 10 * 10, logging.DEBUG), logging.ERROR)
+        return (self.levels is None or bucket in self.levels) and super().filter(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
         self.lost += 1
+
+
+def switch_logs(levels: frozenset[int], *, iso8601: bool) -> None:
+    """Change what this process logs while it runs: the levels written, each by itself, and how lines look.
+    Not `iso8601` is the form the server was started with."""
+    logging.getLogger("fastserve").setLevel(min(levels, default=logging.CRITICAL))
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, LogStream):
+            handler.levels = levels
+            handler.setFormatter(TritonLines(handler.fields) if iso8601 else handler.first_formatter)
 
 
 def setup_logs(
@@ -254,7 +285,9 @@ def setup_logs(
     the logger fastserve.access on. The arguments are the LogOptions of the configuration.
     """
     stream_handler = LogStream(stream or sys.stderr)
-    stream_handler.setFormatter(JSONLines(fields) if format == "json" else TextLines(fields))
+    stream_handler.fields = dict(fields or {})
+    stream_handler.first_formatter = JSONLines(fields) if format == "json" else TextLines(fields)
+    stream_handler.setFormatter(stream_handler.first_formatter)
     stream_handler.addFilter(RepeatFilter())
     root = logging.getLogger()
     root.handlers[:] = [stream_handler]

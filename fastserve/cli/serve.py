@@ -20,6 +20,9 @@ NAMED: dict[str, dict[str, Any]] = {
     "grpc": {"names": ["--grpc"], "multiple": True, "metavar": "HOST:PORT[=DIALECT,...]"},
     "load_models": {"names": ["--load-model"], "multiple": True, "metavar": "NAME|*"},
     "keep_going": {"names": ["--keep-going"], "is_flag": True},
+    "triton.http_restricted_api": {"multiple": True, "metavar": "API,...:HEADER=VALUE"},
+    "triton.grpc_restricted_protocol": {"multiple": True, "metavar": "API,...:KEY=VALUE"},
+    "triton.trace_config": {"multiple": True, "metavar": "[triton,]SETTING=VALUE"},
 }
 SETTINGS_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 NO_FLAG = ("repository", "models", "model_defaults")

@@ -13,6 +13,7 @@ from fastserve.config.settings import (
     Settings,
     TFServingOptions,
 )
+from fastserve.config.triton import TritonOptions
 
 __all__ = [
     "DEFAULT_POLICY",
@@ -26,6 +27,7 @@ __all__ = [
     "RepositorySettings",
     "Settings",
     "TFServingOptions",
+    "TritonOptions",
     "VersionPolicy",
     "convert",
     "list_fields",

@@ -167,7 +167,8 @@ class Field:
 
     @property
     def flag(self) -> str:
-        return "--" + self.path.replace(".", "-").replace("_", "-")
+        """The path with dashes. Those of `triton` are Triton's own, which have no such word before them."""
+        return "--" + self.path.removeprefix("triton.").replace(".", "-").replace("_", "-")
 
 
 def list_fields(kind: type[msgspec.Struct], prefix: str = "") -> Iterator[Field]:

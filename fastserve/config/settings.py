@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from fastserve.config.policy import VersionNumber, VersionPolicy
+from fastserve.config.triton import INPUT_BYTES, TritonOptions
 
 Count = Annotated[int, Meta(ge=1)]
 ModelName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
@@ -199,10 +200,20 @@ class Settings(RepositorySettings, frozen=True, forbid_unknown_fields=True, kw_o
     limits: Limits = Limits()
     grpc_options: GrpcOptions = GrpcOptions()
     tfserving: TFServingOptions = TFServingOptions()
+    triton: TritonOptions = TritonOptions()
     log: LogOptions = LogOptions()
 
     def __post_init__(self) -> None:
         if self.allow_client_shm and self.frontends > 1:  # each front keeps the regions it was told of
             raise ValueError(
                 f"allow_client_shm: given true with frontends {self.frontends}, allowed: with frontends 1"
+            )
+        if self.triton.trace_config and self.frontends > 1:  # they would write over each other's files
+            raise ValueError(
+                f"triton.trace_config: given with frontends {self.frontends}, allowed: with frontends 1"
+            )
+        given, most = self.triton.http_max_input_size, self.limits.body_bytes
+        if given > max(most, INPUT_BYTES):  # it would never be reached
+            raise ValueError(
+                f"triton.http_max_input_size: given {given}, allowed: up to limits.body_bytes, {most}"
             )

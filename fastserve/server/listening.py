@@ -13,6 +13,7 @@ from fastserve.dialects.kserve_v2 import KServeV2, Regions, Service
 from fastserve.dialects.kserve_v2.metadata import is_ready
 from fastserve.dialects.kserve_v2.nv_metrics import write_nv_metrics
 from fastserve.dialects.kserve_v2.repository import NoRepository, RepositoryFace
+from fastserve.dialects.kserve_v2.traces import Traces
 from fastserve.dialects.ops import Ops
 from fastserve.dialects.tfserving.dialect import TFServing
 from fastserve.dialects.triton_v1.control import Control
@@ -57,6 +58,7 @@ class Front:
     repository: RepositoryFace = field(default_factory=NoRepository)
     nv_metrics: Callable[[], Callable[[], bytes]] | None = None
     regions: Regions = field(default_factory=lambda: Regions(False))
+    traces: Traces = field(default_factory=Traces)
     readiness: Readiness = field(default_factory=Readiness)
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     http: list[HttpListener] = field(default_factory=list)
@@ -101,13 +103,23 @@ class Front:
             await grpc_listener.drain(grace_s)
         self.http, self.grpc = [], []
         self.regions.close()
+        self.traces.close()
         return cut
 
     def _dialects(self) -> dict[str, MakeDialect]:
         settings = self.settings
         tfserving = TFServing(self.engine, self.registry, settings.tfserving, settings.limits)
         self.regions.allowed = settings.allow_client_shm
-        kserve = Service(self.engine, self.registry, settings.limits, self.regions, self.repository)
+        kserve = Service(
+            self.engine,
+            self.registry,
+            settings.limits,
+            self.regions,
+            self.repository,
+            settings.triton,
+            settings.log.level,
+        )
+        self.traces = kserve.traces
         statistics = kserve.statistics
         self.nv_metrics = lambda: partial(write_nv_metrics, statistics, statistics.ready())
         control = Control(self.engine.catalog, self.repository)

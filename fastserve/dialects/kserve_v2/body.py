@@ -51,6 +51,7 @@ class InputPart:
     datatype: str
     shape: tuple[int, ...]
     data: Memory
+    is_json: bool = False
 
 
 @dataclass(slots=True)
@@ -115,8 +116,9 @@ def _take_over(read: CompiledBody, rest: _Blobs, read_region: ReadRegion) -> Inf
     names: set[str] = set()
     for part in read.inputs:
         _refuse_double(part.name, names, read.id)
+        is_json = part.data is not None
         data = part.data if part.data is not None else _find_data(part, rest, read_region)
-        body.inputs.append(InputPart(part.name, part.datatype, part.shape, data))
+        body.inputs.append(InputPart(part.name, part.datatype, part.shape, data, is_json))
     rest.end()
     body.outputs = [_make_output(part.name, _members(part.parameters)) for part in read.outputs]
     return body
@@ -178,7 +180,7 @@ def _read_input(
         return InputPart(name, datatype, shape, blobs.take(size, name))
     if range is not None:
         return InputPart(name, datatype, shape, read_region(range))
-    return InputPart(name, datatype, shape, _read_data(data, datatype, shape, name))
+    return InputPart(name, datatype, shape, _read_data(data, datatype, shape, name), is_json=True)
 
 
 def _refuse_double(name: str, names: set[str], request_id: str) -> None:

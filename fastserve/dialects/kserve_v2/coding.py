@@ -5,8 +5,11 @@ from __future__ import annotations
 import zlib
 from typing import Literal
 
+from msgspec.structs import replace
+
 from fastserve.config import Limits
 from fastserve.dialects.kserve_v2.errors import invalid, unsupported
+from fastserve.dialects.kserve_v2.sizes import inflated_too_large
 from fastserve.errors import Kind, ServeError
 from fastserve.wire.inflate import inflate
 
@@ -17,17 +20,21 @@ _GZIP_WINDOW = zlib.MAX_WBITS | 16
 _LEVEL = 1  # replies are packed while nobody else is served
 
 
-def unpack(body: bytes | bytearray, coding: bytes, limits: Limits) -> bytes | bytearray:
-    """The body without its Content-Encoding. Raises ServeError."""
+def unpack(body: bytes | bytearray, coding: bytes, limits: Limits, most: int) -> bytes | bytearray:
+    """The body without its Content-Encoding, of at most `most` bytes. Raises ServeError."""
     name = coding.strip().lower()
     if name in (b"", b"identity"):
         return body
     if name not in (b"gzip", b"deflate"):
         raise unsupported(UNSUPPORTED)
+    within = replace(limits, inflated_bytes=most) if most < limits.inflated_bytes else limits
     try:
-        return inflate(body, limits)
+        return inflate(body, within)
     except ServeError as fault:  # also one that grows too large is the request's own fault here
-        raise invalid(fault.message) if fault.kind is Kind.RESOURCE_EXHAUSTED else fault from None
+        if fault.kind is not Kind.RESOURCE_EXHAUSTED:
+            raise
+        told = within is not limits and "limits.inflated_bytes" in fault.message
+        raise invalid(inflated_too_large(most) if told else fault.message) from None
 
 
 def choose_coding(accepted: bytes) -> Coding:

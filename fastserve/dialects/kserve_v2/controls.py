@@ -1,18 +1,21 @@
 """Trace and logging settings as clients read and change them (spec 9). No HTTP, no JSON text here.
 
-Settings are kept and shown per front process; what they switch lies elsewhere: `log_*` moves the level
-of the server's own log, traces are written by the file the settings name, which no client may name.
+Settings are kept and shown per front process; what they switch lies elsewhere: `log_*` in the server's own
+log (tracing.py), `trace_*` in `traces`. Files are named by who starts the server, never by a client.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from fastserve.config.triton import TRACE_LEVELS
 from fastserve.dialects.kserve_v2.document import as_array, as_bool, as_string, as_uint
 from fastserve.dialects.kserve_v2.errors import invalid, unsupported
+from fastserve.dialects.kserve_v2.traces import OFF, Traces
 from fastserve.errors import Kind, ServeError
+from fastserve.tracing import switch_logs
 
 if TYPE_CHECKING:
     from fastserve._ext.json_value import Members
@@ -25,21 +28,24 @@ TRACE_DEFAULTS: dict[str, str | list[str]] = {
     "trace_file": "",
     "trace_mode": "triton",
 }
-LEVELS = ("OFF", "TIMESTAMPS", "TENSORS")
 _NUMBERS = {"trace_rate": 0, "trace_count": -1, "log_frequency": 0}  # and their least value
 _FIXED = {"trace_file": "trace file location", "trace_mode": "trace mode"}
 
 
 class TraceSettings:
-    """The global settings, and those of single models on top of them."""
+    """The global settings, and those of single models on top of them. `start` is what the server began with,
+    the file among it; `traces` are told of every change."""
 
-    def __init__(self) -> None:
+    def __init__(self, start: Mapping[str, str | list[str]], traces: Traces) -> None:
+        self._start: dict[str, str | list[str]] = {**TRACE_DEFAULTS, **start}
         self._global: dict[str, str | list[str]] = {}
         self._models: dict[str, dict[str, str | list[str]]] = {}
+        self._traces = traces
+        self._apply()
 
     def show(self, model: str = "") -> dict[str, str | list[str]]:
         """What holds for a model, "" for all."""
-        return {**TRACE_DEFAULTS, **self._global, **self._models.get(model, {})}
+        return {**self._start, **self._global, **self._models.get(model, {})}
 
     def change(self, members: Members, model: str = "") -> None:
         """Take over a JSON object's settings; null goes back to what holds for all. Raises ServeError, and
@@ -57,26 +63,42 @@ class TraceSettings:
                 own[name] = check_levels([as_string(item) for item in as_array(value)])
             else:
                 own[name] = check_number(name, as_string(value))
-        self.put(own, model)
-
-    def put(self, own: dict[str, str | list[str]], model: str = "") -> None:
-        """Keep settings that have been checked."""
-        if model:
+        _check({**self._start, **(self._global if model else {}), **own})
+        if model and own:
             self._models[model] = own
+        elif model:
+            self._models.pop(model, None)
         else:
             self._global = own
+        self._apply(model)
+
+    def _apply(self, changed: str = "") -> None:
+        """A change for all is one for each model that is under part of it."""
+        models = ["", *self._models]
+        self._traces.take_over(
+            {model: self.show(model) for model in models}, [changed] if changed else models
+        )
 
 
 def check_levels(levels: list[str]) -> list[str]:
-    """Trace levels a client may set. Raises ServeError."""
+    """Trace levels that there are. Raises ServeError."""
     for level in levels:
-        if level not in LEVELS:
+        if level not in TRACE_LEVELS:
             raise invalid(f"Unable to parse 'trace_level', got: {level}")
-    if "OFF" in levels:
-        if len(levels) > 1:
-            raise invalid("Expect only one trace level 'OFF' is specified")
-        return levels
-    raise invalid("Attempting to set invalid trace setting :trace file name is not given")
+    if "OFF" in levels and len(levels) > 1:
+        raise invalid("Expect only one trace level 'OFF' is specified")
+    return levels or OFF
+
+
+def _check(settings: Mapping[str, str | list[str]]) -> None:
+    """Raises ServeError for tracing that cannot be done."""
+    if settings["trace_level"] == OFF:
+        return
+    failed = "Attempting to set invalid trace setting :"
+    if settings["trace_rate"] == "0":
+        raise invalid(f"{failed}sample rate must be non-zero")
+    if not settings["trace_file"]:
+        raise invalid(f"{failed}trace file name is not given")
 
 
 def check_number(name: str, text: str) -> str:
@@ -91,6 +113,12 @@ def check_number(name: str, text: str) -> str:
 
 
 FORMATS = ("default", "ISO8601")
+_LEVELS = {
+    "log_verbose_level": logging.DEBUG,
+    "log_info": logging.INFO,
+    "log_warning": logging.WARNING,
+    "log_error": logging.ERROR,
+}
 _READ: dict[str, Callable[..., bool | int | str]] = {
     "log_info": as_bool,
     "log_warning": as_bool,
@@ -101,15 +129,15 @@ _READ: dict[str, Callable[..., bool | int | str]] = {
 
 
 class LogSettings:
-    """What the server writes to its log, as switches; they set the level of the logger `fastserve`."""
+    """What this process writes to its log, as switches; `level` is what it was started with."""
 
-    def __init__(self) -> None:
+    def __init__(self, level: str = "info") -> None:
         self._values: dict[str, bool | int | str] = {
             "log_file": "",
-            "log_info": True,
-            "log_warning": True,
+            "log_info": level in ("debug", "info"),
+            "log_warning": level != "error",
             "log_error": True,
-            "log_verbose_level": 0,
+            "log_verbose_level": int(level == "debug"),
             "log_format": "default",
         }
 
@@ -136,14 +164,5 @@ class LogSettings:
             raise ServeError(Kind.UNAVAILABLE, f"invalid argument for {format_name}, got: {chosen}")
         if changes:
             self._values.update(changes)
-            logging.getLogger("fastserve").setLevel(self._level())
-
-    def _level(self) -> int:
-        values = self._values
-        if values["log_verbose_level"]:
-            return logging.DEBUG
-        if values["log_info"]:
-            return logging.INFO
-        if values["log_warning"]:
-            return logging.WARNING
-        return logging.ERROR if values["log_error"] else logging.CRITICAL
+            levels = frozenset(level for name, level in _LEVELS.items() if self._values[name])
+            switch_logs(levels, iso8601=self._values["log_format"] == "ISO8601")

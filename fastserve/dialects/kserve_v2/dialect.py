@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fastserve.config.triton import parse_restrictions
 from fastserve.dialects.kserve_v2.calls import (
     PLAIN,
     SLOW,
@@ -18,6 +19,7 @@ from fastserve.dialects.kserve_v2.calls import (
 )
 from fastserve.dialects.kserve_v2.generate import Generate
 from fastserve.dialects.kserve_v2.infer import Infer
+from fastserve.dialects.kserve_v2.restricted import restrict
 from fastserve.dialects.kserve_v2.routes import WRONG_VERB, Target, is_own, parse_target
 from fastserve.dialects.kserve_v2.service import Service
 from fastserve.wire.call import Endpoint
@@ -34,13 +36,16 @@ class KServeV2:
     def __init__(self, service: Service, *, alone: bool = False) -> None:
         self._service = service
         self._alone = alone
+        self._restrictions = parse_restrictions("http_restricted_api", service.options.http_restricted_api)
 
     def route(self, method: str, target: str) -> Endpoint | None:
         """The endpoint of a target, None when it is not under /v2 and other dialects may know it."""
         if not self._alone and not is_own(target):
             return None
         parsed = parse_target(method, target)
-        return answer_wrong_verb if parsed.asked == WRONG_VERB else self._choose(parsed)
+        if parsed.asked == WRONG_VERB:
+            return answer_wrong_verb
+        return restrict(self._choose(parsed), parsed.asked, self._restrictions)
 
     def grpc_methods(self) -> list[Method]:
         """The RPCs of inference.GRPCInferenceService."""
@@ -58,7 +63,7 @@ class KServeV2:
         service, asked = self._service, target.asked
         if asked == "infer":
             return Infer(service, target)
-        if asked == "generate" or (asked == "generate_stream" and service.can_stream):
+        if asked in ("generate", "generate_stream"):
             return Generate(service, target, events=asked == "generate_stream")
         if asked in PLAIN:
             return Ask(service, target, PLAIN[asked])

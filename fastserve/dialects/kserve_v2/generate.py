@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fastserve._ext.json_writer import write_string
+from fastserve.dialects.kserve_v2.answers import client_tensor
 from fastserve.dialects.kserve_v2.body import InferBody, InputPart
 from fastserve.dialects.kserve_v2.document import as_object, as_string, read_object
 from fastserve.dialects.kserve_v2.errors import (
@@ -25,13 +26,16 @@ from fastserve.dialects.kserve_v2.errors import (
     to_bytes,
     to_text,
 )
-from fastserve.dialects.kserve_v2.infer import client_tensor, find_plan, make_request
+from fastserve.dialects.kserve_v2.forwarding import headers_as_sent
+from fastserve.dialects.kserve_v2.infer import find_plan, make_request
 from fastserve.dialects.kserve_v2.leaves import read_leaves
 from fastserve.dialects.kserve_v2.parameters import set_parameter
 from fastserve.dialects.kserve_v2.plans import Plan, Side, full_dims
 from fastserve.dialects.kserve_v2.replies import write_items
 from fastserve.dialects.kserve_v2.routes import Target
 from fastserve.dialects.kserve_v2.service import JSON, Service
+from fastserve.dialects.kserve_v2.sizes import check_json
+from fastserve.dialects.kserve_v2.traces import Traced
 from fastserve.errors import ModelError, ServeError
 from fastserve.request import InferRequest, InferResponse
 from fastserve.wire.call import Call
@@ -39,6 +43,8 @@ from fastserve.wire.call import Call
 if TYPE_CHECKING:
     from fastserve._ext.json_value import Value
 
+Answer = tuple[int, bytes]
+Answers = AsyncGenerator[Answer, None]
 EVENTS = b"text/event-stream; charset=utf-8"
 NOT_ONE = (
     "generate expects model to produce exactly 1 response, use generate stream for model that generates "
@@ -62,47 +68,61 @@ class Generate:
             plan = find_plan(service, target)
             if call.header(b"content-encoding").strip().lower() not in (b"", b"identity"):
                 raise invalid("Unsupported content-encoding, only 'identity' is supported.")
+            check_json(len(call.body), service.options.http_max_input_size)
             body = read_generate(plan, call.body)
+            if service.forward_http:
+                service.forward_http.add(headers_as_sent(call), body.parameters)
         except ServeError as fault:
             service.refuse(call, fault, target.model)
             return
-        if self._events:
-            await self._send_events(call, plan, body)
-        else:
-            await self._send_one(call, plan, body)
+        with service.traces.one(target.model) as traced:
+            send = self._send_events if self._events else self._send_one
+            await send(call, plan, self._answers(plan, body, traced))
 
-    async def _send_one(self, call: Call, plan: Plan, body: InferBody) -> None:
+    async def _send_one(self, call: Call, plan: Plan, answers: Answers) -> None:
         status, reply = 200, b""
-        try:
-            async with aclosing(_responses(self._service, plan, body)) as responses:
-                async for text in responses:
-                    if reply:
-                        reply = error_body(NOT_ONE)  # and 200, as in the original
-                        break
-                    reply = text
-            self._service.succeeded(call, plan)
-        except ServeError as fault:
-            status, reply = self._refused(fault)
+        async with aclosing(answers):
+            async for answer in answers:
+                if reply:
+                    status, reply = 200, error_body(NOT_ONE)  # as in the original
+                    break
+                status, reply = answer
         stream = call.stream(status, JSON)
         await stream.write(reply or error_body(NOT_ONE))
         await stream.close()
-
-    async def _send_events(self, call: Call, plan: Plan, body: InferBody) -> None:
-        """The first response decides the status; an error after it is one more event."""
-        stream = None
-        try:
-            async with aclosing(_responses(self._service, plan, body)) as responses:
-                async for text in responses:
-                    stream = stream or call.stream(200, EVENTS)
-                    await stream.write(b"data: %b\n\n" % text)
+        if status == 200:
             self._service.succeeded(call, plan)
-        except ServeError as fault:
-            status, reply = self._refused(fault)
-            stream = stream or call.stream(status, EVENTS)
-            await stream.write(b"data: %b\n\n" % reply)
-        await (stream or call.stream(200, EVENTS)).close()
 
-    def _refused(self, fault: ServeError) -> tuple[int, bytes]:
+    async def _send_events(self, call: Call, plan: Plan, answers: Answers) -> None:
+        """The first answer decides the status; an error after it is one more event."""
+        stream, well = None, True
+        async with aclosing(answers):
+            async for status, text in answers:
+                stream, well = stream or call.stream(status, EVENTS), well and status == 200
+                await stream.write(b"data: %b\n\n" % text)
+        await (stream or call.stream(200, EVENTS)).close()
+        if well:
+            self._service.succeeded(call, plan)
+
+    async def _answers(self, plan: Plan, body: InferBody, traced: Traced | None) -> Answers:
+        """Every answer as JSON, with the status it has when it is the first."""
+        service = self._service
+        try:
+            request = make_request(plan, body)
+            if not plan.decoupled:
+                response = await service.infer(plan.version, request, traced)
+                yield 200, _write_and_release(plan, request, response)
+                return
+            async with aclosing(service.stream(plan.version, request, traced)) as responses:
+                async for response in responses:
+                    if response.error is not None:
+                        yield self._refused(response.error)
+                    elif text := _write_and_release(plan, request, response):
+                        yield 200, text
+        except ServeError as fault:
+            yield self._refused(fault)
+
+    def _refused(self, fault: ServeError) -> Answer:
         fault = in_own_words(fault)
         self._service.traffic.refused(self._target.model, fault.kind.name)
         # A model's error is 400 here whatever its code; what never reached the model keeps its own.
@@ -110,27 +130,12 @@ class Generate:
         return status, error_body(fault.message)
 
 
-async def _responses(service: Service, plan: Plan, body: InferBody) -> AsyncGenerator[bytes, None]:
-    """Every response as JSON. Raises ServeError."""
-    request = make_request(plan, body)
-    if not plan.decoupled:
-        response = await service.engine.infer(plan.version, request)
-        try:
-            text = write_generated(plan, request, response)
-        finally:
-            response.release()
-        yield text
-        return
-    async with aclosing(service.stream(plan.version, request)) as responses:
-        async for response in responses:
-            try:
-                text = write_generated(plan, request, response) if response.outputs else b""
-            finally:
-                response.release()
-            if response.error is not None:
-                raise response.error
-            if text:
-                yield text
+def _write_and_release(plan: Plan, request: InferRequest, response: InferResponse) -> bytes:
+    """The response as JSON; b"" for one without outputs. Raises ServeError."""
+    try:
+        return write_generated(plan, request, response) if response.outputs else b""
+    finally:
+        response.release()
 
 
 def read_generate(plan: Plan, data: bytes | bytearray) -> InferBody:

@@ -16,8 +16,8 @@ from time import monotonic_ns
 from typing import Any
 
 from fastserve._ext.proto_wire import write_stream_response
+from fastserve.dialects.kserve_v2.answers import reply_parameters
 from fastserve.dialects.kserve_v2.grpc_infer import Job, Sent, collect_outputs, find_sent, make_job, tell
-from fastserve.dialects.kserve_v2.infer import reply_parameters
 from fastserve.dialects.kserve_v2.service import Service
 from fastserve.errors import ServeError
 from fastserve.request import InferResponse
@@ -121,9 +121,9 @@ class _Conversation:
     async def _answer_one(self, sent: Sent, job: Job) -> bytes:
         started_ns = monotonic_ns()
         service = self._service
-        with job.held:
+        with job.held, service.traces.one(job.plan.model) as traced:
             try:
-                response = await service.engine.infer(job.plan.version, job.request)
+                response = await service.infer(job.plan.version, job.request, traced)
                 try:
                     reply = self._write(job, response, final=True)
                 finally:
@@ -137,9 +137,9 @@ class _Conversation:
     async def _answer_many(self, sent: Sent, job: Job) -> None:
         started_ns = monotonic_ns()
         service, ended = self._service, False
-        with job.held:
+        with job.held, service.traces.one(job.plan.model) as traced:
             try:
-                async with aclosing(service.stream(job.plan.version, job.request)) as responses:
+                async with aclosing(service.stream(job.plan.version, job.request, traced)) as responses:
                     async for response in responses:
                         try:
                             piece = self._write_part(sent, job, response)

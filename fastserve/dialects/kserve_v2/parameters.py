@@ -11,6 +11,16 @@ from fastserve.dialects.kserve_v2.errors import invalid, to_text
 if TYPE_CHECKING:
     from fastserve._ext.json_value import Value
 
+MEANT = (
+    "sequence_id",
+    "sequence_start",
+    "sequence_end",
+    "priority",
+    "timeout",
+    "headers",
+    "binary_data_output",
+)
+"""Names that mean something to the server; any other is the model's."""
 RESERVED = "parameter keys starting with 'triton_' are reserved for Triton usage and should not be specified."
 
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from time import monotonic_ns
-from typing import Protocol, cast
+from typing import Protocol
 
 import msgspec
 
-from fastserve.config import Limits
+from fastserve.config import Limits, TritonOptions
+from fastserve.config.triton import parse_trace_config
 from fastserve.dialects.kserve_v2.controls import LogSettings, TraceSettings
-from fastserve.dialects.kserve_v2.errors import HTTP_STATUS, error_body, in_own_words, unsupported
+from fastserve.dialects.kserve_v2.errors import HTTP_STATUS, error_body, in_own_words
+from fastserve.dialects.kserve_v2.forwarding import Forwarding
 from fastserve.dialects.kserve_v2.plans import Plan, Plans
 from fastserve.dialects.kserve_v2.regions import Regions
 from fastserve.dialects.kserve_v2.repository import RepositoryFace
 from fastserve.dialects.kserve_v2.statistics import Statistics
+from fastserve.dialects.kserve_v2.traces import Traced, Traces
 from fastserve.errors import ServeError
 from fastserve.metrics import Registry, names
 from fastserve.metrics.traffic import Traffic
@@ -35,6 +39,8 @@ class EngineFace(Protocol):
 
     async def infer(self, version: Version, request: InferRequest) -> InferResponse: ...
 
+    def stream(self, version: Version, request: InferRequest) -> AsyncGenerator[InferResponse, None]: ...
+
 
 class Service:
     """One dialect's state in one front process, shared by its HTTP and gRPC halves."""
@@ -46,6 +52,8 @@ class Service:
         limits: Limits,
         regions: Regions,
         repository: RepositoryFace,
+        options: TritonOptions | None = None,
+        log_level: str = "info",
     ) -> None:
         self.engine = engine
         self.catalog = engine.catalog
@@ -54,10 +62,26 @@ class Service:
         self.regions = regions
         self.repository = repository
         self.plans = Plans()
-        self.trace = TraceSettings()
-        self.log = LogSettings()
+        self.options = options or TritonOptions()
+        self.traces = Traces()
+        self.trace = TraceSettings(parse_trace_config(self.options.trace_config), self.traces)
+        self.log = LogSettings(log_level)
+        self.forward_http = Forwarding(self.options.http_header_forward_pattern)
+        self.forward_grpc = Forwarding(self.options.grpc_header_forward_pattern)
         self.statistics = Statistics(registry, engine.catalog)
         self.traffic = Traffic(registry, "kserve_v2", engine.catalog.models)
+
+    async def infer(self, version: Version, request: InferRequest, traced: Traced | None) -> InferResponse:
+        """The engine's answer, with its moments noted. Raises ServeError."""
+        if traced is None:
+            return await self.engine.infer(version, request)
+        traced.begin(version, request)
+        response: InferResponse | None = None
+        try:
+            response = await self.engine.infer(version, request)
+        finally:
+            traced.answered(request, response)
+        return response
 
     def refuse(
         self,
@@ -86,16 +110,24 @@ class Service:
         self.traffic.count(plan.model, plan.version.number, monotonic_ns() - call.received_ns)
         self.statistics.ran(plan.version)
 
-    @property
-    def can_stream(self) -> bool:
-        """Whether the engine runs models that give any number of responses."""
-        return hasattr(self.engine, "stream")
+    def stream(
+        self, version: Version, request: InferRequest, traced: Traced | None
+    ) -> AsyncGenerator[InferResponse, None]:
+        """The engine's responses to one request, noted as they come. Raises ServeError."""
+        responses = self.engine.stream(version, request)
+        if traced is None:
+            return responses
+        traced.begin(version, request)
+        return _note_all(responses, request, traced)
 
-    def stream(self, version: Version, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
-        """The engine's responses to one request. Raises ServeError when it gives one at a time only."""
-        if not self.can_stream:
-            raise unsupported("doesn't support models with decoupled transaction policy")
-        return cast("AsyncGenerator[InferResponse, None]", getattr(self.engine, "stream")(version, request))  # noqa: B009
+
+async def _note_all(
+    responses: AsyncGenerator[InferResponse, None], request: InferRequest, traced: Traced
+) -> AsyncGenerator[InferResponse, None]:
+    async with aclosing(responses):
+        async for response in responses:
+            traced.answered(request, response)
+            yield response
 
 
 def show(call: Call, value: object) -> None:

@@ -1,47 +1,35 @@
-"""An error that a decoupled model sends as one of its responses reaches the client, over HTTP and gRPC."""
+"""Errors among a decoupled model's responses reach a client of generate_stream, and the stream goes on."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
-from types import SimpleNamespace
-from typing import Any
+import json
+from pathlib import Path
 
-import pytest
-
-from fastserve.dialects.kserve_v2 import generate
-from fastserve.dialects.kserve_v2.grpc_stream import _Conversation
-from fastserve.errors import Kind, ServeError
-from fastserve.request import InferResponse
-
-KABOOM = ServeError(Kind.INTERNAL, "kaboom")
+from tests.dialects.kserve_v2.models import DECOUPLED, MANY, REPEAT, config, put, tensors
+from tests.dialects.kserve_v2.replay import exchange
+from tests.dialects.kserve_v2.test_options import serving
+from tests.server.rig import run
 
 
-async def one_error(version: Any, request: Any) -> AsyncIterator[InferResponse]:
-    yield InferResponse({}, error=KABOOM, final=False)
+def test_errors_are_events(tmp_path: Path) -> None:
+    sides = tensors("input", IN="INT32 [-1]") + tensors("output", OUT="INT32 [1]")
+    put(tmp_path, "repeat", config(0, sides, DECOUPLED), MANY + REPEAT)
 
+    async def work() -> None:
+        async with serving(tmp_path) as asked:
 
-def test_generate_raises_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "make_request", lambda plan, body: None)
-    service: Any = SimpleNamespace(stream=one_error)
-    plan: Any = SimpleNamespace(decoupled=True, version=None)
+            async def ask(verb: str, *numbers: int) -> tuple[int, list[object]]:
+                path, body = f"/v2/models/repeat/{verb}", json.dumps({"IN": numbers})
+                given = {"method": "POST", "path": path, "headers": {}, "body": body}
+                status, _, reply = await exchange(asked.server.front.http[0].address, given)
+                texts = [line.removeprefix(b"data: ") for line in reply.split(b"\r\n")[1::2]]
+                shown = [json.loads(text) for text in texts if text]
+                return status, [one.get("error", one.get("OUT")) for one in shown]
 
-    async def collect() -> list[bytes]:
-        return [text async for text in generate._responses(service, plan, Any)]  # type: ignore[arg-type]
+            assert await ask("generate_stream", 1, -1, 2) == (200, [1, "bad value", 2])
+            assert await ask("generate_stream", -1, 3) == (400, ["bad value", 3])
+            assert await ask("generate", -1) == (400, ["bad value"])
+            status, (text,) = await ask("generate", 1, -1)
+            assert (status, str(text)[:46]) == (200, "generate expects model to produce exactly 1 re")
 
-    with pytest.raises(ServeError, match="kaboom"):
-        asyncio.run(collect())
-
-
-def test_a_grpc_stream_writes_it_and_may_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[tuple[ServeError, bool]] = []
-
-    def write_fault(self: Any, sent: Any, job: Any, fault: ServeError, *, final: bool) -> bytes:
-        written.append((fault, final))
-        return b"fault"
-
-    monkeypatch.setattr(_Conversation, "_write_fault", write_fault)
-    stream = object.__new__(_Conversation)
-    response = InferResponse({}, error=KABOOM, final=False)
-    assert stream._write_part(None, None, response) == b"fault"  # type: ignore[arg-type]
-    assert written == [(KABOOM, False)]
+    run(work())

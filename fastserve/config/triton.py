@@ -1,0 +1,116 @@
+"""What Triton's own flags set, for the dialect kserve_v2: names and values as Triton spells them.
+
+    --http-restricted-api model-repository,shared-memory:admin-key=secret
+    --trace-config triton,file=trace.json --trace-config level=TIMESTAMPS --trace-config rate=100
+
+Values with a form of their own are checked when the settings are read, and parsed again where they are used.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+CATEGORIES = (
+    "health",
+    "metadata",
+    "inference",
+    "shared-memory",
+    "model-config",
+    "model-repository",
+    "statistics",
+    "trace",
+    "logging",
+)
+TRACE_LEVELS = ("OFF", "TIMESTAMPS", "TENSORS")
+INPUT_BYTES = 1 << 26
+_RESTRICTION = re.compile(r"(?P<names>[a-z,-]+):(?P<header>[!#$%&'*+.^_`|~0-9A-Za-z-]+)=(?P<value>.+)")
+_TRACE = re.compile(r"(?:(?P<mode>[a-z]+),)?(?P<name>[a-z-]+)=(?P<value>.+)")
+# (mode, name) of --trace-config -> the setting clients see, and the form of its value
+_TRACE_SETTINGS = {
+    (None, "level"): ("trace_level", "|".join(TRACE_LEVELS)),
+    (None, "rate"): ("trace_rate", r"[1-9][0-9]{0,8}"),
+    (None, "count"): ("trace_count", r"-1|[0-9]{1,9}"),
+    (None, "mode"): ("trace_mode", "triton"),
+    ("triton", "file"): ("trace_file", r".+"),
+    ("triton", "log-frequency"): ("log_frequency", r"[0-9]{1,9}"),
+}
+Restrictions = Mapping[str, tuple[str, str]]  # category -> header and its value
+TraceValues = dict[str, str | list[str]]
+
+
+class TritonOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The kserve_v2 dialect, as Triton's flags of the same names set it."""
+
+    http_max_input_size: Annotated[
+        int, Meta(ge=1, description="Bytes of a request's JSON, of a tensor in it, and of a raw body.")
+    ] = INPUT_BYTES
+    http_header_forward_pattern: Annotated[
+        str, Meta(description="HTTP headers whose names hold this pattern become request parameters.")
+    ] = ""
+    grpc_header_forward_pattern: Annotated[
+        str, Meta(description="gRPC metadata whose keys hold this pattern become request parameters.")
+    ] = ""
+    http_restricted_api: Annotated[
+        tuple[str, ...], Meta(description="APIs that want a header: API,...:HEADER=VALUE.")
+    ] = ()
+    grpc_restricted_protocol: Annotated[
+        tuple[str, ...],
+        Meta(description="RPCs that want metadata: API,...:KEY=VALUE, sent as triton-grpc-protocol-KEY."),
+    ] = ()
+    trace_config: Annotated[
+        tuple[str, ...],
+        Meta(description="triton,file=F, triton,log-frequency=N, level=L, rate=N or count=N."),
+    ] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("http_header_forward_pattern", "grpc_header_forward_pattern"):
+            try:
+                re.compile(getattr(self, name))
+            except re.error as fault:
+                given = getattr(self, name)
+                raise ValueError(
+                    f'{name}: given "{given}", allowed: a regular expression ({fault})'
+                ) from None
+        parse_restrictions("http_restricted_api", self.http_restricted_api)
+        parse_restrictions("grpc_restricted_protocol", self.grpc_restricted_protocol)
+        parse_trace_config(self.trace_config)
+
+
+def parse_restrictions(field: str, given: Sequence[str]) -> Restrictions:
+    """API,...:HEADER=VALUE, several of them. Raises ValueError."""
+    found: dict[str, tuple[str, str]] = {}
+    for text in given:
+        match = _RESTRICTION.fullmatch(text)
+        names = match["names"].split(",") if match else [""]
+        for name in names:
+            if match is None or name not in CATEGORIES or name in found:
+                allowed = f"API,...:HEADER=VALUE, each once of {', '.join(CATEGORIES)}"
+                raise ValueError(f'{field}: given "{text}", allowed: {allowed}')
+            found[name] = match["header"], match["value"]
+    return found
+
+
+def parse_trace_config(given: Sequence[str]) -> TraceValues:
+    """The trace settings a server starts with; TIMESTAMPS and TENSORS add up. Raises ValueError."""
+    found: TraceValues = {}
+    levels: list[str] = []
+    for text in given:
+        match = _TRACE.fullmatch(text)
+        setting, form = _TRACE_SETTINGS.get((match["mode"], match["name"]), ("", "")) if match else ("", "")
+        if match is None or not setting or not re.fullmatch(form, match["value"]):
+            allowed = "triton,file=F, triton,log-frequency=N, level=OFF or TIMESTAMPS, rate=N, count=N"
+            raise ValueError(f'trace_config: given "{text}", allowed: {allowed}')
+        if setting == "trace_level":
+            levels.append(match["value"])
+        else:
+            found[setting] = match["value"]
+    if levels:
+        found["trace_level"] = [level for level in TRACE_LEVELS[1:] if level in levels] or ["OFF"]
+    if found.get("trace_level", ["OFF"]) != ["OFF"] and "trace_file" not in found:
+        raise ValueError('trace_config: given a level and no file, allowed: with "triton,file=FILE"')
+    return found

@@ -1,0 +1,225 @@
+"""Traces of single requests in Triton's JSON form (spec 9), in the file of `--trace-config triton,file=F`.
+
+    [{"id": 1, "model_name": "simple", "model_version": 1},
+     {"id": 1, "timestamps": [{"name": "REQUEST_START", "ns": 2356425054785863}]}, ...]
+
+Every `trace_rate`th request is traced, `trace_count` of them at most. With a `log_frequency` they go to F.0,
+F.1, ..., that many in each, and so do the last ones of a `trace_count`; others go to F, whose list is closed
+when the server stops. Times are nanoseconds of the monotonic clock. Files are written while nobody else is
+served: tracing is for a look at some requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import IO, Any
+
+import msgspec
+
+from fastserve.dialects.kserve_v2.errors import to_bytes
+from fastserve.dialects.kserve_v2.replies import write_items
+from fastserve.errors import ServeError
+from fastserve.repository.version import Version
+from fastserve.request import InferRequest, InferResponse
+from fastserve.tensor import KSERVE_NAME, Tensor
+
+log = logging.getLogger(__name__)
+
+KEPT = 256  # traces that wait for the file to be written to
+OFF = ["OFF"]
+# What the times of a batch are called, in the order the arena has them.
+_BATCH = ("QUEUE_START", "COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_END")
+
+
+class TraceFile:
+    """What traces are appended to, and the numbered files beside it."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._next = 0
+        self._open: IO[bytes] | None = None
+
+    def append(self, entries: list[bytes]) -> None:
+        """To the file itself."""
+        try:
+            begun = self._open is not None
+            if self._open is None:
+                self._open = open(self.path, "wb")  # noqa: SIM115 -- closed with the settings
+            self._open.write((b"," if begun else b"[") + b",".join(entries))
+            self._open.flush()
+        except OSError as error:
+            log.error("traces are lost: %s", error.strerror)
+
+    def write_numbered(self, entries: list[bytes]) -> None:
+        """To a file of their own."""
+        try:
+            with open(f"{self.path}.{self._next}", "wb") as file:
+                file.write(b"[%b]" % b",".join(entries))
+        except OSError as error:
+            log.error("traces are lost: %s", error.strerror)
+        self._next += 1
+
+    def close(self) -> None:
+        """End the list in the file."""
+        file, self._open = self._open, None
+        if file is not None:
+            file.write(b"]")
+            file.close()
+
+
+class Scope:
+    """Settings that hold for some models, from one change to the next: which requests, and where they go."""
+
+    def __init__(self, settings: Mapping[str, str | list[str]], file: TraceFile) -> None:
+        self._levels = settings["trace_level"]
+        self.on = self._levels != OFF
+        self.stamps, self.tensors = "TIMESTAMPS" in self._levels, "TENSORS" in self._levels
+        self._rate = int(str(settings["trace_rate"]))
+        self._left = int(str(settings["trace_count"]))
+        self._frequency = int(str(settings["log_frequency"]))
+        self._file = file
+        self._seen = self._running = 0
+        self._kept: list[bytes] = []
+        self._count = 0  # traces in _kept
+
+    def wants(self) -> bool:
+        """Whether the request that comes now is one of those traced."""
+        self._seen += 1
+        if not self.on or self._left == 0 or self._seen % self._rate:
+            return False
+        self._left -= self._left > 0
+        self._running += 1
+        return True
+
+    def keep(self, entries: list[bytes]) -> None:
+        """Take over a finished trace."""
+        self._running -= 1
+        self._kept += entries
+        self._count += 1
+        if (self._frequency and self._count >= self._frequency) or (self._left == 0 and not self._running):
+            self._write_numbered()
+        elif not self._frequency and self._count >= KEPT:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is kept."""
+        if self._kept and self._frequency:
+            self._write_numbered()
+        elif self._kept:
+            self._file.append(self._kept)
+            self._kept, self._count = [], 0
+
+    def _write_numbered(self) -> None:
+        self._file.write_numbered(self._kept)
+        self._kept, self._count = [], 0
+
+
+class Traced:
+    """One request that is traced. `end` it."""
+
+    def __init__(self, id: int, scope: Scope) -> None:
+        self._id = id
+        self._scope = scope
+        self._entries: list[bytes] = []
+
+    def stamp(self, name: str, ns: int = 0) -> None:
+        """Note when something happened: now, or at `ns`."""
+        if self._scope.stamps:
+            self._add({"timestamps": [{"name": name, "ns": ns or time.monotonic_ns()}]})
+
+    def begin(self, version: Version, request: InferRequest) -> None:
+        """The request is about to run. Its `times` are asked for."""
+        about: dict[str, Any] = {"model_name": version.model, "model_version": version.number}
+        if request.request_id:
+            about["request_id"] = to_bytes(request.request_id).decode("utf-8", "replace")
+        self._add(about)
+        self.stamp("REQUEST_START")
+        self._show("TENSOR_QUEUE_INPUT", request.inputs)
+        request.times = []
+
+    def answered(self, request: InferRequest, response: InferResponse | None) -> None:
+        """The model's answer is there; None when it is an error."""
+        for name, ns in zip(_BATCH, request.times or (), strict=False):
+            self.stamp(name, ns)
+        self.stamp("INFER_RESPONSE_COMPLETE")
+        if response is not None:
+            self._show("TENSOR_BACKEND_OUTPUT", response.outputs)
+        self.stamp("REQUEST_END")
+
+    def end(self) -> None:
+        """Nothing more is to come."""
+        self._scope.keep(self._entries)
+
+    def _show(self, activity: str, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items() if self._scope.tensors else ():
+            shown = {
+                "name": name,
+                "data": _data(tensor),
+                "shape": ",".join(map(str, tensor.shape)),
+                "dtype": KSERVE_NAME[tensor.dtype.name],
+            }
+            self._add({"activity": activity, "tensor": shown})
+
+    def _add(self, entry: dict[str, Any]) -> None:
+        self._entries.append(msgspec.json.encode({"id": self._id, **entry}))
+
+
+def _data(tensor: Tensor) -> str:
+    try:
+        return b",".join(write_items(tensor)).decode("utf-8", "replace")
+    except ServeError:  # a type without a text form
+        return ""
+
+
+class Traces:
+    """The traces of one front process. `on` while any request may have to be traced."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self._files: dict[str, TraceFile] = {}
+        self._scopes: dict[str, Scope] = {}
+        self._last_id = 0
+
+    def take_over(
+        self, settings: Mapping[str, Mapping[str, str | list[str]]], changed: Iterable[str]
+    ) -> None:
+        """New settings by model, "" for all others; those of the models named in `changed` begin anew."""
+        for model in changed:
+            gone = self._scopes.pop(model, None)
+            if gone is not None:
+                gone.flush()
+        for model, own in settings.items():
+            if model not in self._scopes:
+                self._scopes[model] = Scope(own, self._file(str(own["trace_file"])))
+        self.on = any(scope.on for scope in self._scopes.values())
+
+    def sample(self, model: str) -> Traced | None:
+        """A trace for the request that comes now, None for most."""
+        scope = self._scopes.get(model) or self._scopes.get("")
+        if scope is None or not scope.wants():
+            return None
+        self._last_id += 1
+        return Traced(self._last_id, scope)
+
+    @contextmanager
+    def one(self, model: str) -> Iterator[Traced | None]:
+        """The trace of one request, ended with it."""
+        traced = self.sample(model) if self.on else None
+        try:
+            yield traced
+        finally:
+            if traced is not None:
+                traced.end()
+
+    def close(self) -> None:
+        """Write what is kept, and end the files."""
+        for scope in self._scopes.values():
+            scope.flush()
+        for file in self._files.values():
+            file.close()
+
+    def _file(self, path: str) -> TraceFile:
+        return self._files.setdefault(path, TraceFile(path))
