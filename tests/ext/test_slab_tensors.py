@@ -1,0 +1,180 @@
+"""Tensors in slabs: the module and its oracle write the same bytes and read the same tensors, broken slabs
+included; nothing read lies outside the slab."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastserve._ext import slab_tensors
+from fastserve._ext.slab_tensors import MAX_RANK, SlabDesk, still_held
+from fastserve.tensor import DTYPE_BY_CODE, DTYPES
+from fastserve.workers.arena import Arena, Geometry
+from fastserve.workers.arrays import open_desk
+from tests.oracles import slab_tensors as plain
+
+INT32 = DTYPES["int32"].code
+NOTES = st.binary(max_size=20)
+
+
+@st.composite
+def entries(draw):
+    code = draw(st.sampled_from(sorted(DTYPE_BY_CODE)))
+    shape = tuple(draw(st.lists(st.integers(0, 3), max_size=5)))
+    item_bytes = DTYPE_BY_CODE[code].item_bytes
+    size = int(np.prod(shape, dtype=int)) * item_bytes if item_bytes else draw(st.integers(0, 40))
+    return draw(st.integers(0, 65535)), code, shape, draw(st.binary(min_size=size, max_size=size))
+
+
+def plainly(read):
+    return [(number, code, shape, bytes(data)) for number, code, shape, data in read]
+
+
+def made(tensors, note=b""):
+    slab = bytearray(plain.measure(tensors, note))
+    plain.write(slab, tensors, note)
+    return slab
+
+
+@given(st.lists(entries(), max_size=4), NOTES)
+def test_writes_what_the_oracle_writes(tensors, note):
+    assert slab_tensors.measure(tensors, note) == plain.measure(tensors, note)
+    ours = bytearray(plain.measure(tensors, note))
+    slab_tensors.write(ours, tensors, note)
+    assert ours == made(tensors, note)
+
+
+@given(st.lists(entries(), max_size=4), NOTES)
+def test_reads_what_the_oracle_reads(tensors, note):
+    slab = made(tensors, note)
+    assert plainly(slab_tensors.read(slab)) == plain.read(bytes(slab)) == tensors
+    assert bytes(slab_tensors.read_note(slab)) == note
+
+
+@given(st.lists(entries(), max_size=3), NOTES, st.data())
+def test_a_broken_slab_is_judged_as_the_oracle_judges_it(tensors, note, data):
+    slab = made(tensors, note)
+    for _ in range(data.draw(st.integers(1, 5))):
+        slab[data.draw(st.integers(0, len(slab) - 1))] = data.draw(st.integers(0, 255))
+    cut = bytes(slab[: data.draw(st.integers(0, len(slab)) | st.just(len(slab)))])
+    for ours, theirs in ((slab_tensors.read, plain.read), (slab_tensors.read_note, plain.read_note)):
+        try:
+            wanted = theirs(cut)
+        except ValueError:
+            with pytest.raises(ValueError):
+                ours(cut)
+            continue
+        found = ours(cut)
+        assert (bytes(found) if theirs is plain.read_note else plainly(found)) == wanted
+
+
+@given(st.integers(2, 1 << 40), st.integers(2, 1 << 40), st.integers(2, 1 << 40))
+def test_products_that_overflow(a, b, c):
+    slab = made([(0, INT32, (2, 2, 2), bytes(32))])
+    for axis, length in enumerate((a, b, c)):
+        at = plain.HEAD.size + 24 + 8 * axis
+        slab[at : at + 8] = length.to_bytes(8, "little")
+    if (a, b, c) == (2, 2, 2):
+        assert len(slab_tensors.read(slab)) == 1
+    else:
+        with pytest.raises(ValueError, match="does not fill its bytes"):
+            slab_tensors.read(slab)
+
+
+def test_an_arrays_own_shape():
+    array = np.arange(12, dtype=np.int32).reshape(3, 4)
+    slab = bytearray(slab_tensors.measure([(7, INT32, None, array)]))
+    slab_tensors.write(slab, [(7, INT32, None, array)])
+    assert plainly(slab_tensors.read(slab)) == [(7, INT32, (3, 4), array.tobytes())]
+
+
+@pytest.mark.parametrize("shape", [None, (1,) * (MAX_RANK + 1)])
+def test_too_many_axes(shape):
+    data = np.zeros((1,) * (MAX_RANK + 1), np.int32)
+    with pytest.raises(ValueError, match="at most 16 axes, not 17"):
+        slab_tensors.measure([(0, INT32, shape, data)])
+
+
+def test_what_is_no_tensor_is_refused_and_nothing_stays_borrowed():
+    held = bytearray(4)
+    with pytest.raises((TypeError, BufferError)):
+        slab_tensors.measure([(0, INT32, (1,), held), (1, INT32, (1,), object())])
+    held.append(0)  # a buffer that were still lent out could not grow
+    with pytest.raises((ValueError, BufferError)):
+        slab_tensors.measure([(0, INT32, None, np.zeros((4, 4), np.int32)[:, ::2])])
+
+
+def test_a_slab_that_is_too_small():
+    with pytest.raises(ValueError, match="bytes of room for 256"):
+        slab_tensors.write(bytearray(255), [(0, INT32, (1,), bytes(4))])
+
+
+@pytest.fixture
+def arena():
+    geometry = Geometry(
+        slots=4, max_rows=8, inputs=(), outputs=(), slab_pages=4, max_delay_ns=0, workers=1, fronts=1
+    )
+    made = Arena.create(geometry)
+    yield made
+    gc.collect()
+    made.close()
+
+
+def test_the_desks_of_two_processes(arena):
+    front, worker = SlabDesk(arena.memory, front=0), open_desk(arena, arena.ring(worker=0))
+    numbers = np.arange(16, dtype=np.int32).reshape(1, 16)
+    offset, nbytes = front.put(
+        [(0, INT32, (1, 16), numbers.tobytes()), (1, DTYPES["bytes"].code, (1,), b"xy")], b"n"
+    )
+    ((_, code, shape, array), (_, _, _, packed)), note = worker.arrays(offset, nbytes)
+    assert (code, shape, bytes(packed), note) == (INT32, (1, 16), b"xy", b"n")
+    assert array.tolist() == numbers.tolist()
+    assert not array.flags.writeable
+    assert plainly(front.read(offset, nbytes)[0])[0] == (0, INT32, (1, 16), numbers.tobytes())
+    ring = arena.ring(front=0)
+    ring.return_lease(offset)
+    with pytest.raises(ValueError, match="not the bytes of a leased slab"):
+        front.read(offset, nbytes)
+    assert ring.slab_pages_used() == 0
+
+
+def test_no_room(arena):
+    desk = SlabDesk(arena.memory, front=0)
+    offset, nbytes = desk.put([(0, DTYPES["uint8"].code, (1 << 20,), bytes(1 << 20))])
+    assert (offset, nbytes > 1 << 20) == (0, True)
+    assert arena.ring(front=0).slab_pages_used() == 0
+
+
+def test_memory_without_slabs():
+    bare = Arena.create(
+        Geometry(
+            slots=4, max_rows=8, inputs=(4,), outputs=(4,), slab_pages=0, max_delay_ns=0, workers=1, fronts=1
+        )
+    )
+    with pytest.raises(ValueError, match="no arena with slabs"):
+        SlabDesk(bare.memory, front=0)
+    with pytest.raises(ValueError, match="no arena with slabs"):
+        SlabDesk(bytes(64), front=0)
+    bare.close()
+
+
+def test_views_keep_their_array(arena):
+    """What a model keeps of an input is seen by still_held, whichever view of it that is."""
+    desk = open_desk(arena, arena.ring(worker=0))
+    offset, nbytes = desk.put([(i, INT32, (1, 16), bytes(64)) for i in range(3)])
+    arrays = [data for _, _, _, data in desk.arrays(offset, nbytes)[0]]
+    kept = arrays[1].reshape(4, 4)[1:, 0]
+    held = still_held(arrays)
+    assert [array is arrays[1] for array in held] == [True]
+    gone = weakref.ref(arrays[1])
+    del held
+    arrays.clear()
+    assert gone() is not None
+    del kept
+    assert gone() is None
+    arena.ring(worker=0).return_lease(offset)
