@@ -30,6 +30,6 @@ def test_write(benchmark, write) -> None:  # type: ignore[no-untyped-def]
 
 
 def test_small_reply(benchmark) -> None:  # type: ignore[no-untyped-def]
-    writer = InferWriter("m", "1", "probabilities", 12, (3,))
-    benchmark.pedantic(writer.write, args=(ROW, 1, "", HEAD), rounds=20, iterations=20_000)
+    writer = InferWriter("m", "1", [("probabilities", 12, (1, 3), "json")])
+    benchmark.pedantic(writer.write, args=([ROW], "", HEAD), rounds=20, iterations=20_000)
     assert benchmark.disabled or benchmark.stats["min"] < 500e-9

@@ -31,6 +31,7 @@ cdef struct Part:
     const uint8_t* shape
     const uint8_t* parameters
     const uint8_t* data
+    const uint8_t* data_end     # behind the value
     int64_t items               # that the shape says; -1 while there is no shape that can be used
     int64_t leaves              # in data; with a fault: before it
     uint8_t* memory             # malloc'ed; the Scan frees it
@@ -198,7 +199,11 @@ cdef inline JsonFault read_part_member(Scan* s, Part* part, bint is_input) noexc
         part.data = c.at
         part.data_is_list = peek(c) == c'['
         if part.data_is_list and part.datatype != NULL:
-            return read_data(s, c, part)
+            fault = read_data(s, c, part)
+        else:
+            fault = skip_value(c, FRAME_DEPTH, MAX_DEPTH)
+        part.data_end = c.at
+        return fault
     elif text_equals(&key, b"shape", 5) and part.shape == NULL:
         part.shape = c.at
         part.items = shape_items(&value)

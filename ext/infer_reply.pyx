@@ -30,7 +30,8 @@ cdef extern from "infer_text.h" nogil:
     enum: WIDE_STORE
     enum:
         DT_BOOL, DT_UINT8, DT_UINT16, DT_UINT32, DT_UINT64, DT_INT8, DT_INT16, DT_INT32, DT_INT64
-        DT_FLOAT16, DT_BFLOAT16, DT_FLOAT32, DT_FLOAT64, DT_BYTES
+        DT_FLOAT16, DT_BFLOAT16, DT_FLOAT32, DT_FLOAT64, DT_BYTES, DT_COUNT
+    int dtype_bytes(uint8_t code)
 
     enum TextFault:
         TEXT_OK, TEXT_DTYPE, TEXT_SIZE, TEXT_PACKING, TEXT_TOO_LARGE
@@ -43,9 +44,16 @@ cdef extern from "infer_text.h" nogil:
         int64_t items
         uint8_t dtype
 
+    struct InferBlob:
+        const uint8_t* data
+        int64_t bytes
+
     struct InferReply:
         const InferText* outputs
         int count
+        const InferBlob* blobs
+        int blob_count
+        int64_t blob_bytes
         const char* head
         int64_t head_bytes
         const char* before
@@ -53,14 +61,15 @@ cdef extern from "infer_text.h" nogil:
         int64_t bound
 
     TextFault size_infer_reply(InferReply* reply, int* which) noexcept
-    char* put_infer_reply(char* at, const InferReply& reply) noexcept
+    char* put_infer_reply(char* at, const InferReply& reply, int64_t* json_bytes) noexcept
     size_t size_string(const uint8_t* data, size_t count) noexcept
     char* put_string(char* at, const uint8_t* data, size_t count) noexcept
 
 
 cdef enum:
     LONG_TEXT = 16384           # bytes; from here on the GIL is released
-    LENGTH_LINE = 40            # "Content-Length: " + 20 digits + the blank line
+    LENGTH_LINES = 96           # "Inference-Header-Content-Length: ", "Content-Length: ", their digits, the blank line
+    MOST_OUTPUTS = 64           # of a prepared reply
 
 
 cdef dict DATATYPES = {
@@ -223,6 +232,11 @@ cdef bytes output_text(str name, int dtype_code, shape, dict parameters):
 
 
 cdef bytes write_reply(InferReply* reply, list names):
+    cdef int64_t json_bytes
+    return write_counted(reply, names, &json_bytes)
+
+
+cdef bytes write_counted(InferReply* reply, list names, int64_t* json_bytes):
     cdef int which = 0
     cdef TextFault fault
     cdef char* start
@@ -236,16 +250,16 @@ cdef bytes write_reply(InferReply* reply, list names):
             fault = size_infer_reply(reply, &which)
     if fault != TEXT_OK:
         raise UnwritableOutput(UNWRITABLE[<int>fault], names[which], DATATYPES[reply.outputs[which].dtype])
-    room = reply.bound + reply.head_bytes + LENGTH_LINE + WIDE_STORE
-    start = take_scratch(room)
+    room = reply.bound + reply.head_bytes + reply.blob_bytes + LENGTH_LINES + WIDE_STORE
+    start = take_scratch(room) if reply.blob_bytes < LONG_TEXT else NULL     # blobs are exact: no second copy
     if start == NULL:
         made = new_bytes(NULL, room)
         start = bytes_start(made)
-    if reply.bound < LONG_TEXT:
-        end = put_infer_reply(start, reply[0])
+    if reply.bound + reply.blob_bytes < LONG_TEXT:
+        end = put_infer_reply(start, reply[0], json_bytes)
     else:
         with nogil:
-            end = put_infer_reply(start, reply[0])
+            end = put_infer_reply(start, reply[0], json_bytes)
     return PyBytes_FromStringAndSize(start, end - start) if made == NULL else cut_bytes(made, end - start)
 
 
@@ -258,63 +272,97 @@ cdef bytes cut_bytes(PyObject* made, Py_ssize_t size):
 
 
 cdef class InferWriter:
-    """Writes responses of one output with rows of one shape: write_infer, prepared.
+    """Writes responses whose outputs have the same shapes: write_infer, prepared.
 
-    Keeps nothing of a call; threads may share it.
+    outputs: (name, dtype code, shape, how) each. how "json": its data go into the text; "binary": behind
+    it, as they are; "outside": nowhere, they are in the client's memory. Raises UnwritableOutput for
+    what cannot be prepared: types without a JSON form, strings as binary. Keeps nothing of a call;
+    threads may share it.
     """
 
-    cdef list names             # the output's
+    cdef list names
     cdef bytes rest             # of the opening, behind an id
     cdef bytes before           # the opening without an id
-    cdef bytes start            # of the output, up to its rows
-    cdef bytes tail             # of its shape
-    cdef int dtype_code
-    cdef int64_t row_items
-    cdef int64_t rows           # the last call's, and the start and tail that it made
-    cdef bytes output
+    cdef list texts             # of each output, up to its data
+    cdef int count
+    cdef InferText[MOST_OUTPUTS] outputs
+    cdef int64_t[MOST_OUTPUTS] blob_bytes       # -1: not binary
+    cdef bint[MOST_OUTPUTS] in_text
+    cdef readonly bint binary   # whether replies have anything behind the JSON
 
-    def __init__(self, str model_name not None, str model_version not None, str name not None,
-                 int dtype_code, tuple row_shape not None):
-        self.names = [name]
-        self.rest = rest_of_opening(model_name, model_version, None)
+    def __init__(self, str model_name not None, str model_version not None, outputs not None,
+                 dict parameters=None):
+        cdef int k
+        if len(outputs) > MOST_OUTPUTS:
+            raise ValueError(f"a prepared reply has at most {MOST_OUTPUTS} outputs, not {len(outputs)}")
+        self.rest = rest_of_opening(model_name, model_version, parameters)
         self.before = b"{" + self.rest
-        start = output_text(name, dtype_code, (), None)
-        self.start = start[:len(start) - 1]
-        self.tail = b"".join([b",%d" % length for length in row_shape]) + b"]"
-        self.dtype_code = dtype_code
-        self.row_items = count_items(row_shape)
-        self.rows = -1
-        if dtype_code == DT_FLOAT16 or dtype_code == DT_BFLOAT16:
+        self.names, self.texts, self.count = [], [], <int>len(outputs)
+        for k in range(self.count):
+            self.prepare(k, outputs[k])
+
+    cdef int prepare(self, int k, output) except -1:
+        name, dtype_code, shape, how = output
+        cdef int64_t items = count_items(shape)
+        cdef int item_bytes = dtype_bytes(dtype_code) if 0 < dtype_code < DT_COUNT else 0
+        self.names.append(name)
+        self.blob_bytes[k] = -1
+        self.in_text[k] = how == "json"
+        size = None
+        if how == "binary":
+            if item_bytes == 0 or items > (<int64_t>1 << 40):
+                raise UnwritableOutput(2, name, DATATYPES.get(dtype_code, ""))
+            self.blob_bytes[k] = items * item_bytes
+            size = {"binary_data_size": self.blob_bytes[k]}
+            self.binary |= self.blob_bytes[k] > 0
+        elif self.in_text[k] and (dtype_code == DT_FLOAT16 or dtype_code == DT_BFLOAT16):
             raise UnwritableOutput(1, name, DATATYPES[dtype_code])
+        self.texts.append(output_text(name, dtype_code, shape, size))
+        fill_text(&self.outputs[k], self.texts[k], dtype_code, items)
+        return 0
 
-    def write(self, data, int64_t rows, str id="", bytes head=None):
-        """The body of `rows` rows, which `data` holds exactly; with `head`, all of the reply.
+    def write(self, memories, str id="", bytes head not None=b""):
+        """The whole reply: `head` (up to its Content-Length), the lengths, the blank line, JSON and blobs.
 
-        With a head (a reply's head up to its Content-Length) the result is head + the Content-Length
-        line + blank line + body, in one bytes object. Raises UnwritableOutput.
+        memories: each output's data, whatever for those outside. Raises UnwritableOutput.
         """
-        cdef Py_buffer view
-        cdef InferText text
+        cdef int64_t json_bytes
+        return self.put(memories, id, head, &json_bytes)
+
+    def write_body(self, memories, str id="") -> tuple:
+        """(bytes of the JSON, the body alone). Raises UnwritableOutput."""
+        cdef int64_t json_bytes
+        body = self.put(memories, id, None, &json_bytes)
+        return json_bytes, body
+
+    cdef bytes put(self, memories, str id, bytes head, int64_t* json_bytes):
+        cdef Py_buffer[MOST_OUTPUTS] views
+        cdef InferText[MOST_OUTPUTS] texts
+        cdef InferBlob[MOST_OUTPUTS] blobs
         cdef InferReply reply
-        cdef bytes output = self.output if rows == self.rows else self.text_of(rows)
+        cdef int k
+        cdef int held = 0
         cdef bytes before = opening(id) + self.rest if id else self.before
-        if rows < 0 or (self.row_items and rows > (<int64_t>1 << 62) // self.row_items):
-            raise UnwritableOutput(2, self.names[0], DATATYPES[self.dtype_code])
+        if len(memories) != self.count:
+            raise ValueError(f"{self.count} outputs, not {len(memories)}")
         memset(&reply, 0, sizeof(reply))
         set_frame(&reply, before, head)
-        fill_text(&text, output, self.dtype_code, rows * self.row_items)
-        reply.outputs = &text
-        reply.count = 1
-        PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
+        reply.outputs, reply.count, reply.blobs = texts, self.count, blobs
         try:
-            point_at(&text, &view)
-            return write_reply(&reply, self.names)
+            for memory in memories:
+                k = held
+                PyObject_GetBuffer(memory, &views[k], PyBUF_SIMPLE)
+                held += 1
+                texts[k] = self.outputs[k]
+                if self.in_text[k]:
+                    point_at(&texts[k], &views[k])
+                elif self.blob_bytes[k] >= 0:
+                    if views[k].len != self.blob_bytes[k]:
+                        raise UnwritableOutput(2, self.names[k], DATATYPES[texts[k].dtype])
+                    blobs[reply.blob_count] = InferBlob(<const uint8_t*>views[k].buf, views[k].len)
+                    reply.blob_count += 1
+                    reply.blob_bytes += views[k].len
+            return write_counted(&reply, self.names, json_bytes)
         finally:
-            PyBuffer_Release(&view)
-
-    cdef bytes text_of(self, int64_t rows):
-        # Most replies have as many rows as the one before.
-        cdef bytes output = self.start + b"%d" % rows + self.tail
-        self.output = output
-        self.rows = rows
-        return output
+            for k in range(held):
+                PyBuffer_Release(&views[k])

@@ -66,14 +66,22 @@ static TextFault size_infer(const InferText &t, int64_t *bound)
 
 // ---- whole bodies ------------------------------------------------------------------------------
 
+struct InferBlob {              // an output that goes behind the JSON as it is; borrowed
+    const uint8_t *data;
+    int64_t bytes;
+};
+
 struct InferReply {
     const InferText *outputs;
     int count;
+    const InferBlob *blobs;
+    int blob_count;
+    int64_t blob_bytes;         // of all of them; none: the reply is nothing but JSON
     const char *head;           // of the HTTP reply, up to its Content-Length; or null
     int64_t head_bytes;
     const char *before;         // of the body, up to and with the bracket that opens the outputs
     int64_t before_bytes;
-    int64_t bound;              // of the body
+    int64_t bound;              // of the JSON
 };
 
 static TextFault size_infer_reply(InferReply *reply, int *which)
@@ -102,17 +110,34 @@ static char *put_infer_body(char *at, const InferReply &reply)
     return put(at - (reply.count > 0), "]}");
 }
 
-// The length is known once the body is written, behind room for as many digits as its bound has.
-static char *put_infer_reply(char *at, const InferReply &reply)
+static char *put_lengths(char *at, const InferReply &reply, int64_t json_bytes)
 {
-    if (!reply.head)
-        return put_infer_body(at, reply);
-    char line[24];
-    at = put(put_bytes(at, reply.head, reply.head_bytes), "Content-Length: ");
-    char *body = at + (put_integer(line, reply.bound) - line) + 4;
-    char *end = put_infer_body(body, reply);
-    char *fit = put(put_integer(at, end - body), "\r\n\r\n");
-    if (fit != body)
-        memmove(fit, body, end - body);
-    return fit + (end - body);
+    if (reply.blob_bytes)
+        at = put(put_integer(put(at, "Inference-Header-Content-Length: "), json_bytes), "\r\n");
+    return put(put_integer(put(at, "Content-Length: "), json_bytes + reply.blob_bytes), "\r\n\r\n");
+}
+
+// The lengths are known once the JSON is written, behind room for as many digits as its bound has.
+static char *put_infer_json(char *at, const InferReply &reply, int64_t *json_bytes)
+{
+    char lines[128];
+    int64_t most = reply.head ? put_lengths(lines, reply, reply.bound) - lines : 0;
+    if (reply.head)
+        at = put_bytes(at, reply.head, reply.head_bytes);
+    char *json = at + most;
+    *json_bytes = put_infer_body(json, reply) - json;
+    char *fit = reply.head ? put_lengths(at, reply, *json_bytes) : at;
+    if (fit != json)
+        memmove(fit, json, *json_bytes);
+    return fit + *json_bytes;
+}
+
+static char *put_infer_reply(char *at, const InferReply &reply, int64_t *json_bytes)
+{
+    at = put_infer_json(at, reply, json_bytes);
+    for (int k = 0; k < reply.blob_count; k++) {
+        memcpy(at, reply.blobs[k].data, reply.blobs[k].bytes);
+        at += reply.blobs[k].bytes;
+    }
+    return at;
 }

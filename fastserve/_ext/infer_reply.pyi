@@ -18,10 +18,16 @@ class UnwritableOutput(ValueError):
     def __init__(self, code: int, name: str, datatype: str = "") -> None: ...
 
 class InferWriter:
+    binary: bool
     def __init__(
-        self, model_name: str, model_version: str, name: str, dtype_code: int, row_shape: tuple[int, ...]
+        self,
+        model_name: str,
+        model_version: str,
+        outputs: Sequence[tuple[str, int, Sequence[int], str]],
+        parameters: dict[str, _Scalar] | None = None,
     ) -> None: ...
-    def write(self, data: Buffer, rows: int, id: str = "", head: bytes | None = None) -> bytes: ...
+    def write(self, memories: Sequence[Buffer], id: str = "", head: bytes = b"") -> bytes: ...
+    def write_body(self, memories: Sequence[Buffer], id: str = "") -> tuple[int, bytes]: ...
 
 def write_infer(
     model_name: str,

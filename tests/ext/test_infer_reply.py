@@ -145,23 +145,42 @@ def test_float_neighbourhoods() -> None:
     check_floats(np.random.default_rng(0).random(20_000, np.float32))
 
 
-SHAPES = st.lists(st.integers(0, 3), max_size=2).map(tuple)
+FORMS = st.sampled_from(["json", "json", "binary", "outside"])
 
 
-@settings(max_examples=200)
-@given(st.sampled_from([*LEAVES]), SHAPES, st.lists(st.integers(0, 4), max_size=3), names, st.data())
-def test_hot_door_agrees_with_general(
-    datatype: str, row_shape: Any, row_counts: list[int], identity: str, data: st.DataObject
-) -> None:
-    code = DTYPE_BY_KSERVE[datatype].code
-    writer = InferWriter("m\n", "1", "y", code, row_shape)
-    for rows in row_counts:
-        count = rows * int(np.prod(row_shape))
-        memory = memory_of(data.draw(st.lists(LEAVES[datatype], min_size=count, max_size=count)), datatype)
-        want = write_infer("m\n", "1", [("y", code, (rows, *row_shape), memory, None)], id=identity)
-        assert writer.write(memory, rows, identity) == want
-        framed = writer.write(memory, rows, identity, HEAD)
-        assert framed == HEAD + b"Content-Length: %d\r\n\r\n" % len(want) + want
+@settings(max_examples=300)
+@given(names, st.lists(st.tuples(outputs(), FORMS), max_size=4), names, parameters)
+def test_prepared_agrees_with_general(model: str, drawn: Any, identity: str, its_parameters: Any) -> None:
+    given, prepared, memories, blobs = [], [], [], []
+    for (name, datatype, shape, leaves, _), wish in drawn:
+        form = "json" if datatype == "BYTES" and wish == "binary" else wish
+        code = DTYPE_BY_KSERVE[datatype].code
+        blank = bytes(int(np.prod(shape)) * (DTYPE_BY_KSERVE[datatype].item_bytes or 4))  # of empty strings
+        memory = memory_of(leaves, datatype) if leaves is not None else blank
+        size = {"binary_data_size": len(memory)} if form == "binary" else None
+        given.append((name, code, tuple(shape), memory if form == "json" else None, size))
+        prepared.append((name, code, tuple(shape), form))
+        memories.append(memory)
+        blobs.append(memory if form == "binary" else b"")
+    text = write_infer(model, "1", given, id=identity, parameters=its_parameters)
+    writer = InferWriter(model, "1", prepared, its_parameters)
+    assert writer.write_body(memories, identity) == (len(text), text + b"".join(blobs))
+    lines = b"Content-Length: %d\r\n\r\n" % len(text + b"".join(blobs))
+    assert writer.binary == any(blobs)
+    if writer.binary:
+        lines = b"Inference-Header-Content-Length: %d\r\n" % len(text) + lines
+    assert writer.write(memories, identity, HEAD) == HEAD + lines + text + b"".join(blobs)
+
+
+def test_large_blobs() -> None:
+    array = np.random.default_rng(0).standard_normal(400_000).astype(np.float32)
+    writer = InferWriter("m", "1", [("y", 12, (400_000,), "binary"), ("z", 12, (2,), "json")])
+    reply = writer.write([array, array[:2]], "", HEAD)
+    head, _, body = reply.partition(b"\r\n\r\n")
+    length = int(head.rpartition(b"Inference-Header-Content-Length: ")[2].split(b"\r")[0])
+    assert f"Content-Length: {len(body)}".encode() in head
+    assert body[length:] == array.tobytes()
+    assert json.loads(body[:length])["outputs"][0]["parameters"] == {"binary_data_size": 1_600_000}
 
 
 def test_large_replies() -> None:
@@ -196,12 +215,17 @@ def test_unwritable(datatype: str, shape: Any, memory: bytes, code: UnwritableCo
 def test_what_has_no_datatype() -> None:
     with pytest.raises(UnwritableOutput):
         write_infer("m", "1", [("y", 14, (1,), bytes(8), None)])
-    with pytest.raises(UnwritableOutput):
-        InferWriter("m", "1", "y", DTYPE_BY_KSERVE["FP16"].code, (1,))
-    with pytest.raises(UnwritableOutput):
-        InferWriter("m", "1", "y", 12, (2,)).write(bytes(4), 1)
-    with pytest.raises(UnwritableOutput):
-        InferWriter("m", "1", "y", 12, (2,)).write(bytes(4), -1)
+    for code, form in ((DTYPE_BY_KSERVE["FP16"].code, "json"), (DTYPE_BY_KSERVE["BYTES"].code, "binary")):
+        with pytest.raises(UnwritableOutput):
+            InferWriter("m", "1", [("y", code, (1,), form)])
+    for form in ("json", "binary"):
+        for memory in (bytes(4), bytes(12)):
+            with pytest.raises(UnwritableOutput):
+                InferWriter("m", "1", [("y", 12, (2,), form)]).write_body([memory])
+    with pytest.raises(ValueError, match="1 outputs, not 2"):
+        InferWriter("m", "1", [("y", 12, (2,), "json")]).write([bytes(8)] * 2)
+    with pytest.raises(ValueError, match="at most 64"):
+        InferWriter("m", "1", [("y", 12, (2,), "json")] * 65)
     with pytest.raises(TypeError, match="may not be"):
         write_infer("m", "1", [], parameters={"a": None})  # type: ignore[dict-item]
     body = write_infer("m", "1", [("y", DTYPE_BY_KSERVE["FP16"].code, (1,), None, {"binary_data_size": 2})])

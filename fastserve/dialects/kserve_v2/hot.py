@@ -1,90 +1,158 @@
-"""The hot door of infer: one JSON tensor in, one out, parsed straight into the batch it will run in.
+"""The hot door of infer: a request that is as one before goes straight into the batch it will run in.
 
-    body bytes --parse--> rows reserved in shared memory ... worker ... output rows --print--> reply bytes
+    body bytes --frame--> memory reserved for its inputs ... worker ... views of its outputs --print--> reply
 
-It takes a body only when everything about it is ordinary: one input and one output of fixed shape, no
-parameters, no requested outputs, nothing compressed, a place in the queue. For anything else, errors
-included, `start` returns False having left no trace, and the general door reads the body again. No task,
-no future and no Python object per number.
+Requests are known by their frame (see `frames`): all that is not an id, a number of rows or a value. The
+door takes one whose version runs on a lane, with nothing compressed and room in the queue. For anything
+else, errors included, `start` returns False having left no trace, and the general door reads the body
+again; it hands what it has answered to `learn`. No task, no future and no Python object per number.
 """
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from time import monotonic_ns
+from typing import cast
 
-from fastserve._ext.infer_json import InferReader
-from fastserve._ext.infer_reply import InferWriter, UnwritableOutput
+from fastserve._ext.infer_frame import InferFrames
+from fastserve._ext.infer_reply import UnwritableOutput
+from fastserve.dialects.kserve_v2.answers import (
+    BINARY,
+    Destinations,
+    hold_rooms,
+    put_outside,
+    send,
+    write_answer,
+)
+from fastserve.dialects.kserve_v2.body import InferBody
+from fastserve.dialects.kserve_v2.frames import Frame, learn
 from fastserve.dialects.kserve_v2.plans import Plan
+from fastserve.dialects.kserve_v2.regions import Range
+from fastserve.dialects.kserve_v2.replies import in_words
 from fastserve.dialects.kserve_v2.service import JSON, Service
-from fastserve.engine.lane import FULL, Lane, Ticket
+from fastserve.engine.direct import Seat, read_response
+from fastserve.engine.lane import Lane, Ticket
 from fastserve.errors import ServeError
+from fastserve.request import InferRequest
+from fastserve.tensor import Tensor
 from fastserve.wire.call import Call
+
+MOST_FRAMES = 32
+# Frames never met again, beyond which nothing is learned until so many requests have been missed.
+MOST_UNUSED, LEARN_AGAIN = 8, 64
+Rooms = tuple[Destinations, ExitStack]  # client memory for outputs, and what to close after the reply
 
 
 class HotDoor:
     """The hot door of one version."""
 
-    __slots__ = ("_duration", "_lane", "_model", "_reader", "_requests", "_service", "_writer", "version")
-
     def __init__(self, service: Service, plan: Plan, lane: Lane) -> None:
         self.version = version = plan.version
+        self._plan = plan
         self._service = service
         self._lane = lane
-        self._model = version.model
         self._requests, self._duration = service.traffic.succeeded(version.model, version.number)
-        taken = next(iter(plan.inputs.values()))
-        given = next(iter(plan.outputs.values()))
-        self._reader = InferReader(taken.name, taken.dtype.code, taken.dims or ())
-        number = str(version.number)
-        self._writer = InferWriter(self._model, number, given.name, given.dtype.code, given.dims or ())
+        self._frames = InferFrames(MOST_FRAMES)
+        self._missed = 0
 
     @classmethod
     def of(cls, service: Service, plan: Plan) -> HotDoor | None:
-        """The door of a version, None for one whose rows are not of this kind."""
+        """The door of a version, None for one that does more with a request than run it."""
         lane = plan.version.lane
-        if not isinstance(lane, Lane) or not lane.dense or not plan.max_batch_size or plan.ensemble:
+        if not isinstance(lane, Lane) or lane.decoupled or plan.decoupled or service.forward_http:
             return None
-        sides = (*plan.inputs.values(), *plan.outputs.values())
-        if len(plan.inputs) != 1 or len(plan.outputs) != 1 or any(s.dims != s.model_dims for s in sides):
-            return None
-        try:
-            return cls(service, plan, lane)
-        except (ValueError, UnwritableOutput):
-            return None  # types without a JSON form, and rows without a fixed size
+        return cls(service, plan, lane)
 
-    def start(self, call: Call) -> bool:
-        """Take the call, or return False: nothing has happened then."""
-        body, lane = call.body, self._lane
-        rows = self._reader.count_rows(body)
-        if not 0 < rows <= lane.max_rows:
+    def start(self, call: Call, header_bytes: int) -> bool:
+        """Take the call, whose JSON has so many bytes, or return False: nothing has happened then."""
+        lane = self._lane
+        frame = cast("Frame | None", self._frames.find(call.body, header_bytes))
+        if frame is None or frame.rows > lane.max_rows:
             return False
-        ring = lane.ring
-        place = ring.reserve(rows)
-        if place == FULL:
+        seat = frame.intake.reserve(frame.rows, frame.note())
+        if seat is None:
             return False
-        if self._reader.read_into(body, ring.input_rows(place, rows, 0), rows):
-            lane.abandon(place, rows)
+        rooms: Rooms | None = None
+        try:
+            filled = frame.read_into(call.body, header_bytes, seat.memory)
+            if frame.sources:
+                self._read_regions(frame, seat)
+            if frame.asked.ranges:
+                held = ExitStack()
+                rooms = hold_rooms(self._service.regions, frame.asked.ranges, held), held
+        except ServeError:  # of a region; the general door says what is wrong
+            filled = False
+        if not filled:
+            frame.intake.abandon(seat)
             return False
-        call.on_gone = lane.submit(place, rows, self._answer, 0, call)
+        frame.intake.settle(seat)
+        ticket = lane.submit(seat.place, seat.rows, self._answer, 0, (call, frame, frame.id, rooms))
+        call.on_gone = ticket
+        if rooms is not None:
+            rooms[1].callback(ticket)
+            call.on_gone = rooms[1].close
         return True
 
+    def _read_regions(self, frame: Frame, seat: Seat) -> None:
+        for source in frame.sources:
+            range = Range(source.region, source.offset, seat.rows * source.row_bytes)
+            self._service.regions.read_into(range, seat.memory[source.target])
+
+    def learn(self, header: bytes, body: InferBody, request: InferRequest) -> None:
+        """Remember the frame of a request that `start` did not take and the general door has answered."""
+        self._missed += 1
+        if self._frames.unused() >= MOST_UNUSED:
+            if self._missed % LEARN_AGAIN:
+                return
+            self._frames.forget_unused()
+        frame = learn(self._plan, self._lane, header, body, request)
+        if frame is not None:
+            self._frames.add(frame)
+
     def _answer(self, ticket: Ticket, error: ServeError | None) -> None:
-        call: Call = ticket.context
+        call, frame, request_id, rooms = ticket.context
         call.on_gone = None  # and with it the cycle call -> ticket -> call
-        if error is not None:
-            self._service.refuse(call, error, self._model, version=self.version)
-            return
-        head = call.raw_head()
-        lane = self._lane
         try:
-            outputs = lane.ring.output_rows(ticket.place, ticket.rows, 0)
-            text = self._writer.write(outputs, ticket.rows, self._reader.read_id(call.body), head or None)
-        finally:
-            lane.release(ticket)
-        if head:
-            call.reply_raw(text)
+            if error is not None:
+                raise error
+            try:
+                self._reply(call, frame, request_id, rooms, ticket)
+            finally:
+                self._lane.release(ticket)
+        except ServeError as fault:
+            self._service.refuse(call, fault, self.version.model, version=self.version)
         else:
-            call.reply(200, text, JSON)
-        self._requests.add()
-        self._duration.observe_ns(monotonic_ns() - call.received_ns)
-        self._service.statistics.ran(self.version)
+            self._requests.add()
+            self._duration.observe_ns(monotonic_ns() - call.received_ns)
+            self._service.statistics.ran(self.version)
+        finally:
+            if rooms is not None:
+                rooms[1].close()
+
+    def _reply(self, call: Call, frame: Frame, request_id: str, rooms: Rooms | None, ticket: Ticket) -> None:
+        found = frame.outlet.read(ticket.place, ticket.rows)
+        writer = frame.writer(found[0]) if found is not None else None
+        if found is None or writer is None:
+            self._reply_plainly(call, frame, request_id, rooms, ticket)
+            return
+        form, memory = found
+        if rooms is not None:
+            for (name, dtype, shape), view in zip(frame.outlet.describe(form), memory, strict=True):
+                if name in rooms[0]:
+                    put_outside(name, Tensor(dtype, shape, view), rooms[0][name])
+        head = call.raw_head(BINARY if writer.binary else JSON)
+        try:
+            if head:
+                call.reply_raw(writer.write(memory, request_id, head))
+            else:
+                json_bytes, text = writer.write_body(memory, request_id)
+                send(call, json_bytes if writer.binary else 0, text)
+        except UnwritableOutput as fault:
+            raise in_words(fault) from None
+
+    def _reply_plainly(
+        self, call: Call, frame: Frame, request_id: str, rooms: Rooms | None, ticket: Ticket
+    ) -> None:
+        """As the general door does it: strings, outputs nobody declared, parameters, one request's error."""
+        response = read_response(self._lane, ticket, frame.wanted)
+        send(call, *write_answer(self._plan, frame.asked, response, request_id, rooms[0] if rooms else {}))

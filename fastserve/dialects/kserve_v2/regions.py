@@ -109,6 +109,12 @@ class Regions:
             raise invalid(f"Invalid offset + byte size for shared memory region: '{region.name}'")
         return data
 
+    def read_into(self, range: Range, memory: memoryview) -> None:
+        """Fill `memory`, as many bytes as the range has, with the only copy there is. Raises ServeError."""
+        region = self._find(range)
+        if os.preadv(region.fd, [memory], region.offset + range.offset) != range.byte_size:
+            raise invalid(f"Invalid offset + byte size for shared memory region: '{region.name}'")
+
     @contextmanager
     def holding(self, range: Range) -> Iterator[Destination]:
         """Where an output will be written; stays good if the region is unregistered meanwhile."""

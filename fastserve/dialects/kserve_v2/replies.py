@@ -50,7 +50,7 @@ def write_reply(
     try:
         header = write_infer(model, str(version), described, id=request_id, parameters=own or None)
     except UnwritableOutput as fault:
-        raise _in_words(fault) from None
+        raise in_words(fault) from None
     return header, [output.tensor.data for output in outputs if output.binary]
 
 
@@ -64,7 +64,8 @@ def _describe(output: OutputReply) -> tuple[str, int, Sequence[int], Memory | No
     return output.name, tensor.dtype.code, tensor.shape, tensor.data, None
 
 
-def _in_words(fault: UnwritableOutput) -> ServeError:
+def in_words(fault: UnwritableOutput) -> ServeError:
+    """What a client is told of an output that has no JSON form."""
     if fault.code is UnwritableCode.UNSUPPORTED_DTYPE:
         return invalid(
             f"sending {fault.datatype} data via JSON is not supported. Please use the binary data format "

@@ -1,0 +1,146 @@
+# The verbs of infer_frame: a request's text held against a frame, and its values put where they belong.
+#
+#     {"id":"7","inputs":[{"name":"x","shape":[2,3],"datatype":"FP32","data":[1,2,3,4,5,6]}]}
+#           ^ ID                             ^ ROWS                          ^ DATA
+#
+# Between the holes every byte is the frame's own. Anything else is a fault number, and the caller takes
+# the general door.
+
+from libc.stdint cimport int64_t, uint8_t
+from libc.string cimport memcmp, memcpy
+
+from infer_data cimport *
+from json_column cimport Column
+from json_cursor cimport *
+
+
+cdef enum:
+    HOLE_ID                     # a string
+    HOLE_ROWS                   # a number: `unit` for each row
+    HOLE_DATA                   # lists of numbers: `unit` of them for each row
+
+cdef enum:
+    MOST_ROWS = 1 << 24
+    NUMBER_DIGITS = 15
+
+
+cdef struct Hole:
+    int kind
+    int target                  # DATA: which of the outs
+    uint8_t dtype
+    int item_bytes
+    int64_t unit
+    const uint8_t* after        # the text up to the next hole
+    Py_ssize_t after_bytes
+
+
+cdef struct Blob:
+    # A tensor behind the JSON.
+    int target
+    int64_t unit                # bytes of a row
+
+
+cdef struct FrameText:
+    const uint8_t* before       # the text up to the first hole
+    Py_ssize_t before_bytes
+    Hole* holes
+    int hole_count
+    Blob* blobs
+    int blob_count
+    int64_t rows                # 0: the first of the ROWS holes says
+    int64_t blob_unit           # of all blobs together
+    int64_t item_unit           # values in the data of all holes together, for a row
+
+
+cdef inline bint take_exactly(Cursor* c, const uint8_t* text, Py_ssize_t count) noexcept nogil:
+    if c.end - c.at < count or memcmp(c.at, text, count) != 0:
+        return False
+    c.at += count
+    return True
+
+
+cdef inline int64_t take_digits(Cursor* c) noexcept nogil:
+    # A number as clients print it: digits, the first no zero. 0 for anything else.
+    cdef int64_t number = 0
+    cdef const uint8_t* start = c.at
+    if peek(c) == c'0':
+        return 0
+    while c.at < c.end and c'0' <= c.at[0] <= c'9' and c.at - start < NUMBER_DIGITS:
+        number = 10 * number + (c.at[0] - c'0')
+        c.at += 1
+    return number
+
+
+cdef inline bint take_rows(Cursor* c, int64_t unit, int64_t* rows) noexcept nogil:
+    # The first such hole says how many rows there are, the others must agree.
+    cdef int64_t number = take_digits(c)
+    if rows[0] == 0 and number % unit == 0 and number // unit < MOST_ROWS:
+        rows[0] = number // unit
+    return number > 0 and number == rows[0] * unit
+
+
+cdef inline bint take_id(Cursor* c, Text* identity) noexcept nogil:
+    return peek(c) == c'"' and take_text(c, identity) == JSON_OK
+
+
+cdef inline bint take_hole(Cursor* c, const Hole* hole, int64_t* rows, Text* identity) noexcept nogil:
+    # Any hole but data, and the text behind it.
+    if hole.kind == HOLE_ID:
+        if not take_id(c, identity):
+            return False
+    elif not take_rows(c, hole.unit, rows):
+        return False
+    return take_exactly(c, hole.after, hole.after_bytes)
+
+
+cdef inline int64_t match_rows(const FrameText* f, Cursor c, int64_t blob_bytes, Text* identity) noexcept nogil:
+    # The rows of a request that is as the frame up to its data, and behind it; 0 for another.
+    cdef int64_t rows = f.rows
+    cdef const Hole* hole
+    cdef int k
+    cdef int64_t header_bytes = c.end - c.at
+    if not take_exactly(&c, f.before, f.before_bytes):
+        return 0
+    for k in range(f.hole_count):
+        hole = &f.holes[k]
+        if hole.kind == HOLE_DATA:
+            hole = &f.holes[f.hole_count - 1]
+            if c.end - c.at < hole.after_bytes or memcmp(c.end - hole.after_bytes, hole.after, hole.after_bytes) != 0:
+                return 0
+            c.at = c.end
+            break
+        if not take_hole(&c, hole, &rows, identity):
+            return 0
+    # A value takes two bytes of text or more.
+    if c.at != c.end or blob_bytes != rows * f.blob_unit or header_bytes < 2 * rows * f.item_unit:
+        return 0
+    return rows
+
+
+cdef inline bint fill_hole(Cursor* c, const Hole* hole, int64_t rows, uint8_t** outs) noexcept nogil:
+    cdef Column column
+    column.dtype = hole.dtype
+    column.data = outs[hole.target]
+    column.room = rows * hole.unit * hole.item_bytes
+    column.filled = column.count = 0
+    return (peek(c) == c'[' and fill_exactly(c, &column, hole.item_bytes) == JSON_OK
+            and take_exactly(c, hole.after, hole.after_bytes))
+
+
+cdef inline bint fill_frame(const FrameText* f, Cursor c, const uint8_t* blobs, int64_t rows, uint8_t** outs) noexcept nogil:
+    # All values into `outs`, each as large as its target's rows; the blobs are as many bytes as the frame says.
+    cdef int64_t given = f.rows
+    cdef Text identity
+    cdef int k
+    if not take_exactly(&c, f.before, f.before_bytes):
+        return False
+    for k in range(f.hole_count):
+        if f.holes[k].kind == HOLE_DATA:
+            if not fill_hole(&c, &f.holes[k], rows, outs):
+                return False
+        elif not take_hole(&c, &f.holes[k], &given, &identity):
+            return False
+    for k in range(f.blob_count):
+        memcpy(outs[f.blobs[k].target], blobs, rows * f.blobs[k].unit)
+        blobs += rows * f.blobs[k].unit
+    return c.at == c.end and given == rows

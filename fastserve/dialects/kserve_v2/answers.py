@@ -1,0 +1,125 @@
+"""What a request is answered with: its outputs as JSON, as bytes behind it, or in its client's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from fastserve.dialects.kserve_v2.body import InferBody, OutputPart
+from fastserve.dialects.kserve_v2.classes import classify
+from fastserve.dialects.kserve_v2.coding import choose_coding, pack
+from fastserve.dialects.kserve_v2.errors import internal
+from fastserve.dialects.kserve_v2.parameters import Parameters
+from fastserve.dialects.kserve_v2.plans import Plan, to_client_shape
+from fastserve.dialects.kserve_v2.regions import Destination, Range, Regions
+from fastserve.dialects.kserve_v2.replies import OutputReply, write_reply
+from fastserve.dialects.kserve_v2.service import JSON
+from fastserve.request import InferResponse
+from fastserve.tensor import Tensor
+from fastserve.wire.call import Call
+
+BINARY = b"application/octet-stream"
+Destinations = Mapping[str, Destination]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request says of its reply. `binary`: how outputs go that it does not name."""
+
+    parts: dict[str, OutputPart]
+    ranges: dict[str, Range]  # of outputs that go into client memory
+    binary: bool
+    parameters: Parameters
+
+    @classmethod
+    def of(cls, body: InferBody) -> Asked:
+        parts = {part.name: part for part in reversed(body.outputs)}  # the first of a name counts
+        ranges = {name: part.range for name, part in parts.items() if part.range is not None}
+        return cls(parts, ranges, body.parameters.binary_output, body.parameters)
+
+    @property
+    def classifies(self) -> bool:
+        return any(part.classes for part in self.parts.values())
+
+    def form(self, name: str) -> str:
+        """How an output goes: "json", "binary" or "outside"."""
+        part = self.parts.get(name)
+        if part is None:
+            return "binary" if self.binary else "json"
+        return "outside" if part.range is not None else "binary" if part.binary else "json"
+
+
+def hold_rooms(regions: Regions, ranges: Mapping[str, Range], held: ExitStack) -> Destinations:
+    """Client memory for outputs, good until `held` is closed. Raises ServeError."""
+    return {name: held.enter_context(regions.holding(range)) for name, range in ranges.items()}
+
+
+def write_answer(
+    plan: Plan, asked: Asked, response: InferResponse, request_id: str, rooms: Destinations
+) -> tuple[int, bytes]:
+    """The reply, and how much of it is JSON when that is not all. Raises ServeError."""
+    outputs = [_answer_output(plan, asked, name, t, rooms) for name, t in response.outputs.items()]
+    shown = reply_parameters(plan, asked.parameters, response)
+    header, blobs = write_reply(plan.model, plan.version.number, request_id, outputs, shown)
+    return (len(header), b"".join((header, *blobs))) if any(map(len, blobs)) else (0, header)
+
+
+def client_tensor(plan: Plan, name: str, tensor: Tensor) -> Tensor:
+    """An output in the shape clients see."""
+    shape = client_shape(plan, name, tensor.shape)
+    return tensor if shape is tensor.shape else Tensor(tensor.dtype, shape, tensor.data)
+
+
+def client_shape(plan: Plan, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape clients see of an output."""
+    side = plan.outputs.get(name)
+    if side is None or side.dims == side.model_dims:
+        return shape
+    return to_client_shape(side, shape, plan.max_batch_size > 0)
+
+
+def reply_parameters(plan: Plan, asked: Parameters, response: InferResponse) -> Mapping[str, object]:
+    """The reply's own parameters; an ensemble's say again what sequence the request was of."""
+    if not plan.ensemble:
+        return response.parameters
+    sequence = {
+        "sequence_id": asked.sequence_id,
+        "sequence_start": asked.sequence_start,
+        "sequence_end": asked.sequence_end,
+    }
+    return {**sequence, **response.parameters}
+
+
+def _answer_output(plan: Plan, asked: Asked, name: str, tensor: Tensor, rooms: Destinations) -> OutputReply:
+    tensor = client_tensor(plan, name, tensor)
+    part = asked.parts.get(name)
+    if part is not None and part.classes:
+        tensor = classify(plan, name, tensor, part.classes)
+    form = asked.form(name)
+    if form == "outside":
+        put_outside(name, tensor, rooms[name])
+    return OutputReply(name, tensor, binary=form == "binary", outside=form == "outside")
+
+
+def put_outside(name: str, tensor: Tensor, room: Destination) -> None:
+    """Write an output into its client's memory. Raises ServeError."""
+    size = memoryview(tensor.data).nbytes
+    if size > room.byte_size:
+        raise internal(
+            f"shared memory size specified with the request for output '{name}' ({room.byte_size} bytes) "
+            f"should be at least {size} bytes to hold the results"
+        )
+    room.write(tensor.data)
+
+
+def send(call: Call, header_bytes: int, reply: bytes) -> None:
+    """Reply 200; `header_bytes` of it are JSON, 0 when all of it is."""
+    headers: list[tuple[bytes, bytes]] = []
+    if header_bytes:
+        headers.append((b"Inference-Header-Content-Length", b"%d" % header_bytes))
+    coding = choose_coding(call.header(b"accept-encoding"))
+    if coding != "identity":
+        reply = pack(reply, coding)
+        headers.append((b"Content-Encoding", coding.encode()))
+    call.reply(200, reply, BINARY if header_bytes else JSON, headers)
