@@ -5,7 +5,8 @@ Only what this server measures is shown; there is no GPU to report on and no pin
 
 from __future__ import annotations
 
-from fastserve.dialects.kserve_v2.statistics import Counts, Statistics
+from fastserve.dialects.kserve_v2.statistics import Statistics
+from fastserve.engine.counts import VersionCounts, counts_of
 from fastserve.repository.version import Version
 
 _HELP: tuple[tuple[str, str], ...] = (
@@ -21,8 +22,7 @@ _HELP: tuple[tuple[str, str], ...] = (
 
 def write_nv_metrics(statistics: Statistics, versions: list[Version]) -> bytes:
     """Prometheus text; every counter of every version given. May run beside the event loop."""
-    counts = statistics.counts(versions)
-    samples = [(_labels(version), _values(version, found)) for version, found in counts.items()]
+    samples = [(_labels(version), _values(counts_of(version))) for version in versions]
     lines: list[str] = []
     for name, help in _HELP:
         lines += [f"# HELP {name} {help}", f"# TYPE {name} counter"]
@@ -36,13 +36,13 @@ def _labels(version: Version) -> str:
     return f'model="{name}",version="{version.number}"'
 
 
-def _values(version: Version, counts: Counts) -> dict[str, int]:
+def _values(counts: VersionCounts) -> dict[str, int]:
     return {
-        "nv_inference_request_success": counts.requests,
-        "nv_inference_request_failure": counts.failures,
-        "nv_inference_count": counts.inferences(version),
-        "nv_inference_exec_count": counts.batches,
-        "nv_inference_request_duration_us": round(counts.requests_s * 1e6),
-        "nv_inference_queue_duration_us": round(counts.queue_s * counts.share * 1e6),
-        "nv_inference_compute_infer_duration_us": round(counts.compute_s * counts.share * 1e6),
+        "nv_inference_request_success": counts.success.count,
+        "nv_inference_request_failure": counts.fail.count,
+        "nv_inference_count": counts.inferences,
+        "nv_inference_exec_count": counts.executions,
+        "nv_inference_request_duration_us": counts.success.ns // 1000,
+        "nv_inference_queue_duration_us": counts.queue.ns // 1000,
+        "nv_inference_compute_infer_duration_us": counts.compute_infer.ns // 1000,
     }

@@ -68,7 +68,7 @@ class Service:
         self.log = LogSettings(log_level)
         self.forward_http = Forwarding(self.options.http_header_forward_pattern)
         self.forward_grpc = Forwarding(self.options.grpc_header_forward_pattern)
-        self.statistics = Statistics(registry, engine.catalog)
+        self.statistics = Statistics(engine.catalog)
         self.traffic = Traffic(registry, "kserve_v2", engine.catalog.models)
 
     async def infer(self, version: Version, request: InferRequest, traced: Traced | None) -> InferResponse:

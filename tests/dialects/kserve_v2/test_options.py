@@ -57,9 +57,11 @@ class Asked:
 
 
 @contextlib.asynccontextmanager
-async def serving(folder: Path, **options: Any) -> AsyncIterator[Asked]:
+async def serving(folder: Path, settings: Any = None, **options: Any) -> AsyncIterator[Asked]:
+    """`settings` of the server, `options` of the dialect."""
     alone = (Listener("127.0.0.1:0", ("kserve_v2",)),)
-    server = Server(Settings(repository=str(folder), http=alone, grpc=alone, triton=TritonOptions(**options)))
+    changed = {"triton": TritonOptions(**options), **(settings or {})}
+    server = Server(Settings(repository=str(folder), http=alone, grpc=alone, **changed))
     await server.open()
     try:
         yield Asked(server)
