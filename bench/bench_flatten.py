@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fastserve._ext.flatten import flatten, pack_bytes, unflatten, unpack_bytes
+from fastserve._ext.flatten import flatten, pack_bytes, unflatten, unpack_bytes, walk_bytes
+from tests.oracles import flatten as oracle
 
 ARRAY = np.random.default_rng(0).random((32, 784)).astype(np.float32)
 LISTS, CODE = ARRAY.tolist(), 12
@@ -30,3 +31,9 @@ def test_unflatten(benchmark, write) -> None:  # type: ignore[no-untyped-def]
 
 def test_texts(benchmark) -> None:  # type: ignore[no-untyped-def]
     assert benchmark(lambda: unpack_bytes(pack_bytes(TEXTS), len(TEXTS))) == TEXTS
+
+
+@pytest.mark.parametrize("walk", [walk_bytes, oracle.walk_bytes], ids=["fastserve", "python"])
+def test_walk(benchmark, walk) -> None:  # type: ignore[no-untyped-def]
+    data = bytes(pack_bytes(TEXTS))
+    assert benchmark(lambda: walk(data, len(TEXTS) + 1))[::2] == (len(TEXTS), len(data))

@@ -352,3 +352,26 @@ cdef list split_texts(const uint8_t* data, Py_ssize_t size, int64_t count):
     if at != size:
         raise FlattenFault(FlattenCode.SIZE, f"{size - at} bytes after the last element, from byte {at}")
     return items
+
+
+def walk_bytes(data, int64_t most):
+    """(count, last, end) of BYTES-packed `data`: how many elements begin in it, `most` at the most, and where
+    the last of them begins and ends; it ends beyond the data when it is cut off."""
+    cdef Py_buffer view
+    cdef int64_t count = 0, last = 0, end = 0
+    PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
+    with nogil:
+        walk_texts(<const uint8_t*>view.buf, view.len, most, &count, &last, &end)
+    PyBuffer_Release(&view)
+    return count, last, end
+
+
+cdef void walk_texts(
+    const uint8_t* data, int64_t size, int64_t most, int64_t* count, int64_t* last, int64_t* end
+) noexcept nogil:
+    cdef uint32_t length
+    while count[0] < most and end[0] <= size - 4:
+        memcpy(&length, data + end[0], 4)
+        last[0] = end[0]
+        end[0] += 4 + <int64_t>length
+        count[0] += 1

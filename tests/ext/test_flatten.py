@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fastserve._ext.flatten import FlattenCode, FlattenFault, flatten, pack_bytes, unflatten, unpack_bytes
+from fastserve._ext.flatten import (
+    FlattenCode,
+    FlattenFault,
+    flatten,
+    pack_bytes,
+    unflatten,
+    unpack_bytes,
+    walk_bytes,
+)
 from fastserve.tensor import DTYPES
 from tests.oracles import flatten as oracle
 
@@ -117,6 +125,14 @@ def test_refuses_what_has_no_end() -> None:
 def test_unpack_refuses(data: bytes, count: int, words: str) -> None:
     with pytest.raises(FlattenFault, match=words):
         unpack_bytes(data, count)
+
+
+@settings(max_examples=300)
+@given(st.lists(st.binary(max_size=4)), st.integers(0, 6), st.binary(max_size=9), st.integers(0, 9))
+def test_walks_as_the_oracle(items: list[bytes], cut: int, more: bytes, most: int) -> None:
+    data = bytes(pack_bytes(items))
+    for whole in (data, data[: max(len(data) - cut, 0)], data + more):
+        assert walk_bytes(whole, most) == oracle.walk_bytes(whole, most)
 
 
 @pytest.mark.parametrize("shape", [(3,), (-1,), (2**40, 2**40), (10**9, 0)])

@@ -19,3 +19,12 @@ def flatten(value: Any, dtype: str) -> tuple[tuple[int, ...], bytes]:
         return bits.shape, ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16).tobytes()
     array = np.asarray(value, dtype)
     return array.shape, array.tobytes()
+
+
+def walk_bytes(data: bytes, most: int) -> tuple[int, int, int]:
+    """How many elements begin in the data, `most` at the most, and where the last begins and ends."""
+    starts, end = [0], 0
+    while len(starts) <= most and len(data) - end >= 4:
+        starts.append(end)
+        end += 4 + int.from_bytes(data[end : end + 4], "little")
+    return len(starts) - 1, starts[-1], end

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from struct import Struct
 
+from fastserve._ext.flatten import walk_bytes
 from fastserve.dialects.kserve_v2.body import InputPart, Memory
 from fastserve.dialects.kserve_v2.errors import invalid
 from fastserve.dialects.kserve_v2.plans import Plan, Side, full_dims, to_model_shape
-from fastserve.errors import Kind, ModelError, ServeError
+from fastserve.errors import Kind, ModelError
 from fastserve.tensor import DTYPE_BY_KSERVE, KSERVE_NAME, Tensor
 
 _LENGTH_BYTES = 4
-_read_length = Struct("<I").unpack_from
 _NOTE = (
     "NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be "
     "prepended to each input shape. If you want to specify the full shape including the batch dim in your "
@@ -141,42 +140,30 @@ def _check_size(plan: Plan, side: Side, part: InputPart, told: str) -> None:
 
 def check_strings(data: Memory, count: int, name: str, model: str, told: str) -> None:
     """Raises ServeError unless `data` is `count` elements in BYTES packing."""
-    size_bytes, at, found = memoryview(data).nbytes, 0, 0
-    last = size_bytes - _LENGTH_BYTES
-    while at <= last and found <= count:  # 80 ns an element
-        at += _LENGTH_BYTES + _read_length(data, at)[0]
-        found += 1
+    found, last, end = walk_bytes(data, count + 1)
     if found > count:
         raise invalid(
             f"{told}unexpected number of string elements {found} for inference input '{name}' "
             f"for model '{model}', expecting {count}"
         )
-    if at != size_bytes:
-        raise _cut_off(data, at, name, model, told)
+    missing = end - memoryview(data).nbytes
+    if missing > 0:
+        size = end - last - _LENGTH_BYTES
+        raise invalid(
+            f"incomplete string data for inference input '{name}', expecting string of length {size} "
+            f"but only {size - missing} bytes available"
+        )
+    if missing < 0:
+        raise invalid(
+            f"{told}incomplete string length indicator for inference input '{name}' for model '{model}', "
+            f"expecting 4 bytes but only {-missing} bytes available. Please make sure the string length "
+            "indicator is in one buffer."
+        )
     if found != count:
         raise invalid(
             f"{told}expected {count} string elements for inference input '{name}' for model '{model}', "
             f"got {found}"
         )
-
-
-def _cut_off(data: Memory, end: int, name: str, model: str, told: str) -> ServeError:
-    """What to say of elements that would end at `end`, which is not where the data does."""
-    view = memoryview(data)
-    left = len(view) - end
-    if left > 0:
-        return invalid(
-            f"{told}incomplete string length indicator for inference input '{name}' for model '{model}', "
-            f"expecting 4 bytes but only {left} bytes available. Please make sure the string length "
-            "indicator is in one buffer."
-        )
-    at = 0
-    while (size := _read_length(view, at)[0]) + at + _LENGTH_BYTES <= len(view):
-        at += _LENGTH_BYTES + size
-    return invalid(
-        f"incomplete string data for inference input '{name}', expecting string of length {size} "
-        f"but only {len(view) - at - _LENGTH_BYTES} bytes available"
-    )
 
 
 def deduce_raw(plan: Plan, body: Memory) -> InputPart:
