@@ -87,7 +87,7 @@ class InferenceResponse:
     ) -> None:
         self._tensors = list(output_tensors or ())
         self._error = TritonError(error) if isinstance(error, str) else error
-        self._parameters = _read_parameters(parameters)
+        self._parameters = _read_parameters(parameters) if parameters else {}
         for tensor in self._tensors:
             if not isinstance(tensor, Tensor):
                 raise TritonModelException(f"an output tensor must be a Tensor, not {type(tensor).__name__}")
@@ -250,7 +250,7 @@ class InferenceRequest:
 
     def requested_output_names(self) -> list[str]:
         """The wanted outputs; all the model has, where the caller named none."""
-        return self._outputs
+        return list(self._outputs)
 
     def model_name(self) -> str:
         """The model it is for."""

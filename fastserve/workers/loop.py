@@ -5,6 +5,7 @@ The loop sees batches and arrays. What a request is, and who waits for it, it do
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -60,6 +61,8 @@ def serve(
         stopped = (
             open_line(control, arena, ring) if arena.geometry.requests else lambda: _told_to_stop(control)
         )
+        gc.collect()
+        gc.freeze()  # what a loaded model consists of stays: a collection need not look at it again
         control.send({"op": "ready"})
         run_batches(ring, runner, stopped)
     finally:

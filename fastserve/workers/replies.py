@@ -104,7 +104,7 @@ class Reply:
         elif response is not None:
             if self._sent:
                 raise TritonModelException(TWICE)
-            self._answer(response)
+            self._place(*self._packed(response))
         if final:
             self._end()
 
@@ -149,10 +149,6 @@ class Reply:
 
     # --- one answer ---
 
-    def _answer(self, response: InferenceResponse) -> None:
-        kind, packed = self._packed(response)
-        self._place(kind, packed)
-
     def _place(self, status: int, packed: Packed) -> None:
         self._sent = 1
         batch = self._batch
@@ -162,7 +158,7 @@ class Reply:
         batch.ring.answer_place(batch.slot, self._row, status, offset, size)
 
     def _packed(self, response: InferenceResponse) -> tuple[int, Packed]:
-        error = response.error()
+        error = response._error
         if error is None:
             return 0, self._pack(response, self.wanted)
         code = error.code()

@@ -158,27 +158,29 @@ class RequestRunner:
         """Raises TritonModelException for a tensor that cannot travel."""
         entries: list[Entry] = []
         extra: list[str] = []
-        for output in response.output_tensors():
-            name = output.name()
-            if name in self._optional and name not in wanted:
+        for output in response._tensors:
+            name, array, kind = output._name, output._array, output._kind
+            if wanted is not self._declared and name in self._optional and name not in wanted:
                 continue
             number = self._numbers.get(name)
             if number is None:
                 number = len(self._outputs) + len(extra)
                 extra.append(name)
-            entries.append(self._entry(number, name, output))
-        parameters = response.plain_parameters
+            if kind != STRING and name not in self._output_shapes and is_plain(array):
+                entries.append((number, CODES[kind], None, array))
+            else:
+                entries.append(self._entry(number, name, array, kind))
+        parameters = response._parameters
         if not parameters and not extra:
             return entries, b""
         return entries, write_note(AnswerNote(parameters=parameters, extra=extra))
 
-    def _entry(self, number: int, name: str, output: TritonTensor) -> Entry:
-        array = output.raw
+    def _entry(self, number: int, name: str, array: Array, kind: int) -> Entry:
         try:
             if name in self._output_shapes:
                 dims, shape = self._output_shapes[name]
                 array = reshape(array, shape, dims, batching=self._batching)
-            return to_entry(number, array, output.triton_dtype())
+            return to_entry(number, array, kind)
         except (TypeError, ValueError) as error:
             raise TritonModelException(f"output '{name}': {error}") from None
 
@@ -190,7 +192,12 @@ def to_entry(number: int, array: Array, kind: int) -> Entry:
     if kind == STRING:
         items = [item if isinstance(item, bytes | str) else str(item) for item in array.reshape(-1).tolist()]
         return number, STRINGS, array.shape, pack_bytes(items)
-    return number, CODES[kind], None, array if array.flags.c_contiguous else np.ascontiguousarray(array)
+    return number, CODES[kind], None, array if is_plain(array) else np.ascontiguousarray(array)
+
+
+def is_plain(array: Array) -> bool:
+    """Whether the array can be copied as it lies."""
+    return array.flags.c_contiguous and array.ndim <= MAX_RANK
 
 
 def read_array(code: int, shape: tuple[int, ...], data: Any) -> Array:
