@@ -12,12 +12,12 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-START_S = STOP_S = WAIT_S = 30.0
+START_S = STOP_S = 60.0
+WAIT_S = 10.0
 
 
 def until(true: Callable[[], object], what: str, limit_s: float = WAIT_S) -> None:
@@ -82,11 +82,18 @@ class Running:
             for pid in Path(f"/proc/{self.pid}/task/{task}/children").read_text().split()
         )
 
-    def holds(self) -> tuple[int, int, float]:
-        """How many workers and descriptors it has, and how many workers it has lost so far."""
-        text = urllib.request.urlopen(f"http://{self.http}/metrics", timeout=WAIT_S).read().decode()
-        lost = re.findall(r"^fastserve_worker_restarts_total\S* (\S+)$", text, re.MULTILINE)
-        return len(self.workers), len(os.listdir(f"/proc/{self.pid}/fd")), sum(map(float, lost))
+    def holds(self) -> tuple[int, int, int]:
+        """How many workers and descriptors it has, and how many errors it has logged."""
+        errors = self.log.read_text().count(" ERROR ")
+        return len(self.workers), len(os.listdir(f"/proc/{self.pid}/fd")), errors
+
+    def settles(self, holds: tuple[int, int, int]) -> None:
+        """Waits until it holds no more than it did, and fails when it never does."""
+        try:
+            until(lambda: self.holds() == holds, "")
+        except AssertionError:
+            told = f"workers, descriptors, errors: {holds} before, {self.holds()} now"
+            raise AssertionError(f"{told}:\n{self.log.read_text()[-3000:]}") from None
 
     @property
     def rss_bytes(self) -> int:

@@ -1,11 +1,11 @@
 """The repository the official clients are run against: native models, and models as Triton users write them.
 
-    sums      native         INPUT0 + INPUT1, INPUT0 - INPUT1        simple   the same for Triton, with labels
-    kinds     native         an input of every type comes back       types    the same for Triton, all optional
-    told      Triton         what its request says of itself         digits   ONNX, its tensors read from the file
-    repeat    decoupled      a response for each number              chat     decoupled, texts, for generate
-    total     sequences      the sum of what a sequence sent         double   an ensemble over `simple`
-    held      Triton         waits for a file, or for its caller to leave
+sums      native         INPUT0 + INPUT1, INPUT0 - INPUT1        simple   the same for Triton, with labels
+kinds     native         an input of every type comes back       types    the same for Triton, all optional
+told      Triton         what its request says of itself         digits   ONNX, its tensors read from the file
+repeat    decoupled      a response for each number              chat     decoupled, texts, for generate
+total     sequences      the sum of what a sequence sent         double   an ensemble over `simple`
+held      Triton         waits for a file, or for its caller to leave
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SAME = """
 class Model:
     def __init__(self, config): pass
     def run(self, inputs):
-        return {name.replace("IN", "OUT"): array for name, array in inputs.items()}
+        return {name.replace("IN_", "OUT_"): array for name, array in inputs.items()}
 """
 SIMPLE = """
 import triton_python_backend_utils as pb_utils
@@ -57,7 +57,7 @@ class TritonPythonModel:
         return [pb_utils.InferenceResponse([self.turn(t) for t in r.inputs()]) for r in requests]
 
     def turn(self, tensor):
-        name = tensor.name().replace("IN", "OUT")
+        name = tensor.name().replace("IN_", "OUT_")
         if name == "OUT_BYTES":
             return pb_utils.Tensor(name, tensor.as_numpy())
         return pb_utils.Tensor.from_dlpack(name, tensor.to_dlpack())
@@ -132,10 +132,12 @@ class TritonPythonModel:
         return [self.add(request) for request in requests]
 
     def add(self, request):
-        given = (pb_utils.get_input_tensor_by_name(request, n) for n in ("IN", "START", "CORRID"))
-        number, start, sequence = (tensor.as_numpy().ravel()[0] for tensor in given)
-        self.sums[sequence] = int(number) + (0 if start else self.sums[sequence])
-        out = pb_utils.Tensor("OUT", np.array([[self.sums[sequence]]], np.int32))
+        names = ("IN", "START", "READY", "CORRID")
+        given = (pb_utils.get_input_tensor_by_name(request, name) for name in names)
+        number, start, ready, sequence = (tensor.as_numpy().ravel()[0] for tensor in given)
+        if ready:
+            self.sums[sequence] = int(number) + (0 if start else self.sums[sequence])
+        out = pb_utils.Tensor("OUT", np.array([[self.sums.get(sequence, 0)]], np.int32))
         return pb_utils.InferenceResponse([out])
 """
 HELD = """
@@ -153,6 +155,8 @@ class TritonPythonModel:
     def answer(self, request):
         tensor = pb_utils.get_input_tensor_by_name(request, "IN")
         end = time.monotonic() + 20
+        if tensor.as_numpy().any():
+            (self.folder / "began").touch()
         while tensor.as_numpy().any() and not (self.folder / "go").exists() and time.monotonic() < end:
             if request.is_cancelled():
                 (self.folder / "left").touch()
@@ -184,6 +188,7 @@ input [ { name: "IN" data_type: TYPE_INT32 dims: [ 1 ] } ]
 output [ { name: "OUT" data_type: TYPE_INT32 dims: [ 1 ] } ]
 sequence_batching { max_sequence_idle_microseconds: 5000000 direct { } control_input [
   { name: "START" control [ { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] } ] },
+  { name: "READY" control [ { kind: CONTROL_SEQUENCE_READY int32_false_true: [ 0, 1 ] } ] },
   { name: "CORRID" control [ { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_UINT64 } ] } ] }
 """
 ENSEMBLE = """platform: "ensemble"

@@ -1,8 +1,8 @@
 """The four official clients behind one face: every call is awaited, and noted by name.
 
-    async with connected("grpc.aio", served) as client:
-        await client.infer("simple", ...)
-        assert "infer" in client.called
+async with connected("grpc.aio", served) as client:
+    await client.infer("simple", ...)
+    assert "infer" in client.called
 """
 
 from __future__ import annotations
@@ -101,6 +101,19 @@ def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, 2 * WAIT_S))
 
 
+def warm_up(served: Running) -> None:
+    """Has the clients' libraries open what they keep for good."""
+
+    async def ask(flavour: str) -> None:
+        async with connected(flavour, served) as client:
+            assert await client.is_server_live()
+
+    for flavour in FLAVOURS:
+        run(ask(flavour))
+    with region(1):  # starts a process that outlives every region
+        pass
+
+
 class Answers:
     """What a callback of the blocking gRPC client was given."""
 
@@ -112,6 +125,10 @@ class Answers:
 
     def next(self) -> tuple[Any, Any]:
         return self._found.get(timeout=WAIT_S)
+
+    def empty(self) -> bool:
+        """Whether every answer so far was looked at."""
+        return self._found.empty()
 
 
 @contextlib.contextmanager
