@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from fastserve.config.metrics import read_metrics_config
 from fastserve.config.policy import VersionNumber, VersionPolicy
 from fastserve.config.triton import INPUT_BYTES, TritonOptions
 
@@ -194,6 +195,16 @@ class Settings(RepositorySettings, frozen=True, forbid_unknown_fields=True, kw_o
         tuple[Annotated[str, Meta(pattern=r"^[^:]+:[1-9][0-9]{0,8}$")], ...],
         Meta(description="Sizes of the rate limiter's resources, NAME:COUNT; others: the largest demand."),
     ] = ()
+    allow_metrics: Annotated[
+        bool, Meta(description="Show metrics: /metrics of every HTTP listener, and metrics_port.")
+    ] = True
+    metrics_port: Annotated[
+        int, Meta(ge=0, le=65535, description="A port for the nv_* metrics alone; 0 for none.")
+    ] = 0
+    metrics_config: Annotated[
+        tuple[str, ...],
+        Meta(description="Kinds of nv_* latencies: counter_latencies, summary_latencies, ...=true|false."),
+    ] = ()
     allow_client_shm: Annotated[
         bool, Meta(description="Clients may name shared memory that tensors are read from and written to.")
     ] = False
@@ -204,6 +215,7 @@ class Settings(RepositorySettings, frozen=True, forbid_unknown_fields=True, kw_o
     log: LogOptions = LogOptions()
 
     def __post_init__(self) -> None:
+        read_metrics_config(self.metrics_config)
         if self.allow_client_shm and self.frontends > 1:  # each front keeps the regions it was told of
             raise ValueError(
                 f"allow_client_shm: given true with frontends {self.frontends}, allowed: with frontends 1"

@@ -29,7 +29,8 @@ NO_STORE = ((b"Cache-Control", b"no-store"),)
 
 
 class Ops:
-    """Routes of the `ops` dialect. All three objects stay the server's, and are only read."""
+    """Routes of the `ops` dialect. All three objects stay the server's, and are only read. Without a registry
+    there is no page of metrics."""
 
     name = "ops"
 
@@ -37,7 +38,7 @@ class Ops:
         self,
         readiness: Readiness,
         heartbeat: Heartbeat,
-        registry: Registry,
+        registry: Registry | None,
         more: Callable[[], Callable[[], bytes]] | None = None,
     ) -> None:
         self._readiness = readiness
@@ -48,8 +49,9 @@ class Ops:
         self._endpoints: dict[str, Endpoint] = {
             "/healthz/live": self.show_live,
             "/healthz/ready": self.show_ready,
-            "/metrics": self.show_metrics,
         }
+        if registry is not None:
+            self._endpoints["/metrics"] = self.show_metrics
 
     def route(self, method: str, target: str) -> Endpoint | None:
         endpoint = self._endpoints.get(target.partition("?")[0])
@@ -77,7 +79,9 @@ class Ops:
         if self._render is None:
             loop = asyncio.get_running_loop()
             more = self._more() if self._more is not None else bytes
-            self._render = loop.run_in_executor(None, lambda: self._registry.expose() + more())
+            registry = self._registry
+            assert registry is not None
+            self._render = loop.run_in_executor(None, lambda: registry.expose() + more())
             self._render.add_done_callback(self._forget_render)
         return await asyncio.shield(self._render)
 

@@ -110,7 +110,18 @@ class VersionCounts:
 class Tally:
     """What one version did in this front process, as far as no batch tells. `lanes` tell the rest."""
 
-    __slots__ = ("_batches", "_ends", "_served", "hit", "lanes", "last_ns", "miss", "responses", "waiting")
+    __slots__ = (
+        "_batches",
+        "_ends",
+        "_served",
+        "hit",
+        "lanes",
+        "last_ns",
+        "load_s",
+        "miss",
+        "responses",
+        "waiting",
+    )
 
     def __init__(self) -> None:
         self.lanes: list[Lane] = []
@@ -118,6 +129,7 @@ class Tally:
         self.responses: dict[int, ResponseCounts] = {}
         self.waiting: Callable[[], int] = _nobody  # requests in a scheduler's own queue
         self.last_ns = 0  # CLOCK_MONOTONIC
+        self.load_s = 0.0  # how long it took to load; known to the process that loads
         self._ends = [Took() for _ in REASONS]
         self._served = [Took(), Took()]  # whole requests, and the time their models took
         self._batches: dict[int, list[int]] = {}

@@ -95,6 +95,11 @@ class Host:
 
     async def load(self, version: Version) -> None:
         """Start the version's workers and open its lane. Raises ServeError in the backend's own words."""
+        began_ns = time.monotonic_ns()
+        await self._load(version)
+        tally_of(version).load_s = (time.monotonic_ns() - began_ns) / 1e9
+
+    async def _load(self, version: Version) -> None:
         if "ensemble_scheduling" in triton_of(version.config):
             self._load_ensemble(version)
             return

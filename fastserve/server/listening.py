@@ -5,23 +5,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from fastserve.config import Listener, Settings
+from fastserve.config.metrics import read_metrics_config
 from fastserve.dialects.kserve_v2 import KServeV2, Regions, Service
 from fastserve.dialects.kserve_v2.metadata import is_ready
-from fastserve.dialects.kserve_v2.nv_metrics import write_nv_metrics
 from fastserve.dialects.kserve_v2.repository import NoRepository, RepositoryFace
 from fastserve.dialects.kserve_v2.traces import Traces
+from fastserve.dialects.metrics_port import MetricsPort
 from fastserve.dialects.ops import Ops
 from fastserve.dialects.tfserving.dialect import TFServing
 from fastserve.dialects.triton_v1.control import Control
 from fastserve.dialects.triton_v1.dialect import TritonV1
 from fastserve.dialects.triton_v1.service import Service as ServiceV1
+from fastserve.engine.cache import ResponseCache
 from fastserve.engine.engine import Engine
 from fastserve.errors import ConfigError
 from fastserve.metrics import Heartbeat, Readiness, Registry
+from fastserve.server.nv_metrics import NvMetrics
 from fastserve.server.places import Places
 from fastserve.wire import Call, Dialect, HttpListener
 
@@ -33,7 +35,9 @@ access = logging.getLogger("fastserve.access")
 
 DIALECTS = ("tfserving", "kserve_v2", "triton_v1")
 OPS = "ops"  # health and metrics; alone on a listener, or before any mixture of dialects
-STANDS_IN = ("kserve_v2", "triton_v1")  # alone on a listener, these answer every path as their original does
+METRICS = "metrics"  # a metrics port as Triton has it; alone on a listener
+# Alone on a listener, these answer every path as their original does.
+STANDS_IN = ("kserve_v2", "triton_v1", METRICS)
 MakeDialect = Callable[[bool], Dialect]  # given whether it is alone on its listener
 V2_SERVICE, V1_SERVICE = "inference.GRPCInferenceService", "nvidia.inferenceserver.GRPCService"
 
@@ -56,13 +60,14 @@ class Front:
     engine: Engine
     registry: Registry
     repository: RepositoryFace = field(default_factory=NoRepository)
-    nv_metrics: Callable[[], Callable[[], bytes]] | None = None
+    cache: ResponseCache | None = None
     regions: Regions = field(default_factory=lambda: Regions(False))
     traces: Traces = field(default_factory=Traces)
     readiness: Readiness = field(default_factory=Readiness)
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     http: list[HttpListener] = field(default_factory=list)
     grpc: list[GrpcListener] = field(default_factory=list)
+    _asked: tuple[Listener, ...] = ()
 
     async def open(self, http: Sequence[Listener], grpc: Sequence[Listener], *, shared: bool) -> None:
         """Open listeners at these addresses; `shared` ports are shared with other front processes.
@@ -72,6 +77,7 @@ class Front:
         dialects = self._dialects()
         for listener in (*http, *grpc):
             _check_dialects(listener)
+        self._asked = tuple(http)
         for listener in http:
             await self._open_http(listener, dialects, shared)
         for listener in grpc:
@@ -90,7 +96,7 @@ class Front:
 
     def addresses(self) -> tuple[tuple[Listener, ...], tuple[Listener, ...]]:
         """The HTTP and gRPC listeners with the ports they really have."""
-        http = [_listed(o.address, s) for o, s in zip(self.http, self.settings.http, strict=True)]
+        http = [_listed(o.address, s) for o, s in zip(self.http, self._asked, strict=True)]
         grpc = [_listed(o.address, s) for o, s in zip(self.grpc, self.settings.grpc, strict=True)]
         return tuple(http), tuple(grpc)
 
@@ -120,8 +126,8 @@ class Front:
             settings.log.level,
         )
         self.traces = kserve.traces
-        statistics = kserve.statistics
-        self.nv_metrics = lambda: partial(write_nv_metrics, statistics, statistics.ready())
+        options = read_metrics_config(settings.metrics_config)
+        metrics = NvMetrics(self.engine.catalog, self.cache, options)
         control = Control(self.engine.catalog, self.repository)
         places = Places(self.regions)
         triton_v1 = ServiceV1(self.engine, self.registry, self.readiness, control, places)
@@ -129,6 +135,13 @@ class Front:
             "tfserving": lambda alone: tfserving,
             "kserve_v2": lambda alone: KServeV2(kserve, alone=alone),
             "triton_v1": lambda alone: TritonV1(triton_v1, alone=alone),
+            METRICS: lambda alone: MetricsPort(metrics.prepare),
+            OPS: lambda alone: Ops(
+                self.readiness,
+                self.heartbeat,
+                self.registry if settings.allow_metrics else None,
+                metrics.prepare,
+            ),
         }
 
     async def _open_http(self, listener: Listener, known: dict[str, MakeDialect], shared: bool) -> None:
@@ -136,7 +149,7 @@ class Front:
         alone = len(names) == 1 and names[0] in STANDS_IN
         served = [known[name](alone) for name in names if name != OPS]
         if not alone:
-            served.insert(0, Ops(self.readiness, self.heartbeat, self.registry, self.nv_metrics))
+            served.insert(0, known[OPS](alone))
         opened = HttpListener(
             listener.host,
             listener.port,
@@ -152,7 +165,7 @@ class Front:
         from fastserve.wire.grpc import GrpcListener
 
         names = listener.dialects or DIALECTS
-        chosen = [known[name](False) for name in names if name != OPS]
+        chosen = [known[name](False) for name in names if name not in (OPS, METRICS)]
         spoken = [dialect for dialect in chosen if isinstance(dialect, SpeaksGrpc)]
         opened = GrpcListener(
             listener.host,
@@ -166,6 +179,14 @@ class Front:
         self.grpc.append(opened)
 
 
+def with_metrics(settings: Settings) -> tuple[Listener, ...]:
+    """The HTTP listeners, and the metrics port where there is one: beside the first of them."""
+    if not (settings.allow_metrics and settings.metrics_port):
+        return settings.http
+    host = settings.http[0].address.rpartition(":")[0] if settings.http else "127.0.0.1"
+    return (*settings.http, Listener(f"{host}:{settings.metrics_port}", (METRICS,)))
+
+
 def log_access(call: Call, status: int, nbytes: int) -> None:
     """One line for each reply."""
     more = {"bytes": nbytes, "request_id": call.request_id}
@@ -174,8 +195,8 @@ def log_access(call: Call, status: int, nbytes: int) -> None:
 
 def _check_dialects(listener: Listener) -> None:
     for name in listener.dialects:
-        if name not in (*DIALECTS, OPS):
-            allowed = ", ".join((*DIALECTS, OPS))
+        if name not in (*DIALECTS, OPS, METRICS) or (name == METRICS and len(listener.dialects) > 1):
+            allowed = f"{', '.join((*DIALECTS, OPS))}, or {METRICS} alone"
             raise ConfigError(f"{listener.address}: dialects: given {name!r}, allowed: {allowed}")
 
 

@@ -27,7 +27,7 @@ from fastserve.repository.version import Version
 from fastserve.server.fronts import Fronts
 from fastserve.server.gauges import FrontGauges
 from fastserve.server.health import judge
-from fastserve.server.listening import Front
+from fastserve.server.listening import Front, with_metrics
 from fastserve.server.loads import ClientLoads
 from fastserve.server.welcome import welcome_text
 from fastserve.tracing import setup_logs
@@ -58,7 +58,7 @@ class Server:
         )
         self.repository = Repository(settings, self.catalog, self.host)
         loads = ClientLoads(self.repository)
-        self.front = Front(settings, Engine(self.catalog), self.registry, loads)
+        self.front = Front(settings, Engine(self.catalog), self.registry, loads, self.host.cache)
         self.fronts = Fronts(settings, self.catalog, self.host, self.registry)
         self._gauges = FrontGauges(self.registry)
         self._draining = False
@@ -71,7 +71,7 @@ class Server:
         try:
             await self.repository.open()
             shared = self.settings.frontends > 1
-            await self.front.open(self.settings.http, self.settings.grpc, shared=shared)
+            await self.front.open(with_metrics(self.settings), self.settings.grpc, shared=shared)
             await self.fronts.open(*self.front.addresses())
         except BaseException:
             await self.drain(0)

@@ -1,0 +1,31 @@
+"""Prometheus text, format 0.0.4: families of samples as lines. Nothing here counts or reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+Labels = Mapping[str, str]
+_ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
+
+
+def write_labels(labels: Labels) -> str:
+    """`{a="1",b="2"}` in the order of names, as every exporter built on prometheus-cpp writes them."""
+    inner = ",".join(f'{name}="{value.translate(_ESCAPES)}"' for name, value in sorted(labels.items()))
+    return f"{{{inner}}}" if inner else ""
+
+
+def write_number(value: float) -> str:
+    """Whole numbers without a point."""
+    if value != value:
+        return "Nan"  # as prometheus-cpp writes it; parsers do not mind the case
+    return str(int(value)) if value == int(value) else repr(value)
+
+
+def write_head(name: str, kind: str, help: str) -> list[str]:
+    return [f"# HELP {name} {help}", f"# TYPE {name} {kind}"]
+
+
+def write_family(name: str, kind: str, help: str, samples: Iterable[tuple[str, float]]) -> list[str]:
+    """Head and a line for each (written labels, value); nothing when there is none."""
+    lines = [f"{name}{labels} {write_number(value)}" for labels, value in samples]
+    return [*write_head(name, kind, help), *lines] if lines else []

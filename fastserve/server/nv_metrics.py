@@ -1,0 +1,194 @@
+"""Triton's own metrics (spec 12), from the counts every version keeps: what dashboards and scalers ask for.
+
+The numbers are those of the statistics call. There is no GPU to report on, and no pool of pinned memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from fastserve.config.metrics import MetricsConfig
+from fastserve.engine.cache import ResponseCache
+from fastserve.engine.counts import VersionCounts, counts_of, tally_of
+from fastserve.engine.door import triton_of
+from fastserve.engine.schedule import caches
+from fastserve.metrics.machine import Machine
+from fastserve.metrics.text import write_family, write_labels
+from fastserve.repository.catalog import Catalog
+from fastserve.repository.version import Version
+
+Family = tuple[str, str, Callable[[VersionCounts], float]]
+
+_COUNTERS: tuple[Family, ...] = (
+    (
+        "nv_inference_request_success",
+        "Number of successful inference requests, all batch sizes",
+        lambda counts: counts.success.count,
+    ),
+    (
+        "nv_inference_count",
+        "Number of inferences performed (does not include cached requests)",
+        lambda counts: counts.inferences,
+    ),
+    (
+        "nv_inference_exec_count",
+        "Number of model executions performed (does not include cached requests)",
+        lambda counts: counts.executions,
+    ),
+)
+_LATENCIES: tuple[Family, ...] = (
+    (
+        "nv_inference_request_duration_us",
+        "Cumulative inference request duration in microseconds (includes cached requests)",
+        lambda counts: counts.success.ns // 1000,
+    ),
+    (
+        "nv_inference_queue_duration_us",
+        "Cumulative inference queuing duration in microseconds (includes cached requests)",
+        lambda counts: counts.queue.ns // 1000,
+    ),
+    (
+        "nv_inference_compute_input_duration_us",
+        "Cumulative compute input duration in microseconds (does not include cached requests)",
+        lambda counts: counts.compute_input.ns // 1000,
+    ),
+    (
+        "nv_inference_compute_infer_duration_us",
+        "Cumulative compute inference duration in microseconds (does not include cached requests)",
+        lambda counts: counts.compute_infer.ns // 1000,
+    ),
+    (
+        "nv_inference_compute_output_duration_us",
+        "Cumulative inference compute output duration in microseconds (does not include cached requests)",
+        lambda counts: counts.compute_output.ns // 1000,
+    ),
+)
+_CACHED: tuple[Family, ...] = (
+    (
+        "nv_cache_num_hits_per_model",
+        "Number of cache hits per model",
+        lambda counts: counts.cache_hit.count,
+    ),
+    (
+        "nv_cache_num_misses_per_model",
+        "Number of cache misses per model",
+        lambda counts: counts.cache_miss.count,
+    ),
+    (
+        "nv_cache_hit_duration_per_model",
+        "Total cache hit duration per model, in microseconds",
+        lambda counts: counts.cache_hit.ns // 1000,
+    ),
+    (
+        "nv_cache_miss_duration_per_model",
+        "Total cache miss (insert+lookup) duration per model, in microseconds",
+        lambda counts: counts.cache_miss.ns // 1000,
+    ),
+)
+_PENDING: Family = (
+    "nv_inference_pending_request_count",
+    "Instantaneous number of pending requests awaiting execution per-model.",
+    lambda counts: counts.pending,
+)
+
+
+class Seen(NamedTuple):
+    """A version as one page shows it."""
+
+    version: Version
+    labels: dict[str, str]
+    counts: VersionCounts
+
+
+class NvMetrics:
+    """The page of one front process. `cache` is the server's."""
+
+    def __init__(self, catalog: Catalog, cache: ResponseCache | None, options: MetricsConfig) -> None:
+        self._catalog, self._cache, self._options = catalog, cache, options
+        self._machine = Machine()
+
+    def prepare(self) -> Callable[[], bytes]:
+        """On the event loop: choose the versions. What it returns writes the page, on any thread."""
+        models = (self._catalog.models[name] for name in sorted(self._catalog.models))
+        ready = [version for model in models for version in model.available()]
+        return lambda: self.write(ready)
+
+    def write(self, versions: Sequence[Version]) -> bytes:
+        """Prometheus text of these versions and of the server."""
+        seen = [Seen(version, _labels_of(version), counts_of(version)) for version in versions]
+        lines = [line for family in _COUNTERS for line in _write(family, seen)]
+        lines += _write_failures(seen)
+        if self._options.counter_latencies:
+            lines += [line for family in _LATENCIES for line in _write(family, seen)]
+            cached = [one for one in seen if caches(triton_of(one.version.config))] if self._cache else []
+            lines += [line for family in _CACHED for line in _write(family, cached)]
+        lines += _write(_PENDING, seen, "gauge")
+        loads = ((write_labels(one.labels), tally_of(one.version).load_s) for one in seen)
+        lines += write_family("nv_model_load_duration_secs", "gauge", "Model load time in seconds", loads)
+        lines += self._write_server()
+        return ("\n".join(lines) + "\n").encode("utf-8", "replace")
+
+    def _write_server(self) -> list[str]:
+        total, used = self._machine.memory_bytes()
+        gauges = [
+            ("nv_pinned_memory_pool_total_bytes", "Pinned memory pool total memory size, in bytes", 0),
+            ("nv_pinned_memory_pool_used_bytes", "Pinned memory pool used memory size, in bytes", 0),
+            ("nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", self._machine.cpu_utilization()),
+            ("nv_cpu_memory_total_bytes", "CPU total memory (RAM), in bytes", total),
+            ("nv_cpu_memory_used_bytes", "CPU used memory (RAM), in bytes", used),
+            *(self._cache_gauges() if self._cache else ()),
+        ]
+        lines = []
+        for name, help, value in gauges:
+            lines += write_family(name, "gauge", help, [("", value)])
+        return lines
+
+    def _cache_gauges(self) -> list[tuple[str, str, float]]:
+        cache = self._cache
+        assert cache is not None
+        return [
+            ("nv_cache_num_entries", "Number of responses stored in response cache", len(cache)),
+            ("nv_cache_num_lookups", "Number of cache lookups in response cache", cache.hits + cache.misses),
+            ("nv_cache_num_hits", "Number of cache hits in response cache", cache.hits),
+            ("nv_cache_num_misses", "Number of cache misses in response cache", cache.misses),
+            ("nv_cache_num_evictions", "Number of cache evictions in response cache", cache.evictions),
+            (
+                "nv_cache_lookup_duration",
+                "Total cache lookup duration (hit and miss), in microseconds",
+                cache.lookup_ns // 1000,
+            ),
+            (
+                "nv_cache_insertion_duration",
+                "Total cache insertion duration, in microseconds",
+                cache.insertion_ns // 1000,
+            ),
+            ("nv_cache_util", "Cache utilization [0.0 - 1.0]", cache.used / cache.capacity),
+        ]
+
+
+def _labels_of(version: Version) -> dict[str, str]:
+    tags = triton_of(version.config).get("metric_tags") or {}
+    return {
+        **{f"_{name}": str(value) for name, value in tags.items()},
+        "model": version.model,
+        "version": str(version.number),
+    }
+
+
+def _write(family: Family, seen: Sequence[Seen], kind: str = "counter") -> list[str]:
+    name, help, value = family
+    return write_family(name, kind, help, ((write_labels(one.labels), value(one.counts)) for one in seen))
+
+
+def _write_failures(seen: Sequence[Seen]) -> list[str]:
+    return write_family(
+        "nv_inference_request_failure",
+        "counter",
+        "Number of failed inference requests, all batch sizes",
+        (
+            (write_labels({**one.labels, "reason": reason}), took.count)
+            for one in seen
+            for reason, took in sorted(one.counts.failures.items())
+        ),
+    )

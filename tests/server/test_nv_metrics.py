@@ -1,0 +1,178 @@
+"""Triton's metrics of a whole server: names, labels, the port that shows nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from fastserve.config import Listener, Settings
+from fastserve.config.metrics import MetricsConfig
+from fastserve.errors import ServeError
+from fastserve.request import InferRequest
+from fastserve.server import Server
+from fastserve.server.listening import with_metrics
+from fastserve.server.nv_metrics import NvMetrics
+from fastserve.tensor import DTYPES, Tensor
+from tests.server.rig import Client, run
+
+CONFIG = """
+backend: "python"
+max_batch_size: 4
+input [ { name: "IN" data_type: TYPE_INT32 dims: [ 1 ] } ]
+output [ { name: "OUT" data_type: TYPE_INT32 dims: [ 1 ] } ]
+metric_tags { key: "team" value: "a \\"b\\"" }
+response_cache { enable: true }
+"""
+SOURCE = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.one(pb_utils.get_input_tensor_by_name(r, "IN").as_numpy()) for r in requests]
+
+    def one(self, values):
+        if values[0, 0] < 0:
+            return pb_utils.InferenceResponse(error=pb_utils.TritonError("below zero"))
+        return pb_utils.InferenceResponse([pb_utils.Tensor("OUT", values)])
+"""
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def write_repository(folder: Path) -> None:
+    (folder / "m" / "1").mkdir(parents=True)
+    (folder / "m" / "config.pbtxt").write_text(CONFIG)
+    (folder / "m" / "1" / "model.py").write_text(SOURCE)
+
+
+class Page:
+    """A server with a metrics port, and what that port says."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        listeners = (Listener("127.0.0.1:0"), Listener("127.0.0.1:0", ("metrics",)))
+        self.server = Server(Settings(repository=str(folder), http=listeners, grpc=(), **settings))
+
+    async def __aenter__(self) -> Page:
+        await self.server.open()
+        return self
+
+    async def __aexit__(self, *fault: object) -> None:
+        await self.server.drain(5)
+
+    async def get(self, target: str, listener: int = 1) -> tuple[int, bytes]:
+        address = self.server.front.http[listener].address
+        client = Client(*await asyncio.open_connection(*address))
+        try:
+            return await client.get(target)
+        finally:
+            client.close()
+
+    async def samples(self) -> Samples:
+        page = (await self.get("/metrics"))[1].decode()
+        return {
+            (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+            for family in text_string_to_metric_families(page)
+            for sample in family.samples
+        }
+
+    async def ask(self, *numbers: int) -> None:
+        version = self.server.catalog.available("m")
+        assert version is not None
+        data = b"".join(number.to_bytes(4, "little", signed=True) for number in numbers)
+        tensor = Tensor(DTYPES["int32"], (len(numbers), 1), data)
+        (await self.server.front.engine.infer(version, InferRequest({"IN": tensor}))).release()
+
+
+def test_every_name_of_the_specification(tmp_path: Path) -> None:
+    write_repository(tmp_path)
+    who = (("_team", 'a "b"'), ("model", "m"), ("version", "1"))
+
+    async def work() -> None:
+        async with Page(tmp_path, response_cache_bytes=1 << 20) as at:
+            await at.ask(1, 2)
+            await at.ask(1, 2)
+            with pytest.raises(ServeError, match="below zero"):
+                await at.ask(-1)
+            found = await at.samples()
+            by_model = {name: value for (name, labels), value in found.items() if labels == who}
+            assert by_model["nv_inference_request_success_total"] == 2
+            assert by_model["nv_inference_count_total"] == 2
+            assert by_model["nv_inference_exec_count_total"] == 2
+            assert by_model["nv_cache_num_hits_per_model_total"] == 1
+            assert by_model["nv_cache_num_misses_per_model_total"] == 2
+            assert by_model["nv_cache_miss_duration_per_model_total"] > 0
+            assert by_model["nv_inference_pending_request_count"] == 0
+            assert by_model["nv_model_load_duration_secs"] > 0
+            parts = ("queue", "compute_input", "compute_infer", "compute_output")
+            took = [by_model[f"nv_inference_{part}_duration_us_total"] for part in parts]
+            whole = by_model["nv_inference_request_duration_us_total"]
+            assert min(took) >= 0
+            assert sum(took) <= whole + len(took)
+            assert reasons(found) == {"REJECTED": 0, "CANCELED": 0, "BACKEND": 1, "OTHER": 0}
+            plain = {name: value for (name, labels), value in found.items() if not labels}
+            assert (plain["nv_cache_num_entries"], plain["nv_cache_num_lookups"]) == (1, 3)
+            assert 0 < plain["nv_cache_util"] < 1
+            assert 0 < plain["nv_cpu_memory_used_bytes"] < plain["nv_cpu_memory_total_bytes"]
+            assert 0 <= plain["nv_cpu_utilization"] <= 1
+            assert plain["nv_pinned_memory_pool_total_bytes"] == 0
+
+    run(work())
+
+
+def reasons(found: Samples) -> dict[str, float]:
+    name = "nv_inference_request_failure_total"
+    return {dict(labels)["reason"]: value for (known, labels), value in found.items() if known == name}
+
+
+def test_the_port_answers_nothing_else(tmp_path: Path) -> None:
+    write_repository(tmp_path)
+
+    async def work() -> None:
+        async with Page(tmp_path) as at:
+            for target in ("/metrics", "/metrics/", "/metrics?x=1"):
+                status, page = await at.get(target)
+                assert (status, b"nv_inference_count" in page, b"fastserve_" in page) == (200, True, False)
+            for target in ("/", "/metric", "/v2", "/healthz/live"):
+                assert await at.get(target) == (200, b"")
+            assert b"nv_cache" not in (await at.get("/metrics"))[1], "there is no cache"
+            client = Client(*await asyncio.open_connection(*at.server.front.http[1].address))
+            client.writer.write(b"POST /metrics HTTP/1.1\r\nHost: t\r\nContent-Length: 0\r\n\r\n")
+            assert (await client._read())[0] == 405
+            client.close()
+            page = (await at.get("/metrics", listener=0))[1]
+            assert b"nv_inference_count" in page
+            assert b"fastserve_build_info" in page
+
+    run(work())
+
+
+def test_durations_may_be_left_out_and_metrics_switched_off(tmp_path: Path) -> None:
+    write_repository(tmp_path)
+
+    async def work() -> None:
+        flags = {"metrics_config": ("counter_latencies=false",), "allow_metrics": False}
+        async with Page(tmp_path, **flags) as at:
+            names = {name for name, _ in await at.samples()}
+            assert "nv_inference_count_total" in names
+            assert not any("duration_us" in name for name in names)
+            assert (await at.get("/metrics", listener=0))[0] == 404
+
+    run(work())
+
+
+def test_where_the_metrics_port_is() -> None:
+    asked = Settings(http=(Listener("[::1]:80"),), metrics_port=8002)
+    assert with_metrics(asked)[1:] == (Listener("[::1]:8002", ("metrics",)),)
+    assert with_metrics(Settings(http=(), metrics_port=9))[0].address == "127.0.0.1:9"
+    off = Settings(metrics_port=8002, allow_metrics=False)
+    assert with_metrics(off) == off.http
+
+
+def test_families_of_models_need_a_model() -> None:
+    server = Server(Settings())
+    page = NvMetrics(server.catalog, None, MetricsConfig()).prepare()().decode()
+    assert page.startswith("# HELP nv_pinned_memory_pool_total_bytes"), "no model, no family of models"
+    server.registry.close()
