@@ -189,10 +189,11 @@ cdef class BatchRing:
         return rows_of(slot_at(&self.arena, <uint32_t>(place >> 16)))[place & 0xffff].status
 
     def times_ns(self, uint32_t slot) -> tuple:
-        """(first row reserved, taken, run started, done), CLOCK_MONOTONIC."""
+        """(first row reserved, taken, run started, run ended, done), CLOCK_MONOTONIC."""
         cdef Slot* s = self.slot(slot)
         cdef uint64_t now = monotonic_ns()      # nothing a worker wrote there lies in the future
-        return min(s.first_ns, now), min(s.taken_ns, now), min(s.run_ns, now), min(s.done_ns, now)
+        ran = min(s.run_ns, now), min(s.ran_ns, now)
+        return min(s.first_ns, now), min(s.taken_ns, now), *ran, min(s.done_ns, now)
 
     def count_once(self, uint32_t slot) -> bool:
         """True for the first front that asks: the one to record this batch."""

@@ -40,7 +40,7 @@ class LaneMeters:
 
     def batch_done(self, ring: BatchRing, slot: int) -> None:
         """Record a published batch, unless another front has; called while its slot is still held."""
-        first, taken, run, done = ring.times_ns(slot)
+        first, taken, run, _, done = ring.times_ns(slot)
         _, rows, live, _ = ring.describe(slot)
         self._count_rate(done, rows)
         if not ring.count_once(slot):

@@ -219,15 +219,16 @@ def test_counts_say_how_long_each_part_took():
     worker.start_run(slot)
     worker.end_run(slot)
     worker.publish(slot)
-    began, taken, run, done = front.times_ns(slot)
+    began, taken, run, ran, done = front.times_ns(slot)
     tallies, rows, last_ns = front.tallies()
     success, queue, inputs, infer, output = tallies[:5]
     assert (rows, last_ns) == (3, done)
     assert success == (2, 2 * done - began - long_ago)
     assert queue == (2, 2 * taken - began - long_ago)
     assert inputs == (2, 2 * (run - taken))
-    assert infer[1] + output[1] == 2 * (done - run)
-    assert front.runs() == [(3, 1, run - taken, infer[1] // 2, output[1] // 2)]
+    assert infer == (2, 2 * (ran - run))
+    assert output == (2, 2 * (done - ran))
+    assert front.runs() == [(3, 1, run - taken, ran - run, done - ran)]
 
 
 def test_ends_without_an_answer_are_counted_where_they_are_known():

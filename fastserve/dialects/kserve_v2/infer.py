@@ -97,8 +97,7 @@ class Infer:
         service, target = self._service, self._target
         version: Version | None = None
         if traced is not None:
-            for name in ("HTTP_RECV_START", "HTTP_RECV_END"):  # the wire notes one moment
-                traced.stamp(name, call.received_ns)
+            traced.stamp("HTTP_RECV_START", "HTTP_RECV_END", ns=call.received_ns)  # the wire notes one moment
         try:
             plan = find_plan(service, target)
             version = plan.version

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 KEPT = 256  # traces that wait for the file to be written to
 OFF = ["OFF"]
 # What the times of a batch are called, in the order the arena has them.
-_BATCH = ("QUEUE_START", "COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_END")
+_BATCH = ("QUEUE_START", "COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START", "COMPUTE_END")
 
 
 class TraceFile:
@@ -125,9 +125,9 @@ class Traced:
         self._scope = scope
         self._entries: list[bytes] = []
 
-    def stamp(self, name: str, ns: int = 0) -> None:
-        """Note when something happened: now, or at `ns`."""
-        if self._scope.stamps:
+    def stamp(self, *names: str, ns: int = 0) -> None:
+        """Note when something happened: now, or at `ns`. Several names share the moment."""
+        for name in names if self._scope.stamps else ():
             self._add({"timestamps": [{"name": name, "ns": ns or time.monotonic_ns()}]})
 
     def begin(self, version: Version, request: InferRequest) -> None:
@@ -143,7 +143,8 @@ class Traced:
     def answered(self, request: InferRequest, response: InferResponse | None) -> None:
         """The model's answer is there; None when it is an error."""
         for name, ns in zip(_BATCH, request.times or (), strict=False):
-            self.stamp(name, ns)
+            if ns:
+                self.stamp(name, ns=ns)
         self.stamp("INFER_RESPONSE_COMPLETE")
         if response is not None:
             self._show("TENSOR_BACKEND_OUTPUT", response.outputs)
