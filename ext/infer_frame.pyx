@@ -177,8 +177,7 @@ cdef class InferFrame:
                 raise ValueError("holes stand in the order of the text")
             texts.append(header[at:first])
             at = last
-            hole = &self.text.holes[self.text.hole_count]
-            self.text.hole_count += 1
+            hole = &self.text.holes[len(texts) - 1]
             hole.kind = KINDS[kind]
             if hole.kind == HOLE_ID:
                 if self.text.item_unit:
@@ -202,6 +201,7 @@ cdef class InferFrame:
         cdef const uint8_t* at
         cdef Py_ssize_t k
         self.kept = b"".join(texts)
+        self.text.hole_count = <int>len(texts) - 1
         at = <const uint8_t*>PyBytes_AS_STRING(self.kept)
         self.text.before, self.text.before_bytes = at, PyBytes_GET_SIZE(texts[0])
         for k in range(1, len(texts)):

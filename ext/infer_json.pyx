@@ -3,23 +3,21 @@
     body = read_infer(b'{"inputs":[{"name":"x","shape":[1,2],"datatype":"FP32","data":[0.5,1]}]}')
     body.inputs[0].data                             # 8 bytes of float32
 
-Two doors: `InferReader` for requests of the common form to a model of one input, into memory that the
-caller reserved, and `read_infer` for everything. Neither makes a Python object per value or recurses.
-Binary tensors, shared memory and what only a model can tell are not here: the dialect finds sizes and
-names in `parameters`. infer_reply writes the responses.
+It makes no Python object per value and does not recurse. Binary tensors, shared memory and what only a
+model can tell are not here: the dialect finds sizes and names in `parameters`. infer_frame reads requests
+that are as one before, infer_reply writes the responses.
 """
 
 from enum import IntEnum
 
-from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.bytes cimport PyBytes_FromStringAndSize
 from libc.stdint cimport int64_t, uint8_t
 from libc.stdlib cimport free
 from libc.string cimport memset
 
 from infer_body cimport *
 from infer_data cimport *
-from infer_door cimport *
 from infer_members cimport *
 from json_cursor cimport *
 
@@ -29,7 +27,6 @@ cdef extern from "json_reason.h":
 
 cdef enum:
     GIL_BYTES = 16384           # bodies up to this keep the GIL: giving it away costs more
-    DOOR_RANK = 64              # of the hot door's rows
 
 
 class InferCode(IntEnum):
@@ -277,86 +274,3 @@ cdef dict parameters_of(const Part* part, const uint8_t* end):
         return {}
     found = members_at(part.parameters, end)
     return {} if found is None else found
-
-
-cdef class InferReader:
-    """Reads requests of the common form, whose one input is the only one of a model.
-
-    {"inputs":[{"name":..,"shape":[rows,...],"datatype":..,"data":[...]}]}, `data` last in the input and
-    at most an "id" before the inputs. Everything else, good or bad, is for `read_infer`. Keeps nothing of a call; threads may share it.
-    """
-
-    cdef Door door
-    cdef bytes name
-    cdef int64_t[DOOR_RANK] shape
-
-    def __init__(self, str name not None, int dtype_code, tuple row_shape not None):
-        cdef int axis
-        if len(row_shape) > DOOR_RANK or not 0 < dtype_code < DT_COUNT or min(row_shape, default=1) <= 0:
-            raise ValueError(f"not for this door: dtype code {dtype_code}, rows of {row_shape}")
-        self.name = name.encode("utf-8", "surrogateescape")
-        self.door.name = PyBytes_AS_STRING(self.name)
-        self.door.name_bytes = PyBytes_GET_SIZE(self.name)
-        self.door.dtype = dtype_code
-        self.door.item_bytes = dtype_bytes(self.door.dtype)
-        self.door.rank = <int>len(row_shape)
-        self.door.row_items = 1
-        if self.door.item_bytes == 0 or dtype_code == DT_FLOAT16 or dtype_code == DT_BFLOAT16:
-            raise ValueError(f"not for this door: dtype code {dtype_code}")
-        for axis in range(self.door.rank):
-            self.shape[axis] = row_shape[axis]
-            self.door.row_items *= self.shape[axis]
-        self.door.shape = self.shape
-
-    def count_rows(self, body):
-        """The rows that the request's shape claims and that could fit its bytes; 0: not for this door."""
-        cdef Py_buffer view
-        cdef Cursor cursor
-        cdef int64_t rows = 0
-        PyObject_GetBuffer(body, &view, PyBUF_SIMPLE)
-        cursor.at = <const uint8_t*>view.buf
-        cursor.end = cursor.at + view.len
-        if not open_data(&cursor, &self.door, &rows):
-            rows = 0
-        PyBuffer_Release(&view)
-        return rows
-
-    def read_id(self, body):
-        """The id of a request that `count_rows` takes; "" when it has none."""
-        cdef Py_buffer view
-        cdef Cursor cursor
-        cdef Text identity
-        PyObject_GetBuffer(body, &view, PyBUF_SIMPLE)
-        try:
-            cursor.at = <const uint8_t*>view.buf
-            cursor.end = cursor.at + view.len
-            return string_of(&identity) if open_inputs(&cursor, &identity) else ""
-        finally:
-            PyBuffer_Release(&view)
-
-    def read_into(self, body, out, int64_t rows):
-        """Fill `out`, exactly `rows` rows, from `body`; 0, or another number: take the general door.
-
-        After a fault the contents of `out` are undefined. Raises ValueError when `out` has another
-        size. The GIL is released for bodies above 16 KiB: the caller keeps both buffers alive.
-        """
-        cdef Py_buffer view
-        cdef Py_buffer memory
-        cdef Cursor cursor
-        cdef JsonFault fault
-        PyObject_GetBuffer(out, &memory, PyBUF_WRITABLE)
-        try:
-            if rows <= 0 or memory.len // rows != self.door.row_items * self.door.item_bytes or memory.len % rows:
-                raise ValueError(f"{rows} rows do not fill the buffer's {memory.len} bytes")
-            PyObject_GetBuffer(body, &view, PyBUF_SIMPLE)
-            cursor.at = <const uint8_t*>view.buf
-            cursor.end = cursor.at + view.len
-            if view.len > GIL_BYTES:
-                with nogil:
-                    fault = read_request(&cursor, &self.door, <uint8_t*>memory.buf, rows)
-            else:
-                fault = read_request(&cursor, &self.door, <uint8_t*>memory.buf, rows)
-            PyBuffer_Release(&view)
-        finally:
-            PyBuffer_Release(&memory)
-        return <int>fault

@@ -1,4 +1,4 @@
-"""infer_json against its oracle and captured requests, through both doors, and bodies meant to break it."""
+"""infer_json against its oracle and captured requests, and bodies meant to break it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastserve._ext.infer_json import InferCode, InferFault, InferReader, read_infer
+from fastserve._ext.infer_json import InferCode, InferFault, read_infer
 from fastserve.tensor import DTYPE_BY_KSERVE, KSERVE_NAME
 from tests.ext.json_strategies import (
     at_edge,
@@ -170,73 +170,6 @@ FORMS = [
     '{"inputs":[{"name":"x","shape":%s,"datatype":"%s","data":%s},{}]}',
     '{"inputs":[{"name":"z","shape":%s,"datatype":"%s","data":%s}]}',
 ]
-
-
-def door(datatype: str, row_shape: tuple[int, ...]) -> InferReader:
-    return InferReader("x", DTYPE_BY_KSERVE[datatype].code, row_shape)
-
-
-@settings(max_examples=500)
-@given(
-    st.sampled_from(FORMS),
-    st.sampled_from([*oracle.DTYPES]),
-    st.lists(st.integers(1, 3), max_size=2).map(tuple),
-    st.integers(0, 4),
-    st.booleans(),
-    st.data(),
-)
-def test_hot_door_agrees_with_general(
-    form: str, datatype: str, row_shape: Any, rows: int, flat: bool, data: st.DataObject
-) -> None:
-    leaf = st.integers(-9, 300).map(str) if "INT" in datatype else number_texts
-    leaf = st.sampled_from(["true", "false", "1"]) if datatype == "BOOL" else leaf
-    items = rows * int(np.prod(row_shape))
-    drawn = np.array(data.draw(st.lists(leaf, min_size=items, max_size=items)), object)
-    nested = drawn if flat else drawn.reshape(rows, *row_shape)
-    text = str(nested.tolist()).replace("'", "")
-    body = data.draw(broken(st.just(form % ([rows, *row_shape], datatype, text))))
-    reader = door(datatype, row_shape)
-    with at_edge(body) as view:
-        counted = reader.count_rows(view)
-        assert 0 <= 2 * counted * int(np.prod(row_shape)) <= len(body)
-        out = bytearray(counted * int(np.prod(row_shape)) * DTYPE_BY_KSERVE[datatype].item_bytes)
-        if counted == 0 or reader.read_into(view, out, counted) != 0:
-            return
-        identity = reader.read_id(view)
-    assert same(ours(body), (identity, {}, [("x", datatype, (counted, *row_shape), {}, bytes(out))], []))
-
-
-@pytest.mark.parametrize("form", FORMS[:3])
-@pytest.mark.parametrize("shape", [(1, 4), (3, 784), (1000,), (2, 5, 7, 3), (20_000, 1)])
-@pytest.mark.parametrize("flat", [True, False])
-@pytest.mark.parametrize("dtype", ["float32", "float64", "uint8", "uint16", "int8", "int64"])
-def test_common_forms_take_the_hot_door(form: str, shape: tuple[int, ...], flat: bool, dtype: str) -> None:
-    array = (100 * np.random.default_rng(1).random(shape)).astype(dtype)
-    datatype = KSERVE_NAME[dtype]
-    body = (form % (list(shape), datatype, json.dumps((array.ravel() if flat else array).tolist()))).encode()
-    out, reader = np.zeros_like(array), door(datatype, shape[1:])
-    assert reader.count_rows(body) == len(array)
-    assert reader.read_into(body, out, len(array)) == 0
-    np.testing.assert_array_equal(out, array)
-    assert read_infer(body).inputs[0].data == array.tobytes()
-
-
-def test_hot_door_leaves_the_rest() -> None:
-    reader = door("FP32", (2,))
-    assert [reader.read_id(b) for b in (b"", b'{"id":"7"}', b'{"id":"7","inputs"')] == ["", "", ""]
-    assert reader.read_id(b'{"id":"7", "inputs":[') == "7"
-    good = FORMS[0] % ("[1,2]", "FP32", "[1,2]")
-    assert reader.count_rows(good.encode()) == 1
-    for other in ("[0,2]", "[1,3]", "[1]", "[1,2,1]", "[1000000,2]", "[-1,2]", "2"):
-        assert reader.count_rows((FORMS[0] % (other, "FP32", "[1,2]")).encode()) == 0
-    assert reader.count_rows(good.replace("FP32", "FP64").encode()) == 0
-    assert reader.count_rows(good.replace("FP32", "FP32\\u0041").encode()) == 0
-    assert reader.read_into(good.encode(), bytearray(16), 2) != 0
-    with pytest.raises(ValueError, match="do not fill"):
-        reader.read_into(good.encode(), bytearray(7), 1)
-    for code, shape in ((0, ()), (99, ()), (DTYPE_BY_KSERVE["BYTES"].code, ()), (12, (0,)), (12, (1,) * 65)):
-        with pytest.raises(ValueError, match="not for this door"):
-            InferReader("x", code, shape)
 
 
 @pytest.mark.parametrize("datatype", ["INT8", "INT16", "INT32", "UINT8", "UINT16", "UINT32"])

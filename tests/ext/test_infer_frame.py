@@ -1,0 +1,272 @@
+"""infer_frame against its oracle: requests that fit a frame, and the same with something broken."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastserve._ext.infer_frame import InferFrame, InferFrames, find_holes
+from fastserve.tensor import DTYPE_BY_KSERVE
+from tests.ext.json_strategies import at_edge, broken, number_texts, spaces
+from tests.oracles import infer_frame as oracle
+from tests.oracles import infer_json
+
+FLOAT32 = DTYPE_BY_KSERVE["FP32"].code
+
+
+@dataclass
+class Sketch:
+    """What the requests of one client have in common."""
+
+    inputs: list[tuple[str, tuple[int, ...], str]]  # (datatype, row shape, place)
+    space: str
+    shape_first: bool
+    has_id: bool
+    id_last: bool
+
+    def header(self, rows: int, identity: str, data: list[str]) -> str:
+        parts = [self._input(number, rows, data[number]) for number in range(len(self.inputs))]
+        space = self.space
+        members = [f'"inputs"{space}:{space}[{("," + space).join(parts)}]', '"outputs":[{"name":"y"}]']
+        if self.has_id:
+            members.insert(len(members) if self.id_last else 0, f'"id":{space}{json.dumps(identity)}')
+        return "{" + f"{space},{space}".join(members) + "}"
+
+    def _input(self, number: int, rows: int, data: str) -> str:
+        datatype, row_shape, place = self.inputs[number]
+        nbytes = rows * oracle.row_bytes(datatype, row_shape)
+        shape = ("," + self.space).join(str(axis) for axis in (rows, *row_shape))
+        members = [f'"name":"x{number}"', f'"shape":[{shape}]', f'"datatype":"{datatype}"']
+        if not self.shape_first:
+            members.reverse()
+        last = {
+            "data": f'"data":{self.space}{data}',
+            "blob": f'"parameters":{{"binary_data_size":{nbytes}}}',
+            "outside": '"parameters":{"shared_memory_offset":0,"shared_memory_region":"r",'
+            f'"shared_memory_byte_size":{nbytes}}}',
+        }
+        return "{" + f",{self.space}".join([*members, last[place]]) + "}"
+
+    def frame(self, header: bytes) -> InferFrame:
+        """As the dialect makes one."""
+        targets = [oracle.row_bytes(datatype, row_shape) for datatype, row_shape, _ in self.inputs]
+        holes = []
+        for kind, start, end, number in find_holes(header):
+            unit = {"id": 0, "rows": 1, "size": targets[number]}.get(kind, prod(self.inputs[number][1]))
+            code = DTYPE_BY_KSERVE[self.inputs[number][0]].code
+            holes.append(("rows" if kind == "size" else kind, start, end, unit, max(number, 0), code))
+        blobs = [(i, targets[i]) for i, (_, _, place) in enumerate(self.inputs) if place == "blob"]
+        return InferFrame(header, holes, blobs, targets, 0)
+
+    def take(self, frames: InferFrames, request: Any, header_bytes: int) -> Any:
+        """(rows, id, values) as the oracle has them."""
+        frame = frames.find(request, header_bytes)
+        if frame is None:
+            return None
+        sizes = [frame.rows * oracle.row_bytes(datatype, shape) for datatype, shape, _ in self.inputs]
+        outs = [bytearray(size) for size in sizes]
+        if not frame.read_into(request, header_bytes, outs):
+            return None
+        places = [place for _, _, place in self.inputs]
+        values = [None if place == "outside" else bytes(out) for place, out in zip(places, outs, strict=True)]
+        return frame.rows, frame.id, values
+
+
+@st.composite
+def sketches(draw: st.DrawFn) -> Sketch:
+    one = st.tuples(
+        st.sampled_from([*infer_json.DTYPES]),
+        st.lists(st.integers(1, 3), max_size=2).map(tuple),
+        st.sampled_from(["data", "data", "blob", "outside"]),
+    )
+    inputs = draw(st.lists(one, min_size=1, max_size=3))
+    has_data = any(place == "data" for _, _, place in inputs)
+    id_last = draw(st.booleans()) and not has_data
+    return Sketch(inputs, draw(spaces), draw(st.booleans()), draw(st.booleans()), id_last)
+
+
+def leaves(datatype: str, good: bool) -> st.SearchStrategy[str]:
+    if datatype == "BOOL":
+        return st.sampled_from(["true", "false"])
+    if datatype.startswith("F") and not good:
+        return number_texts
+    return st.integers(0, 300).map(str)
+
+
+@st.composite
+def requests(draw: st.DrawFn, sketch: Sketch, good: bool = False) -> tuple[str, bytes]:
+    rows = draw(st.integers(1, 3))
+    data, blobs = [], b""
+    for datatype, row_shape, place in sketch.inputs:
+        items = rows * prod(row_shape)
+        if place == "blob":
+            blobs += draw(st.binary(min_size=(n := rows * oracle.row_bytes(datatype, row_shape)), max_size=n))
+        found = (
+            draw(st.lists(leaves(datatype, good), min_size=items, max_size=items)) if place == "data" else []
+        )
+        text = ",".join(found)
+        data.append(f"[[{text}]]" if draw(st.booleans()) else f"[ {text}]")
+    return sketch.header(rows, draw(st.text(max_size=4)), data), blobs
+
+
+def same(got: Any, want: Any) -> bool:
+    return repr(got) == repr(want)
+
+
+@settings(max_examples=400)
+@given(st.data())
+def test_what_fits_is_taken(data: st.DataObject) -> None:
+    sketch = data.draw(sketches())
+    frames = InferFrames(4)
+    first = data.draw(requests(sketch, good=True))[0].encode()
+    holes = find_holes(first)
+    frames.add(sketch.frame(first))
+    header, blobs = data.draw(requests(sketch))
+    request, size = header.encode() + blobs, len(header.encode())
+    try:
+        want = oracle.take(first, holes, sketch.inputs, request, size)
+    except infer_json.Fault:  # numbers that are none
+        want = None
+    with at_edge(request) as view:
+        got = sketch.take(frames, view, size)
+    assert same(got, want)
+
+
+@settings(max_examples=800)
+@given(st.data())
+def test_what_is_taken_is_right(data: st.DataObject) -> None:
+    sketch = data.draw(sketches())
+    frames = InferFrames(4)
+    first = data.draw(requests(sketch, good=True))[0].encode()
+    frames.add(sketch.frame(first))
+    header, blobs = data.draw(requests(sketch))
+    damaged = data.draw(broken(st.just(header)))
+    size = len(damaged) + data.draw(st.sampled_from([0, 0, 0, 1, -1]))
+    with at_edge(damaged + blobs) as view:
+        got = sketch.take(frames, view, size)
+    if got is not None:
+        assert same(got, oracle.take(first, find_holes(first), sketch.inputs, damaged + blobs, size))
+
+
+def test_holes_are_found() -> None:
+    header = (
+        b'{"inputs":[{"shape":[ 2,1],"data":[1,2],"x":{}},{"shape":[0],"parameters":{"a":1}}],"id" : "7"}'
+    )
+    found = find_holes(header)
+    assert [(kind, header[start:end], number) for kind, start, end, number in found] == [
+        ("rows", b"2", 0),
+        ("data", b"[1,2]", 0),
+        ("id", b'"7"', -1),
+    ]
+    twice = b'{"id":"7","id":"8","inputs":[{"data":[1],"data":[2]}]}'
+    assert [twice[start:end] for _, start, end, _ in find_holes(twice)] == [b'"7"', b"[1]"]
+    for header in (b"", b"{", b"[]", b'{"id":7}', b'{"inputs":[1]}', b'{"inputs":5}'):
+        assert find_holes(header) == []
+
+
+HEADER = b'{"inputs":[{"shape":[1],"data":[1]}]}'
+ROWS, DATA = (kind[1:3] for kind in find_holes(HEADER))
+
+
+@pytest.mark.parametrize(
+    ("holes", "blobs", "targets", "rows", "said"),
+    [
+        ([("data", *DATA, 1, 0, FLOAT32)], [], [4], 0, "rows must be known"),
+        ([], [], [4], 0, "how many rows"),
+        ([("data", *DATA, 1, 0, FLOAT32), ("rows", *ROWS, 1, 0, 0)], [], [4], 1, "order"),
+        ([("data", *DATA, 1, 1, FLOAT32)], [], [4], 1, "no tensor 1"),
+        ([("data", *DATA, 2, 0, FLOAT32)], [], [4], 1, "no tensor 0 of 2 x 4"),
+        ([("data", *DATA, 0, 0, FLOAT32)], [], [4], 1, "a row has"),
+        ([("data", *DATA, 1, 0, DTYPE_BY_KSERVE["FP16"].code)], [], [2], 1, "dtype code"),
+        ([("data", *DATA, 1, 0, 99)], [], [2], 1, "dtype code 99"),
+        ([("data", *DATA, 1, 0, FLOAT32), ("id", 34, 35, 0, 0, 0)], [], [4], 1, "id must be known"),
+        ([], [(0, 8)], [4], 1, "no tensor 0 of 8"),
+        ([], [], [4] * 65, 1, "at most 64"),
+        ([], [], [1 << 40], 1, "a row has"),
+        ([("rows", 5, 99, 1, 0, 0)], [], [4], 0, "order"),
+    ],
+)
+def test_frames_that_cannot_be(holes: Any, blobs: Any, targets: Any, rows: int, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        InferFrame(HEADER, holes, blobs, targets, rows)
+
+
+def test_memory_must_fit() -> None:
+    frames = InferFrames(2)
+    frame = InferFrame(HEADER, [("data", *DATA, 1, 0, FLOAT32)], [], [4], 1)
+    frames.add(frame)
+    with pytest.raises(ValueError, match="that was found"):
+        frame.read_into(HEADER, len(HEADER), [bytearray(4)])
+    assert frames.find(HEADER, len(HEADER)) is frame
+    out = bytearray(4)
+    before = sys.getrefcount(out)
+    assert frame.read_into(HEADER, len(HEADER), [out])
+    for outs in ([bytearray(8)], [out, out], [], [bytes(4)]):
+        with pytest.raises((ValueError, BufferError)):
+            frame.read_into(HEADER, len(HEADER), outs)
+    assert sys.getrefcount(out) == before
+    assert not frame.read_into(HEADER + b"x", len(HEADER), [out])
+    assert frames.find(HEADER, len(HEADER) + 1) is None
+    assert frames.find(HEADER, -1) is None
+    with pytest.raises(ValueError, match="made once"):
+        frame.__init__(HEADER, [], [], [4], 1)  # type: ignore[misc]
+
+
+def test_the_last_used_are_kept() -> None:
+    def header(name: int) -> bytes:
+        return b'{"inputs":[{"name":"%d","data":[1]}]}' % name
+
+    def frame(name: int) -> InferFrame:
+        _, start, end, _ = find_holes(header(name))[0]
+        return InferFrame(header(name), [("data", start, end, 1, 0, FLOAT32)], [], [4], 1, str(name))
+
+    def found(name: int) -> str | None:
+        got = frames.find(header(name), len(header(name)))
+        return None if got is None else got.id
+
+    frames = InferFrames(3)
+    for name in range(4):
+        frames.add(frame(name))
+    assert [found(name) for name in range(4)] == [None, "1", "2", "3"]
+    assert found(1) == "1"
+    frames.add(frame(5))
+    assert [found(name) for name in (1, 2, 3, 5)] == ["1", None, "3", "5"]
+    frames.add(frame(6))
+    assert (frames.unused(), len(frames)) == (1, 3)
+    frames.forget_unused()
+    assert (frames.unused(), len(frames), found(6)) == (0, 2, None)
+
+
+def test_claimed_rows_must_fit_the_text() -> None:
+    frames = InferFrames(1)
+    frames.add(InferFrame(HEADER, [("rows", *ROWS, 1, 0, 0), ("data", *DATA, 1, 0, FLOAT32)], [], [4], 0))
+    for rows in (b"20", b"16777216", b"9" * 30, b"0", b"01", b"-1", b"1.0", b"1e0"):
+        request = HEADER.replace(b"[1],", b"[%b]," % rows)
+        assert frames.find(request, len(request)) is None
+    two = b'{"inputs":[{"shape":[2],"data":[1,2.5]}]}'
+    got, out = frames.find(two, len(two)), bytearray(8)
+    assert got is not None
+    assert got.read_into(two, len(two), [out])
+
+
+def test_long_requests_are_quick() -> None:
+    items = 200_000
+    header = b'{"inputs":[{"shape":[1],"data":[%b]}]}' % b",".join([b"1.2345678"] * items)
+    _, start, end, _ = find_holes(header)[1]
+    frames = InferFrames(1)
+    frames.add(InferFrame(header, [("data", start, end, items, 0, FLOAT32)], [], [4 * items], 1))
+    nested = header.replace(b"[1.2", b"[" * 400_000 + b"1.2")
+    began = time.perf_counter()
+    for request in (header, nested, header.replace(b"[1.2345678,", b"["), header[:-3]):
+        frame = frames.find(request, len(request))
+        taken = frame is not None and frame.read_into(request, len(request), [bytearray(4 * items)])
+        assert taken == (request is header)
+    assert time.perf_counter() - began < 1
