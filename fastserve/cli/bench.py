@@ -10,26 +10,28 @@ from urllib.parse import urlsplit
 
 import click
 
-from fastserve.cli.load.protocols import PROTOCOLS, Wish
+from fastserve.cli.load.protocols import PROTOCOLS
+from fastserve.cli.load.requests import Target, Wish
 from fastserve.cli.rest import Server, url_option
 
 option = partial(click.option, show_default=True)
 READABLE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
-def address(server: Server) -> tuple[str, int]:
-    parts = urlsplit(server.url)
+def address(target: Target, over_grpc: bool) -> tuple[str, int]:
+    """Where the connections of a load go."""
+    url, flag = (f"http://{target.grpc}", "--grpc") if over_grpc else (target.http.url, "--url")
+    parts = urlsplit(url)
     if parts.scheme != "http" or not parts.hostname:
-        raise click.BadParameter(f"{server.url} is not http://HOST:PORT", param_hint="--url")
+        raise click.BadParameter(f"{url} is not http://HOST:PORT", param_hint=flag)
     return parts.hostname, parts.port or 80
 
 
 @click.command(short_help="Put a running server under load.")
 @click.argument("model")
 @url_option
-@option(
-    "--protocol", type=click.Choice(list(PROTOCOLS)), default="tfserving", help="JSON rows, or raw bytes."
-)
+@option("--grpc", default="127.0.0.1:8001", metavar="HOST:PORT", help="The server's gRPC address.")
+@option("--protocol", type=click.Choice(list(PROTOCOLS)), default="tfserving", help="How it is asked; below.")
 @option("-c", "--connections", type=click.IntRange(1), default=32, help="Requests at a time.")
 @option("-d", "--duration", type=click.FloatRange(0.1), default=10.0, help="Seconds measured.")
 @option("--warm-up", type=click.FloatRange(0), default=1.0, help="Seconds before, not measured.")
@@ -41,8 +43,8 @@ def address(server: Server) -> tuple[str, int]:
 @option("--timeout", type=click.FloatRange(0.1), default=30.0, help="Seconds to wait for one reply.")
 @option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 def bench(
-    model: str, url: str, protocol: str, connections: int, duration: float, warm_up: float, processes: int,
-    rows: int, length: int, signature: str, data: Path | None, timeout: float, as_json: bool,
+    model: str, url: str, grpc: str, protocol: str, connections: int, duration: float, warm_up: float,
+    processes: int, rows: int, length: int, signature: str, data: Path | None, timeout: float, as_json: bool,
 ) -> None:  # fmt: skip
     """Keep CONNECTIONS requests to MODEL under way and show how long each took.
 
@@ -51,21 +53,36 @@ def bench(
     \b
     fastserve bench half_plus_two
     fastserve bench digits -c 64 -d 30 --rows 4
-    fastserve bench digits --protocol tfserving-raw --json
+    fastserve bench digits --protocol v2-binary --json
+
+    \b
+    Protocols:
+      tfserving      TensorFlow Serving REST, rows as JSON
+      tfserving-raw  the same, one tensor's bytes as the body
+      v2             Open Inference Protocol V2 (KServe, Triton), JSON
+      v2-binary      the same, tensors as bytes after a JSON header
+      v2-shm         the same, tensors in system shared memory (--allow-client-shm)
+      v2-grpc        V2 over gRPC, raw contents
+      v2-grpc-shm    V2 over gRPC, tensors in system shared memory
     """
     from fastserve.cli.load import report, run
     from fastserve.cli.load.generator import Plan
 
-    server = Server(url)
-    host, port = address(server)
+    target = Target(Server(url), grpc)
+    chosen = PROTOCOLS[protocol]()
+    host, port = address(target, chosen.over_grpc)
     wish = Wish(model, rows, length, signature, data.read_bytes() if data else None)
-    requests = [r.encode(f"{host}:{port}") for r in PROTOCOLS[protocol]().requests(server, wish)]
-    sizes = [len(request) for request in requests]
-    plans = [
-        Plan(host, port, count, warm_up, duration, timeout, sizes, progress=not i)
-        for i, count in enumerate(run.share(connections, processes))
-    ]
-    outcome = run.run(plans, requests, show=sys.stderr.isatty())
+    try:
+        asked = chosen.requests(target, wish)
+        sent = [one.body if chosen.over_grpc else one.encode(f"{host}:{port}") for one in asked]
+        sizes, method = [len(one) for one in sent], asked[0].path if chosen.over_grpc else ""
+        plans = [
+            Plan(host, port, count, warm_up, duration, timeout, sizes, method, progress=not i)
+            for i, count in enumerate(run.share(connections, processes))
+        ]
+        outcome = run.run(plans, sent, show=sys.stderr.isatty())
+    finally:
+        chosen.close()
     lines = [json.dumps(report.as_json(outcome), indent=2)] if as_json else report.text(outcome)
     for line in lines:
         click.echo(line)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -27,18 +28,26 @@ class Server:
     def __init__(self, url: str) -> None:
         self.url = (url if "://" in url else f"http://{url}").rstrip("/")
 
-    def ask(self, path: str, body: bytes | None = None, content_type: str = "application/json") -> bytes:
+    def ask(
+        self,
+        path: str,
+        body: bytes | None = None,
+        content_type: str = "application/json",
+        headers: Mapping[str, str] | None = None,
+    ) -> bytes:
         """GET, or POST when there is a body. Raises ClickException on any status but 200."""
-        status, answer = self.exchange(path, body, content_type)
+        status, answer = self.exchange(path, body, content_type, headers)
         if status != 200:
             raise click.ClickException(f"{status}: {error_text(answer)}")
         return answer
 
-    def exchange(self, path: str, body: bytes | None, content_type: str) -> tuple[int, bytes]:
+    def exchange(
+        self, path: str, body: bytes | None, content_type: str, headers: Mapping[str, str] | None = None
+    ) -> tuple[int, bytes]:
         """(status, body) of the reply, whatever the status. Raises ClickException when there is none."""
-        headers = {} if body is None else {"Content-Type": content_type}
+        sent = {} if body is None else {"Content-Type": content_type, **(headers or {})}
         try:
-            request = urllib.request.Request(self.url + path, body, headers)
+            request = urllib.request.Request(self.url + path, body, sent)
             with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
                 return reply.status, reply.read()
         except urllib.error.HTTPError as fault:

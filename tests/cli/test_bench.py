@@ -14,9 +14,12 @@ from hypothesis import strategies as st
 
 from fastserve.cli import main
 from fastserve.cli.load.histogram import Histogram, bucket_of, floor_of
-from fastserve.cli.load.protocols import Input, TFServingRaw, TFServingRows, Wish, concrete, rows_body
 from fastserve.cli.load.report import duration, text
+from fastserve.cli.load.requests import Target, Wish
 from fastserve.cli.load.run import Outcome, share
+from fastserve.cli.load.tensors import PACKED, Input, packed
+from fastserve.cli.load.tfserving import TFServingRaw, TFServingRows, concrete, dtype_of, rows_body
+from fastserve.cli.load.v2 import binary_request, json_body, read_input
 from fastserve.cli.rest import Server
 from tests.cli.standin import serving
 
@@ -79,18 +82,54 @@ def test_shapes_are_filled_in() -> None:
 
 
 def test_rows_of_several_inputs() -> None:
-    inputs = [Input("a", "DT_STRING", (2,)), Input("b", "DT_INT8", (2, 2))]
+    inputs = [Input("a", "bytes", (2,)), Input("b", "int8", (2, 2))]
     body = json.loads(rows_body(inputs, Wish("m", rows=2, signature="s"), random.Random(1)))
     assert body["signature_name"] == "s"
     assert [sorted(row) for row in body["instances"]] == [["a", "b"], ["a", "b"]]
     assert "b64" in body["instances"][0]["a"]
 
 
+def test_names_of_dtypes() -> None:
+    names = {"DT_FLOAT": "float32", "DT_STRING": "bytes", "DT_UINT8": "uint8", "DT_BFLOAT16": "bfloat16"}
+    assert {name: dtype_of(name) for name in names} == names
+
+
+def test_packed_tensors() -> None:
+    rng = random.Random(1)
+    for dtype, code in PACKED.items():
+        assert len(packed(Input("x", dtype, (2, 3)), rng)) == 6 * struct.calcsize(f"<{code}")
+    assert len(packed(Input("x", "bfloat16", (3,)), rng)) == 6
+    text = packed(Input("x", "bytes", (2,)), rng)
+    assert (struct.unpack("<I", text[:4]), len(text)) == ((12,), 32)
+
+
+def test_v2_bodies() -> None:
+    inputs = [Input("a", "float32", (1, 2)), Input("b", "bytes", (1,))]
+    tensors = json.loads(json_body(inputs, random.Random(1)))["inputs"]
+    assert [(one["name"], one["shape"], one["datatype"], len(one["data"])) for one in tensors] == [
+        ("a", [1, 2], "FP32", 2),
+        ("b", [1], "BYTES", 1),
+    ]
+    request = binary_request("/p", inputs, random.Random(1))
+    length = int(request.headers["Inference-Header-Content-Length"])
+    header = json.loads(request.body[:length])
+    assert [one["parameters"]["binary_data_size"] for one in header["inputs"]] == [8, 16]
+    assert len(request.body) == length + 24
+    assert b"Inference-Header-Content-Length: %d\r\n" % length in request.encode("h:1")
+
+
+def test_open_dimensions_of_v2() -> None:
+    wish = Wish("m", rows=4, length=7)
+    described = {"name": "x", "datatype": "INT64", "shape": ["-1", "-1", "3"]}
+    assert read_input(described, wish, batching=True) == Input("x", "int64", (4, 7, 3))
+    assert read_input(described, wish, batching=False) == Input("x", "int64", (7, 7, 3))
+
+
 def test_requests_of_both_protocols(url: str) -> None:
-    rows = TFServingRows().requests(Server(url), Wish("double", rows=2))
+    rows = TFServingRows().requests(Target(Server(url)), Wish("double", rows=2))
     assert len({request.body for request in rows}) == len(rows) == 16
     assert [len(row) for row in json.loads(rows[0].body)["instances"]] == [3, 3]
-    raw = TFServingRaw().requests(Server(url), Wish("double", rows=2))
+    raw = TFServingRaw().requests(Target(Server(url)), Wish("double", rows=2))
     assert len(struct.unpack("<6f", raw[0].body)) == 6
     assert raw[0].encode("h:1").startswith(b"POST /v1/models/double:predict HTTP/1.1\r\nHost: h:1\r\n")
 

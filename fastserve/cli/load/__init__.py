@@ -1,5 +1,6 @@
 """The load generator behind `fastserve bench`: connections in processes of their own, one histogram.
 
-`protocols` writes the requests, `generator` is one process of connections, `run` starts and gathers
-them, `report` prints. Processes talk in lines of JSON over pipes.
+`protocols` names the ways a model can be asked; `tfserving`, `v2` and `v2_memory` write the requests.
+`generator` is one process of connections (`grpc_calls` those of gRPC), `run` starts and gathers them,
+`report` prints. Processes talk in lines of JSON over pipes.
 """

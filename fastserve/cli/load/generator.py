@@ -14,14 +14,18 @@ import json
 import sys
 import time
 from itertools import cycle
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import httptools
 import msgspec
 
-from fastserve.cli.load.histogram import Histogram
+from fastserve.cli.load.tally import Tally
+
+if TYPE_CHECKING:
+    from fastserve.cli.load.grpc_calls import GrpcConnection
 
 PROGRESS_S = 0.2
+CONNECT_S = 5.0
 
 
 class Plan(msgspec.Struct, forbid_unknown_fields=True):
@@ -34,38 +38,8 @@ class Plan(msgspec.Struct, forbid_unknown_fields=True):
     duration_s: float
     timeout_s: float
     sizes: list[int]
+    method: str = ""  # of the gRPC calls to make; HTTP requests without one
     progress: bool = False  # tell how far it is; only one process of several needs to
-
-
-class Tally:
-    """What all connections of this process saw after the warm-up."""
-
-    def __init__(self) -> None:
-        self.histogram = Histogram()
-        self.statuses: dict[str, int] = {}
-        self.faults: dict[str, int] = {}
-        self.body_bytes = 0
-        self.counting = False
-        self.stopping = False
-
-    def answered(self, status: int, latency_ns: int, body_bytes: int) -> None:
-        if self.counting:
-            self.histogram.add(latency_ns)
-            self.statuses[str(status)] = self.statuses.get(str(status), 0) + 1
-            self.body_bytes += body_bytes
-
-    def failed(self, fault: str) -> None:
-        if self.counting:
-            self.faults[fault] = self.faults.get(fault, 0) + 1
-
-    def result(self) -> dict[str, Any]:
-        counts = {str(bucket): count for bucket, count in self.histogram.counts.items()}
-        return {
-            "histogram": counts,
-            "statuses": self.statuses,
-            "faults": self.faults,
-            "body_bytes": self.body_bytes,
-        }
 
 
 class Connection(asyncio.Protocol):
@@ -100,13 +74,19 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         latency_ns, self.sent_ns = time.perf_counter_ns() - self.sent_ns, 0
-        self.tally.answered(self.parser.get_status_code(), latency_ns, self.body_bytes)
+        self.tally.answered(str(self.parser.get_status_code()), latency_ns, self.body_bytes)
         if self.parser.should_keep_alive():
             self.ask()
         else:
             self.transport.close()
 
+    def close(self) -> None:
+        """Close it when nothing is under way."""
+        if not self.sent_ns:
+            self.transport.close()
+
     def give_up(self, fault: str) -> None:
+        """End it now; what is under way has failed."""
         if self.sent_ns:
             self.sent_ns = 0
             self.tally.failed(fault)
@@ -124,22 +104,33 @@ class Group:
 
     def __init__(self, plan: Plan, requests: list[bytes]) -> None:
         self.plan, self.requests, self.tally = plan, requests, Tally()
-        self.open: set[Connection] = set()
+        self.open: set[Connection | GrpcConnection] = set()
 
-    async def connect(self) -> Connection | None:
-        loop = asyncio.get_running_loop()
+    async def connect(self) -> Connection | GrpcConnection | None:
         start = len(self.open) % len(self.requests)
         ring = cycle(self.requests[start:] + self.requests[:start])
+        made = await (self._connect_grpc(ring) if self.plan.method else self._connect_http(ring))
+        if made is not None:
+            self.open.add(made)
+        return made
+
+    async def _connect_http(self, ring: cycle[bytes]) -> Connection | None:
+        loop = asyncio.get_running_loop()
         try:
             _, made = await loop.create_connection(
                 lambda: Connection(ring, self.tally), self.plan.host, self.plan.port
             )
         except OSError:
             return None
-        self.open.add(made)
         return made
 
-    async def keep(self, connection: Connection | None) -> None:
+    async def _connect_grpc(self, ring: cycle[bytes]) -> GrpcConnection | None:
+        from fastserve.cli.load.grpc_calls import GrpcConnection
+
+        made = GrpcConnection(f"{self.plan.host}:{self.plan.port}", self.plan.method, ring, self.tally)
+        return made if await made.connect(CONNECT_S) else None
+
+    async def keep(self, connection: Connection | GrpcConnection | None) -> None:
         while not self.tally.stopping:
             if connection is None:
                 self.tally.failed("connection refused")
@@ -150,7 +141,7 @@ class Group:
                 self.open.discard(connection)
             connection = None if self.tally.stopping else await self.connect()
         if connection is not None:
-            connection.transport.close()
+            connection.close()
 
     async def run(self) -> dict[str, Any]:
         first = [await self.connect() for _ in range(self.plan.connections)]
@@ -180,8 +171,7 @@ class Group:
     async def finish(self, keepers: list[asyncio.Task[None]]) -> None:
         self.tally.stopping = True
         for connection in list(self.open):
-            if not connection.sent_ns:
-                connection.transport.close()
+            connection.close()
         await asyncio.wait(keepers, timeout=self.plan.timeout_s)
         for connection in list(self.open):
             connection.give_up("timed out")

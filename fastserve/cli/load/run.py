@@ -18,6 +18,7 @@ from fastserve.cli.load.generator import Plan
 from fastserve.cli.load.histogram import Histogram
 
 Process = subprocess.Popen[bytes]
+GOOD = ("200", "OK")
 
 
 @dataclass
@@ -44,7 +45,7 @@ class Outcome:
 
     @property
     def failed(self) -> int:
-        return sum(self.faults.values()) + sum(n for status, n in self.statuses.items() if status != "200")
+        return sum(self.faults.values()) + sum(n for s, n in self.statuses.items() if s not in GOOD)
 
 
 def share(total: int, parts: int) -> list[int]:

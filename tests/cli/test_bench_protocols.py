@@ -1,0 +1,108 @@
+"""`fastserve bench` against a real server, over every protocol it knows."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from fastserve.cli import main
+from fastserve.cli.load.protocols import PROTOCOLS
+from tests.dialects.kserve_v2.client_models import write_kinds, write_sums
+from tests.running import Running
+
+MEMORY = Path("/dev/shm")
+V2 = [name for name in PROTOCOLS if name.startswith("v2")]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("bench") / "models"
+    folder.mkdir()
+    write_sums(folder)
+    write_kinds(folder)
+    with Running(folder, folder.parent / "log", "--allow-client-shm") as running:
+        yield running
+
+
+def bench(served: Running, model: str, protocol: str, *options: str) -> Result:
+    where = ["--url", served.http, "--grpc", served.grpc, "--protocol", protocol]
+    given = ["bench", model, *where, "-c", "3", "-d", "0.3", "--warm-up", "0.1", "--json", *options]
+    return CliRunner().invoke(main, given)
+
+
+@pytest.mark.parametrize("protocol", [name for name in PROTOCOLS if name != "tfserving-raw"])
+def test_every_protocol(served: Running, protocol: str) -> None:
+    result = bench(served, "simple", protocol, "--rows", "2", "--processes", "2")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["statuses"] == {"OK" if "grpc" in protocol else "200": report["requests"]}
+    assert report["requests"] > 10
+    assert report["faults"] == {}
+    assert 0 < report["p50_us"] <= report["p99_us"] <= report["p99.9_us"]
+    assert ours() == []
+    assert served.alive
+
+
+def ours() -> list[str]:
+    """What a run has left in shared memory."""
+    return [name for name in os.listdir(MEMORY) if name.startswith(f"fastserve-bench-{os.getpid()}-")]
+
+
+@pytest.mark.parametrize("protocol", [name for name in V2 if name != "v2"])
+def test_every_datatype(served: Running, protocol: str) -> None:
+    result = bench(served, "types", protocol, "--length", "5")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["requests"] > 5
+
+
+@pytest.mark.parametrize("protocol", V2)
+def test_what_cannot_be_asked_is_said_before_the_load(served: Running, protocol: str) -> None:
+    result = bench(served, "nope", protocol)
+    assert result.exit_code == 1
+    assert "unknown model: 'nope' is not found" in result.output
+    assert ours() == []
+
+
+def test_what_has_no_json_form(served: Running) -> None:
+    result = bench(served, "types", "v2")
+    assert result.exit_code == 1
+    assert "IN_FP16 has no JSON form; use --protocol v2-binary" in result.output
+
+
+@pytest.mark.parametrize("protocol", ["v2", "v2-binary", "v2-grpc"])
+def test_refused_requests_are_counted(served: Running, protocol: str) -> None:
+    """More rows than a Triton model's max_batch_size."""
+    result = bench(served, "simple", protocol, "--rows", "9")
+    assert result.exit_code == 1
+    report = json.loads(result.stdout)
+    assert list(report["statuses"]) == ["INVALID_ARGUMENT" if "grpc" in protocol else "400"]
+
+
+@pytest.mark.parametrize("protocol", ["v2-shm", "v2-grpc-shm"])
+def test_refused_requests_are_not_sent_from_shared_memory(
+    served: Running, protocol: str
+) -> None:
+    result = bench(served, "simple", protocol, "--rows", "9")
+    assert result.exit_code == 1
+    assert "batch-size must be <= 8" in result.output
+    assert ours() == []
+
+
+def test_a_body_of_ones_own(served: Running, tmp_path: Path) -> None:
+    row = {"shape": [1, 16], "datatype": "INT32", "data": [1] * 16}
+    file = tmp_path / "body.json"
+    file.write_text(json.dumps({"inputs": [{"name": f"INPUT{n}", **row} for n in (0, 1)]}))
+    assert bench(served, "sums", "v2", "--data", str(file)).exit_code == 0
+    assert "--data" in bench(served, "sums", "v2-shm", "--data", str(file)).output
+
+
+def test_nobody_there() -> None:
+    given = ["bench", "simple", "--protocol", "v2-grpc", "--grpc", "127.0.0.1:1"]
+    result = CliRunner().invoke(main, given)
+    assert result.exit_code == 1
+    assert "127.0.0.1:1: UNAVAILABLE" in result.output
