@@ -103,11 +103,10 @@ class Answers:
         return Answer(self.forms(header.batch_size, told), raws, header.id)
 
     def describe(self, name: str, shape: Dims, nbytes: int) -> Raw:
-        """An output of the model's shape as its client sees it. Raises ServeError for one the model must
+        """An output of this shape, batch axis included. Raises ServeError for one the model must
         not answer."""
-        shape = shape[1:] if self._plan.batching else shape
+        dims = shape[1:] if self._plan.batching else shape
         output = self._plan.outputs[name]
-        dims = output.to_client(shape)
         if output.dims is not None and not output.fits(dims):
             raise ServeError(
                 Kind.INVALID_ARGUMENT,

@@ -145,14 +145,12 @@ def _check_twice(names: Sequence[str], words: str) -> None:
 
 
 def measure(plan: Plan, given: InputHeader, batch_size: int) -> tuple[Dims, int]:
-    """The full shape the model sees, and the bytes the tensor must have. Raises ServeError."""
+    """The full shape, and the bytes the tensor must have. Raises ServeError."""
     tensor = plan.inputs.get(given.name)
     if tensor is None:
         raise invalid(f"unexpected inference input '{given.name}' for model '{plan.model}'")
     dims = _choose_dims(plan, tensor, given.dims)
-    shape = tensor.to_model(dims)
-    if plan.batching:
-        shape = (batch_size, *shape)
+    shape = (batch_size, *dims) if plan.batching else dims
     if not tensor.dtype.item_bytes:
         return shape, given.batch_byte_size
     nbytes = count_bytes(shape, tensor.dtype)

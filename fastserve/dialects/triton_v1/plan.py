@@ -1,7 +1,7 @@
 """What this API needs to know of a loaded version, worked out once: tensors as its clients see them.
 
-Clients see `dims` without the batch axis; where the configuration reshapes, the model sees other axes
-(spec 3.1). Models of the native form have no reshapes, and class labels for every output.
+Clients see `dims` without the batch axis; where the configuration reshapes (spec 3.1), the worker does.
+Models of the native form have class labels for every output.
 """
 
 from __future__ import annotations
@@ -22,22 +22,13 @@ Dims = tuple[int, ...]
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """One input or output. `dims` of None takes any rank; `reshape` is what the model sees, if not that."""
+    """One input or output. `dims` of None takes any rank."""
 
     name: str
     dtype: DType
     dims: Dims | None
-    reshape: Dims | None = None
     label_file: Path | None = None
     given_labels: tuple[str, ...] = ()
-
-    def to_model(self, dims: Dims) -> Dims:
-        """The axes the model sees for what a client sent."""
-        return dims if self.reshape is None else _carry(dims, self.dims or (), self.reshape)
-
-    def to_client(self, shape: Dims) -> Dims:
-        """The axes a client sees for what the model answered."""
-        return shape if self.reshape is None else _carry(shape, self.reshape, self.dims or ())
 
     def fits(self, dims: Dims) -> bool:
         """True when a client may send these axes."""
@@ -55,12 +46,6 @@ class TensorPlan:
             return tuple(self.label_file.read_text("utf-8", "surrogateescape").splitlines())
         except OSError:
             return ()
-
-
-def _carry(given: Dims, pattern: Dims, wanted: Dims) -> Dims:
-    """`wanted` with each -1, left to right, replaced by what stands at the -1s of `pattern`."""
-    free = iter([n for n, p in zip(given, pattern, strict=False) if p == -1])
-    return tuple(next(free, 1) if n == -1 else n for n in wanted)
 
 
 @dataclass(frozen=True)
@@ -100,12 +85,10 @@ def _native(spec: TensorSpec, labels: tuple[str, ...] = ()) -> TensorPlan:
 
 
 def _configured(one: Mapping[str, Any], folder: Path) -> TensorPlan:
-    reshape = one.get("reshape")
     return TensorPlan(
         one["name"],
         DTYPE_OF[one["data_type"]],
         tuple(map(int, one.get("dims", ()))),
-        None if reshape is None else tuple(map(int, reshape.get("shape", ()))),
         folder / one["label_filename"] if one.get("label_filename") else None,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 SERVER_ID = "inference:0"
 _GOOD = f'code: {SUCCESS} server_id: "{SERVER_ID}" request_id: %d'.encode()
 QUEUE_FULL = "Exceeds maximum queue size"
-NO_SEQUENCE = "non-zero or non-empty correlation ID"
+NO_SEQUENCE = "non-zero or non-empty correlation ID"  # V1 has no sequences named by a string
+_V2_PREFIX = re.compile(r"\A\[request id: [^\]]*\] ")
 TOO_LATE = "Request timeout expired"
 
 
@@ -179,6 +181,5 @@ def as_v1(fault: ServeError) -> ServeError:
         return ServeError(Kind.UNAVAILABLE, TOO_LATE)
     if fault.kind is Kind.UNAVAILABLE and fault.retry_after_s is not None:
         return ServeError(Kind.UNAVAILABLE, QUEUE_FULL)
-    if NO_SEQUENCE in fault.message:  # V1 has no sequences named by a string
-        return ServeError(fault.kind, fault.message.replace(NO_SEQUENCE, "non-zero correlation ID"))
-    return fault
+    text = _V2_PREFIX.sub("", fault.message)
+    return ServeError(fault.kind, text.replace(NO_SEQUENCE, "non-zero correlation ID"))

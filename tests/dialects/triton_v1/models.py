@@ -52,6 +52,17 @@ class TritonPythonModel:
     def answer(self, value):
         return utils.InferenceResponse([utils.Tensor("OUT", value)])
 """
+# Every input comes back under its name with _OUT behind it.
+ECHO_ALL = """
+import triton_python_backend_utils as utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.answer(request.inputs()) for request in requests]
+
+    def answer(self, inputs):
+        return utils.InferenceResponse([utils.Tensor(t.name() + "_OUT", t.as_numpy()) for t in inputs])
+"""
 REFUSE = """
 import triton_python_backend_utils as utils
 
@@ -95,11 +106,11 @@ class TritonPythonModel:
         names = ("START", "READY", "END", "WHO", "INPUT")
         tensors = [utils.get_input_tensor_by_name(request, name).as_numpy() for name in names]
         start, ready, end, who, value = (int(one.ravel()[0]) for one in tensors)
-        assert ready
         if start:
             self.sums[who] = 0
-        self.sums[who] += value
-        total = self.sums.pop(who) if end else self.sums[who]
+        if ready:  # else a slot without a request
+            self.sums[who] += value
+        total = self.sums.pop(who) if end else self.sums.get(who, 0)
         flags = start | end << 1
         return utils.InferenceResponse([
             utils.Tensor("OUTPUT", np.array([[total]], np.int32)),
@@ -157,6 +168,10 @@ MODELS: dict[str, tuple[str, str]] = {
         POLICY.format(action="REJECT", timeout=300_000, override="false", size=8) + single("INT32", "1"),
         HELD,
     ),
+    "brief": (
+        POLICY.format(action="REJECT", timeout=300_000, override="true", size=8) + single("INT32", "1"),
+        HELD,
+    ),
     "patient": (
         POLICY.format(action="DELAY", timeout=10_000, override="true", size=8) + single("INT32", "1"),
         HELD,
@@ -164,7 +179,11 @@ MODELS: dict[str, tuple[str, str]] = {
     "seq": (SEQUENCE % (2, "direct { }"), RUNNING_SUM),
     "oldest": (SEQUENCE % (2, "oldest { max_candidate_sequences: 4 }"), RUNNING_SUM),
     "bad": (single("INT32", "1"), "raise RuntimeError('no weights')"),
-    **{f"id_{name.lower()}": (single(name, "-1"), ECHO) for name in FIXED},
+    "every": (
+        f"input [ {', '.join(tensor(name, name, '-1') for name in FIXED)} ] "
+        f"output [ {', '.join(tensor(name + '_OUT', name, '-1') for name in FIXED)} ]",
+        ECHO_ALL,
+    ),
 }
 
 
@@ -189,3 +208,9 @@ def release(folder: Path, name: str) -> None:
 def is_running(folder: Path, name: str) -> bool:
     """Whether HELD has begun a request."""
     return (folder / name / "go.running").exists()
+
+
+def hold(folder: Path, name: str) -> None:
+    """Let HELD wait again."""
+    for mark in ("go", "go.running"):
+        (folder / name / mark).unlink(missing_ok=True)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 import yaml
+from google.protobuf import text_format
 
 from fastserve.config import Listener, Settings
 from fastserve.protos import load
@@ -24,6 +26,17 @@ from tests.server.rig import WAIT_S, Served
 
 V1 = load("triton_v1")
 Reply = tuple[int, dict[str, str], bytes]
+
+
+@dataclass
+class Result:
+    """What an inference came to, whatever it was asked over. `status` is "SUCCESS", or code and text."""
+
+    status: str
+    header: Any
+    raws: list[bytes]
+
+
 DENSE = """
 class Model:
     def __init__(self, config): pass
@@ -83,17 +96,56 @@ class Rig:
         found = {name.lower(): value for name, _, value in (line.partition(": ") for line in others)}
         return int(first.split(" ")[1]), found, rest
 
-    async def infer(self, model: str, header: str, body: bytes = b"") -> Reply:
-        return await self.ask("POST", f"/api/infer/{model}", body, NV_InferRequest=header)
+    @property
+    def ways(self) -> list[Ask]:
+        """How an inference is asked for: `ask(model, header, input bytes...)`."""
+        return [self.over_http, self.over_grpc, self.over_stream]
 
-    async def refusal(self, model: str, header: str, body: bytes = b"") -> str:
-        """Code and text of an inference that must fail."""
-        status, headers, rest = await self.infer(model, header, body)
-        assert (status, rest, headers["content-type"]) == (400, b"", "application/octet-stream")
-        return read_status(headers)
+    async def over_http(self, model: str, header: str, *inputs: bytes) -> Result:
+        status, headers, body = await self.ask(
+            "POST", f"/api/infer/{model}?format=binary", b"".join(inputs), NV_InferRequest=header
+        )
+        told = text_format.Parse(headers["nv-inferresponse"], V1.InferResponseHeader())
+        if status == 400:
+            assert body == b""
+            return Result(read_status(headers), told, [])
+        assert (status, read_status(headers)) == (200, "SUCCESS")
+        raws, at = [], 0
+        asked = text_format.Parse(header, V1.InferRequestHeader())
+        for output, wanted in zip(told.output, asked.output, strict=True):
+            size = 0 if wanted.HasField("shared_memory") else output.raw.batch_byte_size
+            raws.append(body[at : at + size])
+            at += size
+        assert V1.InferResponseHeader.FromString(body[at:]) == told
+        return Result("SUCCESS", told, raws)
+
+    async def over_grpc(self, model: str, header: str, *inputs: bytes) -> Result:
+        return read_response(await self.grpc.Infer(make_request(model, header, *inputs)))
+
+    async def over_stream(self, model: str, header: str, *inputs: bytes) -> Result:
+        replies = self.grpc.StreamInfer(iter([make_request(model, header, *inputs)]))
+        (reply,) = [reply async for reply in replies]
+        return read_response(reply)
 
     async def until_running(self, folder: Path, model: str) -> None:
         await self.served.until(lambda: models.is_running(folder, model))
+
+
+Ask = Callable[..., Awaitable[Result]]
+
+
+def make_request(model: str, header: str, *inputs: bytes) -> Any:
+    request = V1.InferRequest(model_name=model, model_version=-1, raw_input=inputs)
+    text_format.Parse(header, request.meta_data)
+    return request
+
+
+def read_response(reply: Any) -> Result:
+    status = reply.request_status
+    assert status.server_id == "inference:0"
+    word = V1.RequestStatusCode.Name(status.code)
+    text = f'{word} msg: "{status.msg}"' if status.msg else word
+    return Result(text, reply.meta_data, list(reply.raw_output))
 
 
 def read_status(headers: dict[str, str]) -> str:

@@ -104,9 +104,7 @@ def test_versions_strings_sequences_and_errors(tmp_path: Path) -> None:
             context.close()
 
             context = await Context(served.http, "seq").open()
-            asked = (
-                'batch_size: 1 input { name: "INPUT" dims: 1 } output { name: "OUTPUT" } correlation_id: 7'
-            )
+            asked = 'batch_size: 1 input { name: "INPUT" dims: 1 } output { name: "OUTPUT" }'
             for flags, total in ((1, 3), (0, 6), (2, 9), (3, 3)):
                 tail = " correlation_id: 7" + (f" flags: {flags}" if flags else "")
                 answer, raw = await context.run(asked + tail, struct.pack("<i", 3))
