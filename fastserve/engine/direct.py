@@ -2,8 +2,9 @@
 
     intake = open_intake(lane, request.inputs)       after one request of this form was checked
     seat = intake.reserve(rows)                      None: there is no room
-    ...every byte of seat.memory is written...
-    intake.settle(seat); lane.submit(seat.place, rows, ...)        or: intake.abandon(seat)
+    place, memory, slab = seat
+    ...every byte of memory is written...
+    intake.settle(seat); lane.submit(place, rows, ...)             or: intake.abandon(seat, rows)
 
     found = open_outlet(lane, names).read(place, rows)             (form, views) of an answered place
 
@@ -13,7 +14,6 @@ For hot doors: nothing is checked again, nothing copied. `forms` does the same f
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from fastserve._ext import slab_tensors
@@ -25,17 +25,10 @@ from fastserve.tensor import DTYPE_BY_CODE, DType, Tensor
 MOST_LAYOUTS = 64
 Described = list[tuple[str, DType, tuple[int, ...]]]
 Found = tuple[Any, list[memoryview]]
-
-
-@dataclass(slots=True, eq=False)
-class Seat:
-    """A reserved place. `memory` has room for the rows of each input, in the intake's order."""
-
-    place: int
-    rows: int
-    memory: list[memoryview]
-    offset: int = 0  # of its slab
-    size: int = 0
+# A reserved place, memory for the rows of each input in the intake's order, and its slab's (offset, bytes).
+# Plain tuples: a request costs few microseconds, and an object with names is a third of one.
+Seat = tuple[int, list[memoryview], tuple[int, int]]
+NO_SLAB = (0, 0)
 
 
 class Intake(Protocol):
@@ -47,7 +40,7 @@ class Intake(Protocol):
     def settle(self, seat: Seat) -> None:
         """The memory is written: the place can be submitted."""
 
-    def abandon(self, seat: Seat) -> None:
+    def abandon(self, seat: Seat, rows: int) -> None:
         """It will not be written."""
 
 
@@ -56,21 +49,23 @@ class ColumnIntake:
 
     def __init__(self, lane: Lane, names: Sequence[str]) -> None:
         columns = list(lane.inputs)
-        self._lane = lane
+        self._lane, self._ring = lane, lane.ring
         self._columns = [columns.index(name) for name in names]
 
     def reserve(self, rows: int, note: bytes = b"") -> Seat | None:
-        ring = self._lane.ring
+        ring, columns = self._ring, self._columns
         place = ring.reserve(rows)
         if place == FULL:
             return None
-        return Seat(place, rows, [ring.input_rows(place, rows, column) for column in self._columns])
+        if len(columns) == 1:
+            return place, [ring.input_rows(place, rows, columns[0])], NO_SLAB
+        return place, [ring.input_rows(place, rows, column) for column in columns], NO_SLAB
 
     def settle(self, seat: Seat) -> None:
         pass
 
-    def abandon(self, seat: Seat) -> None:
-        self._lane.abandon(seat.place, seat.rows)
+    def abandon(self, seat: Seat, rows: int) -> None:
+        self._lane.abandon(seat[0], rows)
 
 
 class SlabIntake:
@@ -99,14 +94,16 @@ class SlabIntake:
         slab[: len(head)] = head
         if tail:
             slab[size - len(tail) :] = tail
-        return Seat(place, rows, [entry[3] for entry in slab_tensors.read(slab)], offset, size)
+        return place, [entry[3] for entry in slab_tensors.read(slab)], (offset, size)
 
     def settle(self, seat: Seat) -> None:
-        self._lane.ring.attach_slab(seat.place, seat.offset, seat.size)
+        place, _, (offset, size) = seat
+        self._lane.ring.attach_slab(place, offset, size)
 
-    def abandon(self, seat: Seat) -> None:
-        self._lane.ring.return_lease(seat.offset)
-        self._lane.abandon(seat.place, seat.rows)
+    def abandon(self, seat: Seat, rows: int) -> None:
+        place, _, (offset, _) = seat
+        self._lane.ring.return_lease(offset)
+        self._lane.abandon(place, rows)
 
     def _lay_out(self, rows: int, *, noted: bool) -> tuple[bytes, int]:
         """The slab's bytes before the first tensor, and its size without a note."""
@@ -156,13 +153,15 @@ class ColumnOutlet:
 
     def __init__(self, lane: Lane, names: Sequence[str]) -> None:
         columns = list(lane.outputs)
-        self._lane = lane
+        self._lane, self._ring = lane, lane.ring
         self._names = names
         self._columns = [columns.index(name) for name in names]
 
     def read(self, place: int, rows: int) -> Found | None:
-        ring = self._lane.ring
-        return rows, [ring.output_rows(place, rows, column) for column in self._columns]
+        ring, columns = self._ring, self._columns
+        if len(columns) == 1:
+            return rows, [ring.output_rows(place, rows, columns[0])]
+        return rows, [ring.output_rows(place, rows, column) for column in columns]
 
     def describe(self, form: Any) -> Described:
         specs = [self._lane.outputs[name] for name in self._names]

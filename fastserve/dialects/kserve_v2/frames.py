@@ -61,29 +61,32 @@ class Frame(InferFrame):
         )
         self.asked = asked
         self.sources = parts.sources
+        self.outside = bool(parts.sources or asked.ranges)  # something of it is in client memory
         self.wanted = request.outputs
         self.intake = open_intake(lane, request.inputs, batching=plan.max_batch_size > 0)
         self.outlet = open_outlet(lane, request.outputs or list(lane.outputs))
-        self._notes = lane.requests
+        self.noted = lane.requests
         self._note = note_of(request, []) if lane.requests else b""
         self._request = request
         self._plan = plan
-        self._writers: dict[object, InferWriter | None] = {}
+        self.writers: dict[object, InferWriter] = {}
 
     def note(self) -> bytes:
-        """What the model is told besides the tensors, of the request that was found."""
-        if self._notes and self.id != self._request.request_id:
+        """What the model is told besides the tensors, of the request that was found; where it is `noted`."""
+        if self.id != self._request.request_id:
             self._request.request_id = self.id
             self._note = note_of(self._request, [])
         return self._note
 
-    def writer(self, form: object) -> InferWriter | None:
-        """The writer of replies whose outputs have this form; None when there can be none."""
-        if form not in self._writers:
-            if len(self._writers) >= MOST_WRITERS:
-                self._writers.clear()
-            self._writers[form] = self._make_writer(form)
-        return self._writers[form]
+    def add_writer(self, form: object) -> InferWriter | None:
+        """The writer of replies whose outputs have this form, from now on in `writers`; None when there
+        can be none."""
+        if len(self.writers) >= MOST_WRITERS:
+            self.writers.clear()
+        writer = self._make_writer(form)
+        if writer is not None:
+            self.writers[form] = writer
+        return writer
 
     def _make_writer(self, form: object) -> InferWriter | None:
         plan = self._plan

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from time import monotonic_ns
-from typing import cast
 
 from fastserve._ext.infer_frame import InferFrames
 from fastserve._ext.infer_reply import UnwritableOutput
@@ -30,7 +29,7 @@ from fastserve.dialects.kserve_v2.plans import Plan
 from fastserve.dialects.kserve_v2.regions import Range
 from fastserve.dialects.kserve_v2.replies import in_words
 from fastserve.dialects.kserve_v2.service import JSON, Service
-from fastserve.engine.direct import Seat, read_response
+from fastserve.engine.direct import read_response
 from fastserve.engine.lane import Lane, Ticket
 from fastserve.errors import ServeError
 from fastserve.request import InferRequest
@@ -65,38 +64,47 @@ class HotDoor:
 
     def start(self, call: Call, header_bytes: int) -> bool:
         """Take the call, whose JSON has so many bytes, or return False: nothing has happened then."""
-        lane = self._lane
-        frame = cast("Frame | None", self._frames.find(call.body, header_bytes))
-        if frame is None or frame.rows > lane.max_rows:
+        body, lane = call.body, self._lane
+        frame: Frame | None = self._frames.find(body, header_bytes)  # type: ignore[assignment]
+        if frame is None:
             return False
-        seat = frame.intake.reserve(frame.rows, frame.note())
+        rows = frame.rows
+        if rows > lane.max_rows:
+            return False
+        intake = frame.intake
+        seat = intake.reserve(rows, frame.note()) if frame.noted else intake.reserve(rows)
         if seat is None:
             return False
+        place, memory, (offset, _) = seat
         rooms: Rooms | None = None
         try:
-            filled = frame.read_into(call.body, header_bytes, seat.memory)
-            if frame.sources:
-                self._read_regions(frame, seat)
-            if frame.asked.ranges:
-                held = ExitStack()
-                rooms = hold_rooms(self._service.regions, frame.asked.ranges, held), held
+            filled = frame.read_into(body, header_bytes, memory)
+            if frame.outside:
+                rooms = self._look_outside(frame, rows, memory)
         except ServeError:  # of a region; the general door says what is wrong
             filled = False
         if not filled:
-            frame.intake.abandon(seat)
+            intake.abandon(seat, rows)
             return False
-        frame.intake.settle(seat)
-        ticket = lane.submit(seat.place, seat.rows, self._answer, 0, (call, frame, frame.id, rooms))
+        if offset:
+            intake.settle(seat)
+        ticket = lane.submit(place, rows, self._answer, 0, (call, frame, frame.id, rooms))
         call.on_gone = ticket
         if rooms is not None:
             rooms[1].callback(ticket)
             call.on_gone = rooms[1].close
         return True
 
-    def _read_regions(self, frame: Frame, seat: Seat) -> None:
+    def _look_outside(self, frame: Frame, rows: int, memory: list[memoryview]) -> Rooms | None:
+        """Copy inputs from client memory, and hold what is for outputs. Raises ServeError."""
+        regions = self._service.regions
         for source in frame.sources:
-            range = Range(source.region, source.offset, seat.rows * source.row_bytes)
-            self._service.regions.read_into(range, seat.memory[source.target])
+            range = Range(source.region, source.offset, rows * source.row_bytes)
+            regions.read_into(range, memory[source.target])
+        if not frame.asked.ranges:
+            return None
+        with ExitStack() as held:
+            return hold_rooms(regions, frame.asked.ranges, held), held.pop_all()
 
     def learn(self, header: bytes, body: InferBody, request: InferRequest) -> None:
         """Remember the frame of a request that `start` did not take and the general door has answered."""
@@ -131,11 +139,14 @@ class HotDoor:
 
     def _reply(self, call: Call, frame: Frame, request_id: str, rooms: Rooms | None, ticket: Ticket) -> None:
         found = frame.outlet.read(ticket.place, ticket.rows)
-        writer = frame.writer(found[0]) if found is not None else None
-        if found is None or writer is None:
+        if found is None:
             self._reply_plainly(call, frame, request_id, rooms, ticket)
             return
         form, memory = found
+        writer = frame.writers.get(form) or frame.add_writer(form)
+        if writer is None:
+            self._reply_plainly(call, frame, request_id, rooms, ticket)
+            return
         if rooms is not None:
             for (name, dtype, shape), view in zip(frame.outlet.describe(form), memory, strict=True):
                 if name in rooms[0]:
