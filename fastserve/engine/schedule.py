@@ -27,6 +27,8 @@ from fastserve.engine.sealed import Sealed, sealed_config
 from fastserve.engine.stateful import StatefulDoor, read_strategy
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.model_config import ModelConfig, config_json
+from fastserve.repository.triton_config import triton_view
+from fastserve.repository.triton_refusals import idle
 from fastserve.repository.version import Version
 from fastserve.tensor import TensorSpec
 
@@ -51,6 +53,8 @@ class Schedule:
         check_schedule(config, fronts, cached=self._cache is not None)
         if self._cache is None and caches(triton):
             log.warning("%r: response_cache.enable has no effect: response_cache_bytes is 0", version)
+        for field in idle(triton_view(config, version.model)):
+            log.warning("%r: %s has no effect on this server", version, field)
         self._version, self._triton = version, triton
         self._limiter = limiter
         self._needs, self._priority = read_needs(triton.get("instance_group") or ()) if limiter else ({}, 1)

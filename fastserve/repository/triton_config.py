@@ -5,7 +5,8 @@
     to_model_config(config)        what the engine and the workers go by; `fault` says why it cannot be run
     config_json(config, version)   GET /v2/models/NAME/config
 
-The messages are `triton_schema`, what is refused `triton_rules`, what is filled in `triton_defaults`.
+The messages are `triton_schema`, what contradicts itself `triton_rules`, what is refused `triton_refusals`,
+what is filled in `triton_defaults`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from fastserve.errors import ConfigError
 from fastserve.repository.model_config import ModelConfig, TensorConfig, WarmupSample
 from fastserve.repository.triton_defaults import DATA_TYPE, DTYPE_OF, complete, fill_defaults
 from fastserve.repository.triton_json import plain_from_json, to_json
-from fastserve.repository.triton_rules import check, refusals
+from fastserve.repository.triton_refusals import instances_of, refusals
+from fastserve.repository.triton_rules import check
 from fastserve.repository.triton_schema import (
     DynamicBatching,
     InstanceGroup,
@@ -94,7 +96,7 @@ def to_model_config(config: TritonConfig, folder: Path = Path()) -> ModelConfig:
         "outputs": _tensors(config.output),
         "max_batch_size": config.max_batch_size,
         "max_queue_delay_us": delay_us(config),
-        "instances": max(1, sum(group.count for group in config.instance_group)),
+        "instances": max(1, instances_of(config)),
         "max_queue_rows": max(QUEUE_ROWS, config.max_batch_size),
         "split_large_requests": False,
         "mixed_shapes": "group",

@@ -1,7 +1,6 @@
-"""What a Triton config may not say: faults of the file itself, and features this server does not have.
+"""What a Triton config may not say: faults of the file itself. What is not here is `triton_refusals`.
 
-`check` raises for a config that contradicts itself (Triton would not take it up either); `refusals`
-lists, field by field, what is well-formed and cannot be run here. A field in neither is honoured.
+`check` raises for a config that contradicts itself; Triton would not take it up either.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ from math import prod
 from pathlib import PurePath
 from typing import Any
 
-import msgspec
-
 from fastserve.config.fields import fault_text
 from fastserve.errors import ConfigError
 from fastserve.repository.triton_schema import (
+    BatchInput,
+    BatchOutput,
     Control,
     DynamicBatching,
     Ensembling,
@@ -26,12 +25,8 @@ from fastserve.repository.triton_schema import (
     TritonConfig,
 )
 
-RUNNABLE = ("onnxruntime", "python")
-MOST_INSTANCES = 64
-MOST_BATCH = 1 << 20
 MOST_WARMUPS = 1000
-MOST_DELAY_US = 60_000_000
-GRAPH_LEVELS = (0, -1, 1, 2)  # onnxruntime's: everything, basic, extended, nothing
+BATCH_TYPES = ("TYPE_INT32", "TYPE_FP32")
 CORRID_TYPES = ("TYPE_UINT64", "TYPE_INT64", "TYPE_UINT32", "TYPE_INT32", "TYPE_STRING")
 
 
@@ -57,7 +52,27 @@ def _faults(config: TritonConfig, name: str) -> Iterator[str]:
         yield from _sequence_faults(config.sequence_batching)
     if config.ensemble:
         yield from _ensemble_faults(config)
+    yield from _batch_io_faults(config)
     yield from _warmup_faults(config)
+
+
+def _batch_io_faults(config: TritonConfig) -> Iterator[str]:
+    inputs, outputs = ({tensor.name for tensor in side} for side in (config.input, config.output))
+    made: list[tuple[str, BatchInput | BatchOutput]] = [
+        *((f"batch_input[{number}]", one) for number, one in enumerate(config.batch_input)),
+        *((f"batch_output[{number}]", one) for number, one in enumerate(config.batch_output)),
+    ]
+    for place, one in made:
+        if len(one.source_input) != 1 or one.source_input[0] not in inputs:
+            yield fault_text(f"{place}.source_input", one.source_input, "the name of one input")
+        if not one.target_name:
+            yield fault_text(f"{place}.target_name", [], "at least one name")
+        if isinstance(one, BatchInput) and one.data_type not in BATCH_TYPES:
+            yield fault_text(f"{place}.data_type", one.data_type, " or ".join(BATCH_TYPES))
+    names = [name for one in config.batch_output for name in one.target_name]
+    for name in names:
+        if name not in outputs or names.count(name) > 1:
+            yield fault_text("batch_output.target_name", name, "names of outputs, each once")
 
 
 def _policy_faults(config: TritonConfig) -> Iterator[str]:
@@ -264,111 +279,3 @@ def _warmup_faults(config: TritonConfig) -> Iterator[str]:
                 yield fault_text(f"{place}.inputs.{name}.input_data_file", given.input_data_file, wanted)
             if given.zero_data is None and given.random_data is None and given.input_data_file is None:
                 yield f"{place}.inputs.{name}: takes zero_data, random_data or input_data_file"
-
-
-def refusals(config: TritonConfig) -> list[str]:
-    """Every field that asks for what this server does not have, in words; [] for a config it can run."""
-    return list(_refused(config))
-
-
-def _refused(config: TritonConfig) -> Iterator[str]:
-    if not config.ensemble and config.backend not in RUNNABLE:
-        yield (  # Triton's words, vector "load bad"
-            f"unable to find backend library for backend '{config.backend}', "
-            "try specifying runtime on the model configuration."
-        )
-    if config.runtime:
-        yield fault_text("runtime", config.runtime, "nothing: the backend's own")
-    if config.max_batch_size > MOST_BATCH:
-        yield fault_text("max_batch_size", config.max_batch_size, f"up to {MOST_BATCH}")
-    for side in ("input", "output"):
-        for number, tensor in enumerate(getattr(config, side)):
-            yield from _refused_of_tensor(f"{side}[{number}]", tensor, config.backend)
-    for field in ("batch_input", "batch_output", "cc_model_filenames"):
-        yield from _only_empty(field, getattr(config, field), "nothing: no backend of this server uses it")
-    for number, group in enumerate(config.instance_group):
-        yield from _refused_of_group(f"instance_group[{number}]", group)
-    instances = sum(group.count for group in config.instance_group)
-    if instances > MOST_INSTANCES:
-        yield fault_text("instance_group.count", instances, f"up to {MOST_INSTANCES} over all groups")
-    yield from _refused_of_optimization(config)
-    yield from _refused_of_scheduling(config)
-    yield from _refused_of_the_rest(config)
-
-
-def _refused_of_tensor(place: str, tensor: ModelInput | ModelOutput, backend: str) -> Iterator[str]:
-    for flag in ("is_shape_tensor", "is_non_linear_format_io"):
-        if getattr(tensor, flag):
-            yield fault_text(f"{place}.{flag}", True, "false: only TensorRT has such tensors")
-    if backend == "onnxruntime":
-        for flag in ("allow_ragged_batch", "optional"):
-            if getattr(tensor, flag, False):
-                yield fault_text(f"{place}.{flag}", True, "false for onnxruntime models")
-
-
-def _refused_of_group(place: str, group: InstanceGroup) -> Iterator[str]:
-    if group.kind == "KIND_GPU":
-        yield fault_text(f"{place}.kind", group.kind, "KIND_AUTO, KIND_CPU or KIND_MODEL: there is no GPU")
-    if group.passive:
-        yield fault_text(f"{place}.passive", True, "false")
-    for field in ("gpus", "secondary_devices", "profile", "host_policy"):
-        yield from _only_empty(f"{place}.{field}", getattr(group, field))
-
-
-def _refused_of_optimization(config: TritonConfig) -> Iterator[str]:
-    given = config.optimization
-    if given is None:
-        return
-    for name in ("gpu_execution_accelerator", "cpu_execution_accelerator"):
-        asked = getattr(given.execution_accelerators, name, [])
-        yield from _only_empty(f"optimization.execution_accelerators.{name}", asked)
-    for name in ("graphs", "busy_wait_events", "graph_spec", "output_copy_stream"):
-        asked = getattr(given.cuda, name, False)
-        yield from _only_empty(f"optimization.cuda.{name}", asked, "nothing: there is no GPU")
-    if given.graph is not None and given.graph.level:
-        levels = GRAPH_LEVELS if config.backend == "onnxruntime" else (0,)
-        if given.graph.level not in levels:
-            yield fault_text("optimization.graph.level", given.graph.level, " or ".join(map(str, levels)))
-    if given.gather_kernel_buffer_threshold:
-        yield fault_text(
-            "optimization.gather_kernel_buffer_threshold", given.gather_kernel_buffer_threshold, "0"
-        )
-    if given.priority != "PRIORITY_DEFAULT":
-        yield fault_text("optimization.priority", given.priority, "PRIORITY_DEFAULT")
-
-
-def _refused_of_scheduling(config: TritonConfig) -> Iterator[str]:
-    dynamic, sequence, ensemble = (
-        config.dynamic_batching,
-        config.sequence_batching,
-        config.ensemble_scheduling,
-    )
-    if dynamic is not None and dynamic.max_queue_delay_microseconds > MOST_DELAY_US:
-        given = dynamic.max_queue_delay_microseconds
-        yield fault_text(
-            "dynamic_batching.max_queue_delay_microseconds", given, f"a whole number to {MOST_DELAY_US}"
-        )
-    if sequence is not None:
-        if sequence.iterative_sequence:
-            yield fault_text("sequence_batching.iterative_sequence", True, "false")
-        for number, state in enumerate(sequence.state):
-            if state.use_growable_memory:
-                yield fault_text(f"sequence_batching.state[{number}].use_growable_memory", True, "false")
-    for number, step in enumerate(ensemble.step if ensemble is not None else ()):
-        if step.model_namespace:
-            place = f"ensemble_scheduling.step[{number}].model_namespace"
-            yield fault_text(place, step.model_namespace, "nothing: models have no namespaces")
-
-
-def _refused_of_the_rest(config: TritonConfig) -> Iterator[str]:
-    for field, inner in (
-        ("model_operations", "op_library_filename"),
-        ("model_repository_agents", "agents"),
-        ("model_metrics", "metric_control"),
-    ):
-        yield from _only_empty(f"{field}.{inner}", getattr(getattr(config, field), inner, []))
-
-
-def _only_empty(place: str, given: object, allowed: str = "nothing") -> Iterator[str]:
-    if given:
-        yield fault_text(place, msgspec.to_builtins(given), allowed)

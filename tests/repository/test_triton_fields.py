@@ -12,12 +12,12 @@ import pytest
 from fastserve.config import convert
 from fastserve.config.text_proto import TextField
 from fastserve.repository.triton_defaults import fill_defaults
-from fastserve.repository.triton_rules import refusals
+from fastserve.repository.triton_refusals import idle, refusals
 from fastserve.repository.triton_schema import TritonConfig
 from fastserve.repository.triton_text import TEXT_SCHEMA
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "moving-from-triton.md"
-STATES = ("works", "mapped", "partly", "refused")
+STATES = ("works", "mapped", "partly", "idle", "refused")
 
 
 def read_rows() -> dict[str, str]:
@@ -70,13 +70,21 @@ def test_states_and_rows() -> None:
 
 @pytest.mark.parametrize("leaf", LEAVES, ids=".".join)
 def test_what_is_refused_is_refused_and_nothing_else(leaf: tuple[str, ...]) -> None:
+    row, state = row_of(leaf), ROWS[row_of(leaf)]
+    refused, passed_over = zip(*(judge(leaf, backend) for backend in ("python", "onnxruntime")), strict=True)
+    if state == "refused":
+        assert all(any(name.startswith(row) for name in names) for names in refused), refused
+    elif state == "idle":
+        assert all(any(name.startswith(row) for name in names) for names in passed_over), passed_over
+    elif state != "partly":
+        assert [] in [[*a, *b] for a, b in zip(refused, passed_over, strict=True)], "no backend takes it up"
+
+
+def judge(leaf: tuple[str, ...], backend: str) -> tuple[list[str], list[str]]:
+    """What is refused and what is idle, without the numbers of repeated fields."""
     raw = given(TEXT_SCHEMA, leaf)
     if leaf[0] not in ("backend", "platform", "ensemble_scheduling"):
-        raw["backend"] = "python"
-    reasons = refusals(fill_defaults(convert(raw, TritonConfig, "m"), "m"))
-    named = [r for r in reasons if re.sub(r"\[\d+\]", "", r).startswith(row_of(leaf))]
-    state = ROWS[row_of(leaf)]
-    if state == "refused":
-        assert named, f"no reason names {row_of(leaf)}: {reasons}"
-    elif state != "partly":
-        assert reasons == []
+        raw["backend"] = backend
+    config = fill_defaults(convert(raw, TritonConfig, "m"), "m")
+    refused, passed_over = ([re.sub(r"\[\d+\]", "", text) for text in f(config)] for f in (refusals, idle))
+    return refused, passed_over
