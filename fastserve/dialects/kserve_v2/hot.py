@@ -10,11 +10,12 @@ again; it hands what it has answered to `learn`. No task, no future and no Pytho
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from time import monotonic_ns
 
 from fastserve._ext.infer_frame import InferFrames
-from fastserve._ext.infer_reply import UnwritableOutput
+from fastserve._ext.infer_reply import InferWriter, UnwritableOutput
 from fastserve.dialects.kserve_v2.answers import (
     BINARY,
     Destinations,
@@ -27,7 +28,7 @@ from fastserve.dialects.kserve_v2.body import InferBody
 from fastserve.dialects.kserve_v2.frames import Frame, learn
 from fastserve.dialects.kserve_v2.plans import Plan
 from fastserve.dialects.kserve_v2.regions import Range
-from fastserve.dialects.kserve_v2.replies import in_words
+from fastserve.dialects.kserve_v2.replies import Memory, in_words
 from fastserve.dialects.kserve_v2.service import JSON, Service
 from fastserve.engine.direct import read_response
 from fastserve.engine.lane import Lane, Ticket
@@ -132,7 +133,6 @@ class HotDoor:
         else:
             self._requests.add()
             self._duration.observe_ns(monotonic_ns() - call.received_ns)
-            self._service.statistics.ran(self.version)
         finally:
             if rooms is not None:
                 rooms[1].close()
@@ -151,6 +151,9 @@ class HotDoor:
             for (name, dtype, shape), view in zip(frame.outlet.describe(form), memory, strict=True):
                 if name in rooms[0]:
                     put_outside(name, Tensor(dtype, shape, view), rooms[0][name])
+        self._write(call, writer, memory, request_id)
+
+    def _write(self, call: Call, writer: InferWriter, memory: Sequence[Memory], request_id: str) -> None:
         head = call.raw_head(BINARY if writer.binary else JSON)
         try:
             if head:
