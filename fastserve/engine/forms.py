@@ -77,7 +77,8 @@ class Slabs:
         inputs: Mapping[str, Tensor],
         request: InferRequest | None = None,
     ) -> None:
-        _put(lane, place, [_entry(i, inputs[name]) for i, name in enumerate(lane.inputs) if name in inputs], b"")
+        given = [_entry(i, inputs[name]) for i, name in enumerate(lane.inputs) if name in inputs]
+        _put(lane, place, given, b"")
 
     def read(self, lane: Lane, place: int, rows: int) -> Answer:
         status = lane.ring.place_status(place)

@@ -19,6 +19,7 @@ from fastserve._ext.infer_reply import InferWriter, UnwritableOutput
 from fastserve.dialects.kserve_v2.answers import Asked, client_shape
 from fastserve.dialects.kserve_v2.body import InferBody
 from fastserve.dialects.kserve_v2.plans import Plan
+from fastserve.engine.cache import Sort
 from fastserve.engine.direct import open_intake, open_outlet
 from fastserve.engine.forms import note_of
 from fastserve.engine.lane import Lane
@@ -70,6 +71,15 @@ class Frame(InferFrame):
         self._request = request
         self._plan = plan
         self.writers: dict[object, InferWriter] = {}
+
+    def sorts(self, rows: int) -> tuple[Sort, ...]:
+        """Name, dtype code, shape and bytes of each input of a request of so many rows."""
+        lead = (rows,) if self._plan.max_batch_size else ()
+        found = []
+        for name, tensor in self._request.inputs.items():
+            shape = (*lead, *tensor.shape[len(lead) :])
+            found.append((name, tensor.dtype.code, shape, prod(shape) * tensor.dtype.item_bytes))
+        return tuple(found)
 
     def note(self) -> bytes:
         """What the model is told besides the tensors, of the request that was found; where it is `noted`."""

@@ -14,6 +14,7 @@ from fastserve.dialects.kserve_v2.coding import SUPPORTED, UNSUPPORTED, choose_c
 from fastserve.dialects.kserve_v2.errors import invalid, unsupported
 from fastserve.dialects.kserve_v2.forwarding import headers_as_sent
 from fastserve.dialects.kserve_v2.hot import HotDoor
+from fastserve.dialects.kserve_v2.hot_cached import open_hot_door
 from fastserve.dialects.kserve_v2.lookup import find_version, read_version
 from fastserve.dialects.kserve_v2.plans import Plan
 from fastserve.dialects.kserve_v2.routes import Target
@@ -69,7 +70,7 @@ class Infer:
     def _open_door(self, version: Version | None) -> HotDoor | None:
         if version is None or version is self._doorless or self._service.forward_http:
             return None
-        self._door = HotDoor.of(self._service, self._service.plans.of(version))
+        self._door = open_hot_door(self._service, self._service.plans.of(version))
         self._doorless = version if self._door is None else None
         return self._door
 

@@ -192,8 +192,8 @@ def shared(name: str) -> Iterator[memoryview]:
 class Doors:
     """A server, its client, and how many requests the hot doors took."""
 
-    def __init__(self, folder: Path) -> None:
-        options = {"allow_client_shm": True}
+    def __init__(self, folder: Path, **more: Any) -> None:
+        options = {"allow_client_shm": True, **more}
         self.server = Server(
             Settings(repository=str(folder), http=(Listener("127.0.0.1:0"),), grpc=(), **options)
         )
