@@ -17,6 +17,7 @@ from fastserve.errors import ConfigError, ServeError
 from fastserve.repository.version import Version
 from fastserve.wire.call import Call
 
+HEADER = b"nv-inferrequest"
 NO_HEADER = b"The request header should contain 'NV-InferRequest'"
 
 
@@ -34,8 +35,8 @@ class Infer:
         self._doorless: Version | None = None  # the version last found to have no hot door
 
     def __call__(self, call: Call) -> Coroutine[Any, Any, None] | None:
-        given = call.header(b"nv-inferrequest")
-        if not given:
+        given = call.header(HEADER)
+        if not given and not any(name == HEADER for name, _ in call.headers):
             call.reply(400, NO_HEADER, b"")
             return None
         version = self._service.catalog.available(self._name, self._number)

@@ -8,10 +8,12 @@ Tensors are views of what was received: nothing is copied before the engine writ
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
 from typing import Protocol
 
+from fastserve._ext.flatten import walk_bytes
 from fastserve.dialects.triton_v1.header import (
     FLAG_END,
     FLAG_START,
@@ -103,8 +105,8 @@ def read_request(plan: Plan, header: RequestHeader, data: Data, shared: SharedMe
         if place is None:
             raw = data.take(one.name, nbytes)
         else:
+            _check_shared_size(plan, one, place, nbytes, shared)
             raw = shared.read(place)
-            _check_shared_size(plan, one, place, nbytes)
         tensor = plan.inputs[one.name]
         if not tensor.dtype.item_bytes:
             check_strings(raw, shape, one.name, plan.model)
@@ -176,8 +178,11 @@ def _choose_dims(plan: Plan, tensor: TensorPlan, given: Dims) -> Dims:
     return tensor.dims
 
 
-def _check_shared_size(plan: Plan, given: InputHeader, place: SharedPlace, nbytes: int) -> None:
+def _check_shared_size(
+    plan: Plan, given: InputHeader, place: SharedPlace, nbytes: int, shared: SharedMemory
+) -> None:
     if place.byte_size != nbytes:
+        shared.read(replace(place, byte_size=0))  # a region that is not there is said first
         raise invalid(
             f"unexpected shared-memory size {place.byte_size} for input '{given.name}', "
             f"expecting {nbytes} for model '{plan.model}'"
@@ -186,13 +191,9 @@ def _check_shared_size(plan: Plan, given: InputHeader, place: SharedPlace, nbyte
 
 def check_strings(raw: Buffer, shape: Dims, name: str, model: str) -> None:
     """Raises ServeError unless `raw` is as many strings as the shape says (the original trusts them)."""
-    view, at, left = memoryview(raw), 0, 1
-    for length in shape:
-        left *= length
-    while left and at + 4 <= len(view):
-        at += 4 + struct.unpack_from("<I", view, at)[0]
-        left -= 1
-    if left or at != len(view):
+    count = prod(shape)
+    found, _, end = walk_bytes(raw, min(count, len(raw)) + 1)
+    if found != count or end != len(raw):
         raise invalid(f"the bytes of input '{name}' are not the strings its shape needs for model '{model}'")
 
 

@@ -7,6 +7,7 @@ copied once, into the reply.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,10 +24,12 @@ from fastserve.dialects.triton_v1.pages import write_index
 from fastserve.dialects.triton_v1.service import Service
 from fastserve.dialects.triton_v1.shared_memory import list_regions, register_cuda
 from fastserve.dialects.triton_v1.status import write_status
+from fastserve.dialects.triton_v1.streams import run_ahead
 from fastserve.errors import Kind, ServeError
 from fastserve.protos import load
 from fastserve.wire.grpc import Method, Rpc
 
+AHEAD = 16  # requests of one stream that are under way at once
 SERVICE = "/nvidia.inferenceserver.GRPCService/"
 
 
@@ -115,9 +118,12 @@ class Rpcs:
             ) from None
 
     async def stream(self, requests: AsyncIterator[Sent], rpc: Rpc) -> AsyncIterator[bytes]:
-        """One response for each request, in order; an error is a response like any other."""
-        async for request in requests:
-            yield await self.infer(request, rpc)
+        """One response for each request, in order; an error is a response like any other. Requests begin in
+        order too, and do not wait for the responses before them."""
+        running = run_ahead(requests, lambda one: self.infer(one, rpc), AHEAD)
+        async with contextlib.aclosing(running) as answers:
+            async for answer in answers:
+                yield answer
 
     # --- the rest -----------------------------------------------------------------------------------
 
