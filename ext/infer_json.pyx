@@ -162,7 +162,8 @@ cdef void close_parts(Parts* parts) noexcept:
 
 cdef object refuse(int code, str member, const uint8_t* at, const uint8_t* start, str name=""):
     detail = DETAILS[code] if code in DETAILS else f"attempt to access non-existing object member '{member}'"
-    return InferFault(code, f"Unable to parse '{member}': {detail}", at - start if at != NULL else 0, member, name)
+    doing = "failed to get request params." if code == 5 else f"Unable to parse '{member}'"
+    return InferFault(code, f"{doing}: {detail}", at - start if at != NULL else 0, member, name)
 
 
 cdef InferBody close_body(Scan* s, const uint8_t* start, JsonFault fault):
@@ -185,6 +186,8 @@ cdef InferBody close_body(Scan* s, const uint8_t* start, JsonFault fault):
         raise refuse(2, "inputs", NULL, start)
     if not s.inputs.is_list:
         raise refuse(4, "inputs", s.inputs.start, start)
+    if s.outputs.start != NULL and not s.outputs.is_list:
+        raise refuse(4, "outputs", s.outputs.start, start)
     body.inputs = [close_input(&s.inputs.items[i], start, end) for i in range(s.inputs.count)]
     body.outputs = [close_output(&s.outputs.items[i], start, end) for i in range(s.outputs.count)]
     return body

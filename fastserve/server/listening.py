@@ -174,6 +174,7 @@ class Front:
             self.settings.grpc_options,
             descriptors=[files for one in spoken for files in one.grpc_descriptors()],
             reuse_port=shared,
+            nameless_health=names == ("kserve_v2",),  # as the original, which looks at no name
         )
         await opened.open()
         self.grpc.append(opened)

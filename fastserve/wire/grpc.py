@@ -80,12 +80,13 @@ class GrpcListener:
         *,
         descriptors: Sequence[bytes] = (),
         reuse_port: bool = False,
+        nameless_health: bool = False,
     ) -> None:
         self._place = (address, port)
         self._options = options
         self._descriptors = descriptors
         self._reuse_port = reuse_port
-        self._health = Health()
+        self._health = Health(nameless=nameless_health)
         self._methods = (*methods, *_health_methods(self._health))
         self._server: grpc.aio.Server | None = None
 

@@ -16,10 +16,12 @@ SERVICE_UNKNOWN: int = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
 class Health:
-    """States by service name; "" stands for the whole server."""
+    """States by service name; "" stands for the whole server, and with `nameless` so does every name that
+    has no state of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, nameless: bool = False) -> None:
         self._states = {"": NOT_SERVING}
+        self._nameless = nameless
         self._closed = False
         self._changed: asyncio.Event | None = None  # set, and replaced, at every change
 
@@ -41,10 +43,13 @@ class Health:
 
     def check(self, service: str) -> int:
         """Raises ServeError NOT_FOUND for a service nobody has named."""
-        state = self._states.get(service)
-        if state is None:
+        state = self._find(service)
+        if state == SERVICE_UNKNOWN:
             raise ServeError(Kind.NOT_FOUND, "unknown service")
         return state
+
+    def _find(self, service: str) -> int:
+        return self._states.get(service, self._states[""] if self._nameless else SERVICE_UNKNOWN)
 
     async def watch(self, service: str) -> AsyncIterator[int]:
         """The state now and at every change, until close()."""
@@ -53,7 +58,7 @@ class Health:
             if self._changed is None:
                 self._changed = asyncio.Event()
             changed = self._changed
-            state = self._states.get(service, SERVICE_UNKNOWN)
+            state = self._find(service)
             if state != last:
                 yield state
                 last = state

@@ -164,11 +164,13 @@ def read(body: bytes) -> tuple[Any, ...]:
     identity = text_of(member(root, "id", bytes, STRING)) if find(root, b"id") else ""
     parameters = find(root, b"parameters")
     if parameters and not isinstance(parameters[0], tuple):
-        raise Fault("Unable to parse 'parameters': attempt to get members for non-object")
+        raise Fault("failed to get request params.: attempt to get members for non-object")
     inputs = member(root, "inputs", list, "attempt to access JSON non-array as array")
     read_inputs = [read_input(one) for one in inputs]
-    outputs: Any = next(iter(find(root, b"outputs")), None)
-    asked = [read_output(one) for one in (outputs if isinstance(outputs, list) else [])]
+    asked = []
+    if find(root, b"outputs"):
+        outputs = member(root, "outputs", list, "attempt to access JSON non-array as array")
+        asked = [read_output(one) for one in outputs]
     return identity, parameters_of(parameters[0] if parameters else None), read_inputs, asked
 
 

@@ -165,19 +165,20 @@ def read_plainly(header: Memory, blobs: Memory, model: str, read_region: ReadReg
 def _read_input(
     item: Value, blobs: _Blobs, read_region: ReadRegion, names: set[str], request_id: str
 ) -> InputPart:
+    _, parameters = find(item, "parameters")
+    has_data, data = find(item, "data")
+    sized, binary = find(parameters, "binary_data_size")
+    outside, _ = find(parameters, "shared_memory_region")
+    _check_one_form((has_data, sized, outside))
     name = as_string(need(item, "name", "Unable to parse 'name'"), "Unable to parse 'name'")
     datatype = as_string(need(item, "datatype", "Unable to parse 'datatype'"), "Unable to parse 'datatype'")
     where = "Unable to parse 'shape'"
     shape = tuple(as_uint(size, where) for size in as_array(need(item, "shape", where), where))
     _refuse_double(name, names, request_id)
-    _, parameters = find(item, "parameters")
-    sized, binary = find(parameters, "binary_data_size")
-    range = read_range(parameters)
-    has_data, data = find(item, "data")
-    _check_one_form((has_data, sized, range is not None))
     if sized:
         size = as_uint(binary, "Unable to parse 'binary_data_size'")
         return InputPart(name, datatype, shape, blobs.take(size, name))
+    range = read_range(parameters)
     if range is not None:
         return InputPart(name, datatype, shape, read_region(range))
     return InputPart(name, datatype, shape, _read_data(data, datatype, shape, name), is_json=True)
@@ -218,32 +219,40 @@ def read_range(parameters: Value) -> Range | None:
     if not found:
         return None
     name = as_string(region, "Unable to parse 'shared_memory_region'")
-    has_offset, offset = find(parameters, "shared_memory_offset")
-    where = "Unable to parse 'shared_memory_byte_size'"
-    return Range(
-        name,
-        as_uint(offset, "Unable to parse 'shared_memory_offset'") if has_offset else 0,
-        as_uint(need(parameters, "shared_memory_byte_size", where), where),
-    )
+    numbers = [0, 0]
+    for place, key in enumerate(("shared_memory_offset", "shared_memory_byte_size")):
+        given, value = find(parameters, key)
+        if given:
+            numbers[place] = as_uint(value, f"Unable to parse '{key}'")
+    return Range(name, *numbers)
 
 
 def _read_output(item: Value) -> OutputPart:
+    parameters = find(item, "parameters")[1]
+    _check_output(parameters)
     name = as_string(need(item, "name", "Unable to parse 'name'"), "Unable to parse 'name'")
-    return _make_output(name, find(item, "parameters")[1])
+    return _make_output(name, parameters)
+
+
+def _check_output(parameters: Value) -> None:
+    """Raises ServeError for what does not go together."""
+    if not find(parameters, "shared_memory_region")[0]:
+        return
+    binary, wanted = find(parameters, "binary_data")
+    classes = find(parameters, "classification")[0]
+    if classes or (binary and as_bool(wanted, "Unable to set 'binary_data'")):
+        taken = "classification" if classes else "binary_data"
+        raise invalid(f"Output can't set both 'shared_memory_region' and '{taken}'")
 
 
 def _make_output(name: str, parameters: Value) -> OutputPart:
+    _check_output(parameters)
     part = OutputPart(name)
     found, classes = find(parameters, "classification")
     if found:
         part.classes = as_uint(classes, "Unable to set 'classification'")
-    outside, _ = find(parameters, "shared_memory_region")
+    part.range = read_range(parameters)
     found, binary = find(parameters, "binary_data")
-    if outside:
-        taken = "classification" if part.classes else "binary_data" if binary is True else ""
-        if taken:
-            raise invalid(f"Output can't set both 'shared_memory_region' and '{taken}'")
-        part.range = read_range(parameters)
-    elif found:
+    if found and part.range is None:
         part.binary = as_bool(binary, "Unable to parse 'binary_data'")
     return part

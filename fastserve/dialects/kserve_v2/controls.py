@@ -7,20 +7,22 @@ log (tracing.py), `trace_*` in `traces`. Files are named by who starts the serve
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from fastserve.config.triton import TRACE_LEVELS
-from fastserve.dialects.kserve_v2.document import as_array, as_bool, as_string, as_uint
+from fastserve.dialects.kserve_v2.document import INT64_MAX, as_array, as_bool, as_string, as_uint, find
 from fastserve.dialects.kserve_v2.errors import invalid, unsupported
 from fastserve.dialects.kserve_v2.traces import OFF, Traces
 from fastserve.errors import Kind, ServeError
 from fastserve.tracing import switch_logs
 
 if TYPE_CHECKING:
-    from fastserve._ext.json_value import Members
+    from fastserve._ext.json_value import Value
 
-TRACE_DEFAULTS: dict[str, str | list[str]] = {
+Setting = str | list[str]
+TRACE_DEFAULTS: dict[str, Setting] = {
     "trace_level": ["OFF"],
     "trace_rate": "1000",
     "trace_count": "-1",
@@ -28,8 +30,9 @@ TRACE_DEFAULTS: dict[str, str | list[str]] = {
     "trace_file": "",
     "trace_mode": "triton",
 }
-_NUMBERS = {"trace_rate": 0, "trace_count": -1, "log_frequency": 0}  # and their least value
-_FIXED = {"trace_file": "trace file location", "trace_mode": "trace mode"}
+_NUMBER = re.compile(r"\s*([+-]?[0-9]+)")
+# Of the settings that are numbers, what is said of their range.
+RANGES = {"trace_rate": (0, 2**32 - 1), "trace_count": (-1, 2**31 - 1), "log_frequency": (0, 2**32 - 1)}
 
 
 class TraceSettings:
@@ -47,22 +50,18 @@ class TraceSettings:
         """What holds for a model, "" for all."""
         return {**self._start, **self._global, **self._models.get(model, {})}
 
-    def change(self, members: Members, model: str = "") -> None:
-        """Take over a JSON object's settings; null goes back to what holds for all. Raises ServeError, and
-        then nothing changes."""
+    def change(self, given: Value, model: str = "", gap: str = "") -> None:
+        """Take over what a JSON object says; null goes back to what holds for all, and what is not known is
+        passed over. Raises ServeError, and then nothing changes. `gap`: one text has a space over gRPC."""
+        if find(given, "trace_file")[0]:
+            raise unsupported("trace file location can not be updated through network protocol")
         own = dict(self._models.get(model, {}) if model else self._global)
-        for key, value in members:
-            name = key.decode("utf-8", "replace")
-            if name in _FIXED and value is not None:
-                raise unsupported(f"{_FIXED[name]} can not be updated through network protocol")
-            if name not in TRACE_DEFAULTS:
-                continue
-            if value is None:
+        for name, read in (("trace_level", _read_levels), *((name, _read_number) for name in RANGES)):
+            found, value = find(given, name)
+            if found and value is None:
                 own.pop(name, None)
-            elif name == "trace_level":
-                own[name] = check_levels([as_string(item) for item in as_array(value)])
-            else:
-                own[name] = check_number(name, as_string(value))
+            elif found and (setting := read(name, value, gap)):
+                own[name] = setting
         _check({**self._start, **(self._global if model else {}), **own})
         if model and own:
             self._models[model] = own
@@ -80,14 +79,26 @@ class TraceSettings:
         )
 
 
-def check_levels(levels: list[str]) -> list[str]:
-    """Trace levels that there are. Raises ServeError."""
-    for level in levels:
-        if level not in TRACE_LEVELS:
-            raise invalid(f"Unable to parse 'trace_level', got: {level}")
-    if "OFF" in levels and len(levels) > 1:
+def _read_levels(name: str, value: Value, gap: str) -> Setting:
+    """The levels there are, in their order; [] for none of them. Raises ServeError."""
+    given = [as_string(item) for item in as_array(value)]
+    if "OFF" in given and len(given) > 1:
         raise invalid("Expect only one trace level 'OFF' is specified")
-    return levels or OFF
+    return [level for level in TRACE_LEVELS if level in given]
+
+
+def _read_number(name: str, value: Value, gap: str) -> Setting:
+    """A number in a string; whatever follows the digits does not count, as for stoi. Raises ServeError."""
+    text = as_string(value)
+    match = _NUMBER.match(text)
+    if match is None:
+        raise invalid(f"Unable to parse '{name}', got: {text}")
+    number, (least, most) = int(match[1]) if len(match[1]) < 12 else INT64_MAX, RANGES[name]
+    if not -(1 << 31) <= number < 1 << 31:
+        raise invalid(f"Unable to parse '{name}', value is out of range [ {least}, {most} ], got: {text}")
+    if name == "trace_count" and number < least:
+        raise invalid(f"Unable to parse '{name}'. Expecting value >= {least}, got:{gap}{text}")
+    return str(number if least else number & most)
 
 
 def _check(settings: Mapping[str, str | list[str]]) -> None:
@@ -99,17 +110,6 @@ def _check(settings: Mapping[str, str | list[str]]) -> None:
         raise invalid(f"{failed}sample rate must be non-zero")
     if not settings["trace_file"]:
         raise invalid(f"{failed}trace file name is not given")
-
-
-def check_number(name: str, text: str) -> str:
-    """A setting that is a number in a string. Raises ServeError."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = _NUMBERS[name] - 1
-    if not _NUMBERS[name] <= number < 1 << 32:
-        raise invalid(f"Unable to parse '{name}', got: {text}")
-    return str(number)
 
 
 FORMATS = ("default", "ISO8601")
@@ -144,18 +144,12 @@ class LogSettings:
     def show(self) -> dict[str, bool | int | str]:
         return dict(self._values)
 
-    def change(self, members: Members) -> None:
-        """Take over a JSON object's settings; null and unknown ones are passed over. Raises ServeError."""
-        changes: dict[str, bool | int | str] = {}
-        for key, value in members:
-            name = key.decode("utf-8", "replace")
-            if value is None:
-                continue
-            if name == "log_file":
-                raise unsupported("log file location can not be updated through network protocol")
-            if name in _READ:
-                changes[name] = _READ[name](value)
-        self.put(changes, "--log_format")
+    def change(self, given: Value) -> None:
+        """Take over what a JSON object says; null and unknown settings are passed over. Raises ServeError."""
+        if find(given, "log_file")[1] is not None:
+            raise unsupported("log file location can not be updated through network protocol")
+        values = ((name, read, find(given, name)[1]) for name, read in _READ.items())
+        self.put({name: read(value) for name, read, value in values if value is not None}, "--log_format")
 
     def put(self, changes: dict[str, bool | int | str], format_name: str = "log_format") -> None:
         """Take over settings whose types have been checked. Raises ServeError."""

@@ -60,6 +60,13 @@ def as_object(value: Value, where: str = "") -> Members:
     return value
 
 
+def members_of(value: Value, where: str = "") -> Members:
+    """An object to go through. Raises ServeError INTERNAL."""
+    if not isinstance(value, Members):
+        raise internal(_told(where, "attempt to get members for non-object"))
+    return value
+
+
 def as_array(value: Value, where: str = "") -> list[Value]:
     if not isinstance(value, list):
         raise internal(_told(where, "attempt to access JSON non-array as array"))

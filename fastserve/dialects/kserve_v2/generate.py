@@ -17,7 +17,7 @@ import msgspec
 from fastserve._ext.json_writer import write_string
 from fastserve.dialects.kserve_v2.answers import client_tensor
 from fastserve.dialects.kserve_v2.body import InferBody, InputPart
-from fastserve.dialects.kserve_v2.document import as_object, as_string, read_object
+from fastserve.dialects.kserve_v2.document import as_object, as_string, find, members_of, read_json
 from fastserve.dialects.kserve_v2.errors import (
     HTTP_STATUS,
     error_body,
@@ -29,7 +29,7 @@ from fastserve.dialects.kserve_v2.errors import (
 from fastserve.dialects.kserve_v2.forwarding import headers_as_sent
 from fastserve.dialects.kserve_v2.infer import find_plan, make_request
 from fastserve.dialects.kserve_v2.leaves import read_leaves
-from fastserve.dialects.kserve_v2.parameters import set_parameter
+from fastserve.dialects.kserve_v2.parameters import read_own
 from fastserve.dialects.kserve_v2.plans import Plan, Side, full_dims
 from fastserve.dialects.kserve_v2.replies import write_items
 from fastserve.dialects.kserve_v2.routes import Target
@@ -141,27 +141,41 @@ def _write_and_release(plan: Plan, request: InferRequest, response: InferRespons
 def read_generate(plan: Plan, data: bytes | bytearray) -> InferBody:
     """A generate body as an infer body. Raises ServeError."""
     body = InferBody()
-    for key, value in read_object(data):
+    document = read_json(data)
+    found, value = find(document, "id")
+    if found:
+        body.request_id = as_string(value, "Unable to parse 'id'")
+    for key, value in members_of(document):
         name = to_text(key)
-        if name == "id":
-            body.request_id = as_string(value, "Unable to parse 'id'")
-        elif name == "parameters":
-            for inner, item in as_object(value, "Expected JSON object for keyword: 'parameters'"):
-                _take(plan, body, to_text(inner), item)
+        if name == "parameters":
+            _take_nested(plan, body, value)
         else:
             _take(plan, body, name, value)
     return body
 
 
+def _take_nested(plan: Plan, body: InferBody, value: Value) -> None:
+    for inner, item in as_object(value, "Expected JSON object for keyword: 'parameters'"):
+        try:
+            _take(plan, body, to_text(inner), item)
+        except ServeError as fault:
+            raise ServeError(fault.kind, f"Converting keyword: 'parameters': {fault.message}") from None
+
+
 def _take(plan: Plan, body: InferBody, name: str, value: Value) -> None:
+    """A tensor of the model's, or else a parameter of its own: none has another meaning here."""
     side = plan.inputs.get(name)
     if side is None:
-        set_parameter(body.parameters, name, value)
-    elif not any(part.name == name for part in body.inputs):
-        leaves: list[Value] = value if isinstance(value, list) else [value]
-        shape = shape_of(plan, side, len(leaves))
-        data = read_leaves(leaves, side.dtype, len(leaves), name)
-        body.inputs.append(InputPart(name, side.datatype, shape, data))
+        body.parameters.own[name] = read_own(name, value)
+        return
+    leaves: list[Value] = value if isinstance(value, list) else [value]
+    texts = read_leaves(leaves, side.dtype, len(leaves), name) if not side.dtype.item_bytes else None
+    shape = shape_of(plan, side, len(leaves))
+    data = texts if texts is not None else read_leaves(leaves, side.dtype, len(leaves), name)
+    if any(part.name == name for part in body.inputs):
+        told = f"[request id: {body.request_id or '<id_unknown>'}] "
+        raise invalid(f"{told}input '{name}' already exists in request")
+    body.inputs.append(InputPart(name, side.datatype, shape, data))
 
 
 def shape_of(plan: Plan, side: Side, count: int) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 from google.protobuf.json_format import ParseDict
 
 from fastserve._ext.json_value import Members
+from fastserve.dialects.kserve_v2.controls import RANGES
 from fastserve.dialects.kserve_v2.errors import invalid, unsupported
 from fastserve.dialects.kserve_v2.lookup import find_version, read_version, ready_versions
 from fastserve.dialects.kserve_v2.memory_calls import cuda_status, system_status
@@ -136,10 +137,10 @@ class Calls:
 
     async def trace_setting(self, request: Any) -> Any:
         service, model = self._service, request.model_name
-        if model and model not in service.catalog.models:
+        if model and service.catalog.available(model, None) is None:
             raise invalid(f"Request for unknown model : {model}")
         if request.settings:
-            service.trace.change(Members(_read_trace(request.settings)), model)
+            service.trace.change(Members(_read_trace(request.settings)), model, gap=" ")
         response = self._messages.TraceSettingResponse()
         for name, value in service.trace.show(model).items():
             response.settings[name].value.extend([value] if isinstance(value, str) else value)
@@ -182,7 +183,7 @@ def _read_trace(settings: Any) -> list[tuple[bytes, Any]]:
         values = [text.encode() for text in given.value]
         if name == "trace_level":
             found.append((name.encode(), values or None))
-        elif len(values) > 1:
+        elif len(values) > 1 and name in RANGES:
             raise invalid(f"expect only 1 value for '{name}'")
         else:
             found.append((name.encode(), values[0] if values else None))

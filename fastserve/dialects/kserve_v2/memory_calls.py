@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import base64
 import binascii
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fastserve.dialects.kserve_v2.document import as_object, as_string, as_uint, find, need, read_object
+from fastserve.dialects.kserve_v2.document import as_string, as_uint, find, need, read_json
 from fastserve.dialects.kserve_v2.errors import invalid, not_found
 from fastserve.dialects.kserve_v2.regions import Regions
 
+if TYPE_CHECKING:
+    from fastserve._ext.json_value import Value
+
 CUDA_HANDLE_BYTES = 64
-_REQUEST = "Shared memory register request has no '{}' field"
 
 
 def register_system(regions: Regions, name: str, body: bytes | bytearray) -> None:
@@ -19,18 +21,11 @@ def register_system(regions: Regions, name: str, body: bytes | bytearray) -> Non
     regions.must_be_allowed()
     if not name:
         raise invalid("'region name' is necessary to register system shared memory region")
-    members = read_object(body)
-    for field in ("key", "byte_size"):
-        if field.encode() not in members:
-            raise invalid(_REQUEST.format(field))
-    key = as_string(need(members, "key"), "Unable to parse 'key'")
-    found, offset = find(members, "offset")
-    regions.register(
-        name,
-        key,
-        as_uint(offset, "Unable to parse 'offset'") if found else 0,
-        as_uint(need(members, "byte_size"), "Unable to parse 'byte_size'"),
-    )
+    request = read_json(body)
+    key = as_string(_required(request, "key"))
+    found, offset = find(request, "offset")
+    start = as_uint(offset) if found else 0
+    regions.register(name, key, start, as_uint(_required(request, "byte_size")))
 
 
 def register_cuda(regions: Regions, name: str, body: bytes | bytearray) -> None:
@@ -38,14 +33,18 @@ def register_cuda(regions: Regions, name: str, body: bytes | bytearray) -> None:
     regions.must_be_allowed()
     if not name:
         raise invalid("'region name' is necessary to register cuda shared memory region")
-    members = read_object(body)
-    for field in ("raw_handle", "device_id", "byte_size"):
-        if field.encode() not in members:
-            raise invalid(_REQUEST.format(field))
-    handle = as_object(need(members, "raw_handle"), "Unable to parse 'raw_handle'")
-    as_uint(need(members, "device_id"), "Unable to parse 'device_id'")
-    as_uint(need(members, "byte_size"), "Unable to parse 'byte_size'")
-    open_cuda(_decode(as_string(need(handle, "b64"), "Unable to parse 'b64'")))
+    request = read_json(body)
+    handle = as_string(need(_required(request, "raw_handle"), "b64"))
+    as_uint(need(request, "byte_size"))
+    as_uint(need(request, "device_id"))
+    open_cuda(_decode(handle))
+
+
+def _required(request: Value, field: str) -> Value:
+    found, value = find(request, field)
+    if not found:
+        raise invalid(f"Shared memory register request has no '{field}' field")
+    return value
 
 
 def open_cuda(handle: bytes) -> None:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fastserve.dialects.kserve_v2.document import as_bool, as_object, as_string, as_uint, find, is_uint
+from fastserve.dialects.kserve_v2.document import (
+    INT64_MAX,
+    as_bool,
+    as_string,
+    as_uint,
+    find,
+    is_uint,
+    members_of,
+)
 from fastserve.dialects.kserve_v2.errors import invalid, to_text
 
 if TYPE_CHECKING:
@@ -44,7 +52,7 @@ def read_parameters(document: Value) -> Parameters:
     if not found:
         return parameters
     seen: set[bytes] = set()
-    for key, value in as_object(members, "Unable to parse 'parameters'"):
+    for key, value in members_of(members, "failed to get request params."):
         if key not in seen:  # the first of equal keys counts
             seen.add(key)
             set_parameter(parameters, to_text(key), value)
@@ -74,6 +82,8 @@ def read_own(name: str, value: Value) -> object:
     """A parameter of the model's own: a string, a number or a boolean. Raises ServeError."""
     if isinstance(value, bytes):
         return to_text(value)
+    if isinstance(value, int) and abs(value) > INT64_MAX:
+        return float(value)
     if isinstance(value, bool | int | float):
         return value
     raise invalid(f"parameter '{name}' has invalid type. It should be either 'int', 'bool', or 'string'.")

@@ -7,7 +7,7 @@ import binascii
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from fastserve.dialects.kserve_v2.document import as_bool, as_object, as_string, find, read_json
+from fastserve.dialects.kserve_v2.document import as_bool, as_string, find, members_of, read_json
 from fastserve.dialects.kserve_v2.errors import internal, invalid, unsupported
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.catalog import Catalog
@@ -104,12 +104,12 @@ def read_load_request(body: bytes | bytearray) -> LoadOverride | None:
     """What a load brings along, None for nothing. Raises ServeError."""
     found, parameters = find(read_json(body), "parameters") if body else (False, None)
     override = LoadOverride()
-    for key, value in as_object(parameters) if found else ():
-        name = key.decode("utf-8", "surrogateescape")
+    for key, value in members_of(parameters) if found else ():
+        name, text = key.decode("utf-8", "surrogateescape"), as_string(value)
         if name == "config":
-            override.config = as_string(value)
+            override.config = text
         elif name.startswith("file:"):
-            override.files[name.removeprefix("file:")] = _decode(as_string(value))
+            override.files[name.removeprefix("file:")] = _decode(text)
         else:
             raise internal("unexpected error on creating Triton parameter")
     return override if override.config is not None or override.files else None
@@ -118,10 +118,8 @@ def read_load_request(body: bytes | bytearray) -> LoadOverride | None:
 def read_unload_request(body: bytes | bytearray) -> bool:
     """Whether models that only this one needed are unloaded too. Raises ServeError."""
     found, parameters = find(read_json(body), "parameters") if body else (False, None)
-    if not found:
-        return False
-    found, dependents = find(as_object(parameters), "unload_dependents")
-    return as_bool(dependents, "Unable to parse 'unload_dependents'") if found else False
+    found, dependents = find(parameters, "unload_dependents")
+    return found and as_bool(dependents, "Unable to parse 'unload_dependents'")
 
 
 async def load_model(
