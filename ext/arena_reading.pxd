@@ -28,6 +28,17 @@ cdef inline list read_places(const Arena* arena, Slot* slot, uint32_t reserved):
     return found
 
 
+cdef inline int read_message(const Arena* arena, uint32_t owner, const Message* message, list found) except -1:
+    """Adds what a worker says: (slot, seq), or (PART, (slot, seq, row, slab offset, bytes, final)); PART is -2."""
+    if message.kind == PART_MESSAGE:
+        if part_holds(arena, owner, message):
+            found.append((-2, (message.slot, message.seq, part_row(message), message.value,
+                               <uint32_t>message.part, bool(message.part >> 63))))
+    elif message.slot < arena.slots:
+        found.append((message.slot, message.seq))
+    return 0
+
+
 cdef inline list read_lost(const Arena* arena):
     """(slot, generation, rows) of rows that no process answers for."""
     cdef uint32_t i, tries, rows, generation = 0
@@ -79,3 +90,9 @@ cdef inline uint64_t read_pending(const Arena* arena):
     """Requests committed and not yet taken by a worker."""
     cdef uint32_t i
     return sum([slot_pending(arena, i) for i in range(arena.slots)])
+
+
+cdef inline tuple read_spreads(const Arena* arena):
+    """The buckets of each spread, as native uint64."""
+    cdef int kind
+    return tuple([<bytes>(<char*>spread_of(arena, kind).bucket)[:SPREAD_BUCKETS * sizeof(uint64_t)] for kind in range(SPREADS)])

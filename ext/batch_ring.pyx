@@ -152,12 +152,7 @@ cdef class BatchRing:
             left = self.arena.ring_capacity     # a worker may claim to have written any number
             while left and message_pop(ring_of(&self.arena, w, self.front), self.arena.ring_capacity, &message):
                 left -= 1
-                if message.kind == PART_MESSAGE:
-                    if part_holds(&self.arena, self.owner(), &message):
-                        found.append((PART, (message.slot, message.seq, part_row(&message), message.value,
-                                             <uint32_t>message.part, bool(message.part >> 63))))
-                elif message.slot < self.slots:
-                    found.append((message.slot, message.seq))
+                read_message(&self.arena, self.owner(), &message, found)
         if desk_exchange(&desk.rescan, 0):
             found.append((-1, 0))
         return found
@@ -475,6 +470,10 @@ cdef class BatchRing:
     def runs(self) -> list:
         """(rows, runs, input ns, infer ns, output ns) of every size of batch that has run."""
         return read_runs(&self.arena)
+
+    def spreads(self) -> tuple:
+        """Buckets (arena.h: Spread) of success, queue, compute_input, compute_infer and compute_output, as bytes."""
+        return read_spreads(&self.arena)
 
     # --- looking at it --------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 cdef extern from "sweep.h" nogil:
     enum: MAX_WORKERS, MAX_FRONTS, MAX_COLUMNS, MAX_BATCH_ROWS, ERROR_BYTES, NO_WORKER, SLAB_PAGE
     enum: SLOT_FREE, SLOT_OPEN, SLOT_SEALED, SLOT_READY, SLOT_RUNNING, SLOT_DONE, SLOT_STATES, SLOT_EVENTS
-    enum: TALLY_SUCCESS, TALLY_REJECTED, TALLY_KINDS
+    enum: TALLY_SUCCESS, TALLY_REJECTED, TALLY_KINDS, SPREADS, SPREAD_BUCKETS
     enum: ROW_COMMITTED, ROW_ANSWERED, AWAKE, ASLEEP, ASLEEP_UNTIL_DUE
     const uint8_t SLOT_MOVES[7][10]
     ctypedef struct Row:
@@ -23,6 +23,8 @@ cdef extern from "sweep.h" nogil:
         uint32_t rung, rescan
     ctypedef struct Tally:
         uint64_t count, ns
+    ctypedef struct Spread:
+        uint64_t* bucket
     ctypedef struct RunTally:
         uint64_t runs, input_ns, infer_ns, output_ns
     ctypedef struct ArenaHeader:
@@ -78,6 +80,7 @@ cdef extern from "sweep.h" nogil:
     uint32_t slot_pending(const Arena*, uint32_t)
     void tally_add(const Arena*, uint32_t, uint64_t, uint64_t)
     RunTally* runs_of(const Arena*, uint32_t)
+    Spread* spread_of(const Arena*, uint32_t)
     uint64_t since_ns(uint64_t, uint64_t)
     bint slot_seal(const Arena*, uint32_t)
     int64_t slot_take(const Arena*, uint32_t, uint64_t*)

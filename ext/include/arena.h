@@ -1,6 +1,6 @@
 // The one definition of what processes share: an arena of batch slots in a memfd.
 //
-//   arena:  [ ArenaHeader | message rings, worker x front | RunTally x (max_rows + 1) | slot 0 | slot 1 | ... | slabs (slab.h) ]
+//   arena:  [ ArenaHeader | message rings, worker x front | RunTally x (max_rows + 1) | Spread x 5 | slot 0 | slot 1 | ... | slabs (slab.h) ]
 //   slot:   [ Slot | Row x max_rows | input column 0 .. | output column 0 .. ]    each part 64-byte aligned
 //
 // A column holds max_rows rows of one tensor back to back, so a worker sees a batch as one contiguous
@@ -32,7 +32,7 @@
 
 enum {
     ARENA_MAGIC = 0x66737276,   // "fsrv"
-    ARENA_LAYOUT = 2,
+    ARENA_LAYOUT = 3,
     MAX_WORKERS = 64,
     MAX_FRONTS = 64,
     MAX_COLUMNS = 64,
@@ -97,6 +97,10 @@ enum TallyKind : uint32_t {
 };
 typedef struct { uint64_t count, ns; } Tally;
 typedef struct { uint64_t runs, input_ns, infer_ns, output_ns; } RunTally;      // batches of one size
+// How many requests answered well took about how long, for each of TALLY_SUCCESS .. TALLY_OUTPUT: bucket 0 is less than
+// 1024 ns; sixteen buckets for every doubling after that (tally.h: spread_bucket).
+enum { SPREADS = 5, SPREAD_BUCKETS = 512 };
+typedef struct { uint64_t bucket[SPREAD_BUCKETS]; } Spread;
 
 typedef struct { alignas(64) uint32_t asleep; uint32_t present; uint64_t batches; } WorkerDesk;
 typedef struct { alignas(64) uint32_t rung; uint32_t rescan; } FrontDesk;
@@ -106,7 +110,7 @@ enum { AWAKE = 0, ASLEEP = 1, ASLEEP_UNTIL_DUE = 2 };   // WorkerDesk.asleep
 typedef struct {
     uint32_t magic, layout;
     uint32_t slots, max_rows, inputs, outputs, workers, fronts;
-    uint64_t slot_bytes, slots_offset, rings_offset, ring_bytes, runs_offset, slabs_offset, total_bytes;
+    uint64_t slot_bytes, slots_offset, rings_offset, ring_bytes, runs_offset, spreads_offset, slabs_offset, total_bytes;
     uint32_t ring_capacity, unused;
     uint64_t max_delay_ns;
     uint64_t input_row_bytes[MAX_COLUMNS], output_row_bytes[MAX_COLUMNS];
@@ -157,7 +161,7 @@ typedef struct {        // one process's view: trusted copies of the geometry, n
     uint8_t *base;
     uint8_t *slot_base;
     uint32_t slots, max_rows, inputs, outputs, workers, fronts, ring_capacity;
-    uint64_t slot_bytes, rings_offset, ring_bytes, runs_offset, max_delay_ns;
+    uint64_t slot_bytes, rings_offset, ring_bytes, runs_offset, spreads_offset, max_delay_ns;
     uint64_t input_row_bytes[MAX_COLUMNS], output_row_bytes[MAX_COLUMNS];
     uint64_t input_offset[MAX_COLUMNS], output_offset[MAX_COLUMNS];
     Slabs slabs;            // .pages == 0 when the arena has none
@@ -179,7 +183,8 @@ static inline uint64_t arena_measure(ArenaHeader *h)
     h->ring_bytes = message_ring_bytes(h->ring_capacity);
     h->rings_offset = align64(sizeof(ArenaHeader));
     h->runs_offset = h->rings_offset + (uint64_t)h->workers * h->fronts * h->ring_bytes;
-    h->slots_offset = align64(h->runs_offset + (h->max_rows + 1) * sizeof(RunTally));
+    h->spreads_offset = align64(h->runs_offset + (h->max_rows + 1) * sizeof(RunTally));
+    h->slots_offset = h->spreads_offset + SPREADS * sizeof(Spread);
     uint64_t at = align64(sizeof(Slot)) + align64((uint64_t)h->max_rows * sizeof(Row));
     for (uint32_t i = 0; i < h->inputs; i++) {
         h->input_offset[i] = at;
@@ -243,7 +248,7 @@ static inline bool arena_attach(Arena *a, uint8_t *base, uint64_t bytes)
     a->slots = h.slots, a->max_rows = h.max_rows, a->workers = h.workers, a->fronts = h.fronts;
     a->inputs = h.inputs, a->outputs = h.outputs;
     a->slot_bytes = h.slot_bytes, a->rings_offset = h.rings_offset, a->ring_bytes = h.ring_bytes;
-    a->runs_offset = h.runs_offset;
+    a->runs_offset = h.runs_offset, a->spreads_offset = h.spreads_offset;
     a->ring_capacity = h.ring_capacity, a->max_delay_ns = h.max_delay_ns;
     memcpy(a->input_row_bytes, h.input_row_bytes, sizeof h.input_row_bytes);
     memcpy(a->output_row_bytes, h.output_row_bytes, sizeof h.output_row_bytes);

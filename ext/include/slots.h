@@ -321,7 +321,7 @@ static inline uint32_t slot_answer(const Arena *a, Slot *s, uint32_t reserved, u
         if (__atomic_load_n(&rows[r].state, __ATOMIC_ACQUIRE) == ROW_ANSWERED) {
             live += span;
             *fronts |= (uint64_t)1 << (rows[r].front & 63);
-            tally_place(sum, s, rows + r, span, s->done_ns);
+            tally_place(a, sum, s, rows + r, span, s->done_ns);
         } else {
             *left |= (uint64_t)1 << (rows[r].front & 63);
             release_slabs(a, rows + r);

@@ -17,18 +17,36 @@ static inline RunTally *runs_of(const Arena *a, uint32_t rows)
     return (RunTally *)(a->base + a->runs_offset) + (rows <= a->max_rows ? rows : a->max_rows);
 }
 
+static inline Spread *spread_of(const Arena *a, uint32_t kind) { return (Spread *)(a->base + a->spreads_offset) + kind; }
+
+static inline uint32_t spread_bucket(uint64_t ns)
+{
+    if (ns < 1024)
+        return 0;
+    uint32_t power = 63 - __builtin_clzll(ns);
+    uint32_t bucket = (power - 10) * 16 + (ns >> (power - 4) & 15) + 1;
+    return bucket < SPREAD_BUCKETS ? bucket : SPREAD_BUCKETS - 1;
+}
+
+static inline void spread_add(const Arena *a, uint32_t kind, uint64_t ns, uint64_t count)
+{
+    add64(&spread_of(a, kind)->bucket[spread_bucket(ns)], count);
+}
+
 // The requests of one batch, counted while its rows are walked.
 typedef struct { uint64_t well, rows, queue_ns, well_ns, badly, badly_ns; } BatchTally;
 
-static inline void tally_place(BatchTally *sum, const Slot *s, const Row *row, uint32_t rows, uint64_t now)
+static inline void tally_place(const Arena *a, BatchTally *sum, const Slot *s, const Row *row, uint32_t rows, uint64_t now)
 {
-    uint64_t took = since_ns(row->queued_ns, now);
+    uint64_t took = since_ns(row->queued_ns, now), queued = since_ns(row->queued_ns, s->taken_ns);
     if (s->status || row->status) {
         sum->badly++, sum->badly_ns += took;
         return;
     }
     sum->well++, sum->rows += rows, sum->well_ns += took;
-    sum->queue_ns += since_ns(row->queued_ns, s->taken_ns);
+    sum->queue_ns += queued;
+    spread_add(a, TALLY_SUCCESS, took, 1);
+    spread_add(a, TALLY_QUEUE, queued, 1);
 }
 
 // Its requests each waited for the whole batch; one that never ran is no execution.
@@ -42,6 +60,9 @@ static inline void tally_batch(const Arena *a, const Slot *s, uint32_t rows, con
         tally_add(a, TALLY_INPUT, sum->well, sum->well * input);
         tally_add(a, TALLY_INFER, sum->well, sum->well * infer);
         tally_add(a, TALLY_OUTPUT, sum->well, sum->well * output);
+        spread_add(a, TALLY_INPUT, input, sum->well);
+        spread_add(a, TALLY_INFER, infer, sum->well);
+        spread_add(a, TALLY_OUTPUT, output, sum->well);
         add64(&a->header->served_rows, sum->rows);
         __atomic_store_n(&a->header->served_ns, s->done_ns, __ATOMIC_RELAXED);
     }

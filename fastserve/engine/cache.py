@@ -174,9 +174,9 @@ class CachedDoor(Door):
         began_ns = time.monotonic_ns()
         entry = self._cache.get(key)
         now_ns = time.monotonic_ns()
-        took_ns = (1 if self._lookups <= TIMED else TIMED) * (now_ns - began_ns)
-        self._cache.lookup_ns += took_ns
-        (self._tally.miss if entry is None else self._tally.hit).ns += took_ns
+        weight = 1 if self._lookups <= TIMED else TIMED
+        self._cache.lookup_ns += weight * (now_ns - began_ns)
+        self._tally.looked(now_ns - began_ns, weight, hit=entry is not None)
         self._tally.last_ns = now_ns
         return entry
 

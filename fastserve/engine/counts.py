@@ -26,12 +26,16 @@ wrong shapes) is no request.
 from __future__ import annotations
 
 import time
+from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fastserve._ext import batch_ring
 from fastserve._ext.batch_ring import BACKEND, CANCELED, OTHER, REJECTED
+from fastserve.engine.door import triton_of
+from fastserve.metrics.spread import BUCKETS, bucket_of, read_buckets
 from fastserve.repository.version import Version
 
 if TYPE_CHECKING:
@@ -40,6 +44,8 @@ if TYPE_CHECKING:
 __all__ = ["BACKEND", "CANCELED", "OTHER", "REASONS", "REJECTED", "Tally", "Took", "counts_of", "tally_of"]
 
 REASONS = batch_ring.TALLIES[REJECTED:]
+FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"
+FIRST_RESPONSE_MS = (100.0, 500.0, 2000.0, 5000.0)
 MOST_RESPONSES = 256  # responses of one request that are told apart; later ones count with the last
 
 
@@ -107,6 +113,21 @@ class VersionCounts:
         return Took(sum(end.count for end in ends), sum(end.ns for end in ends))
 
 
+class Buckets:
+    """A histogram of milliseconds: how many were at most each bound, and beyond the last."""
+
+    __slots__ = ("bounds", "counts", "sum_ms")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.sum_ms = 0.0
+
+    def observe(self, ms: float) -> None:
+        self.counts[bisect_left(self.bounds, ms)] += 1
+        self.sum_ms += ms
+
+
 class Tally:
     """What one version did in this front process, as far as no batch tells. `lanes` tell the rest."""
 
@@ -114,11 +135,14 @@ class Tally:
         "_batches",
         "_ends",
         "_served",
+        "first_response",
         "hit",
+        "hit_spread",
         "lanes",
         "last_ns",
         "load_s",
         "miss",
+        "miss_spread",
         "responses",
         "waiting",
     )
@@ -126,7 +150,9 @@ class Tally:
     def __init__(self) -> None:
         self.lanes: list[Lane] = []
         self.hit, self.miss = Took(), Took()
+        self.hit_spread, self.miss_spread = (array("Q", bytes(8 * BUCKETS)) for _ in range(2))
         self.responses: dict[int, ResponseCounts] = {}
+        self.first_response: Buckets | None = None  # of a decoupled model
         self.waiting: Callable[[], int] = _nobody  # requests in a scheduler's own queue
         self.last_ns = 0  # CLOCK_MONOTONIC
         self.load_s = 0.0  # how long it took to load; known to the process that loads
@@ -138,6 +164,18 @@ class Tally:
         """The lane closes: nothing here may keep its arena's memory."""
         self.lanes.remove(lane)
         self.waiting = _nobody
+
+    def looked(self, ns: int, weight: int, *, hit: bool) -> None:
+        """A cache lookup took so long, and `weight` others as much; they are counted elsewhere."""
+        took, spread = (self.hit, self.hit_spread) if hit else (self.miss, self.miss_spread)
+        took.ns += weight * ns
+        spread[bucket_of(ns)] += weight
+
+    def spreads(self) -> list[array[int]]:
+        """Of success, queue, compute_input, compute_infer and compute_output: requests by how long they took
+        (metrics.spread). Without cache hits, ensembles and what other fronts answered from theirs."""
+        told = [lane.ring.spreads() for lane in self.lanes]
+        return [read_buckets([spreads[kind] for spreads in told]) for kind in range(REJECTED)]
 
     def end(self, reason: int, ns: int = 0) -> None:
         """A request ended without an answer, and no lane knew it: REJECTED, CANCELED, BACKEND or OTHER."""
@@ -219,6 +257,20 @@ def tally_of(version: Version) -> Tally:
         found = version.tally = Tally()
     assert isinstance(found, Tally)
     return found
+
+
+def first_responses(version: Version) -> Buckets:
+    """Milliseconds from a request to its first response, for a decoupled model; of this front process.
+    The bounds are those of `model_metrics`, or Triton's."""
+    tally = tally_of(version)
+    if tally.first_response is None:
+        controls = (triton_of(version.config).get("model_metrics") or {}).get("metric_control") or ()
+        bounds: tuple[float, ...] = FIRST_RESPONSE_MS
+        for control in controls:
+            if (control.get("metric_identifier") or {}).get("family") == FIRST_RESPONSE:
+                bounds = tuple(map(float, (control.get("histogram_options") or {}).get("buckets") or ()))
+        tally.first_response = Buckets(bounds)
+    return tally.first_response
 
 
 def counts_of(version: Version) -> VersionCounts:

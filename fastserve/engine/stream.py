@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from fastserve.engine.counts import Tally, tally_of
+from fastserve.engine.counts import first_responses, tally_of
 from fastserve.engine.forms import form_of, read_answer
 from fastserve.engine.lane import Lane, Ticket
 from fastserve.engine.rows import check_inputs
@@ -31,8 +31,13 @@ Part = tuple[int, int, bool, int]
 class Parts:
     """What has come of one answer and was not taken yet. The context of its ticket."""
 
-    def __init__(self, lane: Lane, place: int, tally: Tally) -> None:
-        self._lane, self._place, self._tally = lane, place, tally
+    def __init__(self, lane: Lane, place: int, version: Version) -> None:
+        self._lane, self._place = lane, place
+        self._tally, self._first, self._asked_ns = (
+            tally_of(version),
+            first_responses(version),
+            time.monotonic_ns(),
+        )
         self._read = 0  # parts taken
         self._last_ns = 0  # when the last one came
         self._came: deque[Part] = deque()
@@ -44,6 +49,8 @@ class Parts:
     def part(self, offset: int, nbytes: int, final: bool) -> None:
         """For the lane: one part, whose slab is ours."""
         now_ns = time.monotonic_ns()
+        if not self._last_ns:
+            self._first.observe((now_ns - self._asked_ns) / 1e6)
         before_ns = self._last_ns or self._lane.ring.times_ns(self._place >> 16)[2] or now_ns
         self._last_ns = now_ns
         self._came.append((offset, nbytes, final, now_ns - before_ns))
@@ -109,7 +116,7 @@ async def stream_on_lane(
     except BaseException:
         lane.abandon(place, rows)
         raise
-    parts = Parts(lane, place, tally_of(version))
+    parts = Parts(lane, place, version)
     ticket = lane.submit(place, rows, parts.done, request.deadline_ns, parts)
     try:
         while (part := await parts.next()) is not None:

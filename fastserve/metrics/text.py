@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 
 Labels = Mapping[str, str]
 _ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
@@ -23,6 +24,31 @@ def write_number(value: float) -> str:
 
 def write_head(name: str, kind: str, help: str) -> list[str]:
     return [f"# HELP {name} {help}", f"# TYPE {name} {kind}"]
+
+
+def write_histogram(
+    labels: Labels, name: str, bounds: Sequence[float], counts: Sequence[int], total: float
+) -> list[str]:
+    """The lines of one histogram; `counts` has one more than there are bounds."""
+    sums = accumulate(counts)
+    lines = [f"{name}_count{write_labels(labels)} {sum(counts)}"]
+    lines.append(f"{name}_sum{write_labels(labels)} {write_number(total)}")
+    for bound, count in zip([*map(write_number, bounds), "+Inf"], sums, strict=True):
+        lines.append(f"{name}_bucket{write_labels({**labels, 'le': bound})} {count}")
+    return lines
+
+
+def write_summary(
+    labels: Labels, name: str, quantiles: Mapping[float, float], count: int, total: float
+) -> list[str]:
+    """The lines of one summary."""
+    lines = [f"{name}_count{write_labels(labels)} {count}"]
+    lines.append(f"{name}_sum{write_labels(labels)} {write_number(total)}")
+    for rank, value in quantiles.items():
+        lines.append(
+            f"{name}{write_labels({**labels, 'quantile': write_number(rank)})} {write_number(value)}"
+        )
+    return lines
 
 
 def write_family(name: str, kind: str, help: str, samples: Iterable[tuple[str, float]]) -> list[str]:

@@ -46,6 +46,7 @@ class Version:
     """
 
     __slots__ = (
+        "__weakref__",
         "config",
         "error",
         "folder",

@@ -6,17 +6,17 @@ The numbers are those of the statistics call. There is no GPU to report on, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from fastserve.config.metrics import MetricsConfig
 from fastserve.engine.cache import ResponseCache
-from fastserve.engine.counts import VersionCounts, counts_of, tally_of
+from fastserve.engine.counts import FIRST_RESPONSE, VersionCounts, counts_of, first_responses, tally_of
 from fastserve.engine.door import triton_of
 from fastserve.engine.schedule import caches
 from fastserve.metrics.machine import Machine
-from fastserve.metrics.text import write_family, write_labels
+from fastserve.metrics.text import write_family, write_head, write_histogram, write_labels
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.version import Version
+from fastserve.server.nv_summaries import Seen, Summaries
 
 Family = tuple[str, str, Callable[[VersionCounts], float]]
 
@@ -93,20 +93,13 @@ _PENDING: Family = (
 )
 
 
-class Seen(NamedTuple):
-    """A version as one page shows it."""
-
-    version: Version
-    labels: dict[str, str]
-    counts: VersionCounts
-
-
 class NvMetrics:
     """The page of one front process. `cache` is the server's."""
 
     def __init__(self, catalog: Catalog, cache: ResponseCache | None, options: MetricsConfig) -> None:
         self._catalog, self._cache, self._options = catalog, cache, options
         self._machine = Machine()
+        self._summaries = Summaries(options.summary_quantiles)
 
     def prepare(self) -> Callable[[], bytes]:
         """On the event loop: choose the versions. What it returns writes the page, on any thread."""
@@ -123,6 +116,10 @@ class NvMetrics:
             lines += [line for family in _LATENCIES for line in _write(family, seen)]
             cached = [one for one in seen if caches(triton_of(one.version.config))] if self._cache else []
             lines += [line for family in _CACHED for line in _write(family, cached)]
+        if self._options.histogram_latencies:
+            lines += _write_first_responses(seen)
+        if self._options.summary_latencies:
+            lines += self._summaries.write(seen, cached=self._cache is not None)
         lines += _write(_PENDING, seen, "gauge")
         loads = ((write_labels(one.labels), tally_of(one.version).load_s) for one in seen)
         lines += write_family("nv_model_load_duration_secs", "gauge", "Model load time in seconds", loads)
@@ -179,6 +176,18 @@ def _labels_of(version: Version) -> dict[str, str]:
 def _write(family: Family, seen: Sequence[Seen], kind: str = "counter") -> list[str]:
     name, help, value = family
     return write_family(name, kind, help, ((write_labels(one.labels), value(one.counts)) for one in seen))
+
+
+def _write_first_responses(seen: Sequence[Seen]) -> list[str]:
+    lines: list[str] = []
+    for one in seen:
+        if (triton_of(one.version.config).get("model_transaction_policy") or {}).get("decoupled"):
+            found = first_responses(one.version)
+            lines += write_histogram(one.labels, FIRST_RESPONSE, found.bounds, found.counts, found.sum_ms)
+    if lines:
+        help = "Duration from request to first response in milliseconds"
+        lines = [*write_head(FIRST_RESPONSE, "histogram", help), *lines]
+    return lines
 
 
 def _write_failures(seen: Sequence[Seen]) -> list[str]:

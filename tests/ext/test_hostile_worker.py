@@ -45,9 +45,9 @@ def test_a_front_lives_with_a_worker_gone_mad(layout):
     assert front.returncode == 0, f"the front ended with {front.returncode}"
     done = ast.literal_eval(told)
     assert int(written) > 500_000
-    assert done["reserve"] > 2000
-    assert done["drain"] > 2000
-    assert done["sweep_front"] > 50
+    assert done["reserve"] > 500
+    assert done["drain"] > 500
+    assert done["sweep_front"] > 10
 
 
 @pytest.mark.parametrize("seed", range(40))

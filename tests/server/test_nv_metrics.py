@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from fastserve.config import Listener, Settings
 from fastserve.config.metrics import MetricsConfig
+from fastserve.engine.counts import counts_of
 from fastserve.errors import ServeError
 from fastserve.request import InferRequest
 from fastserve.server import Server
@@ -176,3 +177,85 @@ def test_families_of_models_need_a_model() -> None:
     page = NvMetrics(server.catalog, None, MetricsConfig()).prepare()().decode()
     assert page.startswith("# HELP nv_pinned_memory_pool_total_bytes"), "no model, no family of models"
     server.registry.close()
+
+
+DECOUPLED = """
+backend: "python"
+input [ { name: "IN" data_type: TYPE_INT32 dims: [ 1 ] } ]
+output [ { name: "OUT" data_type: TYPE_INT32 dims: [ 1 ] } ]
+model_transaction_policy { decoupled: true }
+model_metrics { metric_control [ {
+  metric_identifier { family: "nv_inference_first_response_histogram_ms" }
+  histogram_options { buckets: [ 0.001, 60000 ] } } ] }
+"""
+SENDS = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            values = pb_utils.get_input_tensor_by_name(request, "IN").as_numpy()
+            for _ in range(int(values[0])):
+                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("OUT", values)]))
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+
+
+def test_first_responses_and_each_response_of_a_decoupled_model(tmp_path: Path) -> None:
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    (tmp_path / "m" / "config.pbtxt").write_text(DECOUPLED)
+    (tmp_path / "m" / "1" / "model.py").write_text(SENDS)
+
+    async def work() -> None:
+        async with Page(tmp_path, metrics_config=("histogram_latencies=true",)) as at:
+            version = at.server.catalog.available("m")
+            assert version is not None
+            for count in (2, 3):
+                tensor = Tensor(DTYPES["int32"], (1,), count.to_bytes(4, "little"))
+                stream = at.server.front.engine.stream(version, InferRequest({"IN": tensor}))
+                async for response in stream:
+                    response.release()
+            found = await at.samples()
+            name = "nv_inference_first_response_histogram_ms"
+            who = (("model", "m"), ("version", "1"))
+            buckets = {dict(labels)["le"]: n for (k, labels), n in found.items() if k == f"{name}_bucket"}
+            assert buckets == {"0.001": 0, "60000": 2, "+Inf": 2}
+            assert found[f"{name}_count", who] == 2
+            assert found[f"{name}_sum", who] > 0
+            responses = counts_of(version).responses
+            assert [responses[i].success.count for i in range(3)] == [2, 2, 1]
+            assert [responses[i].empty_response.count for i in range(2, 4)] == [1, 1]
+            assert responses[1].compute_infer.ns > 0
+
+    run(work())
+
+
+def test_summaries_have_every_quantile(tmp_path: Path) -> None:
+    write_repository(tmp_path)
+
+    async def work() -> None:
+        flags = ("summary_latencies=true,counter_latencies=false", "summary_quantiles=0.5:0.05,0.99:0.001")
+        async with Page(tmp_path, metrics_config=flags, response_cache_bytes=1 << 20) as at:
+            await at.ask(1)
+            await at.ask(1)
+            found = await at.samples()
+            quantiles: dict[str, list[float]] = {}
+            for (name, labels), value in found.items():
+                if "quantile" in dict(labels):
+                    quantiles.setdefault(name, []).append(value)
+            parts = ("queue", "compute_input", "compute_infer", "compute_output")
+            assert set(quantiles) == {
+                *(f"nv_inference_{part}_summary_us" for part in parts),
+                "nv_cache_hit_summary_per_model",
+                "nv_cache_miss_summary_per_model",
+            }
+            assert all(len(pair) == 2 and 0 < pair[0] <= pair[1] for pair in quantiles.values())
+            assert (await at.get("/metrics"))[1].count(b" Nan\n") == 0
+        async with Page(tmp_path, metrics_config=flags) as at:
+            assert (
+                b'nv_inference_request_summary_us{_team="a \\"b\\"",model="m",quantile="0.5",version="1"} Nan'
+                in (await at.get("/metrics"))[1]
+            )
+
+    run(work())
