@@ -86,6 +86,10 @@ class WireFault(ValueError):
 
 # -- parameters ----------------------------------------------------------------------------------
 
+class Unsigned(int):
+    """A uint64_param, which is an int like any other where nobody asks."""
+
+
 cdef object read_parameter(Reading* r, Wire* outer, object value):
     # An InferParameter over what was there before it: the last choice wins, None is no choice.
     cdef Wire wire
@@ -99,7 +103,7 @@ cdef object read_parameter(Reading* r, Wire* outer, object value):
         elif tag == VARINT_1:
             value = take_number(r, &wire) != 0
         elif tag == VARINT_5:
-            value = take_number(r, &wire)
+            value = Unsigned(take_number(r, &wire))
         elif tag == FIXED_4:
             value = take_double(r, &wire, tag)
         else:

@@ -29,6 +29,8 @@ class WireFault(ValueError):
     offset: int
     def __init__(self, code: int, offset: int) -> None: ...
 
+class Unsigned(int): ...
+
 class WireInput:
     name: str
     datatype: str

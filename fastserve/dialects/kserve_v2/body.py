@@ -25,7 +25,7 @@ from fastserve.dialects.kserve_v2.document import (
     as_uint,
     find,
     need,
-    read_object,
+    read_json,
 )
 from fastserve.dialects.kserve_v2.errors import internal, invalid, to_bytes
 from fastserve.dialects.kserve_v2.leaves import read_leaves
@@ -145,7 +145,7 @@ def _value(value: Scalar) -> Value:
 
 def read_plainly(header: Memory, blobs: Memory, model: str, read_region: ReadRegion) -> InferBody:
     """The exact way. Raises ServeError."""
-    document = read_object(header)
+    document = read_json(header)
     body = InferBody()
     found, value = find(document, "id")
     if found:

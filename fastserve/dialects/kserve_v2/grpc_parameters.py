@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fastserve._ext.proto_wire import Unsigned
 from fastserve.dialects.kserve_v2.body import OutputPart
 from fastserve.dialects.kserve_v2.errors import invalid
 from fastserve.dialects.kserve_v2.parameters import Parameters
@@ -45,7 +46,8 @@ def _set(found: GrpcParameters, name: str, value: object) -> None:
     elif name in ("sequence_start", "sequence_end"):
         setattr(found, name, _as_bool(name, value))
     elif name == "priority":
-        found.priority = _as_int(name, value, "int64_param or uint64_param")
+        plain = int(value) if isinstance(value, Unsigned) else value
+        found.priority = _as_int(name, plain, "int64_param or uint64_param")
         if found.priority < 0:
             raise invalid("invalid value for 'priority', expected value >= 0.")
     elif name == "timeout":
@@ -54,7 +56,7 @@ def _set(found: GrpcParameters, name: str, value: object) -> None:
         found.empty_final = _as_bool(name, value)
     elif name.startswith("triton_"):
         raise invalid(_RESERVED)
-    elif value is None:
+    elif value is None or isinstance(value, Unsigned):
         raise _mistyped(name, "int64_param, bool_param, or string_param")
     else:
         found.own[name] = value
@@ -73,7 +75,7 @@ def _as_bool(name: str, value: object) -> bool:
 
 
 def _as_int(name: str, value: object, wanted: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
+    if not isinstance(value, int) or isinstance(value, bool | Unsigned):
         raise _mistyped(name, wanted)
     return value
 
@@ -110,7 +112,7 @@ def read_range(tensor: str, given: Given) -> Range | None:
 
 
 def _read_size(name: str, tensor: str, value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
+    if not isinstance(value, int) or isinstance(value, bool | Unsigned):
         raise _memory_fault(name, tensor, "int64_param")
     return value & UINT64_MASK  # a negative one is far outside of every region
 
@@ -124,7 +126,7 @@ def read_output(name: str, given: Given) -> OutputPart:
     part = OutputPart(name, range=read_range(name, given))
     if "classification" in given:
         classes = given["classification"]
-        if not isinstance(classes, int) or isinstance(classes, bool):
+        if not isinstance(classes, int) or isinstance(classes, bool | Unsigned):
             raise invalid("invalid value type for 'classification' parameter, expected int64_param")
         if classes <= 0:
             raise invalid("invalid value for 'classification' parameter, expected >= 0")
