@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fastserve.errors import Kind
-from fastserve.tensor import DTYPES, DType
 
 # Spec 3.2. There is no bfloat16 in V1, and there are no complex numbers.
 TYPE_OF: dict[str, str] = {
@@ -21,7 +20,6 @@ TYPE_OF: dict[str, str] = {
     "float64": "TYPE_FP64",
     "bytes": "TYPE_STRING",
 }
-DTYPE_OF: dict[str, DType] = {word: DTYPES[name] for name, word in TYPE_OF.items()}
 
 # Spec 1: RequestStatusCode, by the name of the server's own code.
 SUCCESS = "SUCCESS"

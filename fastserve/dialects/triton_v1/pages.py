@@ -13,9 +13,9 @@ from fastserve.dialects.triton_v1.replies import BINARY, NV_STATUS
 from fastserve.dialects.triton_v1.routes import Target
 from fastserve.dialects.triton_v1.service import Service
 from fastserve.dialects.triton_v1.shared_memory import list_regions, register_cuda
-from fastserve.dialects.triton_v1.statistics import Durations
 from fastserve.dialects.triton_v1.status import write_status
 from fastserve.dialects.triton_v1.text import print_lines
+from fastserve.engine.counts import Took
 from fastserve.errors import ServeError
 from fastserve.protos import load
 from fastserve.wire.call import Call
@@ -60,7 +60,7 @@ class Page:
         index = await write_index(self._service)
         self._show(call, lambda: index, self._service.statistics.repository)
 
-    def _show(self, call: Call, write: Callable[[], Any], durations: Durations | None = None) -> None:
+    def _show(self, call: Call, write: Callable[[], Any], took: Took | None = None) -> None:
         try:
             message = write()
         except ServeError as fault:
@@ -68,8 +68,8 @@ class Page:
             return
         body, content_type = encode(message, self._choose_format(call))
         self._reply(call, 200, body, content_type)
-        if durations is not None:
-            durations.add(monotonic_ns() - call.received_ns)
+        if took is not None:
+            took.add(monotonic_ns() - call.received_ns)
 
     def _choose_format(self, call: Call) -> str:
         target = self._target

@@ -13,7 +13,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from fastserve.dialects.triton_v1.names import DTYPE_OF
 from fastserve.repository.version import Version
 from fastserve.tensor import DType, TensorSpec
 
@@ -75,8 +74,8 @@ def make_plan(version: Version) -> Plan:
         outputs = {name: _native(spec, labels) for name, spec in version.outputs.items()}
         return Plan(version, version.config.max_batch_size, inputs, outputs)
     folder = version.folder.parent
-    inputs = {one["name"]: _configured(one, folder) for one in config.get("input", ())}
-    outputs = {one["name"]: _configured(one, folder) for one in config.get("output", ())}
+    inputs = {one["name"]: _configured(one, folder, version.inputs) for one in config.get("input", ())}
+    outputs = {one["name"]: _configured(one, folder, version.outputs) for one in config.get("output", ())}
     return Plan(version, int(config.get("max_batch_size", 0)), inputs, outputs)
 
 
@@ -84,10 +83,10 @@ def _native(spec: TensorSpec, labels: tuple[str, ...] = ()) -> TensorPlan:
     return TensorPlan(spec.name, spec.dtype, spec.shape, given_labels=labels)
 
 
-def _configured(one: Mapping[str, Any], folder: Path) -> TensorPlan:
+def _configured(one: Mapping[str, Any], folder: Path, specs: Mapping[str, TensorSpec]) -> TensorPlan:
     return TensorPlan(
         one["name"],
-        DTYPE_OF[one["data_type"]],
+        specs[one["name"]].dtype,
         tuple(map(int, one.get("dims", ()))),
         folder / one["label_filename"] if one.get("label_filename") else None,
     )

@@ -8,9 +8,10 @@ copied once, into the reply.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
+from time import monotonic_ns
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -20,38 +21,54 @@ from fastserve._ext.proto_wire_v1 import V1InferMessage, read_v1_request, write_
 from fastserve.dialects.triton_v1.answers import Answer, write_id
 from fastserve.dialects.triton_v1.header import read_message
 from fastserve.dialects.triton_v1.inputs import Buffer, Entries, invalid
+from fastserve.dialects.triton_v1.names import CODE_OF, SUCCESS
 from fastserve.dialects.triton_v1.pages import write_index
 from fastserve.dialects.triton_v1.service import Service
 from fastserve.dialects.triton_v1.shared_memory import list_regions, register_cuda
 from fastserve.dialects.triton_v1.status import write_status
 from fastserve.dialects.triton_v1.streams import run_ahead
+from fastserve.engine.counts import Took
 from fastserve.errors import Kind, ServeError
 from fastserve.protos import load
 from fastserve.wire.grpc import Method, Rpc
 
+Run = Callable[[Any, Rpc], Awaitable[Any]]
 AHEAD = 16  # requests of one stream that are under way at once
 SERVICE = "/nvidia.inferenceserver.GRPCService/"
 
 
 def make_methods(service: Service) -> list[Method]:
     """Every RPC, over bytes."""
-    rpcs = Rpcs(service)
+    rpcs, counts = Rpcs(service), service.statistics
     plain = {
-        "Status": ("StatusRequest", rpcs.status),
-        "Health": ("HealthRequest", rpcs.health),
-        "ModelControl": ("ModelControlRequest", rpcs.control),
-        "SharedMemoryControl": ("SharedMemoryControlRequest", rpcs.shared_memory),
-        "Repository": ("RepositoryRequest", rpcs.repository),
+        "Status": _timed(rpcs.status, counts.status),
+        "Health": _timed(rpcs.health, counts.health),
+        "ModelControl": _timed(rpcs.control, counts.control),
+        "SharedMemoryControl": rpcs.shared_memory,
+        "Repository": _timed(rpcs.repository, counts.repository),
     }
     methods = [
-        Method(SERVICE + name, partial(read_message_of, request), run, _serialize)
-        for name, (request, run) in plain.items()
+        Method(SERVICE + name, partial(read_message_of, f"{name}Request"), run, _serialize)
+        for name, run in plain.items()
     ]
     methods.append(Method(SERVICE + "Infer", read_sent, rpcs.infer, bytes))
     methods.append(
         Method(SERVICE + "StreamInfer", read_sent, rpcs.stream, bytes, takes_stream=True, gives_stream=True)
     )
     return methods
+
+
+def _timed(run: Run, took: Took) -> Run:
+    """`run`, counted where it succeeds."""
+
+    async def timed(request: Any, rpc: Rpc) -> Any:
+        began_ns = monotonic_ns()
+        response = await run(request, rpc)
+        if response.request_status.code == CODE_OF[SUCCESS]:
+            took.add(monotonic_ns() - began_ns)
+        return response
+
+    return timed
 
 
 def read_message_of(name: str, data: bytes) -> Any:

@@ -129,16 +129,16 @@ class Service:
 
     def count_success(self, served: Served, batch_size: int, since_ns: int) -> None:
         """One request was answered well."""
-        now_ns = monotonic_ns()
+        took_ns = monotonic_ns() - since_ns
         served.requests.add()
-        served.duration.observe_ns(now_ns - since_ns)
-        served.counts.succeeded(batch_size, now_ns - since_ns, now_ns)
+        served.duration.observe_ns(took_ns)
+        served.counts.of(batch_size).success.add(took_ns)
 
     def count_failure(self, served: Served, batch_size: int, since_ns: int, fault: ServeError) -> None:
         """One request to a version was answered with an error."""
         self.traffic.refused(served.version.model, fault.kind.name)
         if 1 <= batch_size <= max(1, served.plan.max_batch_size):  # clients choose no counters
-            served.counts.failed(batch_size, monotonic_ns() - since_ns)
+            served.counts.of(batch_size).failed.add(monotonic_ns() - since_ns)
 
     def is_ready(self) -> bool:
         """Strict readiness (spec 2): everything known is up, or was unloaded on purpose."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from time import monotonic_ns, time_ns
+from time import monotonic_ns
 from typing import Any
 
-from google.protobuf.json_format import ParseDict, ParseError
+from google.protobuf.json_format import ParseDict
 
 from fastserve.dialects.triton_v1.inputs import invalid
 from fastserve.dialects.triton_v1.names import TYPE_OF
 from fastserve.dialects.triton_v1.service import SERVER_ID, Service
-from fastserve.dialects.triton_v1.statistics import Durations, VersionCounts
+from fastserve.dialects.triton_v1.statistics import Shown
+from fastserve.engine.counts import Took
 from fastserve.protos import load
 from fastserve.repository.model_config import ModelConfig
 from fastserve.repository.version import Model, Version, VersionState
@@ -29,7 +30,8 @@ STATE_OF = {
     VersionState.UNLOADING: UNLOADING,
     VersionState.END: UNAVAILABLE,
 }
-PLATFORM_OF = {"onnx": "onnxruntime_onnx", "python": "custom"}
+PLATFORM_OF = {"onnx": "onnxruntime_onnx"}
+CUSTOM = "custom"  # every backend that V1 had no platform for
 
 
 def write_status(service: Service, model: str) -> Any:
@@ -58,9 +60,9 @@ def _is_stopping(service: Service) -> bool:
     return service.readiness.reason == "the server is stopping"
 
 
-def _fill_durations(target: Any, durations: Durations) -> None:
-    target.count = durations.count
-    target.total_time_ns = durations.total_ns
+def _fill_durations(target: Any, took: Took) -> None:
+    target.count = took.count
+    target.total_time_ns = took.ns
 
 
 def _fill_model(service: Service, target: Any, model: Model) -> None:
@@ -69,25 +71,21 @@ def _fill_model(service: Service, target: Any, model: Model) -> None:
         fill_config(target.config, shown)
     target.config.name = model.name
     for number, version in model.versions.items():
-        _fill_version(target.version_status[number], version, service.statistics.of(version))
+        _fill_version(target.version_status[number], version, service.statistics.show(version))
 
 
-def _fill_version(target: Any, version: Version, counts: VersionCounts) -> None:
+def _fill_version(target: Any, version: Version, shown: Shown) -> None:
     target.ready_state = STATE_OF[version.state]
     if version.state is VersionState.END:
         target.ready_state_reason.message = version.error.message if version.error else "unloaded"
-    for batch_size, found in counts.by_batch.items():
+    for batch_size, durations in shown.stats.items():
         stats = target.infer_stats[batch_size]
-        for durations, shown in (
-            (found.success, stats.success),
-            (found.failed, stats.failed),
-        ):
-            if durations.count:
-                _fill_durations(shown, durations)
-    target.model_inference_count = counts.rows
-    if counts.last_ns:
-        ago_ns = monotonic_ns() - counts.last_ns
-        target.last_inference_timestamp_milliseconds = (time_ns() - ago_ns) // 1_000_000
+        for name, took in durations.items():
+            if took.count:
+                _fill_durations(getattr(stats, name), took)
+    target.model_execution_count = shown.executions
+    target.model_inference_count = shown.inferences
+    target.last_inference_timestamp_milliseconds = shown.last_ms
 
 
 def fill_config(target: Any, version: Version) -> None:
@@ -95,17 +93,15 @@ def fill_config(target: Any, version: Version) -> None:
     config = version.config
     given = getattr(config, "triton", None)
     if given is not None:
-        try:
-            ParseDict(given, target, ignore_unknown_fields=True)  # newer fields than V1 knows
-        except ParseError:
-            target.Clear()
-        return
-    _fill_native(target, version, config)
+        ParseDict(given, target, ignore_unknown_fields=True)  # newer fields and types than V1 knows
+        target.platform = target.platform or PLATFORM_OF.get(config.backend, CUSTOM)
+    else:
+        _fill_native(target, version, config)
 
 
 def _fill_native(target: Any, version: Version, config: ModelConfig) -> None:
     messages = load("triton_v1")
-    target.platform = PLATFORM_OF.get(config.backend, config.backend)
+    target.platform = PLATFORM_OF.get(config.backend, CUSTOM)
     target.max_batch_size = config.max_batch_size
     target.version_policy.latest.num_versions = 1
     target.instance_group.add(name=f"{version.model}_0", count=config.instances, kind=2)

@@ -158,6 +158,7 @@ MODELS: dict[str, tuple[str, str]] = {
     "reshaped": ("max_batch_size: 4 " + single("FP32", "4", "reshape { shape: [ 2, 2 ] }"), ECHO),
     "free": ("max_batch_size: 4 " + single("FP32", "-1"), ECHO),
     "text": ("max_batch_size: 4 " + single("STRING", "-1"), ECHO),
+    "later": (single("BF16", "2"), ECHO.replace("Tensor(", "Tensor.from_dlpack(").replace(".as_numpy()", "")),
     "refusing": (single("INT32", "1"), REFUSE),
     "held": ("max_batch_size: 1 " + single("INT32", "1"), HELD),
     "queued": (
