@@ -114,6 +114,8 @@ def test_the_configuration_is_whole(tmp_path: Path) -> None:
                 text_format.Parse(text + " instance_group [ { kind: KIND_CPU } ]", written)
                 config = shown[name].config
                 assert (config.name, config.platform) == (name, "custom")
+                if name == "queued":  # filled in where nothing is given
+                    written.dynamic_batching.preferred_batch_size.append(1)
                 for field in ("max_batch_size", "input", "output", "dynamic_batching", "sequence_batching"):
                     assert (name, field, getattr(config, field)) == (name, field, getattr(written, field))
                 assert [group.kind for group in config.instance_group] == [2]
