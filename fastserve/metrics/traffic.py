@@ -20,12 +20,17 @@ class Traffic:
         self._registry = registry
         self._dialect = dialect
         self._known = known
+        self._kept: dict[tuple[str, object], tuple[Counter, Histogram]] = {}  # as many as versions served
 
     def succeeded(self, model: str, version: object) -> tuple[Counter, Histogram]:
-        """The meters of requests answered well, to be kept by whoever counts many."""
-        who = (model, version, self._dialect)
-        requests = self._registry.counters(names.REQUESTS).of(*who, "OK")
-        return requests, self._registry.histograms(names.REQUEST_DURATION).of(*who)
+        """The meters of requests answered well."""
+        found = self._kept.get((model, version))
+        if found is None:
+            who = (model, version, self._dialect)
+            requests = self._registry.counters(names.REQUESTS).of(*who, "OK")
+            found = requests, self._registry.histograms(names.REQUEST_DURATION).of(*who)
+            self._kept[model, version] = found
+        return found
 
     def stages(self, model: str, version: object) -> tuple[Histogram, Histogram]:
         """The meters of reading bodies and of writing them."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 from fastserve.dialects.kserve_v2.body import InferBody, OutputPart
@@ -20,7 +19,6 @@ from fastserve.tensor import Tensor
 from fastserve.wire.call import Call
 
 BINARY = b"application/octet-stream"
-Destinations = Mapping[str, Destination]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +48,34 @@ class Asked:
         return "outside" if part.range is not None else "binary" if part.binary else "json"
 
 
-def hold_rooms(regions: Regions, ranges: Mapping[str, Range], held: ExitStack) -> Destinations:
-    """Client memory for outputs, good until `held` is closed. Raises ServeError."""
-    return {name: held.enter_context(regions.holding(range)) for name, range in ranges.items()}
+class Rooms(dict[str, Destination]):
+    """Client memory for outputs by their names, good until closed."""
+
+    def __enter__(self) -> Rooms:
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for room in self.values():
+            room.close()
+
+
+def hold_rooms(regions: Regions, ranges: Mapping[str, Range]) -> Rooms:
+    """Rooms for outputs; close them. Raises ServeError."""
+    rooms = Rooms()
+    try:
+        for name, range in ranges.items():
+            rooms[name] = regions.hold(range)
+    except BaseException:
+        rooms.close()
+        raise
+    return rooms
 
 
 def write_answer(
-    plan: Plan, asked: Asked, response: InferResponse, request_id: str, rooms: Destinations
+    plan: Plan, asked: Asked, response: InferResponse, request_id: str, rooms: Mapping[str, Destination]
 ) -> tuple[int, bytes]:
     """The reply, and how much of it is JSON when that is not all. Raises ServeError."""
     outputs = [_answer_output(plan, asked, name, t, rooms) for name, t in response.outputs.items()]
@@ -91,7 +110,9 @@ def reply_parameters(plan: Plan, asked: Parameters, response: InferResponse) -> 
     return {**sequence, **response.parameters}
 
 
-def _answer_output(plan: Plan, asked: Asked, name: str, tensor: Tensor, rooms: Destinations) -> OutputReply:
+def _answer_output(
+    plan: Plan, asked: Asked, name: str, tensor: Tensor, rooms: Mapping[str, Destination]
+) -> OutputReply:
     tensor = client_tensor(plan, name, tensor)
     part = asked.parts.get(name)
     if part is not None and part.classes:

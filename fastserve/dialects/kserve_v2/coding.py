@@ -41,6 +41,8 @@ def choose_coding(accepted: bytes) -> Coding:
     """The coding of a reply: the highest q wins, the first of equals; only these three are seen."""
     best: Coding = "identity"
     best_q = 0.0
+    if not accepted:
+        return best
     for item in accepted.decode("latin-1").split(","):
         name, _, rest = item.partition(";")
         quality = _quality(rest)

@@ -11,14 +11,14 @@ again; it hands what it has answered to `learn`. No task, no future and no Pytho
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from functools import partial
 from time import monotonic_ns
 
 from fastserve._ext.infer_frame import InferFrames
 from fastserve._ext.infer_reply import InferWriter, UnwritableOutput
 from fastserve.dialects.kserve_v2.answers import (
     BINARY,
-    Destinations,
+    Rooms,
     hold_rooms,
     put_outside,
     send,
@@ -40,7 +40,6 @@ from fastserve.wire.call import Call
 MOST_FRAMES = 32
 # Frames never met again, beyond which nothing is learned until so many requests have been missed.
 MOST_UNUSED, LEARN_AGAIN = 8, 64
-Rooms = tuple[Destinations, ExitStack]  # client memory for outputs, and what to close after the reply
 
 
 class HotDoor:
@@ -54,6 +53,7 @@ class HotDoor:
         self._requests, self._duration = service.traffic.succeeded(version.model, version.number)
         self._frames = InferFrames(MOST_FRAMES)
         self._missed = 0
+        self._vain = 0  # requests that had no frame
 
     @classmethod
     def of(cls, service: Service, plan: Plan) -> HotDoor | None:
@@ -92,8 +92,7 @@ class HotDoor:
         ticket = lane.submit(place, rows, self._answer, 0, (call, frame, frame.id, rooms))
         call.on_gone = ticket
         if rooms is not None:
-            rooms[1].callback(ticket)
-            call.on_gone = rooms[1].close
+            call.on_gone = partial(_give_up, ticket, rooms)
         return True
 
     def _look_outside(self, frame: Frame, rows: int, memory: list[memoryview]) -> Rooms | None:
@@ -102,20 +101,20 @@ class HotDoor:
         for source in frame.sources:
             range = Range(source.region, source.offset, rows * source.row_bytes)
             regions.read_into(range, memory[source.target])
-        if not frame.asked.ranges:
-            return None
-        with ExitStack() as held:
-            return hold_rooms(regions, frame.asked.ranges, held), held.pop_all()
+        return hold_rooms(regions, frame.asked.ranges) if frame.asked.ranges else None
 
-    def learn(self, header: bytes, body: InferBody, request: InferRequest) -> None:
+    def learn(self, data: Memory, header_bytes: int, body: InferBody, request: InferRequest) -> None:
         """Remember the frame of a request that `start` did not take and the general door has answered."""
         self._missed += 1
-        if self._frames.unused() >= MOST_UNUSED:
+        if self._frames.unused() + self._vain >= MOST_UNUSED:
             if self._missed % LEARN_AGAIN:
                 return
             self._frames.forget_unused()
-        frame = learn(self._plan, self._lane, header, body, request)
-        if frame is not None:
+            self._vain = 0
+        frame = learn(self._plan, self._lane, bytes(memoryview(data)[:header_bytes]), body, request)
+        if frame is None:
+            self._vain += 1
+        else:
             self._frames.add(frame)
 
     def _answer(self, ticket: Ticket, error: ServeError | None) -> None:
@@ -135,7 +134,7 @@ class HotDoor:
             self._duration.observe_ns(monotonic_ns() - call.received_ns)
         finally:
             if rooms is not None:
-                rooms[1].close()
+                rooms.close()
 
     def _reply(self, call: Call, frame: Frame, request_id: str, rooms: Rooms | None, ticket: Ticket) -> None:
         found = frame.outlet.read(ticket.place, ticket.rows)
@@ -149,8 +148,8 @@ class HotDoor:
             return
         if rooms is not None:
             for (name, dtype, shape), view in zip(frame.outlet.describe(form), memory, strict=True):
-                if name in rooms[0]:
-                    put_outside(name, Tensor(dtype, shape, view), rooms[0][name])
+                if name in rooms:
+                    put_outside(name, Tensor(dtype, shape, view), rooms[name])
         self._write(call, writer, memory, request_id)
 
     def _write(self, call: Call, writer: InferWriter, memory: Sequence[Memory], request_id: str) -> None:
@@ -169,4 +168,9 @@ class HotDoor:
     ) -> None:
         """As the general door does it: strings, outputs nobody declared, parameters, one request's error."""
         response = read_response(self._lane, ticket, frame.wanted)
-        send(call, *write_answer(self._plan, frame.asked, response, request_id, rooms[0] if rooms else {}))
+        send(call, *write_answer(self._plan, frame.asked, response, request_id, rooms or {}))
+
+
+def _give_up(ticket: Ticket, rooms: Rooms) -> None:
+    ticket()
+    rooms.close()

@@ -12,9 +12,9 @@ from functools import partial
 from time import monotonic_ns
 
 from fastserve._ext.infer_reply import InferWriter, UnwritableOutput
-from fastserve.dialects.kserve_v2.answers import client_shape, send, write_answer
+from fastserve.dialects.kserve_v2.answers import Rooms, client_shape, send, write_answer
 from fastserve.dialects.kserve_v2.frames import Frame
-from fastserve.dialects.kserve_v2.hot import HotDoor, Rooms
+from fastserve.dialects.kserve_v2.hot import HotDoor
 from fastserve.dialects.kserve_v2.plans import Plan
 from fastserve.dialects.kserve_v2.service import Service
 from fastserve.engine.cache import CachedDoor, Entry, Form, content_key, respond

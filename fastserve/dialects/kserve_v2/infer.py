@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Coroutine
-from contextlib import ExitStack
 from typing import Any
 
 from fastserve.dialects.kserve_v2.answers import Asked, hold_rooms, send, write_answer
@@ -27,7 +26,7 @@ from fastserve.request import InferRequest
 from fastserve.wire.call import Call
 
 HEADER_LENGTH = b"inference-header-content-length"
-_NUMBER = re.compile(rb"[ \t]*([+-]?[0-9]{1,19})[ \t]*")
+_NUMBER = re.compile(rb"[ \t]*([+-]?[0-9]+)")  # and whatever follows it, as atoi reads
 MOST_HEADS = 1024
 GENERAL = -2  # a head whose calls take the general door
 WHOLE = -1  # the whole body is JSON
@@ -38,7 +37,7 @@ GROWTH = 4
 class Infer:
     """The endpoint of one target."""
 
-    __slots__ = ("_door", "_doorless", "_heads", "_number", "_service", "_target")
+    __slots__ = ("_door", "_doorless", "_heads", "_most_bytes", "_number", "_service", "_target")
 
     def __init__(self, service: Service, target: Target) -> None:
         self._service = service
@@ -46,12 +45,13 @@ class Infer:
         self._door: HotDoor | None = None
         self._heads: dict[object, int] = {}  # of heads met: the length of the JSON, WHOLE or GENERAL
         self._doorless: Version | None = None  # the version last found to have no hot door
+        self._most_bytes = service.options.http_max_input_size // GROWTH
         # A number too long to be one reaches no version either way; the general door says why.
         self._number = (int(target.version) if len(target.version) < 20 else -1) if target.version else None
 
     def __call__(self, call: Call) -> Coroutine[Any, Any, None] | None:
         door, service = self._door, self._service
-        if service.traces.on or len(call.body) * GROWTH > service.options.http_max_input_size:
+        if service.traces.on or len(call.body) > self._most_bytes:
             return self._answer(call, None)
         version = service.catalog.available(self._target.model, self._number)
         if door is None or door.version is not version:
@@ -107,13 +107,14 @@ class Infer:
             body = read_call(service, plan, call)
             if service.forward_http:
                 service.forward_http.add(headers_as_sent(call), body.parameters)
-            with ExitStack() as held:
-                asked = Asked.of(body)
-                rooms = hold_rooms(service.regions, asked.ranges, held)
+            asked = Asked.of(body)
+            with hold_rooms(service.regions, asked.ranges) as rooms:
                 request = make_request(plan, body)
                 response = await service.infer(plan.version, request, traced)
-                held.callback(response.release)
-                header_bytes, reply = write_answer(plan, asked, response, body.request_id, rooms)
+                try:
+                    header_bytes, reply = write_answer(plan, asked, response, body.request_id, rooms)
+                finally:
+                    response.release()
         except ServeError as fault:
             headers = SUPPORTED if fault.message == UNSUPPORTED else ()
             service.refuse(call, fault, target.model, headers, version)
@@ -125,11 +126,8 @@ class Infer:
                 traced.stamp("HTTP_SEND_END")
             service.succeeded(call, plan)
             if door is not None and door.version is version:
-                door.learn(self._json_of(call), body, request)
-
-    def _json_of(self, call: Call) -> bytes:
-        length = self._heads.get(call.head, WHOLE)
-        return bytes(memoryview(call.body)[: None if length == WHOLE else length])
+                length = self._heads.get(call.head, WHOLE)
+                door.learn(call.body, len(call.body) if length == WHOLE else length, body, request)
 
 
 def find_plan(service: Service, target: Target) -> Plan:
@@ -163,12 +161,13 @@ def _header_length(text: bytes, body_bytes: int) -> int | None:
     faults are told first; releases since refuse it."""
     if not text:
         return body_bytes
-    match = _NUMBER.fullmatch(text)
+    match = _NUMBER.match(text)
     if match is None:
         return None
-    length = int(match[1])
+    length = int(match[1]) if len(match[1]) < 20 else -1
     if not 0 <= length <= body_bytes:
-        raise invalid(f"inference header size should be in range (0, {body_bytes}), got: {length}")
+        said = text.decode("latin-1")
+        raise invalid(f"inference header size should be in range (0, {body_bytes}), got: {said}")
     return length
 
 

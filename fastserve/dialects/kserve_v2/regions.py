@@ -13,8 +13,7 @@ from __future__ import annotations
 import mmap
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -115,15 +114,15 @@ class Regions:
         if os.preadv(region.fd, [memory], region.offset + range.offset) != range.byte_size:
             raise invalid(f"Invalid offset + byte size for shared memory region: '{region.name}'")
 
-    @contextmanager
-    def holding(self, range: Range) -> Iterator[Destination]:
-        """Where an output will be written; stays good if the region is unregistered meanwhile."""
+    def hold(self, range: Range) -> Destination:
+        """Where an output will be written, to be closed; stays good if the region is unregistered meanwhile.
+        Raises ServeError."""
         region = self._find(range)
-        fd = os.dup(region.fd)
-        try:
-            yield Destination(region.name, fd, region.offset + range.offset, range.byte_size)
-        finally:
-            os.close(fd)
+        return Destination(region.name, os.dup(region.fd), region.offset + range.offset, range.byte_size)
+
+    def holding(self, range: Range) -> AbstractContextManager[Destination]:
+        """The same for a `with`. Raises ServeError."""
+        return closing(self.hold(range))
 
     def close(self) -> None:
         """Forget every region."""
@@ -180,6 +179,10 @@ class Destination:
         self._fd = fd
         self._offset = offset
         self.byte_size = byte_size
+
+    def close(self) -> None:
+        """It will not be written any more."""
+        os.close(self._fd)
 
     def write(self, data: Buffer) -> None:
         """Write into the client's memory. Raises ServeError when its file has shrunk: it is never grown."""
