@@ -1,0 +1,67 @@
+"""One server for all of these: what a test does to it must not be felt by the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Belongings
+from tests.dialects.kserve_v2 import client_models
+from tests.faults.rig import Grpc, Http
+from tests.running import Running, until
+
+OPTIONS = ("--model-control", "explicit", "--load-model", "*", "--allow-client-shm", "--keep-going")
+
+
+@pytest.fixture(scope="package")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("faults") / "models"
+    folder.mkdir()
+    client_models.write_sums(folder)
+    client_models.write_kinds(folder)
+    client_models.write_streams(folder)
+    client_models.write_triton(folder, "odd", client_models.SIMPLE, client_models.PAIR + "max_batchsize: 8\n")
+    return folder
+
+
+@pytest.fixture(scope="package")
+def shared_server(models: Path) -> Iterator[Running]:
+    with Running(models, models.parent / "log", *OPTIONS) as running:
+        with Http(running) as http, Grpc(running) as grpc:
+            http.ask("GET", "/v2")
+            grpc.ask("ServerLive")
+        yield running
+
+
+@pytest.fixture
+def served(shared_server: Running, request: pytest.FixtureRequest) -> Iterator[Running]:
+    """A test leaves the server alive, with the workers and descriptors it had, and with no new error in its
+    log unless it is marked `logs_errors`."""
+    ours, holds = Belongings.count(), shared_server.holds()
+    yield shared_server
+    assert shared_server.alive, shared_server.log.read_text()
+    until(lambda: not ours.gained(Belongings.count()), "the client gives everything back")
+    shared_server.settles(holds, errors=bool(request.node.get_closest_marker("logs_errors")))
+
+
+@pytest.fixture
+def http(served: Running) -> Iterator[Http]:
+    with Http(served) as made:
+        yield made
+
+
+@pytest.fixture
+def grpc(served: Running) -> Iterator[Grpc]:
+    with Grpc(served) as made:
+        yield made
+
+
+@pytest.fixture
+def held(models: Path) -> Iterator[Path]:
+    """The folder where `held` says that it `began`, and that its caller has `left`; `go` lets it answer."""
+    folder = models / "held"
+    yield folder
+    for name in ("began", "left", "go"):
+        (folder / name).unlink(missing_ok=True)
