@@ -115,7 +115,7 @@ def _take_over(read: CompiledBody, rest: _Blobs, read_region: ReadRegion) -> Inf
         set_parameter(body.parameters, name, _value(value))
     names: set[str] = set()
     for part in read.inputs:
-        _refuse_double(part.name, names, read.id)
+        refuse_double(part.name, names, read.id)
         is_json = part.data is not None
         data = part.data if part.data is not None else _find_data(part, rest, read_region)
         body.inputs.append(InputPart(part.name, part.datatype, part.shape, data, is_json))
@@ -174,7 +174,7 @@ def _read_input(
     datatype = as_string(need(item, "datatype", "Unable to parse 'datatype'"), "Unable to parse 'datatype'")
     where = "Unable to parse 'shape'"
     shape = tuple(as_uint(size, where) for size in as_array(need(item, "shape", where), where))
-    _refuse_double(name, names, request_id)
+    refuse_double(name, names, request_id)
     if sized:
         size = as_uint(binary, "Unable to parse 'binary_data_size'")
         return InputPart(name, datatype, shape, blobs.take(size, name))
@@ -184,7 +184,8 @@ def _read_input(
     return InputPart(name, datatype, shape, _read_data(data, datatype, shape, name), is_json=True)
 
 
-def _refuse_double(name: str, names: set[str], request_id: str) -> None:
+def refuse_double(name: str, names: set[str], request_id: str) -> None:
+    """Raises ServeError for an input that is sent a second time; `names` are those before it."""
     if name in names:
         raise invalid(
             f"[request id: {request_id or '<id_unknown>'}] input '{name}' already exists in request"

@@ -16,7 +16,7 @@ import msgspec
 
 from fastserve._ext.json_writer import write_string
 from fastserve.dialects.kserve_v2.answers import client_tensor
-from fastserve.dialects.kserve_v2.body import InferBody, InputPart
+from fastserve.dialects.kserve_v2.body import InferBody, InputPart, refuse_double
 from fastserve.dialects.kserve_v2.document import as_object, as_string, find, members_of, read_json
 from fastserve.dialects.kserve_v2.errors import (
     HTTP_STATUS,
@@ -172,9 +172,7 @@ def _take(plan: Plan, body: InferBody, name: str, value: Value) -> None:
     texts = read_leaves(leaves, side.dtype, len(leaves), name) if not side.dtype.item_bytes else None
     shape = shape_of(plan, side, len(leaves))
     data = texts if texts is not None else read_leaves(leaves, side.dtype, len(leaves), name)
-    if any(part.name == name for part in body.inputs):
-        told = f"[request id: {body.request_id or '<id_unknown>'}] "
-        raise invalid(f"{told}input '{name}' already exists in request")
+    refuse_double(name, {part.name for part in body.inputs}, body.request_id)
     body.inputs.append(InputPart(name, side.datatype, shape, data))
 
 

@@ -85,6 +85,8 @@ GRPC = [
      "invalid value type for 'n' parameter, expected int64_param, bool_param, or string_param."),
     ("ModelInfer", 'model_name: "params" parameters { key: "timeout" value { uint64_param: 3 } }',
      "invalid value type for 'timeout' parameter, expected int64_param."),
+    ("ModelInfer", 'model_name: "simple" inputs { name: "INPUT0" } inputs { name: "INPUT0" }',
+     "[request id: <id_unknown>] input 'INPUT0' already exists in request"),
     ("TraceSetting", 'settings { key: "trace_count" value { value: "-2" } }',
      "Unable to parse 'trace_count'. Expecting value >= -1, got: -2"),
     ("TraceSetting", 'settings { key: "log_frequency" value { value: "1" value: "2" } }',
