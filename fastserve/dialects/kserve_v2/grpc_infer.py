@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from time import monotonic_ns
 from typing import Any
 
+from fastserve._ext.proto_outline import Outline, read_outline
 from fastserve._ext.proto_wire import (
     InferMessage,
     WireFault,
@@ -18,16 +19,18 @@ from fastserve._ext.proto_wire import (
     read_infer_request,
     write_infer_response,
 )
-from fastserve.dialects.kserve_v2.body import InferBody, InputPart, Memory, OutputPart
+from fastserve.dialects.kserve_v2.answers import client_tensor, put_outside, reply_parameters
+from fastserve.dialects.kserve_v2.body import InferBody, InputPart, Memory, OutputPart, refuse_double
 from fastserve.dialects.kserve_v2.classes import classify
 from fastserve.dialects.kserve_v2.errors import in_own_words, internal, invalid, unsupported
+from fastserve.dialects.kserve_v2.grpc_hot import TOO_LARGE, HotDoor
 from fastserve.dialects.kserve_v2.grpc_parameters import (
     GrpcParameters,
     read_output,
     read_parameters,
     read_range,
 )
-from fastserve.dialects.kserve_v2.infer import client_tensor, make_request, put_outside, reply_parameters
+from fastserve.dialects.kserve_v2.infer import make_request
 from fastserve.dialects.kserve_v2.lookup import find_version, read_version
 from fastserve.dialects.kserve_v2.plans import Plan
 from fastserve.dialects.kserve_v2.regions import Destination
@@ -72,29 +75,57 @@ def read_sent(data: bytes) -> Sent:
         raise internal(f"malformed ModelInferRequest: {fault}") from None
 
 
-async def infer(service: Service, sent: Sent, rpc: Rpc) -> bytes:
-    """A serialized ModelInferResponse. Raises ServeError."""
-    started_ns = monotonic_ns()
-    name = sent.message.model_name
-    try:
-        plan = find_sent(service, sent)
-        if plan.decoupled:
-            raise unsupported(DECOUPLED)
-        job = make_job(service, plan, sent, rpc)
-        with job.held:
-            response = await service.engine.infer(plan.version, job.request)
-            try:
-                parameters = dict(reply_parameters(plan, job.parameters, response))
-                reply = write_response(job, response, parameters)
-            finally:
-                response.release()
-    except ServeError as fault:
+class Infer:
+    """The RPC: the hot door first, and the general one for what it does not take."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._door = HotDoor(service)
+
+    async def __call__(self, data: bytes, rpc: Rpc) -> bytes:
+        """A serialized ModelInferResponse. Raises ServeError."""
+        service = self._service
+        outline = None if service.traces.on or service.forward_grpc else read_outline(data)
+        if outline is None:
+            return await self._infer(None, read_sent(data), rpc)
+        running = self._door.start(outline, rpc)
+        if running is None:
+            return await self._infer(outline, read_sent(data), rpc)
+        try:
+            return await running.wait()
+        except ServeError as fault:
+            raise self._refuse(fault, read_sent(data)) from None
+
+    async def _infer(self, outline: Outline | None, sent: Sent, rpc: Rpc) -> bytes:
+        started_ns = monotonic_ns()
+        service = self._service
+        try:
+            plan = find_sent(service, sent)
+            if plan.decoupled:
+                raise unsupported(DECOUPLED)
+            job = make_job(service, plan, sent, rpc)
+            with job.held, service.traces.one(plan.model) as traced:
+                response = await service.infer(plan.version, job.request, traced)
+                try:
+                    parameters = dict(reply_parameters(plan, job.parameters, response))
+                    reply = write_response(job, response, parameters)
+                finally:
+                    response.release()
+                if traced is not None:
+                    traced.stamp("GRPC_WAITREAD_START", "GRPC_WAITREAD_END", ns=started_ns)
+                    traced.stamp("GRPC_SEND_START", "GRPC_SEND_END")
+        except ServeError as fault:
+            raise self._refuse(fault, sent) from None
+        service.traffic.count(plan.model, plan.version.number, monotonic_ns() - started_ns)
+        service.statistics.ran(plan.version)
+        if outline is not None:
+            self._door.learn(outline, plan, sent.message, job.body, job.request)
+        return reply
+
+    def _refuse(self, fault: ServeError, sent: Sent) -> ServeError:
         told = tell(fault, sent)
-        service.traffic.refused(name, told.kind.name)
-        raise told from None
-    service.traffic.count(name, plan.version.number, monotonic_ns() - started_ns)
-    service.statistics.ran(plan.version)
-    return reply
+        self._service.traffic.refused(sent.message.model_name, told.kind.name)
+        return told
 
 
 def tell(fault: ServeError, sent: Sent) -> ServeError:
@@ -118,6 +149,8 @@ def make_job(service: Service, plan: Plan, sent: Sent, rpc: Rpc) -> Job:
     """Read and check a request (spec 3.3, 11). Raises ServeError."""
     message = sent.message
     parameters = read_parameters(message.parameters)
+    if service.forward_grpc:
+        service.forward_grpc.add(rpc.metadata, parameters)
     body = InferBody(message.id, _read_inputs(service, plan, sent), parameters=parameters)
     body.outputs = [read_output(one.name, one.parameters) for one in message.outputs]
     _check_rows(plan, body)
@@ -143,16 +176,16 @@ def _check_rows(plan: Plan, body: InferBody) -> None:
 
 
 def _read_inputs(service: Service, plan: Plan, sent: Sent) -> list[InputPart]:
-    parts: dict[str, InputPart] = {}
+    names: set[str] = set()
+    for given in sent.message.inputs:  # the original looks at names first, at data later
+        refuse_double(given.name, names, sent.message.id)
+    parts: list[InputPart] = []
     raw_at = 0
     for index, given in enumerate(sent.message.inputs):
-        if given.name in parts:
-            told = f"[request id: {sent.message.id or '<id_unknown>'}] "
-            raise invalid(f"{told}input '{given.name}' already exists in request")
         memory, used_raw = _read_memory(service, plan, sent, index, given, raw_at)
         raw_at += used_raw
-        parts[given.name] = InputPart(given.name, given.datatype, given.shape, memory)
-    return list(parts.values())
+        parts.append(InputPart(given.name, given.datatype, given.shape, memory))
+    return parts
 
 
 def _read_memory(
@@ -210,7 +243,7 @@ def write_response(job: Job, response: InferResponse, parameters: dict[str, Any]
             plan.model, str(plan.version.number), job.body.request_id, parameters, outputs, raws
         )
     except (WireFault, OverflowError):
-        raise ServeError(Kind.INVALID_ARGUMENT, "the response is too large for a gRPC message") from None
+        raise ServeError(Kind.INVALID_ARGUMENT, TOO_LARGE) from None
 
 
 def collect_outputs(job: Job, response: InferResponse) -> tuple[list[Output], list[Memory]]:

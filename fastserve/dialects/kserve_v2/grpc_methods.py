@@ -8,9 +8,11 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
+from fastserve.config.triton import parse_restrictions
 from fastserve.dialects.kserve_v2.errors import in_own_words, internal
 from fastserve.dialects.kserve_v2.grpc_calls import Calls
-from fastserve.dialects.kserve_v2.grpc_infer import infer, read_sent
+from fastserve.dialects.kserve_v2.grpc_infer import Infer, read_sent
+from fastserve.dialects.kserve_v2.grpc_restricted import restrict_methods
 from fastserve.dialects.kserve_v2.grpc_stream import stream
 from fastserve.dialects.kserve_v2.service import Service
 from fastserve.errors import ServeError
@@ -21,7 +23,7 @@ SERVICE = "/inference.GRPCInferenceService/"
 
 
 def make_methods(service: Service) -> list[Method]:
-    """Every RPC, over bytes. Streaming ones only where the engine streams."""
+    """Every RPC, over bytes."""
     messages = load("kserve_v2")
     calls = Calls(service, messages)
     plain: dict[str, Callable[[Any], Awaitable[Any]]] = {
@@ -48,13 +50,13 @@ def make_methods(service: Service) -> list[Method]:
         Method(SERVICE + name, _reader(f"{name}Request"), _runner(run), _serialize)
         for name, run in plain.items()
     ]
-    methods.append(Method(SERVICE + "ModelInfer", read_sent, partial(infer, service), bytes))
-    if service.can_stream:
-        run = partial(stream, service)
-        methods.append(
-            Method(SERVICE + "ModelStreamInfer", read_sent, run, bytes, takes_stream=True, gives_stream=True)
-        )
-    return methods
+    methods.append(Method(SERVICE + "ModelInfer", bytes, Infer(service), bytes))
+    run = partial(stream, service)
+    methods.append(
+        Method(SERVICE + "ModelStreamInfer", read_sent, run, bytes, takes_stream=True, gives_stream=True)
+    )
+    restricted = service.options.grpc_restricted_protocol
+    return restrict_methods(methods, parse_restrictions("grpc_restricted_protocol", restricted))
 
 
 def descriptors() -> list[bytes]:

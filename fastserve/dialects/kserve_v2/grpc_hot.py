@@ -1,0 +1,210 @@
+"""The hot door of ModelInfer: a request like one that has been answered is not read again.
+
+    message --outline--> (head, id, raw tensors)    the head is known: a version, its rows, its reply's form
+            --copy--> memory reserved for its inputs ... worker ... views of its outputs --copy--> reply
+
+A head is every field but the id and the raw tensors (model, version, names, shapes, requested outputs,
+parameters), so equal heads make equal requests. Heads are learned from requests that ran on a lane with all
+their inputs raw and of fixed size, and nothing of them in client memory or classified. For anything else,
+errors included, `start` returns None having left no trace, and the general door reads the message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from time import monotonic_ns
+from typing import Any
+
+from fastserve._ext.proto_outline import Outline, write_known
+from fastserve._ext.proto_wire import InferMessage, WireFault, write_infer_response
+from fastserve.dialects.kserve_v2.answers import client_shape, client_tensor
+from fastserve.dialects.kserve_v2.body import InferBody
+from fastserve.dialects.kserve_v2.plans import Plan
+from fastserve.dialects.kserve_v2.service import Service
+from fastserve.engine.direct import open_intake, open_outlet, read_response
+from fastserve.engine.forms import note_of
+from fastserve.engine.lane import Lane, Ticket
+from fastserve.errors import Kind, ServeError
+from fastserve.request import InferRequest
+from fastserve.tensor import KSERVE_NAME, Tensor
+from fastserve.wire.grpc import Rpc
+
+MOST_HEADS = 256  # remembered; a client that makes up ever new ones only costs itself
+MOST_FORMS = 64  # of the answers to one head
+TOO_LARGE = "the response is too large for a gRPC message"
+
+
+class HotDoor:
+    """What is known of heads. One per front process."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._known: dict[bytes, Known] = {}
+
+    def start(self, outline: Outline, rpc: Rpc) -> Running | None:
+        """Take the request, or return None: nothing has happened then."""
+        known = self._known.get(outline.head)
+        if known is None:
+            return None
+        if self._service.catalog.available(known.model, known.number) is not known.version:
+            del self._known[outline.head]
+            return None
+        return known.start(outline, rpc)
+
+    def learn(
+        self, outline: Outline, plan: Plan, message: InferMessage, body: InferBody, request: InferRequest
+    ) -> None:
+        """Remember the head of a request that the general door has answered."""
+        lane = plan.version.lane
+        if not isinstance(lane, Lane) or lane.decoupled or not _is_ordinary(lane, message, body, request):
+            return
+        rows = next(iter(request.inputs.values())).shape[0] if plan.max_batch_size else 1
+        if 0 < rows <= lane.max_rows:
+            if len(self._known) >= MOST_HEADS:
+                self._known.clear()
+            self._known[outline.head] = Known(self._service, plan, lane, message, request, rows)
+
+
+def _is_ordinary(lane: Lane, message: InferMessage, body: InferBody, request: InferRequest) -> bool:
+    """Whether a request is its head and its raw tensors, and gives the lane what it needs."""
+    inputs = request.inputs
+    if not inputs or message.raw_count != len(message.inputs) or len(inputs) != len(message.inputs):
+        return False
+    if any(part.range is not None or part.classes for part in body.outputs):
+        return False
+    if any(not tensor.dtype.item_bytes or not len(tensor.data) for tensor in inputs.values()):
+        return False
+    # A model that sees arrays is given all of its inputs; one that sees requests, what was sent.
+    return set(inputs) <= set(lane.inputs) and (lane.requests or len(inputs) == len(lane.inputs))
+
+
+class Known:
+    """One head: the way in of its requests, and their way out."""
+
+    def __init__(
+        self,
+        service: Service,
+        plan: Plan,
+        lane: Lane,
+        message: InferMessage,
+        request: InferRequest,
+        rows: int,
+    ) -> None:
+        version = plan.version
+        self.version, self.model = version, version.model
+        self.number = version.number if message.model_version else None
+        self._service, self._plan, self._lane, self._rows = service, plan, lane, rows
+        sent = [given.name for given in message.inputs]
+        bare = {n: _without_data(request.inputs[n]) for n in lane.inputs if n in request.inputs}
+        self._raws = [sent.index(name) for name in bare]  # in the lane's order, which models may look at
+        self._sizes = tuple(message.raw(index)[1] for index in range(message.raw_count))
+        self._intake = open_intake(lane, bare, batching=plan.max_batch_size > 0)
+        self._outlet = open_outlet(lane, request.outputs or list(lane.outputs))
+        self._request = replace(request, inputs={})
+        self._note = note_of(self._request, []) if lane.requests else b""
+        self._before = write_infer_response(plan.model, str(version.number), "", None, (), ())
+        self._after: dict[Any, bytes] = {}  # what comes between the id and the tensors, by the answer's form
+        self._requests, self._duration = service.traffic.succeeded(version.model, version.number)
+
+    def start(self, outline: Outline, rpc: Rpc) -> Running | None:
+        if outline.sizes != self._sizes:
+            return None
+        intake, rows, lane = self._intake, self._rows, self._lane
+        seat = intake.reserve(rows, self._note_of(outline.id)) if lane.requests else intake.reserve(rows)
+        if seat is None:
+            return None
+        place, memory, (offset, _) = seat
+        try:
+            for index, view in zip(self._raws, memory, strict=True):
+                outline.copy_raw(index, view)
+        except BaseException:
+            intake.abandon(seat, rows)
+            raise
+        if offset:
+            intake.settle(seat)
+        left_s, now_ns = rpc.seconds_left(), monotonic_ns()
+        deadline_ns = 0 if left_s is None else now_ns + int(left_s * 1e9)
+        running = Running(outline.id, now_ns)
+        running.ticket = lane.submit(place, rows, self._answer, deadline_ns, running)
+        return running
+
+    def _note_of(self, request_id: str) -> bytes:
+        if request_id != self._request.request_id:
+            self._request.request_id = request_id
+            self._note = note_of(self._request, [])
+        return self._note
+
+    def _answer(self, ticket: Ticket, error: ServeError | None) -> None:
+        running: Running = ticket.context
+        answer = running.answer
+        try:
+            if error is not None:
+                raise error
+            try:
+                reply = b"" if answer.done() else self._write(ticket, running.id)
+            finally:
+                self._lane.release(ticket)
+        except Exception as fault:
+            if not answer.done():  # it is when the call was cancelled in the turn its answer came
+                too_large = isinstance(fault, WireFault | OverflowError)
+                answer.set_exception(ServeError(Kind.INVALID_ARGUMENT, TOO_LARGE) if too_large else fault)
+            return
+        if not answer.done():
+            answer.set_result(reply)
+            self._requests.add()
+            self._duration.observe_ns(monotonic_ns() - running.started_ns)
+            self._service.statistics.ran(self.version)
+
+    def _write(self, ticket: Ticket, request_id: str) -> bytes:
+        found = self._outlet.read(ticket.place, ticket.rows)
+        if found is None:
+            return self._write_plainly(ticket, request_id)
+        form, memory = found
+        after = self._after.get(form) or self._describe(form)
+        return write_known(self._before, request_id, after, memory)
+
+    def _describe(self, form: Any) -> bytes:
+        if len(self._after) >= MOST_FORMS:
+            self._after.clear()
+        outputs = [
+            (name, KSERVE_NAME[dtype.name], client_shape(self._plan, name, shape), None)
+            for name, dtype, shape in self._outlet.describe(form)
+        ]
+        after = self._after[form] = write_infer_response("", "", "", None, outputs, ())
+        return after
+
+    def _write_plainly(self, ticket: Ticket, request_id: str) -> bytes:
+        """As the general door does it: outputs nobody declared, parameters, one request's error."""
+        response = read_response(self._lane, ticket, self._request.outputs)
+        tensors = [(name, client_tensor(self._plan, name, t)) for name, t in response.outputs.items()]
+        outputs = [(name, KSERVE_NAME[t.dtype.name], t.shape, None) for name, t in tensors]
+        number, parameters = str(self.version.number), dict(response.parameters)
+        raws: Sequence[Any] = [tensor.data for _, tensor in tensors]
+        return write_infer_response(self.model, number, request_id, parameters, outputs, raws)  # type: ignore[arg-type]
+
+
+def _without_data(tensor: Tensor) -> Tensor:
+    """A tensor's type and shape, without holding on to the message its data lies in."""
+    return Tensor(tensor.dtype, tensor.shape, b"")
+
+
+class Running:
+    """One request in its batch. Await `wait()`; a caller that is cancelled drops it."""
+
+    __slots__ = ("answer", "id", "started_ns", "ticket")
+
+    ticket: Ticket
+
+    def __init__(self, id: str, started_ns: int) -> None:
+        self.id, self.started_ns = id, started_ns
+        self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    async def wait(self) -> bytes:
+        """The reply. Raises ServeError."""
+        try:
+            return await self.answer
+        except asyncio.CancelledError:
+            self.ticket.lane.cancel(self.ticket)
+            raise
