@@ -1,27 +1,21 @@
-"""The response cache: what a model answered to the same inputs before, least recently used out first.
+"""The response cache: what a model answered to the same inputs before (`_ext.response_cache` keeps it).
 
 The key holds the version itself (never a namesake loaded later), each input with name, dtype, shape and
-bytes, and the outputs asked for. Small inputs are in the key as they are, so that nothing can collide; larger
-ones by a hash. A request that finds its like under way waits for it. Errors are never kept, nor shared.
+bytes, and the outputs asked for. A request that finds its like under way waits for it. Errors are never kept,
+nor shared. A hot door that has the inputs in memory asks by itself:
 
-A miss may cost a tiny request next to nothing, hence: the key is one bytes object, which hashes once; entries
-are tuples of plain values, which the garbage collector need not look at; nobody waits, nothing is made to
-wait on. A hot door that has the inputs in memory asks by itself:
-
-    key = content_key(door.keys.head(sorts, outputs), memory)
-    entry = door.look(key)                       a hit, or:
-    if door.enter(key): ...run it...; door.keep(key, form, memory); door.leave(key)
+    found = door.find(door.keys.head(sorts, outputs), memory)
+    an Entry: a hit; None: its like is under way; bytes: the key of a miss, to be run, then
+    door.keep(key, form, memory) if that went well, and door.leave(key) in any case
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from hashlib import blake2b
+from collections.abc import Iterable, Sequence
 from itertools import count
 
+from fastserve._ext.response_cache import ENTRY_BYTES, WHOLE_BYTES, Counts, Entry, ResponseCache
 from fastserve.engine.counts import Tally
 from fastserve.engine.door import Door, Runs
 from fastserve.engine.engine import run_on_lane
@@ -30,62 +24,22 @@ from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.tensor import DTYPE_BY_CODE, Tensor
 
-# Below this a copy is cheaper than a hash (blake2b: 1 us and 1 ns a byte), and exact.
-WHOLE_BYTES = 1024
-ENTRY_BYTES = 512  # what an entry costs beside its tensors
+__all__ = [
+    "ENTRY_BYTES",
+    "WHOLE_BYTES",
+    "CachedDoor",
+    "Entry",
+    "Form",
+    "Keys",
+    "ResponseCache",
+    "Sort",
+    "respond",
+]
 MOST_HEADS = 256
-# After as many, one lookup in so many is timed and stands for all: the clock costs as much as the lookup.
-TIMED = 16
 Memory = bytes | bytearray | memoryview
 Sort = tuple[str, int, tuple[int, ...], int]  # name, dtype code, shape and bytes of an input
 Form = tuple[tuple[str, int, tuple[int, ...]], ...]  # name, dtype code and shape of every output
-# What is kept: form, data of every output, parameters as items, bytes in all
-Entry = tuple[Form, tuple[bytes, ...], tuple[tuple[str, object], ...], int]
 _numbers = count()
-
-
-class ResponseCache:
-    """At most `capacity` bytes of responses, of every model that has one."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.used = 0
-        self.evictions = self.hits = self.misses = 0
-        self.lookup_ns = self.insertion_ns = 0
-        self._entries: OrderedDict[bytes, Entry] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def get(self, key: bytes) -> Entry | None:
-        """What is kept under the key, which is now the most recently used."""
-        entry = self._entries.get(key)
-        if entry is not None:
-            self._entries.move_to_end(key)
-        return entry
-
-    def put(
-        self,
-        key: bytes,
-        form: Form,
-        memory: Iterable[Memory],
-        parameters: tuple[tuple[str, object], ...] = (),
-    ) -> None:
-        """Keep a copy, unless it alone is larger than everything may be."""
-        data = tuple(map(bytes, memory))
-        size = ENTRY_BYTES + len(key) + sum(map(len, data))
-        if size > self.capacity or key in self._entries:
-            return
-        self._entries[key] = form, data, parameters, size
-        self.used += size
-        while self.used > self.capacity:
-            self.used -= self._entries.popitem(last=False)[1][3]
-            self.evictions += 1
-
-    def forget(self, prefix: bytes) -> None:
-        """A version is gone, and its answers with it."""
-        for key in [key for key in self._entries if key.startswith(prefix)]:
-            self.used -= self._entries.pop(key)[3]
 
 
 class CachedDoor(Door):
@@ -94,71 +48,41 @@ class CachedDoor(Door):
     def __init__(self, cache: ResponseCache, inner: Lane | Door, tally: Tally) -> None:
         self.inner = inner
         self.keys = Keys()
-        self._cache, self._tally = cache, tally
-        self._lookups = self._kept = 0
-        # Keys under way, and whom to tell when they no longer are.
-        self._running: dict[bytes, list[Callable[[], None]] | None] = {}
+        self._cache, self._counts = cache, Counts(tally.looked)
+        tally.cached = self._counts
 
     async def infer(self, engine: Runs, version: Version, request: InferRequest) -> InferResponse:
-        key = self.keys.of(version, request)
-        entry = self.look(key)
-        if entry is None and not self.enter(key):
+        head, memory = self.keys.of(version, request)
+        found = self.find(head, memory)
+        if found is None:
+            key = self._cache.key(head, memory)
             await self._until_left(key)
-            entry = self._cache.get(key)
-            if entry is None:  # it failed, was too large, or is under way again: each for itself then
-                return await self._ask(engine, version, request)
-            self._count_hit()
-        if entry is None:
-            return await self._run(key, engine, version, request)
-        return respond(entry)
+            found = self._cache.get(key, self._counts)
+            if found is None:  # it failed, was too large, or is under way again: each for itself then
+                self._cache.count_miss(self._counts)
+                return await self._pass(engine, version, request)
+        if isinstance(found, Entry):
+            return respond(found)
+        return await self._run(found, engine, version, request)
 
-    def look(self, key: bytes) -> Entry | None:
-        """What is kept under the key."""
-        self._lookups += 1
-        if self._lookups > TIMED and self._lookups % TIMED:
-            entry = self._cache.get(key)
-        else:
-            entry = self._look_timed(key)
-        if entry is not None:
-            self._count_hit()
-        return entry
+    def find(self, head: bytes, memory: Sequence[Memory]) -> Entry | bytes | None:
+        """See the module."""
+        return self._cache.find(head, memory, self._counts)
 
-    def enter(self, key: bytes) -> bool:
-        """The key was not found and will now be run, until `leave`. False: its like is under way."""
-        if key in self._running:
-            return False
-        self._running[key] = None
-        self._count_miss()
-        return True
-
-    def keep(
-        self,
-        key: bytes,
-        form: Form,
-        memory: Iterable[Memory],
-        parameters: tuple[tuple[str, object], ...] = (),
-    ) -> None:
-        """What was answered; copied."""
-        self._kept += 1
-        if self._kept > TIMED and self._kept % TIMED:
-            self._cache.put(key, form, memory, parameters)
-            return
-        began_ns = time.monotonic_ns()
-        self._cache.put(key, form, memory, parameters)
-        took_ns = (1 if self._kept <= TIMED else TIMED) * (time.monotonic_ns() - began_ns)
-        self._cache.insertion_ns += took_ns
-        self._tally.miss.ns += took_ns
+    def keep(self, key: bytes, form: Form, memory: Iterable[Memory]) -> None:
+        """What was answered without parameters; copied."""
+        self._cache.keep(key, form, memory, self._counts)
 
     def keep_response(self, key: bytes, response: InferResponse) -> None:
         """The same of a response."""
         outputs = response.outputs
         form = tuple([(name, tensor.dtype.code, tensor.shape) for name, tensor in outputs.items()])
         memory = [tensor.data for tensor in outputs.values()]
-        self.keep(key, form, memory, tuple(response.parameters.items()))
+        self._cache.keep(key, form, memory, self._counts, tuple(response.parameters.items()))
 
     def leave(self, key: bytes) -> None:
         """It was answered, failed, or was given up."""
-        for tell in self._running.pop(key) or ():
+        for tell in self._cache.leave(key) or ():
             tell()
 
     async def drain(self) -> None:
@@ -170,30 +94,9 @@ class CachedDoor(Door):
         if isinstance(self.inner, Door):
             self.inner.close()
 
-    def _look_timed(self, key: bytes) -> Entry | None:
-        began_ns = time.monotonic_ns()
-        entry = self._cache.get(key)
-        now_ns = time.monotonic_ns()
-        weight = 1 if self._lookups <= TIMED else TIMED
-        self._cache.lookup_ns += weight * (now_ns - began_ns)
-        self._tally.looked(now_ns - began_ns, weight, hit=entry is not None)
-        self._tally.last_ns = now_ns
-        return entry
-
-    def _count_hit(self) -> None:
-        self._tally.hit.count += 1
-        self._cache.hits += 1
-
-    def _count_miss(self) -> None:
-        self._tally.miss.count += 1
-        self._cache.misses += 1
-
     async def _until_left(self, key: bytes) -> None:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        tellers = self._running[key]
-        if tellers is None:
-            tellers = self._running[key] = []
-        tellers.append(lambda: None if waiter.done() else waiter.set_result(None))
+        self._cache.wait(key, lambda: None if waiter.done() else waiter.set_result(None))
         await waiter
 
     async def _run(self, key: bytes, engine: Runs, version: Version, request: InferRequest) -> InferResponse:
@@ -205,10 +108,6 @@ class CachedDoor(Door):
         finally:
             self.leave(key)
 
-    async def _ask(self, engine: Runs, version: Version, request: InferRequest) -> InferResponse:
-        self._count_miss()
-        return await self._pass(engine, version, request)
-
     async def _pass(self, engine: Runs, version: Version, request: InferRequest) -> InferResponse:
         if isinstance(self.inner, Door):
             return await self.inner.infer(engine, version, request)
@@ -217,29 +116,28 @@ class CachedDoor(Door):
 
 def respond(entry: Entry) -> InferResponse:
     """What is kept as a response; its memory stays."""
-    form, memory, parameters, _ = entry
     outputs = {
         name: Tensor(DTYPE_BY_CODE[code], shape, data)
-        for (name, code, shape), data in zip(form, memory, strict=True)
+        for (name, code, shape), data in zip(entry.form, entry.memory, strict=True)
     }
-    return InferResponse(outputs, None, dict(parameters))
+    return InferResponse(outputs, None, dict(entry.parameters))
 
 
 class Keys:
-    """The keys of one loaded version. What requests of a model have in common is written once."""
+    """What the keys of one loaded version begin with. What requests have in common is written once."""
 
     def __init__(self) -> None:
         self.prefix = next(_numbers).to_bytes(8, "big")
         self._heads: dict[tuple[object, ...], bytes] = {}
 
-    def of(self, version: Version, request: InferRequest) -> bytes:
+    def of(self, version: Version, request: InferRequest) -> tuple[bytes, list[Memory]]:
         """What makes two requests the same. Their ids, priorities and times do not."""
         inputs = request.inputs
         names = [name for name in version.inputs if name in inputs]
         if len(names) < len(inputs):
             names += sorted(inputs.keys() - names)
         sorts = tuple([_sort(name, inputs[name]) for name in names])
-        return content_key(self.head(sorts, request.outputs), [inputs[name].data for name in names])
+        return self.head(sorts, request.outputs), [inputs[name].data for name in names]
 
     def head(self, sorts: tuple[Sort, ...], outputs: tuple[str, ...]) -> bytes:
         """Everything of a key but the bytes of the inputs, which are given in the model's own order. It tells
@@ -251,12 +149,6 @@ class Keys:
             text = repr((sorts, outputs)).encode()
             head = self._heads[sorts, outputs] = self.prefix + len(text).to_bytes(4, "big") + text
         return head
-
-
-def content_key(head: bytes, memory: Sequence[Memory]) -> bytes:
-    """The key of requests with this head and these inputs."""
-    key = head + b"".join(memory) if sum(map(len, memory)) <= WHOLE_BYTES else b""
-    return key or head + b"".join([blake2b(data).digest() for data in memory])
 
 
 def _sort(name: str, tensor: Tensor) -> Sort:

@@ -39,6 +39,7 @@ from fastserve.metrics.spread import BUCKETS, bucket_of, read_buckets
 from fastserve.repository.version import Version
 
 if TYPE_CHECKING:
+    from fastserve._ext.response_cache import Counts
     from fastserve.engine.lane import Lane
 
 __all__ = ["BACKEND", "CANCELED", "OTHER", "REASONS", "REJECTED", "Tally", "Took", "counts_of", "tally_of"]
@@ -135,6 +136,7 @@ class Tally:
         "_batches",
         "_ends",
         "_served",
+        "cached",
         "first_response",
         "hit",
         "hit_spread",
@@ -149,7 +151,8 @@ class Tally:
 
     def __init__(self) -> None:
         self.lanes: list[Lane] = []
-        self.hit, self.miss = Took(), Took()
+        self.hit, self.miss = Took(), Took()  # their times; `cached` counts them
+        self.cached: Counts | None = None
         self.hit_spread, self.miss_spread = (array("Q", bytes(8 * BUCKETS)) for _ in range(2))
         self.responses: dict[int, ResponseCounts] = {}
         self.first_response: Buckets | None = None  # of a decoupled model
@@ -202,7 +205,8 @@ class Tally:
         """All of it together with what the lanes tell."""
         sums, rows, last_ns = self._read_lanes()
         success, queue, inputs, infer, output = sums[:REJECTED]
-        success.add(self._served[0].ns + self.hit.ns, self._served[0].count + self.hit.count)
+        hit, miss, cached_ns = self._read_cached()
+        success.add(self._served[0].ns + hit.ns, self._served[0].count + hit.count)
         infer.add(self._served[1].ns, self._served[1].count)
         for there, here in zip(sums[REJECTED:], self._ends, strict=True):
             there.add(here.ns, here.count)
@@ -214,15 +218,23 @@ class Tally:
             compute_input=inputs,
             compute_infer=infer,
             compute_output=output,
-            cache_hit=self.hit,
-            cache_miss=self.miss,
+            cache_hit=hit,
+            cache_miss=miss,
             inferences=rows + sum(size * runs for size, (runs, _) in self._batches.items()),
             executions=sum(batch.runs for batch in batches),
             pending=self.waiting() + sum(lane.ring.pending() for lane in self.lanes),
-            last_ms=_unix_ms(max(last_ns, self.last_ns)),
+            last_ms=_unix_ms(max(last_ns, self.last_ns, cached_ns)),
             batches=batches,
             responses=self.responses,
         )
+
+    def _read_cached(self) -> tuple[Took, Took, int]:
+        """Hits, misses with what was spent on keeping their answers, and when one last was looked for."""
+        cached = self.cached
+        if cached is None:
+            return Took(), Took(), 0
+        hit, miss = Took(cached.hits, self.hit.ns), Took(cached.misses, self.miss.ns + cached.insertion_ns)
+        return hit, miss, cached.last_ns
 
     def _read_lanes(self) -> tuple[list[Took], int, int]:
         """The tallies of all lanes added up, their rows, and when one last served."""

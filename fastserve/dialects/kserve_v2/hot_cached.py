@@ -17,7 +17,7 @@ from fastserve.dialects.kserve_v2.frames import Frame
 from fastserve.dialects.kserve_v2.hot import HotDoor
 from fastserve.dialects.kserve_v2.plans import Plan
 from fastserve.dialects.kserve_v2.service import Service
-from fastserve.engine.cache import CachedDoor, Entry, Form, content_key, respond
+from fastserve.engine.cache import CachedDoor, Entry, Form, respond
 from fastserve.engine.direct import read_response
 from fastserve.engine.lane import Lane, Ticket
 from fastserve.errors import ServeError
@@ -50,7 +50,7 @@ class CachedHotDoor(HotDoor):
         self._writers: dict[tuple[Frame, Form], InferWriter | None] = {}
 
     def start(self, call: Call, header_bytes: int) -> bool:
-        body, door = call.body, self._door
+        body = call.body
         frame: Frame | None = self._frames.find(body, header_bytes)  # type: ignore[assignment]
         if frame is None or frame.outside:
             return False
@@ -61,22 +61,18 @@ class CachedHotDoor(HotDoor):
         head, inputs = scratch
         if not frame.read_into(body, header_bytes, inputs):
             return False
-        key = content_key(head, inputs)
-        entry = door.look(key)
-        if entry is not None:
-            self._reply_kept(call, frame, entry)
-            return True
-        if not door.enter(key):
-            return False
-        taken = self._submit(call, frame, rows, inputs, key)
-        if not taken:
-            door.leave(key)
-        return taken
+        found = self._door.find(head, inputs)
+        if isinstance(found, bytes):
+            return self._submit(call, frame, rows, inputs, found)
+        if found is not None:
+            self._reply_kept(call, frame, found)
+        return found is not None
 
     def _submit(self, call: Call, frame: Frame, rows: int, inputs: list[memoryview], key: bytes) -> bool:
         intake, lane = frame.intake, self._lane
         seat = intake.reserve(rows, frame.note()) if frame.noted else intake.reserve(rows)
         if seat is None:
+            self._door.leave(key)
             return False
         place, memory, (offset, _) = seat
         for into, data in zip(memory, inputs, strict=True):
@@ -103,13 +99,12 @@ class CachedHotDoor(HotDoor):
         return found
 
     def _reply_kept(self, call: Call, frame: Frame, entry: Entry) -> None:
-        form, memory, parameters, _ = entry
-        writer = None if parameters else self._writer(frame, form)
+        writer = None if entry.parameters else self._writer(frame, entry.form)
         try:
             if writer is None:
                 send(call, *write_answer(self._plan, frame.asked, respond(entry), frame.id, {}))
             else:
-                self._write(call, writer, memory, frame.id)
+                self._write(call, writer, entry.memory, frame.id)
         except ServeError as fault:
             self._service.refuse(call, fault, self.version.model, version=self.version)
             return

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from fastserve.dialects.kserve_v2.hot_cached import CachedHotDoor
-from fastserve.engine.cache import CachedDoor
 from tests.dialects.kserve_v2.client_models import PAIR, SIMPLE, write_sums, write_triton
 from tests.dialects.kserve_v2.test_doors import Doors, Maker
 from tests.server.rig import run
@@ -55,12 +54,6 @@ COUNTS_PATH = "/v2/models/counts/infer"
 class CachedDoors(Doors):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, response_cache_bytes=1 << 20)
-
-    def door(self, model: str) -> CachedDoor:
-        version = self.server.catalog.available(model)
-        assert version is not None
-        assert isinstance(version.lane, CachedDoor)
-        return version.lane
 
     async def count(self, number: int, id: str = "") -> Any:
         """What `counts` says to a number."""
@@ -137,21 +130,22 @@ def test_a_client_that_leaves_keeps_nobody_waiting(tmp_path: Path, taken: list[b
                 *await asyncio.open_connection(*doors.server.front.http[0].address)
             )
             first = asyncio.ensure_future(leaving.count(0))
-            door = doors.door("counts")
-            while not door._running:
+            cache = doors.server.host.cache
+            assert cache is not None
+            while not cache.waiting():
                 await asyncio.sleep(0.001)
             second = asyncio.ensure_future(doors.count(0))
-            while None in door._running.values():  # until the second waits for the first
+            while not any(cache.waiting().values()):  # until the second waits for the first
                 await asyncio.sleep(0.001)
             assert taken == [False, True, False]
             leaving.client.writer.close()
-            while door._running:
+            while cache.waiting():
                 await asyncio.sleep(0.001)
             (tmp_path / "counts" / "go").touch()
             assert await second in (2, 3)
             first.cancel()
             await asyncio.gather(first, return_exceptions=True)
             assert await doors.count(6) > 2
-            assert not door._running
+            assert not cache.waiting()
 
     run(work())
