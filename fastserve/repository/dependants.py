@@ -46,6 +46,15 @@ def dependants(catalog: Catalog, version: Version) -> list[str]:
     return [name for name, model in catalog.models.items() if version.model in needs(model.config)]
 
 
+def served_by(catalog: Catalog, name: str) -> list[str]:
+    """Names of the available ensembles that have a step on the model."""
+    return [
+        ensemble
+        for ensemble, model in catalog.models.items()
+        if catalog.available(ensemble) is not None and name in needs(model.config)
+    ]
+
+
 def missing(catalog: Catalog, name: str) -> ServeError | None:
     """Why the ensemble cannot serve now; None when all it needs is available."""
     model = catalog.models.get(name)

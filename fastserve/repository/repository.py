@@ -17,7 +17,7 @@ import msgspec
 from fastserve.config import ModelEntry, RepositorySettings
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.repository.catalog import Catalog
-from fastserve.repository.dependants import dependants, in_waves, missing, needs
+from fastserve.repository.dependants import dependants, in_waves, missing, needs, served_by
 from fastserve.repository.layout import Layout, ModelFolder, is_model_name
 from fastserve.repository.overrides import Override
 from fastserve.repository.succession import Succession, VersionHooks
@@ -115,15 +115,20 @@ class Repository:
         if problems:
             raise ServeError(Kind.FAILED_PRECONDITION, failure_text({name: problems}))
 
-    async def unload(self, name: str) -> None:
-        """Unload one model now and wait until its requests have finished. Raises ServeError NOT_FOUND."""
+    async def unload(self, name: str, *, composing: bool = False) -> None:
+        """Unload one model now and wait until its requests have finished; with `composing` also the models
+        of an ensemble's steps that no other ensemble serves with. Raises ServeError NOT_FOUND."""
         self._must_be_explicit()
         if name not in self.catalog.models:
             raise ServeError(Kind.NOT_FOUND, f"There is no model {_quoted(name)} that was loaded.")
+        needed = needs(self.catalog.models[name].config) if composing else ()
         self._wanted.discard(name)
         await self._end(name)
         self._layout.overrides.put(name, None)
         await asyncio.to_thread(self._layout.overrides.tidy, name)
+        for one in needed:
+            if self.catalog.available(one) is not None and not served_by(self.catalog, one):
+                await self.unload(one, composing=True)
 
     async def reload_config(self, entries: Sequence[ModelEntry]) -> None:
         """Serve these models in place of the ones `models` named, and wait for them.

@@ -58,6 +58,7 @@ class Follower:
         self._front: Front | None = None
         self._number = 0
         self._start: dict[str, Any] = {}
+        self._loads: OthersLoads | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     def watch(self) -> None:
@@ -88,6 +89,8 @@ class Follower:
             apply_catalog(self._catalog, message, {key: opened[0] for key, opened in self._opened.items()})
         elif op == "ready" and self._front is not None:
             self._front.set_ready(msgspec.convert(message["readiness"], Readiness))
+        elif op == "told" and self._loads is not None:
+            self._loads.hear(message)
         elif op in ("listen", "close", "drain"):
             self._later({"listen": self._listen, "close": self._close, "drain": self._drain}[op](message))
         elif op == "stop" and not self._draining:
@@ -110,8 +113,8 @@ class Follower:
         log = settings.log
         setup_logs(log.level, log.format, access=log.access, fields={"front": str(self._number)})
         registry = Registry(sections=settings.frontends, section=self._number, fd=fds[0])
-        loads = OthersLoads(settings.model_control == "explicit")
-        self._front = Front(settings, Engine(self._catalog), registry, loads)
+        self._loads = OthersLoads(settings.model_control == "explicit", self._control.send)
+        self._front = Front(settings, Engine(self._catalog), registry, self._loads)
         self._gauges = FrontGauges(registry)
         self._beat()
 
@@ -178,7 +181,7 @@ async def follow(fd: int) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # the owner decides when to stop
         signal.signal(number, lambda number, frame: None)
     os.set_inheritable(fd, False)
-    control = Control(socket.socket(fileno=fd), owner=False)
+    control = Control(socket.socket(fileno=fd), owner=False, trusted=True)
     follower = Follower(control)
     follower.watch()
     await follower.ended.wait()

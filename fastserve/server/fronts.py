@@ -2,7 +2,7 @@
 
     owner -> front   start {settings, front, listeners} + metrics memory     open {version} + arena
                      catalog {models}    ready {...}    close {id}    drain {grace_s}
-    front -> owner   listening    opened {id}    closed {id}    drained
+    front -> owner   listening    opened {id}    closed {id}    ask, what its clients want loaded (loads.py)
 
 A front that dies, that cannot do what it is told, or that does not answer is replaced by one that is told
 everything anew. What the dead one held in the arenas is swept first, so that no batch waits for it.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -24,6 +24,7 @@ from fastserve.errors import Kind, ServeError
 from fastserve.metrics import Readiness, Registry, names
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.model_config import config_json
+from fastserve.server.loads import ClientLoads
 from fastserve.server.mirror import catalog_message
 from fastserve.workers.control import ControlFault, PeerGone
 from fastserve.workers.group import Backoff
@@ -46,9 +47,15 @@ SWEEP_AGAIN_S = 0.2
 class Fronts:
     """All front processes but the owner itself; none of them with `frontends: 1`."""
 
-    def __init__(self, settings: Settings, catalog: Catalog, host: Host, registry: Registry) -> None:
-        self.links = [FrontLink(i, settings, catalog, host, registry) for i in range(1, settings.frontends)]
+    def __init__(
+        self, settings: Settings, catalog: Catalog, host: Host, registry: Registry, loads: ClientLoads
+    ) -> None:
+        self._loads = loads
         self._catalog = catalog
+        self.links = [
+            FrontLink(i, settings, catalog, host, registry, self._answer)
+            for i in range(1, settings.frontends)
+        ]
         self._told: dict[str, Any] = {}
         if self.links:
             host.on_opened.append(self._open_version)
@@ -73,6 +80,11 @@ class Fronts:
                 for link in self.links:
                     link.tell(message)
 
+    async def _answer(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        told = await self._loads.answer(asked)
+        self.tell_catalog()  # first: whoever hears that a model is loaded, can use it
+        return told
+
     def tell_readiness(self, readiness: Readiness) -> None:
         """What /healthz/ready says on every front."""
         for link in self.links:
@@ -89,9 +101,17 @@ class FrontLink:
     """One other front process: its life, and the questions it has yet to answer."""
 
     def __init__(
-        self, front: int, settings: Settings, catalog: Catalog, host: Host, registry: Registry
+        self,
+        front: int,
+        settings: Settings,
+        catalog: Catalog,
+        host: Host,
+        registry: Registry,
+        answer: Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]],
     ) -> None:
         self.front = front
+        self._answer = answer
+        self._answering: set[asyncio.Task[None]] = set()
         self.listeners: tuple[tuple[Listener, ...], tuple[Listener, ...]] = ((), ())
         self._settings, self._catalog, self._host, self._registry = settings, catalog, host, registry
         self._process: WorkerProcess | None = None
@@ -154,7 +174,7 @@ class FrontLink:
     # --- one life
 
     async def _start(self) -> None:
-        process = WorkerProcess(worker_environment(1, {}), self._hear, self._end, entry=ENTRY)
+        process = WorkerProcess(worker_environment(1, {}), self._hear, self._end, entry=ENTRY, trusted=True)
         try:
             process.spawn()
         except OSError as error:
@@ -217,9 +237,19 @@ class FrontLink:
             self._waiting.pop((answer, key), None)
 
     def _hear(self, message: dict[str, Any]) -> None:
+        if message["op"] == "ask":
+            task = asyncio.get_running_loop().create_task(self._tell_answer(self._process, message))
+            self._answering.add(task)
+            task.add_done_callback(self._answering.discard)
+            return
         future = self._waiting.get((str(message.get("op")), int(message.get("id", 0))))
         if future is not None and not future.done():
             future.set_result(None)
+
+    async def _tell_answer(self, asker: WorkerProcess | None, message: dict[str, Any]) -> None:
+        told = await self._answer(message)
+        if asker is self._process:  # not the next one in its place, which has not asked
+            self.tell(told)
 
     def _end(self, words: str) -> None:
         self._given = set()

@@ -1,6 +1,16 @@
-"""The repository as dialects see it: what clients may ask of it, in the owner and in other fronts."""
+"""The repository as dialects see it: what clients may ask of it, in the owner and in other fronts.
+
+front -> owner   ask {id, do: names | load | unload, name ...}
+owner -> front   told {id, names | error}       after the catalog that the change has led to
+"""
 
 from __future__ import annotations
+
+import asyncio
+import base64
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from fastserve.dialects.kserve_v2.repository import LoadOverride
 from fastserve.errors import Kind, ServeError
@@ -28,22 +38,73 @@ class ClientLoads:
 
     async def unload(self, name: str, dependents: bool) -> None:
         """Raises ServeError."""
-        await self._repository.unload(name)
+        await self._repository.unload(name, composing=dependents)
+
+    async def answer(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """What another front process is told about what it asked for its clients."""
+        told = {"op": "told", "id": asked["id"]}
+        try:
+            if asked["do"] == "names":
+                return {**told, "names": await self.names()}
+            if asked["do"] == "load":
+                await self.load(asked["name"], _read_override(asked["override"]))
+            else:
+                await self.unload(asked["name"], asked["dependents"])
+        except ServeError as fault:
+            return {**told, "error": [fault.kind.value, fault.message]}
+        return told
 
 
 class OthersLoads:
-    """In a front process that does not own the models: it cannot change them."""
+    """In a front process that does not own the models: it asks the one that does."""
 
-    def __init__(self, explicit: bool) -> None:
+    def __init__(self, explicit: bool, send: Callable[[Mapping[str, Any]], None]) -> None:
         self.explicit = explicit
+        self._send = send
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
 
     async def names(self) -> list[str]:
-        return []
+        names: list[str] = (await self._ask({"do": "names"}))["names"]
+        return names
 
     async def load(self, name: str, override: LoadOverride | None) -> None:
         """Raises ServeError."""
-        raise ServeError(Kind.UNAVAILABLE, "this front process does not load models; try again")
+        await self._ask({"do": "load", "name": name, "override": _write_override(override)})
 
     async def unload(self, name: str, dependents: bool) -> None:
         """Raises ServeError."""
-        raise ServeError(Kind.UNAVAILABLE, "this front process does not unload models; try again")
+        await self._ask({"do": "unload", "name": name, "dependents": dependents})
+
+    def hear(self, told: dict[str, Any]) -> None:
+        """An answer of the owner's."""
+        waiting = self._waiting.get(told["id"])
+        if waiting is not None and not waiting.done():
+            waiting.set_result(told)
+
+    async def _ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        number = next(self._numbers)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send({"op": "ask", "id": number, **question})
+            told: dict[str, Any] = await answer
+        finally:
+            del self._waiting[number]
+        if "error" in told:
+            kind, message = told["error"]
+            raise ServeError(Kind(kind), message)
+        return told
+
+
+def _write_override(override: LoadOverride | None) -> dict[str, Any] | None:
+    if override is None:
+        return None
+    files = {path: base64.b64encode(data).decode() for path, data in override.files.items()}
+    return {"config": override.config, "files": files}
+
+
+def _read_override(written: Mapping[str, Any] | None) -> LoadOverride | None:
+    if written is None:
+        return None
+    files = {path: base64.b64decode(text) for path, text in written["files"].items()}
+    return LoadOverride(written["config"], files)

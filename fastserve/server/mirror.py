@@ -15,15 +15,21 @@ def catalog_message(catalog: Catalog) -> dict[str, Any]:
 
 
 def _write_model(model: Model) -> dict[str, Any]:
-    versions = [
-        [v.number, id(v), v.state.value, [v.error.kind.value, v.error.message] if v.error else None]
-        for v in model.versions.values()
-    ]
+    versions = [[v.number, id(v), v.state.value, _write_error(v.error)] for v in model.versions.values()]
     return {
         "labels": model.labels,
         "versions": versions,
         "latest": model.latest.number if model.latest else None,
+        "error": _write_error(model.error),
     }
+
+
+def _write_error(error: ServeError | None) -> list[Any] | None:
+    return [error.kind.value, error.message] if error else None
+
+
+def _read_error(written: list[Any] | None) -> ServeError | None:
+    return ServeError(Kind(written[0]), written[1]) if written else None
 
 
 def apply_catalog(catalog: Catalog, message: dict[str, Any], opened: dict[int, Version]) -> None:
@@ -35,6 +41,7 @@ def apply_catalog(catalog: Catalog, message: dict[str, Any], opened: dict[int, V
         model = catalog.model(name)
         model.labels = {label: int(number) for label, number in written["labels"].items()}
         model.versions = {row[0]: _read_version(name, row, opened, model) for row in written["versions"]}
+        model.error = _read_error(written["error"])
         latest = written["latest"]
         model.latest = model.versions.get(latest) if latest is not None else None
 
@@ -43,5 +50,5 @@ def _read_version(name: str, row: list[Any], opened: dict[int, Version], model: 
     number, key, state, error = row
     version = opened.get(key) or model.versions.get(number) or Version.unloaded(name, number)
     version.state = VersionState(state)
-    version.error = ServeError(Kind(error[0]), error[1]) if error else None
+    version.error = _read_error(error)
     return version

@@ -59,7 +59,7 @@ class Server:
         self.repository = Repository(settings, self.catalog, self.host)
         loads = ClientLoads(self.repository)
         self.front = Front(settings, Engine(self.catalog), self.registry, loads, self.host.cache)
-        self.fronts = Fronts(settings, self.catalog, self.host, self.registry)
+        self.fronts = Fronts(settings, self.catalog, self.host, self.registry, loads)
         self._gauges = FrontGauges(self.registry)
         self._draining = False
         self._beat: asyncio.TimerHandle | None = None

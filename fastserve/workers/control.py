@@ -15,7 +15,8 @@ An AF_UNIX SOCK_SEQPACKET socketpair. One datagram is one JSON object with an "o
 The two sides do not trust each other alike. A worker runs the model's code, so the owner takes
 nothing but small messages from it: a descriptor, an over-long or a malformed datagram is a fault
 (hardening I4). The worker believes its owner, and a message too long for one datagram (a model
-with 20 000 class labels) reaches it in a memfd.
+with 20 000 class labels) reaches it in a memfd. Another front process runs our code alone; between
+it and its owner both sides are `trusted` with long messages.
 
 The same object serves both: blocking `receive` in the worker, `watch` on the owner's event loop.
 """
@@ -58,9 +59,10 @@ class Received(NamedTuple):
 class Control:
     """One end of the line. Owns its socket until `close`."""
 
-    def __init__(self, sock: socket.socket, *, owner: bool) -> None:
+    def __init__(self, sock: socket.socket, *, owner: bool, trusted: bool = False) -> None:
         self._sock = sock
-        self._owner = owner
+        self._sends_long = owner or trusted
+        self._takes_long = trusted or not owner
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def fileno(self) -> int:
@@ -77,7 +79,7 @@ class Control:
         if len(data) <= MESSAGE_BYTES:
             self._send(data, fds)
             return
-        if not self._owner:
+        if not self._sends_long:
             raise ControlFault(f"a message of {len(data)} bytes; at most {MESSAGE_BYTES} are carried")
         spilled = _write_memfd(data)
         try:
@@ -161,7 +163,7 @@ class Control:
             raise ControlFault(f"a message of more than {MESSAGE_BYTES} bytes")
         if flags & socket.MSG_CTRUNC:
             raise ControlFault("a message whose descriptors did not fit")
-        if fds and self._owner:
+        if fds and not self._takes_long:
             raise ControlFault("a message with descriptors")
         if not data:  # EOF; an empty datagram, which no side of ours sends, looks the same
             raise PeerGone(_GONE)

@@ -78,7 +78,7 @@ class WorkerProcess:
     """One child. Everything happens on the loop that `spawn` ran on.
 
     `on_message(message)` for each message of the child; `on_exit(words)` once, after its last message,
-    when it has been reaped and nothing of it is left open.
+    when it has been reaped and nothing of it is left open. A `trusted` child runs no code but ours.
     """
 
     def __init__(
@@ -88,7 +88,9 @@ class WorkerProcess:
         on_exit: Callable[[str], None],
         *,
         entry: Sequence[str] = ENTRY,
+        trusted: bool = False,
     ) -> None:
+        self._trusted = trusted
         self._environment = environment
         self._on_message = on_message
         self._on_exit = on_exit
@@ -116,7 +118,7 @@ class WorkerProcess:
         made it (PR_SET_PDEATHSIG). Raises OSError when the machine cannot (descriptors, memory)."""
         self._loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control = Control(ours, owner=True)
+        self._control = Control(ours, owner=True, trusted=self._trusted)
         try:
             with theirs:
                 self._popen = self._execute(theirs.fileno())

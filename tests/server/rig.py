@@ -170,6 +170,11 @@ class Client:
         self.writer.write(b"GET %b HTTP/1.1\r\nHost: t\r\n\r\n" % target.encode())
         return await self._read()
 
+    async def post(self, target: str, body: bytes = b"") -> tuple[int, bytes]:
+        head = b"POST %b HTTP/1.1\r\nHost: t\r\nContent-Length: %d\r\n\r\n" % (target.encode(), len(body))
+        self.writer.write(head + body)
+        return await self._read()
+
     async def reply(self) -> tuple[int, Any]:
         """The status and the first number of each row, or the error's text."""
         status, body = await self._read()

@@ -91,6 +91,29 @@ def test_loading_an_ensemble_loads_its_models(tmp_path: Path) -> None:
     run(work())
 
 
+def test_unloading_an_ensemble_with_its_models_leaves_those_others_serve_with(tmp_path: Path) -> None:
+    write_ensemble(tmp_path)
+    write_model(tmp_path, "twice")
+    write_model(tmp_path, "other")
+    second = tmp_path / "second"
+    (second / "1").mkdir(parents=True)
+    (second / "config.pbtxt").write_text(CONFIG % (STEP % ("twice", "x", "y")))
+
+    async def work() -> None:
+        async with serving(tmp_path) as at:
+            catalog = at.server.catalog
+            await at.server.repository.unload("ens", composing=True)
+            assert catalog.available("other") is None
+            assert await ask(at.server, "second", 1.0, 2.0) == [2.0, 4.0]
+            await at.server.repository.unload("second")
+            assert catalog.available("twice") is not None
+            await at.server.repository.load("ens")
+            await at.server.repository.unload("ens", composing=True)
+            assert [catalog.available(name) for name in ("ens", "twice", "other")] == [None] * 3
+
+    run(work())
+
+
 @pytest.mark.parametrize(
     ("steps", "text"),
     [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
 import os
 import re
 import signal
@@ -15,6 +17,14 @@ import pytest
 from tests.server.rig import HOLD, Served, release, run, seen, serving, write_model
 
 pytestmark = pytest.mark.timeout(90)
+TRITON_SOURCE = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        rows = [pb_utils.get_input_tensor_by_name(request, "x").as_numpy() for request in requests]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", x * 3)]) for x in rows]
+"""
 
 
 async def connect_to_each(served: Served, fronts: int) -> dict[int, object]:
@@ -204,3 +214,37 @@ def test_a_killed_owner_ends_everything(tmp_path):
                 os.close(handle)
 
         asyncio.run(all_end())
+
+
+def test_any_front_loads_and_unloads_for_its_clients(tmp_path):
+    write_model(tmp_path, "first")
+    config = {
+        "backend": "python",
+        "max_batch_size": 4,
+        "input": [{"name": "x", "data_type": "TYPE_FP32", "dims": [2]}],
+        "output": [{"name": "y", "data_type": "TYPE_FP32", "dims": [2]}],
+    }
+    long = "# " + "x" * 200_000 + "\n"  # more than one message of the control line
+    files = {"file:1/model.py": base64.b64encode((TRITON_SOURCE + long).encode()).decode()}
+    brought = json.dumps({"parameters": {"config": json.dumps(config), **files}}).encode()
+
+    async def work() -> None:
+        async with serving(tmp_path, frontends=2, load_models=()) as served:
+            clients = await connect_to_each(served, 2)
+            index = [json.loads((await c.post("/v2/repository/index"))[1]) for c in clients.values()]
+            assert index == [[{"name": "first"}]] * 2
+            for number in (1, 0, 1):
+                asked, other = clients[number], clients[1 - number]
+                assert await asked.post("/v2/repository/models/first/load") == (200, b"")
+                assert await asked.predict(1.0, model="first") == (200, [2.0])
+                assert await other.predict(1.0, model="first") == (200, [2.0])
+                assert await asked.post("/v2/repository/models/first/unload") == (200, b"")
+                assert (await asked.predict(1.0, model="first"))[0] == 404
+            wrong = [await c.post("/v2/repository/models/none/load") for c in clients.values()]
+            assert wrong[0] == wrong[1]
+            assert wrong[0][0] == 500
+            assert await clients[1].post("/v2/repository/models/brought/load", brought) == (200, b"")
+            for client in clients.values():
+                assert await client.predict(1.0, model="brought") == (200, [3.0])
+
+    run(work())

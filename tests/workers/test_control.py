@@ -60,6 +60,15 @@ def test_a_long_message_reaches_the_worker_with_its_descriptors(line: Line) -> N
     os.close(fds[0])
 
 
+def test_a_trusted_process_sends_long_messages_too() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    owner, front = (Control(s, owner=s is ours, trusted=True) for s in (ours, theirs))
+    front.send({"op": "ask", "files": "x" * 3 * MESSAGE_BYTES})
+    assert owner.receive() == ({"op": "ask", "files": "x" * 3 * MESSAGE_BYTES}, [])
+    owner.close()
+    front.close()
+
+
 def test_a_worker_cannot_send_a_long_message(line: Line) -> None:
     _, worker = line
     with pytest.raises(ControlFault, match="at most 65536 are carried"):
