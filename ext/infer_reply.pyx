@@ -130,7 +130,7 @@ def write_infer(str model_name not None, str model_version not None, outputs, *,
             kept.append(output_text(name, dtype_code, shape, its_parameters))
             fill_text(&texts[k], kept[k], dtype_code, count_items(shape))
             if memory is not None:
-                PyObject_GetBuffer(memory, &views[held], PyBUF_SIMPLE)
+                PyObject_GetBuffer(own_strings(memory, dtype_code), &views[held], PyBUF_SIMPLE)
                 held += 1
                 point_at(&texts[k], &views[held - 1])
             reply.count += 1
@@ -155,6 +155,11 @@ cdef void fill_text(InferText* text, bytes before, int dtype_code, int64_t items
     text.before_bytes = PyBytes_GET_SIZE(before)
     text.dtype = dtype_code
     text.items = items
+
+
+cdef object own_strings(memory, int dtype_code):
+    # Lengths are read twice, to find room and to write: nobody may change them meanwhile.
+    return memoryview(memory).tobytes() if dtype_code == DT_BYTES else memory
 
 
 cdef void point_at(InferText* text, const Py_buffer* view) noexcept:
@@ -351,7 +356,7 @@ cdef class InferWriter:
         try:
             for memory in memories:
                 k = held
-                PyObject_GetBuffer(memory, &views[k], PyBUF_SIMPLE)
+                PyObject_GetBuffer(own_strings(memory, self.outputs[k].dtype), &views[k], PyBUF_SIMPLE)
                 held += 1
                 texts[k] = self.outputs[k]
                 if self.in_text[k]:

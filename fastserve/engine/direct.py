@@ -14,6 +14,7 @@ For hot doors: nothing is checked again, nothing copied. `forms` does the same f
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any, Protocol
 
 from fastserve._ext import slab_tensors
@@ -29,6 +30,8 @@ Found = tuple[Any, list[memoryview]]
 # Plain tuples: a request costs few microseconds, and an object with names is a third of one.
 Seat = tuple[int, list[memoryview], tuple[int, int]]
 NO_SLAB = (0, 0)
+# The bytes of a slab before the first tensor, where each tensor lies, and its size without a note.
+Layout = tuple[bytes, list[slice], int]
 
 
 class Intake(Protocol):
@@ -76,11 +79,11 @@ class SlabIntake:
         self._lane = lane
         self._batching = batching
         self._tensors = [(numbers[name], tensor.dtype, tensor.shape) for name, tensor in inputs.items()]
-        self._layouts: dict[tuple[int, bool], tuple[bytes, int]] = {}
+        self._layouts: dict[tuple[int, bool], Layout] = {}
 
     def reserve(self, rows: int, note: bytes = b"") -> Seat | None:
         lane, ring = self._lane, self._lane.ring
-        head, size = self._layouts.get((rows, bool(note))) or self._lay_out(rows, noted=bool(note))
+        head, cuts, size = self._layouts.get((rows, bool(note))) or self._lay_out(rows, noted=bool(note))
         tail = _tail(note) if note else b""
         size += len(tail)
         place = ring.reserve(rows)
@@ -94,7 +97,7 @@ class SlabIntake:
         slab[: len(head)] = head
         if tail:
             slab[size - len(tail) :] = tail
-        return place, [entry[3] for entry in slab_tensors.read(slab)], (offset, size)
+        return place, [slab[cut] for cut in cuts], (offset, size)
 
     def settle(self, seat: Seat) -> None:
         place, _, (offset, size) = seat
@@ -105,22 +108,22 @@ class SlabIntake:
         self._lane.ring.return_lease(offset)
         self._lane.abandon(place, rows)
 
-    def _lay_out(self, rows: int, *, noted: bool) -> tuple[bytes, int]:
-        """The slab's bytes before the first tensor, and its size without a note."""
+    def _lay_out(self, rows: int, *, noted: bool) -> Layout:
         entries: list[slab_tensors.Entry] = []
         for number, dtype, shape in self._tensors:
             shape = (rows, *shape[1:]) if self._batching else shape
-            items = 1
-            for length in shape:
-                items *= length
-            entries.append((number, dtype.code, shape, bytes(items * dtype.item_bytes)))
-        size, note = slab_tensors.measure(entries), b"\0" if noted else b""
+            entries.append((number, dtype.code, shape, bytes(prod(shape) * dtype.item_bytes)))
+        note = b"\0" if noted else b""
         blank = bytearray(slab_tensors.measure(entries, note))
         slab_tensors.write(blank, entries, note)
-        table = slab_tensors.measure([(number, code, (0,), b"") for number, code, _, _ in entries])
+        # A tensor begins where a slab would end that had no more data than those before it.
+        empty: list[slab_tensors.Entry] = [(number, code, (0,), b"") for number, code, _, _ in entries]
+        starts = [slab_tensors.measure(entries[:i] + empty[i:]) for i in range(len(entries))]
+        cuts = [slice(at, at + len(entry[3])) for at, entry in zip(starts, entries, strict=True)]
         if len(self._layouts) >= MOST_LAYOUTS:
             self._layouts.clear()
-        found = self._layouts[rows, noted] = bytes(blank[:table]), size
+        found = bytes(blank[: starts[0]]), cuts, slab_tensors.measure(entries)
+        self._layouts[rows, noted] = found
         return found
 
 

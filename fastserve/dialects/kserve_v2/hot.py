@@ -84,6 +84,9 @@ class HotDoor:
                 rooms = self._look_outside(frame, rows, memory)
         except ServeError:  # of a region; the general door says what is wrong
             filled = False
+        except BaseException:
+            intake.abandon(seat, rows)
+            raise
         if not filled:
             intake.abandon(seat, rows)
             return False
