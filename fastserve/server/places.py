@@ -32,6 +32,9 @@ class Places:
     def read(self, place: SharedPlace) -> bytes:
         return self._regions.read(_range(place))
 
+    def read_into(self, place: SharedPlace, memory: memoryview) -> None:
+        self._regions.read_into(_range(place), memory)
+
     def hold(self, place: SharedPlace) -> AbstractContextManager[Destination]:
         return self._regions.holding(_range(place))
 

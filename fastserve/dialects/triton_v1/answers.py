@@ -74,6 +74,10 @@ class Answer:
         """The header as a serialized message."""
         return self.forms.binary + write_id(self.id)
 
+    def trailer(self, *, binary: bool) -> bytes:
+        """The header as it stands behind the outputs of an HTTP reply."""
+        return self.binary if binary else self.lines.encode()
+
 
 class Answers:
     """Writes the answers of one version."""
@@ -92,7 +96,7 @@ class Answers:
         told: list[Raw | Classes] = []
         raws: list[Buffer] = []
         for wanted in header.outputs:
-            tensor = outputs[wanted.name]
+            tensor = self._find(outputs, wanted.name)
             if wanted.classes:
                 told.append(self._classify(wanted, tensor, header.batch_size))
                 raws.append(b"")
@@ -101,6 +105,13 @@ class Answers:
             told.append(raw)
             raws.append(_place(wanted, tensor, raw.nbytes, held))
         return Answer(self.forms(header.batch_size, told), raws, header.id)
+
+    def _find(self, outputs: Mapping[str, Tensor], name: str) -> Tensor:
+        tensor = outputs.get(name)
+        if tensor is None:
+            text = f"model '{self._plan.model}' did not return output '{name}'"
+            raise ServeError(Kind.INTERNAL, text)
+        return tensor
 
     def describe(self, name: str, shape: Dims, nbytes: int) -> Raw:
         """An output of this shape, batch axis included. Raises ServeError for one the model must

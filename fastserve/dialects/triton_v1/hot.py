@@ -1,48 +1,44 @@
-"""The hot door of infer: raw rows, copied once, straight into the batch they will run in.
+"""The hot door of infer: raw bytes, copied once, straight into the batch they will run in.
 
-    body bytes --copy--> rows reserved in shared memory ... worker ... output rows --copy--> reply bytes
+    body bytes --copy--> memory reserved for its inputs ... worker ... views of its outputs --copy--> reply
 
-A header is understood once; requests that bring the same bytes in it are known by them. The door takes a
-request only when everything about it is ordinary: rows of known size, nothing in shared memory, no classes,
-a body of the right length, a place in the queue. For anything else, errors included, `start` returns False
-having left no trace, and the general door finds the right words. No task and no future.
+A header is understood once (known.py); requests that bring the same bytes in it are known by them. The door
+takes a request whose version runs on a lane, with a body of the right length and room in the queue. For
+anything else, errors included, `start` returns False having left no trace, and the general door finds the
+right words. No task and no future.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import TypeVar
 
-from fastserve.dialects.triton_v1.answers import Raw, write_id
+from fastserve.dialects.triton_v1.answers import write_id
 from fastserve.dialects.triton_v1.header import (
     REMEMBERED_CHARS,
     REMEMBERED_HEADERS,
     RequestHeader,
     read_header,
 )
-from fastserve.dialects.triton_v1.inputs import check_header, measure
+from fastserve.dialects.triton_v1.inputs import Buffer, build_request
+from fastserve.dialects.triton_v1.known import Known, understand
 from fastserve.dialects.triton_v1.replies import answer, refuse, write_frame
 from fastserve.dialects.triton_v1.service import Served, Service, as_v1
-from fastserve.engine.lane import FULL, Lane, Ticket
+from fastserve.dialects.triton_v1.shared_memory import Destination
+from fastserve.engine.direct import read_response
+from fastserve.engine.forms import note_of
+from fastserve.engine.lane import Lane, Ticket
 from fastserve.errors import ConfigError, ServeError
 from fastserve.repository.version import Version
 from fastserve.wire.call import Call
 
 K = TypeVar("K")
 V = TypeVar("V")
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """What a header was understood to say, whatever its id: the copies to make, and the answer's text."""
-
-    rows: int
-    nbytes: int  # of the body
-    cuts: tuple[tuple[int, int, int], ...]  # input column, first byte of the body, last + 1
-    columns: tuple[int, ...]  # of the outputs, as wanted
-    output_bytes: int
-    line: bytes  # NV-InferResponse
-    trailer: bytes  # the same header behind the outputs
+Met = tuple[Known, int, bytes]  # with the request's id, and what its model is told besides tensors
+Rooms = tuple[Mapping[str, Destination], ExitStack]  # shared memory for outputs, to be closed after the reply
+NO_ROOMS: Mapping[str, Destination] = {}
 
 
 class HotDoor:
@@ -56,110 +52,140 @@ class HotDoor:
         self._served = served
         self._lane = lane
         self._binary = binary
-        self._by_bytes: dict[bytes, tuple[Known, int]] = {}  # with the id
+        self._by_bytes: dict[bytes, Met] = {}
         self._by_meaning: dict[object, Known] = {}
 
     @classmethod
     def of(cls, service: Service, version: Version, *, binary: bool) -> HotDoor | None:
-        """The door of a version, None for one whose rows are not of this kind."""
+        """The door of a version, None for one that does more with a request than run it."""
         lane = version.lane
-        if not isinstance(lane, Lane) or not lane.dense:
+        if not isinstance(lane, Lane) or lane.decoupled:
             return None
         return cls(service, service.serve(version), lane, binary=binary)
 
     def start(self, call: Call, given: bytes) -> bool:
         """Take the call whose header is `given`, or return False: nothing has happened then."""
         met = self._by_bytes.get(given) or self._meet(given)
-        if met is None or len(call.body) != met[0].nbytes:
+        if met is None:
             return False
-        known, lane = met[0], self._lane
-        place = lane.ring.reserve(known.rows)
-        if place == FULL:
+        known, number, note = met
+        rows, body, intake = known.header.batch_size, call.body, known.intake
+        if len(body) != known.nbytes:
             return False
-        if len(known.cuts) == 1:
-            lane.ring.input_rows(place, known.rows, 0)[:] = call.body
+        seat = intake.reserve(rows, note) if note else intake.reserve(rows)
+        if seat is None:
+            return False
+        place, memory, (offset, _) = seat
+        rooms: Rooms | None = None
+        if known.shared:
+            try:
+                rooms = self._look_outside(known, body, memory)
+            except ServeError:  # the general door says what is wrong
+                intake.abandon(seat, rows)
+                return False
+        elif len(memory) == 1:
+            memory[0][:] = body
         else:
-            body = memoryview(call.body)
-            for column, begin, end in known.cuts:
-                lane.ring.input_rows(place, known.rows, column)[:] = body[begin:end]
-        call.on_gone = lane.submit(place, known.rows, self._answer, 0, (call, *met))
+            view = memoryview(body)
+            for target, (begin, end, _) in zip(memory, known.sources, strict=True):
+                target[:] = view[begin:end]
+        if offset:
+            intake.settle(seat)
+        ticket = self._lane.submit(place, rows, self._answer, 0, (call, known, number, rooms))
+        call.on_gone = ticket
+        if rooms is not None:
+            rooms[1].callback(ticket)
+            call.on_gone = rooms[1].close
         return True
 
+    def _look_outside(self, known: Known, body: Buffer, memory: Sequence[memoryview]) -> Rooms:
+        """Copy inputs from where they are, and hold what is for outputs. Raises ServeError."""
+        shared, view = self._service.shared, memoryview(body)
+        for target, (begin, end, place) in zip(memory, known.sources, strict=True):
+            if place is None:
+                target[:] = view[begin:end]
+            else:
+                shared.read_into(place, target)
+        with ExitStack() as held:
+            return self._service.hold_outputs(known.header, held), held.pop_all()
+
+    # --- answers --------------------------------------------------------------------------------------
+
     def _answer(self, ticket: Ticket, error: ServeError | None) -> None:
-        call, known, number = ticket.context
+        call, known, number, rooms = ticket.context
         call.on_gone = None  # and with it the cycle call -> ticket -> call
-        service, served = self._service, self._served
-        if error is not None:
-            service.count_failure(served, known.rows, call.received_ns, error)
-            refuse(call, service, number, as_v1(error))
+        service, served, rows = self._service, self._served, known.header.batch_size
+        try:
+            if error is not None:
+                raise error
+            try:
+                self._reply(call, known, number, ticket, NO_ROOMS if rooms is None else rooms[0])
+            finally:
+                self._lane.release(ticket)
+        except ServeError as fault:
+            service.count_failure(served, rows, call.received_ns, fault)
+            refuse(call, service, number, as_v1(fault))
+        else:
+            service.count_success(served, rows, call.received_ns)
+        finally:
+            if rooms is not None:
+                rooms[1].close()
+
+    def _reply(
+        self, call: Call, known: Known, number: int, ticket: Ticket, rooms: Mapping[str, Destination]
+    ) -> None:
+        found = known.outlet.read(ticket.place, ticket.rows) if known.raw else None
+        written = None if found is None else known.written(self._served.answers, found[0])
+        if found is None or written is None:
+            self._reply_plainly(call, known, number, ticket, rooms)
             return
-        lane, head = self._lane, call.raw_head(b"")
-        line, trailer = known.line, known.trailer
+        line, trailer = written.line, written.binary if self._binary else written.lines
         if number:
             line += b" id: %d" % number
             trailer += write_id(number) if self._binary else b"id: %d\n" % number
-        frame = write_frame(service, head, line, known.output_bytes + len(trailer))
-        try:
-            outputs = [lane.ring.output_rows(ticket.place, ticket.rows, column) for column in known.columns]
-            message = b"".join((frame, *outputs, trailer))
-        finally:
-            lane.release(ticket)
+        views = found[1]
+        if len(views) > 1 or not written.order:
+            views = [views[at] for at in written.order]
+        self._send(call, line, written.output_bytes + len(trailer), [*views, trailer])
+
+    def _reply_plainly(
+        self, call: Call, known: Known, number: int, ticket: Ticket, rooms: Mapping[str, Destination]
+    ) -> None:
+        """As the general door does it: classes, shared memory, strings, one request's error."""
+        response = read_response(self._lane, ticket, known.names)
+        header = replace(known.header, id=number)
+        found = self._served.answers.write(header, response.outputs, rooms)
+        body = [*found.raws, found.trailer(binary=self._binary)]
+        self._send(call, found.line.encode(), sum(memoryview(one).nbytes for one in body), body)
+
+    def _send(self, call: Call, line: bytes, nbytes: int, body: Sequence[Buffer]) -> None:
+        head = call.raw_head(b"")
         if head:
-            call.reply_raw(message)
+            call.reply_raw(b"".join((write_frame(self._service, head, line, nbytes), *body)))
         else:
-            answer(call, service, line, message)
-        service.count_success(served, known.rows, call.received_ns)
+            answer(call, self._service, line, b"".join(body))
 
     # --- headers ------------------------------------------------------------------------------------
 
-    def _meet(self, given: bytes) -> tuple[Known, int] | None:
+    def _meet(self, given: bytes) -> Met | None:
         """Understand a header; None for one that is not for this door."""
         try:
             header = read_header(given.decode())
         except (ConfigError, UnicodeDecodeError):
             return None
         meaning = (header.batch_size, header.inputs, header.outputs)
-        known = self._by_meaning.get(meaning) or self._understand(header)
+        known = self._by_meaning.get(meaning) or understand(self._served.plan, self._lane, header)
         if known is None:
             return None
+        met = known, header.id, self._note(header)
         if len(given) <= REMEMBERED_CHARS:
             _make_room(self._by_meaning)[meaning] = known
             if not header.id:  # with an id it is used once
-                _make_room(self._by_bytes)[given] = known, 0
-        return known, header.id
+                _make_room(self._by_bytes)[given] = met
+        return met
 
-    def _understand(self, header: RequestHeader) -> Known | None:
-        plain = not any(one.shared for one in header.inputs)
-        if not plain or any(one.shared or one.classes for one in header.outputs):
-            return None
-        try:
-            check_header(self._served.plan, header)
-            cuts = self._cut(header)
-            raws = [self._describe(one.name, header.batch_size) for one in header.outputs]
-        except ServeError:
-            return None  # the general door says what is wrong
-        if header.batch_size > self._lane.max_rows:
-            return None
-        forms = self._served.answers.forms(header.batch_size, raws)
-        trailer = forms.binary if self._binary else forms.lines.encode()
-        columns = tuple(list(self._lane.outputs).index(one.name) for one in raws)
-        output_bytes = sum(one.nbytes for one in raws)
-        line = forms.line.encode()
-        return Known(header.batch_size, cuts[-1][2], cuts, columns, output_bytes, line, trailer)
-
-    def _cut(self, header: RequestHeader) -> tuple[tuple[int, int, int], ...]:
-        """Which bytes of the body go into which column."""
-        columns, cuts, at = list(self._lane.inputs), [], 0
-        for one in header.inputs:
-            _, nbytes = measure(self._served.plan, one, header.batch_size)
-            cuts.append((columns.index(one.name), at, at + nbytes))
-            at += nbytes
-        return tuple(cuts)
-
-    def _describe(self, name: str, rows: int) -> Raw:
-        spec = self._lane.outputs[name]
-        assert spec.shape is not None  # dense
-        return self._served.answers.describe(name, (rows, *spec.shape), rows * (spec.row_bytes or 0))
+    def _note(self, header: RequestHeader) -> bytes:
+        return note_of(build_request(header, {}), []) if self._lane.requests else b""
 
 
 def _make_room(remembered: dict[K, V]) -> dict[K, V]:

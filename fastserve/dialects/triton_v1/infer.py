@@ -64,8 +64,7 @@ class Infer:
         number = LATEST if self._number is None else self._number
         try:
             async with service.infer(self._name, number, header, partial(Body, call.body)) as found:
-                trailer = found.binary if self._binary else found.lines.encode()
-                body = b"".join([*found.raws, trailer])
+                body = b"".join([*found.raws, found.trailer(binary=self._binary)])
                 line = found.line
         except ServeError as fault:
             refuse(call, service, header.id, fault)

@@ -112,6 +112,11 @@ def read_request(plan: Plan, header: RequestHeader, data: Data, shared: SharedMe
             check_strings(raw, shape, one.name, plan.model)
         inputs[one.name] = Tensor(tensor.dtype, shape, raw)
     data.finish()
+    return build_request(header, inputs)
+
+
+def build_request(header: RequestHeader, inputs: dict[str, Tensor]) -> InferRequest:
+    """The request of a header that was checked."""
     return InferRequest(
         inputs,
         tuple(one.name for one in header.outputs),

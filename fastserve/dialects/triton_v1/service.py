@@ -96,7 +96,7 @@ class Service:
             with ExitStack() as holding:
                 served = self.serve(find_version(self.catalog, model, number))
                 request = read_request(served.plan, header, make_data(model), self.shared)
-                held = self._hold_outputs(header, holding)
+                held = self.hold_outputs(header, holding)
                 response = await self.engine.infer(served.version, request)
                 holding.callback(response.release)
                 answer = served.answers.write(header, response.outputs, held)
@@ -109,8 +109,9 @@ class Service:
                 self.count_failure(served, header.batch_size, started_ns, fault)
             raise as_v1(fault) from None
 
-    def _hold_outputs(self, header: RequestHeader, holding: ExitStack) -> dict[str, Destination]:
-        """Where outputs into shared memory go; looked up before the model runs (spec 3.4)."""
+    def hold_outputs(self, header: RequestHeader, holding: ExitStack) -> dict[str, Destination]:
+        """Where outputs into shared memory go; looked up before the model runs (spec 3.4). Raises
+        ServeError."""
         return {
             one.name: holding.enter_context(self.shared.hold(one.shared))
             for one in header.outputs
