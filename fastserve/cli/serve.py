@@ -20,6 +20,7 @@ NAMED: dict[str, dict[str, Any]] = {
     "grpc": {"names": ["--grpc"], "multiple": True, "metavar": "HOST:PORT[=DIALECT,...]"},
     "load_models": {"names": ["--load-model"], "multiple": True, "metavar": "NAME|*"},
     "keep_going": {"names": ["--keep-going"], "is_flag": True},
+    "rate_limit_resources": {"names": ["--rate-limit-resource"], "multiple": True, "metavar": "NAME:COUNT"},
     "triton.http_restricted_api": {"multiple": True, "metavar": "API,...:HEADER=VALUE"},
     "triton.grpc_restricted_protocol": {"multiple": True, "metavar": "API,...:KEY=VALUE"},
     "triton.trace_config": {"multiple": True, "metavar": "[triton,]SETTING=VALUE"},

@@ -46,6 +46,20 @@ def test_defaults_and_every_other_setting_as_a_flag(started):
     assert settings.tfserving.cors
 
 
+def test_tritons_flags_as_triton_spells_them(started):
+    line = (
+        "serve demo --http-max-input-size 99 --http-restricted-api health,trace:a=b --trace-config triton,file=f "
+        "--trace-config level=TIMESTAMPS --grpc-restricted-protocol=health:a=b --rate-limit-resource=R:2 "
+        "--http-header-forward-pattern ^x- --grpc-header-forward-pattern=.*"
+    )
+    assert run(*line.split()) == (0, "")
+    given = started[0].triton
+    assert (given.http_max_input_size, given.http_restricted_api) == (99, ("health,trace:a=b",))
+    assert given.trace_config == ("triton,file=f", "level=TIMESTAMPS")
+    assert (given.http_header_forward_pattern, given.grpc_header_forward_pattern) == ("^x-", ".*")
+    assert (given.grpc_restricted_protocol, started[0].rate_limit_resources) == (("health:a=b",), ("R:2",))
+
+
 def test_a_file_of_settings_and_a_flag_over_it(started, tmp_path):
     file = tmp_path / "settings.yaml"
     file.write_text("repository: demo\nfrontends: 3\ndrain_s: 1\n")

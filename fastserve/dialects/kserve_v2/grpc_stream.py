@@ -131,7 +131,6 @@ class _Conversation:
             except ServeError as fault:
                 return self._write_fault(sent, job, fault, final=True)
         service.traffic.count(job.plan.model, job.plan.version.number, monotonic_ns() - started_ns)
-        service.statistics.ran(job.plan.version)
         return reply
 
     async def _answer_many(self, sent: Sent, job: Job) -> None:
@@ -159,7 +158,6 @@ class _Conversation:
                 )
             )
         service.traffic.count(job.plan.model, job.plan.version.number, monotonic_ns() - started_ns)
-        service.statistics.ran(job.plan.version)
 
     def _write_part(self, sent: Sent, job: Job, response: InferResponse) -> bytes:
         """One response of several, which may be an error that others follow; b"" for a bare final flag."""

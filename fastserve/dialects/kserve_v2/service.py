@@ -108,7 +108,6 @@ class Service:
     def succeeded(self, call: Call, plan: Plan) -> None:
         """Count an inference that was answered well."""
         self.traffic.count(plan.model, plan.version.number, monotonic_ns() - call.received_ns)
-        self.statistics.ran(plan.version)
 
     def stream(
         self, version: Version, request: InferRequest, traced: Traced | None
