@@ -46,8 +46,8 @@ class CachedHotDoor(HotDoor):
         self._door = door
         self._key = b""  # of the request that is just being answered
         self._scratches: dict[tuple[Frame, int], Scratch | None] = {}
-        self._forms: dict[tuple[Frame, object], Form] = {}
-        self._writers: dict[tuple[Frame, Form], InferWriter | None] = {}
+        self._forms: dict[tuple[Frame, object], tuple[Form, InferWriter | None]] = {}
+        self._writers: dict[tuple[Frame, Form], InferWriter] = {}
 
     def start(self, call: Call, header_bytes: int) -> bool:
         body = call.body
@@ -126,9 +126,8 @@ class CachedHotDoor(HotDoor):
             self._reply_plainly(call, frame, request_id, rooms, ticket)
             return
         form, memory = found
-        kept = self._forms.get((frame, form)) or self._describe(frame, form)
+        kept, writer = self._forms.get((frame, form)) or self._describe(frame, form)
         self._door.keep(self._key, kept, memory)
-        writer = self._writer(frame, kept)
         if writer is None:
             self._reply_plainly(call, frame, request_id, rooms, ticket)
         else:
@@ -141,22 +140,23 @@ class CachedHotDoor(HotDoor):
         self._door.keep_response(self._key, response)
         send(call, *write_answer(self._plan, frame.asked, response, request_id, {}))
 
-    def _describe(self, frame: Frame, form: object) -> Form:
+    def _describe(self, frame: Frame, form: object) -> tuple[Form, InferWriter | None]:
         if len(self._forms) >= MOST_KNOWN:
             self._forms.clear()
-        described = frame.outlet.describe(form)
-        found = self._forms[frame, form] = tuple(
-            [(name, dtype.code, shape) for name, dtype, shape in described]
-        )
+        kept = tuple([(name, dtype.code, shape) for name, dtype, shape in frame.outlet.describe(form)])
+        found = self._forms[frame, form] = kept, self._writer(frame, kept)
         return found
 
     def _writer(self, frame: Frame, form: Form) -> InferWriter | None:
         """The writer of replies whose outputs have this form; None when there can be none."""
-        if (frame, form) not in self._writers:
+        found = self._writers.get((frame, form))
+        if found is None:
             if len(self._writers) >= MOST_KNOWN:
                 self._writers.clear()
-            self._writers[frame, form] = self._make_writer(frame, form)
-        return self._writers[frame, form]
+            found = self._make_writer(frame, form)
+            if found is not None:
+                self._writers[frame, form] = found
+        return found
 
     def _make_writer(self, frame: Frame, form: Form) -> InferWriter | None:
         plan = self._plan
