@@ -1,0 +1,42 @@
+"""A request taken apart, against reading all of it with proto_wire: FP32[1,4], and 600 KB of raw bytes."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastserve._ext.proto_outline import read_outline, write_known
+from fastserve._ext.proto_wire import read_infer_request, write_infer_response
+from tests.oracles.proto_wire import KSERVE
+
+SIZES = (16, 600_000)
+TENSOR = KSERVE.ModelInferRequest.InferInputTensor(name="INPUT0", datatype="FP32", shape=[1, 4])
+OUTPUTS = [("OUTPUT0", "FP32", (1, 4), None)]
+BEFORE = write_infer_response("simple", "1", "", None, (), ())
+AFTER = write_infer_response("", "", "", None, OUTPUTS, ())
+
+
+def read_known(data: bytes, memory: bytearray) -> str:
+    outline = read_outline(data)
+    outline.copy_raw(0, memory)
+    return outline.id
+
+
+def read_whole(data: bytes, memory: bytearray) -> str:
+    message = read_infer_request(data)
+    message.copy_raw(0, memory)
+    return message.id
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("read", [read_known, read_whole], ids=["outline", "whole"])
+def test_read(benchmark, read, size) -> None:  # type: ignore[no-untyped-def]
+    request = KSERVE.ModelInferRequest(
+        model_name="m", id="7", inputs=[TENSOR], raw_input_contents=[bytes(size)]
+    )
+    assert benchmark(read, request.SerializeToString(), bytearray(size)) == "7"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_write(benchmark, size) -> None:  # type: ignore[no-untyped-def]
+    whole = write_infer_response("simple", "1", "7", None, OUTPUTS, [bytes(size)])
+    assert benchmark(write_known, BEFORE, "7", AFTER, [bytes(size)]) == whole
