@@ -48,9 +48,9 @@ def test_defaults_and_every_other_setting_as_a_flag(started):
 
 def test_tritons_flags_as_triton_spells_them(started):
     line = (
-        "serve demo --http-max-input-size 99 --http-restricted-api health,trace:a=b --trace-config triton,file=f "
-        "--trace-config level=TIMESTAMPS --grpc-restricted-protocol=health:a=b --rate-limit-resource=R:2 "
-        "--http-header-forward-pattern ^x- --grpc-header-forward-pattern=.*"
+        "serve demo --http-max-input-size 99 --http-restricted-api health,trace:a=b "
+        "--trace-config triton,file=f --trace-config level=TIMESTAMPS --grpc-restricted-protocol=health:a=b "
+        "--rate-limit-resource=R:2 --http-header-forward-pattern ^x- --grpc-header-forward-pattern=.*"
     )
     assert run(*line.split()) == (0, "")
     given = started[0].triton

@@ -155,7 +155,6 @@ class Known:
             answer.set_result(reply)
             self._requests.add()
             self._duration.observe_ns(monotonic_ns() - running.started_ns)
-            self._service.statistics.ran(self.version)
 
     def _write(self, ticket: Ticket, request_id: str) -> bytes:
         found = self._outlet.read(ticket.place, ticket.rows)

@@ -117,7 +117,6 @@ class Infer:
         except ServeError as fault:
             raise self._refuse(fault, sent) from None
         service.traffic.count(plan.model, plan.version.number, monotonic_ns() - started_ns)
-        service.statistics.ran(plan.version)
         if outline is not None:
             self._door.learn(outline, plan, sent.message, job.body, job.request)
         return reply

@@ -24,13 +24,6 @@ class Statistics:
         """One entry per ready version, of one model or of all. Raises ServeError."""
         return {"model_stats": [_show(version, counts_of(version)) for version in self._choose(name, number)]}
 
-    def ran(self, version: Version) -> None:
-        """Counted elsewhere."""
-
-    def ready(self) -> list[Version]:
-        """Every ready version, by name."""
-        return self._choose("", None)
-
     def _choose(self, name: str, number: int | None) -> list[Version]:
         catalog = self._catalog
         if not name:
