@@ -63,7 +63,8 @@ def test_equal_heads_are_requests_that_differ_in_nothing_but_id_and_tensors(
 ) -> None:
     one = read_outline(serialize({**content, "id": first, "raw_input_contents": [b"1"]}))
     two = read_outline(serialize({**content, "id": second, "raw_input_contents": [b"22", b""]}))
-    assert one is not None and two is not None
+    assert one is not None
+    assert two is not None
     assert one.head == two.head
     assert (one.id, two.id, one.sizes, two.sizes) == (first, second, (1,), (2, 0))
 
