@@ -12,10 +12,11 @@ from pathlib import Path
 
 import msgspec
 
+from fastserve.config import convert
 from fastserve.config.fields import fault_text
 from fastserve.config.yaml_text import read_text, read_yaml
 from fastserve.errors import ConfigError
-from fastserve.repository.model_config import ModelConfig, parse_model_config
+from fastserve.repository.model_config import ModelConfig, config_json, parse_model_config
 from fastserve.repository.triton_config import (
     TRITON_FILE,
     make_triton_config,
@@ -28,6 +29,16 @@ from fastserve.repository.triton_files import complete_from_files, find_file
 CONFIG_FILE = "model.yaml"
 MODEL_FILES = {"python": "model.py", "onnx": "model.onnx", "triton_python": "model.py", "ensemble": ""}
 TRITON_CLASS = b"TritonPythonModel"
+# Fields of model_defaults that say how any model is run; config.pbtxt has no words for them.
+OPERATION = (
+    "env",
+    "load_timeout_s",
+    "max_queue_bytes",
+    "max_queue_rows",
+    "restart_backoff_max_s",
+    "restart_backoff_s",
+    "run_timeout_ms",
+)
 PYTHON_BYTES = 1 << 20  # how far into a model.py the class is looked for
 
 Stamp = tuple[int, int, int, int]  # device, inode, bytes, mtime_ns: changes whenever a file is replaced
@@ -55,7 +66,7 @@ class ConfigReader:
     """Reads configs, and remembers those whose files did not change."""
 
     def __init__(self, defaults: Mapping[str, object]) -> None:
-        self._defaults = defaults  # of model.yaml
+        self._defaults = defaults
         self._known: dict[Path, tuple[list[Stamp], ModelConfig]] = {}
 
     def read(self, name: str, folder: Path, numbered: Mapping[int, Path], root: Path) -> ModelConfig:
@@ -69,7 +80,7 @@ class ConfigReader:
             return parse_model_config({"backend": "onnx"}, "model_defaults", self._defaults)
         script = find_file(numbered, MODEL_FILES["triton_python"], root)
         if script is not None and _holds(script, TRITON_CLASS):
-            return to_model_config(make_triton_config({"backend": "python"}, name))
+            return self._operated(to_model_config(make_triton_config({"backend": "python"}, name)))
         raise ConfigError(f"no {CONFIG_FILE}, and no version folder holds a {MODEL_FILES['onnx']}")
 
     def read_json(
@@ -77,7 +88,19 @@ class ConfigReader:
     ) -> ModelConfig:
         """The config a client gave for `name`, completed from its folder. Raises ConfigError, OSError."""
         written = parse_triton_json(text, name)
-        return to_model_config(complete_from_files(written, numbered, root), folder.absolute())
+        return self._operated(
+            to_model_config(complete_from_files(written, numbered, root), folder.absolute())
+        )
+
+    def _operated(self, config: ModelConfig) -> ModelConfig:
+        """A model of Triton's form, run as model_defaults say. Raises ConfigError."""
+        chosen = {key: value for key, value in self._defaults.items() if key in OPERATION}
+        if not chosen:
+            return config
+        rows = chosen.get("max_queue_rows")
+        if isinstance(rows, int) and rows < config.max_batch_size:
+            del chosen["max_queue_rows"]  # a queue that cannot hold one batch would refuse full batches
+        return convert({**config_json(config), **chosen}, ModelConfig, "model_defaults")
 
     def _native(self, folder: Path, root: Path) -> ModelConfig:
         path = folder / CONFIG_FILE
@@ -100,7 +123,8 @@ class ConfigReader:
         if known is not None and known[0] == stamps:
             return known[1]
         written = read_triton_config(folder, name)
-        config = to_model_config(complete_from_files(written, numbered, root), folder.absolute())
+        completed = complete_from_files(written, numbered, root)
+        config = self._operated(to_model_config(completed, folder.absolute()))
         self._known[path] = (stamps, config)
         return config
 

@@ -56,6 +56,23 @@ def test_the_model_file_may_have_another_name(tmp_path: Path) -> None:
     assert found.config.triton["backend"] == "python"  # by the file's name, since no backend is given
 
 
+def test_model_defaults_say_how_it_is_run_and_nothing_else(tmp_path: Path) -> None:
+    write_pbtxt(tmp_path, "m", 'backend: "python" max_batch_size: 64' + TENSORS)
+    write_version(tmp_path, "m", 1, MODEL)
+    (tmp_path / "bare" / "1").mkdir(parents=True)
+    (tmp_path / "bare" / "1" / "model.py").write_text(MODEL)
+    defaults = {"run_timeout_ms": 250, "max_queue_rows": 7, "max_batch_size": 3, "env": {"A": "b"}}
+    found = Layout(RepositorySettings(repository=str(tmp_path), model_defaults=defaults)).scan()
+    for name, rows in (("m", 64), ("bare", 0)):
+        config = found[name].config
+        assert config is not None
+        assert (config.run_timeout_ms, config.env, config.max_batch_size) == (250, {"A": "b"}, rows)
+    assert found["m"].config is not None
+    assert found["m"].config.max_queue_rows == 1024  # seven rows could not hold a batch
+    wrong = RepositorySettings(repository=str(tmp_path), model_defaults={"run_timeout_ms": -1})
+    assert "model_defaults: run_timeout_ms: given -1" in Layout(wrong).scan()["m"].error
+
+
 def test_a_file_name_cannot_lead_out(tmp_path: Path) -> None:
     (tmp_path / "outside.py").write_text(MODEL)
     root = tmp_path / "root"
