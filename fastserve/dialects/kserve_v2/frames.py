@@ -100,13 +100,15 @@ class Frame(InferFrame):
 
     def _make_writer(self, form: object) -> InferWriter | None:
         plan = self._plan
-        outputs = [
-            (name, dtype.code, client_shape(plan, name, shape), self.asked.form(name))
-            for name, dtype, shape in self.outlet.describe(form)
-        ]
         try:
+            outputs = [
+                (name, dtype.code, client_shape(plan, name, shape), self.asked.form(name))
+                for name, dtype, shape in self.outlet.describe(form)
+            ]
+            if len({output[0] for output in outputs}) < len(outputs):
+                return None
             return InferWriter(plan.model, str(plan.version.number), outputs)
-        except (UnwritableOutput, ValueError):
+        except (UnwritableOutput, ValueError, LookupError):
             return None
 
 

@@ -50,6 +50,22 @@ class TritonPythonModel:
         wanted = request.requested_output_names()
         return pb_utils.InferenceResponse([pb_utils.Tensor(n, made[n]) for n in made if n in wanted])
 """
+ODD = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        value = pb_utils.get_input_tensor_by_name(request, "IN").as_numpy()
+        names = [["OUT", "OUT"], [], ["OTHER", "OUT"], ["OUT"]][int(value.flat[0])]
+        return pb_utils.InferenceResponse([pb_utils.Tensor(n, value + i) for i, n in enumerate(names)])
+"""
+ODD_CONFIG = """max_batch_size: 4
+input { name: "IN" data_type: TYPE_FP32 dims: [ 1 ] }
+output { name: "OUT" data_type: TYPE_FP32 dims: [ 1 ] }
+"""
 SAID_CONFIG = """max_batch_size: 4
 input { name: "IN" data_type: TYPE_FP32 dims: [ 4 ] reshape { shape: [ 2, 2 ] } }
 output [ { name: "OUT" data_type: TYPE_FP32 dims: [ 4 ] reshape { shape: [ 2, 2 ] } },
@@ -73,6 +89,7 @@ def write_models(folder: Path) -> Path:
         config[side][name] = {"dtype": dtype, "shape": [-1]}
     write_native(folder, "turn", TURN, max_batch_size=4, **config)
     write_triton(folder, "said", SAID, SAID_CONFIG)
+    write_triton(folder, "odd", ODD, ODD_CONFIG)
     return folder
 
 
@@ -270,6 +287,23 @@ def test_raw_bodies(tmp_path: Path, taken: list[bool]) -> None:
                 for _ in range(2):
                     assert await doors.client.post(path, body, 0) == general
             assert taken == [False, True, True, True, False, True]
+
+    run(work())
+
+
+def test_odd_answers(tmp_path: Path, taken: list[bool]) -> None:
+    """Outputs twice, none at all, one that nobody declared."""
+
+    async def work() -> None:
+        async with Doors(write_models(tmp_path)) as doors:
+            tensor = {"name": "IN", "shape": [1, 1], "datatype": "FP32"}
+            for value in (3, 0, 1, 2, 3):
+                body = json.dumps({"inputs": [tensor | {"data": [value]}]}).encode()
+                path = "/v2/models/odd/infer"
+                general = await doors.client.post(path, body, None, "Content-Encoding: identity")
+                for _ in range(2):
+                    assert await doors.client.post(path, body, None) == general
+            assert taken == [False] + [True] * 9
 
     run(work())
 
