@@ -11,7 +11,7 @@ import mmap
 import os
 import random
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from fastserve.dialects.kserve_v2 import hot
 from fastserve.dialects.kserve_v2.hot import HotDoor
 from fastserve.server import Server
 from tests.dialects.kserve_v2.client_models import write_native, write_sums, write_triton
-from tests.server.rig import run
+from tests.server.rig import HOLD, run, seen, write_model
 
 TURN = """
 class Model:
@@ -369,3 +369,45 @@ def test_regions_that_shrink_or_go(tmp_path: Path, taken: list[bool]) -> None:
                 assert taken == [False, True, False, False, True, False]
 
     run(work())
+
+
+def test_a_client_that_leaves_holds_nothing(tmp_path: Path, taken: list[bool]) -> None:
+    """Its place is free again, and so is what its output's region was held with."""
+    key = f"fastserve-doors-{os.getpid()}-left"
+    tensor = {"name": "x", "shape": [1, 2], "datatype": "FP32"}
+    room = {"shared_memory_region": "r", "shared_memory_byte_size": 8}
+
+    def body(value: float) -> bytes:
+        outputs = [{"name": "y", "parameters": room}]
+        return json.dumps({"inputs": [tensor | {"data": [value, 1]}], "outputs": outputs}).encode()
+
+    async def work() -> None:
+        write_model(tmp_path)
+        with shared(key) as memory:
+            async with Doors(tmp_path) as doors:
+                await doors.register("r", key)
+                path = "/v2/models/twice/infer"
+                for _ in range(2):
+                    await doors.client.post(path, body(5), None)
+                assert struct.unpack("<2f", memory[:8]) == (10, 2)
+                before = os.listdir("/proc/self/fd")
+                leaver = Client(*await asyncio.open_connection(*doors.server.front.http[0].address))
+                asking = asyncio.create_task(leaver.post(path, body(HOLD), None))
+                await until(lambda: seen(tmp_path)[-1:] == [[HOLD]])
+                leaver.writer.close()
+                with pytest.raises(asyncio.IncompleteReadError):
+                    await asking
+                await until(lambda: os.listdir("/proc/self/fd") == before)
+                (tmp_path / "go").touch()
+                ring = next(iter(doors.server.host.hosted.values())).lane.ring
+                await until(lambda: ring.outstanding() == 0)
+                assert struct.unpack("<2f", memory[:8]) == (10, 2)
+            assert taken == [False, True, True]
+
+    run(work())
+
+
+async def until(true: Callable[[], object]) -> None:
+    """Let the loop turn until something is so; `run` has the limit."""
+    while not true():
+        await asyncio.sleep(0.002)
