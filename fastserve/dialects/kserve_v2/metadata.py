@@ -64,4 +64,8 @@ def _is_settled(model: Model) -> bool:
 
 def model_config(version: Version) -> Mapping[str, Any]:
     """The configuration as the original's ModelConfig message in JSON, defaults and all."""
-    return config_json(version.config, version)
+    shown = config_json(version.config, version)
+    scheduling = shown.get("ensemble_scheduling", {})
+    if not scheduling.get("max_inflight_requests"):  # 24.10 does not know it yet
+        scheduling.pop("max_inflight_requests", None)
+    return shown
