@@ -118,7 +118,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     found: dict[str, Any] = {}
     models = {
         "model_control": "explicit",
-        "load_models": ("simple", "params", "llm"),
+        "load_models": ("simple", "params", "llm", "ens"),
         "allow_client_shm": True,
     }
 
@@ -137,6 +137,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             found["generated"] = await asked.http(
                 "/v2/models/params/generate", {"IN": "x", "id": "7", "timeout": 5}
             )
+            found["config"] = await asked.http("/v2/models/ens/config", method="GET")
             health = await exchange_health(asked)
             found["health"] = health
 
@@ -189,3 +190,9 @@ def test_a_generate_body_has_no_words_of_the_server(told: dict[str, Any]) -> Non
 
 def test_health_looks_at_no_name(told: dict[str, Any]) -> None:
     assert told["health"] == [b"\x08\x01"] * 2
+
+
+def test_a_config_has_no_field_that_came_later(told: dict[str, Any]) -> None:
+    step = {"model_name": "simple", "model_version": -1, "model_namespace": ""}
+    maps = {"input_map": {"INPUT0": "X", "INPUT1": "X"}, "output_map": {"OUTPUT0": "Y"}}
+    assert told["config"][1]["ensemble_scheduling"] == {"step": [{**step, **maps}]}
