@@ -20,18 +20,22 @@ cdef inline list read_places(const Arena* arena, Slot* slot, uint32_t reserved):
     """(first row, rows, input slab offset, bytes) of each place somebody waits for."""
     cdef Row* rows = rows_of(slot)
     cdef uint32_t r = 0
+    cdef uint64_t slab
     found = []
     while r < reserved:
         if rows[r].state == ROW_COMMITTED or rows[r].state == ROW_ANSWERED:
-            found.append((r, rows[r].rows, rows[r].in_offset, rows[r].in_bytes))
+            slab = rows[r].in_offset        # its own, or somebody wrote over the table
+            if slab and slab_owner(&arena.slabs, slab) != place_owner(rows[r].tag):
+                slab = 0
+            found.append((r, rows[r].rows, slab, rows[r].in_bytes))
         r += row_span(arena, rows, r)
     return found
 
 
-cdef inline int read_message(const Arena* arena, uint32_t owner, const Message* message, list found) except -1:
+cdef inline int read_message(const Arena* arena, const Claims* claims, uint32_t owner, const Message* message, list found) except -1:
     """Adds what a worker says: (slot, seq), or (PART, (slot, seq, row, slab offset, bytes, final)); PART is -2."""
     if message.kind == PART_MESSAGE:
-        if part_holds(arena, owner, message):
+        if part_take(arena, claims, owner, message):
             found.append((-2, (message.slot, message.seq, part_row(message), message.value,
                                <uint32_t>message.part, bool(message.part >> 63))))
     elif message.slot < arena.slots:

@@ -6,15 +6,16 @@
     worker:  slot = ring.take();  ...run...;  ring.publish(slot)
     front:   for slot, seq in ring.drain(): ...ring.output_rows(place, 2, 0)...; ring.release(place, 2)
 
-The memory and the state machine are in include/arena.h, include/slots.h and include/sweep.h; this module only opens
-the doors. A BatchRing borrows the arena's memory: whoever made it keeps that mapped. Views it hands
-out are borrowed too, until the place is committed (inputs) or released (outputs).
+The memory and the state machine are in include/arena.h and slots.h, what guards a front in claims.h; this module
+only opens the doors. Views are borrowed until the place is committed (inputs) or released (outputs).
 """
 
 from cpython.buffer cimport PyBUF_READ, PyBUF_WRITE
 from cpython.memoryview cimport PyMemoryView_FromMemory
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
-from libc.string cimport memcpy, memset
+from libc.stdlib cimport free
+from libc.string cimport memcpy
+from os import urandom
 from arena_layout cimport lay_out, slab_pages_bytes
 from arena_reading cimport *
 from slot_verbs cimport *
@@ -56,23 +57,27 @@ cdef class BatchRing:
 
     cdef Arena arena
     cdef object memory
-    cdef readonly int front, worker
+    cdef readonly int front, worker, inputs, outputs
     cdef readonly uint32_t slots, max_rows
     cdef int own_bell, control
-    cdef int worker_bells[MAX_WORKERS]
-    cdef int front_bells[MAX_FRONTS]
+    cdef int[MAX_WORKERS] worker_bells
+    cdef int[MAX_FRONTS] front_bells
     cdef bint news                      # rows were committed since the last kick
     cdef uint32_t ready                 # slots that became ready since the last kick
+    cdef Claims claims                  # what shared memory cannot tell; in lent memory tests can turn it back
+    cdef object lent_claims
     cdef uint64_t turn_ns               # since when rows committed in this turn of the loop wait
-    cdef readonly int inputs, outputs
 
     def __init__(self, uint8_t[::1] memory not None, *, int front=-1, int worker=-1, int own_bell=-1,
-                 worker_bells=(), front_bells=(), int control=-1):
+                 worker_bells=(), front_bells=(), int control=-1, uint64_t[::1] claims=None):
         cdef int i
         if not arena_attach(&self.arena, &memory[0], memory.shape[0]):
             raise ValueError("this memory holds no arena of this version")
         if front >= <int>self.arena.fronts or worker >= <int>self.arena.workers:
             raise ValueError("no such front or worker in this arena")
+        self.lent_claims = None if claims is None else claims.base
+        if not claims_open(&self.arena, &self.claims, <uint64_t*>NULL if claims is None else &claims[0], int.from_bytes(urandom(8), "little")):
+            raise MemoryError
         self.memory = memory.base
         self.front, self.worker, self.own_bell, self.control = front, worker, own_bell, control
         self.slots, self.max_rows = self.arena.slots, self.arena.max_rows
@@ -82,43 +87,57 @@ cdef class BatchRing:
         for i in range(MAX_FRONTS):
             self.front_bells[i] = front_bells[i] if i < len(front_bells) else -1
 
+    def __dealloc__(self):
+        if self.lent_claims is None:
+            free(self.claims.held)
+
     # --- fronts ---------------------------------------------------------------------------------
 
     def reserve(self, uint32_t rows) -> int:
         """A place for 1..max_rows rows, or FULL. End it with commit or abandon."""
         if rows < 1 or rows > self.max_rows:
             raise ValueError(f"a place has 1..{self.max_rows} rows, not {rows}")
-        return place_reserve(&self.arena, rows, self.front)
+        cdef int64_t place = place_reserve(&self.arena, rows, self.front)
+        if place >= 0 and not claim_rows(&self.arena, &self.claims, place, rows):
+            claim_refuse(&self.arena, place, rows)      # a worker has freed rows that we hold: not these, then
+            return FULL
+        return place
 
     def commit(self, int64_t place, uint32_t rows) -> None:
         """The rows are written; kick() when no more are coming right now."""
         self.check(place, rows)
         if self.turn_ns == 0:       # one look at the clock a turn, and the batch's own where it has just looked
             self.turn_ns = monotonic_ns() if place & 0xffff else slot_at(&self.arena, <uint32_t>(place >> 16)).first_ns
-        self.ready += place_commit(&self.arena, place, rows, self.turn_ns)
+        self.ready += place_commit(&self.arena, place, rows, self.turn_ns, claim_of(&self.arena, &self.claims, place))
         self.news = True
 
     def backdate(self, int64_t place, uint64_t queued_ns) -> None:
         """The request of a committed place has waited since then, in a queue before this one."""
         self.check(place, 1)
-        rows_of(slot_at(&self.arena, <uint32_t>(place >> 16)))[place & 0xffff].queued_ns = queued_ns
+        claim_row(&self.arena, place).queued_ns = queued_ns
 
     def abandon(self, int64_t place, uint32_t rows) -> None:
         """The rows will not be written."""
         self.check(place, rows)
+        claim_row(&self.arena, place).tag = claim_of(&self.arena, &self.claims, place)
+        claim_end(&self.arena, &self.claims, place, 0)
         if place_abandon(&self.arena, place, rows):
-            self.ready += 1
-            self.news = True
+            self.news, self.ready = True, self.ready + 1
 
     def drop(self, int64_t place) -> bool:
         """Nobody waits for these rows any more. True: forget the place. False: release it when its batch is done."""
         self.check(place, 1)
-        return place_drop(&self.arena, place)
+        if claim_stands(&self.arena, &self.claims, place) and not place_drop(&self.arena, place):
+            return False
+        claim_end(&self.arena, &self.claims, place, LEFT)
+        return True
 
     def release(self, int64_t place, uint32_t rows) -> None:
         """The outputs have been read. Slabs of the place are released with it."""
         self.check(place, rows)
-        place_release(&self.arena, place, rows)
+        if claim_stands(&self.arena, &self.claims, place):
+            place_release(&self.arena, place, rows)
+        claim_end(&self.arena, &self.claims, place, 0)
 
     def seal(self, int64_t place) -> None:
         """Close the place's batch to further rows, whatever the delay."""
@@ -141,7 +160,7 @@ cdef class BatchRing:
 
     def drain(self) -> list:
         """Slots done since the last call, as (slot, seq). (-1, 0) asks to look at every place still waited for;
-        (PART, (slot, seq, row, slab offset, bytes, final)) is one part of an answer: its slab is ours now."""
+        (PART, (slot, seq, row, slab offset, bytes, final)) is one part of an answer to a place of ours, and so is its slab."""
         cdef Message message
         cdef uint32_t w, left
         cdef FrontDesk* desk = &self.arena.header.front[self.front]
@@ -152,7 +171,7 @@ cdef class BatchRing:
             left = self.arena.ring_capacity     # a worker may claim to have written any number
             while left and message_pop(ring_of(&self.arena, w, self.front), self.arena.ring_capacity, &message):
                 left -= 1
-                read_message(&self.arena, self.owner(), &message, found)
+                read_message(&self.arena, &self.claims, self.owner(), &message, found)
         if desk_exchange(&desk.rescan, 0):
             found.append((-1, 0))
         return found
@@ -160,28 +179,29 @@ cdef class BatchRing:
     def count_part(self, int64_t place) -> None:
         """One more part of a place still waited for has been read: its worker may send another."""
         self.check(place, 1)
-        cdef Row* row = rows_of(slot_at(&self.arena, <uint32_t>(place >> 16))) + (place & 0xffff)
+        cdef Row* row = claim_row(&self.arena, place)
         desk_exchange(&row.parts_read, row.parts_read + 1)
 
     def is_done(self, uint32_t slot, uint64_t seq) -> bool:
         """Whether that opening of the slot has been published."""
-        cdef Slot* s = self.slot(slot)
-        return s.seq == seq and word_state(load64(&s.word)) == SLOT_DONE
+        return self.slot(slot).seq == seq and word_state(load64(&slot_at(&self.arena, slot).word)) == SLOT_DONE
+
+    def answered(self, int64_t place, uint32_t rows) -> bool:
+        """Whether the outputs of a place whose batch is done are its own: false only when shared memory was damaged."""
+        self.check(place, rows)
+        return claim_answered(&self.arena, &self.claims, place, rows)
 
     def failure(self, uint32_t slot) -> tuple | None:
         """(kind, text) when the whole batch failed, else None."""
         cdef Slot* s = self.slot(slot)
         if s.status == 0:
             return None
-        cdef uint32_t size = s.error_bytes
-        if size > ERROR_BYTES:
-            size = ERROR_BYTES
-        return s.status, s.error[:size].decode("utf-8", "replace")
+        return s.status, s.error[:min(s.error_bytes, ERROR_BYTES)].decode("utf-8", "replace")
 
     def place_status(self, int64_t place) -> int:
         """0, or the kind of this place's own failure; its text is then in its output slab."""
         self.check(place, 1)
-        return rows_of(slot_at(&self.arena, <uint32_t>(place >> 16)))[place & 0xffff].status
+        return claim_row(&self.arena, place).status
 
     def times_ns(self, uint32_t slot) -> tuple:
         """(first row reserved, taken, run started, run ended, done), CLOCK_MONOTONIC."""
@@ -232,51 +252,29 @@ cdef class BatchRing:
         """A batch to run, or -1; never waits."""
         cdef uint64_t due
         cdef int64_t slot = slot_take(&self.arena, self.worker, &due)
-        if slot >= 0:
-            self.mark_taken(<uint32_t>slot)
-        return slot
+        return self.mark_taken(<uint32_t>slot) if slot >= 0 else -1
 
     def take_or_wait(self, int64_t spin_ns=0) -> int:
         """A batch to run; or -1 after a doorbell, -2 when the control socket has something to say."""
         cdef int64_t slot
         cdef int why = 0
         with nogil:
-            slot = self.take_waiting(spin_ns, &why)
-        if slot >= 0:
-            self.mark_taken(<uint32_t>slot)
-            return slot
-        return -2 if why & 2 else -1
+            slot = take_or_wait(&self.arena, self.worker, self.own_bell, self.control, spin_ns, &why)
+        return self.mark_taken(<uint32_t>slot) if slot >= 0 else -2 if why & 2 else -1
 
-    cdef int64_t take_waiting(self, int64_t spin_ns, int* why) noexcept nogil:
-        cdef uint64_t due, now, until
-        cdef int64_t slot = slot_take(&self.arena, self.worker, &due)
-        cdef WorkerDesk* desk = &self.arena.header.worker[self.worker]
-        if slot < 0 and spin_ns > 0:
-            until = monotonic_ns() + spin_ns
-            while slot < 0 and monotonic_ns() < until:
-                spin_pause()
-                slot = slot_take(&self.arena, self.worker, &due)
-        if slot >= 0:
-            return slot
-        # Say that we sleep, then look once more: a front that commits after the look sees the flag.
-        desk_exchange(&desk.asleep, ASLEEP_UNTIL_DUE if due else ASLEEP)
-        slot = slot_take(&self.arena, self.worker, &due)
-        if slot < 0:
-            now = monotonic_ns()
-            why[0] = bell_wait(self.own_bell, self.control, -1 if due == 0 else <int64_t>(due - now) if due > now else 0)
-        desk_exchange(&desk.asleep, AWAKE)
-        return slot if slot >= 0 else slot_take(&self.arena, self.worker, &due)
-
-    cdef void mark_taken(self, uint32_t slot):
+    cdef int64_t mark_taken(self, uint32_t slot):
         cdef Slot* s = slot_at(&self.arena, slot)
+        claims_ran(&self.arena, &self.claims, slot)[0] = slot_see(&self.arena, s)
         s.attempts += 1
         s.taken_ns = monotonic_ns()
         s.status = 0
         self.arena.header.worker[self.worker].batches += 1
+        return slot
 
     def batch_rows(self, uint32_t slot) -> int:
-        """Rows of a taken batch, those nobody waits for included."""
-        return min(word_reserved(load64(&self.slot(slot).word)), self.max_rows)
+        """Rows of a batch when this worker took it, those nobody waits for included."""
+        cdef uint64_t w = load64(&self.slot(slot).word)
+        return min(word_reserved(w), self.max_rows) if self.worker < 0 else claims_ran(&self.arena, &self.claims, slot)[0]
 
     def places(self, uint32_t slot) -> list:
         """(first row, rows, input slab offset, bytes) of each place somebody waits for."""
@@ -310,24 +308,23 @@ cdef class BatchRing:
         cdef Row* at = rows_of(self.slot(slot)) + min(row, self.max_rows - 1)
         at.status, at.out_offset, at.out_bytes = status, offset, nbytes
         if offset:
-            slab_give(&self.arena.slabs, offset, OWNER_PLACE)
+            slab_give(&self.arena.slabs, offset, self.owner(), place_owner(at.tag))
 
     def publish(self, uint32_t slot) -> bool:
         """The batch is done: tell every front that waits. False when this worker does not hold it."""
         cdef uint64_t seq = self.slot(slot).seq
         # Under the GIL: another thread may be sending a part through the same one-writer ring.
         cdef uint64_t freed
-        cdef uint64_t fronts = slot_publish(&self.arena, slot, self.worker, &freed)
+        cdef uint64_t fronts = slot_publish(&self.arena, slot, self.worker, claims_ran(&self.arena, &self.claims, slot)[0], &freed)
         tell_done(&self.arena, self.worker, fronts, self.front_bells, slot, seq)
-        self.ask_to_look(freed)
+        ask_to_look(&self.arena, self.front_bells, freed)
         return fronts != 0
 
     # --- workers whose answers come in parts: the batch stays theirs until the last part ---
 
     def waits(self, uint32_t slot, uint32_t row) -> bool:
         """Whether somebody still waits for this place of a batch this worker runs."""
-        cdef Slot* s = self.slot(slot)
-        return desk_load(&rows_of(s)[min(row, self.max_rows - 1)].state) == ROW_COMMITTED
+        return desk_load(&rows_of(self.slot(slot))[min(row, self.max_rows - 1)].state) == ROW_COMMITTED
 
     def parts_read(self, uint32_t slot, uint32_t row) -> int:
         """How many parts of this place's answer the front has taken."""
@@ -361,11 +358,11 @@ cdef class BatchRing:
                 self.news, self.ready = True, self.ready + 1
                 continue
             self.fail(i, kind, text)
-            slot_publish(&self.arena, i, worker, &freed)
+            slot_publish(&self.arena, i, worker, self.max_rows, &freed)
             failed += 1
         slab_sweep(&self.arena.slabs, WORKER_OWNER + worker)
         desk_exchange(&self.arena.header.worker[worker].asleep, AWAKE)
-        self.ask_to_look(~<uint64_t>0)      # it may have died between publishing and telling
+        ask_to_look(&self.arena, self.front_bells, ~<uint64_t>0)    # it may have died between publishing and telling
         self.kick()
         return retried, failed
 
@@ -374,26 +371,19 @@ cdef class BatchRing:
         cdef uint64_t due
         cdef int64_t slot
         cdef uint64_t fronts, freed
-        cdef uint32_t i, failed = 0
-        while True:
+        cdef uint32_t i, tries, failed = 0
+        for tries in range(2 * self.slots):     # a worker that writes over the words could make any number ready
             if open_due_ns(&self.arena, &i):
                 slot_seal(&self.arena, i)
             slot = slot_take(&self.arena, NO_WORKER - 1, &due)
             if slot < 0:
-                return failed
+                break
             self.slot(<uint32_t>slot).taken_ns = monotonic_ns()
             self.fail(<uint32_t>slot, kind, text)
-            fronts = slot_publish(&self.arena, <uint32_t>slot, NO_WORKER - 1, &freed)
+            fronts = slot_publish(&self.arena, <uint32_t>slot, NO_WORKER - 1, self.max_rows, &freed)
             failed += 1
-            self.ask_to_look(fronts | freed)
-
-    cdef void ask_to_look(self, uint64_t fronts):
-        cdef uint32_t f
-        for f in range(self.arena.fronts):
-            if fronts >> f & 1:
-                desk_exchange(&self.arena.header.front[f].rescan, 1)
-                if self.front_bells[f] >= 0:
-                    bell_ring(self.front_bells[f])
+            ask_to_look(&self.arena, self.front_bells, fronts | freed)
+        return failed
 
     def sweep_front(self, uint32_t front) -> int:
         """Let go of everything a dead front held. Call it again until it returns 0."""
@@ -432,7 +422,7 @@ cdef class BatchRing:
 
     def give_worker(self, uint64_t offset, uint32_t worker) -> None:
         """A slab of ours becomes a worker's, who returns it; it goes with that worker."""
-        slab_give(&self.arena.slabs, offset, WORKER_OWNER + worker)
+        slab_give(&self.arena.slabs, offset, self.owner(), WORKER_OWNER + worker)
 
     def slab(self, uint64_t offset, uint64_t nbytes, bint writable=False):
         """The bytes of a leased slab; raises when offset and nbytes are no lease."""
@@ -443,15 +433,19 @@ cdef class BatchRing:
     def attach_slab(self, int64_t place, uint64_t offset, uint32_t nbytes) -> None:
         """The inputs of a reserved place are in this slab; it is released with the place."""
         self.check(place, 1)
-        cdef Row* row = rows_of(slot_at(&self.arena, <uint32_t>(place >> 16))) + (place & 0xffff)
+        cdef Row* row = claim_row(&self.arena, place)
+        row.tag = claim_of(&self.arena, &self.claims, place)
         row.in_offset, row.in_bytes = offset, nbytes
-        slab_give(&self.arena.slabs, offset, OWNER_PLACE)
+        slab_give(&self.arena.slabs, offset, self.owner(), place_owner(row.tag))
 
     def answer_slab(self, int64_t place) -> tuple:
         """(offset, bytes) of the outputs of a place, (0, 0) when there are none."""
         self.check(place, 1)
-        cdef Row* row = rows_of(slot_at(&self.arena, <uint32_t>(place >> 16))) + (place & 0xffff)
-        return row.out_offset, row.out_bytes
+        cdef Row* row = claim_row(&self.arena, place)
+        cdef uint64_t offset = row.out_offset
+        if offset == 0 or slab_owner(&self.arena.slabs, offset) != place_owner(claim_of(&self.arena, &self.claims, place)):
+            return 0, 0
+        return offset, row.out_bytes
 
     # --- counts, of all processes together since the arena was made ---------------------------------
 

@@ -25,7 +25,7 @@ cdef extern from "slab.h" nogil:
     uint64_t slab_lease(const Slabs*, uint64_t, uint32_t)
     bint slab_holds(const Slabs*, uint64_t, uint64_t)
     bint slab_release(const Slabs*, uint64_t)
-    bint slab_give(const Slabs*, uint64_t, uint32_t)
+    bint slab_give(const Slabs*, uint64_t, uint32_t giver, uint32_t taker)
     uint32_t slab_sweep(const Slabs*, uint32_t)
     uint32_t slab_used(const Slabs*)
 
@@ -70,9 +70,9 @@ cdef class SlabPool:
         if not slab_release(&self.slabs, offset):
             raise ValueError("not the start of a lease")
 
-    def give(self, uint64_t offset, uint32_t owner) -> None:
-        """The lease changes hands. Raises ValueError when offset starts none."""
-        if not slab_give(&self.slabs, offset, owner):
+    def give(self, uint64_t offset, uint32_t giver, uint32_t taker) -> None:
+        """The lease changes hands. Raises ValueError when offset starts none of the giver's."""
+        if not slab_give(&self.slabs, offset, giver, taker):
             raise ValueError("not the start of a lease")
 
     def sweep(self, uint32_t owner) -> int:

@@ -10,7 +10,7 @@ cdef extern from "sweep.h" nogil:
     const uint8_t SLOT_MOVES[7][10]
     ctypedef struct Row:
         uint32_t state, in_bytes, out_bytes, status, parts_read
-        uint64_t in_offset, out_offset, queued_ns
+        uint64_t in_offset, out_offset, queued_ns, tag, echo
         int front, rows
     ctypedef struct Slot:
         uint64_t word, seq, first_ns, taken_ns, run_ns, ran_ns, done_ns
@@ -71,7 +71,7 @@ cdef extern from "sweep.h" nogil:
     uint32_t word_settled(uint64_t)
     uint32_t word_worker(uint64_t)
     int64_t place_reserve(const Arena*, uint32_t, uint32_t)
-    bint place_commit(const Arena*, int64_t, uint32_t, uint64_t)
+    bint place_commit(const Arena*, int64_t, uint32_t, uint64_t, uint64_t tag)
     bint place_abandon(const Arena*, int64_t, uint32_t)
     bint place_drop(const Arena*, int64_t)
     void place_release(const Arena*, int64_t, uint32_t)
@@ -85,7 +85,7 @@ cdef extern from "sweep.h" nogil:
     bint slot_seal(const Arena*, uint32_t)
     int64_t slot_take(const Arena*, uint32_t, uint64_t*)
     uint64_t open_due_ns(const Arena*, uint32_t*)
-    uint64_t slot_publish(const Arena*, uint32_t, uint32_t, uint64_t* freed)
+    uint64_t slot_publish(const Arena*, uint32_t, uint32_t, uint32_t ran, uint64_t* freed)
     bint slot_return(Slot*, uint32_t)
     uint32_t slot_sweep(const Arena*, uint32_t, uint32_t)
     uint32_t slot_lost(const Arena*, uint32_t, uint32_t*)
@@ -95,24 +95,40 @@ cdef extern from "sweep.h" nogil:
     uint32_t slab_owner(const Slabs*, uint64_t)
     bint slab_holds(const Slabs*, uint64_t, uint64_t)
     bint slab_release(const Slabs*, uint64_t)
-    bint slab_give(const Slabs*, uint64_t, uint32_t)
+    bint slab_give(const Slabs*, uint64_t, uint32_t giver, uint32_t taker)
     uint32_t slab_sweep(const Slabs*, uint32_t)
     uint32_t slab_used(const Slabs*)
     enum: WORKER_OWNER, OWNER_PLACE
+    uint32_t place_owner(uint64_t tag)
+    uint32_t slot_see(const Arena*, Slot*)
+
+cdef extern from "claims.h" nogil:
+    const uint64_t LEFT
+    ctypedef struct Claims:
+        uint64_t* held
+    uint64_t* claims_ran(const Arena*, const Claims*, uint32_t slot)
+    bint claims_open(const Arena*, Claims*, uint64_t* lent, uint64_t seed)
+    uint64_t claim_of(const Arena*, const Claims*, int64_t place)
+    bint claim_rows(const Arena*, Claims*, int64_t place, uint32_t rows)
+    void claim_refuse(const Arena*, int64_t place, uint32_t rows)
+    void claim_end(const Arena*, Claims*, int64_t place, uint64_t mark)
+    Row* claim_row(const Arena*, int64_t place)
+    bint claim_stands(const Arena*, const Claims*, int64_t place)
+    bint claim_answered(const Arena*, const Claims*, int64_t place, uint32_t rows)
 
 cdef extern from "telling.h" nogil:
     enum: DONE_MESSAGE, PART_MESSAGE
     void tell_done(const Arena*, uint32_t worker, uint64_t fronts, const int* bells, uint32_t slot, uint64_t seq)
     bint part_send(const Arena*, uint32_t worker, uint32_t owner, const int* bells, uint32_t slot, uint32_t row, uint64_t offset, uint32_t nbytes, bint final)
     uint32_t part_row(const Message*)
-    bint part_holds(const Arena*, uint32_t owner, const Message*)
+    bint part_take(const Arena*, const Claims*, uint32_t owner, const Message*)
     uint64_t part_keep_inputs(const Arena*, uint32_t owner, uint32_t slot, uint32_t row)
     void wake_workers(const Arena*, const int* bells, uint32_t ready)
+    void ask_to_look(const Arena*, const int* bells, uint64_t fronts)
+    int64_t take_or_wait(const Arena*, uint32_t worker, int bell, int control, int64_t spin_ns, int* why)
 
 cdef extern from "doorbell.h" nogil:
     void bell_ring(int fd)
     void bell_clear(int fd)
-    int bell_wait(int bell, int control, int64_t timeout_ns)
     uint32_t desk_exchange(uint32_t*, uint32_t)
     uint32_t desk_load(const uint32_t*)
-    void spin_pause()

@@ -32,7 +32,7 @@
 
 enum {
     ARENA_MAGIC = 0x66737276,   // "fsrv"
-    ARENA_LAYOUT = 3,
+    ARENA_LAYOUT = 4,
     MAX_WORKERS = 64,
     MAX_FRONTS = 64,
     MAX_COLUMNS = 64,
@@ -63,7 +63,7 @@ static const uint8_t SLOT_MOVES[SLOT_STATES][SLOT_EVENTS] = {
 enum RowState : uint32_t { ROW_EMPTY, ROW_RESERVED, ROW_COMMITTED, ROW_ANSWERED, ROW_DROPPED };
 
 // One place: the rows of one request in one slot, kept at its first row. Slabs attached to it are its
-// own (OWNER_PLACE) until whoever moves it to DROPPED, or the worker that finds it there, lets go of them.
+// own (place_owner) until whoever moves it to DROPPED, or the worker that finds it there, lets go of them.
 typedef struct {
     uint32_t state;         // RowState, atomic
     uint16_t front;         // which front process waits for it
@@ -75,7 +75,10 @@ typedef struct {
     uint32_t status;        // 0 or the kind of its own failure
     uint32_t parts_read;    // of an answer in parts: how many the front has taken off its hands
     uint64_t queued_ns;     // since when it waits for a worker, CLOCK_MONOTONIC
+    uint64_t tag, echo;     // of this place alone, and what its worker made of it (claims.h)
 } Row;
+
+static const uint64_t ECHO_TAKEN = 0x5afe7a6e0a7e5eedu, ECHO_PUBLISHED = 0x0dd5b17e0ff5e75au;
 
 typedef struct {
     alignas(64) uint64_t word;

@@ -13,6 +13,7 @@ typedef struct {
     uint32_t kind;      // MESSAGE_*
     uint64_t value;     // a part: the offset of its slab, 0 for none
     uint64_t part;      // a part: | final 1 | unused 15 | row 16 | bytes 32 |
+    uint64_t tag;       // a part: of the place it is for (claims.h)
 } Message;
 
 typedef struct {

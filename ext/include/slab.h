@@ -10,9 +10,11 @@
 #include <stdint.h>
 #include <string.h>
 
-// Owners: fronts are 1.., workers WORKER_OWNER..; what is attached to a place is nobody's own.
+// Owners: fronts are 1.., workers WORKER_OWNER..; what is attached to a place has an owner made of its tag, or
+// OWNER_PLACE where the one that attached it died.
 enum { SLAB_PAGE = 4096, SLAB_MAGIC = 0x626c7361, WORKER_OWNER = 0x4000, OWNER_PLACE = 0xffff };
 static const uint32_t INSIDE = 0xffffffffu;
+static inline uint32_t place_owner(uint64_t tag) { return 0x80000000u | (uint32_t)tag; }
 
 typedef struct { uint32_t magic, pages; uint64_t pages_offset; alignas(64) uint64_t hint; alignas(64) uint64_t words[1]; } SlabHeader;
 typedef struct { SlabHeader *header; uint8_t *base; uint32_t pages; uint64_t pages_offset; } Slabs;
@@ -136,15 +138,15 @@ static inline bool slab_release(const Slabs *s, uint64_t offset)
     return true;
 }
 
-// The lease changes hands: from the process that filled it to the one that will release it.
-static inline bool slab_give(const Slabs *s, uint64_t offset, uint32_t owner)
+// The lease changes hands: from the process that filled it to the one that will release it. False when it is
+// not the giver's, as when somebody wrote over the word and the pages are leased anew.
+static inline bool slab_give(const Slabs *s, uint64_t offset, uint32_t from, uint32_t to)
 {
     uint32_t count = 0;
     int64_t page = slab_find(s, offset, &count);
-    if (page < 0)
-        return false;
-    __atomic_store_n(slab_word(s, (uint32_t)page), (uint64_t)owner << 32 | count, __ATOMIC_RELEASE);
-    return true;
+    uint64_t held = (uint64_t)from << 32 | count;
+    return page >= 0 && __atomic_compare_exchange_n(slab_word(s, (uint32_t)page), &held, (uint64_t)to << 32 | count, false,
+                                                    __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
 }
 
 // Free what a dead owner held; returns the number of pages. Later pages of a lease keep the owner that
@@ -158,7 +160,9 @@ static inline uint32_t slab_sweep(const Slabs *s, uint32_t owner)
         if (count == 0 || count == INSIDE || count > s->pages - page)
             count = 1;
         for (uint32_t i = count; word != 0 && word >> 32 == owner && i-- > 0;) {
-            uint64_t held = i ? (uint64_t)owner << 32 | INSIDE : word;
+            uint64_t held = i ? __atomic_load_n(slab_word(s, page + i), __ATOMIC_ACQUIRE) : word;
+            if (i && (uint32_t)held != INSIDE)
+                continue;
             freed += __atomic_compare_exchange_n(slab_word(s, page + i), &held, (uint64_t)0, false,
                                                  __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
         }

@@ -51,6 +51,8 @@ static inline bool slot_open_at(const Arena *a, uint32_t i, uint32_t front, uint
     if (word_state(w) != SLOT_FREE || !swap_word(&s->word, &w, claimed))
         return false;
     s->first_ns = s->taken_ns = s->run_ns = s->ran_ns = s->done_ns = 0;
+    if (s->error_bytes)     // another batch's words
+        memset(s->error, 0, ERROR_BYTES);
     s->counted = s->attempts = 0, s->status = 0, s->error_bytes = 0;
     s->seq = __atomic_add_fetch(&a->header->next_seq, 1, __ATOMIC_RELAXED);
     *opened = make_word(word_generation(w), NO_WORKER, SLOT_OPEN, 0, 0);
@@ -93,7 +95,7 @@ static inline int64_t place_reserve(const Arena *a, uint32_t rows, uint32_t fron
                 row->front = front, row->rows = rows;
                 row->in_offset = row->out_offset = 0;
                 row->in_bytes = row->out_bytes = row->status = 0;
-                row->queued_ns = 0;
+                row->queued_ns = row->tag = row->echo = 0;
                 __atomic_store_n(&row->state, (uint32_t)ROW_RESERVED, __ATOMIC_RELEASE);
                 if (start == 0)
                     __atomic_store_n(&s->first_ns, monotonic_ns(), __ATOMIC_RELEASE);
@@ -119,11 +121,11 @@ static inline bool slot_settle(Slot *s, uint32_t rows)
 }
 
 // The rows are written: a worker may see them. Returns true when that made the batch ready.
-static inline bool place_commit(const Arena *a, int64_t place, uint32_t rows, uint64_t now_ns)
+static inline bool place_commit(const Arena *a, int64_t place, uint32_t rows, uint64_t now_ns, uint64_t tag)
 {
     Slot *s = slot_at(a, (uint32_t)(place >> 16));
     Row *row = rows_of(s) + (place & 0xffff);
-    row->queued_ns = now_ns;
+    row->queued_ns = now_ns, row->tag = tag;
     __atomic_store_n(&row->state, (uint32_t)ROW_COMMITTED, __ATOMIC_RELEASE);
     return slot_settle(s, rows);
 }
@@ -175,17 +177,18 @@ static inline void clear_rows(const Arena *a, Slot *s, uint32_t reserved)
 }
 
 // Taking the offset away first, at once: a slab that two processes let go of could be another's by then.
-static inline void release_slab(const Arena *a, uint64_t *held)
+static inline void release_slab(const Arena *a, uint64_t *held, uint64_t tag)
 {
     uint64_t offset = __atomic_exchange_n(held, (uint64_t)0, __ATOMIC_ACQ_REL);
-    if (a->slabs.pages && offset)
+    uint32_t owner = a->slabs.pages && offset ? slab_owner(&a->slabs, offset) : 0;
+    if (owner && (owner == place_owner(tag) || owner == OWNER_PLACE))
         slab_release(&a->slabs, offset);
 }
 
 static inline void release_slabs(const Arena *a, Row *row)
 {
-    release_slab(a, &row->in_offset);
-    release_slab(a, &row->out_offset);
+    release_slab(a, &row->in_offset, row->tag);
+    release_slab(a, &row->out_offset, row->tag);
 }
 
 // `rows` rows of a done batch need it no longer. The last release frees its slot.
@@ -309,6 +312,17 @@ static inline uint32_t slot_pending(const Arena *a, uint32_t i)
     return found;
 }
 
+// The worker that took the slot has seen these places, whose inputs are therefore written; how many rows it runs.
+static inline uint32_t slot_see(const Arena *a, Slot *s)
+{
+    uint64_t w = load64(&s->word);
+    uint32_t reserved = word_reserved(w) <= a->max_rows ? word_reserved(w) : a->max_rows;
+    Row *rows = rows_of(s);
+    for (uint32_t r = 0; r < reserved; r += row_span(a, rows, r))
+        rows[r].echo = r + row_span(a, rows, r) <= reserved ? rows[r].tag ^ ECHO_TAKEN : 0;
+    return reserved;
+}
+
 // How many rows of a running batch still have somebody waiting; marks them answered. `fronts` and `left` get
 // a bit for each front that waits for some, or no longer does.
 static inline uint32_t slot_answer(const Arena *a, Slot *s, uint32_t reserved, uint64_t *fronts, uint64_t *left, BatchTally *sum)
@@ -320,6 +334,8 @@ static inline uint32_t slot_answer(const Arena *a, Slot *s, uint32_t reserved, u
         swap_row(rows + r, ROW_COMMITTED, ROW_ANSWERED);
         if (__atomic_load_n(&rows[r].state, __ATOMIC_ACQUIRE) == ROW_ANSWERED) {
             live += span;
+            bool seen = r + span <= reserved && rows[r].echo == (rows[r].tag ^ ECHO_TAKEN);
+            rows[r].echo = seen ? rows[r].echo ^ ECHO_PUBLISHED : 0;
             *fronts |= (uint64_t)1 << (rows[r].front & 63);
             tally_place(a, sum, s, rows + r, span, s->done_ns);
         } else {
@@ -332,15 +348,16 @@ static inline uint32_t slot_answer(const Arena *a, Slot *s, uint32_t reserved, u
 }
 
 // RUNNING -> DONE (or FREE when nobody waits). Returns the fronts to tell, one bit each; of a batch that
-// everybody has left, `freed` are the fronts whose callers may be waiting for its room.
-static inline uint64_t slot_publish(const Arena *a, uint32_t i, uint32_t worker, uint64_t *freed)
+// everybody has left, `freed` are the fronts whose callers may be waiting for its room. `ran` is how many rows
+// the batch had when it was taken.
+static inline uint64_t slot_publish(const Arena *a, uint32_t i, uint32_t worker, uint32_t ran, uint64_t *freed)
 {
     Slot *s = slot_at(a, i);
     uint64_t w = load64(&s->word), fronts = 0, left = 0;
     *freed = 0;
     if (word_state(w) != SLOT_RUNNING || word_worker(w) != worker)
         return 0;
-    uint32_t reserved = word_reserved(w) <= a->max_rows ? word_reserved(w) : a->max_rows;
+    uint32_t reserved = word_reserved(w) <= ran ? word_reserved(w) : ran;
     BatchTally sum = {};
     __atomic_store_n(&s->done_ns, monotonic_ns(), __ATOMIC_RELAXED);
     uint32_t live = slot_answer(a, s, reserved, &fronts, &left, &sum);

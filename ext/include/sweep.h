@@ -13,7 +13,7 @@ static inline bool row_sweep(const Arena *a, Slot *s, uint32_t r, uint32_t rows)
     if (swap_row(row, ROW_RESERVED, ROW_DROPPED)) {
         // Attached and not yet given to the place: the worker that finds the place dropped lets go of it.
         if (a->slabs.pages && row->in_offset)
-            slab_give(&a->slabs, row->in_offset, OWNER_PLACE);
+            slab_give(&a->slabs, row->in_offset, 1 + row->front, OWNER_PLACE);
         clear_inputs(a, s, r, rows);
         slot_settle(s, rows);
         return true;

@@ -5,7 +5,7 @@
 //   PART  {seq, slot, slab, row, bytes, final}  one part of the answer to one place of a batch still running
 #pragma once
 #include "doorbell.h"
-#include "slots.h"
+#include "claims.h"
 
 enum { DONE_MESSAGE = 1, PART_MESSAGE = 2 };
 
@@ -25,46 +25,55 @@ static inline bool tell_front(const Arena *a, uint32_t worker, uint32_t front, i
 // `fronts` has a bit for each front that waits for the batch.
 static inline void tell_done(const Arena *a, uint32_t worker, uint64_t fronts, const int *bells, uint32_t slot, uint64_t seq)
 {
-    Message message = {seq, slot, DONE_MESSAGE, 0, 0};
+    Message message = {seq, slot, DONE_MESSAGE, 0, 0, 0};
     for (uint32_t f = 0; f < a->fronts; f++)
         if (fronts >> f & 1)
             tell_front(a, worker, f, bells[f], &message);
 }
 
-// The slab at `offset` (0: none), held by `owner`, becomes the front's; false when the ring has no room.
+// The slab at `offset` (0: none), held by `owner`, becomes the place's; false when the ring has no room.
 static inline bool part_send(const Arena *a, uint32_t worker, uint32_t owner, const int *bells, uint32_t slot, uint32_t row,
                              uint64_t offset, uint32_t nbytes, bool final)
 {
-    uint32_t front = rows_of(slot_at(a, slot))[row].front;
+    const Row *place = rows_of(slot_at(a, slot)) + row;
+    uint32_t front = place->front;
+    uint64_t tag = place->tag;
     if (front >= a->fronts)
         return false;
-    Message message = {slot_at(a, slot)->seq, slot, PART_MESSAGE, offset, (uint64_t)final << 63 | (uint64_t)row << 32 | nbytes};
+    Message message = {slot_at(a, slot)->seq, slot, PART_MESSAGE, offset, (uint64_t)final << 63 | (uint64_t)row << 32 | nbytes, tag};
     if (offset)
-        slab_give(&a->slabs, offset, 1 + front);
+        slab_give(&a->slabs, offset, owner, place_owner(tag));
     if (tell_front(a, worker, front, bells[front], &message))
         return true;
     if (offset)
-        slab_give(&a->slabs, offset, owner);
+        slab_give(&a->slabs, offset, place_owner(tag), owner);
     return false;
 }
 
 static inline uint32_t part_row(const Message *message) { return message->part >> 32 & 0xffff; }
 
-// Whether a part that came makes sense, and its slab is this front's: a slab that is not was swept with the
-// process it was sent to.
-static inline bool part_holds(const Arena *a, uint32_t owner, const Message *message)
+// Whether a part that came is for a place of ours; its slab is this front's from here on. A part for a place
+// that is no longer ours (its caller left and the slot went on, or it was for a front that died) goes back.
+static inline bool part_take(const Arena *a, const Claims *claims, uint32_t owner, const Message *message)
 {
-    bool placed = message->slot < a->slots && part_row(message) < a->max_rows;
-    return placed && (!message->value || slab_owner(&a->slabs, message->value) == owner);
+    if (message->slot >= a->slots || part_row(message) >= a->max_rows)
+        return false;
+    if (message->value && slab_owner(&a->slabs, message->value) != place_owner(message->tag))
+        return false;   // not what the worker sent
+    bool ours = message->tag == claim_of(a, claims, (int64_t)message->slot << 16 | part_row(message));
+    if (message->value && ours)
+        slab_give(&a->slabs, message->value, place_owner(message->tag), owner);
+    else if (message->value)
+        slab_release(&a->slabs, message->value);
+    return ours;
 }
 
 // The worker takes a place's input slab over; its offset, 0 when there is none.
 static inline uint64_t part_keep_inputs(const Arena *a, uint32_t owner, uint32_t slot, uint32_t row)
 {
-    uint64_t offset = __atomic_exchange_n(&rows_of(slot_at(a, slot))[row].in_offset, (uint64_t)0, __ATOMIC_ACQ_REL);
-    if (offset)
-        slab_give(&a->slabs, offset, owner);
-    return offset;
+    Row *place = rows_of(slot_at(a, slot)) + row;
+    uint64_t offset = __atomic_exchange_n(&place->in_offset, (uint64_t)0, __ATOMIC_ACQ_REL);
+    return offset && slab_give(&a->slabs, offset, place_owner(place->tag), owner) ? offset : 0;
 }
 
 // Wake sleepers for `ready` batches, or one of them for rows of an open batch; who sleeps until a batch is
@@ -81,4 +90,38 @@ static inline void wake_workers(const Arena *a, const int *bells, uint32_t ready
             wanted--;
         }
     }
+}
+
+// Fronts (one bit each) are to look at every place they wait for: a word to them may have been lost.
+static inline void ask_to_look(const Arena *a, const int *bells, uint64_t fronts)
+{
+    for (uint32_t f = 0; f < a->fronts; f++)
+        if (fronts >> f & 1) {
+            desk_exchange(&a->header->front[f].rescan, 1);
+            if (bells[f] >= 0)
+                bell_ring(bells[f]);
+        }
+}
+
+// A batch for this worker; -1 after a sleep that *why explains (bell_wait). Spins for a while before it sleeps.
+static inline int64_t take_or_wait(const Arena *a, uint32_t worker, int bell, int control, int64_t spin_ns, int *why)
+{
+    uint64_t due, until = spin_ns > 0 ? monotonic_ns() + spin_ns : 0;
+    uint32_t *asleep = &a->header->worker[worker].asleep;
+    int64_t slot = slot_take(a, worker, &due);
+    while (slot < 0 && until && monotonic_ns() < until) {
+        spin_pause();
+        slot = slot_take(a, worker, &due);
+    }
+    if (slot >= 0)
+        return slot;
+    // Say that we sleep, then look once more: a front that commits after the look sees the flag.
+    desk_exchange(asleep, due ? ASLEEP_UNTIL_DUE : ASLEEP);
+    slot = slot_take(a, worker, &due);
+    if (slot < 0) {
+        uint64_t now = monotonic_ns();
+        *why = bell_wait(bell, control, due == 0 ? -1 : due > now ? (int64_t)(due - now) : 0);
+    }
+    desk_exchange(asleep, AWAKE);
+    return slot >= 0 ? slot : slot_take(a, worker, &due);
 }

@@ -32,6 +32,7 @@ Done = Callable[["Ticket", "ServeError | None"], None]
 DEADLINE_TICK_S = 0.025
 QUEUED_TOO_LONG = "the request's time was up while it waited in the queue"
 RAN_TOO_LONG = "the model took longer than the request's time"
+DAMAGED = "a worker of this model has damaged the batch of this request"
 FULL = -1
 PART = -2
 
@@ -230,10 +231,13 @@ class Lane:
         self.unreleased += len(tickets)
         for ticket in tickets:
             done, ticket.done = ticket.done, None
-            if error is not None or done is None:
+            fault: ServeError | None = error
+            if fault is None and not self.ring.answered(ticket.place, ticket.rows):
+                fault = ServeError(Kind.INTERNAL, DAMAGED)
+            if fault is not None or done is None:
                 self.release(ticket)
             if done is not None:
-                self._tell(done, ticket, error)
+                self._tell(done, ticket, fault)
         if self._idle:
             self._wake_idle()
 

@@ -273,8 +273,10 @@ class Search:
 
     def __init__(self, rows: tuple[int, int], *, kill: str = "") -> None:
         self.memory = make_arena(fronts=2, workers=2, max_rows=2)
-        self.fronts = [BatchRing(self.memory, front=i) for i in range(2)]
-        self.workers = [BatchRing(self.memory, worker=i) for i in range(2)]
+        self.claims = [bytearray(8 * 2 * 2) for _ in range(4)]  # slots x rows
+        lent = [memoryview(claims).cast("Q") for claims in self.claims]
+        self.fronts = [BatchRing(self.memory, front=i, claims=lent[i]) for i in range(2)]
+        self.workers = [BatchRing(self.memory, worker=i, claims=lent[2 + i]) for i in range(2)]
         self.rows = rows
         self.kill = kill
         self.seen: set[object] = set()
@@ -290,7 +292,7 @@ class Search:
         if key in self.seen:
             return
         self.seen.add(key)
-        before = bytes(self.memory)
+        before = [bytes(part) for part in (self.memory, *self.claims)]
         progressed = False
         for name in ("front0", "front1", "worker0", "worker1", "killer"):
             was = states(self.fronts[0])
@@ -300,7 +302,8 @@ class Search:
                 verb = "kill" if name == "killer" else f"{name[:-1]} {actors[name][0]}"
                 self.check_moves(verb, was)
                 self.step(after)
-                self.memory[:] = before
+                for part, was_in_it in zip((self.memory, *self.claims), before, strict=True):
+                    part[:] = was_in_it
         if not progressed:
             self.check_end(actors)
 

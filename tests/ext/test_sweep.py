@@ -11,7 +11,7 @@ from fastserve._ext import batch_ring
 from fastserve._ext.batch_ring import BatchRing
 
 # Where arena.h puts things, for a ring of four rows: the row table follows the slot's 512 bytes.
-SLOT_BYTES, ROW_BYTES, COLUMNS_AT = 512, 48, 704
+SLOT_BYTES, ROW_BYTES, COLUMNS_AT = 512, 64, 768
 EMPTY, RESERVED, COMMITTED, ANSWERED, DROPPED = range(5)
 
 

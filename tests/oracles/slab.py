@@ -30,10 +30,11 @@ class PlainSlabs:
         self.hint = first
         return True
 
-    def give(self, first: int, owner: int) -> bool:
-        if first not in self.leases:
+    def give(self, first: int, giver: int, taker: int) -> bool:
+        pages, owner = self.leases.get(first, (0, 0))
+        if owner != giver:
             return False
-        self.leases[first] = self.leases[first][0], owner
+        self.leases[first] = pages, taker
         return True
 
     def sweep(self, owner: int) -> int:

@@ -100,7 +100,7 @@ def test_strings_whose_lengths_lie_reach_only_their_caller():
     backend = Function(inputs, outputs, lambda x: {"n": np.array([[len(s)] for s in x["s"][:, 0]])})
     with pair(backend) as it:
         good, bad = it.put(s=strings(b"abc")), it.put(s=strings(b"defg"))
-        (_, _, offset, size) = it.worker.places(bad[0] >> 16)[1]
+        (_, _, offset, size) = it.front.places(bad[0] >> 16)[1]
         slab = it.front.slab(offset, size, True)
         at = bytes(slab).rfind(b"\4\0\0\0defg")
         slab[at : at + 4] = b"\xff\xff\xff\xff"
