@@ -59,6 +59,19 @@ def test_ranges_beyond_the_file(regions: Regions, offset: int, size: int) -> Non
     assert regions.list() == []
 
 
+def test_a_second_region_on_one_key(regions: Regions) -> None:
+    """It is as good as the first; one that does not fit is refused in words of its own, as 24.10 does."""
+    regions.register("a", "/two_pages", 0, PAGE)
+    regions.register("b", "/two_pages", PAGE, PAGE)
+    assert regions.read(Range("b", 1, 2)) == b"\1\2"
+    for offset, size in ((0, 3 * PAGE), (64, 64)):
+        fault = refused(regions.register, "c", "/two_pages", offset, size)
+        assert (fault.kind, fault.message) == (Kind.INTERNAL, "Invalid shared memory region: '/two_pages'")
+    regions.unregister()
+    fault = refused(regions.register, "c", "/two_pages", 64, 64)
+    assert fault.message.endswith("unable to process address spaceInvalid argument")
+
+
 def test_offsets_count_from_the_region(regions: Regions) -> None:
     regions.register("r", "/two_pages", PAGE, PAGE)
     assert regions.read(Range("r", 1, 3)) == b"\1\2\3"
