@@ -30,6 +30,16 @@ _PATH = re.compile(r"(?<![\w.])(?:[A-Za-z]:)?/(?:[^\s/'\"():,;<>\[\]]+/)+([^\s/'
 _POINTER = re.compile(r"0x[0-9a-fA-F]{4,}")
 
 
+class CompletedConfig(ConfigError):
+    """The model has completed fields of its configuration that its queue is made by: load it again with
+    these. `fields` are of the Triton form."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        said = ", ".join(f"{name}: {value}" for name, value in fields.items())
+        super().__init__(f"auto_complete_config sets {said}")
+        self.fields = dict(fields)
+
+
 class Backend(Protocol):
     """One loaded version on one device. `inputs` and `outputs` are true once `load` has returned."""
 

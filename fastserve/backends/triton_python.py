@@ -23,7 +23,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastserve.backends.base import read_specs
+from fastserve.backends.base import CompletedConfig, read_specs
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.tensor import DTYPES, TensorSpec
 
@@ -44,6 +44,7 @@ class TritonPythonBackend:
         self.config: dict[str, Any] = dict(config.get("triton") or _plain_triton(config))
         self.batching = int(config.get("max_batch_size", 0)) > 0
         self.name = str(config.get("name") or version_dir.parent.name)
+        instance += int(config.get("first_instance", 0))  # each instance of a sequence model is a group
         self.instance_name, self.kind = name_instance(self.name, self.config, instance)
         self._version_dir = version_dir
         self._model: Any = None
@@ -152,11 +153,12 @@ class TritonPythonBackend:
         if completed is None:
             raise ConfigError("auto_complete_config returned nothing, not the configuration")
         config = dict(completed.to_dict())
-        # The queue is made for these before any worker has loaded.
-        for field in ("max_batch_size", "model_transaction_policy"):
-            said, now = self.config.get(field), config.get(field)
-            if (now or None) != (said or None) and now != {"decoupled": self.decoupled}:
-                raise ConfigError(f"auto_complete_config sets {field} to {now}: say so in config.pbtxt")
+        # The queue is made by these, before any worker has loaded.
+        size, policy = int(config.get("max_batch_size") or 0), config.get("model_transaction_policy") or {}
+        decoupled = bool(policy.get("decoupled"))
+        if size != int(self.config.get("max_batch_size") or 0) or decoupled != self.decoupled:
+            fields = {"max_batch_size": size, "model_transaction_policy": {"decoupled": decoupled}}
+            raise CompletedConfig(fields)
         self.config = config
 
     def _arguments(self) -> dict[str, str]:

@@ -32,10 +32,12 @@ from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.metrics import names
 from fastserve.metrics.registry import Registry
 from fastserve.repository.catalog import Catalog
+from fastserve.repository.triton_config import amend
 from fastserve.repository.version import Version
 from fastserve.tensor import TensorSpec
 from fastserve.workers.arena import Arena, plan_geometry
 from fastserve.workers.group import WorkerGroup
+from fastserve.workers.instance import CompletedError
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +98,11 @@ class Host:
     async def load(self, version: Version) -> None:
         """Start the version's workers and open its lane. Raises ServeError in the backend's own words."""
         began_ns = time.monotonic_ns()
-        await self._load(version)
+        try:
+            await self._load(version)
+        except CompletedError as told:  # it knows better how it is queued, and will say the same again
+            version.config = amend(version.config, told.fields)
+            await self._load(version)
         tally_of(version).load_s = (time.monotonic_ns() - began_ns) / 1e9
 
     async def _load(self, version: Version) -> None:
@@ -114,7 +120,8 @@ class Host:
                     await mirror(hosted)
             self._count_load(version, "ok")
         except BaseException as error:
-            self._count_load(version, "failed")
+            if not isinstance(error, CompletedError):
+                self._count_load(version, "failed")
             for hosted in parts:
                 if self.hosted.pop(_key(version, hosted.part), None) is not None:
                     await self._close(hosted)
@@ -133,7 +140,7 @@ class Host:
             made.append((arena, inputs, outputs))
             return arena
 
-        config = schedule.worker_config()
+        config = schedule.worker_config(part)
         group = WorkerGroup(
             version.folder,
             config,

@@ -70,14 +70,14 @@ class Schedule:
         """Lanes it needs: one, or one for each instance where requests belong to an instance."""
         return self._version.config.instances if self.extras else 1
 
-    def worker_config(self) -> dict[str, Any]:
+    def worker_config(self, part: int = 0) -> dict[str, Any]:
         """model.yaml for the workers of one lane, and for its arena."""
         config = config_json(self._version.config)
         if self.extras is None:
             return config if self._queue is None else sealed_config(config)
         config["inputs"] = {**config["inputs"], **self.extras.inputs}
         config["outputs"] = {**config["outputs"], **self.extras.outputs}
-        return sealed_config({**config, "instances": 1})
+        return sealed_config({**config, "instances": 1, "first_instance": part})
 
     def describe(self, inputs: Specs, outputs: Specs) -> tuple[Specs, Specs]:
         """The tensors clients see, of those the workers have."""

@@ -171,6 +171,12 @@ def with_tensors(
     return msgspec.structs.replace(config, triton=to_json(completed))
 
 
+def amend(config: ModelConfig, fields: Mapping[str, Any]) -> ModelConfig:
+    """A Triton model's config with what the model itself has said of these fields. Raises ConfigError."""
+    triton = to_json(convert({**(config.triton or {}), **fields}, TritonConfig, TRITON_FILE))
+    return msgspec.structs.replace(config, triton=triton, max_batch_size=int(fields["max_batch_size"]))
+
+
 def config_json(config: ModelConfig | TritonConfig, version: Version | None = None) -> dict[str, Any]:
     """The config as Triton's config call shows it, with what a loaded `version` says of its tensors.
 

@@ -28,6 +28,14 @@ from fastserve.workers.process import WorkerProcess
 Specs = tuple[dict[str, TensorSpec], dict[str, TensorSpec]]
 
 
+class CompletedError(ServeError):
+    """The model has completed `fields` of its configuration: it is to be loaded again with these."""
+
+    def __init__(self, message: str, fields: Mapping[str, Any]) -> None:
+        super().__init__(Kind.FAILED_PRECONDITION, message)
+        self.fields = fields
+
+
 class State(Enum):
     """How far the worker in a place has come; the value is what it is said to be doing."""
 
@@ -75,6 +83,7 @@ class _Leave(Call, tag="leave"):
 class _Failed(msgspec.Struct, tag="failed", tag_field="op"):
     message: str
     kind: int = Kind.INTERNAL.value
+    completed: dict[str, Any] | None = None
 
 
 _Answer = _Loaded | _Ready | _Failed | _Infer | _Taken | _Leave
@@ -208,7 +217,10 @@ class Instance:
         self.state = State.FAILED  # it closes its backend and exits
         kind = Kind(failed.kind) if failed.kind in Kind._value2member_map_ else Kind.INTERNAL
         if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(ServeError(kind, words))
+            if failed.completed is not None:
+                self._answer.set_exception(CompletedError(words, failed.completed))
+            else:
+                self._answer.set_exception(ServeError(kind, words))
 
     def _end(self, words: str) -> None:
         state, self.state = self.state, State.IDLE

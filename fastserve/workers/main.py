@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from fastserve.backends import Backend, create
-from fastserve.backends.base import explain, kind_of, write_specs
+from fastserve.backends.base import CompletedConfig, explain, kind_of, write_specs
 from fastserve.workers.control import Control, ControlFault, PeerGone
 
 log = logging.getLogger(__name__)
@@ -73,8 +73,12 @@ def _live(control: Control, order: Mapping[str, Any], serve: Serve) -> int:
 
 
 def _report(control: Control, error: BaseException, version_dir: str) -> None:
-    log.error("the worker failed", exc_info=error)
-    message = {"op": "failed", "message": explain(error, version_dir), "kind": kind_of(error).value}
+    message: dict[str, Any] = {"op": "failed"}
+    if isinstance(error, CompletedConfig):
+        message["completed"] = error.fields
+    else:
+        log.error("the worker failed", exc_info=error)
+    message |= {"message": explain(error, version_dir), "kind": kind_of(error).value}
     with contextlib.suppress(ControlFault):
         control.send(message)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 
 import numpy as np
 import pytest
 
 from fastserve.errors import Kind, ServeError
+from fastserve.repository.triton_config import config_json
 from fastserve.tensor import DTYPES, Tensor
 from tests.backends.triton_rig import ANY, NAMES, TEXT, entry, model, request, run, serving
 
@@ -171,7 +173,7 @@ def test_answers_through_a_sender(trouble, word, found):
     run(work())
 
 
-@pytest.mark.parametrize("word", ["!exits", "!segfaults"])
+@pytest.mark.parametrize("word", ["!exits", "!leaves", "!segfaults"])
 def test_a_worker_that_dies_fails_its_request_and_comes_back(trouble, word):
     async def work() -> None:
         async with trouble() as at:
@@ -201,7 +203,13 @@ def trouble(tmp_path):
 
 @pytest.mark.parametrize(
     ("how", "text"),
-    [("raises", "RuntimeError: cannot start"), ("exits", "exit code 5"), ("hangs", "load_timeout")],
+    [
+        ("raises", "RuntimeError: cannot start"),
+        ("exits", "exit code 5"),
+        ("leaves", re.escape("the model called exit('enough')")),
+        ("segfaults", "SIGSEGV"),
+        ("hangs", "load_timeout"),
+    ],
 )
 def test_trouble_while_loading(tmp_path, how, text):
     async def work() -> None:
@@ -234,6 +242,31 @@ def test_auto_complete_and_async_execute(tmp_path):
             assert list(at.version("complete").inputs) == ["IN"]
             found = await at.ask("complete", {"IN": np.array([1, 2], np.float32)})
             assert found["OUT"].tolist() == [2, 4]
+
+    run(work())
+
+
+def complete_queue(how):
+    return model("complete_queue", [], [], parameters={"how": {"string_value": how}})
+
+
+def test_auto_complete_makes_batches(tmp_path):
+    async def work() -> None:
+        async with serving(tmp_path, complete_queue("batches")) as at:
+            version = at.version("complete_queue")
+            assert (version.batching, version.config.max_batch_size) == (True, 4)
+            assert config_json(version.config)["max_batch_size"] == 4
+            asked = [at.ask("complete_queue", {"IN": np.ones((1, 1), np.int32)}) for _ in range(12)]
+            together = [int(found["OUT"][0, 0]) for found in await asyncio.gather(*asked)]
+            assert max(together) == 4
+
+    run(work())
+
+
+def test_auto_complete_decouples(tmp_path):
+    async def work() -> None:
+        async with serving(tmp_path, complete_queue("decoupled")) as at:
+            assert await at.listen("complete_queue", [7]) == [7, 8]
 
     run(work())
 

@@ -133,3 +133,16 @@ def test_several_fronts_refuse_sequences(tmp_path: Path) -> None:
             await Server(Settings(repository=str(tmp_path), http=(), grpc=(), frontends=2)).open()
 
     run(work())
+
+
+def test_every_instance_has_a_name_of_its_own(tmp_path: Path) -> None:
+    write_seq(tmp_path)
+    noted = "open(f\"{args['model_repository']}/{args['model_instance_name']}\", 'x').close()"
+    source = SOURCE.replace("self.sums = {}", f"self.sums = {{}}\n        {noted}", 1)
+    (tmp_path / "seq" / "1" / "model.py").write_text(source)
+
+    async def work() -> None:
+        async with serving(tmp_path):
+            assert {path.name for path in (tmp_path / "seq").glob("seq_*")} == {"seq_0_0", "seq_0_1"}
+
+    run(work())

@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import sys
 import threading
 
 
@@ -12,6 +14,10 @@ class TritonPythonModel:
             raise RuntimeError("cannot start")
         if how == "exits":
             os._exit(5)
+        if how == "leaves":
+            sys.exit("enough")
+        if how == "segfaults":
+            os.kill(os.getpid(), signal.SIGSEGV)
         if how == "hangs":
             threading.Event().wait()
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 
 import numpy as np
@@ -33,6 +34,9 @@ class TritonPythonModel:
 
     def exits(self, requests):
         os._exit(3)
+
+    def leaves(self, requests):
+        sys.exit("enough")
 
     def segfaults(self, requests):
         os.kill(os.getpid(), signal.SIGSEGV)
