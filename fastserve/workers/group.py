@@ -110,6 +110,7 @@ class WorkerGroup:
             Instance(i, order, self._make_process, self._revived, self._lost, on_call)
             for i in range(int(config.get("instances") or 1))
         ]
+        self._born = [0.0] * len(self._instances)  # when each worker became ready
 
     @property
     def alive(self) -> int:
@@ -213,9 +214,8 @@ class WorkerGroup:
         while not self._stopped:
             lived_s = 0.0
             if instance.state is State.READY:
-                born = self._clock()
                 await instance.exited()
-                lived_s = self._clock() - born
+                lived_s = self._clock() - self._born[instance.index]
             await self._sleep(backoff.after(lived_s))
             await self._revive(instance)
 
@@ -233,6 +233,8 @@ class WorkerGroup:
             await instance.stop(CLEANUP_GRACE_S)
 
     def _revived(self, worker: int) -> None:
+        # Here, not where it is waited for: that task runs some turns of the loop later.
+        self._born[worker] = self._clock()
         if not self._started or self._stopped:
             return
         self.restarts += 1
