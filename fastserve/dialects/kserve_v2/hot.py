@@ -3,14 +3,14 @@
     body bytes --frame--> memory reserved for its inputs ... worker ... views of its outputs --print--> reply
 
 Requests are known by their frame (see `frames`): all that is not an id, a number of rows or a value. The
-door takes one whose version runs on a lane, with nothing compressed and room in the queue. For anything
+door takes one whose version runs on a lane, with room in the queue and its body not compressed. For anything
 else, errors included, `start` returns False having left no trace, and the general door reads the body
 again; it hands what it has answered to `learn`. No task, no future and no Python object per number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from functools import partial
 from time import monotonic_ns
 
@@ -52,6 +52,7 @@ class HotDoor:
         self._lane = lane
         self._requests, self._duration = service.traffic.succeeded(version.model, version.number)
         self._frames = InferFrames(MOST_FRAMES)
+        self.packing: Set[object] = frozenset()  # heads whose replies are compressed
         self._missed = 0
         self._vain = 0  # requests that had no frame
 
@@ -156,7 +157,8 @@ class HotDoor:
         self._write(call, writer, memory, request_id)
 
     def _write(self, call: Call, writer: InferWriter, memory: Sequence[Memory], request_id: str) -> None:
-        head = call.raw_head(BINARY if writer.binary else JSON)
+        packs = call.head in self.packing
+        head = b"" if packs else call.raw_head(BINARY if writer.binary else JSON)
         try:
             if head:
                 call.reply_raw(writer.write(memory, request_id, head))

@@ -308,6 +308,24 @@ def test_odd_answers(tmp_path: Path, taken: list[bool]) -> None:
     run(work())
 
 
+def test_packed_replies(tmp_path: Path, taken: list[bool]) -> None:
+    async def work() -> None:
+        async with Doors(write_models(tmp_path)) as doors:
+            tensor = {"shape": [1, 16], "datatype": "INT32", "data": list(range(16))}
+            body = {"inputs": [{"name": name, **tensor} for name in ("INPUT1", "INPUT0")]}
+            for binary in (False, True):
+                body["parameters"] = {"binary_data_output": binary}
+                sent, path = json.dumps(body).encode(), "/v2/models/sums/infer"
+                lines = ["Accept-Encoding: gzip, deflate"]
+                general = await doors.client.post(path, sent, None, "Content-Encoding: identity", *lines)
+                assert "Content-Encoding: gzip" in general[0]
+                for _ in range(2):
+                    assert await doors.client.post(path, sent, None, *lines) == general
+            assert taken == [False, True, False, True]
+
+    run(work())
+
+
 def test_rows_come_and_go_in_one_frame(tmp_path: Path, taken: list[bool]) -> None:
     async def work() -> None:
         async with Doors(write_models(tmp_path)) as doors:
