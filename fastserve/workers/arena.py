@@ -171,6 +171,7 @@ class Arena:
         self.worker_bells, self.front_bells, self.memory_fd = [], [], -1
         with contextlib.suppress(BufferError):  # a ring still looks at it; unmapped when that goes
             self.memory.close()
+        del self.memory  # the arena itself may be in a circle with its workers until it is collected
 
 
 def _layout(geometry: Geometry) -> dict[str, Any]:

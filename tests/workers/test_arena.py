@@ -88,3 +88,19 @@ def test_nothing_of_it_has_a_name_or_survives_an_exec():
     finally:
         arena.close()
     assert arena.memory_fd == -1
+
+
+def test_the_memory_goes_with_the_last_ring_even_while_the_arena_is_kept():
+    """A closed arena stays in a circle with its workers' objects until the collector comes by."""
+
+    def mapped():
+        with open("/proc/self/maps") as maps:
+            return "memfd:fastserve-arena" in maps.read()
+
+    arena = Arena.create(plan())
+    ring = arena.ring(front=0)
+    arena.close()
+    assert mapped(), "the ring still looks at it"
+    del ring
+    assert not mapped()
+    assert arena.memory_fd == -1
