@@ -37,13 +37,14 @@ GROWTH = 4
 class Infer:
     """The endpoint of one target."""
 
-    __slots__ = ("_door", "_doorless", "_heads", "_most_bytes", "_number", "_service", "_target")
+    __slots__ = ("_door", "_doorless", "_heads", "_most_bytes", "_number", "_packing", "_service", "_target")
 
     def __init__(self, service: Service, target: Target) -> None:
         self._service = service
         self._target = target
         self._door: HotDoor | None = None
         self._heads: dict[object, int] = {}  # of heads met: the length of the JSON, WHOLE or GENERAL
+        self._packing: set[object] = set()  # those of them whose replies are compressed
         self._doorless: Version | None = None  # the version last found to have no hot door
         self._most_bytes = service.options.http_max_input_size // GROWTH
         # A number too long to be one reaches no version either way; the general door says why.
@@ -51,7 +52,9 @@ class Infer:
 
     def __call__(self, call: Call) -> Coroutine[Any, Any, None] | None:
         door, service = self._door, self._service
-        if service.traces.on or len(call.body) > self._most_bytes:
+        if service.traces.on and (traced := service.traces.sample(self._target.model)) is not None:
+            return self._answer_traced(call, traced)
+        if len(call.body) > self._most_bytes:
             return self._answer(call, None)
         version = service.catalog.available(self._target.model, self._number)
         if door is None or door.version is not version:
@@ -72,33 +75,35 @@ class Infer:
             return None
         self._door = open_hot_door(self._service, self._service.plans.of(version))
         self._doorless = version if self._door is None else None
+        if self._door is not None:
+            self._door.packing = self._packing
         return self._door
 
     def _meet(self, call: Call) -> int:
         """Look at a head once: every connection hands equal heads on as one object."""
         said = call.header(HEADER_LENGTH)
         length = (int(said) if said.isdigit() and len(said) < 16 else GENERAL) if said else WHOLE
-        if call.header(b"content-encoding") or choose_coding(call.header(b"accept-encoding")) != "identity":
+        if call.header(b"content-encoding"):
             length = GENERAL
         if len(self._heads) >= MOST_HEADS:
             self._heads.clear()
+            self._packing.clear()
+        if choose_coding(call.header(b"accept-encoding")) != "identity":
+            self._packing.add(call.head)
         self._heads[call.head] = length
         return length
 
-    async def _answer(self, call: Call, door: HotDoor | None) -> None:
-        """The general door; `door` is the hot one that did not know this request."""
-        service = self._service
-        if not service.traces.on:
-            await self._run(call, None, door)
-            return
-        with service.traces.one(self._target.model) as traced:
-            await self._run(call, traced, None)
+    async def _answer_traced(self, call: Call, traced: Traced) -> None:
+        traced.stamp("HTTP_RECV_START", "HTTP_RECV_END", ns=call.received_ns)  # the wire notes one moment
+        try:
+            await self._answer(call, None, traced)
+        finally:
+            traced.end()
 
-    async def _run(self, call: Call, traced: Traced | None, door: HotDoor | None) -> None:
+    async def _answer(self, call: Call, door: HotDoor | None, traced: Traced | None = None) -> None:
+        """The general door; `door` is the hot one that did not know this request."""
         service, target = self._service, self._target
         version: Version | None = None
-        if traced is not None:
-            traced.stamp("HTTP_RECV_START", "HTTP_RECV_END", ns=call.received_ns)  # the wire notes one moment
         try:
             plan = find_plan(service, target)
             version = plan.version

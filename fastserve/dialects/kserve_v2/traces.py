@@ -71,11 +71,12 @@ class TraceFile:
 
 
 class Scope:
-    """Settings that hold for some models, from one change to the next: which requests, and where they go."""
+    """Settings that hold for some models, from one change to the next: which requests, and where they go.
+    `on` while there may be more of them."""
 
     def __init__(self, settings: Mapping[str, str | list[str]], file: TraceFile) -> None:
         self._levels = settings["trace_level"]
-        self.on = self._levels != OFF
+        self.on = self._levels != OFF and settings["trace_count"] != "0"
         self.stamps, self.tensors = "TIMESTAMPS" in self._levels, "TENSORS" in self._levels
         self._rate = int(str(settings["trace_rate"]))
         self._left = int(str(settings["trace_count"]))
@@ -88,10 +89,11 @@ class Scope:
     def wants(self) -> bool:
         """Whether the request that comes now is one of those traced."""
         self._seen += 1
-        if not self.on or self._left == 0 or self._seen % self._rate:
+        if not self.on or self._seen % self._rate:
             return False
         self._left -= self._left > 0
         self._running += 1
+        self.on = self._left != 0
         return True
 
     def keep(self, entries: list[bytes]) -> None:
@@ -195,6 +197,9 @@ class Traces:
         for model, own in settings.items():
             if model not in self._scopes:
                 self._scopes[model] = Scope(own, self._file(str(own["trace_file"])))
+        self._look()
+
+    def _look(self) -> None:
         self.on = any(scope.on for scope in self._scopes.values())
 
     def sample(self, model: str) -> Traced | None:
@@ -202,6 +207,8 @@ class Traces:
         scope = self._scopes.get(model) or self._scopes.get("")
         if scope is None or not scope.wants():
             return None
+        if not scope.on:  # that was its last
+            self._look()
         self._last_id += 1
         return Traced(self._last_id, scope)
 

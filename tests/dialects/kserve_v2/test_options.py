@@ -170,7 +170,8 @@ def test_sizes_of_what_json_says(tmp_path: Path) -> None:
 
 MOMENTS = [
     "HTTP_RECV_START", "HTTP_RECV_END", "REQUEST_START", "QUEUE_START", "COMPUTE_START", "COMPUTE_INPUT_END",
-    "COMPUTE_OUTPUT_START", "COMPUTE_END", "INFER_RESPONSE_COMPLETE", "REQUEST_END", "HTTP_SEND_START", "HTTP_SEND_END",
+    "COMPUTE_OUTPUT_START", "COMPUTE_END", "INFER_RESPONSE_COMPLETE", "REQUEST_END", "HTTP_SEND_START",
+    "HTTP_SEND_END",
 ]  # fmt: skip
 
 
@@ -208,6 +209,7 @@ def test_traces(tmp_path: Path) -> None:
             assert (await asked.http("/v2/models/twice/trace/setting", change))[0] == 200
             for _ in range(3):
                 assert (await asked.http(infer, TWO))[0] == 200
+            assert asked.server.front.traces.on  # for the other models
             (one,) = traced(tmp_path / "trace.1").values()
             given = {"name": "x", "data": "1.0,2.0", "shape": "1,2", "dtype": "FP32"}
             assert one["tensors"] == [
@@ -222,6 +224,7 @@ def test_traces(tmp_path: Path) -> None:
             for _ in range(2):
                 await asked.rpc("ModelInfer", request)
             assert (await asked.http(setting, {"trace_level": ["OFF"]}))[0] == 200
+            assert not asked.server.front.traces.on
             assert (await asked.http(infer, TWO))[0] == 200
 
         assert [one["request_id"] for one in traced(file).values()] == ["rpc", "rpc"]
