@@ -288,7 +288,10 @@ class InferenceRequest:
     def set_release_flags(self, flags: int) -> None:
         """RELEASE_ALL is how it is anyway. Raises TritonModelException for rescheduling."""
         if flags != RELEASE_ALL:
-            raise TritonModelException("rescheduling of requests (iterative sequences) is not supported")
+            raise TritonModelException(
+                f"set_release_flags: given {flags}, allowed: {RELEASE_ALL} "
+                "(TRITONSERVER_REQUEST_RELEASE_ALL): requests are not rescheduled on this server"
+            )
 
     # --- requests to other models ---
 

@@ -127,6 +127,16 @@ def deserialize_bytes_tensor(encoded_tensor: Any) -> NDArray[Any]:
     return strings
 
 
+class MetricFamily:
+    """Metrics of a model's own: not here. Making one fails with a text that says so."""
+
+    COUNTER, GAUGE, HISTOGRAM = "COUNTER", "GAUGE", "HISTOGRAM"
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        """Raises TritonModelException."""
+        raise TritonModelException("MetricFamily: a model cannot have metrics of its own on this server")
+
+
 class Logger:
     """Lines in the server's log."""
 

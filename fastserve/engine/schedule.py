@@ -130,7 +130,10 @@ def check_schedule(config: ModelConfig, fronts: int, *, cached: bool = False) ->
             f"{asked} is kept in one front process: frontends: given {fronts}, allowed: 1 with this model",
         )
     if asked and (triton.get("model_transaction_policy") or {}).get("decoupled"):
-        raise ServeError(Kind.INVALID_ARGUMENT, f"{asked}: a decoupled model cannot be scheduled so")
+        raise ServeError(
+            Kind.INVALID_ARGUMENT,
+            f"{asked}: model_transaction_policy.decoupled: given true, allowed: false with this",
+        )
     if cached and triton.get("sequence_batching") is not None:
         raise ServeError(
             Kind.INVALID_ARGUMENT, "response_cache: answers of a sequence depend on more than the request"

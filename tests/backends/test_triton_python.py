@@ -12,7 +12,7 @@ import pytest
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.triton_config import config_json
 from fastserve.tensor import DTYPES, Tensor
-from tests.backends.triton_rig import ANY, NAMES, TEXT, entry, model, request, run, serving
+from tests.backends.triton_rig import ANY, NAMES, TEXT, entry, model, repeating, request, run, serving
 
 PAIR = [entry(name, "TYPE_INT32", 2) for name in ("A", "B")]
 BOTH = [entry(name, "TYPE_INT32", 2) for name in ("SUM", "DIFF")]
@@ -135,6 +135,16 @@ def test_an_error_reaches_its_own_caller(trouble, word, kind):
         ("!few", f"{FAILED}ValueError: execute returned 0 responses for 1 requests"),
         ("!strange", f"{FAILED}TypeError: execute returned str, not InferenceResponse"),
         ("!none", "the model gave no response to this request"),
+        (
+            "!reschedules",
+            f"{FAILED}TritonModelException: set_release_flags: given 2, allowed: 1 "
+            "(TRITONSERVER_REQUEST_RELEASE_ALL): requests are not rescheduled on this server",
+        ),
+        (
+            "!measures",
+            f"{FAILED}TritonModelException: "
+            "MetricFamily: a model cannot have metrics of its own on this server",
+        ),
         ("!forgets", "the model gave no response to this request"),
         (
             "!misnamed",
@@ -303,5 +313,21 @@ def test_inputs_that_lie_cost_only_their_caller(tmp_path):
             with pytest.raises(ServeError, match="is missing"):
                 await at.ask("echo", {})
             assert ANY["dims"] == [-1]
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"dynamic_batching": {"priority_levels": 2, "default_priority_level": 1}}, "dynamic_batching"),
+        ({"sequence_batching": {"direct": {}}}, "sequence_batching"),
+    ],
+)
+def test_what_a_decoupled_model_cannot_have(tmp_path, fields, text):
+    async def work() -> None:
+        with pytest.raises(ServeError, match=f"{text}.*decoupled: given true, allowed: false"):
+            async with serving(tmp_path, repeating(**fields)):
+                pass
 
     run(work())

@@ -35,6 +35,13 @@ class TritonPythonModel:
     def exits(self, requests):
         os._exit(3)
 
+    def reschedules(self, requests):
+        for request in requests:
+            request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
+
+    def measures(self, requests):
+        pb_utils.MetricFamily(name="mine", description="", kind=pb_utils.MetricFamily.COUNTER)
+
     def leaves(self, requests):
         sys.exit("enough")
 
