@@ -43,8 +43,8 @@ class KServeV2:
         if not self._alone and not is_own(target):
             return None
         parsed = parse_target(method, target)
-        if parsed.asked == WRONG_VERB:
-            return answer_wrong_verb
+        if parsed.asked == WRONG_VERB:  # which is told to those only who may ask
+            return restrict(answer_wrong_verb, parsed.parts["of"], self._restrictions)
         return restrict(self._choose(parsed), parsed.asked, self._restrictions)
 
     def grpc_methods(self) -> list[Method]:

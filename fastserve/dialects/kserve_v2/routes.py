@@ -50,7 +50,8 @@ _PATTERNS = tuple((name, re.compile(pattern), verbs) for name, pattern, verbs in
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a URL asks for. `parts` are the path's own texts: model, version, repository, region."""
+    """What a URL asks for. `parts` are the path's own texts: model, version, repository, region; with
+    WRONG_VERB `of` what another verb would ask for."""
 
     asked: str
     parts: Mapping[str, str] = field(default_factory=dict)
@@ -78,6 +79,6 @@ def parse_target(method: str, target: str) -> Target:
         match = pattern.fullmatch(path)
         if match is not None:
             if method not in verbs:
-                return Target(WRONG_VERB)
+                return Target(WRONG_VERB, {"of": name})
             return Target(name, {key: text for key, text in match.groupdict().items() if text is not None})
     return Target(NOT_FOUND)

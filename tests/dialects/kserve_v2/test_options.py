@@ -77,6 +77,7 @@ def test_restricted_apis(tmp_path: Path) -> None:
         async with serving(tmp_path, http_restricted_api=rules, grpc_restricted_protocol=rules) as asked:
             refused = {"error": "This API is restricted, expecting header 'admin-key'"}
             assert await asked.http("/v2/models/stats", method="GET") == (403, refused)
+            assert await asked.http("/v2/models/stats") == (403, refused)  # before the verb is looked at
             wrong = {"Admin-Key": "s:=ecre"}
             assert await asked.http("/v2/repository/index", **wrong) == (403, refused)
             right = {"Admin-Key": "s:=ecret"}
