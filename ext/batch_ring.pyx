@@ -78,7 +78,7 @@ cdef class BatchRing:
         self.lent_claims = None if claims is None else claims.base
         if not claims_open(&self.arena, &self.claims, <uint64_t*>NULL if claims is None else &claims[0], int.from_bytes(urandom(8), "little")):
             raise MemoryError
-        self.memory = memory.base
+        self.memory = memory                # holds the buffer: nobody unmaps it under the ring
         self.front, self.worker, self.own_bell, self.control = front, worker, own_bell, control
         self.slots, self.max_rows = self.arena.slots, self.arena.max_rows
         self.inputs, self.outputs = self.arena.inputs, self.arena.outputs
