@@ -1,0 +1,197 @@
+"""What goes wrong with sequences, in a whole server: clients that leave, time that passes, ids used twice.
+
+The model holds a request of the number 0 until the test lets go, and answers with the sum of the numbers of a
+sequence, once kept by itself under the sequence's id and once in a state that the server carries.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from fastserve.engine.counts import counts_of
+from fastserve.engine.stateful import StatefulDoor
+from fastserve.errors import ServeError
+from tests.server.rig import Served, run, serving
+from tests.server.test_sequences import CONFIG, SOURCE, say
+
+IDLE_S = 0.3
+HOLDS = """
+    def execute(self, requests):
+        import pathlib, time
+        folder = pathlib.Path(os.environ["SEQ_FOLDER"])
+        for request in requests:
+            number, ready = (
+                pb_utils.get_input_tensor_by_name(request, name).as_numpy().ravel()[0] for name in ("IN", "READY")
+            )
+            if ready and number == 0:
+                (folder / "held").touch()
+                while not (folder / "go").exists():
+                    time.sleep(0.001)
+        return [self.one(request) for request in requests]
+"""
+PLAIN = "    def execute(self, requests):\n        return [self.one(request) for request in requests]\n"
+
+
+def write_one_slot(folder: Path, monkeypatch: pytest.MonkeyPatch, slots: int = 1) -> None:
+    """A model with a worker of `slots` slots."""
+    monkeypatch.setenv("SEQ_FOLDER", str(folder))
+    assert PLAIN in SOURCE
+    config = CONFIG.replace("count: 2", "count: 1").replace("max_batch_size: 2", f"max_batch_size: {slots}")
+    idle = f"max_sequence_idle_microseconds: {int(IDLE_S * 1e6)}\n  direct {{ }}"
+    (folder / "seq" / "1").mkdir(parents=True)
+    (folder / "seq" / "config.pbtxt").write_text(config.replace("direct { }", idle))
+    (folder / "seq" / "1" / "model.py").write_text(SOURCE.replace(PLAIN, HOLDS.lstrip("\n")))
+
+
+def door_of(at: Served) -> StatefulDoor:
+    version = at.server.catalog.available("seq")
+    assert version is not None
+    assert isinstance(version.lane, StatefulDoor)
+    return version.lane
+
+
+def test_the_backlog_moves_up_when_an_idle_sequence_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_one_slot(tmp_path, monkeypatch)
+
+    async def work() -> None:
+        async with serving(tmp_path) as at:
+            assert (await say(at, 1, 4, sequence_start=True))[:2] == [4, 4]
+            loop = asyncio.get_running_loop()
+            began = loop.time()
+            parked = [asyncio.ensure_future(say(at, id, id, sequence_start=True)) for id in (2, 3)]
+            assert (await parked[0])[:2] == [2, 2]
+            assert loop.time() - began > 0.8 * IDLE_S, "it waited for the reaper"
+            with pytest.raises(ServeError, match=r"sequence 1 .* must specify the START flag"):
+                await say(at, 1, 1)
+            assert (await parked[1])[:2] == [3, 3], "and the next one for the next"
+
+    run(work())
+
+
+def test_nobody_is_forgotten_while_its_request_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_one_slot(tmp_path, monkeypatch)
+
+    async def work() -> None:
+        async with serving(tmp_path) as at:
+            await say(at, 1, 7, sequence_start=True)
+            held = asyncio.ensure_future(say(at, 1, 0))
+            await at.until((tmp_path / "held").exists)
+            loop = asyncio.get_running_loop()
+            passed = loop.time() + 3 * IDLE_S
+            await at.until(lambda: loop.time() > passed)
+            (tmp_path / "go").touch()
+            assert (await held)[:2] == [7, 7]
+            assert (await say(at, 1, 1))[:2] == [8, 8], "its time begins anew with the answer"
+
+    run(work())
+
+
+def test_a_start_on_a_live_id_begins_again_in_its_slot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_one_slot(tmp_path, monkeypatch)
+
+    async def work() -> None:
+        async with serving(tmp_path) as at:
+            await say(at, 1, 5, sequence_start=True)
+            assert (await say(at, 1, 2, sequence_start=True))[:2] == [2, 2]
+            assert (await say(at, 1, 1, sequence_end=True))[:2] == [3, 3]
+            assert (await say(at, 1, 9, sequence_start=True, sequence_end=True))[:2] == [9, 9]
+
+    run(work())
+
+
+async def post(at: Served, number: int, **parameters: object) -> asyncio.StreamWriter:
+    """A V2 request over a connection of its own, which nobody reads from."""
+    tensor = {"name": "IN", "shape": [1, 1], "datatype": "INT32", "data": [number]}
+    body = json.dumps({"inputs": [tensor], "parameters": parameters}).encode()
+    _, writer = await asyncio.open_connection("127.0.0.1", at.port)
+    writer.write(b"POST /v2/models/seq/infer HTTP/1.1\r\nHost: t\r\nContent-Length: %d\r\n\r\n" % len(body))
+    writer.write(body)
+    await writer.drain()
+    return writer
+
+
+def test_a_client_that_dies_frees_its_slot_and_nobody_gets_its_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request is in the worker when it dies; what that leaves behind is of a sequence that is over."""
+    write_one_slot(tmp_path, monkeypatch)
+
+    async def work() -> None:
+        async with serving(tmp_path) as at:
+            assert (await say(at, 1, 1000, sequence_start=True))[:2] == [1000, 1000]
+            client = await post(at, 0, sequence_id=1)
+            await at.until((tmp_path / "held").exists)
+            waits = asyncio.ensure_future(say(at, 2, 1, sequence_start=True))
+            await at.until(lambda: door_of(at).sequences.outstanding == 2)
+            client.transport.abort()
+            await at.until(lambda: door_of(at).sequences.outstanding == 1)
+            with pytest.raises(ServeError, match=r"sequence 1 .* must specify the START flag"):
+                await say(at, 1, 1)
+            (tmp_path / "go").touch()
+            assert (await waits)[:2] == [1, 1], "not the other client's 1000"
+            assert (await say(at, 2, 1))[:2] == [2, 2]
+            assert (await say(at, 1, 3, sequence_start=True, sequence_end=True))[:2] == [3, 3]
+            version = at.server.catalog.available("seq")
+            assert version is not None
+            ends = counts_of(version).failures
+            assert {name: took.count for name, took in ends.items() if took.count} == {
+                "CANCELED": 1,
+                "REJECTED": 1,
+            }
+
+    run(work())
+
+
+def test_a_parked_client_that_dies_leaves_the_backlog(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_one_slot(tmp_path, monkeypatch)
+
+    async def work() -> None:
+        async with serving(tmp_path) as at:
+            await say(at, 1, 1, sequence_start=True)
+            held = asyncio.ensure_future(say(at, 1, 0, sequence_end=True))
+            await at.until((tmp_path / "held").exists)
+            client = await post(at, 5, sequence_id=2, sequence_start=True)
+            await at.until(lambda: door_of(at).sequences.outstanding == 2)
+            last = asyncio.ensure_future(say(at, 3, 6, sequence_start=True, sequence_end=True))
+            await at.until(lambda: door_of(at).sequences.outstanding == 3)
+            client.transport.abort()
+            await at.until(lambda: door_of(at).sequences.outstanding == 2)
+            (tmp_path / "go").touch()
+            assert (await held)[:2] == [1, 1]
+            assert (await last)[:2] == [6, 6]
+            assert door_of(at).sequences.outstanding == 0
+
+    run(work())
+
+
+def test_a_crash_in_a_batch_of_two_ends_both_and_their_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_one_slot(tmp_path, monkeypatch, slots=2)
+
+    async def work() -> None:
+        async with serving(tmp_path) as at:
+            for id in (1, 2):
+                await say(at, id, 100 * id, sequence_start=True)
+            asking = [asyncio.ensure_future(say(at, id, number)) for id, number in ((1, -1), (2, 1))]
+            found = await asyncio.gather(*asking, return_exceptions=True)
+            assert isinstance(found[0], ServeError)
+            version = at.server.catalog.available("seq")
+            assert version is not None
+            await at.until(lambda: at.server.host.alive(version) == 1)
+            for id in (1, 2):
+                with pytest.raises(ServeError, match="must specify the START flag"):
+                    await say(at, id, 1)
+            assert (await say(at, 2, 4, sequence_start=True))[:2] == [4, 4]
+
+    run(work())
