@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
@@ -92,7 +92,7 @@ class GrpcListener:
 
     async def open(self) -> None:
         """Listen. Raises OSError when the address cannot be had."""
-        handlers = [_MethodTable(self._methods)]
+        handlers = [_MethodTable(self._methods, self._options.message_bytes)]
         if self._options.reflection:
             services = sorted({method.service for method in self._methods})
             handlers += reflection_handlers(services, self._descriptors)
@@ -160,8 +160,8 @@ class _NoSuchMethod(grpc.GenericRpcHandler):  # type: ignore[misc]
 class _MethodTable(grpc.GenericRpcHandler):  # type: ignore[misc]
     """Looks a path up."""
 
-    def __init__(self, methods: Sequence[Method]) -> None:
-        self._handlers = {method.path: _make_handler(method) for method in methods}
+    def __init__(self, methods: Sequence[Method], most_bytes: int) -> None:
+        self._handlers = {method.path: _make_handler(method, most_bytes) for method in methods}
 
     def service(
         self, handler_call_details: grpc.HandlerCallDetails
@@ -169,38 +169,46 @@ class _MethodTable(grpc.GenericRpcHandler):  # type: ignore[misc]
         return self._handlers.get(handler_call_details.method)
 
 
-def _make_handler(method: Method) -> grpc.RpcMethodHandler[Any, Any]:
+def _make_handler(method: Method, most_bytes: int) -> grpc.RpcMethodHandler[Any, Any]:
     kinds = {
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,
         (True, False): grpc.stream_unary_rpc_method_handler,
         (True, True): grpc.stream_stream_rpc_method_handler,
     }
-    behaviour = _answer_stream(method) if method.gives_stream else _answer_one(method)
+    behaviour = (_answer_stream if method.gives_stream else _answer_one)(method, most_bytes)
     return kinds[method.takes_stream, method.gives_stream](behaviour)
 
 
-def _answer_one(method: Method) -> Callable[..., Awaitable[bytes]]:
+def _answer_one(method: Method, most_bytes: int) -> Callable[..., Awaitable[bytes]]:
     async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
         try:
             read = _read_all(method, request) if method.takes_stream else method.read(request)
-            return method.write(await method.run(read, Rpc(context)))
+            reply = method.write(await method.run(read, Rpc(context)))
+            return reply if len(reply) <= most_bytes else _refuse_reply(len(reply), most_bytes)
         except Exception as error:
             return await _abort(context, method, error)
 
     return answer
 
 
-def _answer_stream(method: Method) -> Callable[..., AsyncIterator[bytes]]:
+def _answer_stream(method: Method, most_bytes: int) -> Callable[..., AsyncIterator[bytes]]:
     async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
         try:
             read = _read_all(method, request) if method.takes_stream else method.read(request)
             async for piece in method.run(read, Rpc(context)):
-                yield method.write(piece)
+                reply = method.write(piece)
+                yield reply if len(reply) <= most_bytes else _refuse_reply(len(reply), most_bytes)
         except Exception as error:
             await _abort(context, method, error)
 
     return answer
+
+
+def _refuse_reply(size: int, most_bytes: int) -> NoReturn:
+    """grpcio would end the call with less to go by."""
+    text = f"the reply has {size} bytes, grpc_options.message_bytes allows {most_bytes}"
+    raise ServeError(Kind.RESOURCE_EXHAUSTED, text)
 
 
 async def _read_all(method: Method, requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:

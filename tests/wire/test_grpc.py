@@ -54,6 +54,10 @@ async def count(request: bytes, rpc: Rpc) -> AsyncIterator[bytes]:
         yield b"%d" % i
 
 
+async def twice(request: bytes, rpc: Rpc) -> bytes:
+    return request * 2
+
+
 async def add(requests: AsyncIterator[bytes], rpc: Rpc) -> bytes:
     return b"+".join([request async for request in requests])
 
@@ -70,6 +74,7 @@ def refuse(request: bytes) -> bytes:
 METHODS = [
     Method("/t.T/Echo", bytes, echo, bytes),
     Method("/t.T/Fail", bytes, fail, bytes),
+    Method("/t.T/Twice", bytes, twice, bytes),
     Method("/t.T/Look", bytes, look, bytes),
     Method("/t.T/Refuse", refuse, echo, bytes),
     Method("/t.T/Count", bytes, count, bytes, gives_stream=True),
@@ -185,6 +190,21 @@ def test_limits_of_size_and_number() -> None:
             error = await refused(channel.unary_unary("/t.T/Echo")(b""))
             assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
             call.cancel()
+
+    run(main())
+
+
+def test_replies_have_the_limit_too() -> None:
+    async def main() -> None:
+        said = "the reply has 1002 bytes, grpc_options.message_bytes allows 1000"
+        async with serving(message_bytes=1000) as (_, channel):
+            assert len(await channel.unary_unary("/t.T/Twice")(bytes(500))) == 1000
+            error = await refused(channel.unary_unary("/t.T/Twice")(bytes(501)))
+            assert (error.code(), error.details()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, said)
+            double = channel.stream_stream("/t.T/Double")(iter([bytes(500), bytes(501)]))
+            assert len(await double.read()) == 1000
+            error = await refused(double.read())
+            assert (error.code(), error.details()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, said)
 
     run(main())
 

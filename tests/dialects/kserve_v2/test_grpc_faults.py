@@ -1,0 +1,271 @@
+"""gRPC when things go wrong, over real sockets: deadlines, clients that leave, messages that lie, limits."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+
+from fastserve.config import GrpcOptions
+from tests.dialects.kserve_v2.grpc_rig import SERVICE, V2, GrpcServed, numbers, refused, serving
+from tests.ext.wire_strategies import field, varint
+from tests.server.rig import HOLD, WAIT_S, release, run, seen, write_model
+
+pytestmark = pytest.mark.lingers  # grpcio keeps its poller's thread and pipe
+SHORT_S = 0.2
+
+
+def running(folder: Path, value: float) -> Callable[[], bool]:
+    return lambda: any(value in batch for batch in seen(folder))
+
+
+@pytest.mark.parametrize("hot", [False, True])
+def test_a_deadline_in_the_queue_and_while_running(tmp_path: Path, hot: bool) -> None:
+    """What waited is not run; what ran leaves its place."""
+    write_model(tmp_path, max_batch_size=1)
+
+    async def work() -> None:
+        async with serving(tmp_path) as served:
+            if hot:
+                assert await served.infer(4) == [8]  # the head is known from now on
+            runs = asyncio.ensure_future(served.infer(HOLD, timeout=1.0))
+            await served.until(running(tmp_path, HOLD))
+            assert (await refused(served.infer(5, timeout=SHORT_S)))[0] == "DEADLINE_EXCEEDED"
+            assert (await refused(runs))[0] == "DEADLINE_EXCEEDED"
+            release(tmp_path)
+            assert await served.infer(6) == [12]
+            assert not running(tmp_path, 5)()
+
+    run(work())
+
+
+@pytest.mark.parametrize("hot", [False, True])
+def test_a_cancelled_call_leaves_the_queue(tmp_path: Path, hot: bool) -> None:
+    write_model(tmp_path, max_batch_size=1)
+
+    async def work() -> None:
+        async with serving(tmp_path) as served:
+            if hot:
+                assert await served.infer(4) == [8]
+            lane = next(iter(served.server.host.hosted.values())).lane
+            runs = asyncio.ensure_future(served.infer(HOLD))
+            await served.until(running(tmp_path, HOLD))
+            waits = asyncio.ensure_future(served.infer(5))
+            await served.until(lambda: lane.waiting == 2)
+            waits.cancel()
+            await served.until(lambda: lane.waiting == 1)
+            runs.cancel()
+            await served.until(lambda: lane.waiting == 0)
+            release(tmp_path)
+            assert await served.infer(6) == [12]
+            assert not running(tmp_path, 5)()
+
+    run(work())
+
+
+def test_a_client_that_dies_in_a_stream(tmp_path: Path) -> None:
+    """Its connection is cut with a request running and another waiting."""
+    write_model(tmp_path, max_batch_size=1)
+
+    async def work() -> None:
+        async with serving(tmp_path) as served:
+            lane = next(iter(served.server.host.hosted.values())).lane
+            other = await connect(served)
+            other.write(open_stream("ModelStreamInfer", numbers(HOLD), numbers(5)))
+            await served.until(running(tmp_path, HOLD))
+            await served.until(lambda: lane.waiting == 2)
+            other.transport.abort()
+            await served.until(lambda: lane.waiting == 0)
+            release(tmp_path)
+            assert await served.infer(6) == [12]
+            assert not running(tmp_path, 5)()
+
+    run(work())
+
+
+async def connect(served: GrpcServed) -> asyncio.StreamWriter:
+    host, port = served.server.front.grpc[0].address
+    _, writer = await asyncio.open_connection(host, port)
+    return writer
+
+
+def open_stream(name: str, *messages: bytes) -> bytes:
+    """HTTP/2 by hand: a call that has sent these messages and goes on."""
+    path = (SERVICE + name).encode()
+    head = b"\x83\x86\x04" + bytes([len(path)]) + path + b"\x01\x01a\x00\x02te\x08trailers"
+    head += b"\x0f\x10\x10application/grpc"
+    data = b"".join(struct.pack(">BI", 0, len(message)) + message for message in messages)
+    return (
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+        + frame(4, 0, 0, b"")
+        + frame(1, 4, 1, head)
+        + frame(0, 0, 1, data)
+    )
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    return struct.pack(">IBI", len(payload) << 8 | kind, flags, stream) + payload
+
+
+MANY = field(5, 2, b"") * 1_000_000
+DEEP = b""
+for _ in range(150):
+    DEEP = field(4, 2, field(2, 2, DEEP))
+WHOLE = numbers(1)
+LIES = {
+    "cut": WHOLE[:-3],
+    "past the end": WHOLE + b"\x3a\xff\xff\xff\x7f",
+    "a negative length": WHOLE + b"\x3a" + varint(2**64 - 1),
+    "no end": b"\xff" * 11,
+    "field 0": b"\x00\x00",
+    "a group without an end": b"\x0b" * 200,
+    "no text": field(1, 2, b"\xff\xfe") + WHOLE,
+    "a million inputs": MANY,
+}
+
+
+@pytest.mark.parametrize("hot", [False, True])
+@pytest.mark.parametrize("name", LIES)
+def test_messages_that_are_none(tmp_path: Path, name: str, hot: bool) -> None:
+    write_model(tmp_path)
+
+    async def work() -> None:
+        async with serving(tmp_path) as served:
+            if hot:
+                assert await served.infer(1) == [2]
+            code, text = await refused(served.send(LIES[name]))
+            assert (code, text.partition(":")[0]) == ("INTERNAL", "malformed ModelInferRequest")
+            assert await served.infer(3) == [6]
+
+    run(work(), 90)
+
+
+def test_what_nests_deep_is_unknown_fields(tmp_path: Path) -> None:
+    """Unknown fields within unknown fields are passed over in one step, parameters nest once."""
+    write_model(tmp_path)
+
+    async def work() -> None:
+        async with serving(tmp_path) as served:
+            deep = DEEP + numbers(1)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await served.send(deep)
+            assert caught.value.code().name in ("INTERNAL", "INVALID_ARGUMENT")
+            assert await served.infer(3) == [6]
+
+    run(work())
+
+
+@pytest.mark.parametrize("hot", [False, True])
+def test_tensors_that_lie(tmp_path: Path, hot: bool) -> None:
+    """Of the right message: other sizes than the shape says, contents beside raw tensors, one tensor less."""
+    write_model(tmp_path)
+    mixed = V2.ModelInferRequest.FromString(numbers(1))
+    mixed.inputs[0].contents.fp32_contents.extend([1, 2])
+    short = V2.ModelInferRequest.FromString(numbers(1))
+    short.raw_input_contents[0] = b"\0" * 7
+    none = V2.ModelInferRequest.FromString(numbers(1))
+    del none.raw_input_contents[:]
+    huge = V2.ModelInferRequest.FromString(numbers(1))
+    huge.inputs[0].shape[:] = [2**62, 2**62]
+
+    async def work() -> None:
+        async with serving(tmp_path) as served:
+            if hot:
+                assert await served.infer(1) == [2]
+            for request, said in (
+                (mixed, "contents field must not be specified"),
+                (short, "Expected 8, got 7"),
+                (none, "unable to find data for input tensor 'x'"),
+                (huge, ""),
+            ):
+                code, text = await refused(served.send(request.SerializeToString()))
+                assert code == "INVALID_ARGUMENT"
+                assert said in text
+                assert await served.infer(3) == [6]
+
+    run(work())
+
+
+def test_limits_of_messages(tmp_path: Path) -> None:
+    """One that is too large, or unpacks to it. The words are grpcio's."""
+    write_model(tmp_path, max_batch_size=1000)
+
+    async def work() -> None:
+        async with serving(tmp_path, grpc_options=GrpcOptions(message_bytes=4000)) as served:
+            assert await served.infer(*[1.0] * 480) == [2.0] * 480
+            large = numbers(*[1.0] * 900)
+            code, text = await refused(served.send(large))
+            assert (code, f"({len(large)} vs. 4000)" in text) == ("RESOURCE_EXHAUSTED", True), text
+            code, text = await refused(served.send(large, compression=grpc.Compression.Gzip))
+            assert (code, text) == ("RESOURCE_EXHAUSTED", "Decompressed message larger than max")
+            bomb = bytes(50_000_000)  # 50 kB packed
+            assert (await refused(served.send(bomb, compression=grpc.Compression.Gzip)))[0] == code
+            assert await served.infer(3) == [6]
+
+    run(work())
+
+
+@pytest.mark.parametrize("coding", [grpc.Compression.Gzip, grpc.Compression.Deflate])
+def test_compressed_requests(tmp_path: Path, coding: grpc.Compression) -> None:
+    write_model(tmp_path, max_batch_size=1000)
+
+    async def work() -> None:
+        async with serving(tmp_path) as served:
+            for _ in range(2):
+                assert await served.infer(*[1.0] * 500, compression=coding) == [2.0] * 500
+
+    run(work())
+
+
+def test_unknown_methods(tmp_path: Path) -> None:
+    write_model(tmp_path)
+
+    async def work() -> None:
+        async with serving(tmp_path) as served:
+            for path in (SERVICE + "ModelInfers", "/inference.Other/ModelInfer", SERVICE):
+                assert (await refused(served.channel.unary_unary(path)(numbers(1))))[0] == "UNIMPLEMENTED"
+
+    run(work())
+
+
+def test_a_stream_closed_half_is_answered_whole(tmp_path: Path) -> None:
+    """The client says that it sends no more while its requests still run."""
+    write_model(tmp_path, max_batch_size=1)
+
+    async def work() -> None:
+        async with serving(tmp_path) as served:
+            call = served.stream(None)
+            for row in (HOLD, 2, 3):
+                await call.write(numbers(row, id=str(row)))
+            await call.done_writing()
+            await served.until(running(tmp_path, HOLD))
+            release(tmp_path)
+            found = [reply.infer_response.id async for reply in call]
+            assert found == [str(HOLD), "2", "3"]
+
+    run(work())
+
+
+def test_what_is_no_message_ends_its_stream_alone(tmp_path: Path) -> None:
+    write_model(tmp_path)
+
+    async def work() -> None:
+        async with serving(tmp_path) as served:
+            good, bad = served.stream(None), served.stream(None)
+            await good.write(numbers(2))
+            assert (await good.read()).infer_response.model_name == "twice"
+            await bad.write(b"\xff" * 11)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await asyncio.wait_for(bad.read(), WAIT_S)
+            assert caught.value.code().name == "INTERNAL"
+            await good.write(numbers(3))
+            assert (await good.read()).error_message == ""
+            await good.done_writing()
+            assert await good.read() is grpc.aio.EOF
+
+    run(work())
