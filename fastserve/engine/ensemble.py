@@ -20,6 +20,7 @@ from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.tensor import Tensor
 
+LATE = "the request's time was up before step {} (model '{}')"
 STUCK = "unexpected deadlock, at least one output is not set while no more ensemble steps can be made"
 
 
@@ -142,6 +143,8 @@ class Ensemble(Door):
         step = self.plan.steps[index]
         async with self._gates[index] if self._gates else contextlib.nullcontext():
             began_ns = time.monotonic_ns()
+            if 0 < flow.request.deadline_ns <= began_ns:
+                raise DeadlineError(LATE.format(index, step.model), queued=True)
             response = await engine.infer(version, flow.request_for(step))
             flow.model_ns += time.monotonic_ns() - began_ns
             flow.take(step, response)

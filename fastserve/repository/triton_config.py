@@ -192,7 +192,8 @@ def config_json(config: ModelConfig | TritonConfig, version: Version | None = No
 def triton_view(config: ModelConfig, name: str) -> TritonConfig:
     """The TritonConfig a ModelConfig was made of; for a native model, one that says the same."""
     if config.triton is not None:
-        return convert(config.triton, TritonConfig, TRITON_FILE)
+        # Kept as JSON, where the keys of a map are text.
+        return convert(config.triton, TritonConfig, TRITON_FILE, lax=True)
     backend = {ours: theirs for theirs, ours in BACKENDS.items()}.get(config.backend, config.backend)
     policy = config.version_policy
     dynamic = DynamicBatching(max_queue_delay_microseconds=config.max_queue_delay_us)

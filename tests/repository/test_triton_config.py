@@ -16,6 +16,7 @@ from fastserve.repository.triton_config import (
     parse_triton_text,
     read_triton_config,
     to_model_config,
+    triton_view,
 )
 from fastserve.repository.triton_defaults import complete
 from fastserve.repository.triton_json import to_json
@@ -95,3 +96,13 @@ def test_unknown_fields_are_named() -> None:
         parse_triton_json('{"input": [{"dim": [1]}]}', "m")
     with pytest.raises(ConfigError, match=r"config: not JSON"):
         parse_triton_json("{x", "m")
+
+
+def test_what_is_kept_as_json_is_read_back_the_same() -> None:
+    text = """
+        backend: "python" max_batch_size: 4
+        dynamic_batching { priority_levels: 2 default_priority_level: 1
+          priority_queue_policy { key: 2 value { timeout_action: DELAY default_timeout_microseconds: 7 } } }
+    """
+    config = parse_triton_text(text, "m")
+    assert triton_view(to_model_config(config), "m") == config

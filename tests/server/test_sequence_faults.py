@@ -24,9 +24,8 @@ HOLDS = """
         import pathlib, time
         folder = pathlib.Path(os.environ["SEQ_FOLDER"])
         for request in requests:
-            number, ready = (
-                pb_utils.get_input_tensor_by_name(request, name).as_numpy().ravel()[0] for name in ("IN", "READY")
-            )
+            take = lambda name: pb_utils.get_input_tensor_by_name(request, name).as_numpy().ravel()[0]
+            number, ready = take("IN"), take("READY")
             if ready and number == 0:
                 (folder / "held").touch()
                 while not (folder / "go").exists():
