@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from fastserve.config import Listener, Settings
 from fastserve.config.metrics import MetricsConfig
-from fastserve.engine.counts import counts_of
+from fastserve.engine.counts import FIRST_RESPONSE, counts_of
 from fastserve.errors import ServeError
 from fastserve.request import InferRequest
-from fastserve.server import Server
+from fastserve.server import Server, nv_metrics
 from fastserve.server.listening import with_metrics
 from fastserve.server.nv_metrics import NvMetrics
+from fastserve.server.nv_summaries import NAMES
 from fastserve.tensor import DTYPES, Tensor
 from tests.server.rig import Client, run
 
@@ -126,6 +128,13 @@ def test_every_name_of_the_specification(tmp_path: Path) -> None:
 def reasons(found: Samples) -> dict[str, float]:
     name = "nv_inference_request_failure_total"
     return {dict(labels)["reason"]: value for (known, labels), value in found.items() if known == name}
+
+
+def test_every_name_is_documented_and_nothing_else() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "observability.md").read_text()
+    named = set(re.findall(r"`(nv_[a-z_]+)`", page))
+    written = set(re.findall(r'"(nv_[a-z_]+)"', Path(nv_metrics.__file__).read_text()))
+    assert named == written | {name for name, _ in NAMES} | {FIRST_RESPONSE}
 
 
 def test_the_port_answers_nothing_else(tmp_path: Path) -> None:
