@@ -144,7 +144,7 @@ cdef class ResponseCache:
             began = now_ns()
         cdef Entry entry = Entry.__new__(Entry)
         entry.key, entry.form, entry.parameters = key, form, parameters
-        entry.memory = tuple([bytes(data) for data in outputs])
+        entry.memory = tuple([copy_of(data) for data in outputs])
         entry.nbytes = ENTRY + PyBytes_GET_SIZE(key)
         for data in entry.memory:
             entry.nbytes += PyBytes_GET_SIZE(data)
@@ -189,6 +189,15 @@ cdef class ResponseCache:
             (<Entry>entry.newer).older = entry.older
         else:
             self.newest = entry.older
+
+
+cdef bytes copy_of(object data):
+    cdef Py_buffer view
+    PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
+    try:
+        return PyBytes_FromStringAndSize(<char*>view.buf, view.len)
+    finally:
+        PyBuffer_Release(&view)
 
 
 cdef inline uint64_t weight_of(uint64_t* number) noexcept:

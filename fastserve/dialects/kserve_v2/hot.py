@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from functools import partial
 from time import monotonic_ns
+from typing import Protocol
 
 from fastserve._ext.infer_frame import InferFrames
 from fastserve._ext.infer_reply import InferWriter, UnwritableOutput
@@ -40,6 +41,13 @@ from fastserve.wire.call import Call
 MOST_FRAMES = 32
 # Frames never met again, beyond which nothing is learned until so many requests have been missed.
 MOST_UNUSED, LEARN_AGAIN = 8, 64
+
+
+class Closes(Protocol):
+    """What a request holds until it is answered or given up."""
+
+    def close(self) -> None:
+        """Let go of it."""
 
 
 class HotDoor:
@@ -96,7 +104,7 @@ class HotDoor:
         ticket = lane.submit(place, rows, self._answer, 0, (call, frame, frame.id, rooms))
         call.on_gone = ticket
         if rooms is not None:
-            call.on_gone = partial(_give_up, ticket, rooms)
+            call.on_gone = partial(give_up, ticket, rooms)
         return True
 
     def _look_outside(self, frame: Frame, rows: int, memory: list[memoryview]) -> Rooms | None:
@@ -176,6 +184,7 @@ class HotDoor:
         send(call, *write_answer(self._plan, frame.asked, response, request_id, rooms or {}))
 
 
-def _give_up(ticket: Ticket, rooms: Rooms) -> None:
+def give_up(ticket: Ticket, rooms: Closes) -> None:
+    """Nobody waits any more."""
     ticket()
     rooms.close()

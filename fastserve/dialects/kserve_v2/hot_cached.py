@@ -1,7 +1,7 @@
 """The hot door of a version whose responses are kept: a hit is answered where it is read.
 
-    body bytes --frame--> scratch --key--> kept?  yes: outputs --print--> reply; nothing ran
-                                           no: into a place like any request, and what it answers is kept
+    body bytes --frame--> a place's memory --key--> kept?  yes: outputs --print--> reply; the place goes back
+                                                    no: the place runs, and what it answers is kept
 
 Requests of the same key as one under way take the general door, which waits for it.
 """
@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from functools import partial
 from time import monotonic_ns
+from typing import cast
 
 from fastserve._ext.infer_reply import InferWriter, UnwritableOutput
 from fastserve.dialects.kserve_v2.answers import Rooms, client_shape, send, write_answer
 from fastserve.dialects.kserve_v2.frames import Frame
-from fastserve.dialects.kserve_v2.hot import HotDoor
+from fastserve.dialects.kserve_v2.hot import HotDoor, give_up
 from fastserve.dialects.kserve_v2.plans import Plan
 from fastserve.dialects.kserve_v2.service import Service
 from fastserve.engine.cache import CachedDoor, Entry, Form, respond
@@ -23,9 +24,7 @@ from fastserve.engine.lane import Lane, Ticket
 from fastserve.errors import ServeError
 from fastserve.wire.call import Call
 
-MOST_KNOWN = 64  # of each: heads of keys, forms of answers, writers of replies
-MOST_SCRATCH_BYTES = 1 << 20  # larger requests take the general door, which copies nothing twice
-Scratch = tuple[bytes, list[memoryview]]  # head of the key, memory for the inputs
+MOST_KNOWN = 64  # frames, and of each: rows, forms of answers
 
 
 def open_hot_door(service: Service, plan: Plan) -> HotDoor | None:
@@ -38,70 +37,88 @@ def open_hot_door(service: Service, plan: Plan) -> HotDoor | None:
     return CachedHotDoor(service, plan, door.inner, door)
 
 
+class Miss:
+    """A key under way: in the place where a request has its rooms, and closed like them."""
+
+    __slots__ = ("_door", "key")
+
+    def __init__(self, door: CachedDoor, key: bytes) -> None:
+        self._door, self.key = door, key
+
+    def close(self) -> None:
+        """The request was answered or given up."""
+        self._door.leave(self.key)
+
+
+class Known:
+    """What the requests of one frame have in common."""
+
+    __slots__ = ("forms", "heads", "writers")
+
+    def __init__(self) -> None:
+        self.heads: dict[int, bytes] = {}  # of keys, by rows
+        self.forms: dict[object, tuple[Form, InferWriter | None]] = {}  # by the outlet's form
+        self.writers: dict[Form, InferWriter | None] = {}
+
+
 class CachedHotDoor(HotDoor):
     """The hot door in front of a CachedDoor."""
 
     def __init__(self, service: Service, plan: Plan, lane: Lane, door: CachedDoor) -> None:
         super().__init__(service, plan, lane)
         self._door = door
-        self._key = b""  # of the request that is just being answered
-        self._scratches: dict[tuple[Frame, int], Scratch | None] = {}
-        self._forms: dict[tuple[Frame, object], tuple[Form, InferWriter | None]] = {}
-        self._writers: dict[tuple[Frame, Form], InferWriter] = {}
+        self._known: dict[Frame, Known] = {}
 
     def start(self, call: Call, header_bytes: int) -> bool:
-        body = call.body
+        body, lane = call.body, self._lane
         frame: Frame | None = self._frames.find(body, header_bytes)  # type: ignore[assignment]
         if frame is None or frame.outside:
             return False
         rows = frame.rows
-        scratch = self._scratches.get((frame, rows)) or self._open_scratch(frame, rows)
-        if scratch is None:
+        if rows > lane.max_rows:
             return False
-        head, inputs = scratch
-        if not frame.read_into(body, header_bytes, inputs):
-            return False
-        found = self._door.find(head, inputs)
-        if isinstance(found, bytes):
-            return self._submit(call, frame, rows, inputs, found)
-        if found is not None:
-            self._reply_kept(call, frame, found)
-        return found is not None
-
-    def _submit(self, call: Call, frame: Frame, rows: int, inputs: list[memoryview], key: bytes) -> bool:
-        intake, lane = frame.intake, self._lane
+        intake = frame.intake
         seat = intake.reserve(rows, frame.note()) if frame.noted else intake.reserve(rows)
         if seat is None:
-            self._door.leave(key)
             return False
         place, memory, (offset, _) = seat
-        for into, data in zip(memory, inputs, strict=True):
-            into[:] = data
+        try:
+            found = None
+            if frame.read_into(body, header_bytes, memory):
+                known = self._known.get(frame) or self._meet(frame)
+                found = self._door.find(known.heads.get(rows) or self._head(known, frame, rows), memory)
+        except BaseException:
+            intake.abandon(seat, rows)
+            raise
+        if not isinstance(found, bytes):
+            intake.abandon(seat, rows)
+            if found is not None:
+                self._reply_kept(call, frame, known, found)
+            return found is not None
         if offset:
             intake.settle(seat)
-        ticket = lane.submit(place, rows, self._answer_and_keep, 0, (call, frame, frame.id, key))
-        call.on_gone = partial(self._give_up, ticket, key)
+        miss = Miss(self._door, found)
+        ticket = lane.submit(place, rows, self._answer, 0, (call, frame, frame.id, miss))
+        call.on_gone = partial(give_up, ticket, miss)
         return True
 
-    def _give_up(self, ticket: Ticket, key: bytes) -> None:
-        ticket()
-        self._door.leave(key)
-
-    def _open_scratch(self, frame: Frame, rows: int) -> Scratch | None:
-        """None for what is too large: more rows than a batch, more bytes than are kept for it."""
-        if len(self._scratches) >= MOST_KNOWN:
-            self._scratches.clear()
-        sorts, inputs = frame.sorts(rows), []
-        if rows <= self._lane.max_rows and sum(sort[3] for sort in sorts) <= MOST_SCRATCH_BYTES:
-            inputs = [memoryview(bytearray(sort[3])) for sort in sorts]
-        found = (self._door.keys.head(sorts, frame.wanted), inputs) if inputs else None
-        self._scratches[frame, rows] = found
+    def _meet(self, frame: Frame) -> Known:
+        if len(self._known) >= MOST_KNOWN:
+            self._known.clear()
+        found = self._known[frame] = Known()
         return found
 
-    def _reply_kept(self, call: Call, frame: Frame, entry: Entry) -> None:
-        writer = None if entry.parameters else self._writer(frame, entry.form)
+    def _head(self, known: Known, frame: Frame, rows: int) -> bytes:
+        if len(known.heads) >= MOST_KNOWN:
+            known.heads.clear()
+        found = known.heads[rows] = self._door.keys.head(frame.sorts(rows), frame.wanted)
+        return found
+
+    def _reply_kept(self, call: Call, frame: Frame, known: Known, entry: Entry) -> None:
+        form = entry.form
+        writer = known.writers.get(form) or self._writer(known, frame, form)
         try:
-            if writer is None:
+            if writer is None or entry.parameters:
                 send(call, *write_answer(self._plan, frame.asked, respond(entry), frame.id, {}))
             else:
                 self._write(call, writer, entry.memory, frame.id)
@@ -111,52 +128,43 @@ class CachedHotDoor(HotDoor):
         self._requests.add()
         self._duration.observe_ns(monotonic_ns() - call.received_ns)
 
-    def _answer_and_keep(self, ticket: Ticket, error: ServeError | None) -> None:
-        call, frame, request_id, key = ticket.context
-        ticket.context = call, frame, request_id, None
-        self._key = key
-        try:
-            self._answer(ticket, error)
-        finally:
-            self._door.leave(key)
-
-    def _reply(self, call: Call, frame: Frame, request_id: str, rooms: Rooms | None, ticket: Ticket) -> None:
+    def _reply(
+        self, call: Call, frame: Frame, request_id: str, rooms: Rooms | Miss | None, ticket: Ticket
+    ) -> None:
+        miss = cast("Miss", rooms)
         found = frame.outlet.read(ticket.place, ticket.rows)
         if found is None:
-            self._reply_plainly(call, frame, request_id, rooms, ticket)
+            self._reply_and_keep(call, frame, request_id, miss, ticket)
             return
         form, memory = found
-        kept, writer = self._forms.get((frame, form)) or self._describe(frame, form)
-        self._door.keep(self._key, kept, memory)
+        known = self._known.get(frame) or self._meet(frame)
+        kept, writer = known.forms.get(form) or self._describe(known, frame, form)
         if writer is None:
-            self._reply_plainly(call, frame, request_id, rooms, ticket)
-        else:
-            self._write(call, writer, memory, request_id)
+            self._reply_and_keep(call, frame, request_id, miss, ticket)
+            return
+        self._door.keep(miss.key, kept, memory)
+        self._write(call, writer, memory, request_id)
 
-    def _reply_plainly(
-        self, call: Call, frame: Frame, request_id: str, rooms: Rooms | None, ticket: Ticket
-    ) -> None:
+    def _reply_and_keep(self, call: Call, frame: Frame, request_id: str, miss: Miss, ticket: Ticket) -> None:
+        """As the general door does it: strings, outputs nobody declared, parameters, one request's error."""
         response = read_response(self._lane, ticket, frame.wanted)
-        self._door.keep_response(self._key, response)
+        self._door.keep_response(miss.key, response)
         send(call, *write_answer(self._plan, frame.asked, response, request_id, {}))
 
-    def _describe(self, frame: Frame, form: object) -> tuple[Form, InferWriter | None]:
-        if len(self._forms) >= MOST_KNOWN:
-            self._forms.clear()
+    def _describe(self, known: Known, frame: Frame, form: object) -> tuple[Form, InferWriter | None]:
+        if len(known.forms) >= MOST_KNOWN:
+            known.forms.clear()
         kept = tuple([(name, dtype.code, shape) for name, dtype, shape in frame.outlet.describe(form)])
-        found = self._forms[frame, form] = kept, self._writer(frame, kept)
+        found = known.forms[form] = kept, self._writer(known, frame, kept)
         return found
 
-    def _writer(self, frame: Frame, form: Form) -> InferWriter | None:
+    def _writer(self, known: Known, frame: Frame, form: Form) -> InferWriter | None:
         """The writer of replies whose outputs have this form; None when there can be none."""
-        found = self._writers.get((frame, form))
-        if found is None:
-            if len(self._writers) >= MOST_KNOWN:
-                self._writers.clear()
-            found = self._make_writer(frame, form)
-            if found is not None:
-                self._writers[frame, form] = found
-        return found
+        if form not in known.writers:
+            if len(known.writers) >= MOST_KNOWN:
+                known.writers.clear()
+            known.writers[form] = self._make_writer(frame, form)
+        return known.writers[form]
 
     def _make_writer(self, frame: Frame, form: Form) -> InferWriter | None:
         plan = self._plan
