@@ -1,4 +1,4 @@
-"""Counting against prometheus_client: one request, one duration, one level."""
+"""Counting against prometheus_client: one request, one duration, one level; and what a scrape costs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import prometheus_client
 import pytest
 
 from fastserve._ext import meter
+from fastserve.engine.meters import LaneMeters
+from fastserve.metrics import Registry
 from fastserve.metrics.names import STAGE_SECONDS
+from fastserve.metrics.traffic import Traffic
 
 SIZES = (1, 16, 4096, 256)
 ROUNDS = {"rounds": 20, "iterations": 20_000}
@@ -38,3 +41,14 @@ def test_counter(benchmark, make) -> None:  # type: ignore[no-untyped-def]
 def test_histogram(benchmark, make) -> None:  # type: ignore[no-untyped-def]
     benchmark.pedantic(make()[1], args=(0.0123,), **ROUNDS)
     assert make is theirs or benchmark.disabled or benchmark.stats["min"] < 100e-9
+
+
+def test_scrape_of_ten_models(benchmark) -> None:  # type: ignore[no-untyped-def]
+    found = Registry()
+    for number in range(10):
+        LaneMeters(found, f"model{number}", 1, 0, 64)
+        Traffic(found, "kserve_v2", [f"model{number}"]).stages(f"model{number}", 1)
+    page = benchmark(found.expose)
+    assert page.count(b"\n") > 1000
+    assert benchmark.disabled or benchmark.stats["min"] < 5e-3
+    found.close()

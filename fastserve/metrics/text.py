@@ -7,6 +7,7 @@ from itertools import accumulate
 
 Labels = Mapping[str, str]
 _ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
+_HELP_ESCAPES = str.maketrans({"\\": "\\\\", "\n": "\\n"})
 
 
 def write_labels(labels: Labels) -> str:
@@ -23,7 +24,7 @@ def write_number(value: float) -> str:
 
 
 def write_head(name: str, kind: str, help: str) -> list[str]:
-    return [f"# HELP {name} {help}", f"# TYPE {name} {kind}"]
+    return [f"# HELP {name} {help.translate(_HELP_ESCAPES)}", f"# TYPE {name} {kind}"]
 
 
 def write_histogram(
