@@ -1,6 +1,8 @@
 """gRPC under load: fastserve beside the echo server, one core each, the client on another.
 
-The client is grpcio's too, in this process; it is the slower side of tiny requests, for both servers alike.
+Both servers are up all the time and take turns of TURN_SECONDS. Beside the rate stands what a request cost
+each of them in CPU time, over all processes: that is what a core of its own would show, and it stays true
+when the machine has other work and neither server ever has its core to itself.
 """
 
 from __future__ import annotations
@@ -12,23 +14,23 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import grpc
 import grpc.aio
 import uvloop
 
 from bench import workloads
 from bench.load import servers, table
+from bench.load.h2 import Load
 from bench.load.measure import Plan
 from bench.load.servers import Server
 from bench.reference.grpc_echo import PATH
 from fastserve.protos import load
 
 V2 = load("kserve_v2")
-AT_ONCE = 32
-CHANNELS = 4
-OPTIONS = [("grpc.use_local_subchannel_pool", 1)]
+AT_ONCE, CHANNELS = 8, 4
+TURN_SECONDS = 0.5
 LEAST = {"grpc-tiny": ("tiny", 0.9), "grpc-image": ("image", 0.9)}
 
 
@@ -59,43 +61,53 @@ def make_request(model: str) -> bytes:
 
 
 async def run(port: int, message: bytes, seconds: float) -> float:
-    """Requests a second with AT_ONCE under way."""
-    target = f"127.0.0.1:{port}"
-    async with contextlib.AsyncExitStack() as opened:
-        channels = [
-            await opened.enter_async_context(grpc.aio.insecure_channel(target, options=OPTIONS))
-            for _ in range(CHANNELS)
-        ]
-        calls = [channel.unary_unary(PATH) for channel in channels]
-        await calls[0](message, wait_for_ready=True, timeout=60)
-        began, done = time.perf_counter(), 0
-        until = began + seconds
+    """Requests a second with AT_ONCE under way on each of CHANNELS connections. Raises RuntimeError."""
+    loads = [Load(port, PATH, message, AT_ONCE) for _ in range(CHANNELS)]
+    began = time.perf_counter()
+    done = await asyncio.gather(*(load.run(seconds) for load in loads))
+    return sum(done) / (time.perf_counter() - began)
 
-        async def ask(number: int) -> None:
-            nonlocal done
-            while time.perf_counter() < until:
-                await calls[number % CHANNELS](message)
-                done += 1
 
-        await asyncio.gather(*(ask(number) for number in range(AT_ONCE)))
-        return done / (time.perf_counter() - began)
+async def verify(server: Server, model: str, message: bytes) -> None:
+    """Ask once, by grpcio, until there is an answer of the right size. Raises AssertionError, AioRpcError."""
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        reply = await channel.unary_unary(PATH)(message, wait_for_ready=True, timeout=60)
+    (raw,) = V2.ModelInferResponse.FromString(reply).raw_output_contents
+    assert len(raw) == 4 * workloads.expected(model).size, server.name
+
+
+@dataclass
+class Turns:
+    """What one server did, turn by turn."""
+
+    server: Server
+    rates: list[float] = field(default_factory=list)
+    costs_us: list[float] = field(default_factory=list)  # CPU time of one request
+
+    def take(self, message: bytes) -> None:
+        before = self.server.cpu_s()
+        self.rates.append(uvloop.run(run(self.server.port, message, TURN_SECONDS)))
+        spent = self.server.cpu_s() - before
+        self.costs_us.append(spent / (self.rates[-1] * TURN_SECONDS) * 1e6)
 
 
 def row(part: str, plan: Plan) -> table.Row:
-    """One line of the table: both servers up all the time, taking turns under load."""
+    """One line of the table. The ratio is that of the costs; medians of all turns."""
     model, least = LEAST[part]
     message, allowed = make_request(model), os.sched_getaffinity(0)
-    rates: dict[str, list[float]] = {"grpc echo": [], "fastserve": []}
     with echo(model, [plan.server_core]) as theirs, subject(model, [plan.server_core]) as ours:
+        for server in (theirs, ours):
+            uvloop.run(verify(server, model, message))
         os.sched_setaffinity(0, {plan.load_core})
         try:
-            for turn in range(plan.repeats):
-                for server in (theirs, ours):
-                    rates[server.name].append(uvloop.run(run(server.port, message, plan.seconds)))
-                    done = f"{turn + 1}/{plan.repeats}  {rates[server.name][-1]:,.0f}/s"
-                    plan.say(f"{part}: {server.name} {done}")
+            base, found = Turns(theirs), Turns(ours)
+            for turn in range(max(1, round(plan.repeats * plan.seconds / TURN_SECONDS))):
+                for taken in (base, found):
+                    taken.take(message)
+                plan.say(f"{part}: {turn + 1}  {base.rates[-1]:,.0f}/s {found.rates[-1]:,.0f}/s")
         finally:
             os.sched_setaffinity(0, allowed)
-    base, rate = (statistics.median(found) for found in rates.values())
-    note = "reference: grpcio echo that parses and writes the same messages"
-    return table.Row(part, f"{base:,.0f}/s", f"{rate:,.0f}/s", rate / base, least, note=note)
+    rates = [statistics.median(taken.rates) for taken in (base, found)]
+    costs = [statistics.median(taken.costs_us) for taken in (base, found)]
+    note = f"CPU {costs[0]:,.0f} and {costs[1]:,.0f} us a request, that of rates {rates[1] / rates[0]:.2f}"
+    return table.Row(part, f"{rates[0]:,.0f}/s", f"{rates[1]:,.0f}/s", costs[0] / costs[1], least, note=note)

@@ -43,6 +43,10 @@ class Server:
                     return int(line.split()[1]) * 1024 / 1e6
         raise RuntimeError(f"{self.name} is gone")
 
+    def cpu_s(self) -> float:
+        """CPU time that it and its children have had so far."""
+        return sum(cpu_ns(pid) for pid in tree(self.process.pid)) / 1e9
+
     def stop(self) -> None:
         """Asks politely, then ends the whole process group: nothing stays behind."""
         if self.process.poll() is None:
@@ -56,6 +60,26 @@ class Server:
     def fail(self, message: str) -> RuntimeError:
         tail = self.log.read_text(errors="replace")[-2000:]
         return RuntimeError(f"{self.name}: {message}\n{tail}")
+
+
+def tree(pid: int) -> list[int]:
+    """A process and all that come of it."""
+    found = [pid]
+    for parent in found:
+        with contextlib.suppress(OSError):
+            for task in os.listdir(f"/proc/{parent}/task"):
+                children = Path(f"/proc/{parent}/task/{task}/children").read_text()
+                found += map(int, children.split())
+    return found
+
+
+def cpu_ns(pid: int) -> int:
+    """CPU time of a process's threads; those that have ended are not in it."""
+    total = 0
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            total += int(Path(f"/proc/{pid}/task/{task}/schedstat").read_text().split()[0])
+    return total
 
 
 def free_port() -> int:
