@@ -306,6 +306,7 @@ cdef class BatchRing:
     def answer_place(self, uint32_t slot, uint32_t row, uint32_t status, uint64_t offset, uint32_t nbytes) -> None:
         """Attach the output slab of one place; it changes hands with publish()."""
         cdef Row* at = rows_of(self.slot(slot)) + min(row, self.max_rows - 1)
+        release_slab(&self.arena, &at.out_offset, at.tag)   # of a worker that died after answering this place
         at.status, at.out_offset, at.out_bytes = status, offset, nbytes
         if offset:
             slab_give(&self.arena.slabs, offset, self.owner(), place_owner(at.tag))

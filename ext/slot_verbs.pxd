@@ -100,6 +100,7 @@ cdef extern from "sweep.h" nogil:
     uint32_t slab_used(const Slabs*)
     enum: WORKER_OWNER, OWNER_PLACE
     uint32_t place_owner(uint64_t tag)
+    void release_slab(const Arena*, uint64_t* held, uint64_t tag)
     uint32_t slot_see(const Arena*, Slot*)
 
 cdef extern from "claims.h" nogil:

@@ -1,0 +1,154 @@
+"""A whole arena, slow and plain: batches of places, who holds which page, who died. No memory, no atomics.
+
+Verbs are BatchRing's, for any front and worker. Places and batches are objects; a batch is one opening
+of a slot. What the words, row tables and page words of a real arena say must follow from this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(eq=False)
+class PlainPlace:
+    """The rows of one request. `state`: reserved, committed, answered, or gone."""
+
+    batch: PlainBatch
+    front: int
+    start: int
+    rows: int
+    state: str = "reserved"
+    in_pages: int = 0
+    out_pages: int = 0
+
+
+@dataclass(eq=False)
+class PlainBatch:
+    """`state`: open, sealed, running, done or free. A sealed batch without unsettled rows is ready."""
+
+    places: list[PlainPlace] = field(default_factory=list)
+    state: str = "open"
+    reserved: int = 0
+    settled: int = 0
+    worker: int = -1
+    attempts: int = 0
+    failed: bool = False
+
+
+class PlainArena:
+    """What the verbs must do."""
+
+    def __init__(self, slots: int, max_rows: int, max_attempts: int) -> None:
+        self.slots, self.max_rows, self.max_attempts = slots, max_rows, max_attempts
+        self.batches: list[PlainBatch] = []
+        self.loose = 0  # pages under lease that belong to a process, not to a place
+
+    # --- fronts
+
+    def reserve(self, front: int, rows: int) -> PlainPlace | None:
+        batch = next((b for b in self.batches if b.state == "open"), None)
+        if batch is not None and batch.reserved + rows > self.max_rows:
+            batch.state, batch = "sealed", None
+        if batch is None:
+            if len(self.batches) == self.slots:
+                return None
+            batch = PlainBatch()
+            self.batches.append(batch)
+        place = PlainPlace(batch, front, batch.reserved, rows)
+        batch.places.append(place)
+        batch.reserved += rows
+        if batch.reserved == self.max_rows:
+            batch.state = "sealed"
+        return place
+
+    def commit(self, place: PlainPlace) -> None:
+        place.state = "committed"
+        place.batch.settled += place.rows
+
+    def abandon(self, place: PlainPlace) -> None:
+        batch = place.batch
+        if batch.state == "open" and batch.reserved == place.start + place.rows:
+            batch.places.remove(place)
+            batch.reserved -= place.rows
+        else:
+            batch.settled += place.rows
+        place.state = "gone"
+
+    def drop(self, place: PlainPlace) -> bool:
+        if place.state != "committed":
+            return False
+        place.state = "gone"
+        return True
+
+    def release(self, place: PlainPlace) -> None:
+        if place.state == "answered":
+            place.state, place.in_pages, place.out_pages = "gone", 0, 0
+            self._free(place.batch)
+
+    # --- workers
+
+    def take(self, worker: int) -> PlainBatch | None:
+        ready = [b for b in self.batches if b.state == "sealed" and b.settled == b.reserved]
+        opened = [b for b in self.batches if b.state == "open" and 0 < b.settled == b.reserved]
+        for batch in (ready or opened)[:1]:
+            batch.state, batch.worker, batch.attempts = "running", worker, batch.attempts + 1
+            return batch
+        return None
+
+    def publish(self, batch: PlainBatch) -> bool:
+        for place in batch.places:
+            if place.state == "committed":
+                place.state = "answered"
+            elif place.state == "gone":
+                place.in_pages = place.out_pages = 0
+        batch.state = "done"
+        self._free(batch)
+        return batch.state == "done"
+
+    # --- the owner
+
+    def worker_died(self, worker: int) -> tuple[int, int]:
+        retried = failed = 0
+        for batch in [b for b in self.batches if b.state == "running" and b.worker == worker]:
+            if batch.attempts < self.max_attempts:
+                batch.state, retried = "sealed", retried + 1
+            else:
+                batch.failed, failed = True, failed + 1
+                self.publish(batch)
+        return retried, failed
+
+    def sweep_front(self, front: int) -> None:
+        for batch in list(self.batches):
+            for place in [p for p in batch.places if p.front == front]:
+                if place.state == "reserved":
+                    batch.settled += place.rows
+                    place.state = "gone"
+                elif place.state == "committed":
+                    place.state = "gone"
+                else:
+                    self.release(place)
+
+    # --- looking at it
+
+    @property
+    def outstanding(self) -> int:
+        return sum(batch.reserved for batch in self.batches)
+
+    @property
+    def queued(self) -> int:
+        return sum(b.settled for b in self.batches if b.state in ("open", "sealed"))
+
+    @property
+    def pending(self) -> int:
+        waiting = [b for b in self.batches if b.state in ("open", "sealed")]
+        return sum(p.state == "committed" for b in waiting for p in b.places)
+
+    @property
+    def pages(self) -> int:
+        held = sum(p.in_pages + p.out_pages for b in self.batches for p in b.places)
+        return held + self.loose
+
+    def _free(self, batch: PlainBatch) -> None:
+        if batch.state == "done" and all(place.state == "gone" for place in batch.places):
+            batch.state = "free"
+            self.batches.remove(batch)
