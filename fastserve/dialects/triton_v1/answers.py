@@ -43,14 +43,14 @@ class Classes:
 
 @dataclass(frozen=True, slots=True)
 class HeaderForms:
-    """One InferResponseHeader without its id: one line, many lines, binary."""
+    """One InferResponseHeader without its id: one line of text, many lines, binary."""
 
-    line: str
-    lines: str
+    line: bytes
+    lines: bytes
     binary: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Answer:
     """What a request is answered with. `raws` are views of the engine's outputs, one for each output in
     order, empty where nothing is sent; they are valid until the response is released."""
@@ -60,23 +60,20 @@ class Answer:
     id: int
 
     @property
-    def line(self) -> str:
+    def line(self) -> bytes:
         """The header in text on one line."""
-        return f"{self.forms.line} id: {self.id}" if self.id else self.forms.line
-
-    @property
-    def lines(self) -> str:
-        """The header in text, a line for each field."""
-        return f"{self.forms.lines}id: {self.id}\n" if self.id else self.forms.lines
+        return b"%b id: %d" % (self.forms.line, self.id) if self.id else self.forms.line
 
     @property
     def binary(self) -> bytes:
         """The header as a serialized message."""
-        return self.forms.binary + write_id(self.id)
+        return self.forms.binary + write_id(self.id) if self.id else self.forms.binary
 
     def trailer(self, *, binary: bool) -> bytes:
         """The header as it stands behind the outputs of an HTTP reply."""
-        return self.binary if binary else self.lines.encode()
+        if binary:
+            return self.binary
+        return b"%bid: %d\n" % (self.forms.lines, self.id) if self.id else self.forms.lines
 
 
 class Answers:
@@ -155,7 +152,8 @@ class Answers:
                 output.raw.dims.extend(one.dims)
             else:
                 _fill_classes(output, one)
-        return HeaderForms(print_line(message), print_lines(message), message.SerializeToString())
+        line, lines = print_line(message).encode(), print_lines(message).encode()
+        return HeaderForms(line, lines, message.SerializeToString())
 
 
 def _fill_classes(output: Any, classes: Classes) -> None:

@@ -69,4 +69,4 @@ class Infer:
         except ServeError as fault:
             refuse(call, service, header.id, fault)
         else:
-            answer(call, service, line.encode(), body)
+            answer(call, service, line, body)

@@ -6,58 +6,76 @@ belongs to a request and is not here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fastserve.dialects.triton_v1.answers import Answers
+from fastserve.dialects.triton_v1.answers import Answer, Answers, HeaderForms
 from fastserve.dialects.triton_v1.header import RequestHeader, SharedPlace
 from fastserve.dialects.triton_v1.inputs import check_header, measure
 from fastserve.dialects.triton_v1.plan import Plan, count_bytes
-from fastserve.engine.direct import Intake, Outlet, open_intake, open_outlet
-from fastserve.engine.lane import Lane
+from fastserve.dialects.triton_v1.shared_memory import Destination
+from fastserve.engine.direct import Intake, Outlet, open_intake, open_outlet, read_response
+from fastserve.engine.lane import Lane, Ticket
 from fastserve.errors import ServeError
 from fastserve.tensor import Tensor
 
 MOST_FORMS = 32
+Rooms = Mapping[str, Destination]  # shared memory for outputs, by their names
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """The answers of one form."""
+class Source:
+    """Where the bytes of an input come from: the body, or the entry of that number; or shared memory."""
 
-    order: tuple[int, ...]  # which of the outlet's views, as wanted
-    output_bytes: int
-    line: bytes  # InferResponseHeader without an id
-    binary: bytes
-    lines: bytes
+    begin: int
+    end: int
+    entry: int
+    place: SharedPlace | None = None
 
 
 @dataclass(slots=True)
 class Known:
     """What a header says of tensors."""
 
-    header: RequestHeader
+    header: RequestHeader  # without the id
     nbytes: int  # of the body
-    # Of each input, in the intake's order: its first byte in the body, its last + 1, or where else it is.
-    sources: tuple[tuple[int, int, SharedPlace | None], ...]
+    entries: tuple[int, ...]  # the bytes of each raw_input entry
+    sources: tuple[Source, ...]  # of the inputs, in the intake's order
     intake: Intake
     outlet: Outlet
     names: tuple[str, ...]  # of the outputs
-    shared: bool  # something of it is in shared memory
+    alone: bool  # the body is nothing but the one input
+    stores: bool  # outputs go into shared memory
     raw: bool  # every output is sent as it is
-    _written: dict[Any, Written | None] = field(default_factory=dict)
+    _forms: dict[Any, tuple[HeaderForms, tuple[int, ...]] | None] = field(default_factory=dict)
 
-    def written(self, answers: Answers, form: Any) -> Written | None:
-        """How answers of the outlet's form are written; None for those only `Answers` can."""
+    def read(self, answers: Answers, lane: Lane, ticket: Ticket, number: int, rooms: Rooms) -> Answer:
+        """The answer of a place, for the request of that id; its views are good until the place is released.
+        Raises ServeError when the place failed by itself, or its outputs cannot be sent."""
+        found = self.outlet.read(ticket.place, ticket.rows) if self.raw else None
+        known = None if found is None else self._find_forms(answers, found[0])
+        if found is None or known is None:  # classes, shared memory, strings, errors
+            response = read_response(lane, ticket, self.names)
+            return answers.write(replace(self.header, id=number), response.outputs, rooms)
+        forms, order = known
+        views: list[Any] = found[1]
+        if len(views) > 1 or not order:
+            views = [views[at] for at in order]
+        return Answer(forms, views, number)
+
+    def _find_forms(self, answers: Answers, form: Any) -> tuple[HeaderForms, tuple[int, ...]] | None:
+        """The header of answers of the outlet's form, and which of its views are sent, in order; None for
+        answers that only `Answers` can write."""
         try:
-            return self._written[form]
+            return self._forms[form]
         except KeyError:
-            if len(self._written) >= MOST_FORMS:
-                self._written.clear()
-            found = self._written[form] = self._learn(answers, form)
+            if len(self._forms) >= MOST_FORMS:
+                self._forms.clear()
+            found = self._forms[form] = self._learn(answers, form)
             return found
 
-    def _learn(self, answers: Answers, form: Any) -> Written | None:
+    def _learn(self, answers: Answers, form: Any) -> tuple[HeaderForms, tuple[int, ...]] | None:
         given = {
             name: (at, dtype, shape) for at, (name, dtype, shape) in enumerate(self.outlet.describe(form))
         }
@@ -71,9 +89,7 @@ class Known:
                 raws.append(answers.describe(name, shape, count_bytes(shape, dtype)))
             except ServeError:
                 return None
-        forms = answers.forms(self.header.batch_size, raws)
-        nbytes = sum(one.nbytes for one in raws)
-        return Written(tuple(order), nbytes, forms.line.encode(), forms.binary, forms.lines.encode())
+        return answers.forms(self.header.batch_size, raws), tuple(order)
 
 
 def understand(plan: Plan, lane: Lane, header: RequestHeader) -> Known | None:
@@ -83,13 +99,16 @@ def understand(plan: Plan, lane: Lane, header: RequestHeader) -> Known | None:
         measured = {one.name: (one.shared, *measure(plan, one, header.batch_size)) for one in header.inputs}
     except ServeError:
         return None
-    sources, at = {}, 0
+    sources: dict[str, Source] = {}
+    entries: list[int] = []
     for name, (place, _, nbytes) in measured.items():
         sized = bool(plan.inputs[name].dtype.item_bytes) and nbytes > 0
         if not sized or (place is not None and place.byte_size != nbytes):
             return None
-        sources[name] = (at, at + nbytes, None) if place is None else (0, 0, place)
-        at += 0 if place is not None else nbytes
+        at = sum(entries)
+        sources[name] = Source(at, at + nbytes, len(entries), place)
+        if place is None:
+            entries.append(nbytes)
     if header.batch_size > lane.max_rows or sources.keys() != lane.inputs.keys():
         return None
     inputs = {name: Tensor(plan.inputs[name].dtype, measured[name][1], b"") for name in lane.inputs}
@@ -101,11 +120,13 @@ def understand(plan: Plan, lane: Lane, header: RequestHeader) -> Known | None:
         return None
     return Known(
         header=replace(header, id=0),
-        nbytes=at,
+        nbytes=sum(entries),
+        entries=tuple(entries),
         sources=tuple(sources[name] for name in lane.inputs),
         intake=intake,
         outlet=outlet,
         names=names,
-        shared=any(one.shared for one in header.inputs) or any(one.shared for one in header.outputs),
+        alone=len(entries) == len(sources) == 1,
+        stores=any(one.shared for one in header.outputs),
         raw=not any(one.classes or one.shared for one in header.outputs),
     )

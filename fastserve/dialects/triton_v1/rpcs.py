@@ -20,6 +20,7 @@ from fastserve._ext.proto_wire import WireFault
 from fastserve._ext.proto_wire_v1 import V1InferMessage, read_v1_request, write_v1_response
 from fastserve.dialects.triton_v1.answers import Answer, write_id
 from fastserve.dialects.triton_v1.header import read_message
+from fastserve.dialects.triton_v1.hot_rpc import HotRpc
 from fastserve.dialects.triton_v1.inputs import Buffer, Entries, invalid
 from fastserve.dialects.triton_v1.names import CODE_OF, SUCCESS
 from fastserve.dialects.triton_v1.pages import write_index
@@ -111,14 +112,18 @@ class Rpcs:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._messages = load("triton_v1")
+        self._hot = HotRpc(service, self._write_answer)
 
     # --- inference --------------------------------------------------------------------------------
 
     async def infer(self, request: Sent, rpc: Rpc) -> bytes:
         """InferRequest -> serialized InferResponse."""
         message, header = request.message, read_message(request.message)
-        make_data = partial(Entries, request.raws())
         try:
+            running = self._hot.start(message, header)
+            if running is not None:
+                return await running.wait()
+            make_data = partial(Entries, request.raws())
             answering = self._service.infer(message.model_name, message.model_version, header, make_data)
             async with answering as answer:
                 return self._write_answer(answer)

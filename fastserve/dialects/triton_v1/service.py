@@ -6,20 +6,22 @@ import itertools
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Protocol
 
 from fastserve.dialects.triton_v1.answers import Answer, Answers
 from fastserve.dialects.triton_v1.control import Control
-from fastserve.dialects.triton_v1.header import RequestHeader
+from fastserve.dialects.triton_v1.header import REMEMBERED_HEADERS, RequestHeader
 from fastserve.dialects.triton_v1.inputs import Data, read_request
+from fastserve.dialects.triton_v1.known import Known, understand
 from fastserve.dialects.triton_v1.lookup import find_version
 from fastserve.dialects.triton_v1.names import CODE_OF, STATUS_OF, SUCCESS
 from fastserve.dialects.triton_v1.plan import Plan, make_plan
 from fastserve.dialects.triton_v1.shared_memory import Destination, SharedRegions
 from fastserve.dialects.triton_v1.statistics import Statistics, VersionCounts
 from fastserve.dialects.triton_v1.text import quote
+from fastserve.engine.lane import Lane
 from fastserve.errors import DeadlineError, Kind, ServeError
 from fastserve.metrics import Readiness, Registry
 from fastserve.metrics.traffic import Traffic
@@ -57,10 +59,24 @@ class Served:
     counts: VersionCounts
     requests: Counter
     duration: Histogram
+    _known: dict[object, Known] = field(default_factory=dict)
 
     @property
     def version(self) -> Version:
         return self.plan.version
+
+    def know(self, lane: Lane, header: RequestHeader) -> Known | None:
+        """What a header says of tensors, for a version on this lane; None when its requests need another
+        look."""
+        meaning = (header.batch_size, header.inputs, header.outputs)
+        found = self._known.get(meaning)
+        if found is None:
+            found = understand(self.plan, lane, header)
+            if found is not None:
+                if len(self._known) >= REMEMBERED_HEADERS:
+                    self._known.clear()
+                self._known[meaning] = found
+        return found
 
 
 class Service:

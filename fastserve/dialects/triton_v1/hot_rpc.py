@@ -1,0 +1,130 @@
+"""The hot door of Infer and StreamInfer: raw_input entries, copied once, straight into the batch.
+
+    message --its header is known--> memory reserved for its inputs ... worker ... --outputs--> response
+
+The same as hot.py for HTTP, and the same headers are known. `start` returns None, having left no trace, for
+what needs another look; the general door finds the right words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from time import monotonic_ns
+
+from fastserve._ext.proto_wire_v1 import V1InferMessage
+from fastserve.dialects.triton_v1.answers import Answer
+from fastserve.dialects.triton_v1.header import RequestHeader
+from fastserve.dialects.triton_v1.hot import NO_ROOMS, Held, hold_rooms, write_note
+from fastserve.dialects.triton_v1.known import Known
+from fastserve.dialects.triton_v1.lookup import LATEST
+from fastserve.dialects.triton_v1.service import Served, Service, as_v1
+from fastserve.engine.lane import Lane, Ticket
+from fastserve.errors import ServeError
+
+Write = Callable[[Answer], bytes]
+
+
+class HotRpc:
+    """The hot door of all versions, for messages. `write` makes the response; it may raise ServeError."""
+
+    def __init__(self, service: Service, write: Write) -> None:
+        self._service = service
+        self._write = write
+
+    def start(self, message: V1InferMessage, header: RequestHeader) -> Running | None:
+        """Take the request, or return None: nothing has happened then."""
+        number = message.model_version
+        version = self._service.catalog.available(message.model_name, None if number == LATEST else number)
+        lane = None if version is None else version.lane
+        if version is None or not isinstance(lane, Lane) or lane.decoupled:
+            return None
+        served = self._service.serve(version)
+        known = served.know(lane, header)
+        if known is None or not _has_entries(message, known.entries):
+            return None
+        running = Running(self._service, served, lane, known, header.id, self._write)
+        return running if running.begin(message, write_note(lane, header)) else None
+
+
+def _has_entries(message: V1InferMessage, entries: tuple[int, ...]) -> bool:
+    """Whether the first raw_input entries have these sizes; others are nobody's."""
+    if message.raw_count < len(entries):
+        return False
+    return all(message.raw(index)[1] == nbytes for index, nbytes in enumerate(entries))
+
+
+class Running:
+    """One request under way."""
+
+    __slots__ = ("_held", "_known", "_lane", "_number", "_response", "_served", "_service", "_since_ns",
+                 "_ticket", "_write")  # fmt: skip
+
+    def __init__(
+        self, service: Service, served: Served, lane: Lane, known: Known, number: int, write: Write
+    ) -> None:
+        self._service = service
+        self._served = served
+        self._lane = lane
+        self._known = known
+        self._number = number
+        self._write = write
+        self._since_ns = monotonic_ns()
+        self._held: Held | None = None
+        self._response: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    def begin(self, message: V1InferMessage, note: bytes) -> bool:
+        """Copy the inputs into the batch; False when there is no room for them, or a region is not there."""
+        known = self._known
+        rows = known.header.batch_size
+        seat = known.intake.reserve(rows, note) if note else known.intake.reserve(rows)
+        if seat is None:
+            return False
+        place, memory, (offset, _) = seat
+        try:
+            for target, source in zip(memory, known.sources, strict=True):
+                if source.place is None:
+                    message.copy_raw(source.entry, target)
+                else:
+                    self._service.shared.read_into(source.place, target)
+            self._held = hold_rooms(self._service, known)
+        except ServeError:  # the general door says what is wrong
+            known.intake.abandon(seat, rows)
+            return False
+        if offset:
+            known.intake.settle(seat)
+        self._ticket = self._lane.submit(place, rows, self._answer, 0)
+        return True
+
+    async def wait(self) -> bytes:
+        """The response. Raises ServeError, in this API's words."""
+        try:
+            return await self._response
+        except asyncio.CancelledError:
+            self._ticket()
+            raise
+        except ServeError as fault:
+            self._service.count_failure(self._served, self._known.header.batch_size, self._since_ns, fault)
+            raise as_v1(fault) from None
+        finally:
+            if self._held is not None:
+                self._held[1].close()
+
+    def _answer(self, ticket: Ticket, error: ServeError | None) -> None:
+        response = self._response
+        if error is not None:
+            if not response.done():
+                response.set_exception(error)
+            return
+        try:
+            if response.done():  # cancelled in the very turn the answer came
+                return
+            rooms = NO_ROOMS if self._held is None else self._held[0]
+            known, answers = self._known, self._served.answers
+            response.set_result(self._write(known.read(answers, self._lane, ticket, self._number, rooms)))
+        except ServeError as fault:
+            response.set_exception(fault)
+            return
+        finally:
+            self._lane.release(ticket)
+        self._service.count_success(self._served, self._known.header.batch_size, self._since_ns)
