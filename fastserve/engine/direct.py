@@ -135,8 +135,7 @@ def _tail(note: bytes) -> bytearray:
 
 
 def open_intake(lane: Lane, inputs: Mapping[str, Tensor], *, batching: bool) -> Intake:
-    """The way in for requests with such inputs. A lane of columns, and one whose models see arrays, must
-    be given all of the model's."""
+    """The way in for requests with such inputs. A lane of columns must be given all of the model's."""
     return ColumnIntake(lane, list(inputs)) if lane.dense else SlabIntake(lane, inputs, batching=batching)
 
 

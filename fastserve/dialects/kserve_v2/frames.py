@@ -116,9 +116,9 @@ def learn(plan: Plan, lane: Lane, header: bytes, body: InferBody, request: Infer
     """The frame of a request that was answered; None for one that has none. `header` is b"" for a raw one."""
     asked = Asked.of(body)
     batching = plan.max_batch_size > 0
-    # A model that sees arrays takes all inputs; the order is the model's, which may look at it.
+    # Columns are all filled; the order is the model's, which may look at it.
     inputs = {name: request.inputs[name] for name in lane.inputs if name in request.inputs}
-    all_given = len(inputs) == len(request.inputs) and (lane.requests or len(inputs) == len(lane.inputs))
+    all_given = len(inputs) == len(request.inputs) and (not lane.dense or len(inputs) == len(lane.inputs))
     if asked.classifies or not inputs or not all_given:
         return None
     rows = next(iter(inputs.values())).shape[0] if batching else 1

@@ -37,10 +37,14 @@ GROWTH = 4
 class Infer:
     """The endpoint of one target."""
 
-    __slots__ = ("_door", "_doorless", "_heads", "_most_bytes", "_number", "_packing", "_service", "_target")
+    __slots__ = (
+        "_available", "_door", "_doorless", "_heads", "_most_bytes", "_number", "_packing", "_service",
+        "_target", "_traces",
+    )  # fmt: skip
 
     def __init__(self, service: Service, target: Target) -> None:
         self._service = service
+        self._traces, self._available = service.traces, service.catalog.available
         self._target = target
         self._door: HotDoor | None = None
         self._heads: dict[object, int] = {}  # of heads met: the length of the JSON, WHOLE or GENERAL
@@ -51,12 +55,12 @@ class Infer:
         self._number = (int(target.version) if len(target.version) < 20 else -1) if target.version else None
 
     def __call__(self, call: Call) -> Coroutine[Any, Any, None] | None:
-        door, service = self._door, self._service
-        if service.traces.on and (traced := service.traces.sample(self._target.model)) is not None:
+        door, traces = self._door, self._traces
+        if traces.on and (traced := traces.sample(self._target.model)) is not None:
             return self._answer_traced(call, traced)
         if len(call.body) > self._most_bytes:
             return self._answer(call, None)
-        version = service.catalog.available(self._target.model, self._number)
+        version = self._available(self._target.model, self._number)
         if door is None or door.version is not version:
             door = self._open_door(version)
             if door is None:
