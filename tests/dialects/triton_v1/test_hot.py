@@ -1,0 +1,163 @@
+"""The hot doors: which requests they take, that they answer as the general door does, and what they leave."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastserve.config import LogOptions
+from fastserve.errors import Kind, ServeError
+from tests.dialects.triton_v1 import models
+from tests.dialects.triton_v1.rig import Result, Rig, make_request, rig, write_dense
+from tests.server.rig import run
+
+COUNT, ONES = struct.pack("<16i", *range(16)), struct.pack("<16i", *[1] * 16)
+PAIR = 'batch_size: 1 input { name: "INPUT0" } input { name: "INPUT1" } output { name: "OUTPUT0" }'
+BOTH = PAIR + ' output { name: "OUTPUT1" }'
+ECHO = 'batch_size: 1 input { name: "IN"%s } output { name: "OUT"%s }'
+FOUR = struct.pack("<4f", 1, 2, 3, 4)
+ASKED = [
+    ("simple", PAIR, [COUNT, ONES]),
+    ("simple", BOTH + " id: 300", [COUNT, ONES]),
+    ("simple", PAIR.replace("1", "4", 1), [COUNT * 4, ONES * 4]),
+    ("simple", PAIR.partition(" output")[0], [COUNT, ONES]),
+    ("simple", PAIR.replace('"OUTPUT0"', '"OUTPUT0" cls { count: 3 }') + " id: 2", [COUNT, ONES]),
+    ("reshaped", ECHO % ("", ""), [FOUR]),
+    ("free", ECHO % (" dims: 4", "") + " id: 7 priority: 1 timeout_microseconds: 9", [FOUR]),
+    ("free", ECHO % (" dims: 2", ""), [FOUR[:8]]),
+    ("unbatched", PAIR.replace('" }', '" dims: 1 dims: 2 }', 2), [FOUR[:8], FOUR[8:]]),
+]
+PLAIN = [("text", ECHO % (" dims: 1 batch_byte_size: 4", ""), [bytes(4)])]
+
+
+async def ask_all(served: Rig, asked: list[Any]) -> list[Result]:
+    return [await ask(model, header, *inputs) for model, header, inputs in asked for ask in served.ways]
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_the_same_answers_without_the_engines_door(tmp_path: Path, dense: bool) -> None:
+    write_dense(tmp_path) if dense else models.write(tmp_path, "simple")
+    models.write(tmp_path, "reshaped", "free", "unbatched", "text")
+
+    async def ask() -> None:
+        async with rig(tmp_path) as served:
+            hot = await without_engine(served, ASKED)
+            assert {result.status for result in hot} == {"SUCCESS"}
+            generally = await without_doors(served, ASKED)
+            assert hot == generally
+            refused = await without_engine(served, PLAIN)
+            assert {result.status for result in refused} == {'INTERNAL msg: "the general door was asked"'}
+
+    run(ask())
+
+
+async def without_engine(served: Rig, asked: list[Any]) -> list[Result]:
+    """What comes of them when only the hot doors can answer."""
+
+    async def refuse(*_: object) -> None:
+        raise ServeError(Kind.INTERNAL, "the general door was asked")
+
+    engine: Any = served.server.front.engine
+    engine.infer = refuse
+    try:
+        return await ask_all(served, asked)
+    finally:
+        del engine.infer
+
+
+async def without_doors(served: Rig, asked: list[Any]) -> list[Result]:
+    """What comes of them when no header is known."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fastserve.dialects.triton_v1.hot.HotDoor.start", lambda *_: False)
+        patch.setattr("fastserve.dialects.triton_v1.hot_rpc.HotRpc.start", lambda *_: None)
+        return await ask_all(served, asked)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_shared_memory(tmp_path: Path, dense: bool) -> None:
+    write_dense(tmp_path) if dense else models.write(tmp_path, "simple")
+    path = Path("/dev/shm", f"fastserve-test-{uuid.uuid4().hex}")
+    path.write_bytes(ONES + bytes(4096 - 64))
+    place = 'shared_memory {{ name: "mine" offset: {} byte_size: 64 }}'.format
+    header = PAIR.replace('"INPUT1"', f'"INPUT1" {place(0)}').replace('"OUTPUT0"', f'"OUTPUT0" {place(64)}')
+
+    async def ask() -> None:
+        async with rig(tmp_path) as served:
+            await served.ask("POST", f"/api/sharedmemorycontrol/register/mine//{path.name}/0/4096")
+            for result in await without_engine(served, [("simple", header, [COUNT])]):
+                assert (result.status, result.raws) == ("SUCCESS", [b""])
+                assert path.read_bytes()[64:128] == struct.pack("<16i", *range(1, 17))
+
+    try:
+        run(ask())
+    finally:
+        path.unlink()
+
+
+def test_an_access_log_and_pipelined_requests(tmp_path: Path) -> None:
+    write_dense(tmp_path)
+    first = "POST /api/infer/simple HTTP/1.1\r\nHost: t\r\nContent-Length: 128\r\n"
+
+    async def ask() -> None:
+        async with rig(tmp_path, log=LogOptions(access=True)) as served:
+            reader, writer = await asyncio.open_connection(*served.http)
+            for number in range(1, 4):
+                head = f"{first}NV-InferRequest: {PAIR} id: {number}\r\n\r\n"
+                writer.write(head.encode() + COUNT + ONES)
+            for number in range(1, 4):
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                size = int(head.partition("Content-Length: ")[2].partition("\r\n")[0])
+                body = await reader.readexactly(size)
+                assert f" id: {number}\r\nNV-Status: code: SUCCESS" in head
+                assert body.endswith(b"}\nid: %d\n" % number)
+            writer.close()
+
+    run(ask())
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_clients_that_leave(tmp_path: Path, dense: bool) -> None:
+    """Requests whose client is gone are given up, and their places come back (the rig looks)."""
+    write_dense(tmp_path, "held") if dense else models.write(tmp_path, "held")
+    header = ECHO % ("", "")
+
+    async def ask() -> None:
+        async with rig(tmp_path) as served:
+            version: Any = served.server.catalog.available("held")
+            reader, writer = await asyncio.open_connection(*served.http)
+            one = struct.pack("<i", 1)
+            writer.write(
+                f"POST /api/infer/held HTTP/1.1\r\nHost: t\r\nNV-InferRequest: {header}\r\n".encode()
+            )
+            writer.write(b"Content-Length: 4\r\n\r\n" + one)
+            await served.until_running(tmp_path, "held")
+            call = served.grpc.Infer(make_request("held", header, one))
+            await served.served.until(lambda: version.lane.waiting == 2)
+            writer.close()
+            call.cancel()
+            await served.served.until(lambda: version.lane.waiting == 0)
+            models.release(tmp_path, "held")
+            assert (await served.over_http("held", header, one)).raws == [one]
+            del reader
+
+    run(ask())
+
+
+def test_a_version_loaded_again(tmp_path: Path) -> None:
+    write_dense(tmp_path)
+
+    async def ask() -> None:
+        async with rig(tmp_path) as served:
+            for _ in range(2):
+                before = served.server.catalog.available("simple")
+                assert {r.status for r in await without_engine(served, ASKED[:2])} == {"SUCCESS"}
+                for action in ("unload", "load"):
+                    await served.ask("POST", f"/api/modelcontrol/{action}/simple")
+                assert served.server.catalog.available("simple") is not before
+
+    run(ask())
