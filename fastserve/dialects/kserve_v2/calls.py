@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from fastserve.dialects.kserve_v2.document import read_json
+from fastserve.dialects.kserve_v2.document import read_object
 from fastserve.dialects.kserve_v2.errors import error_body, invalid
 from fastserve.dialects.kserve_v2.infer import find_plan
 from fastserve.dialects.kserve_v2.lookup import find_version, read_version, ready_versions
@@ -71,13 +71,13 @@ def set_trace(service: Service, target: Target, call: Call) -> None:
     if target.model and service.catalog.available(target.model, None) is None:
         raise invalid(f"Request for unknown model : {target.model}")
     if call.method == "POST":
-        service.trace.change(read_json(call.body), target.model)
+        service.trace.change(read_object(call.body), target.model)
     show(call, service.trace.show(target.model))
 
 
 def set_logging(service: Service, target: Target, call: Call) -> None:
     if call.method == "POST":
-        service.log.change(read_json(call.body))
+        service.log.change(read_object(call.body))
     show(call, service.log.show())
 
 

@@ -132,7 +132,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
                         TRACE, {"trace_level": ["NO"], "trace_mode": "x", "trace_rate": "5 apples"}
                     )
                 )[1],
-                await asked.http(LOG, []),
+                await asked.http(LOG, {"nope": 3}),
             ]
             found["generated"] = await asked.http(
                 "/v2/models/params/generate", {"IN": "x", "id": "7", "timeout": 5}
