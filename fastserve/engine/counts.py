@@ -158,7 +158,7 @@ class Tally:
         self.first_response: Buckets | None = None  # of a decoupled model
         self.waiting: Callable[[], int] = _nobody  # requests in a scheduler's own queue
         self.last_ns = 0  # CLOCK_MONOTONIC
-        self.load_s = 0.0  # how long it took to load; known to the process that loads
+        self.load_s = 0.0  # how long it took to load
         self._ends = [Took() for _ in REASONS]
         self._served = [Took(), Took()]  # whole requests, and the time their models took
         self._batches: dict[int, list[int]] = {}

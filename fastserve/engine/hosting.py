@@ -99,15 +99,15 @@ class Host:
         """Start the version's workers and open its lane. Raises ServeError in the backend's own words."""
         began_ns = time.monotonic_ns()
         try:
-            await self._load(version)
+            await self._load(version, began_ns)
         except CompletedError as told:  # it knows better how it is queued, and will say the same again
             version.config = amend(version.config, told.fields)
-            await self._load(version)
-        tally_of(version).load_s = (time.monotonic_ns() - began_ns) / 1e9
+            await self._load(version, began_ns)
 
-    async def _load(self, version: Version) -> None:
+    async def _load(self, version: Version, began_ns: int) -> None:
         if "ensemble_scheduling" in triton_of(version.config):
             self._load_ensemble(version)
+            tally_of(version).load_s = (time.monotonic_ns() - began_ns) / 1e9
             return
         parts: list[Hosted] = []
         try:
@@ -115,6 +115,7 @@ class Host:
             while len(parts) < schedule.lanes:
                 parts.append(await self._start(version, schedule, len(parts)))
             version.lane = schedule.open_door([hosted.lane for hosted in parts])
+            tally_of(version).load_s = (time.monotonic_ns() - began_ns) / 1e9
             for hosted in parts:
                 for mirror in self.on_opened:
                     await mirror(hosted)

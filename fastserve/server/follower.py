@@ -132,7 +132,9 @@ class Follower:
         lane = Lane(arena, self._number, version.inputs, version.outputs, meters)
         lane.open()
         version.lane = lane
-        tally_of(version).lanes.append(lane)
+        tally = tally_of(version)
+        tally.lanes.append(lane)
+        tally.load_s = float(message["load_s"])
         self._opened[message["id"]] = version, lane, arena
         self._control.send({"op": "opened", "id": message["id"]})
 

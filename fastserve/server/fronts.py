@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fastserve.config import Listener, Settings
+from fastserve.engine.counts import tally_of
 from fastserve.engine.hosting import Host, Hosted
 from fastserve.errors import Kind, ServeError
 from fastserve.metrics import Readiness, Registry, names
@@ -213,6 +214,7 @@ class FrontLink:
             "config": config_json(version.config),
             "inputs": {n: [s.dtype.name, s.shape] for n, s in version.inputs.items()},
             "outputs": {n: [s.dtype.name, s.shape] for n, s in version.outputs.items()},
+            "load_s": tally_of(version).load_s,
         }
         await self._ask("opened", key, message, fds, timeout_s=ANSWER_TIMEOUT_S)
 

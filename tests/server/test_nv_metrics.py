@@ -20,7 +20,7 @@ from fastserve.server.listening import with_metrics
 from fastserve.server.nv_metrics import NvMetrics
 from fastserve.server.nv_summaries import NAMES
 from fastserve.tensor import DTYPES, Tensor
-from tests.server.rig import Client, run
+from tests.server.rig import Client, run, serving, write_model
 
 CONFIG = """
 backend: "python"
@@ -266,5 +266,28 @@ def test_summaries_have_every_quantile(tmp_path: Path) -> None:
                 b'nv_inference_request_summary_us{_team="a \\"b\\"",model="m",quantile="0.5",version="1"} Nan'
                 in (await at.get("/metrics"))[1]
             )
+
+    run(work())
+
+
+def test_every_front_process_tells_of_all(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    wanted = b'nv_inference_request_success{model="twice",version="1"} 20\n'
+
+    async def work() -> None:
+        async with serving(tmp_path, frontends=2) as at:
+            assert [(await at.ask(float(n)))[0] for n in range(20)] == [200] * 20
+            loads: set[bytes] = set()
+            for _ in range(40):
+                client = await at.client()
+                status, page = await client.get("/metrics")
+                client.close()
+                assert (status, wanted in page) == (200, True)
+                [load] = [
+                    line for line in page.splitlines() if line.startswith(b"nv_model_load_duration_secs{")
+                ]
+                loads.add(load)
+            assert len(loads) == 1
+            assert not loads.pop().endswith(b" 0")
 
     run(work())
