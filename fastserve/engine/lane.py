@@ -30,6 +30,10 @@ log = logging.getLogger(__name__)
 
 Done = Callable[["Ticket", "ServeError | None"], None]
 DEADLINE_TICK_S = 0.025
+# A turn of the loop that took longer had other calls to serve, and more may be there for this batch: the
+# workers are woken after the next one. grpcio hands over one call a turn, so batches of gRPC would have one
+# row each; waking a worker for two or three takes 5 to 7 % off a call, and nothing changes over HTTP.
+BUSY_TURN_NS, PATIENCE_NS = 10_000, 300_000
 QUEUED_TOO_LONG = "the request's time was up while it waited in the queue"
 RAN_TOO_LONG = "the model took longer than the request's time"
 DAMAGED = "a worker of this model has damaged the batch of this request"
@@ -84,6 +88,7 @@ class Lane:
         self._pending: list[list[Ticket]] = [[] for _ in range(arena.geometry.slots)]
         self._seqs = [0] * arena.geometry.slots  # which opening of the slot the pending ones are in
         self._kicking: asyncio.Handle | None = None
+        self._since_ns = self._turn_ns = 0  # when the kick was asked for, and when this turn began
         self._watching = False
         self._idle: list[asyncio.Future[None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -138,8 +143,8 @@ class Lane:
         self.ring.count(REJECTED)
 
     def submit(self, place: int, rows: int, done: Done, deadline_ns: int = 0, context: Any = None) -> Ticket:
-        """The place's inputs are written: let it run. Workers are woken at the end of this loop turn,
-        so that what arrives together runs together."""
+        """The place's inputs are written: let it run. Workers are woken at the end of this loop turn, or of
+        the next ones while they are busy, so that what arrives together runs together."""
         ticket = Ticket(self, place, rows, done, deadline_ns, context)
         tickets = self._pending[place >> 16]
         if not tickets:
@@ -190,9 +195,16 @@ class Lane:
 
     def _kick_soon(self) -> None:
         assert self._loop is not None
+        self._since_ns = self._turn_ns = time.monotonic_ns()
         self._kicking = self._loop.call_soon(self._kick)
 
     def _kick(self) -> None:
+        now = time.monotonic_ns()
+        if now - self._turn_ns > BUSY_TURN_NS and now - self._since_ns < PATIENCE_NS:
+            self._turn_ns = now
+            assert self._loop is not None
+            self._kicking = self._loop.call_soon(self._kick)
+            return
         self._kicking = None
         self.ring.kick()
 
