@@ -53,6 +53,7 @@ def test_late_ones_wait_behind_those_in_time(tmp_path: Path) -> None:
             assert order.index(4) < order.index(3), "a level above goes first"
             assert sorted(order) == [0, 1, 2, 3, 4], "late ones are not turned away"
             assert order.index(2) > order.index(1)
+            assert counts_of(version).queue.ns > 2 * 50_000_000, "what two of them waited before their batch"
 
     run(work())
 
