@@ -101,8 +101,7 @@ class WorkerGroup:
         self._tenders: list[asyncio.Task[None]] = []
         self._started = self._stopped = False
         order = {
-            "name": self.name,
-            "version_dir": str(version_dir),
+            **{"name": self.name, "version_dir": str(version_dir)},
             "config": dict(config),
             **{"sys_path": list(sys_path), "log_level": logging.getLogger().getEffectiveLevel()},
         }
