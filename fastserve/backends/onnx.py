@@ -10,6 +10,7 @@ Numeric inputs reach the session without a copy: ONNX Runtime wraps contiguous a
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -44,6 +45,8 @@ _DTYPES = {
     "tensor(string)": "bytes",
 }
 
+
+log = logging.getLogger(__name__)
 
 OPENVINO = "OpenVINOExecutionProvider"
 
@@ -206,8 +209,13 @@ def _open_session(path: Path, config: Mapping[str, Any]) -> Any:
     if config.get("triton"):
         _set_options(options, config["triton"], onnxruntime)
     providers = _providers(str(config.get("device") or "cpu"), onnxruntime.get_available_providers())
-    if asks_openvino(config.get("triton") or {}) and OPENVINO in onnxruntime.get_available_providers():
-        providers.insert(0, OPENVINO)
+    if asks_openvino(config.get("triton") or {}):
+        if OPENVINO in onnxruntime.get_available_providers():
+            providers.insert(0, OPENVINO)
+        else:
+            log.warning(
+                "cpu_execution_accelerator openvino has no effect: this ONNX Runtime has no %s", OPENVINO
+            )
     try:
         return onnxruntime.InferenceSession(str(path), options, providers=providers)
     except Exception as error:

@@ -87,3 +87,12 @@ def test_warm_up_samples(tmp_path: Path) -> None:
     (folder.parent / "warmup" / "x.raw").write_bytes(b"123")
     with pytest.raises(ConfigError, match=r"x\.raw has 3 bytes, not 24"):
         run_samples(backend, config["warmup"], batching=True)
+
+
+def test_an_accelerator_that_is_not_there_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = "optimization { execution_accelerators { cpu_execution_accelerator { name: %s } } }"
+    backend = load(affine(tmp_path), TENSORS + text % '"openvino"')
+    assert backend.run({"x": np.ones((1, 3, 1), np.float32)})["z"].tolist() == [[9]]
+    assert "openvino has no effect: this ONNX Runtime has no OpenVINOExecutionProvider" in caplog.text
+    refused = to_model_config(parse_triton_text('backend: "onnxruntime"' + text % '"other"', "net"))
+    assert 'cpu_execution_accelerator: given "other", allowed: openvino' in refused.fault
