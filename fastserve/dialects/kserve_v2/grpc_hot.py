@@ -190,7 +190,7 @@ def _without_data(tensor: Tensor) -> Tensor:
 
 
 class Running:
-    """One request in its batch. Await `wait()`; a caller that is cancelled drops it."""
+    """One request in its batch. Await `answer`; a caller that is cancelled cancels the ticket."""
 
     __slots__ = ("answer", "id", "started_ns", "ticket")
 
@@ -199,11 +199,3 @@ class Running:
     def __init__(self, id: str, started_ns: int) -> None:
         self.id, self.started_ns = id, started_ns
         self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-
-    async def wait(self) -> bytes:
-        """The reply. Raises ServeError."""
-        try:
-            return await self.answer
-        except asyncio.CancelledError:
-            self.ticket.lane.cancel(self.ticket)
-            raise

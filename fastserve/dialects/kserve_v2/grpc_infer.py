@@ -6,6 +6,7 @@ written once into memory of their own.
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from time import monotonic_ns
@@ -92,7 +93,10 @@ class Infer:
         if running is None:
             return await self._infer(outline, read_sent(data), rpc)
         try:
-            return await running.wait()
+            return await running.answer
+        except asyncio.CancelledError:
+            running.ticket.lane.cancel(running.ticket)
+            raise
         except ServeError as fault:
             raise self._refuse(fault, read_sent(data)) from None
 
