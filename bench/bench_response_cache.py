@@ -19,9 +19,9 @@ PLAIN: OrderedDict[bytes, tuple[bytes, ...]] = OrderedDict()
 
 def ours():  # type: ignore[no-untyped-def]
     INPUTS[0][:8] = next(NUMBERS).to_bytes(8, "big")
-    key = CACHE.find(HEAD, INPUTS, COUNTS)
-    CACHE.keep(key, "form", OUTPUTS, COUNTS)
-    CACHE.leave(key)
+    miss = CACHE.find(HEAD, INPUTS, COUNTS)
+    miss.keep("form", OUTPUTS)
+    miss.close()
     return CACHE.find(HEAD, INPUTS, COUNTS).memory
 
 

@@ -1,13 +1,13 @@
 """Responses kept by what was asked, least recently used out first; and what is being asked just now.
 
-    found = cache.find(head, inputs)     an Entry: kept. Bytes: the key of a miss, which is now under way.
-                                         None: its like is under way, see wait()
-    cache.keep(key, form, outputs)       a copy of what was answered
-    cache.leave(key)                     it is no longer under way; whoever waits is returned, to be told
+    found = cache.find(head, inputs, counts)     an Entry: kept. A Miss: it is now under way, and to be run.
+                                                 None: its like is under way, see wait()
+    miss.keep(form, outputs)                     a copy of what was answered
+    miss.close()                                 it is no longer under way; whoever waits is told
 
 The key is `head`, which tells everything of the inputs but their bytes, and the bytes. Up to WHOLE_BYTES they
 are in it as they are, so that nothing can collide; of larger inputs it has a hash. Not thread-safe: one loop.
-A miss may cost a tiny request next to nothing, hence all of it in three calls, and no object that the
+A miss may cost a tiny request next to nothing, hence all of it in three calls, and nothing kept that the
 garbage collector would look at.
 """
 
@@ -62,6 +62,33 @@ cdef class Counts:
         self.looked = looked
 
 
+@cython.final
+@cython.freelist(64)
+cdef class Miss:
+    """A key under way, until it is closed: answered, failed or given up."""
+
+    cdef readonly bytes key
+    cdef ResponseCache cache
+    cdef Counts counts
+
+    def keep(self, form, outputs, tuple parameters not None=()) -> None:
+        """Copies, unless they alone are larger than everything may be."""
+        self.cache.keep(self.key, form, outputs, self.counts, parameters)
+
+    def __del__(self):
+        self.close()    # whoever waits must not do so for ever
+
+    def close(self) -> None:
+        """Tells who waits. A second time nothing."""
+        if self.cache is None:
+            return
+        tellers = self.cache.running.pop(self.key)
+        self.cache = None
+        if tellers is not None:
+            for tell in tellers:
+                tell()
+
+
 cdef class ResponseCache:
     """At most `capacity` bytes of responses."""
 
@@ -94,7 +121,11 @@ cdef class ResponseCache:
             counts.misses += 1
         if weight:
             self.count_time(counts, weight, began, entry is not None)
-        return key if entry is None else entry
+        if entry is not None:
+            return entry
+        cdef Miss miss = Miss.__new__(Miss)
+        miss.key, miss.cache, miss.counts = key, self, counts
+        return miss
 
     cpdef Entry get(self, bytes key, Counts counts):
         """What is kept under the key, counted as a hit."""
@@ -123,7 +154,7 @@ cdef class ResponseCache:
         return 0
 
     def wait(self, bytes key not None, teller) -> None:
-        """Be among those that leave() returns. Raises KeyError for a key that is not under way."""
+        """Be told when the key is no longer under way. Raises KeyError for one that is not."""
         tellers = self.running[key]
         if tellers is None:
             tellers = self.running[key] = []
@@ -133,12 +164,7 @@ cdef class ResponseCache:
         """Keys under way -> who waits."""
         return {key: list(tellers or ()) for key, tellers in self.running.items()}
 
-    def leave(self, bytes key not None):
-        """The key was answered, failed, or was given up: who waited for it. None for nobody."""
-        return self.running.pop(key, None)
-
-    def keep(self, bytes key not None, form, outputs, Counts counts not None, tuple parameters not None=()) -> None:
-        """Copies, unless they alone are larger than everything may be."""
+    cdef int keep(self, bytes key, form, outputs, Counts counts, tuple parameters) except -1:
         cdef uint64_t began = 0, weight = weight_of(&counts.kept)
         if weight:
             began = now_ns()
@@ -159,6 +185,7 @@ cdef class ResponseCache:
             began = weight * (now_ns() - began)
             self.insertion_ns += began
             counts.insertion_ns += began
+        return 0
 
     def forget(self, bytes prefix not None) -> None:
         """Let go of every key that begins so."""

@@ -4,18 +4,17 @@ The key holds the version itself (never a namesake loaded later), each input wit
 bytes, and the outputs asked for. A request that finds its like under way waits for it. Errors are never kept,
 nor shared. A hot door that has the inputs in memory asks by itself:
 
-    found = door.find(door.keys.head(sorts, outputs), memory)
-    an Entry: a hit; None: its like is under way; bytes: the key of a miss, to be run, then
-    door.keep(key, form, memory) if that went well, and door.leave(key) in any case
+    found = door.cache.find(door.keys.head(sorts, outputs), memory, door.counts)
+    an Entry: a hit; None: its like is under way; a Miss: to be run, then
+    miss.keep(form, memory) if that went well, and miss.close() in any case
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
 from itertools import count
 
-from fastserve._ext.response_cache import ENTRY_BYTES, WHOLE_BYTES, Counts, Entry, ResponseCache
+from fastserve._ext.response_cache import ENTRY_BYTES, WHOLE_BYTES, Counts, Entry, Miss, ResponseCache
 from fastserve.engine.counts import Tally
 from fastserve.engine.door import Door, Runs
 from fastserve.engine.engine import run_on_lane
@@ -31,8 +30,10 @@ __all__ = [
     "Entry",
     "Form",
     "Keys",
+    "Miss",
     "ResponseCache",
     "Sort",
+    "keep_response",
     "respond",
 ]
 MOST_HEADS = 256
@@ -48,70 +49,57 @@ class CachedDoor(Door):
     def __init__(self, cache: ResponseCache, inner: Lane | Door, tally: Tally) -> None:
         self.inner = inner
         self.keys = Keys()
-        self._cache, self._counts = cache, Counts(tally.looked)
-        tally.cached = self._counts
+        self.cache, self.counts = cache, Counts(tally.looked)
+        tally.cached = self.counts
 
     async def infer(self, engine: Runs, version: Version, request: InferRequest) -> InferResponse:
         head, memory = self.keys.of(version, request)
-        found = self.find(head, memory)
+        found = self.cache.find(head, memory, self.counts)
         if found is None:
-            key = self._cache.key(head, memory)
+            key = self.cache.key(head, memory)
             await self._until_left(key)
-            found = self._cache.get(key, self._counts)
+            found = self.cache.get(key, self.counts)
             if found is None:  # it failed, was too large, or is under way again: each for itself then
-                self._cache.count_miss(self._counts)
+                self.cache.count_miss(self.counts)
                 return await self._pass(engine, version, request)
         if isinstance(found, Entry):
             return respond(found)
         return await self._run(found, engine, version, request)
-
-    def find(self, head: bytes, memory: Sequence[Memory]) -> Entry | bytes | None:
-        """See the module."""
-        return self._cache.find(head, memory, self._counts)
-
-    def keep(self, key: bytes, form: Form, memory: Iterable[Memory]) -> None:
-        """What was answered without parameters; copied."""
-        self._cache.keep(key, form, memory, self._counts)
-
-    def keep_response(self, key: bytes, response: InferResponse) -> None:
-        """The same of a response."""
-        outputs = response.outputs
-        form = tuple([(name, tensor.dtype.code, tensor.shape) for name, tensor in outputs.items()])
-        memory = [tensor.data for tensor in outputs.values()]
-        self._cache.keep(key, form, memory, self._counts, tuple(response.parameters.items()))
-
-    def leave(self, key: bytes) -> None:
-        """It was answered, failed, or was given up."""
-        for tell in self._cache.leave(key) or ():
-            tell()
 
     async def drain(self) -> None:
         if isinstance(self.inner, Door):
             await self.inner.drain()
 
     def close(self) -> None:
-        self._cache.forget(self.keys.prefix)
+        self.cache.forget(self.keys.prefix)
         if isinstance(self.inner, Door):
             self.inner.close()
 
     async def _until_left(self, key: bytes) -> None:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._cache.wait(key, lambda: None if waiter.done() else waiter.set_result(None))
+        self.cache.wait(key, lambda: None if waiter.done() else waiter.set_result(None))
         await waiter
 
-    async def _run(self, key: bytes, engine: Runs, version: Version, request: InferRequest) -> InferResponse:
+    async def _run(self, miss: Miss, engine: Runs, version: Version, request: InferRequest) -> InferResponse:
         """Ask for everybody who comes with the same meanwhile."""
         try:
             response = await self._pass(engine, version, request)
-            self.keep_response(key, response)
+            keep_response(miss, response)
             return response
         finally:
-            self.leave(key)
+            miss.close()
 
     async def _pass(self, engine: Runs, version: Version, request: InferRequest) -> InferResponse:
         if isinstance(self.inner, Door):
             return await self.inner.infer(engine, version, request)
         return await run_on_lane(self.inner, version, request)
+
+
+def keep_response(miss: Miss, response: InferResponse) -> None:
+    """What was answered; copied."""
+    outputs = response.outputs
+    form = tuple([(name, tensor.dtype.code, tensor.shape) for name, tensor in outputs.items()])
+    miss.keep(form, [tensor.data for tensor in outputs.values()], tuple(response.parameters.items()))
 
 
 def respond(entry: Entry) -> InferResponse:

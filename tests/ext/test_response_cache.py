@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from fastserve._ext.response_cache import ENTRY_BYTES, WHOLE_BYTES, Counts, Entry, ResponseCache
+from fastserve._ext.response_cache import ENTRY_BYTES, WHOLE_BYTES, Counts, Miss, ResponseCache
 from tests.oracles.response_cache import PlainCache
 
 HEADS = st.sampled_from([b"a", b"b1", b"b2"])
@@ -28,12 +28,17 @@ class Both(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.ours, self.plain, self.counts = ResponseCache(CAPACITY), PlainCache(CAPACITY), Counts(ignore)
+        self.misses: dict[bytes, Miss] = {}
 
     @rule(head=HEADS, inputs=INPUTS)
     def find(self, head: bytes, inputs: list[bytes]) -> None:
         ours = self.ours.find(head, [memoryview(data) for data in inputs], self.counts)
-        found = (ours.form, ours.memory, ours.parameters) if isinstance(ours, Entry) else ours
-        assert found == self.plain.find(head, inputs)
+        wanted = self.plain.find(head, inputs)
+        if isinstance(ours, Miss):
+            assert ours.key == wanted
+            self.misses[ours.key] = ours
+        else:
+            assert (ours and (ours.form, ours.memory, ours.parameters)) == wanted
 
     @rule(
         data=st.data(),
@@ -44,7 +49,7 @@ class Both(RuleBasedStateMachine):
         if self.plain.running:
             key = data.draw(st.sampled_from(sorted(self.plain.running)))
             shared = [bytearray(output) for output in outputs]
-            self.ours.keep(key, "form", shared, self.counts, parameters)
+            self.misses[key].keep("form", shared, parameters)
             for memory in shared:
                 memory[:] = bytes(len(memory))  # what is kept is a copy
             self.plain.keep(key, "form", outputs, parameters)
@@ -53,7 +58,8 @@ class Both(RuleBasedStateMachine):
     def leave(self, data: Any) -> None:
         if self.plain.running:
             key = data.draw(st.sampled_from(sorted(self.plain.running)))
-            assert self.ours.leave(key) is None
+            self.misses[key].close()
+            self.misses.pop(key).close()
             self.plain.leave(key)
 
     @rule(prefix=st.sampled_from([b"a", b"b", b"b1"]))
@@ -80,19 +86,23 @@ def test_keys(head: bytes, inputs: list[bytes]) -> None:
 
 def test_who_waits_is_told_once() -> None:
     cache, counts, told = ResponseCache(1 << 20), Counts(ignore), []
-    key = cache.find(b"h", [b"1"], counts)
-    assert isinstance(key, bytes)
+    miss = cache.find(b"h", [b"1"], counts)
+    assert isinstance(miss, Miss)
     for number in range(2):
         assert cache.find(b"h", [b"1"], counts) is None
-        cache.wait(key, lambda number=number: told.append(number))
-    for tell in cache.leave(key) or ():
-        tell()
+        cache.wait(miss.key, lambda number=number: told.append(number))
+    miss.close()
     assert told == [0, 1]
-    assert cache.leave(key) is None
+    again = cache.find(b"h", [b"1"], counts)
+    assert isinstance(again, Miss)
+    miss.close()  # it is not the one under way now
+    assert set(cache.waiting()) == {again.key}
+    del again  # and one that is forgotten keeps nobody waiting
+    assert cache.waiting() == {}
     with pytest.raises(KeyError):
-        cache.wait(key, ignore)
+        cache.wait(miss.key, ignore)
     cache.count_miss(counts)
-    assert (cache.misses, counts.misses) == (2, 2)
+    assert (cache.misses, counts.misses) == (3, 3)
 
 
 def test_times_are_told_and_stand_for_all() -> None:
@@ -100,10 +110,10 @@ def test_times_are_told_and_stand_for_all() -> None:
     cache = ResponseCache(1 << 20)
     counts = Counts(lambda ns, others, *, hit: said.append((others, hit)))
     for number in range(64):
-        key = cache.find(b"h", [bytes([number])], counts)
-        assert isinstance(key, bytes)
-        cache.keep(key, (), [b"out"], counts)
-        cache.leave(key)
+        miss = cache.find(b"h", [bytes([number])], counts)
+        assert isinstance(miss, Miss)
+        miss.keep((), [b"out"])
+        miss.close()
     assert sum(others for others, _ in said) == 64
     assert not any(hit for _, hit in said)
     cache.find(b"h", [b"\0"], counts)
@@ -118,10 +128,10 @@ def test_nothing_for_the_garbage_collector() -> None:
     gc.collect()
     before = len(gc.get_objects())
     for number in range(1000):
-        key = cache.find(b"h", [number.to_bytes(4, "big")], counts)
-        assert isinstance(key, bytes)
-        cache.keep(key, form, [b"output"], counts)
-        cache.leave(key)
+        miss = cache.find(b"h", [number.to_bytes(4, "big")], counts)
+        assert isinstance(miss, Miss)
+        miss.keep(form, [b"output"])
+        miss.close()
     gc.collect()
     assert len(gc.get_objects()) - before < 50
 

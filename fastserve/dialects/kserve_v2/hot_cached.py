@@ -18,7 +18,7 @@ from fastserve.dialects.kserve_v2.frames import Frame
 from fastserve.dialects.kserve_v2.hot import HotDoor, give_up
 from fastserve.dialects.kserve_v2.plans import Plan
 from fastserve.dialects.kserve_v2.service import Service
-from fastserve.engine.cache import CachedDoor, Entry, Form, respond
+from fastserve.engine.cache import CachedDoor, Entry, Form, Miss, keep_response, respond
 from fastserve.engine.direct import read_response
 from fastserve.engine.lane import Lane, Ticket
 from fastserve.errors import ServeError
@@ -37,19 +37,6 @@ def open_hot_door(service: Service, plan: Plan) -> HotDoor | None:
     return CachedHotDoor(service, plan, door.inner, door)
 
 
-class Miss:
-    """A key under way: in the place where a request has its rooms, and closed like them."""
-
-    __slots__ = ("_door", "key")
-
-    def __init__(self, door: CachedDoor, key: bytes) -> None:
-        self._door, self.key = door, key
-
-    def close(self) -> None:
-        """The request was answered or given up."""
-        self._door.leave(self.key)
-
-
 class Known:
     """What the requests of one frame have in common."""
 
@@ -66,7 +53,7 @@ class CachedHotDoor(HotDoor):
 
     def __init__(self, service: Service, plan: Plan, lane: Lane, door: CachedDoor) -> None:
         super().__init__(service, plan, lane)
-        self._door = door
+        self._keys, self._cache, self._counts = door.keys, door.cache, door.counts
         self._known: dict[Frame, Known] = {}
 
     def start(self, call: Call, header_bytes: int) -> bool:
@@ -86,20 +73,20 @@ class CachedHotDoor(HotDoor):
             found = None
             if frame.read_into(body, header_bytes, memory):
                 known = self._known.get(frame) or self._meet(frame)
-                found = self._door.find(known.heads.get(rows) or self._head(known, frame, rows), memory)
+                head = known.heads.get(rows) or self._head(known, frame, rows)
+                found = self._cache.find(head, memory, self._counts)
         except BaseException:
             intake.abandon(seat, rows)
             raise
-        if not isinstance(found, bytes):
+        if not isinstance(found, Miss):
             intake.abandon(seat, rows)
             if found is not None:
                 self._reply_kept(call, frame, known, found)
             return found is not None
         if offset:
             intake.settle(seat)
-        miss = Miss(self._door, found)
-        ticket = lane.submit(place, rows, self._answer, 0, (call, frame, frame.id, miss))
-        call.on_gone = partial(give_up, ticket, miss)
+        ticket = lane.submit(place, rows, self._answer, 0, (call, frame, frame.id, found))
+        call.on_gone = partial(give_up, ticket, found)
         return True
 
     def _meet(self, frame: Frame) -> Known:
@@ -111,7 +98,7 @@ class CachedHotDoor(HotDoor):
     def _head(self, known: Known, frame: Frame, rows: int) -> bytes:
         if len(known.heads) >= MOST_KNOWN:
             known.heads.clear()
-        found = known.heads[rows] = self._door.keys.head(frame.sorts(rows), frame.wanted)
+        found = known.heads[rows] = self._keys.head(frame.sorts(rows), frame.wanted)
         return found
 
     def _reply_kept(self, call: Call, frame: Frame, known: Known, entry: Entry) -> None:
@@ -142,13 +129,13 @@ class CachedHotDoor(HotDoor):
         if writer is None:
             self._reply_and_keep(call, frame, request_id, miss, ticket)
             return
-        self._door.keep(miss.key, kept, memory)
+        miss.keep(kept, memory)
         self._write(call, writer, memory, request_id)
 
     def _reply_and_keep(self, call: Call, frame: Frame, request_id: str, miss: Miss, ticket: Ticket) -> None:
         """As the general door does it: strings, outputs nobody declared, parameters, one request's error."""
         response = read_response(self._lane, ticket, frame.wanted)
-        self._door.keep_response(miss.key, response)
+        keep_response(miss, response)
         send(call, *write_answer(self._plan, frame.asked, response, request_id, {}))
 
     def _describe(self, known: Known, frame: Frame, form: object) -> tuple[Form, InferWriter | None]:
