@@ -165,3 +165,23 @@ def test_living_fronts_lose_nothing():
     assert shared.alive.lost() == []
     assert not shared.alive.forgive(0, 7, 1)
     assert not shared.alive.forgive(99, 0, 1)
+
+
+def test_an_answer_given_again_lets_go_of_the_first():
+    """A worker died after it had answered the place, and another runs the batch."""
+    shared = Shared(inputs=(), outputs=(), slab_pages=8)
+    mine = commit(shared.alive, 1)
+    slot = shared.worker.take()
+    for size in (5000, 100):
+        shared.worker.answer_place(slot, 0, 0, shared.worker.lease(size), size)
+    assert shared.alive.slab_pages_used() == 1
+    shared.worker.publish(slot)
+    shared.alive.release(mine, 1)
+    assert shared.alive.slab_pages_used() == 0
+
+
+def test_every_page_of_a_lease_that_changed_hands_goes_with_who_has_it():
+    shared = Shared(inputs=(), outputs=(), slab_pages=8)
+    shared.alive.give_worker(shared.alive.lease(3 * 4096), 0)
+    shared.alive.worker_died(0, 2, 14, "gone")
+    assert shared.alive.slab_pages_used() == 0
