@@ -27,6 +27,7 @@ from fastserve.engine.direct import open_intake, open_outlet, read_response
 from fastserve.engine.forms import note_of
 from fastserve.engine.lane import Lane, Ticket
 from fastserve.errors import Kind, ServeError
+from fastserve.repository.version import Version
 from fastserve.request import InferRequest
 from fastserve.tensor import KSERVE_NAME, Tensor
 from fastserve.wire.grpc import Rpc
@@ -42,6 +43,11 @@ class HotDoor:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._known: dict[bytes, Known] = {}
+        service.tell_of_ends(self)
+
+    def forget(self, version: Version) -> None:
+        """The version has ended, and nothing here may keep its memory."""
+        self._known = {head: known for head, known in self._known.items() if known.version is not version}
 
     def start(self, outline: Outline, rpc: Rpc) -> Running | None:
         """Take the request, or return None: nothing has happened then."""

@@ -38,8 +38,8 @@ class Infer:
     """The endpoint of one target."""
 
     __slots__ = (
-        "_available", "_door", "_doorless", "_heads", "_most_bytes", "_number", "_packing", "_service",
-        "_target", "_traces",
+        "__weakref__", "_available", "_door", "_doorless", "_heads", "_most_bytes", "_number", "_packing",
+        "_service", "_target", "_traces",
     )  # fmt: skip
 
     def __init__(self, service: Service, target: Target) -> None:
@@ -79,9 +79,17 @@ class Infer:
             return None
         self._door = open_hot_door(self._service, self._service.plans.of(version))
         self._doorless = version if self._door is None else None
+        self._service.tell_of_ends(self)
         if self._door is not None:
             self._door.packing = self._packing
         return self._door
+
+    def forget(self, version: Version) -> None:
+        """The version has ended, and nothing here may keep its memory."""
+        if self._door is not None and self._door.version is version:
+            self._door = None
+        if self._doorless is version:
+            self._doorless = None
 
     def _meet(self, call: Call) -> int:
         """Look at a head once: every connection hands equal heads on as one object."""

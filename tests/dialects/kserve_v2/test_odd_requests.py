@@ -10,10 +10,10 @@ import grpc.aio
 import pytest
 from google.protobuf import text_format
 
-from tests.dialects.kserve_v2.models import write_probe_models
+from tests.dialects.kserve_v2.models import EACH, ONE, SAME, config, put, write_probe_models
 from tests.dialects.kserve_v2.replay import V2
 from tests.dialects.kserve_v2.test_options import Asked, serving
-from tests.server.rig import run
+from tests.server.rig import Served, run
 
 A = {"name": "INPUT0", "datatype": "INT32", "shape": [1, 16], "data": list(range(16))}
 B = {"name": "INPUT1", "datatype": "INT32", "shape": [1, 16], "data": [1] * 16}
@@ -196,3 +196,27 @@ def test_a_config_has_no_field_that_came_later(told: dict[str, Any]) -> None:
     step = {"model_name": "simple", "model_version": -1, "model_namespace": ""}
     maps = {"input_map": {"INPUT0": "X", "INPUT1": "X"}, "output_map": {"OUTPUT0": "Y"}}
     assert told["config"][1]["ensemble_scheduling"] == {"step": [{**step, **maps}]}
+
+
+def test_what_was_unloaded_leaves_its_memory(tmp_path: Path) -> None:
+    """The hot doors know its requests, and let go of it."""
+    put(tmp_path, "one", config(0, ONE), EACH + SAME)
+    body = {"inputs": [{"name": "IN", "datatype": "INT32", "shape": [1], "data": [3]}]}
+    request = V2.ModelInferRequest(model_name="one", raw_input_contents=[bytes(4)])
+    request.inputs.add(name="IN", datatype="INT32", shape=[1])
+
+    def arenas() -> int:
+        links = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
+        return sum("fastserve-arena" in os.readlink(link) for link in links if os.path.islink(link))
+
+    async def work() -> None:
+        before = arenas()
+        async with serving(tmp_path, {"model_control": "explicit", "load_models": ("one",)}) as asked:
+            for _ in range(2):  # the second one takes the hot door
+                assert (await asked.http("/v2/models/one/infer", body))[0] == 200
+                await asked.rpc("ModelInfer", request)
+            assert arenas() > before
+            assert (await asked.http("/v2/repository/models/one/unload", {}))[0] == 200
+            await Served(asked.server).until(lambda: arenas() == before)
+
+    run(work())
