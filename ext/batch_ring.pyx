@@ -112,7 +112,7 @@ cdef class BatchRing:
         self.news = True
 
     def backdate(self, int64_t place, uint64_t queued_ns) -> None:
-        """The request of a committed place has waited since then, in a queue before this one."""
+        """The request of a committed place has waited since then, in a queue before this one; 0: it is no request."""
         self.check(place, 1)
         claim_row(&self.arena, place).queued_ns = queued_ns
 

@@ -308,7 +308,7 @@ static inline uint32_t slot_pending(const Arena *a, uint32_t i)
     uint64_t w = load64(&s->word);
     uint32_t found = 0, reserved = word_waits(w) && word_reserved(w) <= a->max_rows ? word_reserved(w) : 0;
     for (uint32_t r = 0; r < reserved; r += row_span(a, rows_of(s), r))
-        found += __atomic_load_n(&rows_of(s)[r].state, __ATOMIC_ACQUIRE) == ROW_COMMITTED;
+        found += __atomic_load_n(&rows_of(s)[r].state, __ATOMIC_ACQUIRE) == ROW_COMMITTED && rows_of(s)[r].queued_ns;
     return found;
 }
 

@@ -36,8 +36,11 @@ static inline void spread_add(const Arena *a, uint32_t kind, uint64_t ns, uint64
 // The requests of one batch, counted while its rows are walked.
 typedef struct { uint64_t well, rows, queue_ns, well_ns, badly, badly_ns; } BatchTally;
 
+// A place that has waited since 0 is a row its scheduler needed, and nobody's request.
 static inline void tally_place(const Arena *a, BatchTally *sum, const Slot *s, const Row *row, uint32_t rows, uint64_t now)
 {
+    if (!row->queued_ns)
+        return;
     uint64_t took = since_ns(row->queued_ns, now), queued = since_ns(row->queued_ns, s->taken_ns);
     if (s->status || row->status) {
         sum->badly++, sum->badly_ns += took;

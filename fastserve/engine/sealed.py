@@ -19,6 +19,7 @@ from fastserve.errors import Kind, ServeError
 from fastserve.request import InferRequest
 from fastserve.tensor import Tensor
 
+NOBODY = -1  # `queued_ns` of a row that fills a place in its batch and is counted nowhere
 NEVER_US = 1 << 50  # times 1000 it still fits the arena's nanoseconds
 
 
@@ -43,7 +44,7 @@ class Member:
     rows: int
     done: Done
     cancel: Callable[[], None] = lambda: None
-    queued_ns: int = 0  # since when it waits, before this batch too; CLOCK_MONOTONIC
+    queued_ns: int = 0  # since when it waits, before this batch too; CLOCK_MONOTONIC; NOBODY: no request
 
 
 class Sender(Protocol):
@@ -112,7 +113,7 @@ class Sealed:
         answer.add_done_callback(settle)
         member.cancel = cancel
         if member.queued_ns:
-            self.lane.ring.backdate(ticket.place, member.queued_ns)
+            self.lane.ring.backdate(ticket.place, max(member.queued_ns, 0))
         return ticket.place
 
     def _read(self, member: Member, ticket: Ticket) -> None:

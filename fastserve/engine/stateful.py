@@ -19,7 +19,7 @@ from fastserve.engine.controls import Extras, Signals, empty_like
 from fastserve.engine.counts import CANCELED, OTHER, REJECTED, tally_of
 from fastserve.engine.door import Door, Runs
 from fastserve.engine.rows import check_inputs
-from fastserve.engine.sealed import Answer, Member, Sender
+from fastserve.engine.sealed import NOBODY, Answer, Member, Sender
 from fastserve.engine.sequence import Asked, Phase, Sequences
 from fastserve.errors import DeadlineError, Kind, ServeError
 from fastserve.repository.version import Version
@@ -228,7 +228,7 @@ class StatefulDoor(Door):
         inputs = like.what.request.inputs
         inputs = {name: empty_like(tensor) for name, tensor in inputs.items()}
         extra = self._extras.write(Signals(), {})
-        return Member(InferRequest({}), {**inputs, **extra}, 1, _drop)
+        return Member(InferRequest({}), {**inputs, **extra}, 1, _drop, queued_ns=NOBODY)
 
     def _answer(self, asked: Asked, answer: Answer | None, error: ServeError | None) -> None:
         waiting: _Waiting = asked.what

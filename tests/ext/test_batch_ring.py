@@ -231,6 +231,20 @@ def test_counts_say_how_long_each_part_took():
     assert front.runs() == [(3, 1, run - taken, ran - run, done - ran)]
 
 
+def test_a_row_that_is_no_request_is_not_counted():
+    front, worker = rings()
+    mine, filler = front.reserve(1), front.reserve(1)
+    front.commit(mine, 1)
+    front.commit(filler, 1)
+    front.backdate(filler, 0)
+    assert front.pending() == 1
+    slot = worker.take()
+    worker.start_run(slot)
+    worker.publish(slot)
+    tallies, rows, _ = front.tallies()
+    assert (tallies[0][0], rows, front.runs()[0][:2]) == (1, 1, (2, 1))
+
+
 def test_ends_without_an_answer_are_counted_where_they_are_known():
     front, worker = rings()
     front.count(batch_ring.REJECTED)

@@ -106,6 +106,22 @@ def test_a_start_on_a_live_id_begins_again_in_its_slot(
     run(work())
 
 
+def test_rows_of_silent_slots_are_nobodys_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_one_slot(tmp_path, monkeypatch, slots=2)
+
+    async def work() -> None:
+        async with serving(tmp_path) as at:
+            for id in (1, 2):
+                await say(at, id, 5, sequence_start=True)
+            version = at.server.catalog.available("seq")
+            assert version is not None
+            counts = counts_of(version)
+            assert (counts.success.count, counts.inferences) == (2, 2)
+            assert [(batch.rows, batch.runs) for batch in counts.batches] == [(1, 1), (2, 1)]
+
+    run(work())
+
+
 async def post(at: Served, number: int, **parameters: object) -> asyncio.StreamWriter:
     """A V2 request over a connection of its own, which nobody reads from."""
     tensor = {"name": "IN", "shape": [1, 1], "datatype": "INT32", "data": [number]}
