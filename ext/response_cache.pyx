@@ -63,6 +63,7 @@ cdef class Counts:
 
 
 @cython.final
+@cython.no_gc               # nothing it holds leads back to it; and a freelist would keep "finalized" of a GC type
 @cython.freelist(64)
 cdef class Miss:
     """A key under way, until it is closed: answered, failed or given up."""

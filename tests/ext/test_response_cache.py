@@ -96,13 +96,17 @@ def test_who_waits_is_told_once() -> None:
     again = cache.find(b"h", [b"1"], counts)
     assert isinstance(again, Miss)
     miss.close()  # it is not the one under way now
-    assert set(cache.waiting()) == {again.key}
+    waiting, key = set(cache.waiting()), again.key
+    assert waiting == {key}
     del again  # and one that is forgotten keeps nobody waiting
     assert cache.waiting() == {}
+    for _ in range(3):  # also where another lay before
+        cache.find(b"h", [b"2"], counts)
+        assert cache.waiting() == {}
     with pytest.raises(KeyError):
         cache.wait(miss.key, ignore)
     cache.count_miss(counts)
-    assert (cache.misses, counts.misses) == (3, 3)
+    assert (cache.misses, counts.misses) == (6, 6)
 
 
 def test_times_are_told_and_stand_for_all() -> None:
