@@ -144,6 +144,7 @@ class Known:
 
     def _answer(self, ticket: Ticket, error: ServeError | None) -> None:
         running: Running = ticket.context
+        ticket.context = None  # and with it the circle running -> ticket -> running
         answer = running.answer
         try:
             if error is not None:
