@@ -141,6 +141,7 @@ class Front:
         _, _, last_ns = self.call(ring.tallies)
         assert last_ns <= time.monotonic_ns()
         assert len(self.call(ring.runs)) <= ring.max_rows
+        assert {len(spread) for spread in self.call(ring.spreads)} == {4096}
         self.call(ring.return_lease, self.rng.randrange(1 << 20))
 
 
