@@ -119,7 +119,10 @@ class Whole:
     def read(self, lane: Lane, place: int, rows: int) -> Answer:
         outputs, parameters, error = read_answer(lane, *lane.ring.answer_slab(place))
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # it holds this frame by its traceback, and the frame the lane
         return outputs, parameters
 
 

@@ -218,12 +218,15 @@ async def _read_all(method: Method, requests: AsyncIterator[bytes]) -> AsyncIter
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], method: Method, error: Exception) -> bytes:
     """End the call with the status of `error`; what is not a ServeError tells the client nothing."""
+    if not isinstance(error, ServeError):
+        log.error("%s: the method failed", method.path, exc_info=error)
+    # grpcio keeps what abort() raises, and with it this error, in a circle; its frames hold tensors.
+    error.__traceback__ = error.__context__ = error.__cause__ = None
     if isinstance(error, ServeError):
         if error.retry_after_s is not None:
             pushback = ("grpc-retry-pushback-ms", str(int(error.retry_after_s * 1000)))
             context.set_trailing_metadata((pushback,))
         await context.abort(_CODES[error.kind], error.message)
-    log.error("%s: the method failed", method.path, exc_info=error)
     await context.abort(grpc.StatusCode.INTERNAL, "Internal error")
     raise AssertionError("abort always raises")
 
