@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import logging
 import os
 import struct
 from collections.abc import Iterator
@@ -65,6 +66,8 @@ async def replay(folder: Path) -> Answers:
         keep_going=True, parallel_loads=4, allow_client_shm=True, response_cache_bytes=1 << 20,
     )  # fmt: skip
     SHM.write_bytes(struct.pack("<32i", *range(16), *([1] * 16)) + bytes(128))
+    log = logging.getLogger("fastserve")  # whose level some cases change
+    level = log.level
     server = Server(settings)
     await server.open()
     try:
@@ -81,6 +84,7 @@ async def replay(folder: Path) -> Answers:
     finally:
         await server.drain(5)
         SHM.unlink()
+        log.setLevel(level)
     return Answers(http, replies)
 
 
