@@ -39,6 +39,7 @@ from tests.running import WAIT_S, Running, until
 
 MODELS = ("sums", "simple")
 COLUMNS = 16
+PAUSE_S = 60.0
 GONE = (14, 503)  # what a caller is told whose worker was killed twice under it
 OPTIONS = ("--model-control", "explicit", "--load-model", "*", "--allow-client-shm")
 Numbers = list[int]
@@ -274,13 +275,11 @@ def run_storm(served: Running, seed: int, rounds: int, kills: int) -> Ledger:
     ledger = Ledger(served, seed)
     with Http(served) as http, memory(http) as region:
         asyncio.run(asyncio.wait_for(storm(ledger, region, rounds, kills), 60 + rounds))
-        workers = len(served.workers)
-        until(lambda: len(served.workers) == len(MODELS), f"{workers} workers become {len(MODELS)}")
+        # A worker that keeps dying is started again after longer and longer pauses.
+        until(lambda: len(served.workers) == len(MODELS), "both workers are back", PAUSE_S)
         for model in MODELS:
-            until(
-                lambda model=model: http.post(f"/v2/models/{model}/infer", pair()).status == 200,
-                f"{model} answers again",
-            )
+            path = f"/v2/models/{model}/infer"
+            until(lambda path=path: http.post(path, pair()).status == 200, f"{model} is back", PAUSE_S)
     assert ledger.asked == ledger.left + sum(ledger.ended.values())
     assert {"json", "binary", "memory", "grpc", "stream"} <= set(ledger.ended)
     return ledger
