@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+from fastserve._ext.proto_wire_v1 import write_v1_header
 from fastserve.dialects.triton_v1.classes import Class, classify
 from fastserve.dialects.triton_v1.header import OutputHeader, RequestHeader
 from fastserve.dialects.triton_v1.inputs import Buffer
@@ -18,6 +20,7 @@ from fastserve.dialects.triton_v1.shared_memory import Destination
 from fastserve.dialects.triton_v1.text import print_line, print_lines
 from fastserve.errors import Kind, ServeError
 from fastserve.protos import load
+from fastserve.repository.version import Version
 from fastserve.tensor import Tensor
 
 REMEMBERED_HEADERS = 64
@@ -41,13 +44,35 @@ class Classes:
     rows: list[list[Class]]
 
 
-@dataclass(frozen=True, slots=True)
 class HeaderForms:
-    """One InferResponseHeader without its id: one line of text, many lines, binary."""
+    """One InferResponseHeader without its id: one line of text, many lines, binary; each made when it is
+    first asked for."""
 
-    line: bytes
-    lines: bytes
-    binary: bytes
+    def __init__(self, version: Version, batch_size: int, told: Sequence[Raw | Classes]) -> None:
+        self._version = version
+        self._batch_size = batch_size
+        self._told = told
+
+    @cached_property
+    def binary(self) -> bytes:
+        version = self._version
+        outputs = [
+            (one.name, one.dims, one.nbytes, None) if isinstance(one, Raw) else (one.name, (), 0, one.rows)
+            for one in self._told
+        ]
+        return write_v1_header(version.model, version.number, self._batch_size, 0, outputs)
+
+    @cached_property
+    def line(self) -> bytes:
+        return print_line(self._message).encode()
+
+    @cached_property
+    def lines(self) -> bytes:
+        return print_lines(self._message).encode()
+
+    @property
+    def _message(self) -> Any:
+        return load("triton_v1").InferResponseHeader.FromString(self.binary)
 
 
 @dataclass(slots=True)
@@ -131,36 +156,14 @@ class Answers:
         """The header of these outputs."""
         raws = tuple(one for one in told if isinstance(one, Raw))
         if len(raws) != len(told):
-            return self._write_forms(batch_size, told)
+            return HeaderForms(self._plan.version, batch_size, told)
         key = (batch_size, raws)
         forms = self._remembered.get(key)
         if forms is None:
             if len(self._remembered) >= REMEMBERED_HEADERS:
                 self._remembered.clear()
-            forms = self._remembered[key] = self._write_forms(batch_size, told)
+            forms = self._remembered[key] = HeaderForms(self._plan.version, batch_size, raws)
         return forms
-
-    def _write_forms(self, batch_size: int, told: Sequence[Raw | Classes]) -> HeaderForms:
-        version = self._plan.version
-        message = load("triton_v1").InferResponseHeader(
-            model_name=version.model, model_version=version.number, batch_size=batch_size
-        )
-        for one in told:
-            output = message.output.add(name=one.name)
-            if isinstance(one, Raw):
-                output.raw.batch_byte_size = one.nbytes
-                output.raw.dims.extend(one.dims)
-            else:
-                _fill_classes(output, one)
-        line, lines = print_line(message).encode(), print_lines(message).encode()
-        return HeaderForms(line, lines, message.SerializeToString())
-
-
-def _fill_classes(output: Any, classes: Classes) -> None:
-    for row in classes.rows:
-        target = output.batch_classes.add()
-        for one in row:
-            target.cls.add(idx=one.index, value=one.value, label=one.label)
 
 
 def _place(wanted: OutputHeader, tensor: Tensor, nbytes: int, held: Mapping[str, Destination]) -> Buffer:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastserve.dialects.triton_v1.inputs import invalid
 from fastserve.dialects.triton_v1.names import TYPE_OF
@@ -26,11 +25,10 @@ _FORMAT: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Class:
+class Class(NamedTuple):
     """One of the highest values."""
 
-    index: int
+    idx: int
     value: float
     label: str
 

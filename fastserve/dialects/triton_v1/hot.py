@@ -63,7 +63,7 @@ class HotDoor:
             return False
         known, number, note = met
         rows, body, intake = known.header.batch_size, call.body, known.intake
-        if len(body) != known.nbytes:
+        if len(body) != known.nbytes or (known.places and not is_there(self._service, known)):
             return False
         seat = intake.reserve(rows, note) if note else intake.reserve(rows)
         if seat is None:
@@ -146,6 +146,15 @@ class HotDoor:
             nbytes += len(raw)
         frame = write_frame(self._service, head, found.line, nbytes)
         call.reply_raw(b"".join((frame, *found.raws, trailer)))
+
+
+def is_there(service: Service, known: Known) -> bool:
+    """Whether the inputs in shared memory are where the header says."""
+    try:
+        known.look(service.shared)
+    except ServeError:
+        return False  # the general door says what is wrong
+    return True
 
 
 def hold_rooms(service: Service, known: Known) -> Held | None:

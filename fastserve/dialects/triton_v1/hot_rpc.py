@@ -15,7 +15,7 @@ from time import monotonic_ns
 from fastserve._ext.proto_wire_v1 import V1InferMessage
 from fastserve.dialects.triton_v1.answers import Answer
 from fastserve.dialects.triton_v1.header import RequestHeader
-from fastserve.dialects.triton_v1.hot import NO_ROOMS, Held, hold_rooms, write_note
+from fastserve.dialects.triton_v1.hot import NO_ROOMS, Held, hold_rooms, is_there, write_note
 from fastserve.dialects.triton_v1.known import Known
 from fastserve.dialects.triton_v1.lookup import LATEST
 from fastserve.dialects.triton_v1.service import Served, Service, as_v1
@@ -41,7 +41,7 @@ class HotRpc:
             return None
         served = self._service.serve(version)
         known = served.know(lane, header)
-        if known is None or not _has_entries(message, known.entries):
+        if known is None or not _has_entries(message, known.entries) or not is_there(self._service, known):
             return None
         running = Running(self._service, served, lane, known, header.id, self._write)
         return running if running.begin(message, write_note(lane, header)) else None

@@ -12,7 +12,7 @@ from typing import Any
 
 from fastserve.dialects.triton_v1.answers import Answer, Answers, HeaderForms
 from fastserve.dialects.triton_v1.header import RequestHeader, SharedPlace
-from fastserve.dialects.triton_v1.inputs import check_header, measure
+from fastserve.dialects.triton_v1.inputs import SharedMemory, check_header, measure
 from fastserve.dialects.triton_v1.plan import Plan, count_bytes
 from fastserve.dialects.triton_v1.shared_memory import Destination
 from fastserve.engine.direct import Intake, Outlet, open_intake, open_outlet, read_response
@@ -45,6 +45,7 @@ class Known:
     intake: Intake
     outlet: Outlet
     names: tuple[str, ...]  # of the outputs
+    places: tuple[SharedPlace, ...]  # of inputs: where each ends, no bytes long
     alone: bool  # the body is nothing but the one input
     stores: bool  # outputs go into shared memory
     raw: bool  # every output is sent as it is
@@ -63,6 +64,12 @@ class Known:
         if len(views) > 1 or not order:
             views = [views[at] for at in order]
         return Answer(forms, views, number)
+
+    def look(self, shared: SharedMemory) -> None:
+        """Raises ServeError when an input is not in shared memory as said. A header may claim any size, and
+        memory is taken for it only after this."""
+        for place in self.places:
+            shared.read(place)
 
     def _find_forms(self, answers: Answers, form: Any) -> tuple[HeaderForms, tuple[int, ...]] | None:
         """The header of answers of the outlet's form, and which of its views are sent, in order; None for
@@ -126,6 +133,11 @@ def understand(plan: Plan, lane: Lane, header: RequestHeader) -> Known | None:
         intake=intake,
         outlet=outlet,
         names=names,
+        places=tuple(
+            replace(one.place, offset=one.place.offset + one.place.byte_size, byte_size=0)
+            for one in sources.values()
+            if one.place is not None
+        ),
         alone=len(entries) == len(sources) == 1,
         stores=any(one.shared for one in header.outputs),
         raw=not any(one.classes or one.shared for one in header.outputs),

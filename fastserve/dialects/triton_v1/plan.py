@@ -42,7 +42,7 @@ class TensorPlan:
         if self.label_file is None:
             return self.given_labels
         try:
-            return tuple(self.label_file.read_text("utf-8", "surrogateescape").splitlines())
+            return tuple(self.label_file.read_text("utf-8", "replace").splitlines())
         except OSError:
             return ()
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from google.protobuf import text_format
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastserve.dialects.triton_v1.answers import write_id
-from fastserve.dialects.triton_v1.classes import classify
+from fastserve.dialects.triton_v1.answers import Answer, Classes, HeaderForms, Raw, write_id
+from fastserve.dialects.triton_v1.classes import Class, classify
 from fastserve.dialects.triton_v1.header import InputHeader, RequestHeader, SharedPlace, read_header
 from fastserve.dialects.triton_v1.inputs import Body, check_strings
 from fastserve.dialects.triton_v1.plan import TensorPlan
@@ -18,6 +20,8 @@ from fastserve.dialects.triton_v1.service import as_v1
 from fastserve.dialects.triton_v1.text import print_float, print_line, print_lines
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.protos import load
+from fastserve.repository.model_config import ModelConfig
+from fastserve.repository.version import Version
 from fastserve.tensor import DTYPES, Tensor
 
 V1 = load("triton_v1")
@@ -105,7 +109,7 @@ def test_classes_in_order() -> None:
     plan = TensorPlan("y", DTYPES["float32"], (3,), given_labels=("a", "b"))
     data = struct.pack("<6f", 1, 3, 3, float("nan"), -1, 2)
     found = classify(plan, Tensor(DTYPES["float32"], (2, 3), data), 2, 2)
-    assert [[(c.index, c.value, c.label) for c in row] for row in found] == [
+    assert [[(c.idx, c.value, c.label) for c in row] for row in found] == [
         [(1, 3.0, "b"), (2, 3.0, "")],
         [(2, 2.0, ""), (1, -1.0, "b")],
     ]
@@ -134,3 +138,38 @@ def test_the_originals_words() -> None:
     text = "inference request to model 'seq' must specify a non-zero or non-empty correlation ID"
     told = as_v1(ServeError(Kind.INVALID_ARGUMENT, text))
     assert told.message == "inference request to model 'seq' must specify a non-zero correlation ID"
+
+
+@given(
+    st.lists(st.one_of(
+        st.builds(Raw, st.text(), st.lists(st.integers(0, 2**40)).map(tuple), st.integers(0, 2**64 - 1)),
+        st.builds(Classes, st.text(), st.lists(st.lists(st.builds(
+            Class, st.integers(0, 2**31 - 1), st.floats(width=32, allow_nan=False), st.text())))),
+    )),
+    st.integers(0, 2**32 - 1),
+)  # fmt: skip
+def test_the_three_forms_say_the_same(told: list[Raw | Classes], batch_size: int) -> None:
+    def clean(text: str) -> str:
+        return text.encode("utf-8", "replace").decode()
+
+    told = [replace(one, name=clean(one.name)) for one in told]
+    for one in told:
+        if isinstance(one, Classes):
+            one.rows[:] = [[c._replace(label=clean(c.label)) for c in row] for row in one.rows]
+    wanted = V1.InferResponseHeader(model_name="m", model_version=3, batch_size=batch_size)
+    for one in told:
+        output = wanted.output.add(name=one.name)
+        if isinstance(one, Raw):
+            output.raw.dims.extend(one.dims)
+            output.raw.batch_byte_size = one.nbytes
+        else:
+            for row in one.rows:
+                classes = output.batch_classes.add()
+                for c in row:
+                    classes.cls.add(idx=c.idx, value=c.value, label=c.label)
+    version = Version("m", 3, Path(), ModelConfig(backend="onnx"))
+    answer = Answer(HeaderForms(version, batch_size, told), [], 7)
+    wanted.id = 7
+    assert V1.InferResponseHeader.FromString(answer.binary) == wanted
+    assert text_format.Parse(answer.line.decode(), V1.InferResponseHeader()) == wanted
+    assert text_format.Parse(answer.trailer(binary=False).decode(), V1.InferResponseHeader()) == wanted
