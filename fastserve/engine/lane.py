@@ -30,10 +30,8 @@ log = logging.getLogger(__name__)
 
 Done = Callable[["Ticket", "ServeError | None"], None]
 DEADLINE_TICK_S = 0.025
-# A turn of the loop that took longer had other calls to serve, and more may be there for this batch: the
-# workers are woken after the next one. grpcio hands over one call a turn, so batches of gRPC would have one
-# row each; waking a worker for two or three takes 5 to 7 % off a call, and nothing changes over HTTP.
-BUSY_TURN_NS, PATIENCE_NS = 10_000, 300_000
+# A turn of the loop that took longer had other calls to serve, and more may be there for this batch.
+BUSY_TURN_NS = 10_000
 QUEUED_TOO_LONG = "the request's time was up while it waited in the queue"
 RAN_TOO_LONG = "the model took longer than the request's time"
 DAMAGED = "a worker of this model has damaged the batch of this request"
@@ -88,7 +86,7 @@ class Lane:
         self._pending: list[list[Ticket]] = [[] for _ in range(arena.geometry.slots)]
         self._seqs = [0] * arena.geometry.slots  # which opening of the slot the pending ones are in
         self._kicking: asyncio.Handle | None = None
-        self._since_ns = self._turn_ns = 0  # when the kick was asked for, and when this turn began
+        self._turn_ns = self._kick_by_ns = 0  # when this turn began, and how long the kick may wait
         self._watching = False
         self._idle: list[asyncio.Future[None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -142,9 +140,18 @@ class Lane:
         self.meters.rejected(cause)
         self.ring.count(REJECTED)
 
-    def submit(self, place: int, rows: int, done: Done, deadline_ns: int = 0, context: Any = None) -> Ticket:
-        """The place's inputs are written: let it run. Workers are woken at the end of this loop turn, or of
-        the next ones while they are busy, so that what arrives together runs together."""
+    def submit(
+        self,
+        place: int,
+        rows: int,
+        done: Done,
+        deadline_ns: int = 0,
+        context: Any = None,
+        patience_ns: int = 0,
+    ) -> Ticket:
+        """The place's inputs are written: let it run. Workers are woken at the end of this loop turn,
+        so that what arrives together runs together; with patience, after further turns while those are
+        busy, so long at most."""
         ticket = Ticket(self, place, rows, done, deadline_ns, context)
         tickets = self._pending[place >> 16]
         if not tickets:
@@ -153,7 +160,9 @@ class Lane:
         self.ring.commit(place, rows)
         self.waiting += 1
         if self._kicking is None:
-            self._kick_soon()
+            self._kick_soon(patience_ns)
+        elif not patience_ns:
+            self._kick_by_ns = 0
         if deadline_ns and not self._watching:
             self._watch()
         return ticket
@@ -193,18 +202,22 @@ class Lane:
 
     # --- answers ---------------------------------------------------------------------------------
 
-    def _kick_soon(self) -> None:
+    def _kick_soon(self, patience_ns: int = 0) -> None:
         assert self._loop is not None
-        self._since_ns = self._turn_ns = time.monotonic_ns()
+        if patience_ns:
+            self._turn_ns = time.monotonic_ns()
+            self._kick_by_ns = self._turn_ns + patience_ns
         self._kicking = self._loop.call_soon(self._kick)
 
     def _kick(self) -> None:
-        now = time.monotonic_ns()
-        if now - self._turn_ns > BUSY_TURN_NS and now - self._since_ns < PATIENCE_NS:
-            self._turn_ns = now
-            assert self._loop is not None
-            self._kicking = self._loop.call_soon(self._kick)
-            return
+        if self._kick_by_ns:
+            now, turn_ns = time.monotonic_ns(), self._turn_ns
+            if now - turn_ns > BUSY_TURN_NS and now < self._kick_by_ns:
+                self._turn_ns = now
+                assert self._loop is not None
+                self._kicking = self._loop.call_soon(self._kick)
+                return
+            self._kick_by_ns = 0
         self._kicking = None
         self.ring.kick()
 

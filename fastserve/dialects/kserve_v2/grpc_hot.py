@@ -34,6 +34,9 @@ from fastserve.wire.grpc import Rpc
 
 MOST_HEADS = 256  # remembered; a client that makes up ever new ones only costs itself
 MOST_FORMS = 64  # of the answers to one head
+# grpcio hands over one call a turn of the loop, so that batches under load would have one row each: a worker
+# is woken for those of a few busy turns together.
+PATIENCE_NS = 500_000
 TOO_LARGE = "the response is too large for a gRPC message"
 
 
@@ -133,7 +136,7 @@ class Known:
         left_s, now_ns = rpc.seconds_left(), monotonic_ns()
         deadline_ns = 0 if left_s is None else now_ns + int(left_s * 1e9)
         running = Running(outline.id, now_ns)
-        running.ticket = lane.submit(place, rows, self._answer, deadline_ns, running)
+        running.ticket = lane.submit(place, rows, self._answer, deadline_ns, running, PATIENCE_NS)
         return running
 
     def _note_of(self, request_id: str) -> bytes:
