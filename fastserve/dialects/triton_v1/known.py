@@ -103,42 +103,49 @@ def understand(plan: Plan, lane: Lane, header: RequestHeader) -> Known | None:
     """What a header says, or None when a request like it needs another look: errors, and strings."""
     try:
         check_header(plan, header)
-        measured = {one.name: (one.shared, *measure(plan, one, header.batch_size)) for one in header.inputs}
+        measured = {one.name: measure(plan, one, header.batch_size) for one in header.inputs}
     except ServeError:
         return None
-    sources: dict[str, Source] = {}
-    entries: list[int] = []
-    for name, (place, _, nbytes) in measured.items():
-        sized = bool(plan.inputs[name].dtype.item_bytes) and nbytes > 0
-        if not sized or (place is not None and place.byte_size != nbytes):
-            return None
-        at = sum(entries)
-        sources[name] = Source(at, at + nbytes, len(entries), place)
-        if place is None:
-            entries.append(nbytes)
-    if header.batch_size > lane.max_rows or sources.keys() != lane.inputs.keys():
+    sources = _find_sources(plan, header, {name: nbytes for name, (_, nbytes) in measured.items()})
+    if sources is None or header.batch_size > lane.max_rows or sources.keys() != lane.inputs.keys():
         return None
-    inputs = {name: Tensor(plan.inputs[name].dtype, measured[name][1], b"") for name in lane.inputs}
+    inputs = {name: Tensor(plan.inputs[name].dtype, measured[name][0], b"") for name in lane.inputs}
     names = tuple(one.name for one in header.outputs)
     try:
         intake = open_intake(lane, inputs, batching=plan.batching)
         outlet = open_outlet(lane, names)
-    except ValueError:
+    except ValueError:  # more axes than a slab's table has room for
         return None
+    entries = tuple(one.end - one.begin for one in sources.values() if one.place is None)
     return Known(
         header=replace(header, id=0),
         nbytes=sum(entries),
-        entries=tuple(entries),
+        entries=entries,
         sources=tuple(sources[name] for name in lane.inputs),
         intake=intake,
         outlet=outlet,
         names=names,
-        places=tuple(
-            replace(one.place, offset=one.place.offset + one.place.byte_size, byte_size=0)
-            for one in sources.values()
-            if one.place is not None
-        ),
+        places=tuple(_end_of(one.place) for one in sources.values() if one.place is not None),
         alone=len(entries) == len(sources) == 1,
         stores=any(one.shared for one in header.outputs),
         raw=not any(one.classes or one.shared for one in header.outputs),
     )
+
+
+def _find_sources(plan: Plan, header: RequestHeader, sizes: Mapping[str, int]) -> dict[str, Source] | None:
+    """Where each input is, in the header's order; None when one has no known size, or a place of another."""
+    found: dict[str, Source] = {}
+    at = entry = 0
+    for one in header.inputs:
+        nbytes, place = sizes[one.name], one.shared
+        sized = bool(plan.inputs[one.name].dtype.item_bytes) and nbytes > 0
+        if not sized or (place is not None and place.byte_size != nbytes):
+            return None
+        found[one.name] = Source(at, at + nbytes, entry, place)
+        if place is None:
+            at, entry = at + nbytes, entry + 1
+    return found
+
+
+def _end_of(place: SharedPlace) -> SharedPlace:
+    return replace(place, offset=place.offset + place.byte_size, byte_size=0)
