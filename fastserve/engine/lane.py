@@ -178,8 +178,7 @@ class Lane:
         if ticket.done is None:
             return
         self.meters.cancelled("queued" if self._is_queued(ticket) else "running")
-        self.ring.count(CANCELED, 0, ticket.place)
-        self._forget(ticket)
+        self._forget(ticket, CANCELED)
         self.waiting -= 1
         if self._idle:
             self._wake_idle()
@@ -187,11 +186,12 @@ class Lane:
     def _is_queued(self, ticket: Ticket) -> bool:
         return self.ring.describe(ticket.place >> 16)[0] in ("open", "sealed", "ready")
 
-    def _forget(self, ticket: Ticket) -> None:
+    def _forget(self, ticket: Ticket, end: int) -> None:
         ticket.done = None
         if self.ring.drop(ticket.place):
+            self.ring.count(end, 0, ticket.place)
             self._pending[ticket.place >> 16].remove(ticket)
-        # else a worker has answered it already: _finish releases it when the message comes
+        # else a worker has answered and counted it: _finish releases it when the message comes
 
     def release(self, ticket: Ticket) -> None:
         """The outputs of an answered ticket have been read."""
@@ -304,8 +304,7 @@ class Lane:
 
     def _expire_one(self, ticket: Ticket) -> None:
         queued, done = self._is_queued(ticket), ticket.done
-        self.ring.count(REJECTED if queued else CANCELED, 0, ticket.place)
-        self._forget(ticket)
+        self._forget(ticket, REJECTED if queued else CANCELED)
         self.meters.rejected("deadline")
         text = QUEUED_TOO_LONG if queued else RAN_TOO_LONG
         if done is not None:
