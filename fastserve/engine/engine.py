@@ -103,6 +103,8 @@ async def _run(lane: Lane, form: Form, request: InferRequest, inputs: dict[str, 
         if answer.done() and not answer.cancelled() and answer.exception() is None:
             lane.release(ticket)
         raise
+    finally:
+        del answer  # else an error, this frame in its traceback, and the answer that holds it are a circle
 
 
 def submit_request(
