@@ -149,3 +149,19 @@ def test_a_client_that_leaves_keeps_nobody_waiting(tmp_path: Path, taken: list[b
             assert not cache.waiting()
 
     run(work())
+
+
+@pytest.mark.parametrize("queue", ["", "dynamic_batching { priority_levels: 2 default_priority_level: 1 }\n"])
+def test_parameters_of_a_response_are_kept(tmp_path: Path, queue: str) -> None:
+    """Also where the batches are formed before the lane."""
+    write_triton(tmp_path, "counts", COUNTS, COUNTS_CONFIG + queue)
+    body = {"inputs": [{"name": "IN", "shape": [1, 1], "datatype": "INT32", "data": [7]}]}
+
+    async def work() -> None:
+        async with CachedDoors(tmp_path) as doors:
+            for _ in range(3):
+                _, said = await doors.client.post(COUNTS_PATH, json.dumps(body).encode(), None)
+                assert json.loads(said)["parameters"] == {"said": 1}
+                assert json.loads(said)["outputs"][0]["data"] == [1]
+
+    run(work())
