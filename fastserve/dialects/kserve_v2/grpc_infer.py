@@ -36,6 +36,7 @@ from fastserve.dialects.kserve_v2.lookup import find_version, read_version
 from fastserve.dialects.kserve_v2.plans import Plan
 from fastserve.dialects.kserve_v2.regions import Destination
 from fastserve.dialects.kserve_v2.service import Service
+from fastserve.engine.lane import QUEUED_TOO_LONG
 from fastserve.errors import Kind, ServeError
 from fastserve.request import InferRequest, InferResponse
 from fastserve.tensor import DTYPE_BY_KSERVE, KSERVE_NAME, Tensor
@@ -133,6 +134,8 @@ class Infer:
 
 def tell(fault: ServeError, sent: Sent) -> ServeError:
     """A fault in the original's words; a full queue's name the request."""
+    if fault.message == QUEUED_TOO_LONG:  # the call's own deadline, not one of the model's queue policy
+        return fault
     told = in_own_words(fault)
     if told.kind is Kind.UNAVAILABLE and (told.retry_after_s is not None or told.message == QUEUE_FULL):
         text = f"[request id: {sent.message.id or '<id_unknown>'}] {QUEUE_FULL}"

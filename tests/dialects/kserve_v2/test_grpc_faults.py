@@ -17,7 +17,7 @@ from tests.ext.wire_strategies import field, varint
 from tests.server.rig import HOLD, WAIT_S, release, run, seen, write_model
 
 pytestmark = pytest.mark.lingers  # grpcio keeps its poller's thread and pipe
-SHORT_S = 0.2
+SHORT_S, LONG_S = 0.2, 4.0  # the second has time to begin to run
 
 
 def running(folder: Path, value: float) -> Callable[[], bool]:
@@ -33,7 +33,7 @@ def test_a_deadline_in_the_queue_and_while_running(tmp_path: Path, hot: bool) ->
         async with serving(tmp_path) as served:
             if hot:
                 assert await served.infer(4) == [8]  # the head is known from now on
-            runs = asyncio.ensure_future(served.infer(HOLD, timeout=1.0))
+            runs = asyncio.ensure_future(served.infer(HOLD, timeout=LONG_S))
             await served.until(running(tmp_path, HOLD))
             assert (await refused(served.infer(5, timeout=SHORT_S)))[0] == "DEADLINE_EXCEEDED"
             assert (await refused(runs))[0] == "DEADLINE_EXCEEDED"
