@@ -161,6 +161,8 @@ class Known:
                 too_large = isinstance(fault, WireFault | OverflowError)
                 answer.set_exception(ServeError(Kind.INVALID_ARGUMENT, TOO_LARGE) if too_large else fault)
             return
+        finally:
+            del error  # its traceback holds this frame, and the frame what the request brought
         if not answer.done():
             answer.set_result(reply)
             self._requests.add()

@@ -145,6 +145,7 @@ class HotDoor:
             self._requests.add()
             self._duration.observe_ns(monotonic_ns() - call.received_ns)
         finally:
+            del error  # its traceback holds this frame, and the frame what the request brought
             if rooms is not None:
                 rooms.close()
 

@@ -132,6 +132,7 @@ class HotDoor:
         else:
             service.count_success(served, rows, call.received_ns)
         finally:
+            del error  # its traceback holds this frame, and the frame what the request brought
             if held is not None:
                 held[1].close()
 
