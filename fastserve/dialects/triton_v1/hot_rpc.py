@@ -97,7 +97,7 @@ class Running:
         return True
 
     async def wait(self) -> bytes:
-        """The response. Raises ServeError, in this API's words."""
+        """The response; once. Raises ServeError, in this API's words."""
         try:
             return await self._response
         except asyncio.CancelledError:
@@ -107,6 +107,7 @@ class Running:
             self._service.count_failure(self._served, self._known.header.batch_size, self._since_ns, fault)
             raise as_v1(fault) from None
         finally:
+            del self._response  # with it the circle of an error, this frame and the future
             if self._held is not None:
                 self._held[1].close()
 
