@@ -112,23 +112,27 @@ def test_models_that_go_wrong(served: Running, http: Http, grpc: Grpc, unloaded:
     assert http.post("/v2/models/sums/infer", pair()).status == 200
 
 
-def test_a_model_that_hangs(tmp_path: Path) -> None:
-    """run_timeout_ms: its worker is killed, its caller told, and the next batch runs on a new one."""
+def test_models_that_hang(tmp_path: Path) -> None:
+    """run_timeout_ms: the worker is killed, its caller told, and the next batch runs on a new one. A model of
+    Triton's form has it from model_defaults."""
     number = {"dtype": "int32", "shape": [1]}
-    source = client_models.SAME.replace(
-        "        return", "        while inputs['IN'].any(): pass\n        return"
-    )
+    hangs = "        while {}.any(): pass\n        return"
+    native = client_models.SAME.replace("        return", hangs.format("inputs['IN']"))
     sides = {"inputs": {"IN": number}, "outputs": {"IN": number}}
-    client_models.write_native(
-        tmp_path / "models", "stuck", source, run_timeout_ms=300, max_batch_size=1, **sides
-    )
-    with Running(tmp_path / "models", tmp_path / "log") as served, Http(served) as http:
-        answers = []
-        for number_sent in (1, 0, 1, 0):
-            given = {"inputs": [tensor("IN", [1, 1], [number_sent])]}
-            answers.append(http.post("/v2/models/stuck/infer", given))
-            assert not leaks(served, answers[-1])
-        assert [answer.status for answer in answers] == [503, 200, 503, 200]
+    models = tmp_path / "models"
+    client_models.write_native(models, "native", native, max_batch_size=1, **sides)
+    triton = client_models.HELD.replace("if request.is_cancelled():", "if False:")
+    client_models.write_triton(models, "triton", triton, "max_batch_size: 1\n" + client_models.NUMBERS % 1)
+    settings = tmp_path / "settings.yaml"
+    settings.write_text("model_defaults: {run_timeout_ms: 300}\n")
+    with Running(models, tmp_path / "log", "--config", str(settings)) as served, Http(served) as http:
+        for model in ("native", "triton"):
+            answers = []
+            for sent in (1, 0):
+                given = {"inputs": [tensor("IN", [1, 1], [sent])]}
+                answers.append(http.post(f"/v2/models/{model}/infer", given))
+                assert not leaks(served, answers[-1])
+            assert [answer.status for answer in answers] == [503, 200], model
         assert served.alive
 
 
