@@ -127,5 +127,6 @@ class Running:
             response.set_exception(fault)
             return
         finally:
+            del response  # it may hold a fault, whose traceback holds this frame
             self._lane.release(ticket)
         self._service.count_success(self._served, self._known.header.batch_size, self._since_ns)
