@@ -11,14 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fastserve._ext import slab_tensors
-from fastserve._ext.slab_tensors import MAX_RANK, SlabDesk, read_note
+from fastserve._ext.slab_tensors import read_note
 from fastserve.tensor import DTYPE_BY_CODE, Tensor
 
 __all__ = [
-    "MAX_RANK",
-    "SlabDesk",
     "measure_tensors",
-    "put_tensors",
     "read_note",
     "read_tensors",
     "write_tensors",
@@ -37,12 +34,6 @@ def write_tensors(slab: memoryview, tensors: Numbered, note: bytes = b"") -> Non
     Raises ValueError for more than 16 axes.
     """
     slab_tensors.write(slab, [(n, t.dtype.code, t.shape, t.data) for n, t in tensors], note)
-
-
-def put_tensors(desk: SlabDesk, tensors: Numbered, note: bytes = b"") -> tuple[int, int]:
-    """A slab of the desk's process, filled: (offset, bytes), offset 0 when there is no room. Raises
-    ValueError for more than 16 axes."""
-    return desk.put([(n, t.dtype.code, t.shape, t.data) for n, t in tensors], note)
 
 
 def read_tensors(slab: memoryview) -> list[tuple[int, Tensor]]:

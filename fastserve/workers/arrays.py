@@ -16,6 +16,7 @@ from fastserve.tensor import DTYPES, DType, Tensor
 
 if TYPE_CHECKING:
     from fastserve._ext.batch_ring import BatchRing
+    from fastserve._ext.slab_tensors import Entry
     from fastserve.workers.arena import Arena
 
 BYTES = DTYPES["bytes"]
@@ -38,6 +39,18 @@ def unpack_strings(data: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     strings = np.empty(count, object)
     strings[:] = unpack_bytes(data, count)
     return strings.reshape(shape)
+
+
+def read_array(code: int, shape: tuple[int, ...], data: Any) -> np.ndarray[Any, Any]:
+    """The array of what a desk has read; strings are copied out. Raises ValueError when their lengths lie."""
+    return unpack_strings(data, shape) if code == BYTES.code else data
+
+
+def to_entry(number: int, array: np.ndarray[Any, Any], dtype: DType) -> Entry:
+    """An array whose elements are already of `dtype`, as a desk takes it; contiguous ones are not copied."""
+    if dtype is BYTES:
+        return number, dtype.code, array.shape, pack_bytes(array.reshape(-1).tolist())
+    return number, dtype.code, None, array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
 
 def view_tensor(tensor: Tensor) -> np.ndarray[Any, Any]:

@@ -27,10 +27,10 @@ from fastserve.backends.triton_tensor import TritonModelException
 from fastserve.codec.notes import RequestNote, read_answer_note, write_note
 from fastserve.errors import Kind
 from fastserve.workers.arena import Arena
-from fastserve.workers.arrays import open_desk
+from fastserve.workers.arrays import open_desk, read_array
 from fastserve.workers.control import Control, ControlFault, PeerGone
 from fastserve.workers.replies import Kept
-from fastserve.workers.requests import KINDS, STRINGS, read_array, to_entry
+from fastserve.workers.requests import KINDS, STRINGS, to_entry
 
 if TYPE_CHECKING:
     from fastserve._ext.batch_ring import BatchRing

@@ -87,7 +87,7 @@ def make_runner(arena: Arena, ring: BatchRing, backend: Backend, config: Mapping
         return DenseRunner(arena, ring, backend, config)
     from fastserve.workers.ragged import SlabRunner
 
-    return SlabRunner(ring, backend, config)
+    return SlabRunner(arena, ring, backend, config)
 
 
 def open_line(control: Control, arena: Arena, ring: BatchRing) -> Callable[[], bool]:

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastserve.backends.base import Backend, explain
-from fastserve.codec.slab_tensors import measure_tensors, read_tensors, write_tensors
 from fastserve.errors import Kind, ServeError
-from fastserve.tensor import DTYPES, Tensor
-from fastserve.workers.arrays import NUMPY, as_tensor, view_tensor
+from fastserve.tensor import DTYPES
+from fastserve.workers.arena import Arena
+from fastserve.workers.arrays import NUMPY, open_desk, read_array, to_entry
 
 if TYPE_CHECKING:
     from fastserve._ext.batch_ring import BatchRing
+    from fastserve._ext.slab_tensors import Entry
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +39,9 @@ SHAPE_CLASH = (
 class SlabRunner:
     """Runs slots whose places carry slabs."""
 
-    def __init__(self, ring: BatchRing, backend: Backend, config: Mapping[str, Any]) -> None:
+    def __init__(self, arena: Arena, ring: BatchRing, backend: Backend, config: Mapping[str, Any]) -> None:
         self._ring = ring
+        self._desk = open_desk(arena, ring)
         self._backend = backend
         self._batching = int(config["max_batch_size"]) > 0
         self._mixed = str(config.get("mixed_shapes", "group"))
@@ -84,8 +86,9 @@ class SlabRunner:
         return places
 
     def _read(self, row: int, rows: int, offset: int, nbytes: int) -> Place:
-        tensors = read_tensors(self._ring.slab(offset, nbytes))
-        return row, rows, {self._inputs[number]: view_tensor(tensor) for number, tensor in tensors}
+        entries, _ = self._desk.arrays(offset, nbytes)
+        inputs = self._inputs
+        return row, rows, {inputs[number]: read_array(*entry) for number, *entry in entries}
 
     def _groups(self, places: list[Place]) -> list[list[Place]]:
         if not self._batching:
@@ -127,23 +130,17 @@ class SlabRunner:
             at += rows
 
     def _answer(self, slot: int, row: int, results: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        self._publish_tensors(
-            slot, row, 0, [(i, as_tensor(results[spec.name], spec.dtype)) for i, spec in self._outputs]
-        )
+        self._place(slot, row, 0, [to_entry(i, results[spec.name], spec.dtype) for i, spec in self._outputs])
 
     def _refuse(self, slot: int, group: list[Place], error: ServeError) -> None:
         text = error.message.encode("utf-8", "replace")[:4000]
         for row, _, _ in group:
-            words = [(0, as_tensor(np.frombuffer(text, np.uint8), DTYPES["uint8"]))]
-            self._publish_tensors(slot, row, error.kind.value, words)
+            self._place(slot, row, error.kind.value, [(0, DTYPES["uint8"].code, (len(text),), text)])
 
-    def _publish_tensors(self, slot: int, row: int, status: int, tensors: list[tuple[int, Tensor]]) -> None:
-        size = measure_tensors(tensors)
-        offset = self._ring.lease(size)
+    def _place(self, slot: int, row: int, status: int, entries: list[Entry]) -> None:
+        offset, size = self._desk.put(entries)
         if offset == 0:
-            self._ring.answer_place(slot, row, status or Kind.RESOURCE_EXHAUSTED.value, 0, 0)
-            return
-        write_tensors(self._ring.slab(offset, size, True), tensors)
+            status, size = status or Kind.RESOURCE_EXHAUSTED.value, 0
         self._ring.answer_place(slot, row, status, offset, size)
 
 

@@ -26,7 +26,7 @@ from fastserve.codec.notes import AnswerNote, read_request_note, write_note
 from fastserve.errors import Kind
 from fastserve.tensor import DTYPES
 from fastserve.workers.arena import Arena
-from fastserve.workers.arrays import open_desk, unpack_strings
+from fastserve.workers.arrays import open_desk, read_array
 from fastserve.workers.replies import Batch, Kept, Packed, Reply
 
 if TYPE_CHECKING:
@@ -198,11 +198,6 @@ def to_entry(number: int, array: Array, kind: int) -> Entry:
 def is_plain(array: Array) -> bool:
     """Whether the array can be copied as it lies."""
     return array.flags.c_contiguous and array.ndim <= MAX_RANK
-
-
-def read_array(code: int, shape: tuple[int, ...], data: Any) -> Array:
-    """The array of what a desk has read; strings are copied out. Raises ValueError when their lengths lie."""
-    return unpack_strings(data, shape) if code == STRINGS else data
 
 
 def _unexpected(error: BaseException) -> None:
