@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import given, settings
@@ -44,7 +46,7 @@ def agrees(data: bytes) -> Outline | None:
 
 
 @given(REQUESTS)
-def test_what_libraries_write_has_an_outline(content) -> None:  # type: ignore[no-untyped-def]
+def test_what_libraries_write_has_an_outline(content: dict[str, Any]) -> None:
     outline = agrees(serialize(content))
     assert (outline is not None) == bool(content.get("raw_input_contents"))
 
@@ -57,7 +59,7 @@ def test_anything_else_is_read_as_the_library_reads_it_or_not_at_all(data: bytes
 
 @given(REQUESTS, TEXT, TEXT)
 def test_equal_heads_are_requests_that_differ_in_nothing_but_id_and_tensors(
-    content,  # type: ignore[no-untyped-def]
+    content: dict[str, Any],
     first: str,
     second: str,
 ) -> None:
