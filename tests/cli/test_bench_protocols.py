@@ -84,9 +84,7 @@ def test_refused_requests_are_counted(served: Running, protocol: str) -> None:
 
 
 @pytest.mark.parametrize("protocol", ["v2-shm", "v2-grpc-shm"])
-def test_refused_requests_are_not_sent_from_shared_memory(
-    served: Running, protocol: str
-) -> None:
+def test_refused_requests_are_not_sent_from_shared_memory(served: Running, protocol: str) -> None:
     result = bench(served, "simple", protocol, "--rows", "9")
     assert result.exit_code == 1
     assert "batch-size must be <= 8" in result.output
