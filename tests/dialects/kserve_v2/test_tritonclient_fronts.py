@@ -126,3 +126,18 @@ def test_a_stream_that_is_left_frees_its_model(served: Running) -> None:
             assert found == [4]
 
     run(work())
+
+
+def test_models_come_and_go_on_every_front(served: Running) -> None:
+    """Whichever front is asked to load or unload, it is done on that front when the call returns."""
+
+    async def work() -> None:
+        for flavour in ("http.aio", "grpc.aio") * (CLIENTS // 2):
+            async with connected(flavour, served) as client:
+                await client.unload_model("held")
+                assert not await client.is_model_ready("held")
+                await client.load_model("held")
+                assert await client.is_model_ready("held")
+                assert (await client.told("get_model_metadata", "held"))["versions"] == ["1"]
+
+    run(work())
