@@ -229,9 +229,10 @@ def test_nobody_gets_anothers_numbers(layout):
 
 @pytest.mark.torture
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("scrawled", [1, 40])
-def test_nobody_gets_anothers_numbers_in_a_storm(layout, scrawled):
-    well, failed, written = storm(layout, range(1000, 26000 if scrawled == 1 else 1600), 150, scrawled)
+@pytest.mark.parametrize(("scrawled", "arenas"), [(1, 25_000), (40, 5_000)])
+def test_nobody_gets_anothers_numbers_in_a_storm(layout, scrawled, arenas):
+    """Under forty words at a time an arena answers one request in four lives, and fails as many."""
+    well, failed, written = storm(layout, range(1000, 1000 + arenas), 150, scrawled)
     assert written > 500_000
-    assert well > 1000
-    assert failed > 1000
+    assert well > 600
+    assert failed > 600
