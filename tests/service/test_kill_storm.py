@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fastserve.errors import Kind, ServeError
+from fastserve.workers.group import Backoff
 from tests.service import models
 from tests.service.test_service import Service
 
@@ -65,6 +66,8 @@ def test_workers_die_under_load():
 
 @pytest.mark.torture
 @pytest.mark.parametrize("seed", range(20))
-def test_workers_die_under_load_for_long(seed):
+def test_workers_die_under_load_for_long(monkeypatch, seed):
+    # Waits that double would reach 30 s: the storm would be a calm, and longer than a caller waits.
+    monkeypatch.setattr(Backoff, "cap_s", 0.2)
     well, _ = asyncio.run(asyncio.wait_for(storm(30, 32, seed), 600))
     assert well > 32
