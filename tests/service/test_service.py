@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fastserve import BatchedService, VectorTransformer
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import Kind, ModelError, ServeError
 from tests.service import models
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "blog_experiment.py"
@@ -135,7 +135,7 @@ def test_errors_reach_exactly_the_callers_of_their_batch():
         return first, second, short
 
     first, second, short = run(main())
-    assert [type(e) for e in first] == [ServeError, ServeError]
+    assert [type(e) for e in first] == [ModelError, ModelError]
     assert "no such luck" in str(first[0])
     assert second == ["b", "c"]
     assert "1 results for 2 elements" in str(short[1])
