@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FAILED = "Failed to process the request(s) for model instance '{}', message: {}"
+FAILED = "Failed to process the request(s) for model '{}', message: {}"
 UNREADABLE = "the inputs cannot be read as the tensors they claim to be"
 # Triton's number of a type <-> our dtype code.
 CODES = {number: DTYPES[row.dtype].code for number, row in BY_NUMBER.items()}

@@ -17,7 +17,7 @@ from tests.backends.triton_rig import ANY, NAMES, TEXT, entry, model, repeating,
 PAIR = [entry(name, "TYPE_INT32", 2) for name in ("A", "B")]
 BOTH = [entry(name, "TYPE_INT32", 2) for name in ("SUM", "DIFF")]
 TEXTS = [{"name": "IN", **TEXT}], [{"name": "OUT", **TEXT}]
-FAILED = "Failed to process the request(s) for model instance 'trouble_0_0', message: "
+FAILED = "Failed to process the request(s) for model 'trouble_0_0', message: "
 TYPES = [name for name in NAMES if name not in ("TYPE_BYTES", "TYPE_COMPLEX64", "TYPE_COMPLEX128")]
 TYPES = [name for name in TYPES if not name.startswith(("TYPE_FLOAT", "TYPE_BFLOAT"))]
 
