@@ -68,10 +68,12 @@ static inline bool part_take(const Arena *a, const Claims *claims, uint32_t owne
     return ours;
 }
 
-// The worker takes a place's input slab over; its offset, 0 when there is none.
+// The worker takes a place's input slab over; its offset, 0 when there is none. A batch without its inputs
+// cannot be run again: should the worker die before it has published it, it fails.
 static inline uint64_t part_keep_inputs(const Arena *a, uint32_t owner, uint32_t slot, uint32_t row)
 {
     Row *place = rows_of(slot_at(a, slot)) + row;
+    __atomic_store_n(&slot_at(a, slot)->attempts, UINT32_MAX, __ATOMIC_RELEASE);
     uint64_t offset = __atomic_exchange_n(&place->in_offset, (uint64_t)0, __ATOMIC_ACQ_REL);
     return offset && slab_give(&a->slabs, offset, place_owner(place->tag), owner) ? offset : 0;
 }

@@ -167,6 +167,7 @@ class ArenaMachine(RuleBasedStateMachine):
         self.kept[worker].append((offset, plain.in_pages))
         self.plain.loose += plain.in_pages
         plain.in_pages = 0
+        plain.batch.attempts = ATTEMPTS  # it cannot be run again without them
 
     @precondition(lambda self: any(self.kept))
     @rule()

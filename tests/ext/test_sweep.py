@@ -185,3 +185,17 @@ def test_every_page_of_a_lease_that_changed_hands_goes_with_who_has_it():
     shared.alive.give_worker(shared.alive.lease(3 * 4096), 0)
     shared.alive.worker_died(0, 2, 14, "gone")
     assert shared.alive.slab_pages_used() == 0
+
+
+def test_a_batch_whose_inputs_were_kept_is_not_run_again():
+    """The worker died after a model had kept its inputs and before the answers were published."""
+    shared = Shared(inputs=(), outputs=(), slab_pages=8)
+    place = shared.alive.reserve(1)
+    shared.alive.attach_slab(place, shared.alive.lease(100), 100)
+    shared.alive.commit(place, 1)
+    slot = shared.worker.take()
+    assert shared.worker.keep_inputs(slot, 0) > 0
+    assert shared.alive.worker_died(0, 2, 14, "gone") == (0, 1)
+    assert shared.alive.failure(slot) == (14, "gone")
+    shared.alive.release(place, 1)
+    assert shared.alive.slab_pages_used() == 0
