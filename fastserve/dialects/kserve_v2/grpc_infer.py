@@ -14,6 +14,8 @@ from typing import Any
 
 from fastserve._ext.proto_outline import Outline, read_outline
 from fastserve._ext.proto_wire import (
+    MOST_ENTRIES,
+    Fault,
     InferMessage,
     WireFault,
     WireInput,
@@ -74,6 +76,11 @@ def read_sent(data: bytes) -> Sent:
     try:
         return Sent(read_infer_request(data), memoryview(data))
     except WireFault as fault:
+        if fault.code is Fault.TOO_MANY:
+            raise invalid(
+                f"ModelInferRequest: at most {MOST_ENTRIES} inputs, outputs, parameters, raw tensors and axes of a "
+                f"shape are read, more begin at byte {fault.offset}"
+            ) from None
         raise internal(f"malformed ModelInferRequest: {fault}") from None
 
 
