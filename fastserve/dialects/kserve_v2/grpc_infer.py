@@ -78,8 +78,8 @@ def read_sent(data: bytes) -> Sent:
     except WireFault as fault:
         if fault.code is Fault.TOO_MANY:
             raise invalid(
-                f"ModelInferRequest: at most {MOST_ENTRIES} inputs, outputs, parameters, raw tensors and axes "
-                f"of a shape are read, more begin at byte {fault.offset}"
+                f"ModelInferRequest: at most {MOST_ENTRIES} inputs, outputs, parameters, raw tensors and "
+                f"axes of a shape are read, more begin at byte {fault.offset}"
             ) from None
         raise internal(f"malformed ModelInferRequest: {fault}") from None
 
