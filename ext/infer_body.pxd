@@ -7,7 +7,7 @@
 # the wrong kind is remembered, skipped as plain JSON, and judged when the body has been read.
 
 from libc.stdint cimport int64_t, uint8_t
-from libc.stdlib cimport realloc
+from libc.stdlib cimport free, realloc
 from libc.string cimport memset
 
 from infer_data cimport *
@@ -238,3 +238,11 @@ cdef inline JsonFault read_data(Scan* s, Cursor* c, Part* part) noexcept nogil:
         part.wrong = c.at
     c.at = again.at
     return skip_value(c, FRAME_DEPTH, MAX_DEPTH)
+
+
+cdef inline void close_parts(Parts* parts) noexcept:
+    # The reader's memory; the parts are the caller's to forget.
+    cdef int i
+    for i in range(parts.count):
+        free(parts.items[i].memory)
+    free(parts.items)

@@ -16,7 +16,6 @@ from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyOb
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from cpython.mem cimport PyMem_Calloc, PyMem_Free
 from libc.stdint cimport int64_t, uint8_t
-from libc.stdlib cimport free
 from libc.string cimport memset
 
 from infer_body cimport *
@@ -60,13 +59,6 @@ def find_holes(header):
         close_parts(&scan.inputs)
         close_parts(&scan.outputs)
         PyBuffer_Release(&view)
-
-
-cdef void close_parts(Parts* parts) noexcept:
-    cdef int i
-    for i in range(parts.count):
-        free(parts.items[i].memory)
-    free(parts.items)
 
 
 def _begin_of(hole):

@@ -13,7 +13,6 @@ from enum import IntEnum
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from libc.stdint cimport int64_t, uint8_t
-from libc.stdlib cimport free
 from libc.string cimport memset
 
 from infer_body cimport *
@@ -149,13 +148,6 @@ def read_infer(body):
         close_parts(&scan.inputs)
         close_parts(&scan.outputs)
         PyBuffer_Release(&view)
-
-
-cdef void close_parts(Parts* parts) noexcept:
-    cdef int i
-    for i in range(parts.count):
-        free(parts.items[i].memory)
-    free(parts.items)
 
 
 # -- from structs to objects, in the order in which the original looks ---------------------------------

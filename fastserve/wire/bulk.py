@@ -25,13 +25,31 @@ BULK_BYTES = 65536  # rest of a body from which the change of protocol pays
 CLAIMED_BYTES = 16 << 20
 
 
-class BulkBody(asyncio.BufferedProtocol):
-    """The rest of one body. Every event but its bytes is the connection's."""
+class _Borrowed(asyncio.BufferedProtocol):
+    """A connection's socket for a while: every event but its bytes is the connection's."""
 
-    __slots__ = ("_at", "_body", "_connection", "_view")
+    __slots__ = ("_connection",)
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connection.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._connection.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._connection.resume_writing()
+
+
+class BulkBody(_Borrowed):
+    """The rest of one body."""
+
+    __slots__ = ("_at", "_body", "_view")
 
     def __init__(self, connection: Connection, pieces: Iterable[bytes | bytearray], need: int) -> None:
-        self._connection = connection
+        super().__init__(connection)
         have = b"".join(pieces)
         self._body = blank_bytes(len(have) + need)
         self._view = memoryview(self._body)
@@ -48,25 +66,16 @@ class BulkBody(asyncio.BufferedProtocol):
             self._view.release()
         self._connection.bulk_received(nbytes, self._body)
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._connection.connection_lost(exc)
 
-    def pause_writing(self) -> None:
-        self._connection.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._connection.resume_writing()
-
-
-class Sips(asyncio.BufferedProtocol):
+class Sips(_Borrowed):
     """What follows a large body, in small bites: the next is likely to be as large, and what is read of a
     body together with its head is copied twice (of 600 KB 250, an eighth of a request's time). A bite that is
     not full hands the socket back."""
 
-    __slots__ = ("_buffer", "_connection", "_transport")
+    __slots__ = ("_buffer", "_transport")
 
     def __init__(self, connection: Connection, transport: asyncio.Transport) -> None:
-        self._connection = connection
+        super().__init__(connection)
         self._transport = transport
         self._buffer = bytearray(SIP_BYTES)
 
@@ -78,12 +87,3 @@ class Sips(asyncio.BufferedProtocol):
         if nbytes < SIP_BYTES:
             self._transport.set_protocol(self._connection)
         self._connection.data_received(bytes(memoryview(self._buffer)[:nbytes]))
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._connection.connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        self._connection.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._connection.resume_writing()

@@ -14,12 +14,15 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import uvloop
 import yaml
 
 from fastserve.config import Listener, Settings
+from fastserve.request import InferRequest
 from fastserve.server import Server
 from fastserve.server.fronts import FrontLink
+from fastserve.tensor import DTYPES, Tensor
 
 WAIT_S = 20.0
 KILL, KILL_ONCE, HOLD = -1.0, -2.0, -3.0
@@ -190,6 +193,17 @@ class Client:
 
     def close(self) -> None:
         self.writer.close()
+
+
+async def ask_one(at: Served, model: str, number: int) -> int:
+    """OUT of a model that takes one int32 IN, asked of the engine."""
+    version = at.server.catalog.available(model)
+    assert version is not None
+    tensor = Tensor(DTYPES["int32"], (1, 1), np.array([number], np.int32).tobytes())
+    response = await at.server.front.engine.infer(version, InferRequest({"IN": tensor}))
+    found = int(np.frombuffer(response.outputs["OUT"].data, np.int32)[0])
+    response.release()
+    return found
 
 
 def release(folder: Path) -> None:

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-
-from fastserve.request import InferRequest
-from fastserve.tensor import DTYPES, Tensor
-from tests.server.rig import Served, run, serving
+from tests.server.rig import ask_one, run, serving
 
 CONFIG = """
 backend: "python"
@@ -34,16 +30,6 @@ class TritonPythonModel:
 """
 
 
-async def ask(at: Served, number: int) -> int:
-    version = at.server.catalog.available("cached")
-    assert version is not None
-    tensor = Tensor(DTYPES["int32"], (1, 1), np.array([number], np.int32).tobytes())
-    response = await at.server.front.engine.infer(version, InferRequest({"IN": tensor}))
-    found = int(np.frombuffer(response.outputs["OUT"].data, np.int32)[0])
-    response.release()
-    return found
-
-
 def test_the_same_is_asked_once_until_the_model_is_loaded_again(tmp_path: Path) -> None:
     (tmp_path / "cached" / "1").mkdir(parents=True)
     (tmp_path / "cached" / "config.pbtxt").write_text(CONFIG)
@@ -51,13 +37,13 @@ def test_the_same_is_asked_once_until_the_model_is_loaded_again(tmp_path: Path) 
 
     async def work() -> None:
         async with serving(tmp_path, response_cache_bytes=1 << 20) as at:
-            assert [await ask(at, n) for n in (5, 6, 5, 6)] == [1, 2, 1, 2]
+            assert [await ask_one(at, "cached", n) for n in (5, 6, 5, 6)] == [1, 2, 1, 2]
             await at.server.repository.unload("cached")
             assert at.server.host.cache is not None
             assert len(at.server.host.cache) == 0
             await at.server.repository.load("cached")
-            assert await ask(at, 6) == 1
+            assert await ask_one(at, "cached", 6) == 1
         async with serving(tmp_path) as at:  # no bytes, no cache
-            assert [await ask(at, 5) for _ in range(3)] == [1, 2, 3]
+            assert [await ask_one(at, "cached", 5) for _ in range(3)] == [1, 2, 3]
 
     run(work())

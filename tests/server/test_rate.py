@@ -5,11 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import numpy as np
-
-from fastserve.request import InferRequest
-from fastserve.tensor import DTYPES, Tensor
-from tests.server.rig import Served, run, serving
+from tests.server.rig import ask_one, run, serving
 
 CONFIG = """
 backend: "python"
@@ -38,16 +34,6 @@ class TritonPythonModel:
 """
 
 
-async def ask(at: Served, model: str, number: int) -> int:
-    version = at.server.catalog.available(model)
-    assert version is not None
-    tensor = Tensor(DTYPES["int32"], (1, 1), np.array([number], np.int32).tobytes())
-    response = await at.server.front.engine.infer(version, InferRequest({"IN": tensor}))
-    found = int(np.frombuffer(response.outputs["OUT"].data, np.int32)[0])
-    response.release()
-    return found
-
-
 def test_never_two_at_a_time(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name / "1").mkdir(parents=True)
@@ -56,7 +42,7 @@ def test_never_two_at_a_time(tmp_path: Path) -> None:
 
     async def work() -> None:
         async with serving(tmp_path, rate_limit="execution_count") as at:
-            asking = [ask(at, name, n) for n in range(40) for name in ("one", "two")]
+            asking = [ask_one(at, name, n) for n in range(40) for name in ("one", "two")]
             assert await asyncio.gather(*asking) == [n for n in range(40) for _ in "12"]
 
     run(work())

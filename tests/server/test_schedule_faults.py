@@ -12,11 +12,9 @@ import pytest
 
 from fastserve.engine.counts import counts_of
 from fastserve.errors import DeadlineError, Kind, ServeError
-from fastserve.request import InferRequest
-from fastserve.tensor import DTYPES, Tensor
 from tests.server import test_ensembles as ensembles
 from tests.server import test_priorities as priorities
-from tests.server.rig import HOLD, KILL, Served, release, run, seen, serving, write_model
+from tests.server.rig import HOLD, KILL, Served, ask_one, release, run, seen, serving, write_model
 
 LATE = """
   priority_queue_policy { key: 1 value { timeout_action: DELAY default_timeout_microseconds: 1000 } } }
@@ -130,16 +128,6 @@ class TritonPythonModel:
 """
 
 
-async def ask(at: Served, model: str, number: int) -> int:
-    version = at.server.catalog.available(model)
-    assert version is not None
-    tensor = Tensor(DTYPES["int32"], (1, 1), np.array([number], np.int32).tobytes())
-    response = await at.server.front.engine.infer(version, InferRequest({"IN": tensor}))
-    found = int(np.frombuffer(response.outputs["OUT"].data, np.int32)[0])
-    response.release()
-    return found
-
-
 def test_a_worker_that_dies_gives_its_resources_back(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name / "1").mkdir(parents=True)
@@ -148,17 +136,20 @@ def test_a_worker_that_dies_gives_its_resources_back(tmp_path: Path) -> None:
 
     async def work() -> None:
         async with serving(tmp_path, rate_limit="execution_count") as at:
-            asking = [asyncio.ensure_future(ask(at, "one", -1)), asyncio.ensure_future(ask(at, "two", 2))]
+            asking = [
+                asyncio.ensure_future(ask_one(at, "one", -1)),
+                asyncio.ensure_future(ask_one(at, "two", 2)),
+            ]
             found = await asyncio.gather(*asking, return_exceptions=True)
             assert isinstance(found[0], ServeError)
             assert (found[0].kind, found[1]) == (Kind.UNAVAILABLE, 2)
-            assert await ask(at, "two", 3) == 3
+            assert await ask_one(at, "two", 3) == 3
             one = at.server.catalog.available("one")
             assert one is not None
             await at.until(lambda: at.server.host.alive(one) == 1)
-            assert await ask(at, "one", 4) == 4
+            assert await ask_one(at, "one", 4) == 4
             await at.server.repository.unload("one")
-            assert await ask(at, "two", 5) == 5
+            assert await ask_one(at, "two", 5) == 5
 
     run(work())
 
