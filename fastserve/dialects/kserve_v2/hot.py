@@ -31,7 +31,7 @@ from fastserve.dialects.kserve_v2.plans import Plan
 from fastserve.dialects.kserve_v2.regions import Range
 from fastserve.dialects.kserve_v2.replies import Memory, in_words
 from fastserve.dialects.kserve_v2.service import JSON, Service
-from fastserve.engine.direct import read_response
+from fastserve.engine.direct import Seat, read_response
 from fastserve.engine.lane import Lane, Ticket
 from fastserve.errors import ServeError
 from fastserve.request import InferRequest
@@ -74,21 +74,15 @@ class HotDoor:
 
     def start(self, call: Call, header_bytes: int) -> bool:
         """Take the call, whose JSON has so many bytes, or return False: nothing has happened then."""
-        body, lane = call.body, self._lane
-        frame: Frame | None = self._frames.find(body, header_bytes)  # type: ignore[assignment]
-        if frame is None:
+        found = self._find_seat(call.body, header_bytes)
+        if found is None:
             return False
-        rows = frame.rows
-        if rows > lane.max_rows:
-            return False
-        intake = frame.intake
-        seat = intake.reserve(rows, frame.note()) if frame.noted else intake.reserve(rows)
-        if seat is None:
-            return False
+        frame, seat = found
+        rows, intake = frame.rows, frame.intake
         place, memory, (offset, _) = seat
         rooms: Rooms | None = None
         try:
-            filled = frame.read_into(body, header_bytes, memory)
+            filled = frame.read_into(call.body, header_bytes, memory)
             if frame.outside:
                 rooms = self._look_outside(frame, rows, memory)
         except ServeError:  # of a region; the general door says what is wrong
@@ -101,11 +95,20 @@ class HotDoor:
             return False
         if offset:
             intake.settle(seat)
-        ticket = lane.submit(place, rows, self._answer, 0, (call, frame, frame.id, rooms))
+        ticket = self._lane.submit(place, rows, self._answer, 0, (call, frame, frame.id, rooms))
         call.on_gone = ticket
         if rooms is not None:
             call.on_gone = partial(give_up, ticket, rooms)
         return True
+
+    def _find_seat(self, body: Memory, header_bytes: int) -> tuple[Frame, Seat] | None:
+        """The frame the body fits, and a place for its rows; None without either."""
+        frame: Frame | None = self._frames.find(body, header_bytes)  # type: ignore[assignment]
+        if frame is None or frame.rows > self._lane.max_rows:
+            return None
+        intake = frame.intake
+        seat = intake.reserve(frame.rows, frame.note()) if frame.noted else intake.reserve(frame.rows)
+        return None if seat is None else (frame, seat)
 
     def _look_outside(self, frame: Frame, rows: int, memory: list[memoryview]) -> Rooms | None:
         """Copy inputs from client memory, and hold what is for outputs. Raises ServeError."""

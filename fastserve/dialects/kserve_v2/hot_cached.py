@@ -56,21 +56,15 @@ class CachedHotDoor(HotDoor):
         self._known: dict[Frame, Known] = {}
 
     def start(self, call: Call, header_bytes: int) -> bool:
-        body, lane = call.body, self._lane
-        frame: Frame | None = self._frames.find(body, header_bytes)  # type: ignore[assignment]
-        if frame is None or frame.outside:
+        seated = self._find_seat(call.body, header_bytes)
+        if seated is None:
             return False
-        rows = frame.rows
-        if rows > lane.max_rows:
-            return False
-        intake = frame.intake
-        seat = intake.reserve(rows, frame.note()) if frame.noted else intake.reserve(rows)
-        if seat is None:
-            return False
+        frame, seat = seated
+        rows, intake = frame.rows, frame.intake
         place, memory, (offset, _) = seat
         try:
             found = None
-            if frame.read_into(body, header_bytes, memory):
+            if not frame.outside and frame.read_into(call.body, header_bytes, memory):
                 known = self._known.get(frame) or self._meet(frame)
                 head = known.heads.get(rows) or self._head(known, frame, rows)
                 found = self._cache.find(head, memory, self._counts)
@@ -84,7 +78,7 @@ class CachedHotDoor(HotDoor):
             return found is not None
         if offset:
             intake.settle(seat)
-        ticket = lane.submit(place, rows, self._answer, 0, (call, frame, frame.id, found))
+        ticket = self._lane.submit(place, rows, self._answer, 0, (call, frame, frame.id, found))
         call.on_gone = partial(give_up, ticket, found)
         return True
 
