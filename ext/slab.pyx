@@ -14,6 +14,8 @@ from cpython.memoryview cimport PyMemoryView_FromMemory
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
+from copying cimport copy_one
+
 cdef extern from "slab.h" nogil:
     enum: SLAB_PAGE
     ctypedef struct Slabs:
@@ -30,8 +32,6 @@ cdef extern from "slab.h" nogil:
     uint32_t slab_used(const Slabs*)
 
 PAGE_BYTES = SLAB_PAGE
-cdef enum:
-    GIL_FREE_BYTES = 16384      # below this, letting go of the GIL costs more than the copy
 
 
 def pool_bytes(uint32_t pages) -> int:
@@ -148,14 +148,6 @@ def copy_parts(object out, parts) -> None:
             raise ValueError(f"{at} bytes for {target.len} bytes of room")
     finally:
         PyBuffer_Release(&target)
-
-
-cdef inline void copy_one(uint8_t* to, const uint8_t* data, Py_ssize_t count):
-    if count < GIL_FREE_BYTES:
-        memcpy(to, data, count)
-        return
-    with nogil:
-        memcpy(to, data, count)
 
 
 def blank_bytes(Py_ssize_t nbytes):

@@ -14,6 +14,7 @@ from cpython.memoryview cimport PyMemoryView_FromMemory, PyMemoryView_FromObject
 from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
+from copying cimport copy_one
 from slot_verbs cimport Arena, WORKER_OWNER, arena_attach, slab_holds, slab_lease
 
 cdef extern from "slab_tensors.h" nogil:
@@ -39,8 +40,6 @@ cdef extern from "Python.h":
     PyObject* PyList_GET_ITEM(list, Py_ssize_t)
 
 MAX_RANK = TENSOR_AXES
-cdef enum:
-    GIL_FREE_BYTES = 16384      # below this, letting go of the GIL costs more than the copy
 
 cdef tuple FAULTS = (
     "",
@@ -123,14 +122,6 @@ cdef class Pieces:
             memcpy(slab + size - NOTE_TAIL, &note_bytes, NOTE_TAIL)
             memcpy(slab + size - NOTE_TAIL - note_bytes, <const char*>note, note_bytes)
         return 0
-
-
-cdef inline void copy_one(uint8_t* to, const uint8_t* data, Py_ssize_t count):
-    if count < GIL_FREE_BYTES:
-        memcpy(to, data, count)
-        return
-    with nogil:
-        memcpy(to, data, count)
 
 
 cdef inline uint64_t with_note(uint64_t nbytes, bytes note):
