@@ -243,6 +243,12 @@ def test_any_front_loads_and_unloads_for_its_clients(tmp_path):
             wrong = [await c.post("/v2/repository/models/none/load") for c in clients.values()]
             assert wrong[0] == wrong[1]
             assert wrong[0][0] == 500
+            (tmp_path / "broken").mkdir()
+            (tmp_path / "broken" / "model.yaml").write_text("backend: none")
+            assert (await clients[1].post("/v2/repository/models/broken/load"))[0] in (400, 500)
+            index = [json.loads((await c.post("/v2/repository/index"))[1]) for c in clients.values()]
+            assert index[0] == index[1]
+            assert "backend" in index[1][0]["reason"]
             assert await clients[1].post("/v2/repository/models/brought/load", brought) == (200, b"")
             for client in clients.values():
                 assert await client.predict(1.0, model="brought") == (200, [3.0])

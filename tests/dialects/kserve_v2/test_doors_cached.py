@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from fastserve.dialects.kserve_v2.hot_cached import CachedHotDoor
 from tests.dialects.kserve_v2.client_models import PAIR, SIMPLE, write_sums, write_triton
-from tests.dialects.kserve_v2.test_doors import Doors, Maker
+from tests.dialects.kserve_v2.test_doors import Doors, Maker, shared
 from tests.server.rig import run
 
 KEPT = "response_cache { enable: true }\n"
@@ -98,6 +99,28 @@ def test_answers_as_without_a_cache(tmp_path: Path, taken: list[bool]) -> None:
                 good += " 200 " in plain[0]
             assert good > 40
             assert sum(taken) > 0.4 * good
+
+    run(work())
+
+
+def test_what_lies_in_client_memory_is_looked_at_each_time(tmp_path: Path) -> None:
+    write_triton(tmp_path, "counts", COUNTS, COUNTS_CONFIG)
+    place = {"shared_memory_region": "r", "shared_memory_byte_size": 4}
+    tensor = {"name": "IN", "shape": [1, 1], "datatype": "INT32", "parameters": place}
+    body = json.dumps({"inputs": [tensor]}).encode()
+
+    key = f"fastserve-doors-{os.getpid()}-kept"
+
+    async def work() -> None:
+        with shared(key) as memory:
+            async with CachedDoors(tmp_path) as doors:
+                await doors.register("r", key)
+                runs = []
+                for number in (1, 2, 1, 2, 3, 3):
+                    memory[:4] = number.to_bytes(4, "little")
+                    _, said = await doors.client.post(COUNTS_PATH, body, None)
+                    runs.append(json.loads(said)["outputs"][0]["data"][0])
+                assert runs == [1, 2, 1, 2, 3, 3]
 
     run(work())
 
