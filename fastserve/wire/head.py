@@ -25,8 +25,15 @@ METHODS = frozenset((b"GET", b"POST", b"HEAD", b"PUT", b"DELETE", b"OPTIONS", b"
 TOKEN = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _METHOD_BYTES = 32  # room for a method and the version beside the target in an unfinished request line
 _LENGTH = re.compile(rb"0|[1-9][0-9]{0,18}")
-_HOST = re.compile(rb"[A-Za-z0-9._~%!$&'()*+,;=:\[\]\-]*")
-_AUTHORITY = re.compile(rb"https?://[^/?#]*", re.IGNORECASE)
+# host [":" port] of RFC 9110 4.2.1 and 7.2: never user information, never a port without a host. A zone
+# (RFC 6874) is let through with a bare percent sign too, as older HTTP libraries send it.
+_AUTHORITY = re.compile(
+    rb"""(?: \[ (?: [0-9A-Fa-f:.]+ (?: %[\w.~%\-]+ )? | v[0-9A-Fa-f]+ \. [\w.~!$&'()*+,;=:\-]+ ) \]
+           | (?: [\w.~!$&'()*+,;=\-] | %[0-9A-Fa-f]{2} )+ )
+         (?: : (?P<port> [0-9]{0,5} ) )?""",
+    re.VERBOSE,
+)
+_ABSOLUTE = re.compile(rb"https?://(?P<authority>[^/?#]*)", re.IGNORECASE)
 _TOKEN_CHARS = frozenset(b"!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
 _FRAMING = frozenset((b"content-length", b"transfer-encoding", b"host", b"expect"))
 
@@ -141,13 +148,21 @@ def _read_request_line(head: Head, raw: bytes, limits: Limits) -> None:
 def _origin_form(method: bytes, target: bytes) -> str:
     """Path and query. The absolute form means the same resource as its path (RFC 9112 3.2.2)."""
     if not target.startswith(b"/") and not (target == b"*" and method == b"OPTIONS"):
-        authority = _AUTHORITY.match(target)
-        if authority is None:
+        absolute = _ABSOLUTE.match(target)
+        if absolute is None:
             raise bad_request("Malformed request target")
-        target = target[authority.end() :]
+        if not _is_authority(absolute["authority"]):
+            raise bad_request("Malformed request target: what follows // is not a host, or a host and a port")
+        target = target[absolute.end() :]
         if not target.startswith(b"/"):
             target = b"/" + target
     return target.decode("latin-1")
+
+
+def _is_authority(written: bytes) -> bool:
+    """Whether this can name a place: an empty host is none (RFC 9110 4.2.1)."""
+    found = _AUTHORITY.fullmatch(written)
+    return found is not None and int(found["port"] or 0) <= 65535
 
 
 def _read_framing(head: Head, framing: list[tuple[bytes, bytes, bytes]], limits: Limits) -> None:
@@ -161,7 +176,8 @@ def _read_framing(head: Head, framing: list[tuple[bytes, bytes, bytes]], limits:
         elif lower == b"transfer-encoding":
             _check_coding(head, name, value)
         elif lower == b"host":
-            if _HOST.fullmatch(value.rstrip(b" \t")) is None:
+            host = value.rstrip(b" \t")  # empty: the client's URI has none (RFC 9112 3.2)
+            if host and not _is_authority(host):
                 raise bad_request("Malformed host header")
         else:
             _read_expect(head, value)

@@ -115,6 +115,18 @@ BODIES = {
     "trailer with space before colon": b"0\r\nX : a\r\n\r\n",
     "end with LF": b"0\r\n\n",
 }
+AUTHORITIES = [
+    *(b":80", b"a:b", b"a:-1", b"a:65536", b"a:080000", b"a:80:80", b"u@a", b"u:p@a", b"@a", b"%", b"%zz"),
+    *(b"[", b"[]", b"[::1", b"::1", b"[::1]a", b"[::1]:b", b"[a.example]", b"a[0]", b"[v1.]", b"a%2"),
+]
+ABSOLUTE = [b"http://%b%b" % (a, path) for a in (b"", *AUTHORITIES) for path in (b"/echo", b"")]
+HEADS |= {
+    f"target {target!r}": b"GET " + target + b" HTTP/1.1\r\n" + HOST + b"\r\n"
+    for target in (*ABSOLUTE, b"http://?x", b"HTTPS:///echo", b"http:/echo", b"http:echo", b"a:80")
+}
+HEADS |= {
+    f"host {host!r}": b"GET /echo HTTP/1.1\r\nHost: " + host + b"\r\n\r\n" for host in AUTHORITIES
+}
 CASES = HEADS | {
     f"chunk: {name}": post(b"Transfer-Encoding: chunked", body=body) for name, body in BODIES.items()
 }
