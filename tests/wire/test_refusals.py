@@ -124,9 +124,7 @@ HEADS |= {
     f"target {target!r}": b"GET " + target + b" HTTP/1.1\r\n" + HOST + b"\r\n"
     for target in (*ABSOLUTE, b"http://?x", b"HTTPS:///echo", b"http:/echo", b"http:echo", b"a:80")
 }
-HEADS |= {
-    f"host {host!r}": b"GET /echo HTTP/1.1\r\nHost: " + host + b"\r\n\r\n" for host in AUTHORITIES
-}
+HEADS |= {f"host {host!r}": b"GET /echo HTTP/1.1\r\nHost: " + host + b"\r\n\r\n" for host in AUTHORITIES}
 CASES = HEADS | {
     f"chunk: {name}": post(b"Transfer-Encoding: chunked", body=body) for name, body in BODIES.items()
 }
