@@ -1,12 +1,13 @@
-"""Writes the tables of docs/configuration.md from the fields of Settings and NativeConfig.
+"""Writes the tables of docs/configuration.md and docs/security.md from the fields of the settings.
 
 tools/describe_settings.py            writes the tables
-tools/describe_settings.py --check    exit code 1 when the page shows something else than the fields
+tools/describe_settings.py --check    exit code 1 when a page shows something else than the fields
 """
 
 import json
 import re
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import msgspec
 from fastserve.config import Field, ModelEntry, Settings, list_fields
 from fastserve.repository.model_config import NativeConfig, SignatureConfig, TensorConfig, WarmupSample
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
 TABLES: dict[str, type[msgspec.Struct]] = {
     "settings": Settings,
     "models": ModelEntry,
@@ -24,15 +25,57 @@ TABLES: dict[str, type[msgspec.Struct]] = {
     "signature": SignatureConfig,
     "warmup": WarmupSample,
 }
+# docs/security.md: every field of these groups, and these fields beside them.
+LIMIT_GROUPS = ("limits.", "grpc_options.")
+SERVER_LIMITS = (
+    "drain_s",
+    "parallel_loads",
+    "load_retries",
+    "response_cache_bytes",
+    "tfserving.rest_timeout_ms",
+    "triton.http_max_input_size",
+)
+MODEL_LIMITS = (
+    "max_batch_size",
+    "max_queue_rows",
+    "max_queue_bytes",
+    "instances",
+    "run_timeout_ms",
+    "load_timeout_s",
+    "restart_backoff_max_s",
+)
 
 
-def table(kind: type[msgspec.Struct]) -> str:
+def table(fields: Iterable[Field]) -> str:
     rows = ["| field | default | allowed | meaning |", "|---|---|---|---|"]
     rows += [
         f"| `{field.path}` | {default_text(field)} | {cell(field.allowed)} | {cell(field.help)} |"
-        for field in list_fields(kind)
+        for field in fields
     ]
     return "\n".join(rows) + "\n"
+
+
+def limits(kind: type[msgspec.Struct], names: Sequence[str]) -> list[Field]:
+    known = list(list_fields(kind))
+    missing = set(names) - {field.path for field in known}
+    if missing:
+        raise SystemExit(f"no such field: {', '.join(sorted(missing))}")
+    return [field for field in known if field.path in names or is_limit(field)]
+
+
+def is_limit(field: Field) -> bool:
+    return field.path.startswith(LIMIT_GROUPS) and not isinstance(field.default, bool)
+
+
+def pages() -> dict[Path, dict[str, str]]:
+    """Of each page, the tables it has a place for."""
+    return {
+        DOCS / "configuration.md": {name: table(list_fields(kind)) for name, kind in TABLES.items()},
+        DOCS / "security.md": {
+            "server limits": table(limits(Settings, SERVER_LIMITS)),
+            "model limits": table(limits(NativeConfig, MODEL_LIMITS)),
+        },
+    }
 
 
 def default_text(field: Field) -> str:
@@ -55,22 +98,23 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def page_with_tables(text: str) -> str:
-    for name, kind in TABLES.items():
+def page_with_tables(page: Path, tables: dict[str, str]) -> str:
+    text = page.read_text()
+    for name, rows in tables.items():
         place = re.compile(rf"<!-- fields: {name} -->\n(.*?)<!-- end -->", re.DOTALL)
-        written = f"<!-- fields: {name} -->\n{table(kind)}<!-- end -->"
+        written = f"<!-- fields: {name} -->\n{rows}<!-- end -->"
         text, found = place.subn(lambda _, written=written: written, text)
         if found != 1:
-            raise SystemExit(f"{PAGE.name} has no place for {name}")
+            raise SystemExit(f"{page.name} has no place for {name}")
     return text
 
 
 def main() -> int:
-    text = PAGE.read_text()
-    wanted = page_with_tables(text)
+    wanted = {page: page_with_tables(page, tables) for page, tables in pages().items()}
     if sys.argv[1:] == ["--check"]:
-        return 0 if text == wanted else 1
-    PAGE.write_text(wanted)
+        return int(any(page.read_text() != text for page, text in wanted.items()))
+    for page, text in wanted.items():
+        page.write_text(text)
     return 0
 
 
