@@ -26,6 +26,7 @@ from fastserve.engine.counts import tally_of
 from fastserve.engine.engine import Engine
 from fastserve.engine.lane import Lane
 from fastserve.engine.meters import LaneMeters
+from fastserve.logs import log_uncaught, setup_logs
 from fastserve.metrics import Readiness, Registry
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.model_config import load_config_json
@@ -35,7 +36,6 @@ from fastserve.server.listening import Front
 from fastserve.server.loads import OthersLoads
 from fastserve.server.mirror import apply_catalog
 from fastserve.tensor import DTYPES, TensorSpec
-from fastserve.tracing import setup_logs
 from fastserve.wire import keep_freed_memory
 from fastserve.workers.arena import Arena
 from fastserve.workers.control import Control, PeerGone
@@ -112,6 +112,7 @@ class Follower:
         self._start, self._number = message, message["front"]
         log = settings.log
         setup_logs(log.level, log.format, access=log.access, fields={"front": str(self._number)})
+        log_uncaught()
         registry = Registry(sections=settings.frontends, section=self._number, fd=fds[0])
         self._loads = OthersLoads(settings.model_control == "explicit", self._control.send)
         self._front = Front(settings, Engine(self._catalog), registry, self._loads)

@@ -20,6 +20,7 @@ from fastserve.engine.engine import Engine
 from fastserve.engine.hosting import Host
 from fastserve.engine.rate import RateLimiter, read_pools
 from fastserve.errors import ConfigError, ServeError
+from fastserve.logs import log_uncaught, setup_logs
 from fastserve.metrics import Readiness, Registry, names
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.repository import Repository
@@ -30,7 +31,6 @@ from fastserve.server.health import judge
 from fastserve.server.listening import Front, with_metrics
 from fastserve.server.loads import ClientLoads
 from fastserve.server.welcome import welcome_text
-from fastserve.tracing import setup_logs
 from fastserve.wire import keep_freed_memory
 
 log = logging.getLogger(__name__)
@@ -150,6 +150,7 @@ def _on_signal(stop: asyncio.Event) -> None:
 def run(settings: Settings) -> int:
     """Run a server in this process; the exit status. Faults of the configuration go to standard error."""
     setup_logs(settings.log.level, settings.log.format, access=settings.log.access)
+    log_uncaught()
     try:
         return uvloop.run(serve(settings))
     except (ConfigError, ServeError) as error:

@@ -1,7 +1,7 @@
 """Trace and logging settings as clients read and change them (spec 9). No HTTP, no JSON text here.
 
 Settings are kept and shown per front process; what they switch lies elsewhere: `log_*` in the server's own
-log (tracing.py), `trace_*` in `traces`. Files are named by who starts the server, never by a client.
+log (logs.py), `trace_*` in `traces`. Files are named by who starts the server, never by a client.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fastserve.dialects.kserve_v2.document import INT64_MAX, as_array, as_bool, 
 from fastserve.dialects.kserve_v2.errors import invalid, unsupported
 from fastserve.dialects.kserve_v2.traces import OFF, Traces
 from fastserve.errors import Kind, ServeError
-from fastserve.tracing import switch_logs
+from fastserve.logs import switch_logs
 
 if TYPE_CHECKING:
     from fastserve._ext.json_value import Value

@@ -16,9 +16,9 @@ import grpc.aio
 import pytest
 
 from fastserve.config import Listener, Settings, TritonOptions
+from fastserve.logs import setup_logs
 from fastserve.protos import load
 from fastserve.server import Server
-from fastserve.tracing import setup_logs
 from tests.dialects.kserve_v2.models import EACH, SHOW_PARAMETERS, config, put, tensors
 from tests.dialects.kserve_v2.replay import exchange
 from tests.server.rig import run, write_model
