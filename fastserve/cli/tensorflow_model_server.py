@@ -1,6 +1,7 @@
 """`fastserve tensorflow-model-server`: the command line of TensorFlow Serving, for scripts that have one.
 
-Flags are read as the original reads them: only --name=value, unknown ones are named and passed over.
+Flags are read as the original reads them: only --name=value. It goes on after a flag that it does not know;
+here that ends the start, since a server without what was asked for may be one without TLS.
 """
 
 from __future__ import annotations
@@ -34,10 +35,12 @@ def tensorflow_model_server(flags: tuple[str, ...]) -> None:
 
     read = read_flags(flags)
     for unknown in read.unrecognised:
-        click.echo(f"unknown argument: {unknown}", err=True)
+        click.echo(
+            f"unknown argument: {unknown}, allowed: flags of tensorflow_model_server, --name=value", err=True
+        )
     for fault in read.faults:
         click.echo(fault, err=True)
-    if read.faults:
+    if read.unrecognised or read.faults:
         sys.exit(BAD_FLAGS)
     try:
         overrides, ignored = flag_settings(read.values)
@@ -45,6 +48,6 @@ def tensorflow_model_server(flags: tuple[str, ...]) -> None:
     except ConfigError as error:
         click.echo(f"Failed to start server. Error: INVALID_ARGUMENT: {error}", err=False)
         sys.exit(1)
-    for name in ignored:
+    for name in (*read.ignored, *ignored):
         click.echo(f"ignored: {name}", err=True)
     sys.exit(run(settings))

@@ -1,8 +1,9 @@
 """TensorFlow Serving's flags and text files, as far as they say something our settings can say.
 
 `read_flags` takes a command line as its parser does (spec 6.1: only --name=value); `flag_settings` turns
-the result into overrides for `load_settings`. What has no counterpart is named in `ignored`,
-never dropped in silence.
+the result into overrides for `load_settings`. What would change an answer, an address or who may connect,
+and is not built, is a fault, as is a flag nobody knows: the original goes on without it. What only tunes its
+own machinery is named in `ignored`.
 """
 
 from __future__ import annotations
@@ -93,6 +94,45 @@ _BOOL_FLAGS = (
     "rest_api_enable_cors_support",
     "allow_version_labels_for_unavailable_models",
 )
+# Flags of its own machinery: no answer depends on them.
+_IDLE_FLAGS = frozenset(
+    (
+        "enable_grpc_healthcheck_service",  # always there
+        "enable_profiler",
+        "flush_filesystem_caches",
+        "grpc_max_threads",
+        "num_tflite_interpreters_per_pool",
+        "num_tflite_pools",
+        "num_unload_threads",
+        "per_process_gpu_memory_fraction",
+        "remove_unused_fields_from_bundle_metagraph",
+        "rest_api_num_threads",
+        "skip_initialize_tpu",
+        "tensorflow_inter_op_parallelism",
+        "tensorflow_intra_op_parallelism",
+        "tensorflow_session_parallelism",
+        "xla_cpu_compilation_enabled",
+        "xla_gpu_compilation_enabled",
+    )
+)
+# Flags that are not built, and the values under which they ask for nothing.
+_UNBUILT_FLAGS = {
+    "enable_per_model_batching_parameters": "false",
+    "enable_serialization_as_tensor_content": "false",
+    "enable_signature_method_name_check": "false",
+    "grpc_channel_arguments": "",
+    "grpc_socket_path": "",
+    "mixed_precision": "",
+    "model_config_file_poll_wait_seconds": "0",
+    "num_request_iterations_for_warmup": "0",
+    "platform_config_file": "",
+    "prefer_tflite_model": "false",
+    "saved_model_tags": "serve",
+    "ssl_config_file": "",
+    "tensorflow_session_config_file": "",
+    "thread_pool_factory_config_file": "",
+    "use_alts_credentials": "false",
+}
 
 
 @dataclass(slots=True)
@@ -100,6 +140,7 @@ class Flags:
     """A command line read as TensorFlow Serving reads it."""
 
     values: dict[str, int | bool | str] = field(default_factory=dict)
+    ignored: list[str] = field(default_factory=list)
     unrecognised: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
@@ -122,6 +163,16 @@ def _take_flag(flags: Flags, name: str, text: str | None) -> bool:
             flags.faults.append(fault_text(f"--{name}", text, "true or false or 1 or 0"))
         else:
             flags.values[name] = value
+        return True
+    if name in _IDLE_FLAGS:
+        flags.ignored.append(f"--{name}")
+        return True
+    if name in _UNBUILT_FLAGS:
+        given, idle = "true" if text is None else text, _UNBUILT_FLAGS[name]
+        if given != idle and not (idle == "false" and _BOOLS.get(given.lower()) is False):
+            flags.faults.append(
+                fault_text(f"--{name}", given, f"{idle or 'nothing'}: this flag is not built")
+            )
         return True
     if text is None:
         return False
@@ -215,7 +266,12 @@ def model_entries(text: str, origin: str) -> tuple[list[dict[str, Any]], list[st
         if "version_labels" in config:
             entry["labels"] = config["version_labels"]
         entries.append(entry)
-        skipped = [key for key in ("logging_config", "model_platform", "model_type") if key in config]
+        if "logging_config" in config:
+            raise ConfigError(
+                f"{origin}: model_config_list.config[{number}].logging_config: "
+                "allowed: nothing: logs of requests are not built"
+            )
+        skipped = [key for key in ("model_platform", "model_type") if key in config]
         ignored += [f"{key} of model {entry['name']}" for key in skipped]
     return entries, ignored
 

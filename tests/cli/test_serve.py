@@ -97,16 +97,49 @@ def test_the_command_line_of_tensorflow_serving(started):
         "--model_name=digits",
         f"--model_base_path={base}",
         "--rest_api_timeout_in_ms=5000",
-        "--port",
-        "9000",
+        "--tensorflow_session_parallelism=2",
+        "--ssl_config_file=",
+        "--use_alts_credentials=false",
     )
     assert code == 0
-    assert output.splitlines() == ["unknown argument: --port", "unknown argument: 9000"]
+    assert output.splitlines() == ["ignored: --tensorflow_session_parallelism"]
     (settings,) = started
     assert [listener.port for listener in settings.http] == [8501]
     assert settings.grpc == ()
     assert [(m.name, m.base_path) for m in settings.models] == [("digits", base)]
     assert settings.tfserving.rest_timeout_ms == 5000
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--ssl_config_file=tls.conf", '--ssl_config_file: given "tls.conf", allowed: nothing'),
+        ("--use_alts_credentials", '--use_alts_credentials: given "true", allowed: false'),
+        ("--model_config_file_poll_wait_seconds=30", "--model_config_file_poll_wait_seconds: given"),
+        ("--saved_model_tags=serve,gpu", '--saved_model_tags: given "serve,gpu", allowed: serve'),
+        ("--nonsense=1", "unknown argument: --nonsense=1"),
+        ("--rest_api_port", "unknown argument: --rest_api_port"),
+        ("9000", "unknown argument: 9000"),
+    ],
+)
+def test_a_flag_that_would_have_no_effect_ends_the_start(started, flag, words):
+    code, output = run("tensorflow-model-server", "--model_base_path=/m", flag)
+    assert (code, started) == (255, [])
+    assert output.startswith(words)
+
+
+def test_serve_starts_nothing_with_a_flag_or_a_key_nobody_knows(started, tmp_path):
+    file = tmp_path / "settings.yaml"
+    for key in ("ssl_config_file: a", "limits: {bodybytes: 1}", "http: [{address: ':1', tls: {}}]"):
+        file.write_text(f"repository: demo\n{key}\n")
+        code, output = run("serve", "--config", str(file))
+        assert code == 1
+        assert "unknown field, allowed: " in output
+    for flag in ("--ssl-config-file=a", "--http-ssl", "--strict-readiness=false"):
+        code, output = run("serve", "demo", flag)
+        assert code == 2
+        assert flag.partition("=")[0] in output
+    assert started == []
 
 
 def test_tensorflow_serving_says_what_is_missing(started):

@@ -147,6 +147,10 @@ def test_the_ports_must_differ() -> None:
         ),
         ("custom_model_config {}", "unknown field 'custom_model_config', allowed: model_config_list"),
         ("model_config_list { config { name: 'a' } }", "model_config_list.config[0].base_path: missing"),
+        (
+            "model_config_list { config { name: 'a' base_path: 'b' logging_config {} } }",
+            "model_config_list.config[0].logging_config: allowed: nothing",
+        ),
     ],
 )
 def test_faults_of_a_model_config_file(text: str, words: str) -> None:
