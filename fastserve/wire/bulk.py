@@ -36,6 +36,9 @@ class _Borrowed(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._connection.connection_lost(exc)
 
+    def eof_received(self) -> bool:
+        return self._connection.eof_received()
+
     def pause_writing(self) -> None:
         self._connection.pause_writing()
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fastserve.tracing import choose_request_id
 from fastserve.wire.faults import JSON, error_body
-from fastserve.wire.replies import BODILESS, CLOSE, KEEP, header_lines
+from fastserve.wire.replies import BODILESS, CLOSE, EVERY_REPLY, KEEP, header_lines
 from fastserve.wire.stream import Stream
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class Call:
             return
         self._replied = True
         if self.head.routed_anew:
-            self._connection.remember(self.head)
+            self._connection.listener.router.remember(self.head)
         self._connection.finish(self, message, b"", False)
 
     def reply(
@@ -152,7 +152,7 @@ class Call:
             body = b""
         self._replied = True
         if status == 200 and head.routed_anew:
-            connection.remember(head)
+            listener.router.remember(head)
         if listener.access_log is not None:
             listener.access_log(self, status, len(body))
         if len(body) < PARTED_BYTES:
@@ -176,6 +176,12 @@ class Call:
         if listener.access_log is not None:
             listener.access_log(self, status, -1)
         return self._stream
+
+    def ahead(self) -> tuple[bytes, int]:
+        """Bytes that may be sent before the rest of the reply is known, and with how many of them that rest
+        begins, not to be sent twice."""
+        begun = self._stream.ahead() if self._stream is not None else None
+        return (EVERY_REPLY, len(EVERY_REPLY)) if begun is None else (begun, 0)
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine endpoint as a task that this call keeps alive."""

@@ -2,7 +2,7 @@
 
     HEAD --head with a length--> BODY --all of it--> HEAD        (a call begins at the second arrow)
     HEAD --chunked head--> CHUNKS --last chunk--> HEAD
-    any --refusal, or a head that asks to close--> DEAF          (input is dropped, replies go out)
+    any --refusal, end of input, a head that asks to close--> DEAF (input is dropped, replies go out)
 
 Calls live in a queue: `_current` may write, the rest hold their replies until their turn. Reading stops
 while limits.pipelined_calls calls wait or the client does not read; TCP then slows the client down.
@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING, cast
 from fastserve.wire.bulk import BULK_BYTES, CLAIMED_BYTES, BulkBody, Sips
 from fastserve.wire.call import Call
 from fastserve.wire.chunks import ChunkReader, append_piece, join_pieces
-from fastserve.wire.faults import WireFault
+from fastserve.wire.faults import WireFault, cut_off
+from fastserve.wire.halves import HalfOpen
 from fastserve.wire.head import CHUNKED, Head, check_unfinished, read_head
-from fastserve.wire.pace import Pace, Phase, Verdict, slowness
+from fastserve.wire.pace import Pace, Phase, Verdict
 from fastserve.wire.replies import CLOSE, CONTINUE
+from fastserve.wire.stream import Turns
 
 if TYPE_CHECKING:
     from fastserve.wire.listener import HttpListener
@@ -36,7 +38,7 @@ class Connection(asyncio.Protocol):
     """The protocol of one socket, and the owner of its calls until they are replied to."""
 
     __slots__ = (
-        "_buffer", "_choked", "_chunks", "_continue_due", "_current", "_ended", "_head", "_need",
+        "_buffer", "_choked", "_chunks", "_continue_due", "_current", "_ended", "_half", "_head", "_need",
         "_pace", "_parsing", "_paused", "_pieces", "_repeated", "_scanned", "_served", "_state",
         "_transport", "_turns", "_waiting", "listener",
     )  # fmt: skip
@@ -55,13 +57,12 @@ class Connection(asyncio.Protocol):
         self._chunks: ChunkReader | None = None
         self._current: Call | None = None
         self._waiting: deque[Call] = deque()
-        self._turns: list[asyncio.Future[None]] = []
+        self._turns = Turns()
         self._parsing = self._paused = self._choked = self._continue_due = False
         self._served = 0
         self._pace = Pace()
         self._ended = False  # the last reply is handed over
-
-    # ---- the socket's events
+        self._half: HalfOpen | None = None  # the transport, once the client has sent its last byte
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -72,7 +73,23 @@ class Connection(asyncio.Protocol):
         self._repeated = None
         self._buffer.clear()
         self._drop_calls()
+        if self._half is not None:
+            self.listener.hangups.forget(self._half.fileno())
         self.listener.forget(self)
+
+    def eof_received(self) -> bool:
+        """The client has sent its last byte. True while it is owed replies: it may still read them."""
+        if self._state in (BODY, CHUNKS) or self._buffer.strip(b"\r\n"):
+            self.refuse(cut_off())
+        if self._current is None:
+            return False
+        self._state = DEAF
+        self._paused = True  # for good: `finish` looks whether there is more to do
+        ahead, skip = self._current.ahead()
+        self._transport.write(ahead)
+        self._transport = self._half = HalfOpen(self._transport, skip)
+        self.listener.hangups.watch(self._half.fileno(), self.abort)
+        return True
 
     def data_received(self, data: bytes) -> None:
         head = self._repeated
@@ -94,10 +111,8 @@ class Connection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._choked = False
-        self._wake_turns()
+        self._turns.wake()
         self._resume()
-
-    # ---- input
 
     def _pause(self) -> None:
         if not self._paused:
@@ -106,7 +121,9 @@ class Connection(asyncio.Protocol):
 
     def _resume(self) -> None:
         """Go on with input that was held back, as far as the queue allows."""
-        if self._paused and not self._parsing and not self._transport.is_closing() and self._may_read():
+        if self._half is not None or self._parsing or self._transport.is_closing():
+            return
+        if self._paused and self._may_read():
             self._take(b"")
 
     def _may_read(self) -> bool:
@@ -247,8 +264,6 @@ class Connection(asyncio.Protocol):
             self._continue_due = False
             self._transport.write(CONTINUE)
 
-    # ---- calls
-
     def _begin(self, head: Head, body: bytes | bytearray) -> None:
         call = Call(self, head, body)
         self._served += 1
@@ -288,7 +303,7 @@ class Connection(asyncio.Protocol):
         while self._waiting:
             call = self._current = self._waiting.popleft()
             if call.ready is None:
-                self._wake_turns()
+                self._turns.wake()
                 break
             message, body, closes = call.ready
             self._transport.write(message + body)
@@ -300,31 +315,21 @@ class Connection(asyncio.Protocol):
         self._go_on()
 
     def _go_on(self) -> None:
+        if self._half is not None and self._current is None:
+            self._shut()
+            return
         self._send_continue()
         self._resume()
-
-    def remember(self, head: Head) -> None:
-        """A target was answered 200: keep its route."""
-        head.routed_anew = False
-        self.listener.router.remember(head.method, head.target, head.endpoint)
 
     async def wait_turn(self, call: Call) -> None:
         """Wait until `call` may write and the client reads. Raises ConnectionResetError when it has gone."""
         while not call.gone and (call is not self._current or self._choked):
-            turn = asyncio.get_running_loop().create_future()
-            self._turns.append(turn)
-            await turn
+            await self._turns.wait()
         if call.gone:
             raise ConnectionResetError("the client has gone")
 
     def send_part(self, data: bytes) -> None:  # of the current call's reply
         self._transport.write(data)
-
-    def _wake_turns(self) -> None:
-        turns, self._turns = self._turns, []
-        for turn in turns:
-            if not turn.done():
-                turn.set_result(None)
 
     def refuse(self, fault: WireFault) -> None:
         """Answer a request that cannot be served, after the ones before it, and close."""
@@ -361,32 +366,26 @@ class Connection(asyncio.Protocol):
         for call in (current, *waiting):
             if call is not None:
                 call.leave()
-        self._wake_turns()
+        self._turns.wake()
 
     def abort(self) -> None:
         """Cut the connection; calls in flight learn that their client is gone."""
         self._transport.abort()
+
+    def close(self) -> None:
+        """Close it; what is written goes out."""
+        self._transport.close()
 
     def close_if_idle(self) -> None:
         """Close a connection that carries no request, not even the beginning of one."""
         if self._current is None and self._state == HEAD and not self._buffer:
             self._transport.close()
 
-    def scan(self, now: float) -> None:
-        """Apply the time limits (fastserve.wire.pace)."""
-        limits = self.listener.limits
+    def look(self, now: float) -> Verdict:
+        """How the client keeps the time limits (fastserve.wire.pace)."""
         unsent = self._transport.get_write_buffer_size()
         received = self._chunks.received if self._chunks is not None else -self._need
-        verdict = self._pace.judge(self._phase(), self._served, received, unsent, now, limits)
-        if verdict is Verdict.FINE:
-            return
-        if verdict is Verdict.STALLED:
-            self.listener.count_refusal("write_stall_s")
-            self.abort()
-        elif verdict in (Verdict.SLOW_HEAD, Verdict.SLOW_BODY):
-            self.refuse(slowness(verdict, limits))
-        else:
-            self._transport.close()
+        return self._pace.judge(self._phase(), self._served, received, unsent, now, self.listener.limits)
 
     def _phase(self) -> Phase:
         if self._ended:

@@ -33,6 +33,11 @@ def bad_request(message: str) -> WireFault:
     return WireFault(400, message, "framing")
 
 
+def cut_off() -> WireFault:
+    """A client that has sent its last byte in the middle of a request."""
+    return WireFault(400, "Malformed request: the connection ended within it", "cut_off")
+
+
 def over_limit(status: int, what: str, name: str, limit: int) -> WireFault:
     """`what` went over `limit`, which is set as limits.`name`."""
     return WireFault(status, f"{what} over the limit of {limit} (setting limits.{name})", name)

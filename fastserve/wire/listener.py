@@ -21,6 +21,8 @@ from fastserve.config import Limits
 from fastserve.wire.call import Call, Dialect
 from fastserve.wire.connection import Connection
 from fastserve.wire.faults import over_limit
+from fastserve.wire.halves import Hangups
+from fastserve.wire.pace import Verdict, slowness
 from fastserve.wire.replies import ReplyHeads
 from fastserve.wire.router import Router
 
@@ -56,6 +58,7 @@ class HttpListener:
         self.plain = access_log is None  # False when every reply needs a second look
         self.refusals: Counter[str] = Counter()  # by cause: a limit's name, "framing", "method", ...
         self.connections: set[Connection] = set()
+        self.hangups = Hangups()
         self._place = (address, port)
         self._reuse_port = reuse_port
         self._server: asyncio.Server | None = None
@@ -104,6 +107,7 @@ class HttpListener:
             connection.abort()
         while self.connections:
             await asyncio.sleep(0)  # connection_lost comes with the loop's next turn
+        self.hangups.close()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -149,7 +153,18 @@ class HttpListener:
         self.heads.tick(time.time())
         now = self.clock()
         for connection in list(self.connections):
-            connection.scan(now)
+            verdict = connection.look(now)
+            if verdict is not Verdict.FINE:
+                self._judge(connection, verdict)
+
+    def _judge(self, connection: Connection, verdict: Verdict) -> None:
+        if verdict is Verdict.STALLED:
+            self.count_refusal("write_stall_s")
+            connection.abort()
+        elif verdict in (Verdict.SLOW_HEAD, Verdict.SLOW_BODY):
+            connection.refuse(slowness(verdict, self.limits))
+        else:
+            connection.close()
 
 
 def open_socket(address: str, port: int, *, reuse_port: bool = False) -> socket.socket:

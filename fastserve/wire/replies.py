@@ -11,6 +11,7 @@ from email.utils import formatdate
 from http import HTTPStatus
 
 KEEP, CLOSE, KEEP_1_0 = range(3)  # what the reply says about the connection
+EVERY_REPLY = b"HTTP/1.1 "  # what each begins with
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 BODILESS = frozenset((204, 304))
 _CONNECTION = (b"", b"Connection: close\r\n", b"Connection: keep-alive\r\n")
@@ -70,4 +71,4 @@ class ReplyHeads:
     def _make(self, status: int, content_type: bytes, mode: int) -> bytes:
         kind = header_lines([(b"Content-Type", content_type)]) if content_type else b""
         reason = _REASONS.get(status, b"Unknown")
-        return b"HTTP/1.1 %d %b\r\n%b%b%b" % (status, reason, kind, self._date, _CONNECTION[mode])
+        return b"%b%d %b\r\n%b%b%b" % (EVERY_REPLY, status, reason, kind, self._date, _CONNECTION[mode])

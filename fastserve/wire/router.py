@@ -8,9 +8,13 @@ neither fill the memory nor push good ones out.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from fastserve.wire.call import Call, Dialect, Endpoint
 from fastserve.wire.faults import HTML, html_page
+
+if TYPE_CHECKING:
+    from fastserve.wire.head import Head
 
 REMEMBERED_TARGETS = 1024
 _NOT_FOUND = html_page(404, "Not Found").encode()
@@ -41,6 +45,8 @@ class Router:
                 return endpoint, True
         return answer_not_found, False
 
-    def remember(self, method: str, target: str, endpoint: Endpoint) -> None:
+    def remember(self, head: Head) -> None:
+        """A target was answered 200: keep its route."""
+        head.routed_anew = False
         if len(self._remembered) < REMEMBERED_TARGETS:
-            self._remembered[method, target] = endpoint
+            self._remembered[head.method, head.target] = head.endpoint

@@ -6,11 +6,34 @@ mark; a client that stops reading stops its writer, and limits.write_stall_s end
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fastserve.wire.call import Call
     from fastserve.wire.connection import Connection
+
+
+class Turns:
+    """Streams of one connection that wait to write: for replies before them, or for a client that reads."""
+
+    __slots__ = ("_waiting",)
+
+    def __init__(self) -> None:
+        self._waiting: list[asyncio.Future[None]] = []
+
+    async def wait(self) -> None:
+        """Until the next `wake`."""
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        await turn
+
+    def wake(self) -> None:
+        """Everybody looks again whether it is their turn."""
+        waiting, self._waiting = self._waiting, []
+        for turn in waiting:
+            if not turn.done():
+                turn.set_result(None)
 
 
 class Stream:
@@ -27,6 +50,13 @@ class Stream:
         self._chunked = not call.head.http_1_0
         self._silent = call.head.bodiless
         self._closed = False
+
+    def ahead(self) -> bytes | None:
+        """What may be sent ahead of the next piece without changing the reply: the next chunk's size may
+        begin with a zero (RFC 9112 7.1). None while nothing is sent."""
+        if self._head:
+            return None
+        return b"0" if self._chunked and not self._silent else b""
 
     async def write(self, data: bytes) -> None:
         """Send one piece. Raises ConnectionResetError when the client has gone, RuntimeError when closed."""
