@@ -46,6 +46,10 @@ class ModelError(ServeError):
     """What the model itself answered a request with: an error among its responses, or an exception."""
 
 
+class RemoteTrace(Exception):
+    """A traceback of another process: the cause of an error that it raised there, for logs only."""
+
+
 class ConfigError(ValueError):
     """A setting or a model configuration that cannot be used; the text names field and allowed values."""
 

@@ -29,6 +29,7 @@ FIELD_BYTES = 128  # a request id fits
 FIELDS_BYTES = 300  # of all fields together
 TRACE_LINES = 60
 TRACE_LINE_BYTES = 400
+TRACE_CHARACTERS = 8100  # of one that is sent: a control message holds it, however it is escaped there
 log = logging.getLogger(__name__)
 
 MODEL = "model"  # the logger of what a model says; its children are stdout and stderr
@@ -74,14 +75,29 @@ def fields_of(record: logging.LogRecord, always: Mapping[str, str]) -> dict[str,
 
 
 def trace_of(record: logging.LogRecord) -> list[str]:
-    """The lines of a record's traceback, each escaped; the middle of a long one is left out."""
-    if not record.exc_info or record.exc_info[1] is None:
-        return []
-    lines = "".join(traceback.format_exception(*record.exc_info)).splitlines()
+    """The lines of a record's traceback."""
+    error = record.exc_info[1] if record.exc_info else None
+    return [] if error is None else trace_lines(error)
+
+
+def trace_lines(error: BaseException) -> list[str]:
+    """The lines of a traceback, each escaped; the middle of a long one is left out."""
+    return [escape(line, TRACE_LINE_BYTES) for line in _trace(error)]
+
+
+def raw_trace(error: BaseException) -> str:
+    """A traceback as another process may be told it, not escaped: at most TRACE_CHARACTERS long."""
+    text = "\n".join(line[:TRACE_LINE_BYTES] for line in _trace(error))
+    third = TRACE_CHARACTERS // 3
+    return text if len(text) <= 3 * third else f"{text[:third]}...\n...{text[8 - 2 * third :]}"
+
+
+def _trace(error: BaseException) -> list[str]:
+    lines = "".join(traceback.format_exception(error)).splitlines()
     if len(lines) > TRACE_LINES:
         half = TRACE_LINES // 2
         lines = [*lines[:half], f"... ({len(lines) - 2 * half} lines)", *lines[-half:]]
-    return [escape(line, TRACE_LINE_BYTES) for line in lines]
+    return lines
 
 
 def _message(record: logging.LogRecord) -> str:
@@ -264,7 +280,10 @@ class Printed(io.RawIOBase):
 
 def log_prints() -> None:
     """From here on, what Python code prints in this process becomes log lines, of the loggers model.stdout
-    (info) and model.stderr (warning). Call it after `setup_logs`, which keeps the real stream."""
+    (info) and model.stderr (warning), whatever the level. Call it after `setup_logs`, which keeps the real
+    stream."""
+    for word in ("stdout", "stderr"):
+        logging.getLogger(f"{MODEL}.{word}").setLevel(logging.INFO)
     sys.stdout = Printed(logging.getLogger(f"{MODEL}.stdout"), logging.INFO, 1).as_text()
     sys.stderr = Printed(logging.getLogger(f"{MODEL}.stderr"), logging.WARNING, 2).as_text()
 
@@ -323,10 +342,9 @@ def setup_logs(
 
 
 def current_logs() -> dict[str, Any]:
-    """How this process logs, as arguments for `setup_logs` in a process that it starts."""
+    """How this process logs: level and format, for `setup_logs` in a process that it starts. The format is
+    empty where `setup_logs` was not called, as in a program that uses the library."""
     root = logging.getLogger()
-    json = any(
-        isinstance(handler, LogStream) and isinstance(handler.first_formatter, JSONLines)
-        for handler in root.handlers
-    )
-    return {"level": root.getEffectiveLevel(), "format": "json" if json else "text"}
+    ours = [handler for handler in root.handlers if isinstance(handler, LogStream)]
+    kind = "" if not ours else "json" if isinstance(ours[0].first_formatter, JSONLines) else "text"
+    return {"level": root.getEffectiveLevel(), "format": kind}

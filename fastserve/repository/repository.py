@@ -48,7 +48,7 @@ class Repository:
         self._wanted: set[str] = set(named) - {EVERY_MODEL}
         self._locks: dict[str, asyncio.Lock] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # started by the watch
-        self._told: dict[str, list[str]] = {}
+        self._problems = self._succession.problems
         self._watch: asyncio.Task[None] | None = None
         self._closing = False
         catalog.on_change.append(self._tend_dependants)
@@ -64,7 +64,7 @@ class Repository:
         problems = await self._apply(found.values(), eager=True)
         for name in sorted(self._wanted - set(found)):
             problems[name] = ["there is no such model in the repository"]
-        self._tell(problems)
+            self._problems.settle(name, problems[name])
         if problems and not self.settings.keep_going:
             await self.close()
             raise ServeError(Kind.FAILED_PRECONDITION, failure_text(problems))
@@ -74,8 +74,7 @@ class Repository:
     async def poll(self) -> None:
         """Look once and wait until everything that changed has been loaded and unloaded."""
         found = await asyncio.to_thread(self._layout.scan)
-        problems = await self._apply(found.values())
-        self._tell({name: problems.get(name, []) for name in found})
+        await self._apply(found.values())
         await asyncio.gather(*(self._end(name) for name in self._gone(found)))
 
     async def names(self) -> list[str]:
@@ -111,6 +110,7 @@ class Repository:
             raise ServeError(Kind.NOT_FOUND, folder.error)
         await self._load_needed(folder, path)
         self._wanted.add(name)
+        self._problems.forget(name)  # somebody asks: whatever comes of it is news
         problems = await self._succession.apply(folder, eager=True)
         if problems:
             raise ServeError(Kind.FAILED_PRECONDITION, failure_text({name: problems}))
@@ -235,7 +235,7 @@ class Repository:
         async with self._lock(name):
             folder = await asyncio.to_thread(self._layout.scan_one, name)
             if folder is not None and self._is_wanted(name):
-                self._tell({name: await self._succession.apply(folder, eager=True)})
+                await self._succession.apply(folder, eager=True)
 
     # -- watching
 
@@ -245,16 +245,16 @@ class Repository:
             try:
                 found = await asyncio.to_thread(self._layout.scan)
             except OSError as fault:  # a root that went away for a moment must not unload everything
-                self._tell({"": [f"the repository cannot be read: {fault.strerror}"]})
+                self._problems.settle("", [f"cannot be read: {fault.strerror}"])
                 continue
-            self._tell({"": []})
+            self._problems.settle("", [])
             self._start_changes(found)
 
     def _start_changes(self, found: dict[str, ModelFolder]) -> None:
         """A task per model that is not being worked on: a slow load holds up no other model."""
         for folder in found.values():
             if self._is_wanted(folder.name) and not self._lock(folder.name).locked():
-                self._start(self._apply_and_tell(folder))
+                self._start(self._apply_watched(folder))
         for name in self._gone(found):
             if not self._lock(name).locked():
                 self._start(self._end(name))
@@ -269,15 +269,8 @@ class Repository:
         if not task.cancelled() and task.exception() is not None:
             log.error("a change of the repository failed", exc_info=task.exception())
 
-    async def _apply_and_tell(self, folder: ModelFolder) -> None:
-        self._tell({folder.name: await self._apply_one(folder)})
-
-    def _tell(self, problems: Mapping[str, list[str]]) -> None:
-        """Log each model's problems when they change, not at every look."""
-        for name, reasons in problems.items():
-            if reasons and self._told.get(name) != reasons:
-                log.error("%s: %s", f"model {name}" if name else "repository", "; ".join(reasons))
-            self._told[name] = reasons
+    async def _apply_watched(self, folder: ModelFolder) -> None:
+        await self._apply_one(folder)
 
     def _must_be_explicit(self) -> None:
         control = self.settings.model_control

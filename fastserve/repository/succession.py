@@ -24,6 +24,7 @@ from fastserve.repository.folder_config import Stamp
 from fastserve.repository.layout import ModelFolder, VersionFolder
 from fastserve.repository.model_config import ModelConfig
 from fastserve.repository.policy import missing_versions, wanted_versions
+from fastserve.repository.problems import Problems
 from fastserve.repository.version import Model, Version, VersionState
 
 log = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class Succession:
         self._loading = asyncio.Semaphore(settings.parallel_loads)
         self._origins: dict[Version, _Origin] = {}  # of every version not yet ended
         self._failures: dict[tuple[str, int], _Failure] = {}
+        self.problems = Problems()
 
     async def apply(self, folder: ModelFolder, *, eager: bool = False) -> list[str]:
         """Bring the model to what its folder says. Returns why anything wanted is not so; never raises.
@@ -90,6 +92,7 @@ class Succession:
                 await self._load(model, folder.versions[number], config)
         self._adopt(model, wanted, config)
         problems = self._problems(model, folder, wanted)
+        self.problems.settle(model.name, problems)
         await self._unload_displaced(
             model, wanted, len(missing_versions(config.version_policy, folder.versions))
         )
@@ -101,6 +104,7 @@ class Succession:
         if model is None:
             return
         model.labels, model.error, model.config = {}, None, None
+        self.problems.forget(name)
         self._forget_failures(name, keep=[])
         await asyncio.gather(*(self._unload(version) for version in model.available()))
 
@@ -178,7 +182,7 @@ class Succession:
         tries = known.tries + 1 if known is not None and known.origin == origin else 1
         wait_s = min(self._settings.load_retry_s * 2 ** (tries - 1), LONGEST_RETRY_S)
         self._failures[model.name, number] = _Failure(origin, tries, self._clock() + wait_s, error)
-        log.error("model %s version %d could not be loaded: %s", model.name, number, error.message)
+        self.problems.say(model.name, _load_problem(number, error), error)
 
     def _forget_failures(self, name: str, keep: list[int]) -> None:
         for key in [key for key in self._failures if key[0] == name and key[1] not in keep]:
@@ -202,7 +206,7 @@ class Succession:
         for number in wanted:
             failure = self._failures.get((model.name, number))
             if failure is not None and not self._is_current(model, folder.versions[number], folder.config):
-                problems.append(f"version {number}: {failure.error.message}")
+                problems.append(_load_problem(number, failure.error))
         problems += [
             f"version {number}: wanted by version_policy, but there is no such version"
             for number in missing_versions(folder.config.version_policy, folder.versions)
@@ -234,6 +238,7 @@ class Succession:
 
     def _blame(self, model: Model, reason: str) -> list[str]:
         model.error = ServeError(Kind.FAILED_PRECONDITION, reason)
+        self.problems.settle(model.name, [reason])
         return [reason]
 
     # -- unloading
@@ -254,6 +259,10 @@ class Succession:
         finally:
             self._catalog.move(version, VersionState.END, reason)
         log.info("model %s version %d is unloaded", version.model, version.number)
+
+
+def _load_problem(number: int, error: ServeError) -> str:
+    return f"version {number}: {error.message}"
 
 
 def _origin(config: ModelConfig, folder: VersionFolder) -> _Origin:

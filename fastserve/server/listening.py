@@ -23,15 +23,15 @@ from fastserve.engine.cache import ResponseCache
 from fastserve.engine.engine import Engine
 from fastserve.errors import ConfigError
 from fastserve.metrics import Heartbeat, Readiness, Registry
+from fastserve.server.access import log_http, log_rpc
 from fastserve.server.nv_metrics import NvMetrics
 from fastserve.server.places import Places
-from fastserve.wire import Call, Dialect, HttpListener
+from fastserve.wire import Dialect, HttpListener
 
 if TYPE_CHECKING:
     from fastserve.wire.grpc import GrpcListener, Method
 
 log = logging.getLogger(__name__)
-access = logging.getLogger("fastserve.access")
 
 DIALECTS = ("tfserving", "kserve_v2", "triton_v1")
 OPS = "ops"  # health and metrics; alone on a listener, or before any mixture of dialects
@@ -156,7 +156,7 @@ class Front:
             served,
             self.settings.limits,
             reuse_port=shared,
-            access_log=log_access if self.settings.log.access else None,
+            access_log=log_http if self.settings.log.access else None,
         )
         await opened.open()
         self.http.append(opened)
@@ -175,6 +175,7 @@ class Front:
             descriptors=[files for one in spoken for files in one.grpc_descriptors()],
             reuse_port=shared,
             nameless_health=names == ("kserve_v2",),  # as the original, which looks at no name
+            access_log=log_rpc if self.settings.log.access else None,
         )
         await opened.open()
         self.grpc.append(opened)
@@ -186,12 +187,6 @@ def with_metrics(settings: Settings) -> tuple[Listener, ...]:
         return settings.http
     host = settings.http[0].address.rpartition(":")[0] if settings.http else "127.0.0.1"
     return (*settings.http, Listener(f"{host}:{settings.metrics_port}", (METRICS,)))
-
-
-def log_access(call: Call, status: int, nbytes: int) -> None:
-    """One line for each reply."""
-    more = {"bytes": nbytes, "request_id": call.request_id}
-    access.info("%s %s %d", call.method, call.target, status, extra=more)
 
 
 def _check_dialects(listener: Listener) -> None:

@@ -154,7 +154,14 @@ def run(settings: Settings) -> int:
     try:
         return uvloop.run(serve(settings))
     except (ConfigError, ServeError) as error:
-        print(f"fastserve: {error}", file=sys.stderr)
+        _give_up(settings, str(error))
     except OSError as error:
-        print(f"fastserve: {error.strerror or error}", file=sys.stderr)
+        _give_up(settings, error.strerror or str(error))
     return 1
+
+
+def _give_up(settings: Settings, reason: str) -> None:
+    if settings.log.format == "json":
+        log.critical("the server could not start: %s", reason)
+    else:
+        print(f"fastserve: {reason}", file=sys.stderr)

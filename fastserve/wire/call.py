@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 _INTERNAL_ERROR = error_body("Internal error")
 _CANCELLED = error_body("The request was cancelled")
+GONE = 499  # in the access log: the client left before its reply, as nginx writes it
 PARTED_BYTES = 65536  # from here on head and body are sent as two pieces instead of being joined
 
 
@@ -155,6 +156,8 @@ class Call:
             listener.router.remember(head)
         if listener.access_log is not None:
             listener.access_log(self, status, len(body))
+        if status == 500 and body is not _INTERNAL_ERROR:  # that one has told more
+            self._log_failure(body)
         if len(body) < PARTED_BYTES:
             connection.finish(self, b"%b%b\r\n%b" % (message, length, body), b"", mode == CLOSE)
         else:
@@ -172,9 +175,7 @@ class Call:
         lines = listener.heads.find(status, content_type, mode) + header_lines(headers)
         coding = b"" if self.head.http_1_0 else b"Transfer-Encoding: chunked\r\n"
         self._replied = True
-        self._stream = Stream(self, self._connection, b"%b%b\r\n" % (lines, coding), mode == CLOSE)
-        if listener.access_log is not None:
-            listener.access_log(self, status, -1)
+        self._stream = Stream(self, self._connection, status, b"%b%b\r\n" % (lines, coding), mode == CLOSE)
         return self._stream
 
     def ahead(self) -> tuple[bytes, int]:
@@ -205,7 +206,8 @@ class Call:
     def fail(self, error: BaseException) -> None:
         """An exception escaped the endpoint: it is logged, and the client learns only that."""
         if not self.gone:
-            log.error("%s %.200r: the endpoint failed", self.method, self.target, exc_info=error)
+            text = "%s %.200s: the endpoint failed"
+            log.error(text, self.method, self.target, exc_info=error, extra={"request_id": self.request_id})
         self._fail_quietly(500, _INTERNAL_ERROR)
 
     def _fail_quietly(self, status: int, body: bytes) -> None:
@@ -214,8 +216,19 @@ class Call:
         elif self._stream is not None:
             self._stream.give_up()
 
+    def _log_failure(self, body: bytes) -> None:
+        """What a request failed of, under its id: the worker that knows more has no ids."""
+        said = bytes(body[:1024]).decode(errors="replace")
+        text = "%s %.200s was answered 500: %s"
+        log.warning(text, self.method, self.target, said, extra={"request_id": self.request_id})
+
     def leave(self) -> None:
         """The client is gone: mark the call and tell its endpoint, once."""
+        access_log = self._connection.listener.access_log
+        if self._stream is not None:
+            self._stream.leave()
+        elif access_log is not None and not self._replied:
+            access_log(self, GONE, 0)
         self.gone = True
         stopped, self.on_gone = self.on_gone, None
         unfinished = not self._replied or self._stream is not None

@@ -11,8 +11,11 @@ Import this module only when a gRPC listener is configured: grpcio costs about 2
 from __future__ import annotations
 
 import logging
+import sys
+from asyncio import CancelledError
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from time import monotonic_ns
 from typing import Any, NoReturn
 
 import grpc
@@ -20,20 +23,44 @@ import grpc.aio
 
 from fastserve.config import GrpcOptions
 from fastserve.errors import Kind, ServeError
+from fastserve.tracing import choose_request_id
 from fastserve.wire.grpc_health import Health
 from fastserve.wire.grpc_reflection import reflection_handlers
 
 log = logging.getLogger(__name__)
+# path, name of the status, bytes of the answer, when the call came (time.monotonic_ns), request id
+AccessLog = Callable[[str, str, int, int, str], None]
 _CODES = {kind: code for code in grpc.StatusCode for kind in Kind if code.value[0] == kind.value}
+_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 
 
 class Rpc:
     """What a method may know of its call besides the message."""
 
-    __slots__ = ("_context",)
+    __slots__ = ("_context", "_request_id", "received_ns", "sent_bytes")
 
     def __init__(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         self._context = context
+        self.received_ns = monotonic_ns()
+        self.sent_bytes = 0  # of the answer's messages
+
+    @property
+    def request_id(self) -> str:
+        """The client's x-request-id when it is short and plain, else its trace id, else one made here."""
+        try:
+            return self._request_id
+        except AttributeError:
+            sent = dict(self.metadata)
+            given, trace = (_as_bytes(sent.get(name, b"")) for name in ("x-request-id", "traceparent"))
+            self._request_id: str = choose_request_id(given, trace)
+            return self._request_id
+
+    @property
+    def status(self) -> str:
+        """The name of the status the call has ended with."""
+        code = self._context.code()
+        name: str = _NAMES[code.value[0] if isinstance(code, grpc.StatusCode) else code or 0]
+        return name
 
     @property
     def metadata(self) -> tuple[tuple[str, str | bytes], ...]:
@@ -68,6 +95,10 @@ class Method:
         return self.path.rpartition("/")[0].lstrip("/")
 
 
+def _as_bytes(value: str | bytes) -> bytes:
+    return value if isinstance(value, bytes) else value.encode()
+
+
 class GrpcListener:
     """One port of gRPC. `descriptors` are serialized FileDescriptorSets that reflection shows."""
 
@@ -81,18 +112,20 @@ class GrpcListener:
         descriptors: Sequence[bytes] = (),
         reuse_port: bool = False,
         nameless_health: bool = False,
+        access_log: AccessLog | None = None,
     ) -> None:
         self._place = (address, port)
         self._options = options
         self._descriptors = descriptors
         self._reuse_port = reuse_port
+        self._access_log = access_log
         self._health = Health(nameless=nameless_health)
         self._methods = (*methods, *_health_methods(self._health))
         self._server: grpc.aio.Server | None = None
 
     async def open(self) -> None:
         """Listen. Raises OSError when the address cannot be had."""
-        handlers = [_MethodTable(self._methods, self._options.message_bytes)]
+        handlers = [_MethodTable(self._methods, self._options.message_bytes, self._access_log)]
         if self._options.reflection:
             services = sorted({method.service for method in self._methods})
             handlers += reflection_handlers(services, self._descriptors)
@@ -160,8 +193,8 @@ class _NoSuchMethod(grpc.GenericRpcHandler):  # type: ignore[misc]
 class _MethodTable(grpc.GenericRpcHandler):  # type: ignore[misc]
     """Looks a path up."""
 
-    def __init__(self, methods: Sequence[Method], most_bytes: int) -> None:
-        self._handlers = {method.path: _make_handler(method, most_bytes) for method in methods}
+    def __init__(self, methods: Sequence[Method], most_bytes: int, access_log: AccessLog | None) -> None:
+        self._handlers = {method.path: _make_handler(method, most_bytes, access_log) for method in methods}
 
     def service(
         self, handler_call_details: grpc.HandlerCallDetails
@@ -169,40 +202,63 @@ class _MethodTable(grpc.GenericRpcHandler):  # type: ignore[misc]
         return self._handlers.get(handler_call_details.method)
 
 
-def _make_handler(method: Method, most_bytes: int) -> grpc.RpcMethodHandler[Any, Any]:
+def _make_handler(
+    method: Method, most_bytes: int, access_log: AccessLog | None
+) -> grpc.RpcMethodHandler[Any, Any]:
     kinds = {
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,
         (True, False): grpc.stream_unary_rpc_method_handler,
         (True, True): grpc.stream_stream_rpc_method_handler,
     }
-    behaviour = (_answer_stream if method.gives_stream else _answer_one)(method, most_bytes)
+    behaviour = (_answer_stream if method.gives_stream else _answer_one)(method, most_bytes, access_log)
     return kinds[method.takes_stream, method.gives_stream](behaviour)
 
 
-def _answer_one(method: Method, most_bytes: int) -> Callable[..., Awaitable[bytes]]:
+def _answer_one(
+    method: Method, most_bytes: int, access_log: AccessLog | None
+) -> Callable[..., Awaitable[bytes]]:
     async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
+        rpc = Rpc(context)
         try:
             read = _read_all(method, request) if method.takes_stream else method.read(request)
-            reply = method.write(await method.run(read, Rpc(context)))
+            reply = method.write(await method.run(read, rpc))
+            rpc.sent_bytes = len(reply)
             return reply if len(reply) <= most_bytes else _refuse_reply(len(reply), most_bytes)
         except Exception as error:
-            return await _abort(context, method, error)
+            return await _abort(context, method, rpc, error)
+        finally:
+            if access_log is not None:
+                _log_access(access_log, method, rpc)
 
     return answer
 
 
-def _answer_stream(method: Method, most_bytes: int) -> Callable[..., AsyncIterator[bytes]]:
+def _answer_stream(
+    method: Method, most_bytes: int, access_log: AccessLog | None
+) -> Callable[..., AsyncIterator[bytes]]:
     async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
+        rpc = Rpc(context)
         try:
             read = _read_all(method, request) if method.takes_stream else method.read(request)
-            async for piece in method.run(read, Rpc(context)):
+            async for piece in method.run(read, rpc):
                 reply = method.write(piece)
+                rpc.sent_bytes += len(reply)
                 yield reply if len(reply) <= most_bytes else _refuse_reply(len(reply), most_bytes)
         except Exception as error:
-            await _abort(context, method, error)
+            await _abort(context, method, rpc, error)
+        finally:
+            if access_log is not None:
+                _log_access(access_log, method, rpc)
 
     return answer
+
+
+def _log_access(access_log: AccessLog, method: Method, rpc: Rpc) -> None:
+    """In the `finally` of a call: what is on its way out says whether the client has left."""
+    left = isinstance(sys.exc_info()[1], CancelledError | GeneratorExit)
+    status = grpc.StatusCode.CANCELLED.name if left else rpc.status
+    access_log(method.path, status, rpc.sent_bytes, rpc.received_ns, rpc.request_id)
 
 
 def _refuse_reply(size: int, most_bytes: int) -> NoReturn:
@@ -216,10 +272,15 @@ async def _read_all(method: Method, requests: AsyncIterator[bytes]) -> AsyncIter
         yield method.read(request)
 
 
-async def _abort(context: grpc.aio.ServicerContext[Any, Any], method: Method, error: Exception) -> bytes:
+async def _abort(
+    context: grpc.aio.ServicerContext[Any, Any], method: Method, rpc: Rpc, error: Exception
+) -> bytes:
     """End the call with the status of `error`; what is not a ServeError tells the client nothing."""
     if not isinstance(error, ServeError):
-        log.error("%s: the method failed", method.path, exc_info=error)
+        more = {"request_id": rpc.request_id}
+        log.error("%s: the method failed", method.path, exc_info=error, extra=more)
+    elif error.kind is Kind.INTERNAL:
+        _log_failure(method, rpc, error)
     # grpcio keeps what abort() raises, and with it this error, in a circle; its frames hold tensors.
     error.__traceback__ = error.__context__ = error.__cause__ = None
     if isinstance(error, ServeError):
@@ -229,6 +290,12 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], method: Method, er
         await context.abort(_CODES[error.kind], error.message)
     await context.abort(grpc.StatusCode.INTERNAL, "Internal error")
     raise AssertionError("abort always raises")
+
+
+def _log_failure(method: Method, rpc: Rpc, error: ServeError) -> None:
+    """What a call failed of, under its id: the worker that knows more has no ids."""
+    more = {"request_id": rpc.request_id}
+    log.warning("%s was answered INTERNAL: %s", method.path, error.message, extra=more)
 
 
 def _health_methods(health: Health) -> list[Method]:

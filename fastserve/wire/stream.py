@@ -38,12 +38,24 @@ class Turns:
 
 class Stream:
     """Made by Call.stream. Ends with close(); a stream that is dropped cuts the connection off, so that
-    the client can tell a whole reply from a broken one."""
+    the client can tell a whole reply from a broken one. `sent_bytes` are those of its body."""
 
-    __slots__ = ("_call", "_chunked", "_closed", "_closes", "_connection", "_head", "_silent")
+    __slots__ = (
+        "_call",
+        "_chunked",
+        "_closed",
+        "_closes",
+        "_connection",
+        "_head",
+        "_silent",
+        "_status",
+        "sent_bytes",
+    )
 
-    def __init__(self, call: Call, connection: Connection, head: bytes, closes: bool) -> None:
+    def __init__(self, call: Call, connection: Connection, status: int, head: bytes, closes: bool) -> None:
         self._call = call
+        self._status = status
+        self.sent_bytes = 0
         self._connection = connection
         self._head = head
         self._closes = closes
@@ -66,6 +78,7 @@ class Stream:
         framed = b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
         if not data or self._silent:
             framed = b""  # an empty chunk would end the reply
+        self.sent_bytes += len(data)
         self._send(framed)
 
     async def close(self) -> None:
@@ -81,13 +94,25 @@ class Stream:
             return
         end = b"0\r\n\r\n" if self._chunked and not self._silent else b""
         head, self._head = self._head, b""
+        self._log()
         self._connection.finish(self._call, head + end, b"", self._closes)
 
     def give_up(self) -> None:
         """The endpoint ended without close(): cut the reply off."""
         if not self._closed and not self._call.gone:
             self._closed = True
+            self._log()
             self._connection.abort()
+
+    def leave(self) -> None:
+        """The client is gone."""
+        if not self._closed:
+            self._log()
+
+    def _log(self) -> None:
+        access_log = self._connection.listener.access_log
+        if access_log is not None:
+            access_log(self._call, self._status, self.sent_bytes)
 
     def _send(self, framed: bytes) -> None:
         head, self._head = self._head, b""

@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 from fastserve.backends.base import explain
 from fastserve.errors import Kind, ServeError
+from fastserve.logs import current_logs
 from fastserve.tensor import TensorSpec
 from fastserve.workers.instance import Instance, OnCall, Specs, State
 from fastserve.workers.process import ENTRY, WorkerProcess, worker_environment
@@ -103,7 +104,7 @@ class WorkerGroup:
         order = {
             **{"name": self.name, "version_dir": str(version_dir)},
             "config": dict(config),
-            **{"sys_path": list(sys_path), "log_level": logging.getLogger().getEffectiveLevel()},
+            **{"sys_path": list(sys_path), "logs": current_logs()},
         }
         self._instances = [
             Instance(i, order, self._make_process, self._revived, self._lost, on_call)
@@ -225,10 +226,11 @@ class WorkerGroup:
             await self._serve(instance)
         # Whatever goes wrong here, the next try must come: nobody else would ever restart this worker.
         except Exception as error:
-            self.trouble = explain(error)
-            unexpected = None if isinstance(error, ServeError) else error
+            before, self.trouble = self.trouble, explain(error)
+            trace = error.__cause__ if isinstance(error, ServeError) else error
             text = "%s: worker %d could not be restarted: %s"
-            log.error(text, self._title, instance.index, self.trouble, exc_info=unexpected)
+            more = None if self.trouble == before else trace  # it fails the same way again and again
+            log.error(text, self._title, instance.index, self.trouble, exc_info=more)
             await instance.stop(CLEANUP_GRACE_S)
 
     def _revived(self, worker: int) -> None:

@@ -13,6 +13,7 @@ here restarts anything: the group does.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any
@@ -20,10 +21,12 @@ from typing import Any
 import msgspec
 
 from fastserve.backends.base import clean, read_specs
-from fastserve.errors import ConfigError, Kind, ServeError
+from fastserve.errors import ConfigError, Kind, RemoteTrace, ServeError
 from fastserve.tensor import TensorSpec
 from fastserve.workers.control import ControlFault, PeerGone
 from fastserve.workers.process import WorkerProcess
+
+log = logging.getLogger(__name__)
 
 Specs = tuple[dict[str, TensorSpec], dict[str, TensorSpec]]
 
@@ -83,6 +86,7 @@ class _Leave(Call, tag="leave"):
 class _Failed(msgspec.Struct, tag="failed", tag_field="op"):
     message: str
     kind: int = Kind.INTERNAL.value
+    trace: str = ""
     completed: dict[str, Any] | None = None
 
 
@@ -211,16 +215,19 @@ class Instance:
 
     def _fail(self, failed: _Failed) -> None:
         words = clean(failed.message)
+        kind = Kind(failed.kind) if failed.kind in Kind._value2member_map_ else Kind.INTERNAL
+        error = ServeError(kind, words)
+        error.__cause__ = RemoteTrace("\n" + failed.trace) if failed.trace else None
         if self.state is State.READY:
+            log.error("worker %d failed: %s", self.index, words, exc_info=error.__cause__)
             self.kill(words)  # its batch loop has ended: whatever it still does is of no use
             return
         self.state = State.FAILED  # it closes its backend and exits
-        kind = Kind(failed.kind) if failed.kind in Kind._value2member_map_ else Kind.INTERNAL
         if self._answer is not None and not self._answer.done():
             if failed.completed is not None:
                 self._answer.set_exception(CompletedError(words, failed.completed))
             else:
-                self._answer.set_exception(ServeError(kind, words))
+                self._answer.set_exception(error)
 
     def _end(self, words: str) -> None:
         state, self.state = self.state, State.IDLE

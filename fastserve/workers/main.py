@@ -24,6 +24,7 @@ from typing import Any
 
 from fastserve.backends import Backend, create
 from fastserve.backends.base import CompletedConfig, explain, kind_of, write_specs
+from fastserve.logs import log_prints, log_uncaught, raw_trace, setup_logs
 from fastserve.workers.control import Control, ControlFault, PeerGone
 
 log = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ def _report(control: Control, error: BaseException, version_dir: str) -> None:
     if isinstance(error, CompletedConfig):
         message["completed"] = error.fields
     else:
-        log.error("the worker failed", exc_info=error)
+        message["trace"] = raw_trace(error)  # the owner logs it, once for all that fail alike
     message |= {"message": explain(error, version_dir), "kind": kind_of(error).value}
     with contextlib.suppress(ControlFault):
         control.send(message)
@@ -116,12 +117,12 @@ def _introduce(order: Mapping[str, Any]) -> None:
     title = f"{order['name']}/{Path(order['version_dir']).name}#{order['instance']}"
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as comm:
         comm.write(f"fs:{title}"[:15])  # what ps and top show; the kernel keeps 15 bytes
-    logging.basicConfig(
-        level=order["log_level"],
-        stream=sys.stderr,
-        format=f"%(asctime)s %(levelname)s [{title.replace('%', '%%')}] %(name)s: %(message)s",
-    )
-    if isinstance(sys.stdout, io.TextIOWrapper):
+    logs = order["logs"]
+    setup_logs(logs["level"], logs["format"], fields={"worker": title})
+    log_uncaught()
+    if logs["format"]:
+        log_prints()
+    elif isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # a model's print() shows when it happens
     sys.path.extend(path for path in order["sys_path"] if path not in sys.path)
 

@@ -24,6 +24,7 @@ def index(http: Http) -> dict[str, Any]:
     return {one["name"]: one for one in http.post("/v2/repository/index", {}).json()}
 
 
+@pytest.mark.logs_errors
 def test_a_config_with_unknown_fields(served: Running, http: Http) -> None:
     """The others are up, and the reason names the line, the field, and what there is instead."""
     answer = http.post("/v2/repository/models/odd/load", {})

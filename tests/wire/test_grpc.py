@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
@@ -21,7 +22,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from fastserve.config import GrpcOptions
 from fastserve.errors import Kind, ServeError
 from fastserve.wire.grpc import GrpcListener, Method, Rpc
-from tests.wire.kit import WAIT_S
+from tests.wire.kit import WAIT_S, until
 
 pytestmark = pytest.mark.lingers  # grpcio keeps its poller's thread and pipe
 
@@ -85,9 +86,11 @@ METHODS = [
 
 @contextlib.asynccontextmanager
 async def serving(*more: Method, **options: Any) -> AsyncIterator[tuple[GrpcListener, grpc.aio.Channel]]:
-    descriptors = options.pop("descriptors", ())
+    descriptors, access_log = options.pop("descriptors", ()), options.pop("access_log", None)
     usual = msgspec.structs.replace(GrpcOptions(), **options)
-    listener = GrpcListener("127.0.0.1", 0, [*METHODS, *more], usual, descriptors=descriptors)
+    listener = GrpcListener(
+        "127.0.0.1", 0, [*METHODS, *more], usual, descriptors=descriptors, access_log=access_log
+    )
     await listener.open()
     async with grpc.aio.insecure_channel("{}:{}".format(*listener.address)) as channel:
         yield listener, channel
@@ -135,6 +138,56 @@ def test_other_exceptions_tell_the_client_nothing(caplog: pytest.LogCaptureFixtu
 
     run(main())
     assert "secret" in caplog.text
+
+
+def test_an_access_log_sees_every_call() -> None:
+    lines: list[tuple[str, str, int, bool]] = []
+    ids: list[str] = []
+    started = asyncio.Event()
+
+    def note(path: str, status: str, nbytes: int, received_ns: int, request_id: str) -> None:
+        lines.append((path, status, nbytes, 0 < received_ns < time.monotonic_ns()))
+        ids.append(request_id)
+
+    async def wait(request: bytes, rpc: Rpc) -> bytes:
+        started.set()
+        await asyncio.sleep(60)
+        return b""
+
+    async def main() -> None:
+        async with serving(Method("/t.T/Wait", bytes, wait, bytes), access_log=note) as (_, channel):
+            sent = (("x-request-id", "r-1"),)
+            assert await channel.unary_unary("/t.T/Echo")(b"hi", metadata=sent) == b"hi"
+            await refused(channel.unary_unary("/t.T/Fail")(b"NOT_FOUND"))
+            await refused(channel.unary_unary("/t.T/Fail")(b"secret"))
+            assert [piece async for piece in channel.unary_stream("/t.T/Count")(b"3")] == [b"0", b"1", b"2"]
+            held = channel.unary_unary("/t.T/Wait")(b"")
+            await started.wait()
+            held.cancel()
+            await until(lambda: len(lines) == 5)
+
+    run(main())
+    assert lines == [
+        ("/t.T/Echo", "OK", 2, True),
+        ("/t.T/Fail", "NOT_FOUND", 0, True),
+        ("/t.T/Fail", "INTERNAL", 0, True),
+        ("/t.T/Count", "OK", 3, True),
+        ("/t.T/Wait", "CANCELLED", 0, True),
+    ]
+    assert ids[0] == "r-1"
+    assert len(set(ids)) == 5
+
+
+def test_what_fails_is_logged_under_its_id(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with serving() as (_, channel):
+            for word, sent in ((b"INTERNAL", "r-1"), (b"secret", "r-2"), (b"NOT_FOUND", "r-3")):
+                await refused(channel.unary_unary("/t.T/Fail")(word, metadata=(("x-request-id", sent),)))
+
+    run(main())
+    logged = [(one.levelname, vars(one)["request_id"], bool(one.exc_info)) for one in caplog.records]
+    assert logged == [("WARNING", "r-1", False), ("ERROR", "r-2", True)]
+    assert "was answered INTERNAL: as asked" in caplog.text
 
 
 def test_metadata_and_deadlines() -> None:

@@ -273,15 +273,6 @@ def test_the_raw_reply_is_for_plain_connections_only() -> None:
     ] * 3
 
 
-def test_an_access_log_sees_every_reply() -> None:
-    lines = []
-    pipe = Pipe(
-        {"/echo": echo}, access_log=lambda call, status, size: lines.append((call.target, status, size))
-    )
-    pipe.feed(POST + b"GET /nowhere HTTP/1.1\r\nHost: a\r\n\r\n")
-    assert lines == [("/echo", 200, 16), ("/nowhere", 404, 90)]
-
-
 def test_an_endpoint_that_fails_tells_the_client_nothing(caplog: pytest.LogCaptureFixture) -> None:
     def plain(call: Call) -> None:
         raise RuntimeError("secret /etc/path")

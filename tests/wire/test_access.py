@@ -1,0 +1,64 @@
+"""What the wire tells an access log, and what it logs of requests that failed."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastserve.wire import Call
+from fastserve.wire.call import Endpoint
+from tests.wire.kit import Held, Pipe, client, echo, run, serving, until
+
+POST = b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\n\r\nhello"
+
+
+def test_an_access_log_sees_every_reply() -> None:
+    lines = []
+    pipe = Pipe(
+        {"/echo": echo}, access_log=lambda call, status, size: lines.append((call.target, status, size))
+    )
+    pipe.feed(POST + b"GET /nowhere HTTP/1.1\r\nHost: a\r\n\r\n")
+    assert lines == [("/echo", 200, 16), ("/nowhere", 404, 90)]
+
+
+def test_an_access_log_sees_streams_at_their_end_and_clients_that_leave() -> None:
+    lines: list[tuple[str, int, int]] = []
+
+    def note(call: Call, status: int, size: int) -> None:
+        lines.append((call.target, status, size))
+
+    async def parts(call: Call) -> None:
+        stream = call.stream(200, b"text/plain")
+        await stream.write(b"one")
+        assert not lines
+        await stream.write(b"two!")
+        await stream.close()
+
+    async def broken(call: Call) -> None:
+        await call.stream(200, b"text/plain").write(b"half")
+
+    held = Held()
+
+    async def main() -> None:
+        routes: dict[str, Endpoint] = {"/parts": parts, "/broken": broken, "/held": held}
+        async with serving(routes, access_log=note) as listener:
+            async with client(listener) as peer:
+                peer.send(b"GET /parts HTTP/1.1\r\nHost: a\r\n\r\n")
+                assert (await peer.reply()).body == b"onetwo!"
+                peer.send(b"GET /broken HTTP/1.1\r\nHost: a\r\n\r\n")
+                await until(lambda: len(lines) == 2)
+            async with client(listener) as peer:
+                peer.send(b"GET /held HTTP/1.1\r\nHost: a\r\n\r\n")
+                await until(lambda: held.calls)
+            await until(lambda: len(lines) == 3)
+
+    run(main())
+    assert lines == [("/parts", 200, 7), ("/broken", 200, 4), ("/held", 499, 0)]
+
+
+def test_what_was_answered_500_is_logged_under_its_id(caplog: pytest.LogCaptureFixture) -> None:
+    pipe = Pipe({"/": lambda call: call.reply(500, b'{"error": "ValueError: bad\\n row"}')})
+    pipe.feed(b"GET / HTTP/1.1\r\nHost: a\r\nX-Request-Id: r-1\r\n\r\n")
+    (line,) = caplog.records
+    assert (line.levelname, vars(line)["request_id"]) == ("WARNING", "r-1")
+    assert "answered 500" in line.getMessage()
+    assert "ValueError: bad" in line.getMessage()
