@@ -9,8 +9,16 @@ bytes, in row-major order. That is also the raw form of KServe V2.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+
+from fastserve.errors import Kind, ServeError
+
+MOST_AXES = 254  # TensorFlow's limit
+MOST_ITEMS = 1 << 58  # bytes of any dtype then still fit 64 bits
+MOST_EMPTY = 1 << 20
+_SHOWN_AXES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,3 +96,30 @@ class Tensor:
     dtype: DType
     shape: tuple[int, ...]
     data: bytes | bytearray | memoryview
+
+
+def count_items(shape: Sequence[int]) -> int:
+    """Elements of a tensor with a shape that came from outside.
+
+    Raises ServeError INVALID_ARGUMENT for a shape no tensor can have: negative axes, more than MOST_AXES,
+    more elements than MOST_ITEMS. A shape without elements still has as many empty lists as its other axes
+    say, for which somebody may want to do something: those are bounded by MOST_EMPTY.
+    """
+    if len(shape) > MOST_AXES:
+        raise _impossible(shape, f"has {len(shape)} axes, allowed: up to {MOST_AXES}")
+    items = extent = 1
+    for size in shape:
+        if size < 0:
+            raise _impossible(shape, "has a negative axis")
+        items *= size
+        extent *= size or 1
+        if extent > MOST_ITEMS:
+            raise _impossible(shape, f"is too large, allowed: up to {MOST_ITEMS} elements")
+    if not items and extent > MOST_EMPTY:
+        raise _impossible(shape, f"is too large, allowed without elements: up to {MOST_EMPTY} empty lists")
+    return items
+
+
+def _impossible(shape: Sequence[int], why: str) -> ServeError:
+    shown = ",".join(map(str, shape[:_SHOWN_AXES])) + (",..." if len(shape) > _SHOWN_AXES else "")
+    return ServeError(Kind.INVALID_ARGUMENT, f"shape [{shown}] {why}")

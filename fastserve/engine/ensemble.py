@@ -18,7 +18,7 @@ from fastserve.engine.ensemble_plan import Plan, Step
 from fastserve.errors import DeadlineError, Kind, ModelError, ServeError
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
-from fastserve.tensor import Tensor
+from fastserve.tensor import Tensor, count_items
 
 LATE = "the request's time was up before step {} (model '{}')"
 STUCK = "unexpected deadlock, at least one output is not set while no more ensemble steps can be made"
@@ -86,7 +86,8 @@ class Ensemble(Door):
 
     def _check(self, request: InferRequest) -> None:
         known = {*self.plan.required, *self.plan.optional}
-        for name in request.inputs:
+        for name, tensor in request.inputs.items():
+            count_items(tensor.shape)
             if name not in known:
                 raise ServeError(
                     Kind.INVALID_ARGUMENT, f"unexpected inference input '{name}' for model '{self.plan.name}'"

@@ -8,7 +8,7 @@ from math import prod
 from fastserve.engine.door import triton_of
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.version import Version
-from fastserve.tensor import DTYPES, Tensor, TensorSpec
+from fastserve.tensor import DTYPES, Tensor, TensorSpec, count_items
 
 _LENGTH_BYTES = 4
 
@@ -16,8 +16,12 @@ _LENGTH_BYTES = 4
 def check_inputs(version: Version, inputs: Mapping[str, Tensor]) -> int:
     """The number of rows, 0 for a model without a batch axis.
 
+    This is where requests of every dialect, transport and scheduler are let in: whoever works through rows
+    or elements after it may count on as many bytes as these say, or on few of them.
+
     Raises ServeError INVALID_ARGUMENT naming the input that is missing, unknown, of another dtype or
-    shape, of the wrong size, or of another number of rows than the rest.
+    shape, of the wrong size, or of another number of rows than the rest; and for more rows than
+    `max_queue_rows` that bring nothing: only bytes that were sent make rows dear to a client.
     """
     rows, known, batching = -1, 0, version.batching
     for name, spec in version.inputs.items():
@@ -35,6 +39,9 @@ def check_inputs(version: Version, inputs: Mapping[str, Tensor]) -> int:
             rows = tensor.shape[0]
     if known < len(inputs):
         _check_names(version, inputs)
+    most = version.config.max_queue_rows
+    if rows > most and not any(map(_size_of, inputs.values())):
+        raise _invalid(f"{rows} rows without a single element, allowed: up to {most} (max_queue_rows)")
     return max(rows, 0)
 
 
@@ -66,10 +73,15 @@ def _check_tensor(tensor: Tensor, spec: TensorSpec, batching: bool) -> None:
         lead = [-1] if batching else []
         wanted = [*lead, *spec.shape]
         raise _invalid(f"input {spec.name!r} has shape {list(tensor.shape)}, the model takes {wanted}")
-    size = tensor.data.nbytes if isinstance(tensor.data, memoryview) else len(tensor.data)
-    needed = prod(tensor.shape) * spec.dtype.item_bytes
-    if spec.dtype.item_bytes and size != needed:
-        raise _invalid(f"input {spec.name!r} brings {size} bytes, its shape needs {needed}")
+    items, size = count_items(tensor.shape), _size_of(tensor)
+    needed = items * (spec.dtype.item_bytes or _LENGTH_BYTES)
+    if size != needed and (spec.dtype.item_bytes or size < needed):
+        least = "" if spec.dtype.item_bytes else "at least "
+        raise _invalid(f"input {spec.name!r} brings {size} bytes, its shape needs {least}{needed}")
+
+
+def _size_of(tensor: Tensor) -> int:
+    return tensor.data.nbytes if isinstance(tensor.data, memoryview) else len(tensor.data)
 
 
 def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from math import prod
 from typing import TYPE_CHECKING
 
 from fastserve._ext.infer_json import InferBody as CompiledBody
@@ -31,7 +30,7 @@ from fastserve.dialects.kserve_v2.errors import internal, invalid, to_bytes
 from fastserve.dialects.kserve_v2.leaves import read_leaves
 from fastserve.dialects.kserve_v2.parameters import Parameters, read_parameters, set_parameter
 from fastserve.dialects.kserve_v2.regions import Range
-from fastserve.tensor import DTYPE_BY_KSERVE
+from fastserve.tensor import DTYPE_BY_KSERVE, count_items
 
 if TYPE_CHECKING:
     from fastserve._ext.json_value import Value
@@ -195,7 +194,7 @@ def refuse_double(name: str, names: set[str], request_id: str) -> None:
 
 def _read_data(data: Value, datatype: str, shape: tuple[int, ...], name: str) -> Memory:
     leaves = as_array(data, "Unable to parse 'data'")
-    count = prod(shape)
+    count = count_items(shape)
     if count == 0:
         return b""
     dtype = DTYPE_BY_KSERVE.get(datatype)

@@ -14,7 +14,7 @@ from fastserve.dialects.kserve_v2.body import InputPart, Memory
 from fastserve.dialects.kserve_v2.errors import invalid
 from fastserve.dialects.kserve_v2.plans import Plan, Side, full_dims, to_model_shape
 from fastserve.errors import Kind, ModelError
-from fastserve.tensor import DTYPE_BY_KSERVE, KSERVE_NAME, Tensor
+from fastserve.tensor import DTYPE_BY_KSERVE, KSERVE_NAME, Tensor, count_items
 
 _LENGTH_BYTES = 4
 _NOTE = (
@@ -110,7 +110,7 @@ def _check_part(plan: Plan, side: Side, part: InputPart, told: str) -> None:
     if side.dtype.item_bytes:
         _check_size(plan, side, part, told)
     else:
-        check_strings(part.data, prod(part.shape), part.name, plan.model, told)
+        check_strings(part.data, count_items(part.shape), part.name, plan.model, told)
 
 
 def _check_shape(plan: Plan, side: Side, part: InputPart, told: str) -> None:
@@ -130,7 +130,7 @@ def _check_size(plan: Plan, side: Side, part: InputPart, told: str) -> None:
     shape = part.shape
     if plan.max_batch_size and shape[0] == 0:
         shape = (1, *shape[1:])  # the original wants one row for none
-    wanted, given = prod(shape) * side.dtype.item_bytes, len(part.data)
+    wanted, given = count_items(shape) * side.dtype.item_bytes, len(part.data)
     if wanted != given:
         raise invalid(
             f"{told}input byte size mismatch for input '{part.name}' for model '{plan.model}'. "

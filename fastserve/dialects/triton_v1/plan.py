@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fastserve.repository.version import Version
-from fastserve.tensor import DType, TensorSpec
+from fastserve.tensor import MOST_AXES, DType, TensorSpec
 
 Dims = tuple[int, ...]
 
@@ -32,7 +32,7 @@ class TensorPlan:
     def fits(self, dims: Dims) -> bool:
         """True when a client may send these axes."""
         if self.dims is None:
-            return all(n >= 0 for n in dims)
+            return len(dims) <= MOST_AXES and all(n >= 0 for n in dims)
         pairs = zip(dims, self.dims, strict=False)
         return len(dims) == len(self.dims) and all(n >= 0 and wanted in (-1, n) for n, wanted in pairs)
 
