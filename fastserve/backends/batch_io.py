@@ -11,20 +11,20 @@ elements are counted over all of its rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastserve.config.options import MadeInput, Options
 from fastserve.errors import Kind, ServeError
 
 if TYPE_CHECKING:
     from fastserve.backends.base import Arrays
 
 Shape = tuple[int, ...]
-_NUMBERS = {"TYPE_INT32": np.int32, "TYPE_FP32": np.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +49,12 @@ class Scattered:
 class BatchIO:
     """Joins requests into what a model takes, and gives each its part of what came out."""
 
-    def __init__(self, triton: Mapping[str, Any]) -> None:
-        """`triton` is the config of a model with a batch axis."""
-        self.ragged = {one["name"] for one in triton.get("input") or () if one.get("allow_ragged_batch")}
-        self.made = [_read_made(one) for one in triton.get("batch_input") or ()]
-        dims = {one["name"]: _dims(one) for one in triton.get("output") or ()}
+    def __init__(self, options: Options) -> None:
+        """`options` are those of a model with a batch axis."""
+        self.ragged = set(options.ragged_inputs)
+        self.made = [_open_made(one) for one in options.made_inputs]
         self.scattered = {
-            name: Scattered(one["source_input"][0], (-1, *dims[name]))
-            for one in triton.get("batch_output") or ()
-            for name in one.get("target_name") or ()
+            name: Scattered(one.source, tuple(one.dims)) for name, one in options.scattered_outputs.items()
         }
 
     def __bool__(self) -> bool:
@@ -99,11 +96,6 @@ class BatchIO:
         return parts
 
 
-def _dims(tensor: Mapping[str, Any]) -> Shape:
-    given = tensor["dims"] if tensor.get("reshape") is None else tensor["reshape"]["shape"]
-    return tuple(int(size) for size in given)
-
-
 def _rows_of(request: Arrays) -> Shape:
     return next(iter(request.values())).shape[:1]
 
@@ -115,10 +107,8 @@ def _filled(scattered: Scattered, request: Arrays) -> Shape:
     return tuple(have if want == -1 else want for want, have in zip(scattered.dims, shape, strict=False))
 
 
-def _read_made(raw: Mapping[str, Any]) -> Made:
-    kind = raw.get("kind") or "BATCH_ELEMENT_COUNT"
-    dtype = _NUMBERS[raw["data_type"]]
-    return Made(tuple(raw["target_name"]), raw["source_input"][0], dtype, _KINDS[kind])
+def _open_made(given: MadeInput) -> Made:
+    return Made(tuple(given.names), given.source, np.dtype(given.dtype), _KINDS[given.kind])
 
 
 def _counts(shapes: Sequence[Shape]) -> list[int]:
@@ -134,10 +124,10 @@ def _item_shapes(shapes: Sequence[Shape]) -> Any:
 
 
 _KINDS: dict[str, Callable[[Sequence[Shape]], Any]] = {
-    "BATCH_ELEMENT_COUNT": _counts,
-    "BATCH_ACCUMULATED_ELEMENT_COUNT": _accumulated,
-    "BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO": lambda shapes: np.concatenate([[0], _accumulated(shapes)]),
-    "BATCH_MAX_ELEMENT_COUNT_AS_SHAPE": lambda shapes: np.zeros(max(_counts(shapes))),
-    "BATCH_ITEM_SHAPE": _item_shapes,
-    "BATCH_ITEM_SHAPE_FLATTEN": lambda shapes: _item_shapes(shapes).reshape(-1),
+    "element_count": _counts,
+    "accumulated_element_count": _accumulated,
+    "accumulated_element_count_with_zero": lambda shapes: np.concatenate([[0], _accumulated(shapes)]),
+    "max_element_count_as_shape": lambda shapes: np.zeros(max(_counts(shapes))),
+    "item_shape": _item_shapes,
+    "item_shape_flatten": lambda shapes: _item_shapes(shapes).reshape(-1),
 }

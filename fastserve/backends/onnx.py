@@ -21,7 +21,8 @@ import numpy as np
 from fastserve.backends.base import clean, read_specs
 from fastserve.backends.batch_io import BatchIO
 from fastserve.backends.outputs import OutputCheck
-from fastserve.backends.reshape import read_reshapes, reshape
+from fastserve.backends.reshape import reshape, reshapes_of
+from fastserve.config.options import Options, SessionOptions, read_options
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.tensor import DTYPES, TensorSpec
 
@@ -63,12 +64,12 @@ class OnnxBackend:
         self._session: Any = None
         self._strings: list[str] = []
         self._wanted: list[str] = []
-        triton = config.get("triton") or {}
-        self._file = str(triton.get("default_model_filename") or "model.onnx")
-        self._said = "config.pbtxt" if triton else "model.yaml"
-        self._reshapes = read_reshapes(config)
-        self.batch_io = BatchIO(triton if self._batched else {})
-        self._optional = {one["name"] for one in triton.get("input") or () if one.get("optional")}
+        options = read_options(config)
+        self._file = options.model_file or "model.onnx"
+        self._said = options.origin
+        self._reshapes = reshapes_of(options)
+        self.batch_io = BatchIO(options if self._batched else Options())
+        self._optional = options.optional_inputs
 
     def load(self) -> None:
         """Opens the session. Raises ConfigError when model.yaml and the model disagree, ServeError when
@@ -202,14 +203,13 @@ def _open_session(path: Path, config: Mapping[str, Any]) -> Any:
         raise ServeError(Kind.FAILED_PRECONDITION, text) from error
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = config.get("threads", 1)  # 0: as ONNX Runtime sees fit
-    options.inter_op_num_threads = 1
     # Idle pool threads must not spin away the core the front process needs.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 3
-    if config.get("triton"):
-        _set_options(options, config["triton"], onnxruntime)
+    asked = read_options(config).session
+    _set_options(options, asked, onnxruntime)
     providers = _providers(str(config.get("device") or "cpu"), onnxruntime.get_available_providers())
-    if asks_openvino(config.get("triton") or {}):
+    if "openvino" in asked.accelerators:  # the one Triton knows on a CPU: another way to the same results
         if OPENVINO in onnxruntime.get_available_providers():
             providers.insert(0, OPENVINO)
         else:
@@ -222,26 +222,16 @@ def _open_session(path: Path, config: Mapping[str, Any]) -> Any:
         raise ServeError(Kind.FAILED_PRECONDITION, _words(error, str(path.parent))) from error
 
 
-def _set_options(options: Any, triton: Mapping[str, Any], onnxruntime: Any) -> None:
-    """What a config.pbtxt may say of the session."""
+def _set_options(options: Any, asked: SessionOptions, onnxruntime: Any) -> None:
     levels = onnxruntime.GraphOptimizationLevel
-    level = triton.get("optimization", {}).get("graph", {}).get("level", 0)
     options.graph_optimization_level = {
         -1: levels.ORT_ENABLE_BASIC,
         1: levels.ORT_ENABLE_EXTENDED,
         2: levels.ORT_DISABLE_ALL,
-    }.get(level, levels.ORT_ENABLE_ALL)
-    given = {name: p["string_value"] for name, p in triton.get("parameters", {}).items()}
-    if given.get("inter_op_thread_count", "").isdecimal():
-        options.inter_op_num_threads = int(given["inter_op_thread_count"])
-    if given.get("execution_mode") == "1":
+    }.get(asked.graph_level, levels.ORT_ENABLE_ALL)
+    options.inter_op_num_threads = asked.inter_op_threads or 1
+    if asked.parallel:
         options.execution_mode = onnxruntime.ExecutionMode.ORT_PARALLEL
-
-
-def asks_openvino(triton: Mapping[str, Any]) -> bool:
-    """The one accelerator Triton's backend knows on a CPU: another way to the same results."""
-    accelerators = (triton.get("optimization") or {}).get("execution_accelerators") or {}
-    return any(one.get("name") == "openvino" for one in accelerators.get("cpu_execution_accelerator") or ())
 
 
 def _providers(device: str, available: list[str]) -> list[Any]:

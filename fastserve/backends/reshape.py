@@ -8,9 +8,9 @@ Without a copy: arrays are C-contiguous. Nothing is checked here that `repositor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from fastserve.config.options import Options
 from fastserve.errors import Kind, ServeError
 
 if TYPE_CHECKING:
@@ -19,21 +19,13 @@ if TYPE_CHECKING:
 Shapes = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]  # name -> what it is, what it becomes
 
 
-def read_reshapes(config: Mapping[str, Any]) -> tuple[Shapes, Shapes]:
-    """Of a model's config as the worker is sent it: inputs on their way in, outputs on their way out."""
-    triton = config.get("triton") or {}
+def reshapes_of(options: Options) -> tuple[Shapes, Shapes]:
+    """Of inputs on their way in, of outputs on their way out."""
+    given = options.reshaped_inputs, options.reshaped_outputs
     return (
-        {name: (dims, shape) for name, dims, shape in _given(triton.get("input"))},
-        {name: (shape, dims) for name, dims, shape in _given(triton.get("output"))},
+        {name: (tuple(one.dims), tuple(one.shape)) for name, one in given[0].items()},
+        {name: (tuple(one.shape), tuple(one.dims)) for name, one in given[1].items()},
     )
-
-
-def _given(tensors: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    return [
-        (tensor["name"], tuple(tensor["dims"]), tuple(tensor["reshape"]["shape"]))
-        for tensor in tensors or ()
-        if tensor.get("reshape") is not None
-    ]
 
 
 def reshape(arrays: Arrays, shapes: Shapes, *, batched: bool) -> Arrays:

@@ -16,16 +16,16 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from fastserve.config.options import SequenceControl, SequenceOptions, SequenceState
 from fastserve.errors import Kind, ServeError
-from fastserve.repository.triton_defaults import DTYPE_OF
 from fastserve.tensor import DTYPES, DType, Tensor, TensorSpec
 
 STATE_FOLDER = "initial_state"
-_FALSE_TRUE = (
-    ("int32_false_true", "int32", "<i"),
-    ("fp32_false_true", "float32", "<f"),
-    ("bool_false_true", "bool", "<?"),
-)
+_FORMS: dict[str, tuple[str, Callable[[float], float]]] = {
+    "int32": ("<i", int),
+    "float32": ("<f", float),
+    "bool": ("<?", bool),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,36 +98,23 @@ class Extras:
         return kept
 
 
-def read_extras(triton: Mapping[str, Any], folder: Path) -> Extras:
+def open_extras(options: SequenceOptions, folder: Path, *, batching: bool) -> Extras:
     """The extras of a model whose `folder` has its initial states. Raises ServeError INVALID_ARGUMENT."""
-    batching = int(triton.get("max_batch_size") or 0) > 0
-    sequence = triton["sequence_batching"]
-    controls = tuple(
-        _read_control(raw["name"], control)
-        for raw in sequence.get("control_input") or ()
-        for control in raw.get("control") or ()
-    )
-    states = tuple(_read_state(raw, folder, batching) for raw in sequence.get("state") or ())
-    seen = {output["name"] for output in triton.get("output") or ()}
-    return Extras(controls, states, frozenset(s.output for s in states) - seen, batching)
+    controls = tuple(_open_control(given) for given in options.controls)
+    states = tuple(_open_state(given, folder, batching) for given in options.states)
+    return Extras(controls, states, frozenset(s.output for s in options.states if s.hidden), batching)
 
 
-def _read_control(name: str, raw: Mapping[str, Any]) -> Control:
-    kind = raw.get("kind") or "CONTROL_SEQUENCE_START"
-    if kind == "CONTROL_SEQUENCE_CORRID":
-        dtype = DTYPES[DTYPE_OF[raw["data_type"]]]
-        return Control(name, dtype, lambda signals: write_id(signals.id, dtype))
-    for field, dtype_name, form in _FALSE_TRUE:
-        values = raw.get(field)
-        if values:
-            false, true = (struct.pack(form, value) for value in values)
-            return Control(name, DTYPES[dtype_name], _choice(kind, false, true))
-    raise ServeError(Kind.INVALID_ARGUMENT, f"sequence batching control '{name}' says no values")
-
-
-def _choice(kind: str, false: bytes, true: bytes) -> Callable[[Signals], bytes]:
-    name = kind.removeprefix("CONTROL_SEQUENCE_").lower()
-    return lambda signals: true if getattr(signals, name) else false
+def _open_control(given: SequenceControl) -> Control:
+    dtype, signal = DTYPES[given.dtype], given.signal
+    if signal == "id":
+        return Control(given.name, dtype, lambda signals: write_id(signals.id, dtype))
+    if not given.values:
+        text = f"sequence batching control '{given.name}' says no values"
+        raise ServeError(Kind.INVALID_ARGUMENT, text)
+    form, number = _FORMS[given.dtype]
+    false, true = (struct.pack(form, number(value)) for value in given.values)
+    return Control(given.name, dtype, lambda signals: true if getattr(signals, signal) else false)
 
 
 def write_id(id: int | str, dtype: DType) -> bytes:
@@ -141,24 +128,21 @@ def write_id(id: int | str, dtype: DType) -> bytes:
     return (id & ((1 << (8 * dtype.item_bytes)) - 1)).to_bytes(dtype.item_bytes, "little")
 
 
-def _read_state(raw: Mapping[str, Any], folder: Path, batching: bool) -> State:
-    dtype = DTYPES[DTYPE_OF[raw["data_type"]]]
-    dims = tuple(int(size) for size in raw["dims"])
-    initial = (raw.get("initial_state") or [{}])[0]
-    first = tuple(int(size) for size in initial.get("dims") or (max(size, 1) for size in dims))
+def _open_state(given: SequenceState, folder: Path, batching: bool) -> State:
+    dtype, first = DTYPES[given.dtype], tuple(given.first_shape)
     size = prod(first) * (dtype.item_bytes or 4)  # an empty string is its length, 0
     data = bytes(size)
-    if initial.get("data_file"):
-        data = _read_file(folder / STATE_FOLDER / initial["data_file"], initial["data_file"])
+    if given.first_file:
+        data = _read_file(folder / STATE_FOLDER / given.first_file, given.first_file)
         if dtype.item_bytes and len(data) != size:
             raise ServeError(
                 Kind.INVALID_ARGUMENT,
-                f"initial state '{initial.get('name', '')}' for state input '{raw['input_name']}': "
-                f"file {initial['data_file']} has {len(data)} bytes, its dims need {size}",
+                f"initial state '{given.first_name}' for state input '{given.input}': "
+                f"file {given.first_file} has {len(data)} bytes, its dims need {size}",
             )
     shape = (1, *first) if batching else first
-    spec = TensorSpec(raw["input_name"], dtype, dims)
-    return State(raw["input_name"], raw["output_name"], spec, Tensor(dtype, shape, data))
+    spec = TensorSpec(given.input, dtype, tuple(given.shape))
+    return State(given.input, given.output, spec, Tensor(dtype, shape, data))
 
 
 def _read_file(path: Path, name: str) -> bytes:

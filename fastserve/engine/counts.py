@@ -34,7 +34,6 @@ from typing import TYPE_CHECKING
 
 from fastserve._ext import batch_ring
 from fastserve._ext.batch_ring import BACKEND, CANCELED, OTHER, REJECTED
-from fastserve.engine.door import triton_of
 from fastserve.metrics.spread import BUCKETS, bucket_of, read_buckets
 from fastserve.repository.version import Version
 
@@ -276,12 +275,8 @@ def first_responses(version: Version) -> Buckets:
     The bounds are those of `model_metrics`, or Triton's."""
     tally = tally_of(version)
     if tally.first_response is None:
-        controls = (triton_of(version.config).get("model_metrics") or {}).get("metric_control") or ()
-        bounds: tuple[float, ...] = FIRST_RESPONSE_MS
-        for control in controls:
-            if (control.get("metric_identifier") or {}).get("family") == FIRST_RESPONSE:
-                bounds = tuple(map(float, (control.get("histogram_options") or {}).get("buckets") or ()))
-        tally.first_response = Buckets(bounds)
+        bounds = version.config.options.first_response_ms
+        tally.first_response = Buckets(FIRST_RESPONSE_MS if bounds is None else tuple(bounds))
     return tally.first_response
 
 

@@ -8,11 +8,10 @@ knows lanes only cannot walk past it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Mapping
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator
+from typing import Protocol
 
 from fastserve.repository.catalog import Catalog
-from fastserve.repository.model_config import ModelConfig
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 
@@ -50,8 +49,3 @@ class Door(ABC):
     @abstractmethod
     def close(self) -> None:
         """Whoever still waits is told that the version is gone."""
-
-
-def triton_of(config: ModelConfig) -> Mapping[str, Any]:
-    """The Triton form of a model's config with Triton's field names; empty for a native model."""
-    return getattr(config, "triton", None) or {}

@@ -12,9 +12,10 @@ import contextlib
 import time
 from dataclasses import dataclass, field, replace
 
+from fastserve.config.options import EnsembleStep
 from fastserve.engine.counts import BACKEND, CANCELED, OTHER, REJECTED, tally_of
 from fastserve.engine.door import Door, Runs
-from fastserve.engine.ensemble_plan import Plan, Step
+from fastserve.engine.ensemble_plan import Plan
 from fastserve.errors import DeadlineError, Kind, ModelError, ServeError
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
@@ -220,12 +221,12 @@ class _Flow:
         self._left = [index for index in self._left if index not in ready]
         return ready
 
-    def request_for(self, step: Step) -> InferRequest:
+    def request_for(self, step: EnsembleStep) -> InferRequest:
         """What the step's model is asked: the caller's request with other tensors."""
         inputs = {name: self.tensors[t] for name, t in step.inputs.items() if t in self.tensors}
         return replace(self.request, inputs=inputs, outputs=tuple(step.outputs))
 
-    def take(self, step: Step, response: InferResponse) -> None:
+    def take(self, step: EnsembleStep, response: InferResponse) -> None:
         """The step has answered: keep what is wanted of it, and let go of what it was the last to read."""
         held = _Held(response)
         for name, tensor in step.outputs.items():

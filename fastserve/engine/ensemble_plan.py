@@ -3,7 +3,7 @@
     config:  input X -> step(simple: INPUT0 = X, INPUT1 = X; OUTPUT0 = Y) -> output Y
     plan:    steps in the order written, each ready once the tensors it reads are there
 
-Two looks: `read_plan` needs the config only; `check_models` needs the models loaded. Running is
+Two looks: `make_plan` needs the config only; `check_models` needs the models loaded. Running is
 `ensemble`. The texts are Triton's (core: ensemble config checks).
 """
 
@@ -11,27 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from fastserve.engine.door import triton_of
+from fastserve.config.options import EnsembleOptions, EnsembleStep
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.version import Version
 from fastserve.tensor import DType, TensorSpec
 
 Lookup = Callable[[str, "int | None"], "Version | None"]
-LATEST = -1
+ANY_LENGTH = -1
 _TYPE_NAMES = {"bytes": "STRING", "float16": "FP16", "bfloat16": "BF16", "float32": "FP32", "float64": "FP64"}
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One model run. `inputs` and `outputs` map the model's names to the ensemble's tensors."""
-
-    model: str
-    version: int | None  # None for the latest
-    inputs: Mapping[str, str]
-    outputs: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +28,7 @@ class Plan:
     """An ensemble's steps. `required` inputs must be in a request, `optional` ones may be."""
 
     name: str
-    steps: tuple[Step, ...]
+    steps: tuple[EnsembleStep, ...]
     required: tuple[str, ...]
     optional: frozenset[str]
     outputs: tuple[str, ...]
@@ -51,22 +40,13 @@ class Plan:
         return frozenset(step.model for step in self.steps)
 
 
-def read_plan(name: str, triton: Mapping[str, Any]) -> Plan:
-    """The plan of a config. Raises ServeError INVALID_ARGUMENT for one whose tensors do not flow."""
-    for field, text in (
-        ("instance_group", "instance group should not be specified"),
-        ("model_warmup", "model_warmup can not be specified"),
-    ):
-        if triton.get(field):
-            raise _invalid(f"{text} for ensemble '{name}'")
-    if (triton.get("response_cache") or {}).get("enable"):
-        raise _invalid(f"response_cache.enable: given true for ensemble '{name}', allowed: on its models")
-    scheduling = triton.get("ensemble_scheduling") or {}
-    steps = tuple(_read_step(name, i, raw) for i, raw in enumerate(scheduling.get("step") or ()))
+def make_plan(name: str, options: EnsembleOptions) -> Plan:
+    """The plan of an ensemble. Raises ServeError INVALID_ARGUMENT for one whose tensors do not flow."""
+    steps, inputs, outputs = tuple(options.steps), options.inputs, tuple(options.outputs)
     if not steps:
         raise _invalid(f"must specify 'step' for ensemble '{name}'")
-    inputs = {i["name"]: bool(i.get("optional")) for i in triton.get("input") or ()}
-    outputs = tuple(o["name"] for o in triton.get("output") or ())
+    for index, step in enumerate(steps):
+        _check_step(name, index, step)
     _check_writers(name, steps, inputs)
     _check_flow(name, steps, inputs, outputs)
     return Plan(
@@ -75,21 +55,21 @@ def read_plan(name: str, triton: Mapping[str, Any]) -> Plan:
         tuple(i for i, optional in inputs.items() if not optional),
         frozenset(i for i, optional in inputs.items() if optional),
         outputs,
-        int(scheduling.get("max_inflight_requests") or 0),
+        options.max_inflight,
     )
 
 
-def _read_step(name: str, index: int, raw: Mapping[str, Any]) -> Step:
-    for field in ("model_name", "input_map", "output_map"):
-        if not raw.get(field):
+def _check_step(name: str, index: int, step: EnsembleStep) -> None:
+    for field, given in (
+        ("model_name", step.model),
+        ("input_map", step.inputs),
+        ("output_map", step.outputs),
+    ):
+        if not given:
             raise _invalid(f"must specify '{field}' in step {index} of ensemble '{name}'")
-    if raw.get("model_namespace"):
-        raise _invalid(f"model_namespace in step {index} of ensemble '{name}' is not supported")
-    number = int(raw.get("model_version") or LATEST)
-    return Step(raw["model_name"], None if number == LATEST else number, raw["input_map"], raw["output_map"])
 
 
-def _check_writers(name: str, steps: tuple[Step, ...], inputs: Mapping[str, bool]) -> None:
+def _check_writers(name: str, steps: tuple[EnsembleStep, ...], inputs: Mapping[str, bool]) -> None:
     written = set(inputs)
     for index, step in enumerate(steps):
         for tensor in step.outputs.values():
@@ -102,7 +82,7 @@ def _check_writers(name: str, steps: tuple[Step, ...], inputs: Mapping[str, bool
 
 
 def _check_flow(
-    name: str, steps: tuple[Step, ...], inputs: Mapping[str, bool], outputs: tuple[str, ...]
+    name: str, steps: tuple[EnsembleStep, ...], inputs: Mapping[str, bool], outputs: tuple[str, ...]
 ) -> None:
     """Every tensor is written by something that can run, and used by something. A circle never runs."""
     read = {tensor for step in steps for tensor in step.inputs.values()}
@@ -121,7 +101,7 @@ def _check_flow(
             raise _invalid(f"ensemble tensor '{tensor}' is unused in ensemble '{name}'")
 
 
-def _reachable(steps: tuple[Step, ...], inputs: Iterable[str]) -> set[str]:
+def _reachable(steps: tuple[EnsembleStep, ...], inputs: Iterable[str]) -> set[str]:
     ready, left = set(inputs), list(steps)
     while True:
         able = [step for step in left if ready.issuperset(step.inputs.values())]
@@ -147,13 +127,13 @@ def check_models(version: Version, plan: Plan, catalog: Catalog) -> None:
         _check_circle(plan.name, step.model, catalog)
         model = find_model(plan.name, step, catalog.available)
         _check_size(version, model)
-        if (triton_of(model.config).get("model_transaction_policy") or {}).get("decoupled"):
+        if model.config.options.decoupled:
             raise _invalid(f"in ensemble {plan.name}, model {step.model} is decoupled: no step may be")
         _check_inputs(plan.name, step, model, seen)
         _check_outputs(plan.name, step, model, seen)
 
 
-def find_model(ensemble: str, step: Step, lookup: Lookup) -> Version:
+def find_model(ensemble: str, step: EnsembleStep, lookup: Lookup) -> Version:
     """The version a step runs on. Raises ServeError INVALID_ARGUMENT when it is not loaded."""
     found = lookup(step.model, step.version)
     if found is not None:
@@ -180,8 +160,8 @@ def _check_circle(ensemble: str, model: str, catalog: Catalog, path: tuple[str, 
 def _models_of(catalog: Catalog, name: str) -> set[str]:
     known = catalog.models.get(name)
     versions = known.versions.values() if known is not None else ()
-    scheduling = [triton_of(v.config).get("ensemble_scheduling") or {} for v in versions]
-    return {step["model_name"] for one in scheduling for step in one.get("step") or ()}
+    ensembles = [version.config.options.ensemble for version in versions]
+    return {step.model for one in ensembles if one is not None for step in one.steps}
 
 
 def _check_size(version: Version, model: Version) -> None:
@@ -203,11 +183,11 @@ class _Seen:
 
     @property
     def full(self) -> tuple[int, ...]:
-        lead = (LATEST,) if self.batching else ()
+        lead = (ANY_LENGTH,) if self.batching else ()
         return (*lead, *(self.spec.shape or ()))
 
 
-def _check_inputs(ensemble: str, step: Step, model: Version, seen: dict[str, _Seen]) -> None:
+def _check_inputs(ensemble: str, step: EnsembleStep, model: Version, seen: dict[str, _Seen]) -> None:
     for name, tensor in step.inputs.items():
         if name not in model.inputs:
             raise _invalid(
@@ -215,7 +195,7 @@ def _check_inputs(ensemble: str, step: Step, model: Version, seen: dict[str, _Se
                 f"in model {step.model}"
             )
         _check_same(ensemble, tensor, _Seen(step.model, model.inputs[name], model.batching), seen)
-    optional = {i["name"] for i in triton_of(model.config).get("input") or () if i.get("optional")}
+    optional = model.config.options.optional_inputs
     for name in model.inputs:
         if name not in step.inputs and name not in optional:
             raise _invalid(
@@ -224,7 +204,7 @@ def _check_inputs(ensemble: str, step: Step, model: Version, seen: dict[str, _Se
             )
 
 
-def _check_outputs(ensemble: str, step: Step, model: Version, seen: dict[str, _Seen]) -> None:
+def _check_outputs(ensemble: str, step: EnsembleStep, model: Version, seen: dict[str, _Seen]) -> None:
     for name, tensor in step.outputs.items():
         if name not in model.outputs:
             raise _invalid(
@@ -252,7 +232,9 @@ def _check_same(ensemble: str, tensor: str, found: _Seen, seen: dict[str, _Seen]
 
 
 def _alike(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    return len(a) == len(b) and all(LATEST in pair or pair[0] == pair[1] for pair in zip(a, b, strict=True))
+    return len(a) == len(b) and all(
+        ANY_LENGTH in pair or pair[0] == pair[1] for pair in zip(a, b, strict=True)
+    )
 
 
 def _listed(shape: tuple[int, ...]) -> str:

@@ -19,10 +19,10 @@ from typing import Any
 from fastserve.engine.cache import ResponseCache
 from fastserve.engine.calls import Calls
 from fastserve.engine.counts import tally_of
-from fastserve.engine.door import Door, triton_of
+from fastserve.engine.door import Door
 from fastserve.engine.engine import Engine
 from fastserve.engine.ensemble import Ensemble
-from fastserve.engine.ensemble_plan import check_models, read_plan
+from fastserve.engine.ensemble_plan import check_models, make_plan
 from fastserve.engine.lane import Lane
 from fastserve.engine.meters import LaneMeters
 from fastserve.engine.rate import RateLimiter
@@ -32,7 +32,6 @@ from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.metrics import names
 from fastserve.metrics.registry import Registry
 from fastserve.repository.catalog import Catalog
-from fastserve.repository.triton_config import amend
 from fastserve.repository.version import Version
 from fastserve.tensor import TensorSpec
 from fastserve.workers.arena import Arena, plan_geometry
@@ -101,11 +100,11 @@ class Host:
         try:
             await self._load(version, began_ns)
         except CompletedError as told:  # it knows better how it is queued, and will say the same again
-            version.config = amend(version.config, told.fields)
+            version.amend(told.fields)
             await self._load(version, began_ns)
 
     async def _load(self, version: Version, began_ns: int) -> None:
-        if "ensemble_scheduling" in triton_of(version.config):
+        if version.config.options.ensemble is not None:
             self._load_ensemble(version)
             tally_of(version).load_s = (time.monotonic_ns() - began_ns) / 1e9
             return
@@ -204,7 +203,8 @@ class Host:
                 Kind.INVALID_ARGUMENT,
                 f"an ensemble runs in one front process: frontends: given {self._fronts}, allowed: 1",
             )
-        plan = read_plan(version.model, triton_of(version.config))
+        assert version.config.options.ensemble is not None
+        plan = make_plan(version.model, version.config.options.ensemble)
         check_models(version, plan, self._catalog)
         version.lane = self.ensembles[version] = Ensemble(plan)
 

@@ -10,10 +10,11 @@ section 4).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from fastserve.config.options import QueueOptions
 from fastserve.errors import Kind, ServeError
 
 EXPIRED = "Request timeout expired"
@@ -71,22 +72,13 @@ class _Level:
     size: int = 0
 
 
-def read_levels(dynamic: Mapping[str, Any]) -> Levels:
-    """The levels of a config's dynamic_batching."""
-    count = max(1, int(dynamic.get("priority_levels") or 0))
-    default = _read_policy(dynamic.get("default_queue_policy") or {})
-    own = {int(k): _read_policy(v) for k, v in (dynamic.get("priority_queue_policy") or {}).items()}
-    policies = tuple(own.get(level, default) for level in range(1, count + 1))
-    return Levels(policies, int(dynamic.get("default_priority_level") or 1))
-
-
-def _read_policy(raw: Mapping[str, Any]) -> Policy:
-    return Policy(
-        reject=(raw.get("timeout_action") or "REJECT") == "REJECT",
-        timeout_ns=int(raw.get("default_timeout_microseconds") or 0) * 1000,
-        may_override=bool(raw.get("allow_timeout_override")),
-        most=int(raw.get("max_queue_size") or 0),
+def levels_of(options: QueueOptions) -> Levels:
+    """The levels a model asks for."""
+    policies = (
+        Policy(given.reject, given.timeout_us * 1000, given.may_override, given.max_requests)
+        for given in options.policies
     )
+    return Levels(tuple(policies), options.default_level)
 
 
 class AdmissionQueue:

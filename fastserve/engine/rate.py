@@ -8,11 +8,11 @@ that priority 1 runs twice as often as 2 (spec/triton_v2 section 4). One limiter
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
+from fastserve.config.options import Needs
 from fastserve.errors import Kind, ServeError
 
-Needs = Mapping[str, int]
+Resources = Mapping[str, int]
 
 
 class RateLimiter:
@@ -23,16 +23,16 @@ class RateLimiter:
         self._gates: list[RateGate] = []
         self._used: dict[str, int] = {}
 
-    def open_gate(self, needs: Needs, priority: int) -> RateGate:
+    def open_gate(self, needs: Needs) -> RateGate:
         """A gate for one version. Raises ServeError INVALID_ARGUMENT when it could never pass."""
-        for name, count in needs.items():
+        for name, count in needs.resources.items():
             if count > self._fixed.get(name, count):
                 raise ServeError(
                     Kind.INVALID_ARGUMENT,
                     f"rate_limiter resource '{name}': given {count}, allowed: up to {self._fixed[name]} "
                     "(rate_limit_resources)",
                 )
-        gate = RateGate(self, dict(needs), max(priority, 1))
+        gate = RateGate(self, needs)
         self._gates.append(gate)
         return gate
 
@@ -44,15 +44,15 @@ class RateLimiter:
         gate.held = 0
         self.hand_out()
 
-    def fits(self, needs: Needs) -> bool:
+    def fits(self, needs: Resources) -> bool:
         """True when all of it is free."""
         return all(self._used.get(name, 0) + count <= self._size(name) for name, count in needs.items())
 
-    def take(self, needs: Needs) -> None:
+    def take(self, needs: Resources) -> None:
         for name, count in needs.items():
             self._used[name] = self._used.get(name, 0) + count
 
-    def give_back(self, needs: Needs) -> None:
+    def give_back(self, needs: Resources) -> None:
         for name, count in needs.items():
             self._used[name] -= count
 
@@ -71,8 +71,8 @@ class RateLimiter:
 class RateGate:
     """One version's way past the limiter; the Gate of `queued`."""
 
-    def __init__(self, limiter: RateLimiter, needs: Needs, priority: int) -> None:
-        self.needs, self.priority = needs, priority
+    def __init__(self, limiter: RateLimiter, needs: Needs) -> None:
+        self.needs, self.priority = needs.resources, needs.priority
         self.runs = self.held = 0  # batches so far, and now running or about to
         self.again: Callable[[], None] | None = None
         self._limiter = limiter
@@ -122,24 +122,15 @@ def _nobody() -> None:
     """Who asks need not be told."""
 
 
-def read_needs(groups: Sequence[Mapping[str, Any]]) -> tuple[dict[str, int], int]:
-    """Resources and priority of a model's instance groups, which must agree: any of their workers may take
-    a batch. Raises ServeError INVALID_ARGUMENT."""
-    found = [_read_group(group.get("rate_limiter") or {}) for group in groups] or [({}, 1)]
-    if any(one != found[0] for one in found):
+def needs_of(groups: Sequence[Needs]) -> Needs:
+    """What a batch of a model needs. Its groups of workers must agree: any of them may take the batch.
+    Raises ServeError INVALID_ARGUMENT."""
+    if any(one != groups[0] for one in groups):
         raise ServeError(
             Kind.INVALID_ARGUMENT,
             "instance_group.rate_limiter: given different ones, allowed: the same in every group of a model",
         )
-    return found[0]
-
-
-def _read_group(raw: Mapping[str, Any]) -> tuple[dict[str, int], int]:
-    needs: dict[str, int] = {}
-    for resource in raw.get("resources") or ():
-        name, count = str(resource.get("name")), int(resource.get("count") or 0)
-        needs[name] = needs.get(name, 0) + count
-    return needs, max(int(raw.get("priority") or 0), 1)
+    return groups[0] if groups else Needs()
 
 
 def read_pools(written: Sequence[str]) -> dict[str, int]:

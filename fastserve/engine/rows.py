@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
-from fastserve.engine.door import triton_of
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.version import Version
 from fastserve.tensor import DTYPES, Tensor, TensorSpec, count_items
@@ -27,7 +26,7 @@ def check_inputs(version: Version, inputs: Mapping[str, Tensor]) -> int:
     for name, spec in version.inputs.items():
         tensor = inputs.get(name)
         if tensor is None:
-            if name in _optional(version):
+            if name in version.config.options.optional_inputs:
                 continue
             _check_names(version, inputs)
             raise _invalid(f"input {name!r} is missing")
@@ -51,16 +50,10 @@ def _check_names(version: Version, inputs: Mapping[str, Tensor]) -> None:
             raise _invalid(f"input {name!r} is not one of the model's: {', '.join(version.inputs)}")
 
 
-def _optional(version: Version) -> set[str]:
-    """Inputs that need not come. Looked up only when one has not."""
-    return {entry["name"] for entry in triton_of(version.config).get("input") or () if entry.get("optional")}
-
-
 def _added(version: Version) -> set[str]:
     """Inputs that the scheduler adds to a request: a sequence's controls and states."""
-    sequence = triton_of(version.config).get("sequence_batching") or {}
-    controls = {entry["name"] for entry in sequence.get("control_input") or ()}
-    return controls | {entry["input_name"] for entry in sequence.get("state") or ()}
+    sequences = version.config.options.sequences
+    return sequences.inputs if sequences is not None else set()
 
 
 def _check_tensor(tensor: Tensor, spec: TensorSpec, batching: bool) -> None:

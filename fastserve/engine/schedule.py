@@ -15,20 +15,19 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fastserve.config.options import Needs, Options, QueueOptions
 from fastserve.engine.cache import CachedDoor, ResponseCache
-from fastserve.engine.controls import Extras, read_extras
+from fastserve.engine.controls import Extras, open_extras
 from fastserve.engine.counts import tally_of
-from fastserve.engine.door import Door, triton_of
+from fastserve.engine.door import Door
 from fastserve.engine.lane import Lane
-from fastserve.engine.priority import Levels, read_levels
+from fastserve.engine.priority import Levels, levels_of
 from fastserve.engine.queued import Forming, QueuedDoor
-from fastserve.engine.rate import RateLimiter, read_needs
+from fastserve.engine.rate import RateLimiter, needs_of
 from fastserve.engine.sealed import Sealed, sealed_config
-from fastserve.engine.stateful import StatefulDoor, read_strategy
+from fastserve.engine.stateful import StatefulDoor, strategy_of
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.model_config import ModelConfig, config_json
-from fastserve.repository.triton_config import triton_view
-from fastserve.repository.triton_refusals import idle
 from fastserve.repository.version import Version
 from fastserve.tensor import TensorSpec
 
@@ -48,22 +47,24 @@ class Schedule:
         limiter: RateLimiter | None = None,
     ) -> None:
         """Raises ServeError INVALID_ARGUMENT for what cannot be scheduled so."""
-        config, triton = version.config, triton_of(version.config)
-        self._cache = cache if caches(triton) else None
+        config, options = version.config, version.config.options
+        self._cache = cache if options.cached else None
         check_schedule(config, fronts, cached=self._cache is not None)
-        if self._cache is None and caches(triton):
+        if self._cache is None and options.cached:
             log.warning("%r: response_cache.enable has no effect: response_cache_bytes is 0", version)
-        for field in idle(triton_view(config, version.model)):
+        for field in options.idle:
             log.warning("%r: %s has no effect on this server", version, field)
-        self._version, self._triton = version, triton
+        self._version, self._options = version, options
         self._limiter = limiter
-        self._needs, self._priority = read_needs(triton.get("instance_group") or ()) if limiter else ({}, 1)
-        self._queue = read_queue(config, limited=bool(self._needs))
-        if self._needs:
-            _check_limited(triton, fronts)
+        self._needs = needs_of(options.needs) if limiter else Needs()
+        self._queue = read_queue(config, limited=bool(self._needs.resources))
+        if self._needs.resources:
+            _check_limited(options, fronts)
         self.extras: Extras | None = None
-        if triton.get("sequence_batching") is not None:
-            self.extras = read_extras(triton, version.folder.parent)
+        if options.sequences is not None:
+            self.extras = open_extras(
+                options.sequences, version.folder.parent, batching=version.config.batching
+            )
 
     @property
     def lanes(self) -> int:
@@ -100,21 +101,22 @@ class Schedule:
     def _open_inner(self, lanes: Sequence[Lane]) -> Lane | Door:
         model, senders = self._version.model, [Sealed(lane) for lane in lanes]
         if self.extras is not None:
-            return StatefulDoor(model, senders, self.extras, read_strategy(self._triton))
+            assert self._options.sequences is not None
+            strategy = strategy_of(self._options.sequences, self._version.config.max_batch_size)
+            return StatefulDoor(model, senders, self.extras, strategy)
         if self._queue is not None:
             gate = None
-            if self._limiter is not None and self._needs:
-                gate = self._limiter.open_gate(self._needs, self._priority)
+            if self._limiter is not None and self._needs.resources:
+                gate = self._limiter.open_gate(self._needs)
             return QueuedDoor(model, senders[0], *self._queue, gate)
         return lanes[0]
 
 
 def read_queue(config: ModelConfig, *, limited: bool = False) -> tuple[Levels, Forming] | None:
     """How a model's requests queue and form batches; None when shared memory does it as well by itself."""
-    dynamic = triton_of(config).get("dynamic_batching") or {}
-    levels = read_levels(dynamic)
-    preferred = frozenset(int(size) for size in dynamic.get("preferred_batch_size") or ())
-    keep_order = bool(dynamic.get("preserve_ordering")) and config.instances > 1
+    asked = config.options.queue or QueueOptions()
+    levels, preferred = levels_of(asked), frozenset(asked.preferred_sizes)
+    keep_order = asked.keep_order and config.instances > 1
     if not limited and levels.plain and not keep_order and preferred <= {config.max_batch_size}:
         return None
     return levels, Forming(config.instances, config.max_queue_delay_us * 1000, preferred, keep_order)
@@ -122,27 +124,26 @@ def read_queue(config: ModelConfig, *, limited: bool = False) -> tuple[Levels, F
 
 def check_schedule(config: ModelConfig, fronts: int, *, cached: bool = False) -> None:
     """Raises ServeError INVALID_ARGUMENT for scheduling that this server, or so many fronts, cannot do."""
-    triton = triton_of(config)
+    options = config.options
     asked = _needs_one_front(config, cached=cached)
     if asked and fronts > 1:
         raise ServeError(
             Kind.INVALID_ARGUMENT,
             f"{asked} is kept in one front process: frontends: given {fronts}, allowed: 1 with this model",
         )
-    if asked and (triton.get("model_transaction_policy") or {}).get("decoupled"):
+    if asked and options.decoupled:
         raise ServeError(
             Kind.INVALID_ARGUMENT,
             f"{asked}: model_transaction_policy.decoupled: given true, allowed: false with this",
         )
-    if cached and triton.get("sequence_batching") is not None:
+    if cached and options.sequences is not None:
         raise ServeError(
             Kind.INVALID_ARGUMENT, "response_cache: answers of a sequence depend on more than the request"
         )
 
 
-def _check_limited(triton: Mapping[str, Any], fronts: int) -> None:
-    decoupled = (triton.get("model_transaction_policy") or {}).get("decoupled")
-    if fronts > 1 or decoupled or triton.get("sequence_batching") is not None:
+def _check_limited(options: Options, fronts: int) -> None:
+    if fronts > 1 or options.decoupled or options.sequences is not None:
         raise ServeError(
             Kind.INVALID_ARGUMENT,
             "instance_group.rate_limiter: with rate_limit execution_count not for several frontends, "
@@ -150,14 +151,9 @@ def _check_limited(triton: Mapping[str, Any], fronts: int) -> None:
         )
 
 
-def caches(triton: Mapping[str, Any]) -> bool:
-    """True when the model's responses may be kept."""
-    return bool((triton.get("response_cache") or {}).get("enable"))
-
-
 def _needs_one_front(config: ModelConfig, *, cached: bool) -> str:
     """What of the config is kept in one process, where the order of all requests is known."""
-    if triton_of(config).get("sequence_batching") is not None:
+    if config.options.sequences is not None:
         return "sequence_batching"
     if read_queue(config) is not None:
         return "dynamic_batching with levels, policies, sizes or kept order"

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
+from fastserve.config.options import SequenceOptions
 from fastserve.engine.controls import Extras, Signals, empty_like
 from fastserve.engine.counts import CANCELED, OTHER, REJECTED, tally_of
 from fastserve.engine.door import Door, Runs
@@ -41,20 +41,16 @@ class Strategy:
     idle_ns: int
 
 
-def read_strategy(triton: Mapping[str, Any]) -> Strategy:
-    """The strategy of a config with sequence_batching; direct when it names none."""
-    sequence = triton["sequence_batching"]
-    rows = max(1, int(triton.get("max_batch_size") or 0))
-    oldest = sequence.get("oldest")
-    direct = sequence.get("direct") or {}
-    chosen = direct if oldest is None else oldest
+def strategy_of(options: SequenceOptions, max_batch_size: int) -> Strategy:
+    """How a model's sequences form batches."""
+    rows = max(1, max_batch_size)
     return Strategy(
-        direct=oldest is None,
-        width=rows if oldest is None else int(oldest.get("max_candidate_sequences") or rows),
-        delay_ns=int(chosen.get("max_queue_delay_microseconds") or 0) * 1000,
-        preferred=frozenset(chosen.get("preferred_batch_size") or ()),
-        fill=float(direct.get("minimum_slot_utilization") or 0.0),
-        idle_ns=int(sequence.get("max_sequence_idle_microseconds") or 1_000_000) * 1000,
+        direct=options.direct,
+        width=rows if options.direct else options.max_candidates or rows,
+        delay_ns=options.delay_us * 1000,
+        preferred=frozenset(options.preferred_sizes),
+        fill=options.fill,
+        idle_ns=options.idle_us * 1000,
     )
 
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from fastserve.config import RepositorySettings
 from fastserve.errors import ConfigError
@@ -118,7 +117,7 @@ def _facts(folder: ModelFolder, config: ModelConfig, report: ModelReport) -> lis
         f"versions at hand: {at_hand}; policy: {policy_text(config.version_policy)}",
         f"backend {config.backend}, {batch}, {workers}",
     ]
-    facts += _scheduling_facts(config.triton or {})
+    facts += _scheduling_facts(config)
     inputs, outputs = build_specs(config.inputs), build_specs(config.outputs)
     if not (inputs and outputs):
         facts.append("inputs and outputs: read from the model when it is loaded")
@@ -130,23 +129,19 @@ def _facts(folder: ModelFolder, config: ModelConfig, report: ModelReport) -> lis
     return facts
 
 
-def _scheduling_facts(triton: Mapping[str, Any]) -> list[str]:
-    """What a config.pbtxt asks of the scheduler, in a line."""
-    parts = []
-    dynamic, sequence = triton.get("dynamic_batching"), triton.get("sequence_batching")
-    if dynamic is not None:
-        parts.append(f"dynamic batching, up to {dynamic['max_queue_delay_microseconds']} microseconds")
-    if sequence is not None:
-        strategy = "oldest" if "oldest" in sequence else "direct"
-        parts.append(
-            f"sequences ({strategy}), {sequence['max_sequence_idle_microseconds']} idle microseconds"
-        )
-    steps = triton.get("ensemble_scheduling", {}).get("step", ())
-    if steps:
-        parts.append("ensemble of " + ", ".join(step["model_name"] for step in steps))
-    if triton.get("model_transaction_policy", {}).get("decoupled"):
+def _scheduling_facts(config: ModelConfig) -> list[str]:
+    """What a model asks of the scheduler, in a line."""
+    parts, options = [], config.options
+    if options.queue is not None:
+        parts.append(f"dynamic batching, up to {config.max_queue_delay_us} microseconds")
+    if options.sequences is not None:
+        strategy = "direct" if options.sequences.direct else "oldest"
+        parts.append(f"sequences ({strategy}), {options.sequences.idle_us} idle microseconds")
+    if options.ensemble is not None:
+        parts.append("ensemble of " + ", ".join(step.model for step in options.ensemble.steps))
+    if options.decoupled:
         parts.append("decoupled")
-    if triton.get("response_cache", {}).get("enable"):
+    if options.cached:
         parts.append("response cache")
     return ["scheduling: " + "; ".join(parts)] if parts else []
 

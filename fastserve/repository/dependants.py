@@ -17,10 +17,9 @@ from fastserve.repository.version import Version
 def needs(config: ModelConfig | None) -> dict[str, set[int | None]]:
     """Models an ensemble's steps name -> versions they ask for, None for the latest; empty for others."""
     found: dict[str, set[int | None]] = {}
-    scheduling = ((config and config.triton) or {}).get("ensemble_scheduling") or {}
-    for step in scheduling.get("step") or ():
-        number = int(step.get("model_version") or -1)
-        found.setdefault(str(step.get("model_name")), set()).add(None if number == -1 else number)
+    ensemble = config.options.ensemble if config is not None else None
+    for step in ensemble.steps if ensemble is not None else ():
+        found.setdefault(step.model, set()).add(step.version)
     return found
 
 

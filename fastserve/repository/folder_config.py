@@ -48,7 +48,7 @@ def model_file(config: ModelConfig) -> str:
     """The file a version's folder must hold; "" when the folder is enough."""
     if config.fault:
         return ""  # its versions are listed with the fault, whatever they hold
-    return str((config.triton or {}).get("default_model_filename") or MODEL_FILES[config.backend])
+    return config.options.model_file or MODEL_FILES[config.backend]
 
 
 def inside(path: Path, root: Path) -> bool:

@@ -20,6 +20,7 @@ from msgspec import Meta
 
 from fastserve.config import DEFAULT_POLICY, VersionPolicy, convert
 from fastserve.config.fields import fault_text
+from fastserve.config.options import Options
 from fastserve.config.policy import VersionNumber
 from fastserve.errors import ConfigError
 from fastserve.tensor import DTYPES, TensorSpec
@@ -188,6 +189,7 @@ class ModelConfig(NativeConfig, frozen=True, forbid_unknown_fields=True, kw_only
     backend: Annotated[  # type: ignore[assignment]
         Literal["python", "onnx", "triton_python", "ensemble"], Meta(description="What runs the model.")
     ]
+    options: Annotated[Options, Meta(description="What it asks for beyond its tensors.")] = Options()
     triton: Annotated[
         dict[str, Any] | None,
         Meta(description="The whole config.pbtxt as the config call shows it; null for a native model."),

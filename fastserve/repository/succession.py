@@ -198,7 +198,8 @@ class Succession:
             origin = self._origins.get(version) if version is not None else None
             if version is not None and origin is not None and origin.config == _instance_config(config):
                 # what the loaded model said of its tensors stays
-                version.config = msgspec.structs.replace(config, triton=version.config.triton)
+                said = version.config
+                version.config = msgspec.structs.replace(config, options=said.options, triton=said.triton)
 
     def _problems(self, model: Model, folder: ModelFolder, wanted: list[int]) -> list[str]:
         assert folder.config is not None

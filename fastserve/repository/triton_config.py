@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fastserve.config import DEFAULT_POLICY, PolicyChoice, VersionPolicy, convert
+from fastserve.config.options import Options
 from fastserve.config.text_proto import parse_text
 from fastserve.config.yaml_text import read_text
 from fastserve.errors import ConfigError
 from fastserve.repository.model_config import ModelConfig, TensorConfig, WarmupSample
 from fastserve.repository.triton_defaults import DATA_TYPE, DTYPE_OF, complete, fill_defaults
 from fastserve.repository.triton_json import plain_from_json, to_json
+from fastserve.repository.triton_options import options_of
 from fastserve.repository.triton_refusals import instances_of, refusals
 from fastserve.repository.triton_rules import check
 from fastserve.repository.triton_schema import (
@@ -87,6 +89,7 @@ def to_model_config(config: TritonConfig, folder: Path = Path()) -> ModelConfig:
         return ModelConfig(
             backend="triton_python",
             version_policy=policy_of(config),
+            options=Options(origin=TRITON_FILE, model_file=config.default_model_filename),
             triton=to_json(config),
             fault=f"Invalid argument: {fault}",
         )
@@ -104,6 +107,7 @@ def to_model_config(config: TritonConfig, folder: Path = Path()) -> ModelConfig:
         "warmup": [_warmup(sample, folder) for sample in config.model_warmup] or "off",
         "parameters": {name: parameter.string_value for name, parameter in config.parameters.items()},
         "threads": threads_of(config),
+        "options": options_of(config),
         "triton": to_json(config),
     }
     return ModelConfig(**fields)
@@ -168,13 +172,18 @@ def with_tensors(
     if config.triton is None:
         return config
     completed = complete(triton_view(config, ""), inputs, outputs)
-    return msgspec.structs.replace(config, triton=to_json(completed))
+    return msgspec.structs.replace(config, options=options_of(completed), triton=to_json(completed))
 
 
 def amend(config: ModelConfig, fields: Mapping[str, Any]) -> ModelConfig:
     """A Triton model's config with what the model itself has said of these fields. Raises ConfigError."""
-    triton = to_json(convert({**(config.triton or {}), **fields}, TritonConfig, TRITON_FILE))
-    return msgspec.structs.replace(config, triton=triton, max_batch_size=int(fields["max_batch_size"]))
+    amended = convert({**(config.triton or {}), **fields}, TritonConfig, TRITON_FILE, lax=True)
+    return msgspec.structs.replace(
+        config,
+        max_batch_size=int(fields["max_batch_size"]),
+        options=options_of(amended),
+        triton=to_json(amended),
+    )
 
 
 def config_json(config: ModelConfig | TritonConfig, version: Version | None = None) -> dict[str, Any]:

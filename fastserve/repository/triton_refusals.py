@@ -45,6 +45,8 @@ def _refused(config: TritonConfig) -> Iterator[str]:
         yield from _refused_of_group(f"instance_group[{number}]", group)
     if config.instance_group and all(group.passive for group in config.instance_group):
         yield fault_text("instance_group.passive", True, "false in at least one group")
+    if config.ensemble and config.response_cache is not None and config.response_cache.enable:
+        yield fault_text("response_cache.enable", True, "false for an ensemble: its models' may be kept")
     instances = instances_of(config)
     if instances > MOST_INSTANCES:
         yield fault_text("instance_group.count", instances, f"up to {MOST_INSTANCES} over all groups")

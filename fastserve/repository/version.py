@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from fastserve.errors import ServeError
 from fastserve.repository.model_config import ModelConfig, build_specs
 from fastserve.repository.signature import Signature, build_signatures
-from fastserve.repository.triton_config import with_tensors
+from fastserve.repository.triton_config import amend, with_tensors
 from fastserve.tensor import TensorSpec
 
 
@@ -91,6 +92,10 @@ class Version:
         self.outputs = dict(outputs)
         self.config = with_tensors(self.config, inputs, outputs)
         self.signatures = build_signatures(self.config, self.inputs, self.outputs)
+
+    def amend(self, fields: Mapping[str, Any]) -> None:
+        """What the model itself says of fields of its config.pbtxt. Raises ConfigError."""
+        self.config = amend(self.config, fields)
 
     def __repr__(self) -> str:
         return f"<Version {self.model}/{self.number} {self.state.name}>"

@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from fastserve.config.metrics import MetricsConfig
 from fastserve.engine.cache import ResponseCache
 from fastserve.engine.counts import FIRST_RESPONSE, VersionCounts, counts_of, first_responses, tally_of
-from fastserve.engine.door import triton_of
-from fastserve.engine.schedule import caches
 from fastserve.metrics.machine import Machine
 from fastserve.metrics.text import write_family, write_head, write_histogram, write_labels
 from fastserve.repository.catalog import Catalog
@@ -114,7 +112,7 @@ class NvMetrics:
         lines += _write_failures(seen)
         if self._options.counter_latencies:
             lines += [line for family in _LATENCIES for line in _write(family, seen)]
-            cached = [one for one in seen if caches(triton_of(one.version.config))] if self._cache else []
+            cached = [one for one in seen if one.version.config.options.cached] if self._cache else []
             lines += [line for family in _CACHED for line in _write(family, cached)]
         if self._options.histogram_latencies:
             lines += _write_first_responses(seen)
@@ -165,9 +163,8 @@ class NvMetrics:
 
 
 def _labels_of(version: Version) -> dict[str, str]:
-    tags = triton_of(version.config).get("metric_tags") or {}
     return {
-        **{f"_{name}": str(value) for name, value in tags.items()},
+        **{f"_{name}": value for name, value in version.config.options.metric_tags.items()},
         "model": version.model,
         "version": str(version.number),
     }
@@ -181,7 +178,7 @@ def _write(family: Family, seen: Sequence[Seen], kind: str = "counter") -> list[
 def _write_first_responses(seen: Sequence[Seen]) -> list[str]:
     lines: list[str] = []
     for one in seen:
-        if (triton_of(one.version.config).get("model_transaction_policy") or {}).get("decoupled"):
+        if one.version.config.options.decoupled:
             found = first_responses(one.version)
             lines += write_histogram(one.labels, FIRST_RESPONSE, found.bounds, found.counts, found.sum_ms)
     if lines:

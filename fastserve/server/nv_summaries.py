@@ -13,8 +13,6 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from fastserve.engine.counts import Took, VersionCounts, tally_of
-from fastserve.engine.door import triton_of
-from fastserve.engine.schedule import caches
 from fastserve.metrics.spread import Window, quantiles_ns
 from fastserve.metrics.text import write_head, write_summary
 from fastserve.repository.version import Version
@@ -72,7 +70,7 @@ class Summaries:
 
 def _spreads(one: Seen, *, cached: bool) -> Iterator[tuple[str, Took, array[int]]]:
     counts, tally = one.counts, tally_of(one.version)
-    kept = cached and caches(triton_of(one.version.config))
+    kept = cached and one.version.config.options.cached
     tooks = (counts.success, counts.queue, counts.compute_input, counts.compute_infer, counts.compute_output)
     for (name, _), took, spread in zip(NAMES, tooks, tally.spreads(), strict=False):
         # As there: with a cache in front, durations of requests are of two kinds that one summary would mix.

@@ -16,6 +16,7 @@ from typing import Any
 
 from fastserve._ext import batch_ring
 from fastserve._ext.batch_ring import BatchRing
+from fastserve.config.options import read_options
 from fastserve.tensor import TensorSpec
 
 MAX_ROWS = 65535  # MAX_BATCH_ROWS of arena.h
@@ -64,11 +65,12 @@ def plan_geometry(
     rows_in, rows_out = _row_bytes(inputs), _row_bytes(outputs)
     requests = config.get("backend") == REQUEST_BACKEND
     dense = max_batch > 0 and rows_in is not None and rows_out is not None and not requests
-    dense = dense and not tells_requests(config)
+    options = read_options(config)
+    dense = dense and not options.tells_requests
     columns = (rows_in or (), rows_out or ()) if dense else ((), ())
     max_rows = max(max_batch, 1)
     queue_bytes = int(config["max_queue_bytes"])
-    decoupled = requests and is_decoupled(config)
+    decoupled = requests and options.decoupled
     most_slots = MOST_STREAMS if decoupled else MOST_SLOTS
     slots = min(max(int(config["max_queue_rows"]) // max_rows, LEAST_SLOTS), most_slots)
     if dense:
@@ -87,18 +89,6 @@ def plan_geometry(
         requests=requests,
         decoupled=decoupled,
     )
-
-
-def is_decoupled(config: Mapping[str, Any]) -> bool:
-    """Whether requests to this model have any number of responses."""
-    policy = (config.get("triton") or {}).get("model_transaction_policy") or {}
-    return bool(policy.get("decoupled"))
-
-
-def tells_requests(config: Mapping[str, Any]) -> bool:
-    """Whether the model is told where one request ends and the next begins (backends/batch_io.py)."""
-    triton = config.get("triton") or {}
-    return bool(triton.get("batch_input") or triton.get("batch_output"))
 
 
 def _row_bytes(specs: Mapping[str, TensorSpec]) -> tuple[int, ...] | None:

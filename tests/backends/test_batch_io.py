@@ -14,6 +14,7 @@ from onnx import TensorProto
 
 from fastserve.backends import create
 from fastserve.backends.batch_io import BatchIO
+from fastserve.config.options import MadeInput, Options, Scatter
 from fastserve.engine.counts import counts_of
 from fastserve.errors import ConfigError, ServeError
 from fastserve.repository.model_config import config_json
@@ -55,15 +56,15 @@ def plain(kind: str, shapes: list[Shape]) -> list[Any]:
 
 @given(
     st.sampled_from(KINDS),
-    st.sampled_from(["TYPE_INT32", "TYPE_FP32"]),
+    st.sampled_from(["int32", "float32"]),
     st.lists(st.tuples(*[st.integers(1, 4)] * 3), min_size=1, max_size=5),
 )
 def test_every_kind_is_its_definition(kind: str, dtype: str, shapes: list[Shape]) -> None:
-    made = {"kind": kind, "target_name": ["t", "u"], "data_type": dtype, "source_input": ["x"]}
-    io = BatchIO({"input": [{"name": "x", "allow_ragged_batch": True}], "batch_input": [made]})
+    made = MadeInput(kind=kind.removeprefix("BATCH_").lower(), names=["t", "u"], dtype=dtype, source="x")  # type: ignore[arg-type]
+    io = BatchIO(Options(ragged_inputs=["x"], made_inputs=[made]))
     requests = [{"x": np.full(shape, number, np.float32)} for number, shape in enumerate(shapes)]
     feed = io.join(requests)
-    assert feed["t"].dtype == (np.int32 if dtype == "TYPE_INT32" else np.float32)
+    assert feed["t"].dtype == np.dtype(dtype)
     assert feed["t"].tolist() == feed["u"].tolist() == plain(kind, shapes)
     assert feed["x"].tolist() == [n for n, shape in enumerate(shapes) for _ in range(int(np.prod(shape)))]
     assert io.names == {"t", "u"}
@@ -71,13 +72,7 @@ def test_every_kind_is_its_definition(kind: str, dtype: str, shapes: list[Shape]
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 5)), min_size=1, max_size=5))
 def test_scattering_undoes_joining(shapes: list[tuple[int, int]]) -> None:
-    io = BatchIO(
-        {
-            "input": [{"name": "x", "allow_ragged_batch": True}],
-            "output": [{"name": "y", "dims": [-1]}, {"name": "n", "dims": [1]}],
-            "batch_output": [{"target_name": ["y"], "source_input": ["x"]}],
-        }
-    )
+    io = BatchIO(Options(ragged_inputs=["x"], scattered_outputs={"y": Scatter(source="x", dims=[-1, -1])}))
     requests = [{"x": np.random.default_rng(1).random(shape)} for shape in shapes]
     rows = np.arange(sum(shape[0] for shape in shapes)).reshape(-1, 1)
     parts = io.split({"y": io.join(requests)["x"], "n": rows}, requests)

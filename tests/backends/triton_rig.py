@@ -13,12 +13,15 @@ from typing import Any
 import numpy as np
 import uvloop
 
+from fastserve.config import convert
 from fastserve.engine.engine import Engine
 from fastserve.engine.hosting import Host
 from fastserve.engine.lane import Lane
 from fastserve.metrics.registry import Registry
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.model_config import ModelConfig, TensorConfig
+from fastserve.repository.triton_options import options_of
+from fastserve.repository.triton_schema import TritonConfig
 from fastserve.repository.version import Version, VersionState
 from fastserve.request import InferRequest, InferResponse
 from fastserve.tensor import DTYPES, Tensor
@@ -84,6 +87,7 @@ class Served:
             max_batch_size=triton["max_batch_size"],
             split_large_requests=False,
             warmup="off",
+            options=options_of(convert(triton, TritonConfig, "config.pbtxt", lax=True)),
             triton=triton,
             **{"restart_backoff_s": 0.01, **fields},
         )

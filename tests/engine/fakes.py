@@ -10,12 +10,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from fastserve.config import convert
 from fastserve.engine.door import Door, Runs
 from fastserve.engine.engine import Engine
 from fastserve.engine.sealed import Answer, Member
 from fastserve.errors import ServeError
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.model_config import ModelConfig, parse_model_config
+from fastserve.repository.triton_options import options_of
+from fastserve.repository.triton_schema import TritonConfig
 from fastserve.repository.version import Version, VersionState
 from fastserve.request import InferRequest, InferResponse
 from fastserve.tensor import DTYPES, Tensor
@@ -53,7 +56,8 @@ def model_config(triton: dict[str, Any], **more: Any) -> ModelConfig:
 
     raw: dict[str, Any] = {"backend": "python", "max_batch_size": triton.get("max_batch_size", 0)}
     raw |= {"inputs": side("input"), "outputs": side("output"), **more}
-    return msgspec.structs.replace(parse_model_config(raw), triton=triton)
+    options = options_of(convert(triton, TritonConfig, "config.pbtxt", lax=True))
+    return msgspec.structs.replace(parse_model_config(raw), options=options, triton=triton)
 
 
 class Answers(Door):

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from fastserve.engine.ensemble import Ensemble
-from fastserve.engine.ensemble_plan import check_models, read_plan
+from fastserve.engine.ensemble_plan import check_models, make_plan
 from fastserve.errors import Kind, ServeError
 from fastserve.request import InferRequest
-from tests.engine.fakes import House, array, ints, io, run
+from tests.engine.fakes import House, array, ints, io, model_config, run
 
 
 def step(model, inputs, outputs, version=-1):
@@ -28,8 +28,14 @@ def config(steps, inputs=("X",), outputs=("Y",), **more):
     }
 
 
+def plan_of(name, triton):
+    options = model_config(triton).options.ensemble
+    assert options is not None
+    return make_plan(name, options)
+
+
 def put_ensemble(house, triton, name="ens"):
-    plan = read_plan(name, triton)
+    plan = plan_of(name, triton)
     version = house.put(name, triton, Ensemble(plan))
     check_models(version, plan, house.catalog)
     return version
@@ -269,19 +275,11 @@ DOUBLE = step("double", {"a": "X"}, {"b": "Y"})
             config([DOUBLE, step("m", {"a": "X"}, {"b": "U"})]),
             "ensemble tensor 'U' is unused in ensemble 'e'",
         ),
-        (
-            config([DOUBLE], response_cache={"enable": True}),
-            "response_cache.enable: given true for ensemble 'e', allowed: on its models",
-        ),
-        (
-            config([DOUBLE], instance_group=[{"count": 1}]),
-            "instance group should not be specified for ensemble 'e'",
-        ),
     ],
 )
 def test_plans_that_do_not_flow(triton, text):
     with pytest.raises(ServeError) as caught:
-        read_plan("e", triton)
+        plan_of("e", triton)
     assert (caught.value.kind, caught.value.message) == (Kind.INVALID_ARGUMENT, text)
 
 

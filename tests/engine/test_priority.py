@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastserve.engine.priority import AdmissionQueue, Levels, Policy, read_levels
+from fastserve.config.options import QueueOptions, QueuePolicy
+from fastserve.engine.priority import AdmissionQueue, Levels, Policy, levels_of
 from fastserve.engine.queued import Forming, QueuedDoor
 from fastserve.errors import DeadlineError, Kind, ServeError
 from fastserve.request import InferRequest
@@ -68,12 +69,10 @@ def test_the_queue_against_the_plainest_one(events):
 
 
 def test_levels_of_a_config():
-    mine = {"timeout_action": "DELAY", "default_timeout_microseconds": 5, "max_queue_size": 7}
-    found = read_levels(
-        {"priority_levels": 2, "default_priority_level": 2, "priority_queue_policy": {"1": mine}}
-    )
+    mine = QueuePolicy(reject=False, timeout_us=5, max_requests=7)
+    found = levels_of(QueueOptions(policies=[mine, QueuePolicy()], default_level=2))
     assert found == Levels((Policy(reject=False, timeout_ns=5000, most=7), Policy()), default=2)
-    assert read_levels({}).plain
+    assert levels_of(QueueOptions()).plain
 
 
 class Stage:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastserve.engine.rate import RateLimiter, read_needs, read_pools
+from fastserve.config.options import Needs
+from fastserve.engine.rate import RateLimiter, needs_of, read_pools
 from fastserve.errors import ServeError
 from tests.engine.fakes import run
 from tests.engine.test_priority import Stage
@@ -17,7 +18,9 @@ from tests.engine.test_priority import Stage
 def test_two_models_share_one_resource_and_priority_runs_twice_as_often():
     async def work():
         limiter = RateLimiter({})
-        stages = [Stage(gate=limiter.open_gate({"r": 2}, priority)) for priority in (1, 2)]
+        stages = [
+            Stage(gate=limiter.open_gate(Needs(resources={"r": 2}, priority=priority))) for priority in (1, 2)
+        ]
         asking = [[at.ask(i) for i in range(30)] for at in stages]
         ran = []
         while len(ran) < 30:
@@ -42,7 +45,7 @@ def test_two_models_share_one_resource_and_priority_runs_twice_as_often():
 def test_never_more_than_there_is_and_nothing_is_lost(events, fixed):
     limiter = RateLimiter({"a": 3} if fixed else {})
     needs = [{"a": 1}, {"a": 2, "b": 1}, {"a": 3}]
-    gates = [limiter.open_gate(need, 1) for need in needs]
+    gates = [limiter.open_gate(Needs(resources=need)) for need in needs]
     running = [0, 0, 0]
     for number, event in events:
         gate = gates[number]
@@ -66,13 +69,13 @@ def test_never_more_than_there_is_and_nothing_is_lost(events, fixed):
 
 
 def test_configs_and_settings():
-    group = {"rate_limiter": {"resources": [{"name": "r", "count": 2}], "priority": 3}}
-    assert read_needs([group, group]) == ({"r": 2}, 3)
-    assert read_needs([{}]) == ({}, 1)
+    needs = Needs(resources={"r": 2}, priority=3)
+    assert needs_of([needs, needs]) == needs
+    assert needs_of([]) == Needs()
     with pytest.raises(ServeError, match="given different ones"):
-        read_needs([group, {}])
+        needs_of([needs, Needs()])
     assert read_pools(["r:4"]) == {"r": 4}
     with pytest.raises(ValueError, match="allowed: NAME:COUNT"):
         read_pools(["r"])
     with pytest.raises(ServeError, match="given 5, allowed: up to 4"):
-        RateLimiter({"r": 4}).open_gate({"r": 5}, 1)
+        RateLimiter({"r": 4}).open_gate(Needs(resources={"r": 5}))

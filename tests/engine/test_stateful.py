@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fastserve.engine.controls import Extras, Signals, read_extras, write_id
-from fastserve.engine.stateful import StatefulDoor, read_strategy
+from fastserve.config import convert
+from fastserve.engine.controls import Extras, Signals, open_extras, write_id
+from fastserve.engine.stateful import StatefulDoor, strategy_of
 from fastserve.errors import DeadlineError, Kind, ServeError
+from fastserve.repository.triton_options import options_of
+from fastserve.repository.triton_schema import TritonConfig
 from fastserve.request import InferRequest
 from fastserve.tensor import DTYPES, Tensor
 from tests.engine.fakes import Hand, House, array, ints, io, run
@@ -38,13 +42,23 @@ def config(rows=2, idle_us=1_000_000, state=(), **strategy):
     }
 
 
+def sequences(triton):
+    options = options_of(convert(triton, TritonConfig, "config.pbtxt")).sequences
+    assert options is not None
+    return options
+
+
+def extras(triton, folder) -> Extras:
+    return open_extras(sequences(triton), folder, batching=triton.get("max_batch_size", 0) > 0)
+
+
 class Stage:
     def __init__(self, triton, instances=1, tmp=None):
         self.now = 1_000
         self.house = House()
         self.hands = [Hand(triton["max_batch_size"]) for _ in range(instances)]
-        extras = read_extras(triton, tmp)
-        self.door = StatefulDoor("seq", self.hands, extras, read_strategy(triton), lambda: self.now)
+        strategy = strategy_of(sequences(triton), triton["max_batch_size"])
+        self.door = StatefulDoor("seq", self.hands, extras(triton, tmp), strategy, lambda: self.now)
         self.version = self.house.put("seq", triton, self.door)
 
     def ask(self, id, value=1, *, start=False, end=False, rows=1, deadline_ns=0):
@@ -234,7 +248,7 @@ def test_initial_state_from_a_file(tmp_path):
     ):
         bad = {**state, "initial_state": [{"dims": [2], "data_file": name}]}
         with pytest.raises(ServeError, match=text):
-            read_extras(config(state=[bad]), tmp_path)
+            extras(config(state=[bad]), tmp_path)
 
 
 def test_a_worker_that_dies_ends_its_sequences_only():
@@ -346,7 +360,7 @@ def test_closing_tells_everybody():
 def test_ids_as_tensors(data_type, id, expected):
     control = {"kind": "CONTROL_SEQUENCE_CORRID", "data_type": data_type}
     triton = {"sequence_batching": {"control_input": [{"name": "C", "control": [control]}]}}
-    found = read_extras(triton, None).write(Signals(id=id), {})["C"]
+    found = extras(triton, Path()).write(Signals(id=id), {})["C"]
     assert (found.shape, bytes(found.data)) == ((1,), expected)
 
 
@@ -365,7 +379,6 @@ def test_control_values():
             ]
         },
     }
-    extras: Extras = read_extras(triton, None)
-    found = extras.write(Signals(start=True, ready=False, end=True), {})
+    found = extras(triton, Path()).write(Signals(start=True, ready=False, end=True), {})
     assert [array(found[k]).tolist() for k in KINDS] == [[[2.0]], [[True]], [[4]]]
     assert isinstance(found["END"], Tensor)

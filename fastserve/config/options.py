@@ -1,0 +1,193 @@
+"""What a model asks for beyond its tensors, in words of no dialect: queues, sequences, steps, sessions.
+
+A config.pbtxt is compiled into these (`repository.triton_options`); the engine, the workers and the backends
+read nothing else of it. They travel to workers as plain values, `read_options` reads them back.
+
+    ModelConfig.options -> Options(queue=QueueOptions(...), decoupled=True, ...)
+
+Sizes are rows, times microseconds, shapes without the batch axis; dtypes are names of `tensor.DTYPES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+
+class _Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+class QueuePolicy(_Options, frozen=True):
+    """How one level queues. 0 is no time, and any number of requests."""
+
+    reject: bool = True
+    """What becomes of a request past its time: turned away, or run after those in time."""
+    timeout_us: int = 0
+    may_override: bool = False
+    """A request may ask for a shorter time."""
+    max_requests: int = 0
+
+
+class QueueOptions(_Options, frozen=True):
+    """How requests wait and form batches. `policies` are those of the priority levels 1, 2, ..."""
+
+    policies: list[QueuePolicy] = msgspec.field(default_factory=lambda: [QueuePolicy()])
+    default_level: int = 1
+    preferred_sizes: list[int] = []
+    keep_order: bool = False
+
+
+class SequenceControl(_Options, frozen=True):
+    """An input that tells the model where it is in a sequence. `values` are those for false and true, empty
+    for an id."""
+
+    name: str
+    signal: Literal["start", "ready", "end", "id"]
+    dtype: str
+    values: list[float] = []
+
+
+class SequenceState(_Options, frozen=True):
+    """What an output leaves for an input of the sequence's next request. `first_shape` and `first_file`, in
+    the model's folder, are what it begins with; zeros without a file. A hidden output is nobody else's."""
+
+    input: str
+    output: str
+    dtype: str
+    shape: list[int]
+    first_shape: list[int]
+    first_file: str = ""
+    first_name: str = ""
+    hidden: bool = True
+
+
+class SequenceOptions(_Options, frozen=True):
+    """How batches of sequences are formed: a row of its own for each (direct), or the oldest of up to
+    `max_candidates` (0: max_batch_size)."""
+
+    direct: bool = True
+    max_candidates: int = 0
+    delay_us: int = 0
+    preferred_sizes: list[int] = []
+    fill: float = 0.0
+    """The share of rows in use that ends the wait."""
+    idle_us: int = 1_000_000
+    controls: list[SequenceControl] = []
+    states: list[SequenceState] = []
+
+    @property
+    def inputs(self) -> set[str]:
+        """Inputs of the model that no client sends."""
+        return {one.name for one in self.controls} | {one.input for one in self.states}
+
+
+class EnsembleStep(_Options, frozen=True):
+    """One model run. `inputs` and `outputs` map the model's names to the ensemble's tensors; no `version`
+    is the latest."""
+
+    model: str
+    version: int | None
+    inputs: dict[str, str]
+    outputs: dict[str, str]
+
+
+class EnsembleOptions(_Options, frozen=True):
+    """Steps that answer in place of workers. `inputs` say whether they may be left out; `max_inflight`
+    requests at a time in each step, 0 for any number."""
+
+    steps: list[EnsembleStep]
+    inputs: dict[str, bool]
+    outputs: list[str]
+    max_inflight: int = 0
+
+
+class Needs(_Options, frozen=True):
+    """What a batch takes of shared resources while it runs; `priority` 1 runs twice as often as 2."""
+
+    resources: dict[str, int] = {}
+    priority: int = 1
+
+
+class Reshape(_Options, frozen=True):
+    """A tensor that clients see as `dims` and the model as `shape`, of as many elements."""
+
+    dims: list[int]
+    shape: list[int]
+
+
+MadeKind = Literal[
+    "element_count",
+    "accumulated_element_count",
+    "accumulated_element_count_with_zero",
+    "max_element_count_as_shape",
+    "item_shape",
+    "item_shape_flatten",
+]
+
+
+class MadeInput(_Options, frozen=True):
+    """Inputs `names` that tell the model where in a batch the requests' elements of `source` lie."""
+
+    kind: MadeKind
+    names: list[str]
+    source: str
+    dtype: Literal["int32", "float32"]
+
+
+class Scatter(_Options, frozen=True):
+    """An output handed out by elements: `dims`, with the batch axis, take the lengths of `source` for -1."""
+
+    source: str
+    dims: list[int]
+
+
+class SessionOptions(_Options, frozen=True):
+    """How a framework runs a graph. `graph_level`: -1 basic, 0 everything, 1 extended, 2 nothing."""
+
+    graph_level: int = 0
+    inter_op_threads: int = 0
+    parallel: bool = False
+    accelerators: list[str] = []
+
+
+class Options(_Options, frozen=True):
+    """All of them."""
+
+    origin: str = "model.yaml"
+    """The file that says it, as messages name it."""
+    model_file: str = ""
+    """The file in a version's folder; "" for the backend's own."""
+    idle: list[str] = []
+    """Fields of the file that are taken up and do nothing here."""
+    queue: QueueOptions | None = None
+    sequences: SequenceOptions | None = None
+    ensemble: EnsembleOptions | None = None
+    cached: bool = False
+    """Responses may be kept."""
+    decoupled: bool = False
+    """A request has any number of responses."""
+    needs: list[Needs] = []
+    """Of each group of workers."""
+    optional_inputs: list[str] = []
+    ragged_inputs: list[str] = []
+    made_inputs: list[MadeInput] = []
+    scattered_outputs: dict[str, Scatter] = {}
+    reshaped_inputs: dict[str, Reshape] = {}
+    reshaped_outputs: dict[str, Reshape] = {}
+    session: SessionOptions = SessionOptions()
+    metric_tags: dict[str, str] = {}
+    first_response_ms: list[float] | None = None
+    """Bounds of the histogram of first responses; null for the usual ones."""
+
+    @property
+    def tells_requests(self) -> bool:
+        """The model is told where one request of a batch ends and the next begins."""
+        return bool(self.made_inputs or self.scattered_outputs)
+
+
+def read_options(config: Mapping[str, Any]) -> Options:
+    """The options of a model's config as a worker is sent it."""
+    return msgspec.convert(config.get("options") or {}, Options)
