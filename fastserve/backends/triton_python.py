@@ -19,11 +19,12 @@ import json
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastserve.backends.base import CompletedConfig, read_specs
+from fastserve.backends.base import CompletedConfig, explain, read_specs
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.tensor import DTYPES, TensorSpec
 
@@ -91,7 +92,7 @@ class TritonPythonBackend:
             return running.result()  # type: ignore[no-any-return]
 
         def done(future: Any) -> None:
-            error = future.exception()
+            error = CancelledError() if future.cancelled() else future.exception()
             if error is not None:
                 failed(error)
 
@@ -106,7 +107,7 @@ class TritonPythonBackend:
         from fastserve.backends.triton_types import BY_DTYPE
 
         kinds = {name: BY_DTYPE[spec.dtype.name].number for name, spec in self.inputs.items()}
-        tensors = [Tensor.made_of(name, array, kinds[name]) for name, array in inputs.items()]
+        tensors = [Tensor.made_of(name, array, kinds[name], True) for name, array in inputs.items()]
         request = InferenceRequest(self.name, list(self.outputs), tensors)
         reply = _Gather(self.decoupled)
         request._reply = reply
@@ -199,7 +200,11 @@ class _Gather:
 
 
 async def _finish(answer: Any) -> Any:
-    return await answer
+    try:
+        return await answer
+    # They would end the event loop, and with it every other answer under way.
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise ServeError(Kind.INTERNAL, explain(error)) from None
 
 
 def name_instance(model: str, config: Mapping[str, Any], instance: int) -> tuple[str, str]:

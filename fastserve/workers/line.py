@@ -210,7 +210,7 @@ class ControlLine:
         entries, said = self._desk.arrays(offset, answer["nbytes"])
         note = read_answer_note(said)
         tensors = [
-            TritonTensor.made_of(name, read_array(code, shape, data), KINDS[code])
+            TritonTensor.made_of(name, read_array(code, shape, data), KINDS[code], code != STRINGS)
             for (_, code, shape, data), name in zip(entries, note.extra, strict=True)
         ]
         views = [data for _, code, _, data in entries if code != STRINGS]

@@ -34,7 +34,11 @@ log = logging.getLogger(__name__)
 WINDOW_PARTS = 64
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.01
 TEXT_MAX = 4000
+# How long a part waits for memory while its reader has nothing left to read.
+ROOM_S = 30.0
 SILENT = "the model gave no response to this request"
+UNENDED = "the model let go of this request without a final response: its answer may not be whole"
+NO_ROOM = "a response of {} bytes found no room (max_queue_bytes)"
 TWICE = "a model that is not decoupled has one response for each request"
 
 Packed = tuple[list["Entry"], bytes]  # outputs, their note
@@ -112,12 +116,14 @@ class Reply:
         """An error instead of whatever is still to come."""
         if self.ended:
             return
-        packed: Packed = [], write_note(AnswerNote(kind=kind.value, message=text[:TEXT_MAX]))
-        if self.decoupled:
-            self._post(packed, final=True)
-        elif not self._sent:
-            self._place(kind.value, packed)
-        self._end()
+        packed: Packed = [], error_note(kind, text)
+        try:
+            if self.decoupled:
+                self._post(packed, final=True)
+            elif not self._sent:
+                self._place(kind.value, packed)
+        finally:
+            self._end()
 
     def cancelled(self) -> bool:
         """Whether nobody waits for this request any more."""
@@ -132,7 +138,7 @@ class Reply:
 
     def _abandon(self) -> None:
         if self.decoupled:
-            self.send(None, True)
+            self.fail(Kind.INTERNAL, UNENDED if self._sent else SILENT)
         elif self._sent:
             self._end()
         else:
@@ -143,9 +149,11 @@ class Reply:
             if self.ended:
                 return
             self.ended = True
-        if not self.decoupled and not self._sent:
-            self._place(Kind.INTERNAL.value, ([], _silence()))
-        self._batch.settle()
+        try:
+            if not self.decoupled and not self._sent:
+                self._place(Kind.INTERNAL.value, ([], error_note(Kind.INTERNAL, SILENT)))
+        finally:
+            self._batch.settle()
 
     # --- one answer ---
 
@@ -163,7 +171,7 @@ class Reply:
             return 0, self._pack(response, self.wanted)
         code = error.code()
         kind = KINDS[code] if 0 <= code < len(KINDS) else Kind.INTERNAL
-        return kind.value, ([], write_note(AnswerNote(kind=kind.value, message=error.message()[:TEXT_MAX])))
+        return kind.value, ([], error_note(kind, error.message()))
 
     # --- parts ---
 
@@ -181,7 +189,7 @@ class Reply:
         self._wait(lambda: self._sent - ring.parts_read(slot, row) < WINDOW_PARTS)
         offset = size = 0
         if packed is not None:
-            found = self._wait(lambda: self._put(packed))
+            found = self._wait(Room(self, packed).look)
             if found is None:
                 return  # the caller left while there was no room
             offset, size = found
@@ -189,10 +197,6 @@ class Reply:
             self._sent += 1
         elif offset:
             ring.return_lease(offset)
-
-    def _put(self, packed: Packed) -> tuple[int, int] | None:
-        slab = self._batch.desk.put(*packed)
-        return slab if slab[0] else None
 
     def _wait(self, ready: Callable[[], Found]) -> Found | None:
         """What `ready` says once that is something; None when the caller has left."""
@@ -207,5 +211,29 @@ class Reply:
         return None
 
 
-def _silence() -> bytes:
-    return write_note(AnswerNote(kind=Kind.INTERNAL.value, message=SILENT))
+class Room:
+    """Looks for a slab for one part. Its reader's own unread parts may take the memory it needs; once they
+    are read there is no use in waiting much longer."""
+
+    def __init__(self, reply: Reply, packed: Packed) -> None:
+        self._reply, self._packed = reply, packed
+        self._until = 0.0
+
+    def look(self) -> tuple[int, int] | None:
+        """(offset, bytes), None for no room yet. Raises ServeError RESOURCE_EXHAUSTED once it is hopeless."""
+        reply = self._reply
+        offset, size = reply._batch.desk.put(*self._packed)
+        if offset:
+            return offset, size
+        now = time.monotonic()
+        if reply._batch.ring.parts_read(reply._batch.slot, reply._row) < reply._sent or not self._until:
+            self._until = now + ROOM_S
+        elif now > self._until:
+            raise ServeError(Kind.RESOURCE_EXHAUSTED, NO_ROOM.format(size))
+        return None
+
+
+def error_note(kind: Kind, text: str) -> bytes:
+    """An error as it travels: a model's text may hold what UTF-8 cannot."""
+    plain = text[:TEXT_MAX].encode("utf-8", "backslashreplace").decode()
+    return write_note(AnswerNote(kind=kind.value, message=plain))

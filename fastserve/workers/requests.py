@@ -1,7 +1,11 @@
 """Batches for models that see requests, not arrays: a list of InferenceRequest in, a response for each out.
 
-Inputs are read-only views of the slabs the requests came in; strings are copied out. What the model does
-with one request reaches its caller alone; an exception of execute() reaches all of the batch.
+Inputs are lent from the slabs the requests came in, and the model's own once it looks at them: what it writes
+there reaches no second run of the batch. What it does with one request reaches its caller alone; an exception
+of execute() reaches all of the batch.
+
+The lists of requests are the model's: a coroutine or a thread may hold them for as long as it likes, and a
+request ends when the last of those who could answer it lets go.
 """
 
 from __future__ import annotations
@@ -71,13 +75,14 @@ class RequestRunner:
             return False
         self._ring.start_run(slot)
         batch = Batch(self._ring, self._desk, slot, len(places), self._kept)
+        self._run(batch, places)
+        batch.settle()  # holds no request any more: one the model has forgotten has ended
+        return True
+
+    def _run(self, batch: Batch, places: list[tuple[int, int, int, int]]) -> None:
         requests, replies = self._read_all(batch, places)
         if requests:
-            self._execute(slot, requests, replies)
-        requests.clear()
-        replies.clear()
-        batch.settle()
-        return True
+            self._execute(batch.slot, requests, replies)
 
     def warm_up(self, rows: int) -> None:
         """Nothing: Triton runs a model on what its configuration says, and on nothing else."""
@@ -102,11 +107,15 @@ class RequestRunner:
 
     def _answer(self, responses: Sequence[InferenceResponse | None], replies: list[Reply]) -> None:
         for reply, response in zip(replies, responses, strict=True):
-            if response is None or reply.ended:
+            if response is None:
+                continue
+            if reply.ended:
+                log.error("execute returned a response to a request that it had answered: it is lost")
                 continue
             try:
                 reply.send(response, True)
-            except TritonModelException as error:
+            # A text or a parameter that cannot travel is its own caller's fault alone.
+            except Exception as error:
                 reply.fail(Kind.INTERNAL, self._words(error))
 
     def _fail(self, replies: list[Reply], error: BaseException) -> None:
@@ -148,7 +157,7 @@ class RequestRunner:
                 views.append(array)
             if name in self._input_shapes:
                 array = reshape(array, *self._input_shapes[name], batching=self._batching)
-            inputs[name] = TritonTensor.made_of(name, array, KINDS[code])
+            inputs[name] = TritonTensor.made_of(name, array, KINDS[code], code != STRINGS)
         reply.wanted = (note and note.outputs) or self._declared
         return incoming(self._model, inputs, reply.wanted, note, reply)
 

@@ -86,10 +86,9 @@ class Served:
             outputs=_specs(triton["output"]),
             max_batch_size=triton["max_batch_size"],
             split_large_requests=False,
-            warmup="off",
             options=options_of(convert(triton, TritonConfig, "config.pbtxt", lax=True)),
             triton=triton,
-            **{"restart_backoff_s": 0.01, **fields},
+            **{"restart_backoff_s": 0.01, "warmup": "off", **fields},
         )
         version = Version(triton["name"], 1, folder, parsed)
         self.catalog.put(version)

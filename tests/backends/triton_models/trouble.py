@@ -24,6 +24,10 @@ class TritonPythonModel:
         return [self.answer(word) for word in words]
 
     def answer(self, word):
+        if word == "SURROGATE":
+            return pb_utils.InferenceResponse(error=pb_utils.TritonError("the model says \ud800"))
+        if word == "HUGE":
+            return pb_utils.InferenceResponse(parameters={"n": 1 << 70})
         if word in CODES:
             code = getattr(pb_utils.TritonError, word)
             return pb_utils.InferenceResponse(error=pb_utils.TritonError(f"the model says {word}", code))
