@@ -18,6 +18,7 @@ from types import TracebackType
 
 START_S = STOP_S = 60.0
 WAIT_S = 10.0
+FREE = "127.0.0.1:0"
 
 
 def until(true: Callable[[], object], what: str, limit_s: float = WAIT_S) -> None:
@@ -29,15 +30,19 @@ def until(true: Callable[[], object], what: str, limit_s: float = WAIT_S) -> Non
 
 
 class Running:
-    """One server. `http` and `grpc` are HOST:PORT of its first listeners."""
+    """One server. `http` and `grpc` are HOST:PORT of its first listeners, on ports the system chooses unless
+    others are asked for."""
 
-    def __init__(self, repository: Path, log: Path, *options: str) -> None:
+    def __init__(
+        self, repository: Path, log: Path, *options: str, http: str = FREE, grpc: str = FREE
+    ) -> None:
         self._command = [sys.executable, "-m", "fastserve.cli", "serve", str(repository), *options]
         self.log = log
-        self.http = self.grpc = ""
+        self._killed = False
+        self.http, self.grpc = http, grpc
 
     def __enter__(self) -> Running:
-        listeners = ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"]
+        listeners = ["--http", self.http, "--grpc", self.grpc]
         with self.log.open("wb") as log:
             command = [*self._command, *listeners]
             self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log)
@@ -63,7 +68,12 @@ class Running:
             assert self._process.stdout is not None
             self._process.stdout.close()
         if kind is None:
-            assert status == 0, self.log.read_text()
+            assert status in (0, -signal.SIGKILL if self._killed else 0), self.log.read_text()
+
+    def kill(self) -> None:
+        """The end that no process can do anything about."""
+        self._process.kill()
+        self._killed = True
 
     @property
     def pid(self) -> int:

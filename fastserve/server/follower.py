@@ -2,7 +2,8 @@
 
     python -m fastserve.server.follower FD      FD: the control line to the owner (fronts.py)
 
-It believes its owner, keeps nothing on disk, and ends when the control line does.
+It believes its owner, keeps nothing on disk, and ends when the control line does: at once, for requests that
+nobody could answer any more and a port that a new server needs.
 """
 
 from __future__ import annotations
@@ -11,12 +12,11 @@ import asyncio
 import gc
 import logging
 import os
-import signal
 import socket
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import uvloop
@@ -39,6 +39,7 @@ from fastserve.tensor import DTYPES, TensorSpec
 from fastserve.wire import keep_freed_memory
 from fastserve.workers.arena import Arena
 from fastserve.workers.control import Control, PeerGone
+from fastserve.workers.tie import leave, tie_to_owner
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class Follower:
         try:
             self._do(*self._control.receive())
         except PeerGone:
-            self.ended.set()
+            leave(0)
         except Exception as fault:
             self._fail(fault)
 
@@ -179,10 +180,8 @@ def _read_specs(written: dict[str, Any]) -> dict[str, TensorSpec]:
     }
 
 
-async def follow(fd: int) -> int:
-    """Serve until the owner says drain or is gone; the exit status."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the owner decides when to stop
-        signal.signal(number, lambda number, frame: None)
+async def follow(fd: int) -> NoReturn:
+    """Serve until the owner says drain, then end the process: no thread of grpcio's is waited for."""
     os.set_inheritable(fd, False)
     control = Control(socket.socket(fileno=fd), owner=False, trusted=True)
     follower = Follower(control)
@@ -190,8 +189,9 @@ async def follow(fd: int) -> int:
     await follower.ended.wait()
     asyncio.get_running_loop().remove_reader(control.fileno())
     control.close()
-    return follower.status
+    leave(follower.status)
 
 
 if __name__ == "__main__":
-    sys.exit(uvloop.run(follow(int(sys.argv[1]))))
+    tie_to_owner(int(sys.argv[1]))
+    uvloop.run(follow(int(sys.argv[1])))

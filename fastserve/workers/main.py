@@ -10,12 +10,10 @@ It ends when it is told to, when the control line reads EOF, and when the owner'
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import io
 import logging
 import os
-import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
@@ -26,18 +24,19 @@ from fastserve.backends import Backend, create
 from fastserve.backends.base import CompletedConfig, explain, kind_of, write_specs
 from fastserve.logs import log_prints, log_uncaught, raw_trace, setup_logs
 from fastserve.workers.control import Control, ControlFault, PeerGone
+from fastserve.workers.tie import tie_to_owner
 
 log = logging.getLogger(__name__)
 
 # serve(backend, control, config, message, fds): owns the fds; returns on "stop" and on EOF.
 Serve = Callable[[Backend, Control, Mapping[str, Any], Mapping[str, Any], list[int]], None]
 
-_PR_SET_PDEATHSIG = 1
-
 
 def main(arguments: list[str], serve: Serve | None = None) -> int:
     """Runs one worker to its end; the exit status. `serve` stands in for the batch loop in tests."""
-    _tie_to_owner()
+    tie_to_owner(int(arguments[0]))
+    with contextlib.suppress(OSError, RuntimeError, ValueError):
+        faulthandler.enable()
     os.set_inheritable(int(arguments[0]), False)  # a model's subprocesses must not hold the line open
     control = Control(socket.socket(fileno=int(arguments[0])), owner=False)
     try:
@@ -97,20 +96,6 @@ def _batch_loop(
     from fastserve.workers import loop
 
     loop.serve(backend, control, config, message, fds)
-
-
-def _tie_to_owner() -> None:
-    """Dies with the owner, and leaves it to the owner to stop us.
-
-    SIGTERM may reach every process of a service at once (systemd does that): a worker must go on
-    through the owner's drain. Handled by a function, not SIG_IGN: what a model executes would inherit
-    an ignored signal.
-    """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: None)
-    with contextlib.suppress(OSError, RuntimeError, ValueError):
-        faulthandler.enable()
 
 
 def _introduce(order: Mapping[str, Any]) -> None:

@@ -8,8 +8,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -186,34 +184,6 @@ def test_a_front_that_dies_while_a_version_opens_does_not_fail_the_load(tmp_path
                 assert await client.predict(1.0, model="second") == (200, [2.0])
 
     run(work())
-
-
-def test_a_killed_owner_ends_everything(tmp_path):
-    write_model(tmp_path, instances=2)
-    command = [sys.executable, "-m", "fastserve.cli", "serve", str(tmp_path), "--frontends", "3"]
-    owner = subprocess.Popen(
-        [*command, "--http", "127.0.0.1:0", "--grpc", "off"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
-    with owner:
-        assert owner.stdout is not None
-        assert b"ready" in owner.stdout.readline()
-        children = Path(f"/proc/{owner.pid}/task/{owner.pid}/children").read_text().split()
-        handles = [os.pidfd_open(int(pid)) for pid in children]
-        assert len(handles) == 4
-        owner.kill()
-
-        async def all_end() -> None:
-            loop = asyncio.get_running_loop()
-            for handle in handles:
-                ended = loop.create_future()
-                loop.add_reader(handle, ended.set_result, None)
-                await asyncio.wait_for(ended, 10)
-                loop.remove_reader(handle)
-                os.close(handle)
-
-        asyncio.run(all_end())
 
 
 def test_any_front_loads_and_unloads_for_its_clients(tmp_path):
