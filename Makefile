@@ -9,6 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
+CHECKED := build/.compiler
 INSTALLED := $(VENV)/.installed
 EXTENSIONS := $(VENV)/.extensions
 PROTOS := $(VENV)/.protos
@@ -21,8 +22,15 @@ DEBUG_TREE := build/debug/tree
 
 build: $(INSTALLED) $(EXTENSIONS) $(PROTOS)
 
+# First of all, in a sentence: what is missing to compile with.
+$(CHECKED): tools/check_compiler.py
+	@$(PYTHON) tools/check_compiler.py
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+		{ echo "fastserve cannot be built: Python's venv is missing (Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	@mkdir -p build && touch $@
+
 # The compiled modules are left to the next rule, which rebuilds only what changed.
-$(INSTALLED): pyproject.toml tests/clients.txt
+$(INSTALLED): pyproject.toml tests/clients.txt | $(CHECKED)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check $$($(BIN)/python tools/build_requires.py)
 	FASTSERVE_EXT=none $(BIN)/python -m pip install -q --disable-pip-version-check \

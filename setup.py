@@ -6,13 +6,18 @@ sanitizers; FASTSERVE_JOBS is the number of compilers at a time (default: the co
 """
 
 import os
+import sys
 from pathlib import Path
 
 from Cython.Build import cythonize
 from setuptools import Command, Extension, setup
+from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "tools"))
+import check_compiler  # noqa: E402
+
 DEBUG = os.environ.get("FASTSERVE_DEBUG") == "1"
 CHOSEN = set(filter(None, os.environ.get("FASTSERVE_EXT", "").split(",")))
 JOBS = int(os.environ.get("FASTSERVE_JOBS") or os.cpu_count() or 1)
@@ -89,6 +94,16 @@ class BuildPy(build_py):
         super().run()
 
 
+class BuildExt(build_ext):
+    """The ordinary step, after a look at what it needs."""
+
+    def run(self) -> None:
+        missing = check_compiler.fault() if self.extensions else ""
+        if missing:
+            raise SystemExit(f"fastserve cannot be built: {missing}")
+        super().run()
+
+
 class Protos(Command):
     """`setup.py protos`: only the descriptor sets."""
 
@@ -114,5 +129,5 @@ setup(
         nthreads=JOBS if len(sources()) > 1 else 0,
     ),
     options={"build_ext": {"parallel": JOBS}},
-    cmdclass={"build_py": BuildPy, "protos": Protos},
+    cmdclass={"build_ext": BuildExt, "build_py": BuildPy, "protos": Protos},
 )

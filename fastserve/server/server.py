@@ -77,7 +77,8 @@ class Server:
             await self.drain(0)
             raise
         self._health_changed()
-        log.info("serving", extra={"http": [listener.address for listener in self.front.http]})
+        http, grpc = (" ".join(one.address for one in found) for found in self.front.addresses())
+        log.info("serving", extra={"http": http, "grpc": grpc})
 
     async def drain(self, grace_s: float) -> None:
         """Stop accepting, finish what is in flight for at most `grace_s` seconds, stop everything."""

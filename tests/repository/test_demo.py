@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -15,7 +16,9 @@ from fastserve.repository.check import explain
 from fastserve.repository.layout import Layout
 from fastserve.repository.version import Version
 
-DEMO_BYTES = 1_000_000
+DEMO_BYTES = 100_000
+TESTS = Path(__file__).parents[1]
+EXAMPLES = TESTS.parent / "examples"
 
 
 def demo_version(name: str) -> Version:
@@ -25,6 +28,15 @@ def demo_version(name: str) -> Version:
     return Version(name, found.number, found.folder, folder.config)
 
 
+def import_model(version: Version) -> Any:
+    spec = importlib.util.spec_from_file_location(version.model, version.folder / "model.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def test_the_demo_checks_out_and_is_small() -> None:
     report = explain(RepositorySettings(repository="demo"))
     assert report.ok, report.text()
@@ -32,18 +44,43 @@ def test_the_demo_checks_out_and_is_small() -> None:
     assert sum(file.stat().st_size for file in demo_repository().rglob("*") if file.is_file()) < DEMO_BYTES
 
 
-def test_digits_on_held_out_images() -> None:
+def held_out() -> tuple[np.ndarray, np.ndarray]:
+    found = json.loads((TESTS / "vectors/digits_test.json").read_text())
+    return np.array(found["images"], np.float32), np.array(found["digits"])
+
+
+def run_digits(images: np.ndarray) -> dict[str, np.ndarray]:
+    """The demo's own model.py."""
     version = demo_version("digits")
-    held_out = json.loads((Path(__file__).parent.parent / "vectors/digits_test.json").read_text())
+    module = import_model(version)
+    images.setflags(write=False)
+    answers: dict[str, np.ndarray] = module.Model({"version_dir": str(version.folder)}).run({"image": images})
+    return answers
+
+
+def test_digits_on_held_out_images() -> None:
+    images, digits = held_out()
+    answers = run_digits(images)
+    assert (answers["digit"] == digits).mean() >= 0.97
+    assert (answers["scores"].argmax(1) == answers["digit"]).all()
+    np.testing.assert_allclose(answers["scores"].sum(1), 1, rtol=1e-5)
+    assert {name: one.dtype.name for name, one in answers.items()} == {"scores": "float32", "digit": "int64"}
+
+
+def test_the_onnx_example_is_the_same_network() -> None:
+    images, _ = held_out()
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
-    session = onnxruntime.InferenceSession(version.folder / "model.onnx", options)
-    scores, digits = session.run(["scores", "digit"], {"image": np.array(held_out["images"], np.float32)})
-    assert (digits == np.array(held_out["digits"])).mean() >= 0.97
-    assert (scores.argmax(1) == digits).all()
-    np.testing.assert_allclose(scores.sum(1), 1, rtol=1e-5)
-    assert scores.dtype == np.float32
-    assert digits.dtype == np.int64
+    session = onnxruntime.InferenceSession(EXAMPLES / "onnx/digits/1/model.onnx", options)
+    scores, digits = session.run(["scores", "digit"], {"image": images})
+    answers = run_digits(images)
+    assert (digits == answers["digit"]).all()
+    np.testing.assert_allclose(scores, answers["scores"], rtol=1e-3, atol=1e-6)
+
+
+def test_the_onnx_example_checks_out() -> None:
+    report = explain(RepositorySettings(repository=str(EXAMPLES / "onnx")))
+    assert report.ok, report.text()
 
 
 def test_digits_signatures() -> None:
@@ -61,12 +98,7 @@ def test_digits_signatures() -> None:
 
 def test_half_plus_two_takes_any_shape() -> None:
     version = demo_version("half_plus_two")
-    spec = importlib.util.spec_from_file_location("half_plus_two", version.folder / "model.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    model = module.Model({})
+    model = import_model(version).Model({})
     for x in (np.float32([[1, 2], [3, 4]]), np.array(3, np.float32), np.zeros((0, 2), np.float32)):
         x.setflags(write=False)
         y = model.run({"x": x})["y"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,29 @@ async def post(client: Client, target: str, body: object) -> dict:
     status, answer = await client._read()
     assert status == 200, answer
     return json.loads(answer)
+
+
+def test_the_answers_of_the_readme():
+    """Every curl line of the README that asks a model, and the answer shown below it."""
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    shown = re.findall(
+        r"curl http://127.0.0.1:8000(\S+) -d '(.*?)'\n```\n\n```json\n(.*?)```", text, re.DOTALL
+    )
+    assert [target for target, _, _ in shown] == [
+        f"/v1/models/{m}:predict" for m in ("digits", "half_plus_two")
+    ]
+
+    async def main():
+        async with serving("demo") as served:
+            client = await served.client()
+            for target, body, answer in shown:
+                got = (await post(client, target, json.loads(body)))["predictions"]
+                for row, wanted in zip(got, json.loads(answer)["predictions"], strict=True):
+                    if isinstance(wanted, dict):  # another processor may round the last digits otherwise
+                        np.testing.assert_allclose(row.pop("scores"), wanted.pop("scores"), rtol=1e-4)
+                    assert row == wanted
+
+    run(main())
 
 
 def test_the_running_server_reads_held_out_digits():

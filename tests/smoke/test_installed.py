@@ -1,11 +1,13 @@
 """Start the installed server with its demo, ask it over HTTP and with its own commands, stop it.
 
 Only the standard library and pytest: in CI this folder is copied out of the tree, and everything
-it uses of fastserve comes from the wheel. FASTSERVE_SMOKE=installed says that this is so.
+it uses of fastserve comes from the wheel. FASTSERVE_SMOKE=installed says that this is so. CI runs it on the
+plain wheel, where a model that needs ONNX Runtime must say so, and again with the extra.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -15,7 +17,9 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +41,13 @@ ZERO = [
     [0, 0, 4, 13, 12, 10, 0, 0],
 ]
 IMAGE = [pixel for line in ZERO for pixel in line]
+
+
+HAS_ONNX = find_spec("onnxruntime") is not None
+# y = x + x, float32 [n, 2]
+DOUBLE = (
+    "CAg6PwoOCgF4CgF4EgF5IgNBZGQSAWdaFAoBeBIPCg0IARIJCgMSAW4KAggCYhQKAXkSDwoNCAESCQoDEgFuCgIIAkIECgAQDQ=="
+)
 
 
 def free_port() -> int:
@@ -70,11 +81,11 @@ def wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     pytest.fail(f"not ready in {START_S} s:\n{log.read_text()}")
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The demo server's URL. Ending it with SIGTERM and exit code 0 is part of the test."""
-    port, folder = free_port(), tmp_path_factory.mktemp("server")
-    arguments = ["serve", "demo", "--http", f"127.0.0.1:{port}", "--grpc", f"127.0.0.1:{free_port()}"]
+@contextmanager
+def serving(repository: str, folder: Path) -> Iterator[str]:
+    """A server's URL. Ending it with SIGTERM and exit code 0 is part of the test."""
+    port = free_port()
+    arguments = ["serve", repository, "--http", f"127.0.0.1:{port}", "--grpc", f"127.0.0.1:{free_port()}"]
     log = folder / "log"
     with log.open("wb") as out:
         process = subprocess.Popen([COMMAND, *arguments], stdout=out, stderr=out, cwd=folder)
@@ -89,6 +100,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         process.wait()
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The demo."""
+    with serving("demo", tmp_path_factory.mktemp("server")) as url:
+        yield url
+
+
 def command(*arguments: str) -> str:
     done = subprocess.run([COMMAND, *arguments], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -101,7 +119,7 @@ def test_it_is_the_installed_package() -> None:
 
     assert "site-packages" in (fastserve.__file__ or "")
     suffixes = {Path(str(file)).suffix for file in files("fastserve") or []}
-    assert {".so", ".pyi", ".yaml", ".onnx"} <= suffixes
+    assert {".so", ".pyi", ".yaml", ".npz"} <= suffixes
     assert not suffixes & {".pyx", ".cpp", ".h"}
 
 
@@ -138,3 +156,26 @@ def test_bench_loads_the_server(server: str) -> None:
 
 def test_version() -> None:
     assert command("--version").startswith("fastserve ")
+
+
+@pytest.fixture
+def double(tmp_path: Path) -> Path:
+    """A repository of one ONNX model."""
+    (tmp_path / "models/double/1").mkdir(parents=True)
+    (tmp_path / "models/double/1/model.onnx").write_bytes(base64.b64decode(DOUBLE))
+    return tmp_path / "models"
+
+
+@pytest.mark.skipif(not HAS_ONNX, reason="ONNX Runtime is not installed")
+def test_an_onnx_model_is_served(double: Path, tmp_path: Path) -> None:
+    with serving(str(double), tmp_path) as url:
+        answer = post(f"{url}/v1/models/double:predict", {"instances": [[1.0, 2.0]]})
+    assert answer == {"predictions": [[2.0, 4.0]]}
+
+
+@pytest.mark.skipif(HAS_ONNX, reason="ONNX Runtime is installed")
+@pytest.mark.parametrize("asked", ["serve", "check"])
+def test_an_onnx_model_says_what_to_install(double: Path, asked: str) -> None:
+    done = subprocess.run([COMMAND, asked, str(double)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "pip install 'fastserve[onnx]'" in done.stdout + done.stderr

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import yaml
 
-from fastserve.demo import demo_repository
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+
 
 KINDS = {
     "BOOL": "bool", "UINT8": "uint8", "UINT16": "uint16", "UINT32": "uint32", "UINT64": "uint64",
@@ -250,9 +251,9 @@ def write_streams(folder: Path) -> None:
 
 
 def write_digits(folder: Path) -> None:
-    """The demo's ONNX file under a config that leaves everything out."""
+    """The example's ONNX file under a config that leaves everything out."""
     (folder / "digits" / "1").mkdir(parents=True)
-    source = demo_repository() / "digits" / "1" / "model.onnx"
+    source = EXAMPLES / "onnx" / "digits" / "1" / "model.onnx"
     shutil.copy(source, folder / "digits" / "1" / "model.onnx")
     (folder / "digits" / "config.pbtxt").write_text('platform: "onnxruntime_onnx"\n')
 

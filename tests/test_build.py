@@ -1,0 +1,69 @@
+"""What somebody reads who builds on a machine that lacks something."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CHECK = [sys.executable, str(ROOT / "tools" / "check_compiler.py")]
+
+
+def check(**environment: str) -> tuple[int, str]:
+    done = subprocess.run(
+        CHECK, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60
+    )
+    return done.returncode, done.stderr
+
+
+def stand_in(folder: Path, script: str) -> str:
+    """A compiler that does what the test says."""
+    path = folder / "cxx"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def test_a_machine_that_can_compile_is_told_nothing() -> None:
+    assert check() == (0, "")
+
+
+def test_no_compiler() -> None:
+    status, told = check(CXX="no-such-compiler -O2")
+    assert status == 1
+    assert told.startswith(
+        "fastserve cannot be built: there is no C++ compiler (no-such-compiler): install one"
+    )
+    assert "apt install g++" in told
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("exit 1", "cannot compile C++20"),
+        ('grep -q Python.h "$(eval echo \\$$#)" && exit 1; exit 0', "headers"),
+    ],
+)
+def test_a_compiler_that_does_not_do(tmp_path: Path, script: str, said: str) -> None:
+    status, told = check(CXX=stand_in(tmp_path, script))
+    assert status == 1
+    assert said in told
+
+
+def test_make_checks_first(tmp_path: Path) -> None:
+    """Before an environment is made and anything is installed into it."""
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tests").mkdir()
+    for name in ("Makefile", "pyproject.toml", "tests/clients.txt", "tools/check_compiler.py"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    environment = {**os.environ, "CXX": "no-such-compiler"}
+    command = ["make", "build", f"PYTHON={sys.executable}"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "there is no C++ compiler (no-such-compiler)" in done.stderr
+    assert not (tmp_path / ".venv").exists()
