@@ -16,11 +16,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from fastserve.config.confined import read_confined
 from fastserve.config.options import SequenceControl, SequenceOptions, SequenceState
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.tensor import DTYPES, DType, Tensor, TensorSpec
 
 STATE_FOLDER = "initial_state"
+STATE_BYTES = 16 << 20  # of a file of strings; others have as many as their dims say
 _FORMS: dict[str, tuple[str, Callable[[float], float]]] = {
     "int32": ("<i", int),
     "float32": ("<f", float),
@@ -133,7 +135,7 @@ def _open_state(given: SequenceState, folder: Path, batching: bool) -> State:
     size = prod(first) * (dtype.item_bytes or 4)  # an empty string is its length, 0
     data = bytes(size)
     if given.first_file:
-        data = _read_file(folder / STATE_FOLDER / given.first_file, given.first_file)
+        data = _read_file(folder, given.first_file, size if dtype.item_bytes else STATE_BYTES)
         if dtype.item_bytes and len(data) != size:
             raise ServeError(
                 Kind.INVALID_ARGUMENT,
@@ -145,15 +147,13 @@ def _open_state(given: SequenceState, folder: Path, batching: bool) -> State:
     return State(given.input, given.output, spec, Tensor(dtype, shape, data))
 
 
-def _read_file(path: Path, name: str) -> bytes:
+def _read_file(folder: Path, name: str, most_bytes: int) -> bytes:
     if Path(name).name != name:
         raise ServeError(Kind.INVALID_ARGUMENT, f"initial state file {name!r}: not the name of a file")
     try:
-        return path.read_bytes()
-    except OSError as fault:
-        raise ServeError(
-            Kind.INVALID_ARGUMENT, f"initial state file {name!r} cannot be read: {fault.strerror}"
-        ) from None
+        return read_confined(folder, f"{STATE_FOLDER}/{name}", most_bytes)
+    except ConfigError as fault:
+        raise ServeError(Kind.INVALID_ARGUMENT, f"initial state file {fault}") from None
 
 
 def _described(spec: TensorSpec) -> dict[str, Any]:

@@ -8,13 +8,14 @@ neither         N/model.onnx, or N/model.py with a class TritonPythonModel: the 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from fastserve.config import convert
-from fastserve.config.fields import fault_text
-from fastserve.config.yaml_text import read_text, read_yaml
+from fastserve.config.confined import read_confined
+from fastserve.config.yaml_text import read_yaml
 from fastserve.errors import ConfigError
 from fastserve.repository.model_config import ModelConfig, config_json, parse_model_config
 from fastserve.repository.triton_config import (
@@ -40,6 +41,7 @@ OPERATION = (
     "run_timeout_ms",
 )
 PYTHON_BYTES = 1 << 20  # how far into a model.py the class is looked for
+LABEL_BYTES = 16 << 20  # of one file of class labels
 
 Stamp = tuple[int, int, int, int]  # device, inode, bytes, mtime_ns: changes whenever a file is replaced
 
@@ -62,12 +64,24 @@ def stamp_of(path: Path) -> Stamp:
     return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A config and the files it was read from, as they were before."""
+
+    stamps: dict[Path, Stamp]
+    config: ModelConfig
+    labels: dict[Path, Stamp | None]
+
+    def holds(self, stamps: Mapping[Path, Stamp]) -> bool:
+        return self.stamps == stamps and all(_stamp_or_none(file) == was for file, was in self.labels.items())
+
+
 class ConfigReader:
     """Reads configs, and remembers those whose files did not change."""
 
     def __init__(self, defaults: Mapping[str, object]) -> None:
         self._defaults = defaults
-        self._known: dict[Path, tuple[list[Stamp], ModelConfig]] = {}
+        self._known: dict[Path, _Read] = {}
 
     def read(self, name: str, folder: Path, numbered: Mapping[int, Path], root: Path) -> ModelConfig:
         """The config of model `name`. Raises ConfigError, OSError."""
@@ -88,9 +102,8 @@ class ConfigReader:
     ) -> ModelConfig:
         """The config a client gave for `name`, completed from its folder. Raises ConfigError, OSError."""
         written = parse_triton_json(text, name)
-        return self._operated(
-            to_model_config(complete_from_files(written, numbered, root), folder.absolute())
-        )
+        config = to_model_config(complete_from_files(written, numbered, root), folder.absolute())
+        return self._operated(_with_output_labels(config, folder))
 
     def _operated(self, config: ModelConfig) -> ModelConfig:
         """A model of Triton's form, run as model_defaults say. Raises ConfigError."""
@@ -105,27 +118,30 @@ class ConfigReader:
     def _native(self, folder: Path, root: Path) -> ModelConfig:
         path = folder / CONFIG_FILE
         _must_be_inside(path, root)
-        stamps = [stamp_of(path)]  # before reading, so that a change while reading is seen next time
+        stamps = {path: stamp_of(path)}  # before reading, so that a change while reading is seen next time
         known = self._known.get(path)
-        if known is not None and known[0] == stamps:
-            return known[1]
+        if known is not None and known.holds(stamps):
+            return known.config
         written = parse_model_config(read_yaml(path, CONFIG_FILE), CONFIG_FILE, self._defaults)
-        config = _with_class_labels(written, folder, root)
-        if isinstance(written.class_labels, list):  # a label file is read again each time: it is small
-            self._known[path] = (stamps, config)
+        names = [] if isinstance(written.class_labels, list) else [written.class_labels]
+        labels = {folder / name: _stamp_or_none(folder / name) for name in names}
+        config = _with_class_labels(written, folder)
+        self._known[path] = _Read(stamps, config, labels)
         return config
 
     def _triton(self, name: str, folder: Path, numbered: Mapping[int, Path], root: Path) -> ModelConfig:
         path = folder / TRITON_FILE
         models = [find_file({n: p}, MODEL_FILES["onnx"], root) for n, p in sorted(numbered.items())]
-        stamps = [stamp_of(file) for file in (path, *models) if file is not None]
+        stamps = {file: stamp_of(file) for file in (path, *models) if file is not None}
         known = self._known.get(path)
-        if known is not None and known[0] == stamps:
-            return known[1]
+        if known is not None and known.holds(stamps):
+            return known.config
         written = read_triton_config(folder, name)
         completed = complete_from_files(written, numbered, root)
-        config = self._operated(to_model_config(completed, folder.absolute()))
-        self._known[path] = (stamps, config)
+        config = to_model_config(completed, folder.absolute())
+        labels = {folder / file: _stamp_or_none(folder / file) for file in _label_files(config).values()}
+        config = self._operated(_with_output_labels(config, folder))
+        self._known[path] = _Read(stamps, config, labels)
         return config
 
 
@@ -139,13 +155,38 @@ def _holds(file: Path, word: bytes) -> bool:
         return word in stream.read(PYTHON_BYTES)
 
 
-def _with_class_labels(config: ModelConfig, folder: Path, root: Path) -> ModelConfig:
+def _with_class_labels(config: ModelConfig, folder: Path) -> ModelConfig:
     if isinstance(config.class_labels, list):
         return config
-    file = folder / config.class_labels
-    if not inside(file, root):
-        raise ConfigError(
-            fault_text(f"{CONFIG_FILE}: class_labels", config.class_labels, "a file beside model.yaml")
-        )
-    lines = read_text(file, f"class_labels {config.class_labels}").splitlines()
+    lines = _read_lines(folder, config.class_labels, f"{CONFIG_FILE}: class_labels")
     return msgspec.structs.replace(config, class_labels=lines)
+
+
+def _label_files(config: ModelConfig) -> dict[str, str]:
+    """Output -> its label_filename. Of a model that cannot be run none is read."""
+    outputs = (config.triton or {}).get("output", ()) if not config.fault else ()
+    return {output["name"]: output["label_filename"] for output in outputs if output.get("label_filename")}
+
+
+def _with_output_labels(config: ModelConfig, folder: Path) -> ModelConfig:
+    labels = {
+        name: _read_lines(folder, file, f"output {name}: label_filename")
+        for name, file in _label_files(config).items()
+    }
+    return msgspec.structs.replace(config, output_labels=labels)
+
+
+def _read_lines(folder: Path, name: str, field: str) -> list[str]:
+    """A label file's lines. It is in the model's folder, whoever named it. Raises ConfigError."""
+    try:
+        text = read_confined(folder, name, LABEL_BYTES).decode("utf-8", "replace")
+    except ConfigError as fault:
+        raise ConfigError(f"{field} {fault}") from None
+    return text.replace("\r\n", "\n").removesuffix("\n").split("\n") if text else []
+
+
+def _stamp_or_none(path: Path) -> Stamp | None:
+    try:
+        return stamp_of(path)
+    except (OSError, ValueError):
+        return None

@@ -197,6 +197,9 @@ class ModelConfig(NativeConfig, frozen=True, forbid_unknown_fields=True, kw_only
     fault: Annotated[
         str, Meta(description="Why no version of this model can be loaded; empty if it can.")
     ] = ""
+    output_labels: Annotated[
+        dict[str, list[str]], Meta(description="Lines of each output's label_filename.")
+    ] = {}
 
 
 def parse_model_config(

@@ -10,6 +10,7 @@ from math import prod
 from pathlib import PurePath
 from typing import Any
 
+from fastserve.config.confined import is_inner_path
 from fastserve.config.fields import fault_text
 from fastserve.errors import ConfigError
 from fastserve.repository.triton_schema import (
@@ -54,6 +55,16 @@ def _faults(config: TritonConfig, name: str) -> Iterator[str]:
         yield from _ensemble_faults(config)
     yield from _batch_io_faults(config)
     yield from _warmup_faults(config)
+    yield from _file_faults(config)
+
+
+def _file_faults(config: TritonConfig) -> Iterator[str]:
+    """Files are named inside the model's folder: a client may have written this config."""
+    files = [("default_model_filename", config.default_model_filename, "version's")]
+    files += [(f"output {one.name}: label_filename", one.label_filename, "model's") for one in config.output]
+    for field, name, whose in files:
+        if name and not is_inner_path(name):
+            yield fault_text(field, name, f"a path inside the {whose} folder")
 
 
 def _batch_io_faults(config: TritonConfig) -> Iterator[str]:

@@ -15,9 +15,12 @@ import numpy as np
 
 from fastserve._ext.flatten import unpack_bytes
 from fastserve.backends.base import Backend
+from fastserve.config.confined import read_confined
 from fastserve.errors import ConfigError
 from fastserve.tensor import TensorSpec
 from fastserve.workers.arrays import NUMPY
+
+STRING_BYTES = 256 << 20  # of a file of strings; others have as many as their dims say
 
 
 def run_samples(backend: Backend, samples: Sequence[Mapping[str, Any]], *, batching: bool) -> None:
@@ -73,15 +76,17 @@ def _described_array(
         if spec.dtype.name == "bytes":
             return np.array([b"%d" % n for n in range(count)] + [None], object)[:-1].reshape(shape)
         return raw.view(NUMPY[spec.dtype.name]).reshape(shape)
+    file = Path(value["file"])  # MODEL/warmup/NAME
+    most = count * spec.dtype.item_bytes or STRING_BYTES
     try:
-        data = Path(value["file"]).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{where}: {Path(value['file']).name} cannot be read: {error.strerror}") from None
+        data = read_confined(file.parent.parent, f"{file.parent.name}/{file.name}", most)
+    except ConfigError as fault:
+        raise ConfigError(f"{where}: {fault}") from None
     if spec.dtype.name == "bytes":
         return np.array([*unpack_bytes(data, count), None], object)[:-1].reshape(shape)
     if len(data) != count * spec.dtype.item_bytes:
         wanted = count * spec.dtype.item_bytes
-        raise ConfigError(f"{where}: {Path(value['file']).name} has {len(data)} bytes, not {wanted}")
+        raise ConfigError(f"{where}: {file.name} has {len(data)} bytes, not {wanted}")
     return np.frombuffer(data, NUMPY[spec.dtype.name]).reshape(shape)
 
 

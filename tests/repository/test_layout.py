@@ -79,13 +79,21 @@ def test_class_labels_from_a_file(tmp_path: Path) -> None:
     write_config(tmp_path, "m", class_labels="labels.txt")
     write_version(tmp_path, "m", 1)
     place = layout(tmp_path)
-    assert place.scan()["m"].error == "class_labels labels.txt: cannot be read: No such file or directory"
+    assert place.scan()["m"].error == (
+        "model.yaml: class_labels 'labels.txt': cannot be read: No such file or directory"
+    )
     (tmp_path / "m" / "labels.txt").write_text("cat\ndog\n")
     config = place.scan()["m"].config
     assert config is not None
     assert config.class_texts == ("cat", "dog")
-    write_config(tmp_path, "m", class_labels="../../etc/passwd")
-    assert "class_labels: given" in place.scan()["m"].error
+    (tmp_path / "m" / "labels.txt").write_text("cat\ndog\nfox\n")
+    config = place.scan()["m"].config
+    assert config is not None
+    assert config.class_texts == ("cat", "dog", "fox")
+    (tmp_path / "m" / "out").symlink_to("/etc/passwd")
+    for name in ("../../etc/passwd", "/etc/passwd", "out"):
+        write_config(tmp_path, "m", class_labels=name)
+        assert place.scan()["m"].error.endswith("leads out of its folder")
 
 
 def test_a_config_is_parsed_again_only_when_it_changed(tmp_path: Path) -> None:

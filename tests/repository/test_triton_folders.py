@@ -78,7 +78,10 @@ def test_a_file_name_cannot_lead_out(tmp_path: Path) -> None:
     root = tmp_path / "root"
     write_pbtxt(root, "m", 'backend: "python" default_model_filename: "../../../outside.py"' + TENSORS)
     (root / "m" / "1").mkdir()
-    assert scan(root).notes == ["version 1: a link leads out of the repository"]
+    assert scan(root).error == (
+        'config.pbtxt: default_model_filename: given "../../../outside.py", '
+        "allowed: a path inside the version's folder"
+    )
 
 
 def test_an_ensemble_needs_no_file(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ class HotDoor:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._known: dict[bytes, Known] = {}
-        service.tell_of_ends(self)
+        service.keepers.add(self)
 
     def forget(self, version: Version) -> None:
         """The version has ended, and nothing here may keep its memory."""

@@ -79,7 +79,7 @@ class Infer:
             return None
         self._door = open_hot_door(self._service, self._service.plans.of(version))
         self._doorless = version if self._door is None else None
-        self._service.tell_of_ends(self)
+        self._service.keepers.add(self)
         if self._door is not None:
             self._door.packing = self._packing
         return self._door

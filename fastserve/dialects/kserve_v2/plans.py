@@ -1,21 +1,21 @@
-"""What clients see of a version's tensors, worked out once: dims, batch axis, optional inputs, labels.
+"""What clients see of a version's tensors, worked out once: dims, batch axis, optional inputs.
 
 A model of the native form tells it all in its specs. A Triton model's config says more: `dims` may differ
-from what the model takes (`reshape`), inputs may be optional, outputs may have a file of labels.
+from what the model takes (`reshape`), inputs may be optional.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from fastserve.repository.catalog import Catalog
+from fastserve.repository.labels import labels_of
 from fastserve.repository.version import Version
 from fastserve.tensor import KSERVE_NAME, DType, TensorSpec
 
 NO_DATATYPE = "INVALID"
-LABEL_BYTES = 16 << 20
 
 Dims = tuple[int, ...]
 
@@ -29,7 +29,6 @@ class Side:
     dims: Dims | None
     model_dims: Dims | None
     optional: bool = False
-    label_file: str = ""
 
     @property
     def datatype(self) -> str:
@@ -41,6 +40,7 @@ class Plan:
     """One version as this dialect serves it. `max_batch_size` 0: tensors have no batch axis."""
 
     version: Version
+    catalog: Catalog
     inputs: dict[str, Side]
     outputs: dict[str, Side]
     max_batch_size: int
@@ -48,7 +48,6 @@ class Plan:
     platform: str
     decoupled: bool = False
     ensemble: bool = False
-    _labels: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def model(self) -> str:
@@ -58,25 +57,23 @@ class Plan:
     def required(self) -> list[str]:
         return [name for name, side in self.inputs.items() if not side.optional]
 
-    def labels(self, output: str) -> list[str]:
-        """The lines of an output's label file, read when they are first asked for."""
-        found = self._labels.get(output)
-        if found is None:
-            found = self._labels[output] = _read_labels(self.version, self.outputs[output].label_file)
-        return found
+    def labels(self, output: str) -> Sequence[str]:
+        """Names of an output's classes."""
+        return labels_of(self.version, output, self.catalog)
 
 
 class Plans:
     """The plans of the versions last asked for, one per model and number."""
 
-    def __init__(self) -> None:
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
         self._made: dict[tuple[str, int], Plan] = {}
 
     def of(self, version: Version) -> Plan:
         key = (version.model, version.number)
         plan = self._made.get(key)
         if plan is None or plan.version is not version:
-            plan = self._made[key] = make_plan(version)
+            plan = self._made[key] = make_plan(version, self._catalog)
         return plan
 
 
@@ -86,13 +83,14 @@ def triton_config(version: Version) -> Mapping[str, Any]:
     return found or {}
 
 
-def make_plan(version: Version) -> Plan:
+def make_plan(version: Version, catalog: Catalog) -> Plan:
     """The plan of one version."""
     config, triton = version.config, triton_config(version)
     splits = not triton and config.split_large_requests
     platform = triton.get("platform") or triton.get("backend") or config.backend
     return Plan(
         version,
+        catalog,
         _sides(version.inputs, triton.get("input", ())),
         _sides(version.outputs, triton.get("output", ())),
         max_batch_size=config.max_batch_size,
@@ -118,19 +116,7 @@ def _side(spec: TensorSpec, configured: Mapping[str, Any]) -> Side:
         dims,
         spec.shape,
         optional=bool(configured.get("optional", False)),
-        label_file=str(configured.get("label_filename", "")),
     )
-
-
-def _read_labels(version: Version, name: str) -> list[str]:
-    if not name:
-        return list(version.config.class_texts)
-    folder = version.folder.parent.resolve()
-    path = (folder / name).resolve()
-    if folder not in path.parents or not path.is_file():
-        return []
-    with Path(path).open("rb") as file:
-        return file.read(LABEL_BYTES).decode("utf-8", "replace").splitlines()
 
 
 def full_dims(plan: Plan, side: Side) -> Dims:

@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from time import monotonic_ns
 from typing import Protocol
-from weakref import WeakSet
 
 import msgspec
 
@@ -24,7 +23,8 @@ from fastserve.errors import ServeError
 from fastserve.metrics import Registry, names
 from fastserve.metrics.traffic import Traffic
 from fastserve.repository.catalog import Catalog
-from fastserve.repository.version import Version, VersionState
+from fastserve.repository.keepers import Keepers
+from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.wire.call import Call
 
@@ -41,13 +41,6 @@ class EngineFace(Protocol):
     async def infer(self, version: Version, request: InferRequest) -> InferResponse: ...
 
     def stream(self, version: Version, request: InferRequest) -> AsyncGenerator[InferResponse, None]: ...
-
-
-class KeepsVersions(Protocol):
-    """What holds on to memory of a version, to be quick the next time."""
-
-    def forget(self, version: Version) -> None:
-        """The version has ended."""
 
 
 class Service:
@@ -69,26 +62,16 @@ class Service:
         self.limits = limits
         self.regions = regions
         self.repository = repository
-        self.plans = Plans()
+        self.plans = Plans(engine.catalog)
         self.options = options or TritonOptions()
         self.traces = Traces()
         self.trace = TraceSettings(parse_trace_config(self.options.trace_config), self.traces)
         self.log = LogSettings(log_level)
         self.forward_http = Forwarding(self.options.http_header_forward_pattern)
         self.forward_grpc = Forwarding(self.options.grpc_header_forward_pattern)
-        self._keepers: WeakSet[KeepsVersions] = WeakSet()
-        engine.catalog.on_change.append(self._version_changed)
+        self.keepers = Keepers(engine.catalog)
         self.statistics = Statistics(engine.catalog)
         self.traffic = Traffic(registry, "kserve_v2", engine.catalog.models)
-
-    def tell_of_ends(self, keeper: KeepsVersions) -> None:
-        """Tell it when a version ends, for as long as it lives."""
-        self._keepers.add(keeper)
-
-    def _version_changed(self, version: Version) -> None:
-        if version.state is VersionState.END:
-            for keeper in list(self._keepers):
-                keeper.forget(version)
 
     async def infer(self, version: Version, request: InferRequest, traced: Traced | None) -> InferResponse:
         """The engine's answer, with its moments noted. Raises ServeError."""

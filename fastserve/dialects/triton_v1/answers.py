@@ -20,6 +20,8 @@ from fastserve.dialects.triton_v1.shared_memory import Destination
 from fastserve.dialects.triton_v1.text import print_line, print_lines
 from fastserve.errors import Kind, ServeError
 from fastserve.protos import load
+from fastserve.repository.catalog import Catalog
+from fastserve.repository.labels import labels_of
 from fastserve.repository.version import Version
 from fastserve.tensor import Tensor
 
@@ -104,8 +106,9 @@ class Answer:
 class Answers:
     """Writes the answers of one version."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, catalog: Catalog) -> None:
         self._plan = plan
+        self._catalog = catalog
         self._remembered: dict[tuple[int, tuple[Raw, ...]], HeaderForms] = {}
 
     def write(
@@ -150,7 +153,11 @@ class Answers:
 
     def _classify(self, wanted: OutputHeader, tensor: Tensor, batch_size: int) -> Classes:
         rows = batch_size if self._plan.batching else 1
-        return Classes(wanted.name, classify(self._plan.outputs[wanted.name], tensor, rows, wanted.classes))
+        plan, labels = (
+            self._plan.outputs[wanted.name],
+            labels_of(self._plan.version, wanted.name, self._catalog),
+        )
+        return Classes(wanted.name, classify(plan, tensor, rows, wanted.classes, labels))
 
     def forms(self, batch_size: int, told: Sequence[Raw | Classes]) -> HeaderForms:
         """The header of these outputs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from fastserve.dialects.triton_v1.inputs import invalid
@@ -42,7 +43,9 @@ def check_classes(plan: TensorPlan) -> None:
         )
 
 
-def classify(plan: TensorPlan, tensor: Tensor, rows: int, count: int) -> list[list[Class]]:
+def classify(
+    plan: TensorPlan, tensor: Tensor, rows: int, count: int, labels: Sequence[str]
+) -> list[list[Class]]:
     """At most `count` classes for each of `rows` rows, highest first; equal values by index, NaN last."""
     check_classes(plan)
     values = memoryview(tensor.data).cast("B").cast(_FORMAT[plan.dtype.name])
@@ -52,9 +55,9 @@ def classify(plan: TensorPlan, tensor: Tensor, rows: int, count: int) -> list[li
         row = values[at : at + per_row].tolist()
         order = [(value == value, value, -i) for i, value in enumerate(row)]
         best = [-i for _, _, i in heapq.nlargest(count, order)]
-        found.append([Class(i, row[i], _label(plan.labels, i)) for i in best])
+        found.append([Class(i, row[i], _label(labels, i)) for i in best])
     return found
 
 
-def _label(labels: tuple[str, ...], index: int) -> str:
+def _label(labels: Sequence[str], index: int) -> str:
     return labels[index] if index < len(labels) else ""

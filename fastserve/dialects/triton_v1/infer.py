@@ -24,7 +24,7 @@ NO_HEADER = b"The request header should contain 'NV-InferRequest'"
 class Infer:
     """The endpoint of one target."""
 
-    __slots__ = ("_binary", "_door", "_doorless", "_name", "_number", "_service")
+    __slots__ = ("__weakref__", "_binary", "_door", "_doorless", "_name", "_number", "_service")
 
     def __init__(self, service: Service, target: Target) -> None:
         self._service = service
@@ -57,7 +57,15 @@ class Infer:
             return None
         self._door = HotDoor.of(self._service, version, binary=self._binary)
         self._doorless = version if self._door is None else None
+        self._service.keepers.add(self)
         return self._door
+
+    def forget(self, version: Version) -> None:
+        """The version has ended, and nothing here may keep its memory."""
+        if self._door is not None and self._door.version is version:
+            self._door = None
+        if self._doorless is version:
+            self._doorless = None
 
     async def _answer(self, call: Call, header: RequestHeader) -> None:
         service = self._service

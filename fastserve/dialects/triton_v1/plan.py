@@ -1,16 +1,13 @@
 """What this API needs to know of a loaded version, worked out once: tensors as its clients see them.
 
 Clients see `dims` without the batch axis; where the configuration reshapes (spec 3.1), the worker does.
-Models of the native form have class labels for every output.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from fastserve.repository.version import Version
@@ -26,8 +23,6 @@ class TensorPlan:
     name: str
     dtype: DType
     dims: Dims | None
-    label_file: Path | None = None
-    given_labels: tuple[str, ...] = ()
 
     def fits(self, dims: Dims) -> bool:
         """True when a client may send these axes."""
@@ -35,16 +30,6 @@ class TensorPlan:
             return len(dims) <= MOST_AXES and all(n >= 0 for n in dims)
         pairs = zip(dims, self.dims, strict=False)
         return len(dims) == len(self.dims) and all(n >= 0 and wanted in (-1, n) for n, wanted in pairs)
-
-    @cached_property
-    def labels(self) -> tuple[str, ...]:
-        """Class names by index; empty when there are none."""
-        if self.label_file is None:
-            return self.given_labels
-        try:
-            return tuple(self.label_file.read_text("utf-8", "replace").splitlines())
-        except OSError:
-            return ()
 
 
 @dataclass(frozen=True)
@@ -69,27 +54,20 @@ def make_plan(version: Version) -> Plan:
     """The plan of a loaded version."""
     config: Mapping[str, Any] | None = getattr(version.config, "triton", None)
     if config is None:
-        labels = version.config.class_texts
         inputs = {name: _native(spec) for name, spec in version.inputs.items()}
-        outputs = {name: _native(spec, labels) for name, spec in version.outputs.items()}
+        outputs = {name: _native(spec) for name, spec in version.outputs.items()}
         return Plan(version, version.config.max_batch_size, inputs, outputs)
-    folder = version.folder.parent
-    inputs = {one["name"]: _configured(one, folder, version.inputs) for one in config.get("input", ())}
-    outputs = {one["name"]: _configured(one, folder, version.outputs) for one in config.get("output", ())}
+    inputs = {one["name"]: _configured(one, version.inputs) for one in config.get("input", ())}
+    outputs = {one["name"]: _configured(one, version.outputs) for one in config.get("output", ())}
     return Plan(version, int(config.get("max_batch_size", 0)), inputs, outputs)
 
 
-def _native(spec: TensorSpec, labels: tuple[str, ...] = ()) -> TensorPlan:
-    return TensorPlan(spec.name, spec.dtype, spec.shape, given_labels=labels)
+def _native(spec: TensorSpec) -> TensorPlan:
+    return TensorPlan(spec.name, spec.dtype, spec.shape)
 
 
-def _configured(one: Mapping[str, Any], folder: Path, specs: Mapping[str, TensorSpec]) -> TensorPlan:
-    return TensorPlan(
-        one["name"],
-        specs[one["name"]].dtype,
-        tuple(map(int, one.get("dims", ()))),
-        folder / one["label_filename"] if one.get("label_filename") else None,
-    )
+def _configured(one: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> TensorPlan:
+    return TensorPlan(one["name"], specs[one["name"]].dtype, tuple(map(int, one.get("dims", ()))))
 
 
 def count_bytes(shape: Dims, dtype: DType) -> int:

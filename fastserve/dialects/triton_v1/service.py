@@ -27,6 +27,7 @@ from fastserve.metrics import Readiness, Registry
 from fastserve.metrics.traffic import Traffic
 from fastserve.protos import load
 from fastserve.repository.catalog import Catalog
+from fastserve.repository.keepers import Keepers
 from fastserve.repository.version import Version, VersionState
 from fastserve.request import InferRequest, InferResponse
 
@@ -100,6 +101,14 @@ class Service:
         self.started_ns = monotonic_ns()
         self.next_id: Callable[[], int] = itertools.count(1).__next__
         self._served: dict[tuple[str, int], Served] = {}
+        self.keepers = Keepers(engine.catalog)
+        self.keepers.add(self)
+
+    def forget(self, version: Version) -> None:
+        """The version has ended, and nothing here may keep its memory."""
+        served = self._served.get((version.model, version.number))
+        if served is not None and served.version is version:
+            del self._served[version.model, version.number]
 
     @asynccontextmanager
     async def infer(
@@ -141,7 +150,9 @@ class Service:
         if found is None or found.version is not version:
             plan = make_plan(version)
             meters = self.traffic.succeeded(*key)
-            found = self._served[key] = Served(plan, Answers(plan), self.statistics.of(version), *meters)
+            found = self._served[key] = Served(
+                plan, Answers(plan, self.catalog), self.statistics.of(version), *meters
+            )
         return found
 
     def count_success(self, served: Served, batch_size: int, since_ns: int) -> None:

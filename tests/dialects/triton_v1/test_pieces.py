@@ -106,15 +106,15 @@ def test_an_id_is_the_last_field(number: int) -> None:
 
 
 def test_classes_in_order() -> None:
-    plan = TensorPlan("y", DTYPES["float32"], (3,), given_labels=("a", "b"))
+    plan = TensorPlan("y", DTYPES["float32"], (3,))
     data = struct.pack("<6f", 1, 3, 3, float("nan"), -1, 2)
-    found = classify(plan, Tensor(DTYPES["float32"], (2, 3), data), 2, 2)
+    found = classify(plan, Tensor(DTYPES["float32"], (2, 3), data), 2, 2, ("a", "b"))
     assert [[(c.idx, c.value, c.label) for c in row] for row in found] == [
         [(1, 3.0, "b"), (2, 3.0, "")],
         [(2, 2.0, ""), (1, -1.0, "b")],
     ]
     with pytest.raises(ServeError, match="unsupported type 'TYPE_STRING'"):
-        classify(TensorPlan("s", DTYPES["bytes"], (1,)), Tensor(DTYPES["bytes"], (1, 1), b""), 1, 1)
+        classify(TensorPlan("s", DTYPES["bytes"], (1,)), Tensor(DTYPES["bytes"], (1, 1), b""), 1, 1, ())
 
 
 @pytest.mark.parametrize("raw", [b"", b"\1\0\0\0", b"\0\0\0\0" * 3, b"\xff\xff\xff\xffab"])

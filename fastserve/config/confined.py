@@ -1,0 +1,73 @@
+"""Reads a file whose name came from a config or a client: inside its folder, regular, of bounded size.
+
+    read_confined(model_folder, "labels.txt", 1 << 20)     refused: "../x", "/etc/passwd", links that lead out
+
+Links are followed as far as they stay inside. Every folder on the way is opened without following links, so
+what was checked is what is opened, and the file without waiting, so that a pipe or a device holds nobody up.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path, PurePosixPath
+
+from fastserve.errors import ConfigError
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+
+_PIECE = 1 << 20
+
+
+def is_inner_path(name: str) -> bool:
+    """True for the name of a file below a folder, written without a way up."""
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
+
+
+def read_confined(folder: Path, name: str, most_bytes: int) -> bytes:
+    """The bytes of file `name` inside `folder`. Raises ConfigError, which begins with the name."""
+    try:
+        fd = _open(folder, name)
+    except OSError as fault:
+        raise ConfigError(f"{name!a}: cannot be read: {os.strerror(fault.errno or 0)}") from None
+    try:
+        return _read(fd, f"{name!a}", most_bytes)
+    finally:
+        os.close(fd)
+
+
+def _read(fd: int, shown: str, most_bytes: int) -> bytes:
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
+        raise ConfigError(f"{shown}: not a regular file")
+    data = bytearray()
+    if found.st_size <= most_bytes:
+        while len(data) <= most_bytes and (piece := os.read(fd, min(_PIECE, most_bytes + 1 - len(data)))):
+            data += piece
+    if found.st_size > most_bytes or len(data) > most_bytes:  # files of /proc say 0 and are not empty
+        raise ConfigError(f"{shown}: larger than {most_bytes} bytes")
+    return bytes(data)
+
+
+def _open(folder: Path, name: str) -> int:
+    root = Path(os.path.realpath(folder))
+    real = Path(os.path.realpath(root / name)) if is_inner_path(name) else Path()
+    if not real.is_relative_to(root) or real == root:
+        raise ConfigError(f"{name!a}: leads out of its folder")
+    *folders, last = real.relative_to(root).parts
+    at = os.open(root, _FOLDER)
+    try:
+        for part in folders:
+            inner = os.open(part, _FOLDER, dir_fd=at)
+            os.close(at)
+            at = inner
+        return os.open(last, _FILE, dir_fd=at)
+    except OSError as fault:
+        if fault.errno == errno.ELOOP:  # a link where there was none a moment ago
+            raise ConfigError(f"{name!a}: leads out of its folder") from None
+        raise
+    finally:
+        os.close(at)
