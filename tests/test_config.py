@@ -228,7 +228,7 @@ def test_a_model_config_travels_as_plain_values() -> None:
         ({"signatures": {"s": {"method": "ask"}}}, 'signatures.s.method: given "ask", allowed: predict or'),
         ({"env": {"A B": "1"}}, "env: given"),
         ({"class": "a-b"}, 'class: given "a-b"'),
-        ({"max_batch": 1}, "max_batch: unknown field, allowed: backend, inputs"),
+        ({"max_batch": 1}, "max_batch: unknown field, did you mean max_batch_size? allowed: backend, inputs"),
     ],
 )
 def test_faults_of_a_model_config(changes: dict[str, Any], words: str) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import click
 
@@ -12,11 +13,23 @@ from fastserve.cli.rest import Server, url_option
 HEAD = ("MODEL", "VERSION", "STATE", "WHY")
 
 
-def describe(server: Server, names: Sequence[str]) -> Iterator[tuple[str, str, str, str]]:
+NEVER = "NOT_LOADED"  # the state of a model none of whose versions was ever tried
+
+
+def describe(
+    server: Server, names: Sequence[str], known: Mapping[str, Any]
+) -> Iterator[tuple[str, str, str, str]]:
+    """A row for each version, or one for a model that has none; `known` is what readiness says of models."""
     for name in names:
-        for found in server.status(name):
+        versions = server.status(name)
+        for found in versions:
             why = found["status"].get("error_message", "")
             yield name, found["version"], found["state"], why
+        if not versions and name not in known:
+            has = f"; it has {', '.join(sorted(known))}" if known else ""
+            raise click.ClickException(f"the server knows no model {name}{has}")
+        if not versions:
+            yield name, "-", NEVER, known[name].get("reason", "")
 
 
 def print_rows(rows: Sequence[tuple[str, ...]]) -> None:
@@ -40,7 +53,8 @@ def models(names: tuple[str, ...], as_json: bool, url: str) -> None:
     server = Server(url)
     # TF Serving's API has no call that lists models; the readiness probe names them all.
     readiness = server.readiness()
-    rows = list(describe(server, names or sorted(readiness["models"])))
+    known = readiness["models"]
+    rows = list(describe(server, names or sorted(known), known))
     if as_json:
         click.echo(json.dumps([dict(zip(map(str.lower, HEAD), row, strict=True)) for row in rows], indent=2))
     elif rows:

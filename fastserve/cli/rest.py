@@ -57,8 +57,13 @@ class Server:
             raise click.ClickException(f"cannot ask {self.url}: {reason}. Is the server running?") from None
 
     def status(self, model: str) -> list[dict[str, Any]]:
-        """Every version of a model with its state, highest first."""
-        found: list[dict[str, Any]] = json.loads(self.ask(model_path(model)))["model_version_status"]
+        """Every version of a model with its state, highest first; none when no version was ever tried."""
+        status, answer = self.exchange(model_path(model), None, "")
+        if status == 404:
+            return []
+        if status != 200:
+            raise click.ClickException(f"{status}: {error_text(answer)}")
+        found: list[dict[str, Any]] = json.loads(answer)["model_version_status"]
         return found
 
     def signatures(self, model: str) -> dict[str, Any]:

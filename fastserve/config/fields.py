@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -65,7 +66,7 @@ class _Search:
         names = dict(zip(kind.__struct_encode_fields__, kind.__struct_fields__, strict=True))
         for key in value:
             if key not in names:
-                return f"{_dotted(path, str(key))}: unknown field, allowed: {', '.join(names)}"
+                return f"{_dotted(path, str(key))}: unknown field{hint(str(key), names)}"
         for field in msgspec.structs.fields(kind):
             if field.required and field.encode_name not in value:
                 wanted = allowed(field.type)
@@ -111,6 +112,13 @@ def fault_text(field: str, value: object, allowed_text: str) -> str:
     """The one form of a configuration fault: FIELD: given VALUE, allowed: ALLOWED."""
     prefix = f"{field}: " if field else ""
     return f"{prefix}given {shown(value)}, allowed: {allowed_text}"
+
+
+def hint(unknown: str, allowed: Iterable[str]) -> str:
+    """What follows upon "unknown field": the one that was meant, if one is near, and all there are."""
+    names = list(allowed)
+    near = get_close_matches(unknown, names, 1, 0.75)
+    return f", {f'did you mean {near[0]}? ' if near else ''}allowed: {', '.join(names)}"
 
 
 def shown(value: object) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fastserve.config.fields import convert, fault_text, list_fields
+from fastserve.config.fields import convert, fault_text, hint, list_fields
 from fastserve.config.settings import Settings
 from fastserve.config.yaml_text import read_yaml
 from fastserve.errors import ConfigError
@@ -29,7 +29,7 @@ def load_settings(file: Path | None = None, overrides: Mapping[str, object] | No
     known = {field.path: field for field in list_fields(Settings)}
     for path, value in overrides.items():
         if path not in known:
-            raise ConfigError(f"flags: {path}: unknown field, allowed: {', '.join(sorted(known))}")
+            raise ConfigError(f"flags: {path}: unknown field{hint(path, sorted(known))}")
         is_list = isinstance(known[path].default, tuple) and path not in LISTENER_FIELDS
         _put(tree, path, value.split(",") if is_list and isinstance(value, str) else value)
     _open_listeners(tree, "flags")

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
+from fastserve.config.fields import hint
 from fastserve.errors import ConfigError
 
 MAX_DEPTH = 64
@@ -145,7 +146,7 @@ class _Reader:
                 return found
             name = self.take()
             if name.kind != "word" or name.text not in schema:
-                self.fail(f"unknown field {name.text!r}, allowed: {', '.join(schema)}", name.offset)
+                self.fail(f"unknown field {name.text!r}{hint(name.text, schema)}", name.offset)
             kind = schema[name.text]
             if kind.oneof and chosen.setdefault(kind.oneof, name.text) != name.text:
                 self.fail(f"{name.text} and {chosen[kind.oneof]} exclude each other", name.offset)

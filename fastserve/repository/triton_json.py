@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from fastserve.config.fields import fault_text
+from fastserve.config.fields import fault_text, hint
 from fastserve.config.text_proto import TextField, as_single
 from fastserve.errors import ConfigError
 from fastserve.repository.triton_schema import TritonConfig
@@ -42,7 +42,7 @@ def _message(value: Any, schema: Mapping[str, TextField], origin: str) -> dict[s
     for key, item in value.items():
         name = key if key in schema else _snake(key)
         if name not in schema:
-            raise ConfigError(f"{origin}: unknown field {key!r}, allowed: {', '.join(schema)}")
+            raise ConfigError(f"{origin}: unknown field {key!r}{hint(key, schema)}")
         if name in found:
             raise ConfigError(f"{origin}: {name} is given more than once")
         if item is None:

@@ -44,7 +44,8 @@ def test_every_command_explains_itself_with_an_example(name: str) -> None:
 def test_unknown_command() -> None:
     result = run("infre")
     assert result.exit_code == 2
-    assert "No such command 'infre'" in result.output
+    assert "No such command 'infre'; did you mean infer?" in result.output
+    assert "there are serve, models, check" in run("frobnicate").output
 
 
 def test_infer_prints_a_line_per_row(url: str) -> None:
@@ -98,4 +99,4 @@ def test_models_as_table_and_json(url: str) -> None:
 def test_models_unknown(url: str) -> None:
     result = run("models", "nobody", "--url", url)
     assert result.exit_code == 1
-    assert "404: Could not find any versions of model" in result.output
+    assert "the server knows no model nobody; it has broken, double" in result.output
