@@ -30,6 +30,7 @@ cdef extern from "slab.h" nogil:
     bint slab_give(const Slabs*, uint64_t, uint32_t giver, uint32_t taker)
     uint32_t slab_sweep(const Slabs*, uint32_t)
     uint32_t slab_used(const Slabs*)
+    uint32_t slab_trim(const Slabs*, uint32_t owner, uint32_t most, uint32_t* at)
 
 PAGE_BYTES = SLAB_PAGE
 
@@ -82,6 +83,14 @@ cdef class SlabPool:
     def used(self) -> int:
         """Pages under lease."""
         return slab_used(&self.slabs)
+
+    def trim(self, uint32_t owner) -> int:
+        """Give the memory of pages back that were free at the last call already; how many. They read as zeros
+        then, in every process. Pages on their way are `owner`'s: sweep(owner) finds them, should it die."""
+        cdef uint32_t at = 0, given
+        with nogil:
+            given = slab_trim(&self.slabs, owner, self.slabs.pages, &at)
+        return given
 
     def view(self, uint64_t offset, uint64_t nbytes):
         """The bytes of a lease, writable, valid until it is released."""

@@ -2,21 +2,29 @@
 //
 //   slabs:  [ SlabHeader | page word x pages | page 0 | page 1 | ... ]
 //
-// One word per page:  0 = free,  owner << 32 | n = first page of a lease of n pages,  owner << 32 |
-// INSIDE = a later page of a lease. A lease claims its words one by one and gives back what it got
-// when it meets a taken one, so no lock exists that a dying process could hold; slab_sweep() finds
-// what a dead owner held, half-made leases included.
+// One word per page:  owner << 32 | n = first page of a lease of n pages,  owner << 32 | INSIDE = a later page
+// of a lease,  owner 0 = free: FREE_CLEAN holds no memory, FREE_WARM was leased lately, FREE_OLD not since the
+// last look (slab_trim). A lease claims its words one by one and gives back what it got when it meets a taken
+// one, so no lock exists that a dying process could hold; slab_sweep() finds what a dead owner held, half-made
+// leases included.
+//
+// Leases begin at the lowest page that is free, so that a version keeps as many pages touched as it uses at a
+// time, and no more: every page handed out in turn would cost the whole pool (512 MB) after a minute's load.
 #pragma once
 #include <stdint.h>
 #include <string.h>
+#include <sys/mman.h>
 
 // Owners: fronts are 1.., workers WORKER_OWNER..; what is attached to a place has an owner made of its tag, or
 // OWNER_PLACE where the one that attached it died.
 enum { SLAB_PAGE = 4096, SLAB_MAGIC = 0x626c7361, WORKER_OWNER = 0x4000, OWNER_PLACE = 0xffff };
 static const uint32_t INSIDE = 0xffffffffu;
+enum { FREE_CLEAN = 0, FREE_WARM = 1, FREE_OLD = 2 };
+enum { HINT_TRIES = 64, TRIM_RUN = 256 };
 static inline uint32_t place_owner(uint64_t tag) { return 0x80000000u | (uint32_t)tag; }
 
-typedef struct { uint32_t magic, pages; uint64_t pages_offset; alignas(64) uint64_t hint; alignas(64) uint64_t words[1]; } SlabHeader;
+// `hint` is | how often something was freed 32 | a page 32 |: no page below it is free. `top`: no page from it on was ever leased.
+typedef struct { uint32_t magic, pages; uint64_t pages_offset; alignas(64) uint64_t hint; uint64_t top; alignas(64) uint64_t words[1]; } SlabHeader;
 typedef struct { SlabHeader *header; uint8_t *base; uint32_t pages; uint64_t pages_offset; } Slabs;
 
 static inline void slab_format(uint8_t *base, uint32_t pages)
@@ -45,20 +53,54 @@ static inline bool slab_attach(Slabs *s, uint8_t *base, uint64_t bytes)
 
 static inline uint64_t *slab_word(const Slabs *s, uint32_t page) { return &s->header->words[page]; }
 
-static inline void slab_free_pages(const Slabs *s, uint32_t first, uint32_t count)
+static inline uint64_t slab_load(const Slabs *s, uint32_t page) { return __atomic_load_n(slab_word(s, page), __ATOMIC_ACQUIRE); }
+static inline bool word_free(uint64_t word) { return word >> 32 == 0; }
+
+// Pages below this may have been leased; only these need a look.
+static inline uint32_t slab_top(const Slabs *s)
 {
-    for (uint32_t i = count; i-- > 0;)
-        __atomic_store_n(slab_word(s, first + i), (uint64_t)0, __ATOMIC_RELEASE);
+    if (s->pages == 0)
+        return 0;
+    uint64_t top = __atomic_load_n(&s->header->top, __ATOMIC_ACQUIRE);
+    return top < s->pages ? (uint32_t)top : s->pages;
 }
 
-// Claim pages [first, first + count); false leaves everything as it was and names the taken page.
+// Before the pages are claimed: whoever dies with them is looked for up to there.
+static inline void slab_raise(const Slabs *s, uint64_t end)
+{
+    uint64_t top = __atomic_load_n(&s->header->top, __ATOMIC_RELAXED);
+    while (top < end && !__atomic_compare_exchange_n(&s->header->top, &top, end, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) {}
+}
+
+// Something from `page` on was freed. Counting it keeps a lease that looked before from moving the hint past it.
+static inline void slab_lower(const Slabs *s, uint32_t page)
+{
+    uint64_t seen = __atomic_load_n(&s->header->hint, __ATOMIC_RELAXED);
+    for (uint32_t tries = 0; tries < HINT_TRIES; tries++) {
+        uint32_t low = (uint32_t)seen < page ? (uint32_t)seen : page;
+        uint64_t next = ((seen >> 32) + 1) << 32 | low;
+        if (__atomic_compare_exchange_n(&s->header->hint, &seen, next, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED))
+            return;
+    }
+}
+
+static inline void slab_free_pages(const Slabs *s, uint32_t first, uint32_t count, uint64_t free_word)
+{
+    for (uint32_t i = count; i-- > 0;)
+        __atomic_store_n(slab_word(s, first + i), free_word, __ATOMIC_RELEASE);
+    if (count)
+        slab_lower(s, first);
+}
+
+// Claim pages [first, first + count); false leaves them free and names the taken page.
 static inline bool slab_claim(const Slabs *s, uint32_t first, uint32_t count, uint32_t owner, uint32_t *taken)
 {
+    slab_raise(s, (uint64_t)first + count);
     for (uint32_t i = 0; i < count; i++) {
-        uint64_t free_word = 0;
-        if (!__atomic_compare_exchange_n(slab_word(s, first + i), &free_word, (uint64_t)owner << 32 | INSIDE, false,
-                                         __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) {
-            slab_free_pages(s, first, i);
+        uint64_t word = slab_load(s, first + i);
+        if (!word_free(word) || !__atomic_compare_exchange_n(slab_word(s, first + i), &word, (uint64_t)owner << 32 | INSIDE, false,
+                                                             __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) {
+            slab_free_pages(s, first, i, FREE_WARM);
             *taken = first + i;
             return false;
         }
@@ -67,14 +109,29 @@ static inline bool slab_claim(const Slabs *s, uint32_t first, uint32_t count, ui
     return true;
 }
 
-// First fit in [from, to); returns the first page or -1.
-static inline int64_t slab_fit(const Slabs *s, uint32_t from, uint32_t to, uint32_t count, uint32_t owner)
+// How many pages are free from `page` on, at most `count`.
+static inline uint32_t slab_run(const Slabs *s, uint32_t page, uint32_t count)
 {
-    uint32_t page = from, taken = 0;
-    while (page + count <= to) {
-        if (slab_claim(s, page, count, owner, &taken))
-            return page;
-        page = taken + 1;
+    uint32_t run = 0;
+    while (run < count && word_free(slab_load(s, page + run)))
+        run++;
+    return run;
+}
+
+// First fit in [from, to); returns the first page or -1.
+static inline int64_t slab_fit(const Slabs *s, uint64_t from, uint32_t to, uint32_t count, uint32_t owner)
+{
+    uint32_t taken = 0;
+    for (uint64_t page = from; page + count <= to;) {
+        uint32_t run = slab_run(s, (uint32_t)page, count);
+        if (run == count && slab_claim(s, (uint32_t)page, count, owner, &taken))
+            return (int64_t)page;
+        if (run == count) {     // another was faster
+            page = (uint64_t)taken + 1;
+            continue;
+        }
+        uint32_t held = (uint32_t)slab_load(s, (uint32_t)page + run);     // a whole lease is passed at once
+        page += run + (held > 1 && held <= s->pages ? held : 1);
     }
     return -1;
 }
@@ -87,9 +144,14 @@ static inline uint64_t slab_lease(const Slabs *s, uint64_t bytes, uint32_t owner
         count = 1;
     if (count > s->pages)
         return 0;
-    uint32_t hint = (uint32_t)(__atomic_load_n(&s->header->hint, __ATOMIC_RELAXED) % s->pages);
-    int64_t page = slab_fit(s, hint, s->pages, (uint32_t)count, owner);
-    if (page < 0)
+    uint64_t hint = __atomic_load_n(&s->header->hint, __ATOMIC_ACQUIRE);
+    uint32_t low = (uint32_t)hint < s->pages ? (uint32_t)hint : 0;
+    int64_t page = slab_fit(s, low, s->pages, (uint32_t)count, owner);
+    if (page >= 0 && (count == 1 || page == low)) {     // nothing is left free before its end
+        uint64_t next = hint >> 32 << 32 | (uint32_t)(page + (int64_t)count);
+        __atomic_compare_exchange_n(&s->header->hint, &hint, next, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
+    }
+    if (page < 0 && low > 0)    // what a process freed that died before it could say so
         page = slab_fit(s, 0, s->pages, (uint32_t)count, owner);
     if (page < 0)
         return 0;
@@ -105,8 +167,9 @@ static inline int64_t slab_find(const Slabs *s, uint64_t offset, uint32_t *count
     uint64_t page = (offset - s->pages_offset) / SLAB_PAGE;
     if (page >= s->pages)
         return -1;
-    *count = (uint32_t)__atomic_load_n(slab_word(s, (uint32_t)page), __ATOMIC_ACQUIRE);
-    return *count != 0 && *count <= s->pages - page ? (int64_t)page : -1;
+    uint64_t word = slab_load(s, (uint32_t)page);
+    *count = (uint32_t)word;
+    return !word_free(word) && *count != 0 && *count <= s->pages - page ? (int64_t)page : -1;
 }
 
 // Who holds the lease at `offset`, 0 when none starts there.
@@ -132,9 +195,7 @@ static inline bool slab_release(const Slabs *s, uint64_t offset)
         return false;
     // A half-released lease must not look like a whole one: its later pages may already be another's.
     __atomic_fetch_or(slab_word(s, (uint32_t)page), (uint64_t)INSIDE, __ATOMIC_ACQ_REL);
-    slab_free_pages(s, (uint32_t)page, count);
-    // Reusing the pages just touched is far cheaper than touching fresh ones (1.9 GB/s on first touch).
-    __atomic_store_n(&s->header->hint, (uint64_t)page, __ATOMIC_RELAXED);
+    slab_free_pages(s, (uint32_t)page, count, FREE_WARM);
     return true;
 }
 
@@ -153,28 +214,70 @@ static inline bool slab_give(const Slabs *s, uint64_t offset, uint32_t from, uin
 // claimed them, so a whole lease is judged by its first page.
 static inline uint32_t slab_sweep(const Slabs *s, uint32_t owner)
 {
-    uint32_t freed = 0;
-    for (uint32_t page = 0; page < s->pages;) {
-        uint64_t word = __atomic_load_n(slab_word(s, page), __ATOMIC_ACQUIRE);
+    uint32_t freed = 0, top = slab_top(s);
+    for (uint32_t page = 0; page < top;) {
+        uint64_t word = slab_load(s, page);
         uint32_t count = (uint32_t)word;
-        if (count == 0 || count == INSIDE || count > s->pages - page)
+        if (word_free(word) || count == 0 || count == INSIDE || count > s->pages - page)
             count = 1;
-        for (uint32_t i = count; word != 0 && word >> 32 == owner && i-- > 0;) {
-            uint64_t held = i ? __atomic_load_n(slab_word(s, page + i), __ATOMIC_ACQUIRE) : word;
-            if (i && (uint32_t)held != INSIDE)
+        for (uint32_t i = count; word >> 32 == owner && i-- > 0;) {
+            uint64_t held = i ? slab_load(s, page + i) : word;
+            if (word_free(held) || (i && (uint32_t)held != INSIDE))
                 continue;
-            freed += __atomic_compare_exchange_n(slab_word(s, page + i), &held, (uint64_t)0, false,
+            freed += __atomic_compare_exchange_n(slab_word(s, page + i), &held, (uint64_t)FREE_WARM, false,
                                                  __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
         }
         page += count;
     }
+    if (freed)
+        slab_lower(s, 0);
     return freed;
 }
 
 static inline uint32_t slab_used(const Slabs *s)
 {
-    uint32_t used = 0;
-    for (uint32_t page = 0; page < s->pages; page++)
-        used += __atomic_load_n(slab_word(s, page), __ATOMIC_RELAXED) != 0;
+    uint32_t used = 0, top = slab_top(s);
+    for (uint32_t page = 0; page < top; page++)
+        used += !word_free(slab_load(s, page));
     return used;
+}
+
+// --- giving memory back --------------------------------------------------------------------------
+
+static inline bool swap_free(const Slabs *s, uint32_t page, uint64_t from, uint64_t to)
+{
+    return __atomic_compare_exchange_n(slab_word(s, page), &from, to, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
+}
+
+// Claim the old pages from `first` on, at most TRIM_RUN, drop what they hold and free them; how many there were.
+// They are `owner`'s meanwhile, so nobody else writes there, and a death in between is swept like any other.
+// The memory goes in every process that maps it, and reads as zeros afterwards.
+static inline uint32_t slab_drop_run(const Slabs *s, uint32_t first, uint32_t to, uint32_t owner, bool *dropped)
+{
+    uint32_t run = 0;
+    while (run < TRIM_RUN && first + run < to && swap_free(s, first + run, FREE_OLD, (uint64_t)owner << 32 | INSIDE))
+        run++;
+    if (run == 0)
+        return 0;
+    *dropped = madvise(s->base + s->pages_offset + (uint64_t)first * SLAB_PAGE, (size_t)run * SLAB_PAGE, MADV_REMOVE) == 0;
+    slab_free_pages(s, first, run, *dropped ? FREE_CLEAN : FREE_WARM);
+    return run;
+}
+
+// One look at the pages from *at on: what was freed since the last look grows old, what was old already is given
+// back to the machine, `most` pages at most. Returns how many; *at is where to go on, 0 at the end.
+static inline uint32_t slab_trim(const Slabs *s, uint32_t owner, uint32_t most, uint32_t *at)
+{
+    uint32_t given = 0, top = slab_top(s), page = *at;
+    while (page < top && given < most) {
+        uint64_t word = slab_load(s, page);
+        bool dropped = false;
+        uint32_t run = word == FREE_OLD ? slab_drop_run(s, page, top, owner, &dropped) : 0;
+        if (word == FREE_WARM)
+            swap_free(s, page, FREE_WARM, FREE_OLD);
+        given += dropped ? run : 0;
+        page += run ? run : 1;
+    }
+    *at = page < top ? page : 0;
+    return given;
 }

@@ -9,7 +9,6 @@ Only the process that owns the workers has a Host; other front processes mirror 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -28,6 +27,7 @@ from fastserve.engine.meters import LaneMeters
 from fastserve.engine.rate import RateLimiter
 from fastserve.engine.schedule import Schedule, Specs
 from fastserve.engine.stateful import StatefulDoor
+from fastserve.engine.upkeep import Upkeep
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.metrics import names
 from fastserve.metrics.registry import Registry
@@ -44,7 +44,6 @@ STOP_GRACE_S = 5.0
 # A batch whose worker died runs once more when another worker lives; its requests fail otherwise.
 MOST_ATTEMPTS = 2
 DIED = "the worker process died while it ran this request"
-WATCHDOG_TICK_S = 0.05
 # With no worker left, requests wait this long for one to come back; those that come later as long as a look.
 NOBODY_S, NOBODY_LOOK_S = 10.0, 1.0
 NOBODY = "no worker of this model is alive"
@@ -59,8 +58,8 @@ class Hosted:
     arena: Arena
     lane: Lane
     calls: Calls
+    upkeep: Upkeep
     part: int = 0  # which of the version's lanes, where each instance has one
-    watchdog: asyncio.Task[None] | None = None
     nobody: asyncio.TimerHandle | None = None  # fails what waits while no worker is alive
     closing: bool = False
 
@@ -225,18 +224,15 @@ class Host:
         lane = Lane(arena, 0, inputs, outputs, meters)
         lane.open()
         tally_of(version).lanes.append(lane)
-        hosted = Hosted(version, group, arena, lane, Calls(self.engine, lane, group.tell), part)
-        if version.config.run_timeout_ms:
-            hosted.watchdog = asyncio.create_task(_watch(hosted, version.config.run_timeout_ms * 1_000_000))
+        upkeep = Upkeep(lane, group.kill, limit_ms=version.config.run_timeout_ms)
+        upkeep.open()
+        hosted = Hosted(version, group, arena, lane, Calls(self.engine, lane, group.tell), upkeep, part)
         self.hosted[_key(version, part)] = hosted
         self._report(hosted)
         return hosted
 
     async def _close(self, hosted: Hosted) -> None:
-        if hosted.watchdog is not None:
-            hosted.watchdog.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await hosted.watchdog
+        hosted.upkeep.close()
         if hosted.nobody is not None:
             hosted.nobody.cancel()
         await hosted.calls.close()
@@ -307,16 +303,3 @@ def _fail_waiting(hosted: Hosted) -> None:
     if failed:
         log.error("%r: %d batches failed: no worker is alive", hosted.version, failed)
     hosted.nobody = asyncio.get_running_loop().call_later(NOBODY_LOOK_S, _fail_waiting, hosted)
-
-
-async def _watch(hosted: Hosted, limit_ns: int) -> None:
-    """Kill a worker whose batch runs longer than run_timeout_ms."""
-    ring = hosted.lane.ring
-    while True:
-        await asyncio.sleep(WATCHDOG_TICK_S)
-        now = time.monotonic_ns()
-        for slot in range(ring.slots):
-            state, _, _, worker = ring.describe(slot)
-            taken_ns = ring.times_ns(slot)[1]
-            if state == "running" and taken_ns and now - taken_ns > limit_ns:
-                hosted.group.kill(worker, f"a batch ran longer than run_timeout_ms {limit_ns // 1_000_000}")

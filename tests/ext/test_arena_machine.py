@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from fastserve._ext import batch_ring
 from fastserve._ext.batch_ring import FULL, PART, BatchRing
+from fastserve._ext.trim import Trim
 from tests.oracles.arena import PlainArena, PlainBatch, PlainPlace
 
 SHAPE = {"slots": 3, "max_rows": 4, "fronts": 2, "workers": 2, "slab_pages": 64}
@@ -29,6 +30,7 @@ class ArenaMachine(RuleBasedStateMachine):
         batch_ring.format_arena(self.memory, **SHAPE)
         self.fronts = [BatchRing(self.memory, front=i) for i in range(2)]
         self.workers = [BatchRing(self.memory, worker=i) for i in range(2)]
+        self.trim = Trim(self.memory)
         self.plain = PlainArena(SHAPE["slots"], SHAPE["max_rows"], ATTEMPTS)
         self.place_of: dict[PlainPlace, int] = {}
         self.slot_of: dict[PlainBatch, int] = {}
@@ -100,6 +102,11 @@ class ArenaMachine(RuleBasedStateMachine):
         assert (ring.failure(place >> 16) is not None) == plain.batch.failed
         ring.release(place, plain.rows)
         self.plain.release(plain)
+
+    @rule()
+    def give_memory_back(self) -> None:
+        """Nobody notices."""
+        self.trim.look()
 
     @rule(front=WHICH)
     def drain(self, front: int) -> None:

@@ -31,20 +31,22 @@ EVENTS = st.one_of(
     st.tuples(st.just("lease"), st.integers(0, 5 * PAGE_BYTES), st.integers(1, 3)),
     st.tuples(st.sampled_from(["release", "give 1", "give 2"]), st.integers(0, PAGES), st.integers(1, 3)),
     st.tuples(st.just("sweep"), st.just(0), st.integers(1, 3)),
+    st.tuples(st.just("trim"), st.just(0), st.just(9)),
 )
 
 
 @given(st.lists(EVENTS, max_size=40))
 def test_agrees_with_the_oracle(events):
     pool, oracle = make_pool(), PlainSlabs(PAGES)
-    first_page = pool.lease(1, 1)
-    pool.release(first_page)
+    first_page = slab.pool_bytes(PAGES) - PAGES * PAGE_BYTES
     for verb, number, owner in events:
         if verb == "lease":
             got, wanted = pool.lease(number, owner), oracle.lease(number, owner)
             assert got == (0 if wanted is None else first_page + wanted * PAGE_BYTES)
             if got:
                 assert len(pool.view(got, number)) == number
+        elif verb == "trim":
+            assert pool.trim(owner) == oracle.trim()
         elif verb == "sweep":
             assert pool.sweep(owner) == oracle.sweep(owner)
         else:
@@ -63,6 +65,50 @@ def test_leases_do_not_overlap_and_keep_their_bytes():
         pool.view(offset, (i + 1) * PAGE_BYTES)[:] = bytes([i]) * (i + 1) * PAGE_BYTES
     for i, offset in enumerate(offsets):
         assert set(pool.view(offset, (i + 1) * PAGE_BYTES)) == {i}
+
+
+def test_the_lowest_pages_with_room_are_leased():
+    """What a load keeps touched is what it holds at a time, however long it goes on."""
+    pool = make_pool()
+    first = pool.lease(1, 1)
+    held = [pool.lease(1, 1) for _ in range(4)]
+    for offset in (held[2], held[0]):
+        pool.release(offset)
+    assert pool.lease(2 * PAGE_BYTES, 1) == held[3] + PAGE_BYTES, "neither hole has room for two pages"
+    assert [pool.lease(1, 1), pool.lease(1, 1)] == [held[0], held[2]]
+    for _ in range(100 * PAGES):
+        offset = pool.lease(1, 1)
+        assert offset <= first + 7 * PAGE_BYTES
+        pool.release(offset)
+
+
+def test_pages_free_at_two_looks_are_given_back_and_no_others():
+    pool = make_pool()
+    kept, left, again = (pool.lease(2 * PAGE_BYTES, 1) for _ in range(3))
+    for offset in (kept, left, again):
+        pool.view(offset, 2 * PAGE_BYTES)[:] = b"x" * 2 * PAGE_BYTES
+    pool.release(left)
+    pool.release(again)
+    assert pool.trim(9) == 0, "free at one look only"
+    assert pool.lease(2 * PAGE_BYTES, 1) == left
+    assert pool.trim(9) == 2
+    pages = [(kept, b"x"), (left, b"x"), (again, b"\0")]
+    assert pool.lease(2 * PAGE_BYTES, 1) == again
+    assert [bytes(pool.view(offset, 2 * PAGE_BYTES)) for offset, _ in pages] == [
+        byte * 2 * PAGE_BYTES for _, byte in pages
+    ]
+
+
+def test_a_death_while_giving_back_is_swept():
+    memory = mmap.mmap(-1, slab.pool_bytes(PAGES))
+    pool = SlabPool.create(memory, PAGES)
+    pool.release(pool.lease(PAGES * PAGE_BYTES, 1))
+    pool.trim(9)
+    held = 9 << 32 | 0xFFFFFFFF  # pages 1 and 2, on their way out
+    struct.pack_into("<2Q", memory, WORDS_AT + 8, held, held)
+    assert pool.lease(PAGES * PAGE_BYTES, 1) == 0
+    assert pool.sweep(9) == 2
+    assert pool.lease(PAGES * PAGE_BYTES, 1)
 
 
 @pytest.mark.parametrize("offset", [0, 1, PAGE_BYTES, 1 << 40, (1 << 64) - PAGE_BYTES])
@@ -93,6 +139,7 @@ def test_half_made_and_half_released_leases_are_swept():
     memory = mmap.mmap(-1, slab.pool_bytes(PAGES))
     pool = SlabPool.create(memory, PAGES)
     inside = 0xFFFFFFFF
+    pool.release(pool.lease(3 * PAGE_BYTES, 1))
     struct.pack_into("<3Q", memory, WORDS_AT, 7 << 32 | inside, 7 << 32 | inside, 8 << 32 | 1)
     assert pool.used() == 3
     assert pool.sweep(7) == 2
@@ -114,6 +161,7 @@ def test_scrawled_words_lead_nobody_outside(words, hint):
         with contextlib.suppress(ValueError):
             pool.release(offset)
         pool.lease(3 * PAGE_BYTES, 2)
+    pool.trim(9)
     pool.sweep(2)
     assert pool.used() <= PAGES
 
@@ -157,6 +205,7 @@ def test_two_processes_share_pages_and_the_dead_ones_are_swept():
         offset = pool.lease(5000, 1)
         if offset:
             pool.view(offset, 5000)[:] = b"p" * 5000
+            pool.trim(2)
             assert set(pool.view(offset, 5000)) == {ord("p")}
             pool.release(offset)
     assert child.returncode == 9
@@ -169,13 +218,21 @@ def test_two_processes_share_pages_and_the_dead_ones_are_swept():
 
 def test_threads_share_pages():
     pool = make_pool(32)
+    done = threading.Event()
+
+    def trim() -> None:
+        while not done.is_set():
+            pool.trim(9)
+
+    trimming = threading.Thread(target=trim)
+    trimming.start()
 
     def turn(owner: int) -> None:
         for n in range(2000):
             offset = pool.lease(n % 9000, owner)
             if offset:
-                pool.view(offset, 1)[0] = owner
-                assert pool.view(offset, 1)[0] == owner
+                pool.view(offset, n % 9000)[:] = bytes([owner]) * (n % 9000)
+                assert bytes(pool.view(offset, n % 9000)) == bytes([owner]) * (n % 9000)
                 pool.release(offset)
 
     threads = [threading.Thread(target=turn, args=(n,)) for n in range(1, 5)]
@@ -183,6 +240,8 @@ def test_threads_share_pages():
         thread.start()
     for thread in threads:
         thread.join()
+    done.set()
+    trimming.join()
     assert pool.used() == 0
 
 
