@@ -62,8 +62,7 @@ cdef class BatchRing:
     cdef int own_bell, control
     cdef int[MAX_WORKERS] worker_bells
     cdef int[MAX_FRONTS] front_bells
-    cdef bint news                      # rows were committed since the last kick
-    cdef uint32_t ready                 # slots that became ready since the last kick
+    cdef bint news                      # rows were settled since the last kick
     cdef Claims claims                  # what shared memory cannot tell; in lent memory tests can turn it back
     cdef object lent_claims
     cdef uint64_t turn_ns               # since when rows committed in this turn of the loop wait
@@ -100,7 +99,9 @@ cdef class BatchRing:
         cdef int64_t place = place_reserve(&self.arena, rows, self.front)
         if place >= 0 and not claim_rows(&self.arena, &self.claims, place, rows):
             claim_refuse(&self.arena, place, rows)      # a worker has freed rows that we hold: not these, then
-            return FULL
+            place = FULL
+        if self.arena.ready:    # a batch these rows did not fit in: no kick may come
+            self.tell()
         return place
 
     def commit(self, int64_t place, uint32_t rows) -> None:
@@ -108,7 +109,7 @@ cdef class BatchRing:
         self.check(place, rows)
         if self.turn_ns == 0:       # one look at the clock a turn, and the batch's own where it has just looked
             self.turn_ns = monotonic_ns() if place & 0xffff else slot_at(&self.arena, <uint32_t>(place >> 16)).first_ns
-        self.ready += place_commit(&self.arena, place, rows, self.turn_ns, claim_of(&self.arena, &self.claims, place))
+        place_commit(&self.arena, place, rows, self.turn_ns, claim_of(&self.arena, &self.claims, place))
         self.news = True
 
     def backdate(self, int64_t place, uint64_t queued_ns) -> None:
@@ -121,8 +122,8 @@ cdef class BatchRing:
         self.check(place, rows)
         claim_row(&self.arena, place).tag = claim_of(&self.arena, &self.claims, place)
         claim_end(&self.arena, &self.claims, place, 0)
-        if place_abandon(&self.arena, place, rows):
-            self.news, self.ready = True, self.ready + 1
+        place_abandon(&self.arena, place, rows)
+        self.news = True
 
     def drop(self, int64_t place) -> bool:
         """Nobody waits for these rows any more. True: forget the place. False: release it when its batch is done."""
@@ -143,20 +144,21 @@ cdef class BatchRing:
         """Close the place's batch to further rows, whatever the delay."""
         self.check(place, 1)
         slot_seal(&self.arena, <uint32_t>(place >> 16))
+        self.tell()
 
     def kick(self) -> None:
-        """Wake a sleeping worker if something was committed since the last kick. Once per loop turn."""
-        if not self.news:
-            return
+        """Wake sleeping workers if something was settled since the last kick. Once per loop turn."""
+        if self.news:
+            self.news, self.turn_ns = False, 0
+            self.tell()
+
+    cdef void tell(self) noexcept:
         with nogil:
-            wake_workers(&self.arena, self.worker_bells, self.ready)
-        self.news, self.ready, self.turn_ns = False, 0, 0
+            tell_workers(&self.arena, self.worker_bells)
 
     def kick_all(self) -> None:
         """Wake every worker, to look for work or at its control socket."""
-        for i in range(<int>self.arena.workers):
-            if self.worker_bells[i] >= 0:
-                bell_ring(self.worker_bells[i])
+        tell_all_workers(&self.arena, self.worker_bells)
 
     def drain(self) -> list:
         """Slots done since the last call, as (slot, seq). (-1, 0) asks to look at every place still waited for;
@@ -355,8 +357,7 @@ cdef class BatchRing:
             if word_state(load64(&s.word)) != SLOT_RUNNING or word_worker(load64(&s.word)) != worker:
                 continue
             if s.attempts < max_attempts:
-                retried += slot_return(s, worker)
-                self.news, self.ready = True, self.ready + 1
+                retried += slot_return(&self.arena, s, worker)
                 continue
             self.fail(i, kind, text)
             slot_publish(&self.arena, i, worker, self.max_rows, &freed)
@@ -364,7 +365,7 @@ cdef class BatchRing:
         slab_sweep(&self.arena.slabs, WORKER_OWNER + worker)
         desk_exchange(&self.arena.header.worker[worker].asleep, AWAKE)
         ask_to_look(&self.arena, self.front_bells, ~<uint64_t>0)    # it may have died between publishing and telling
-        self.kick()
+        self.kick_all()                                             # or been woken for what another must now take
         return retried, failed
 
     def fail_ready(self, uint32_t kind, str text) -> int:
@@ -392,8 +393,7 @@ cdef class BatchRing:
         for i in range(self.slots):
             touched += slot_sweep(&self.arena, i, front)
         slab_sweep(&self.arena.slabs, 1 + front)
-        self.news, self.ready = True, touched
-        self.kick()
+        self.kick_all()     # it may have died between making a batch ready and waking a worker for it
         return touched
 
     def lost(self) -> list:
@@ -404,8 +404,7 @@ cdef class BatchRing:
         """Let the batch go on without rows that were lost. False when it has ended meanwhile."""
         if slot >= self.slots or not slot_forgive(&self.arena, slot, generation, rows):
             return False
-        self.news, self.ready = True, self.ready + 1
-        self.kick()
+        self.tell()
         return True
 
     # --- slabs ----------------------------------------------------------------------------------

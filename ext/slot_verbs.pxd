@@ -44,6 +44,7 @@ cdef extern from "sweep.h" nogil:
     ctypedef struct Arena:
         ArenaHeader* header
         uint8_t* base
+        uint32_t ready
         uint32_t slots, max_rows, inputs, outputs, workers, fronts, ring_capacity
         uint64_t* input_row_bytes
         uint64_t* output_row_bytes
@@ -70,9 +71,9 @@ cdef extern from "sweep.h" nogil:
     uint32_t word_reserved(uint64_t)
     uint32_t word_settled(uint64_t)
     uint32_t word_worker(uint64_t)
-    int64_t place_reserve(const Arena*, uint32_t, uint32_t)
-    bint place_commit(const Arena*, int64_t, uint32_t, uint64_t, uint64_t tag)
-    bint place_abandon(const Arena*, int64_t, uint32_t)
+    int64_t place_reserve(Arena*, uint32_t, uint32_t)
+    void place_commit(Arena*, int64_t, uint32_t, uint64_t, uint64_t tag)
+    void place_abandon(Arena*, int64_t, uint32_t)
     bint place_drop(const Arena*, int64_t)
     void place_release(const Arena*, int64_t, uint32_t)
     bint slot_count_once(Slot*)
@@ -82,14 +83,14 @@ cdef extern from "sweep.h" nogil:
     RunTally* runs_of(const Arena*, uint32_t)
     Spread* spread_of(const Arena*, uint32_t)
     uint64_t since_ns(uint64_t, uint64_t)
-    bint slot_seal(const Arena*, uint32_t)
-    int64_t slot_take(const Arena*, uint32_t, uint64_t*)
+    bint slot_seal(Arena*, uint32_t)
+    int64_t slot_take(Arena*, uint32_t, uint64_t*)
     uint64_t open_due_ns(const Arena*, uint32_t*)
     uint64_t slot_publish(const Arena*, uint32_t, uint32_t, uint32_t ran, uint64_t* freed)
-    bint slot_return(Slot*, uint32_t)
-    uint32_t slot_sweep(const Arena*, uint32_t, uint32_t)
+    bint slot_return(Arena*, Slot*, uint32_t)
+    uint32_t slot_sweep(Arena*, uint32_t, uint32_t)
     uint32_t slot_lost(const Arena*, uint32_t, uint32_t*)
-    bint slot_forgive(const Arena*, uint32_t, uint32_t, uint32_t)
+    bint slot_forgive(Arena*, uint32_t, uint32_t, uint32_t)
     uint32_t row_span(const Arena*, const Row*, uint32_t)
     uint64_t slab_lease(const Slabs*, uint64_t, uint32_t)
     uint32_t slab_owner(const Slabs*, uint64_t)
@@ -111,7 +112,7 @@ cdef extern from "claims.h" nogil:
     bint claims_open(const Arena*, Claims*, uint64_t* lent, uint64_t seed)
     uint64_t claim_of(const Arena*, const Claims*, int64_t place)
     bint claim_rows(const Arena*, Claims*, int64_t place, uint32_t rows)
-    void claim_refuse(const Arena*, int64_t place, uint32_t rows)
+    void claim_refuse(Arena*, int64_t place, uint32_t rows)
     void claim_end(const Arena*, Claims*, int64_t place, uint64_t mark)
     Row* claim_row(const Arena*, int64_t place)
     bint claim_stands(const Arena*, const Claims*, int64_t place)
@@ -124,9 +125,10 @@ cdef extern from "telling.h" nogil:
     uint32_t part_row(const Message*)
     bint part_take(const Arena*, const Claims*, uint32_t owner, const Message*)
     uint64_t part_keep_inputs(const Arena*, uint32_t owner, uint32_t slot, uint32_t row)
-    void wake_workers(const Arena*, const int* bells, uint32_t ready)
+    void tell_workers(Arena*, const int* bells)
+    void tell_all_workers(Arena*, const int* bells)
     void ask_to_look(const Arena*, const int* bells, uint64_t fronts)
-    int64_t take_or_wait(const Arena*, uint32_t worker, int bell, int control, int64_t spin_ns, int* why)
+    int64_t take_or_wait(Arena*, uint32_t worker, int bell, int control, int64_t spin_ns, int* why)
 
 cdef extern from "doorbell.h" nogil:
     void bell_ring(int fd)

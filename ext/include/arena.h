@@ -163,6 +163,7 @@ typedef struct {        // one process's view: trusted copies of the geometry, n
     ArenaHeader *header;
     uint8_t *base;
     uint8_t *slot_base;
+    uint32_t ready;         // batches this process has made READY and not yet woken a worker for
     uint32_t slots, max_rows, inputs, outputs, workers, fronts, ring_capacity;
     uint64_t slot_bytes, rings_offset, ring_bytes, runs_offset, spreads_offset, max_delay_ns;
     uint64_t input_row_bytes[MAX_COLUMNS], output_row_bytes[MAX_COLUMNS];
@@ -247,6 +248,7 @@ static inline bool arena_attach(Arena *a, uint8_t *base, uint64_t bytes)
         return false;
     a->header = (ArenaHeader *)base;
     a->base = base;
+    a->ready = 0;
     a->slot_base = base + h.slots_offset;
     a->slots = h.slots, a->max_rows = h.max_rows, a->workers = h.workers, a->fronts = h.fronts;
     a->inputs = h.inputs, a->outputs = h.outputs;

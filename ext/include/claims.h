@@ -69,11 +69,11 @@ static inline bool claim_rows(const Arena *a, Claims *c, int64_t place, uint32_t
 }
 
 // Rows that shared memory gave us a second time: nobody waits for them, and nothing in them is touched.
-static inline void claim_refuse(const Arena *a, int64_t place, uint32_t rows)
+static inline void claim_refuse(Arena *a, int64_t place, uint32_t rows)
 {
     Slot *s = slot_at(a, (uint32_t)(place >> 16));
     __atomic_store_n(&rows_of(s)[place & 0xffff].state, (uint32_t)ROW_DROPPED, __ATOMIC_RELEASE);
-    slot_settle(s, rows);
+    slot_settle(a, s, rows);
 }
 
 // `mark` is what the rows of a place are left with: 0, or LEFT.

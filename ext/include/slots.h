@@ -10,6 +10,16 @@ enum { MOST_TRIES = 1024 };
 
 // --- fronts --------------------------------------------------------------------------------------
 
+// The only way to READY: whoever makes a batch ready owes a worker the word (telling.h: tell_workers), because those
+// who sleep until a batch is due hear of nothing else.
+static inline bool swap_ready(Arena *a, Slot *s, uint64_t *expected, uint64_t wanted)
+{
+    if (!swap_word(&s->word, expected, wanted))
+        return false;
+    a->ready += word_state(wanted) == SLOT_READY;
+    return true;
+}
+
 // All rows settled and nothing more may come: hand it to the workers.
 static inline uint64_t word_settle(uint64_t w, uint32_t rows)
 {
@@ -26,12 +36,12 @@ static inline uint64_t word_seal(uint64_t w)
 }
 
 // Seal slot `i` if it is still the opening `seen`; an empty one stays open.
-static inline bool slot_seal(const Arena *a, uint32_t i)
+static inline bool slot_seal(Arena *a, uint32_t i)
 {
     Slot *s = slot_at(a, i);
     uint64_t w = load64(&s->word);
     while (word_state(w) == SLOT_OPEN && word_reserved(w) > 0)
-        if (swap_word(&s->word, &w, word_seal(w)))
+        if (swap_ready(a, s, &w, word_seal(w)))
             return true;
     return false;
 }
@@ -60,7 +70,7 @@ static inline bool slot_open_at(const Arena *a, uint32_t i, uint32_t front, uint
 }
 
 // Make a free slot the open one; `seen` is the pointer found stale. False when every slot is in use.
-static inline bool slot_open(const Arena *a, uint64_t seen, uint32_t front)
+static inline bool slot_open(Arena *a, uint64_t seen, uint32_t front)
 {
     uint64_t opened;
     // Lowest first, not round robin: pages already touched are far cheaper than fresh ones.
@@ -77,7 +87,7 @@ static inline bool slot_open(const Arena *a, uint64_t seen, uint32_t front)
 }
 
 // A place for `rows` rows: slot << 16 | first row, or PLACE_FULL. 1 <= rows <= max_rows.
-static inline int64_t place_reserve(const Arena *a, uint32_t rows, uint32_t front)
+static inline int64_t place_reserve(Arena *a, uint32_t rows, uint32_t front)
 {
     for (uint32_t tries = 0; tries < MOST_TRIES; tries++) {
         uint64_t open = load64(&a->header->open);
@@ -110,24 +120,21 @@ static inline int64_t place_reserve(const Arena *a, uint32_t rows, uint32_t fron
     return PLACE_FULL;
 }
 
-// Returns true when that made the batch ready.
-static inline bool slot_settle(Slot *s, uint32_t rows)
+static inline void slot_settle(Arena *a, Slot *s, uint32_t rows)
 {
-    uint64_t w = load64(&s->word), next;
-    do
-        next = word_settle(w, rows);
-    while (!swap_word(&s->word, &w, next));
-    return word_state(next) == SLOT_READY;
+    uint64_t w = load64(&s->word);
+    while (!swap_ready(a, s, &w, word_settle(w, rows)))
+        ;
 }
 
-// The rows are written: a worker may see them. Returns true when that made the batch ready.
-static inline bool place_commit(const Arena *a, int64_t place, uint32_t rows, uint64_t now_ns, uint64_t tag)
+// The rows are written: a worker may see them.
+static inline void place_commit(Arena *a, int64_t place, uint32_t rows, uint64_t now_ns, uint64_t tag)
 {
     Slot *s = slot_at(a, (uint32_t)(place >> 16));
     Row *row = rows_of(s) + (place & 0xffff);
     row->queued_ns = now_ns, row->tag = tag;
     __atomic_store_n(&row->state, (uint32_t)ROW_COMMITTED, __ATOMIC_RELEASE);
-    return slot_settle(s, rows);
+    slot_settle(a, s, rows);
 }
 
 static inline void clear_inputs(const Arena *a, Slot *s, uint32_t first, uint32_t rows)
@@ -152,15 +159,15 @@ static inline bool place_return(Slot *s, uint32_t start, uint32_t rows)
 }
 
 // The rows will not be written. They are given back if they are the last of an open slot; else the
-// batch keeps them as zeros. Returns true when that made the batch ready.
-static inline bool place_abandon(const Arena *a, int64_t place, uint32_t rows)
+// batch keeps them as zeros. Either way they may have been what the batch waited for.
+static inline void place_abandon(Arena *a, int64_t place, uint32_t rows)
 {
     Slot *s = slot_at(a, (uint32_t)(place >> 16));
     uint32_t start = place & 0xffff;
     if (place_return(s, start, rows))
-        return false;
+        return;
     clear_inputs(a, s, start, rows);
-    return slot_settle(s, rows);
+    slot_settle(a, s, rows);
 }
 
 // The caller no longer waits. True: the rows are dropped and need no release.
@@ -277,7 +284,7 @@ static inline uint64_t open_due_ns(const Arena *a, uint32_t *slot)
 }
 
 // One batch for this worker, or -1 and *due_ns = when to look again (0 = when woken).
-static inline int64_t slot_take(const Arena *a, uint32_t worker, uint64_t *due_ns)
+static inline int64_t slot_take(Arena *a, uint32_t worker, uint64_t *due_ns)
 {
     uint32_t i = 0;
     *due_ns = 0;
@@ -373,11 +380,11 @@ static inline uint64_t slot_publish(const Arena *a, uint32_t i, uint32_t worker,
 }
 
 // The worker that ran it died: give it to another.
-static inline bool slot_return(Slot *s, uint32_t worker)
+static inline bool slot_return(Arena *a, Slot *s, uint32_t worker)
 {
     uint64_t w = load64(&s->word);
     if (word_state(w) != SLOT_RUNNING || word_worker(w) != worker)
         return false;
     s->taken_ns = s->run_ns = s->ran_ns = 0;
-    return swap_word(&s->word, &w, make_word(word_generation(w), NO_WORKER, SLOT_READY, word_reserved(w), word_settled(w)));
+    return swap_ready(a, s, &w, make_word(word_generation(w), NO_WORKER, SLOT_READY, word_reserved(w), word_settled(w)));
 }

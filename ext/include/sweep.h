@@ -7,7 +7,7 @@
 #pragma once
 #include "slots.h"
 
-static inline bool row_sweep(const Arena *a, Slot *s, uint32_t r, uint32_t rows)
+static inline bool row_sweep(Arena *a, Slot *s, uint32_t r, uint32_t rows)
 {
     Row *row = rows_of(s) + r;
     if (swap_row(row, ROW_RESERVED, ROW_DROPPED)) {
@@ -15,7 +15,7 @@ static inline bool row_sweep(const Arena *a, Slot *s, uint32_t r, uint32_t rows)
         if (a->slabs.pages && row->in_offset)
             slab_give(&a->slabs, row->in_offset, 1 + row->front, OWNER_PLACE);
         clear_inputs(a, s, r, rows);
-        slot_settle(s, rows);
+        slot_settle(a, s, rows);
         return true;
     }
     if (swap_row(row, ROW_COMMITTED, ROW_DROPPED))
@@ -31,7 +31,7 @@ static inline bool row_sweep(const Arena *a, Slot *s, uint32_t r, uint32_t rows)
 }
 
 // Let go of everything front `front` held in slot `i`, as far as the row table tells; returns how many places.
-static inline uint32_t slot_sweep(const Arena *a, uint32_t i, uint32_t front)
+static inline uint32_t slot_sweep(Arena *a, uint32_t i, uint32_t front)
 {
     Slot *s = slot_at(a, i);
     Row *rows = rows_of(s);
@@ -71,7 +71,7 @@ static inline uint32_t slot_lost(const Arena *a, uint32_t i, uint32_t *generatio
 }
 
 // Make up for rows found lost twice, long enough apart that only a dead process can have left them.
-static inline bool slot_forgive(const Arena *a, uint32_t i, uint32_t generation, uint32_t lost)
+static inline bool slot_forgive(Arena *a, uint32_t i, uint32_t generation, uint32_t lost)
 {
     Slot *s = slot_at(a, i);
     Row *rows = rows_of(s);
@@ -89,6 +89,6 @@ static inline bool slot_forgive(const Arena *a, uint32_t i, uint32_t generation,
     if (state == SLOT_DONE)
         slot_release(a, s, lost);
     else
-        slot_settle(s, lost);
+        slot_settle(a, s, lost);
     return true;
 }

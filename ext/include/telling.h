@@ -78,20 +78,30 @@ static inline uint64_t part_keep_inputs(const Arena *a, uint32_t owner, uint32_t
     return offset && slab_give(&a->slabs, offset, place_owner(place->tag), owner) ? offset : 0;
 }
 
-// Wake sleepers for `ready` batches, or one of them for rows of an open batch; who sleeps until a batch is
-// due need not hear of those.
-static inline void wake_workers(const Arena *a, const int *bells, uint32_t ready)
+// Wake a sleeper for every batch this process has made ready, and one more for the rows of the open batch; who
+// sleeps until a batch is due need not hear of those.
+static inline void tell_workers(Arena *a, const int *bells)
 {
-    uint32_t wanted = ready ? ready : 1;
+    uint32_t open, ready = a->ready, wanted = ready + (open_due_ns(a, &open) != 0);
+    a->ready = 0;
     for (uint32_t i = 0; i < a->workers && wanted; i++) {
         uint32_t asleep = desk_load(&a->header->worker[i].asleep);
         if (asleep == AWAKE || (asleep == ASLEEP_UNTIL_DUE && ready == 0))
             continue;
         if (desk_exchange(&a->header->worker[i].asleep, AWAKE) != AWAKE && bells[i] >= 0) {
             bell_ring(bells[i]);
-            wanted--;
+            wanted--, ready -= ready != 0;
         }
     }
+}
+
+// Every worker is to look: whom a dead one was woken in place of, nobody knows.
+static inline void tell_all_workers(Arena *a, const int *bells)
+{
+    a->ready = 0;
+    for (uint32_t i = 0; i < a->workers; i++)
+        if (bells[i] >= 0)
+            bell_ring(bells[i]);
 }
 
 // Fronts (one bit each) are to look at every place they wait for: a word to them may have been lost.
@@ -106,7 +116,7 @@ static inline void ask_to_look(const Arena *a, const int *bells, uint64_t fronts
 }
 
 // A batch for this worker; -1 after a sleep that *why explains (bell_wait). Spins for a while before it sleeps.
-static inline int64_t take_or_wait(const Arena *a, uint32_t worker, int bell, int control, int64_t spin_ns, int *why)
+static inline int64_t take_or_wait(Arena *a, uint32_t worker, int bell, int control, int64_t spin_ns, int *why)
 {
     uint64_t due, until = spin_ns > 0 ? monotonic_ns() + spin_ns : 0;
     uint32_t *asleep = &a->header->worker[worker].asleep;
@@ -119,6 +129,7 @@ static inline int64_t take_or_wait(const Arena *a, uint32_t worker, int bell, in
         return slot;
     // Say that we sleep, then look once more: a front that commits after the look sees the flag.
     desk_exchange(asleep, due ? ASLEEP_UNTIL_DUE : ASLEEP);
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);    // slot_take() only acquires
     slot = slot_take(a, worker, &due);
     if (slot < 0) {
         uint64_t now = monotonic_ns();

@@ -1,0 +1,122 @@
+"""Few clients and many on every schedule, with one instance and two: every answer right, none late.
+
+Few are the hard case: soon all of them wait for the same thing, and where that is a word that was lost,
+nobody comes who would say it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from tests.running import Running
+from tests.server.load_clients import LIMIT_S, GrpcCaller, HttpCaller, Report, load
+from tests.server.load_models import MODELS, Loaded, write_repository
+
+# Clients, seconds, way in. A case takes about a second.
+SHORT = [(4, 0.25, HttpCaller), (5, 0.25, HttpCaller), (16, 0.1, HttpCaller), (64, 0.1, HttpCaller)]
+GRPC = [(4, 0.25, GrpcCaller), (16, 0.1, GrpcCaller)]
+BOTH_WAYS = ("direct_2", "levels_2", "plain_1", "ragged_2")
+LONG_S, KILL_S = 4.0, 0.5
+CASES = [(backend, model) for backend, models in MODELS.items() for model in models]
+
+
+@pytest.fixture(scope="module")
+def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with start(tmp_path_factory.mktemp("triton"), "triton") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def onnx(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with start(tmp_path_factory.mktemp("onnx"), "onnx") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with start(tmp_path_factory.mktemp("native"), "native") as running:
+        yield running
+
+
+def start(folder: Path, backend: str, *options: str) -> Running:
+    write_repository(folder / "models", backend)
+    cache = ("--response-cache-bytes", "1000000")
+    return Running(folder / "models", folder / "log", *cache, "--rate-limit", "execution_count", *options)
+
+
+def check(report: Report, model: Loaded) -> None:
+    assert report.answered
+    assert not report.wrong, report.wrong[:3]
+    assert report.slowest_s < LIMIT_S, f"{model.name}: a call took {report.slowest_s:.1f} s"
+
+
+def load_all(served: Running, model: Loaded) -> None:
+    loads = GRPC if model.streams else SHORT + GRPC if model.name in BOTH_WAYS else SHORT
+    for clients, seconds, caller in loads:
+        report = asyncio.run(load(served, model, clients, seconds, caller.open))
+        assert not report.lost
+        check(report, model)
+
+
+@pytest.mark.parametrize("model", MODELS["triton"], ids=str)
+def test_models_that_see_requests(triton: Running, model: Loaded) -> None:
+    load_all(triton, model)
+
+
+@pytest.mark.parametrize("model", MODELS["onnx"], ids=str)
+def test_models_that_see_arrays_behind_a_schedule(onnx: Running, model: Loaded) -> None:
+    load_all(onnx, model)
+
+
+@pytest.mark.parametrize("model", MODELS["native"], ids=str)
+def test_models_of_this_server(native: Running, model: Loaded) -> None:
+    load_all(native, model)
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("backend", "model"), CASES, ids=str)
+def test_for_long_while_workers_are_killed(tmp_path: Path, backend: str, model: Loaded) -> None:
+    """What a dead worker had may be lost, and nothing else."""
+    needs = [step for step in ("levels_2",) if model.name == "ensemble"]
+    chosen = [part for name in (model.name, *needs) for part in ("--load-models", name)]
+    with start(tmp_path, backend, "--model-control", "explicit", *chosen) as served:
+        ways = [GrpcCaller] if model.streams else [HttpCaller, GrpcCaller]
+        for clients, way in product((4, 5, 16, 64), ways):
+            with killing(served):
+                report = asyncio.run(load(served, model, clients, LONG_S, way.open))
+            check(report, model)
+        report = asyncio.run(load(served, model, 5, LONG_S, ways[0].open))
+        check(report, model)
+
+
+class killing:
+    """Kills a worker every KILL_S, in turn."""
+
+    def __init__(self, served: Running) -> None:
+        self._served = served
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._work)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *fault: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _work(self) -> None:
+        turn = 0
+        while not self._over.wait(KILL_S):
+            workers = self._served.workers
+            if workers:
+                turn += 1
+                os.kill(workers[turn % len(workers)], signal.SIGKILL)
