@@ -20,11 +20,11 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastserve.backends.base import CompletedConfig, explain, read_specs
+from fastserve.backends.triton_import import import_from
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.tensor import DTYPES, TensorSpec
 
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from fastserve.backends.triton_requests import InferenceRequest, InferenceResponse
 
 CLASS = "TritonPythonModel"
+# What auto_complete_config can say.
+COMPLETED = ("input", "output", "max_batch_size", "dynamic_batching", "model_transaction_policy")
 Failed = Callable[[BaseException], None]
 
 
@@ -121,8 +123,9 @@ class TritonPythonBackend:
     def close(self) -> None:
         """Calls the model's finalize, if there is one, and ends its event loop."""
         model, self._model = self._model, None
-        if str(self._version_dir) in sys.path:
-            sys.path.remove(str(self._version_dir))
+        for folder in self._folders():
+            if folder in sys.path:
+                sys.path.remove(folder)
         try:
             if hasattr(model, "finalize"):
                 model.finalize()
@@ -133,34 +136,31 @@ class TritonPythonBackend:
 
     def _import_class(self) -> Any:
         filename = str(self.config.get("default_model_filename") or "model.py")
-        path = self._version_dir / filename
-        if not path.is_file():
+        if not (self._version_dir / filename).is_file():
             raise ConfigError(f"the version's folder has no file {filename}")
-        sys.dont_write_bytecode = True  # a repository may be read-only, and is watched for changes
-        sys.path.insert(0, str(self._version_dir))
-        name = f"fastserve_model_{self._version_dir.parent.name}_{self._version_dir.name}"
-        spec = spec_from_file_location(name, path)
-        if spec is None or spec.loader is None:
+        if not filename.endswith(".py"):
             raise ConfigError(f"{filename} is not a file Python can import")
-        module = module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-        factory = getattr(module, CLASS, None)
+        sys.dont_write_bytecode = True  # a repository may be read-only, and is watched for changes
+        # Last, as Triton has them: what is installed comes before what lies beside a model.
+        sys.path.extend(folder for folder in self._folders() if folder not in sys.path)
+        factory = getattr(import_from(self._version_dir, filename), CLASS, None)
         if not isinstance(factory, type):
             raise ConfigError(f"{filename} has no class {CLASS!r}")
         return factory
 
+    def _folders(self) -> tuple[str, str]:
+        """Where a model's own modules lie: beside model.py, and beside config.pbtxt."""
+        return str(self._version_dir), str(self._version_dir.parent)
+
     def _complete(self, completed: Any) -> None:
         if completed is None:
             raise ConfigError("auto_complete_config returned nothing, not the configuration")
-        config = dict(completed.to_dict())
-        # The queue is made by these, before any worker has loaded.
-        size, policy = int(config.get("max_batch_size") or 0), config.get("model_transaction_policy") or {}
-        decoupled = bool(policy.get("decoupled"))
-        if size != int(self.config.get("max_batch_size") or 0) or decoupled != self.decoupled:
-            fields = {"max_batch_size": size, "model_transaction_policy": {"decoupled": decoupled}}
+        # Queue, arena and plans are made by these before any worker has loaded: the server is told, takes
+        # them into the configuration and loads the model once more.
+        said = json.loads(json.dumps(completed.as_dict()))
+        fields = {name: said.get(name) for name in COMPLETED if said.get(name) != self.config.get(name)}
+        if fields:
             raise CompletedConfig(fields)
-        self.config = config
 
     def _arguments(self) -> dict[str, str]:
         group = self.config.get("instance_group") or [{}]
@@ -208,8 +208,9 @@ async def _finish(answer: Any) -> Any:
 
 
 def name_instance(model: str, config: Mapping[str, Any], instance: int) -> tuple[str, str]:
-    """(name, kind) of one instance: NAME_GROUP_INDEX, counted through the groups; kinds are CPU and GPU."""
-    groups = config.get("instance_group") or [{}]
+    """(name, kind) of one instance: NAME_GROUP_INDEX, counted through the groups, NAME_INDEX where none is
+    written down; kinds are CPU and GPU."""
+    groups = config.get("instance_group") or [{"name": model}]
     for number, group in enumerate(groups):
         count = int(group.get("count") or 1)
         if instance < count or number == len(groups) - 1:

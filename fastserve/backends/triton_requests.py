@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -304,12 +304,10 @@ class InferenceRequest:
         return self._call(decoupled, execution_timeout)
 
     async def async_exec(self, decoupled: bool = False, execution_timeout: int = 0) -> Any:
-        """The same without blocking the model's event loop; with `decoupled` an asynchronous iterator."""
-        if bls.threads is None:
-            bls.threads = ThreadPoolExecutor(thread_name_prefix="bls")
-        loop = asyncio.get_running_loop()
-        result = await loop.run_in_executor(bls.threads, self._call, decoupled, execution_timeout)
-        return _paced(result) if decoupled else result
+        """The same without blocking the model's event loop; with `decoupled` what both `for` and `async for`
+        take: the one waits for the next response, the other lets the loop go on."""
+        result = await _in_thread(self._call, decoupled, execution_timeout)
+        return Responses(result) if decoupled else result
 
     def _call(self, decoupled: bool, execution_timeout: int) -> Any:
         line = _line()
@@ -318,10 +316,32 @@ class InferenceRequest:
         return line.stream(self) if decoupled else line.call(self)
 
 
-async def _paced(responses: Iterator[InferenceResponse]) -> AsyncIterator[InferenceResponse]:
-    loop = asyncio.get_running_loop()
-    while (response := await loop.run_in_executor(bls.threads, next, responses, None)) is not None:
-        yield response
+class Responses:
+    """The responses of another model, one by one as they come."""
+
+    def __init__(self, responses: Iterator[InferenceResponse]) -> None:
+        self._responses = responses
+
+    def __iter__(self) -> Iterator[InferenceResponse]:
+        return self._responses
+
+    def __next__(self) -> InferenceResponse:
+        return next(self._responses)
+
+    def __aiter__(self) -> Responses:
+        return self
+
+    async def __anext__(self) -> InferenceResponse:
+        response: InferenceResponse | None = await _in_thread(next, self._responses, None)
+        if response is None:
+            raise StopAsyncIteration
+        return response
+
+
+async def _in_thread(work: Callable[..., Any], *arguments: Any) -> Any:
+    if bls.threads is None:
+        bls.threads = ThreadPoolExecutor(thread_name_prefix="bls")
+    return await asyncio.get_running_loop().run_in_executor(bls.threads, work, *arguments)
 
 
 def _line() -> Line:

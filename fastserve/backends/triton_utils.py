@@ -11,7 +11,6 @@ The names are Triton's, so that models written for it run unchanged.
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastserve._ext.flatten import pack_bytes, unpack_bytes
+from fastserve.backends.triton_model_config import ModelConfig
 from fastserve.backends.triton_requests import (
     COMPLETE_FINAL,
     RELEASE_ALL,
@@ -34,7 +34,7 @@ from fastserve.backends.triton_requests import (
     TritonError,
 )
 from fastserve.backends.triton_tensor import Tensor, TritonModelException
-from fastserve.backends.triton_types import BY_CONFIG_NAME, BY_NUMBER, BY_NUMPY, TRITON_TYPES
+from fastserve.backends.triton_types import BY_NUMBER, BY_NUMPY, TRITON_TYPES
 
 MODULE = "triton_python_backend_utils"
 
@@ -49,6 +49,7 @@ TRITON_STRING_TO_NUMPY = {row.config_name: row.numpy for row in TRITON_TYPES if 
 __all__ = [
     "InferenceRequest",
     "InferenceResponse",
+    "ModelConfig",
     "PreferredMemory",
     "ResponseSender",
     "Tensor",
@@ -171,67 +172,6 @@ class Logger:
 
 
 LogLevel = Logger
-
-
-class ModelConfig:
-    """What auto_complete_config() fills in. Methods raise ValueError where the model says something other
-    than its config.pbtxt."""
-
-    def __init__(self, model_config: str | Mapping[str, Any]) -> None:
-        given = json.loads(model_config) if isinstance(model_config, str) else model_config
-        self._config: dict[str, Any] = json.loads(json.dumps(given))
-
-    def to_dict(self) -> dict[str, Any]:
-        """The whole configuration as it stands."""
-        return self._config
-
-    as_dict = to_dict
-
-    def set_max_batch_size(self, max_batch_size: int) -> None:
-        """Keeps the smaller of this and what the configuration says already."""
-        said = int(self._config.get("max_batch_size") or 0)
-        self._config["max_batch_size"] = min(said, max_batch_size) if said else max_batch_size
-
-    def set_dynamic_batching(self) -> None:
-        """Unless the configuration says how requests are scheduled."""
-        if not any(self._config.get(name) for name in ("sequence_batching", "ensemble_scheduling")):
-            self._config.setdefault("dynamic_batching", {})
-
-    def set_model_transaction_policy(self, transaction_policy_dict: Mapping[str, Any]) -> None:
-        """{"decoupled": True} or False."""
-        unknown = set(transaction_policy_dict) - {"decoupled"}
-        if unknown or not isinstance(transaction_policy_dict.get("decoupled"), bool):
-            raise ValueError("model_transaction_policy: given is not {'decoupled': True or False}")
-        said = self._config.get("model_transaction_policy")
-        if said is not None and bool(said.get("decoupled")) != transaction_policy_dict["decoupled"]:
-            raise ValueError("model_transaction_policy differs from config.pbtxt")
-        self._config["model_transaction_policy"] = dict(transaction_policy_dict)
-
-    def add_input(self, input_: Mapping[str, Any]) -> None:
-        """An input {name, data_type, dims, optional, ...}."""
-        self._add("input", input_)
-
-    def add_output(self, output: Mapping[str, Any]) -> None:
-        """An output {name, data_type, dims, ...}."""
-        self._add("output", output)
-
-    def _add(self, side: str, entry: Mapping[str, Any]) -> None:
-        for field in ("name", "data_type", "dims"):
-            if field not in entry:
-                raise ValueError(f"{side}: {field} is missing")
-        if entry["data_type"] not in BY_CONFIG_NAME:
-            raise ValueError(f"{side} '{entry['name']}': data_type {entry['data_type']!r} is not known")
-        said = _entry(self._config, side, entry["name"])
-        if said is None:
-            self._config.setdefault(side, []).append(dict(entry))
-            return
-        for field in ("data_type", "dims"):
-            if said.get(field) and said[field] != entry[field]:
-                raise ValueError(
-                    f"model configuration specifies {said[field]} for {side} '{entry['name']}', "
-                    f"auto_complete_config {entry[field]}"
-                )
-            said[field] = entry[field]
 
 
 def install() -> None:

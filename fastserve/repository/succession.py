@@ -197,9 +197,10 @@ class Succession:
             version = model.versions.get(number)
             origin = self._origins.get(version) if version is not None else None
             if version is not None and origin is not None and origin.config == _instance_config(config):
-                # what the loaded model said of its tensors stays
-                said = version.config
-                version.config = msgspec.structs.replace(config, options=said.options, triton=said.triton)
+                # The rest is equal, but for what the loaded model has said itself: that stays.
+                version.config = msgspec.structs.replace(
+                    version.config, version_policy=config.version_policy, labels=config.labels
+                )
 
     def _problems(self, model: Model, folder: ModelFolder, wanted: list[int]) -> list[str]:
         assert folder.config is not None

@@ -177,10 +177,16 @@ def with_tensors(
 
 def amend(config: ModelConfig, fields: Mapping[str, Any]) -> ModelConfig:
     """A Triton model's config with what the model itself has said of these fields. Raises ConfigError."""
-    amended = convert({**(config.triton or {}), **fields}, TritonConfig, TRITON_FILE, lax=True)
+    said = convert({**(config.triton or {}), **fields}, TritonConfig, "auto_complete_config", lax=True)
+    amended = fill_defaults(said, said.name)
+    check(amended, amended.name)
     return msgspec.structs.replace(
         config,
-        max_batch_size=int(fields["max_batch_size"]),
+        inputs=_tensors(amended.input),
+        outputs=_tensors(amended.output),
+        max_batch_size=amended.max_batch_size,
+        max_queue_delay_us=delay_us(amended),
+        max_queue_rows=max(config.max_queue_rows, amended.max_batch_size),
         options=options_of(amended),
         triton=to_json(amended),
     )

@@ -86,7 +86,7 @@ def _filled_optimization(given: Optimization) -> Optimization:
 
 def _filled_groups(config: TritonConfig, name: str, count: int) -> list[InstanceGroup]:
     filled = []
-    for number, group in enumerate(config.instance_group or [InstanceGroup()]):
+    for number, group in enumerate(config.instance_group or [InstanceGroup(name=config.name or name)]):
         kind = "KIND_CPU" if group.kind == "KIND_AUTO" and not group.gpus else group.kind
         filled.append(
             msgspec.structs.replace(

@@ -31,7 +31,7 @@ def test_another_models_answer_is_passed_on(tmp_path):
     ("to", "kind", "text"),
     [
         ("nowhere", Kind.NOT_FOUND, "Request for unknown model: 'nowhere' is not found"),
-        ("trouble", Kind.INTERNAL, "Failed to process the request(s) for model 'trouble_0_0'"),
+        ("trouble", Kind.INTERNAL, "Failed to process the request(s) for model 'trouble_0'"),
         ("opt", Kind.INVALID_ARGUMENT, "unexpected inference output 'OUT' for model 'opt'"),
     ],
 )

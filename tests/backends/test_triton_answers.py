@@ -14,7 +14,7 @@ from tests.backends.triton_rig import entry, model, run, serving
 FLOATS = [entry("IN", "TYPE_FP32", -1)], [entry("OUT", "TYPE_FP32", -1)]
 IN_PLACE = model("in_place", *FLOATS, max_batch_size=8)
 UNENDED = "the model let go of this request without a final response: its answer may not be whole"
-FAILED = "Failed to process the request(s) for model 'scatter_0_0', message: "
+FAILED = "Failed to process the request(s) for model 'scatter_0', message: "
 
 
 def scatter():

@@ -10,7 +10,7 @@ from fastserve.errors import DeadlineError, Kind, ServeError
 from fastserve.workers.replies import WINDOW_PARTS
 from tests.backends.triton_rig import model, repeat, repeating, run, serving, until
 
-FAILED = "Failed to process the request(s) for model 'repeat_0_0', message: ValueError: kaboom"
+FAILED = "Failed to process the request(s) for model 'repeat_0', message: ValueError: kaboom"
 
 
 @pytest.mark.parametrize(

@@ -182,5 +182,5 @@ def test_an_onnx_model_tells_its_tensors(tmp_path: Path, given: str) -> None:
     assert config.triton["input"][0]["data_type"] == "TYPE_FP32"
     assert config.triton["output"][1]["reshape"] == {"shape": []}
     assert config.triton["instance_group"] == [
-        config.triton["instance_group"][0] | {"name": "m_0", "kind": "KIND_CPU", "count": 2}
+        config.triton["instance_group"][0] | {"name": "m", "kind": "KIND_CPU", "count": 2}
     ]

@@ -150,7 +150,7 @@ def test_what_a_model_says_of_itself_is_compiled_again() -> None:
     )
     assert (amended.max_batch_size, amended.options.queue, amended.options.decoupled) == (
         4,
-        QueueOptions(),
+        QueueOptions(preferred_sizes=[4]),
         True,
     )
     with pytest.raises(ConfigError):

@@ -1,0 +1,3 @@
+from .er import DEEPER
+
+DEEP = DEEPER + 2
