@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 # What an error may cost a log line, a control message and a reply.
 WORDS_MAX = 2048
 _RANK_MAX = 64
+# How an output of the wrong number of rows is told; a dialect with words of its own for it reads it back.
+WRONG_ROWS = "output {name!r} has shape {shape}, but the batch has {rows} rows"
+_WRONG_ROWS = re.compile(r"output .+ has shape \[(.*)\], but the batch has \d+ rows")
 _PATH = re.compile(r"(?<![\w.])(?:[A-Za-z]:)?/(?:[^\s/'\"():,;<>\[\]]+/)+([^\s/'\"():,;<>\[\]]*)")
 _POINTER = re.compile(r"0x[0-9a-fA-F]{4,}")
 
@@ -101,6 +104,12 @@ def clean(text: str, *private: str) -> str:
     text = _POINTER.sub("0x…", _PATH.sub(r"\1", text))
     text = "".join(char if char.isprintable() else " " for char in text).strip()
     return text if len(text) <= WORDS_MAX else text[: WORDS_MAX - 1] + "…"
+
+
+def wrong_rows_rank(words: str) -> int | None:
+    """The rank of the output that WRONG_ROWS tells of; None when these are other words."""
+    found = _WRONG_ROWS.fullmatch(words)
+    return len(found[1].split(", ")) * bool(found[1]) if found else None
 
 
 def kind_of(error: BaseException) -> Kind:

@@ -7,17 +7,21 @@ output, what came and what was wanted.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fastserve.backends.base import WRONG_ROWS
 from fastserve.errors import Kind, ServeError
 from fastserve.tensor import DType, TensorSpec
 
 if TYPE_CHECKING:
     from fastserve.backends.base import Arrays
+
+log = logging.getLogger(__name__)
 
 _FLOAT32 = np.dtype(np.float32)
 _FLOAT64 = np.dtype(np.float64)
@@ -77,7 +81,7 @@ class OutputCheck:
             raise _fault(f"output {name!r} must be a numpy array, not {type(array).__name__}")
         tensor: NDArray[Any] = array if array.dtype == dtype else _cast(name, array, dtype)
         if tensor.shape[: len(head)] != head:
-            raise _fault(f"output {name!r} has shape {list(tensor.shape)}, but the batch has {head[0]} rows")
+            raise _fault(WRONG_ROWS.format(name=name, shape=list(tensor.shape), rows=head[0]))
         row = tensor.shape[len(head) :]
         if shape is not None and not _fits(row, shape):
             raise _fault(f"output {name!r} has rows of shape {list(row)}, model.yaml says {list(shape)}")
@@ -102,4 +106,5 @@ def _fits(row: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 
 
 def _fault(text: str) -> ServeError:
+    log.warning("the model's answer is not what it declares: %s", text)
     return ServeError(Kind.INTERNAL, text)

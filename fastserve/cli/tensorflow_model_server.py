@@ -6,20 +6,24 @@ here that ends the start, since a server without what was asked for may be one w
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Mapping
+from importlib.metadata import version
 
 import click
 
 from fastserve.config import load_settings
-from fastserve.config.tensorflow import flag_settings, read_flags
+from fastserve.config.tensorflow import Flags, StartFault, flag_settings, read_flags, usage
 from fastserve.errors import ConfigError
+from fastserve.repository.repository import LoadFailures
 
-BAD_FLAGS = 255  # the original's exit status for a flag it cannot read
+BAD_FLAGS = 255  # the original's exit status for a flag it cannot read, and for --help
 
 
 @click.command(
     "tensorflow-model-server",
-    context_settings={"ignore_unknown_options": True, "help_option_names": ["--help"]},
+    context_settings={"ignore_unknown_options": True, "help_option_names": []},
     short_help="Serve with TensorFlow Serving's own flags.",
 )
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
@@ -33,7 +37,26 @@ def tensorflow_model_server(flags: tuple[str, ...]) -> None:
     """
     from fastserve.server import run
 
-    read = read_flags(flags)
+    if {"--help", "-h"} & set(flags):
+        click.echo(f"{click.get_current_context().get_help()}\n\n{usage()}")
+        sys.exit(BAD_FLAGS)
+    values = check_flags(read_flags(flags))
+    if values.get("version"):
+        click.echo(f"TensorFlow ModelServer: fastserve {version('fastserve')}\nTensorFlow Library: none")
+        return
+    try:
+        overrides, ignored = flag_settings(values)
+        settings = load_settings(None, overrides)
+    except ConfigError as error:
+        give_up(error)
+        sys.exit(1)
+    for name in ignored:
+        click.echo(f"ignored: {name}", err=True)
+    sys.exit(run(settings, give_up=give_up))
+
+
+def check_flags(read: Flags) -> dict[str, int | bool | str]:
+    """The flags' values; ends the process when one cannot be read."""
     for unknown in read.unrecognised:
         click.echo(
             f"unknown argument: {unknown}, allowed: flags of tensorflow_model_server, --name=value", err=True
@@ -41,13 +64,33 @@ def tensorflow_model_server(flags: tuple[str, ...]) -> None:
     for fault in read.faults:
         click.echo(fault, err=True)
     if read.unrecognised or read.faults:
+        click.echo(usage())
         sys.exit(BAD_FLAGS)
-    try:
-        overrides, ignored = flag_settings(read.values)
-        settings = load_settings(None, overrides)
-    except ConfigError as error:
-        click.echo(f"Failed to start server. Error: INVALID_ARGUMENT: {error}", err=False)
-        sys.exit(1)
-    for name in (*read.ignored, *ignored):
+    for name in read.ignored:
         click.echo(f"ignored: {name}", err=True)
-    sys.exit(run(settings))
+    return read.values
+
+
+def give_up(error: Exception) -> None:
+    """Why it does not start, on standard output in the original's form (spec 5, 6.2)."""
+    code, text = "INVALID_ARGUMENT", str(error)
+    if isinstance(error, StartFault):
+        code = error.code
+        if error.detail:
+            click.echo(error.detail, err=True)
+    elif isinstance(error, LoadFailures):
+        code, text = "UNKNOWN", servables_text(error.problems)
+    elif isinstance(error, OSError):
+        code, text = "UNKNOWN", error.strerror or str(error)
+    click.echo(f"Failed to start server. Error: {code}: {text}")
+
+
+def servables_text(problems: Mapping[str, list[str]]) -> str:
+    """Models that did not come up, as the original lists them."""
+    parts = []
+    for name, told in sorted(problems.items()):
+        for text in told:
+            number = re.match(r"version (\d+): ", text)
+            which, error = (f" version: {number[1]}", text[number.end() :]) if number else ("", text)
+            parts.append(f"{{name: {name}{which}}} due to error: {error}}}, ")
+    return f"{len(parts)} servable(s) did not become available: {{{''.join(parts)}}}"

@@ -159,6 +159,10 @@ class RepositorySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     keep_going: Annotated[
         bool, Meta(description="Serve what could be loaded instead of stopping when a model fails at start.")
     ] = False
+    wait_for_folders: Annotated[
+        bool,
+        Meta(description="A base_path of `models` that is not there or holds no version is waited for."),
+    ] = False
     parallel_loads: Annotated[int, Meta(ge=1, description="Versions loaded at the same time.")] = 2
     load_retries: Annotated[
         int, Meta(ge=0, description="How often polling tries a failed version again while it is unchanged.")

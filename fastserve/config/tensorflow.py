@@ -9,10 +9,10 @@ own machinery is named in `ignored`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastserve.config.fields import fault_text
 from fastserve.config.text_proto import TextField, parse_text
@@ -20,6 +20,7 @@ from fastserve.config.yaml_text import read_text
 from fastserve.errors import ConfigError
 
 Overrides = dict[str, Any]  # dotted path of a setting -> value
+Read = TypeVar("Read")
 
 _INT64 = TextField("message", fields={"value": TextField("int64")})
 _STRING = TextField("message", fields={"value": TextField("string")})
@@ -91,6 +92,7 @@ _TEXT_FLAGS = (
 _BOOL_FLAGS = (
     "enable_batching",
     "enable_model_warmup",
+    "version",
     "rest_api_enable_cors_support",
     "allow_version_labels_for_unavailable_models",
 )
@@ -133,6 +135,19 @@ _UNBUILT_FLAGS = {
     "thread_pool_factory_config_file": "",
     "use_alts_credentials": "false",
 }
+
+
+class Unparsable(ConfigError):
+    """A text file that is not of its message."""
+
+
+class StartFault(ConfigError):
+    """Why the server cannot start: the original's code and text, and what it logs before, if anything."""
+
+    def __init__(self, code: str, text: str, detail: str = "") -> None:
+        super().__init__(text)
+        self.code = code
+        self.detail = detail
 
 
 @dataclass(slots=True)
@@ -193,6 +208,8 @@ def flag_settings(values: Mapping[str, int | bool | str]) -> tuple[Overrides, li
     given: dict[str, Any] = {**_INT_FLAGS, **dict.fromkeys(_TEXT_FLAGS, ""), **values}
     out, ignored = _listeners(given["port"], given["rest_api_port"])
     out["tfserving.rest_timeout_ms"] = given["rest_api_timeout_in_ms"]
+    out["tfserving.result_keys"] = ("results",)
+    out["wait_for_folders"] = True  # spec 5: a base_path that is not there blocks the start, and no more
     out["tfserving.cors"] = bool(given.get("rest_api_enable_cors_support", False))
     out["load_retries"] = given["max_num_load_retries"]
     out["load_retry_s"] = given["load_retry_interval_micros"] / 1e6
@@ -205,7 +222,7 @@ def flag_settings(values: Mapping[str, int | bool | str]) -> tuple[Overrides, li
     out["models"], models_ignored = _models(given)
     out["model_defaults"], batching_ignored = _model_defaults(given)
     if given["monitoring_config_file"]:
-        out |= monitoring_settings(*_file(given["monitoring_config_file"]))
+        out |= _from_file(given["monitoring_config_file"], monitoring_settings)
     return out, ignored + models_ignored + batching_ignored
 
 
@@ -218,12 +235,27 @@ def _listeners(port: int, rest_port: int) -> tuple[Overrides, list[str]]:
 
 def _models(given: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
     if given["model_config_file"]:
-        return model_entries(*_file(given["model_config_file"]))
+        entries, ignored = _from_file(given["model_config_file"], model_entries)
+        _check_paths(entries)
+        return entries, ignored
     if not given["model_base_path"]:
         raise ConfigError(
             "Both server_options.model_base_path and server_options.model_config_file are empty!"
         )
-    return [{"name": given["model_name"] or "default", "base_path": given["model_base_path"]}], []
+    entries = [{"name": given["model_name"] or "default", "base_path": given["model_base_path"]}]
+    _check_paths(entries)
+    return entries, []
+
+
+def _check_paths(entries: Sequence[Mapping[str, Any]]) -> None:
+    for entry in entries:
+        name, path = entry["name"], entry["base_path"]
+        if "://" in path:
+            raise ConfigError(fault_text(f"base_path of model {name}", path, "a folder of this machine"))
+        if not path.startswith("/"):
+            raise ConfigError(
+                f"Expected model {name} to have an absolute path or URI; got base_path()={path}"
+            )
 
 
 def _model_defaults(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -232,19 +264,24 @@ def _model_defaults(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
     if given["batching_parameters_file"]:
         if not given.get("enable_batching"):
             raise ConfigError(
-                fault_text(
-                    "--batching_parameters_file", given["batching_parameters_file"], "with --enable_batching"
-                )
+                "server_options.batching_parameters_file is set without setting "
+                "server_options.enable_batching to true."
             )
-        defaults, ignored = batching_defaults(*_file(given["batching_parameters_file"]))
+        defaults, ignored = _from_file(given["batching_parameters_file"], batching_defaults)
     if given.get("enable_model_warmup") is False:
         defaults["warmup"] = "off"
     return defaults, ignored
 
 
-def _file(path: str) -> tuple[str, str]:
+def _from_file(path: str, read: Callable[[str, str], Read]) -> Read:
+    """What `read` makes of a file's text and name. Raises StartFault in the original's words (spec 6.2)."""
     name = Path(path).name
-    return read_text(Path(path), name), name
+    if not Path(path).exists():
+        raise StartFault("NOT_FOUND", f"{path}; No such file or directory")
+    try:
+        return read(read_text(Path(path), name), name)
+    except Unparsable as fault:
+        raise StartFault("INVALID_ARGUMENT", f"Invalid protobuf file: '{path}'", str(fault)) from None
 
 
 def model_entries(text: str, origin: str) -> tuple[list[dict[str, Any]], list[str]]:
@@ -318,4 +355,12 @@ def _parse(text: str, schema: Mapping[str, TextField], message: str, origin: str
     try:
         return parse_text(text, schema, origin)
     except ConfigError as fault:
-        raise ConfigError(f"Error parsing text-format {message}: {fault}") from None
+        raise Unparsable(f"Error parsing text-format {message}: {fault}") from None
+
+
+def usage() -> str:
+    """The flags that are built, with their defaults, as the original lists its own."""
+    lines = [f"\t--{name}={default}\tint" for name, default in _INT_FLAGS.items()]
+    lines += [f'\t--{name}=""\tstring' for name in _TEXT_FLAGS]
+    lines += [f"\t--{name}\tbool" for name in _BOOL_FLAGS]
+    return "\n".join(["usage: tensorflow_model_server", "Flags:", *sorted(lines)])

@@ -56,6 +56,12 @@ class ModelFolder:
     versions: dict[int, VersionFolder] = field(default_factory=dict)
     error: str = ""
     notes: list[str] = field(default_factory=list)
+    absent: bool = False  # there is no folder, or none with a number in it
+
+    @property
+    def may_come(self) -> bool:
+        """Nothing is wrong with it but that it holds no version yet."""
+        return self.absent or not (self.error or self.versions)
 
 
 def is_model_name(name: str) -> bool:
@@ -120,7 +126,7 @@ class Layout:
         model = self._scan_model(entry.name, folder, folder) if folder.is_dir() else None
         if model is None:
             reason = "no version folder in base_path" if folder.is_dir() else "base_path is not a folder"
-            return ModelFolder(entry.name, folder, error=reason)
+            return ModelFolder(entry.name, folder, error=reason, absent=True)
         if model.config is not None:
             changes: dict[str, object] = {}
             if entry.version_policy is not None:

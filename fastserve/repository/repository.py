@@ -65,9 +65,11 @@ class Repository:
         for name in sorted(self._wanted - set(found)):
             problems[name] = ["there is no such model in the repository"]
             self._problems.settle(name, problems[name])
+        if self.settings.wait_for_folders:
+            problems = {name: told for name, told in problems.items() if not _may_come(found.get(name))}
         if problems and not self.settings.keep_going:
             await self.close()
-            raise ServeError(Kind.FAILED_PRECONDITION, failure_text(problems))
+            raise LoadFailures(problems)
         if self.settings.model_control == "poll":
             self._watch = asyncio.create_task(self._watch_folders())
 
@@ -279,6 +281,18 @@ class Repository:
                 Kind.UNAVAILABLE,
                 f"Models are loaded and unloaded on demand with model_control explicit; it is {control}.",
             )
+
+
+def _may_come(folder: ModelFolder | None) -> bool:
+    return folder is not None and folder.may_come
+
+
+class LoadFailures(ServeError):
+    """Models that were to be there at the start and are not: why, by name."""
+
+    def __init__(self, problems: Mapping[str, list[str]]) -> None:
+        super().__init__(Kind.FAILED_PRECONDITION, failure_text(problems))
+        self.problems = problems
 
 
 def failure_text(problems: Mapping[str, list[str]]) -> str:

@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 
 import uvloop
 
@@ -148,20 +149,23 @@ def _on_signal(stop: asyncio.Event) -> None:
     stop.set()
 
 
-def run(settings: Settings) -> int:
-    """Run a server in this process; the exit status. Faults of the configuration go to standard error."""
+def run(settings: Settings, *, give_up: Callable[[Exception], None] | None = None) -> int:
+    """Run a server in this process; the exit status. Why it could not start goes to `give_up`, else to
+    standard error."""
     setup_logs(settings.log.level, settings.log.format, access=settings.log.access)
     log_uncaught()
     try:
         return uvloop.run(serve(settings))
-    except (ConfigError, ServeError) as error:
-        _give_up(settings, str(error))
-    except OSError as error:
-        _give_up(settings, error.strerror or str(error))
+    except (ConfigError, ServeError, OSError) as error:
+        if give_up is not None:
+            give_up(error)
+        else:
+            _give_up(settings, error)
     return 1
 
 
-def _give_up(settings: Settings, reason: str) -> None:
+def _give_up(settings: Settings, error: Exception) -> None:
+    reason = getattr(error, "strerror", None) or str(error)
     if settings.log.format == "json":
         log.critical("the server could not start: %s", reason)
     else:

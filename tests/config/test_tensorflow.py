@@ -161,7 +161,7 @@ def test_faults_of_a_model_config_file(text: str, words: str) -> None:
 
 def test_batching_parameters_need_batching(tmp_path: Path) -> None:
     (tmp_path / "b").write_text("")
-    with pytest.raises(ConfigError, match="with --enable_batching"):
+    with pytest.raises(ConfigError, match="is set without setting"):
         flag_settings({"model_base_path": "/m", "batching_parameters_file": str(tmp_path / "b")})
 
 

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from time import monotonic_ns
 from typing import Protocol
 
+from fastserve.backends.base import wrong_rows_rank
 from fastserve.config import Limits, TFServingOptions
 from fastserve.dialects.tfserving.errors import HTTP_STATUS, error_body
 from fastserve.dialects.tfserving.monitoring import Monitor
-from fastserve.errors import DeadlineError, Kind, ServeError
+from fastserve.errors import DeadlineError, Kind, ModelError, ServeError
 from fastserve.metrics import Registry
 from fastserve.metrics.traffic import Traffic
 from fastserve.repository.catalog import Catalog
@@ -19,6 +20,11 @@ from fastserve.wire.call import Call
 from fastserve.wire.inflate import inflate
 
 JSON = b"application/json"
+NO_DIMENSIONS = "Batched output tensor has 0 dimensions"
+OTHER_ROWS = (
+    "Batched output tensor's 0th dimension does not equal the sum of the 0th dimension sizes of the "
+    "input tensors"
+)
 MAX_DEPTH = 100
 """Nesting of a JSON body; the original has no bound (a deliberate deviation)."""
 CORS_HEADERS: tuple[tuple[bytes, bytes], ...] = (
@@ -82,7 +88,7 @@ class Service:
 
     def refuse(self, call: Call, model: str, fault: ServeError) -> None:
         """Reply with an error."""
-        fault = queue_timeout(fault)
+        fault = own_words(fault)
         headers: Sequence[tuple[bytes, bytes]] = self.headers
         if fault.retry_after_s is not None:
             headers = (*headers, (b"Retry-After", b"%d" % max(1, round(fault.retry_after_s))))
@@ -92,8 +98,12 @@ class Service:
             self.monitor.count(model, fault.kind.name)
 
 
-def queue_timeout(fault: ServeError) -> ServeError:
-    """A deadline that passed in the queue has a kind and a text of its own (vector ba-timeout-in-queue)."""
+def own_words(fault: ServeError) -> ServeError:
+    """What has a kind and a text of its own here: a deadline that passed in the queue (vector
+    ba-timeout-in-queue), an output without the batch's rows (spec 6.3; the worker logs which)."""
     if isinstance(fault, DeadlineError) and fault.queued:
         return ServeError(Kind.RESOURCE_EXHAUSTED, "Run() timeout exceeded while waiting in batching queue")
-    return fault
+    rank = wrong_rows_rank(fault.message) if isinstance(fault, ModelError) else None
+    if rank is None:
+        return fault
+    return ServeError(Kind.FAILED_PRECONDITION, NO_DIMENSIONS if rank == 0 else OTHER_ROWS)

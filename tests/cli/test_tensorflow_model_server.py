@@ -1,0 +1,175 @@
+"""`fastserve tensorflow-model-server` as a script runs it: what it prints, waits for and ends of."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastserve.dialects.tfserving.service import NO_DIMENSIONS, OTHER_ROWS
+from tests.running import START_S, until
+
+COMMAND = [sys.executable, "-m", "fastserve.cli", "tensorflow-model-server"]
+CONFIG = """
+backend: python
+inputs: {x: {dtype: float32, shape: []}}
+outputs: {scores: {dtype: float32, shape: []}}
+signatures:
+  value: {method: regress, inputs: {inputs: x}, outputs: {outputs: scores}, features: {x: inputs}}
+warmup: "off"
+"""
+# x: -1 -> an output without axes; -2 -> a row too many; otherwise itself
+MODEL = """
+import numpy as np
+
+class Model:
+    def __init__(self, config): pass
+
+    def run(self, inputs):
+        x = inputs["x"]
+        if x[0] == -1:
+            return {"scores": np.float32(7)}
+        return {"scores": np.append(x, x[:1]) if x[0] == -2 else x}
+"""
+UNREADABLE = "model_config_list { config { name: 'm' base_path: } }"
+
+
+def write_version(base: Path, code: str = MODEL) -> None:
+    (base / "1").mkdir(parents=True)
+    (base / "1" / "model.py").write_text(code)
+    (base / "model.yaml").write_text(CONFIG)
+
+
+def start(*flags: str) -> tuple[int, str, str]:
+    """A start that ends by itself: exit status, standard output, standard error."""
+    done = subprocess.run([*COMMAND, *flags], capture_output=True, text=True, timeout=START_S)
+    return done.returncode, done.stdout, done.stderr
+
+
+@contextmanager
+def serving(base: Path, log: Path) -> Iterator[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    flags = ["--port=0", f"--rest_api_port={port}", "--model_name=m", f"--model_base_path={base}"]
+    with log.open("wb") as out:
+        process = subprocess.Popen([*COMMAND, *flags], stdout=out, stderr=out)
+    try:
+        yield f"http://127.0.0.1:{port}/v1/models/m"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(START_S) == 0, log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def ask(url: str, body: Any = None) -> tuple[int, Any]:
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data), timeout=20) as reply:
+            return reply.status, json.load(reply)
+    except urllib.error.HTTPError as refused:
+        return refused.code, json.load(refused)
+    except OSError:
+        return 0, None
+
+
+def is_available(url: str) -> bool:
+    status, body = ask(url)
+    return status == 200 and body["model_version_status"][0]["state"] == "AVAILABLE"
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server that was started before its base path was there."""
+    folder = tmp_path_factory.mktemp("tf")
+    base, log = folder / "models" / "m", folder / "log"
+    with serving(base, log) as found:
+        until(lambda: log.exists() and "base_path is not a folder" in log.read_text(), "it waits", START_S)
+        write_version(folder / "coming")
+        base.parent.mkdir()
+        os.rename(folder / "coming", base)
+        until(lambda: is_available(found), "the model was taken up", START_S)
+        yield found
+
+
+def test_it_waits_for_a_base_path(url: str) -> None:
+    assert ask(f"{url}:predict", {"instances": [1.0, 2.0]}) == (200, {"predictions": [1.0, 2.0]})
+
+
+def test_results_alone(url: str) -> None:
+    asked = {"signature_name": "value", "examples": [{"x": 3.0}]}
+    assert ask(f"{url}:regress", asked) == (200, {"results": [3.0]})
+
+
+@pytest.mark.parametrize(("first", "words"), [(-1.0, NO_DIMENSIONS), (-2.0, OTHER_ROWS)])
+def test_outputs_without_the_rows_of_the_batch(url: str, first: float, words: str) -> None:
+    assert ask(f"{url}:predict", {"instances": [first, 5.0]}) == (400, {"error": words})
+    assert ask(f"{url}:predict", {"inputs": [first, 5.0]}) == (400, {"error": words})
+
+
+def test_version_and_help() -> None:
+    status, said, _ = start("--version")
+    assert status == 0
+    assert [line.partition(": ")[0] for line in said.splitlines()] == [
+        "TensorFlow ModelServer",
+        "TensorFlow Library",
+    ]
+    status, said, _ = start("--help")
+    assert status == 255
+    assert "--rest_api_port=0\tint" in said
+
+
+def test_a_bad_value_shows_the_usage_on_standard_output() -> None:
+    status, said, told = start("--port=12x")
+    assert status == 255
+    assert said.startswith("usage: tensorflow_model_server\n")
+    assert '--port: given "12x"' in told
+
+
+@pytest.mark.parametrize(
+    ("flags", "text", "said", "told"),
+    [
+        ("--model_config_file={file}", UNREADABLE, "INVALID_ARGUMENT: Invalid protobuf file: '{file}'",
+         "Error parsing text-format tensorflow.serving.ModelServerConfig: "),
+        ("--model_config_file={file}", None, "NOT_FOUND: {file}; No such file or directory", ""),
+        ("--model_base_path=models/m", None,
+         "INVALID_ARGUMENT: Expected model default to have an absolute path or URI; got base_path()=models/m",
+         ""),
+        ("--model_base_path=/m --batching_parameters_file={file}", "",
+         "INVALID_ARGUMENT: server_options.batching_parameters_file is set without setting "
+         "server_options.enable_batching to true.", ""),
+        ("--model_config_file={file}", "model_config_list { config { name: 'a' base_path: '/a' } "
+         "config { name: 'a' base_path: '/b' } }",
+         "INVALID_ARGUMENT: Illegal to list model a multiple times in config list", ""),
+    ],
+)  # fmt: skip
+def test_startup_errors(tmp_path: Path, flags: str, text: str | None, said: str, told: str) -> None:
+    file = tmp_path / "file"
+    if text is not None:
+        file.write_text(text)
+    status, out, err = start("--port=0", *flags.format(file=file).split())
+    assert status == 1
+    assert out == f"Failed to start server. Error: {said.format(file=file)}\n"
+    assert told in err
+
+
+def test_a_model_that_fails_ends_the_start(tmp_path: Path) -> None:
+    write_version(tmp_path / "m", MODEL.replace("pass", "raise ValueError('no weights')"))
+    status, out, _ = start("--port=0", "--model_name=m", f"--model_base_path={tmp_path / 'm'}")
+    assert status == 1
+    assert out == (
+        "Failed to start server. Error: UNKNOWN: 1 servable(s) did not become available: "
+        "{{name: m version: 1} due to error: ValueError: no weights}, }\n"
+    )
