@@ -17,7 +17,7 @@ from fastserve.config.yaml_text import FILE_BYTES, parse_yaml
 from fastserve.errors import ConfigError
 from fastserve.repository.model_config import (
     DTypeName,
-    ModelConfig,
+    NativeConfig,
     config_json,
     load_config_json,
     parse_model_config,
@@ -159,7 +159,7 @@ def test_every_setting_has_help_and_a_flag_of_its_own() -> None:
     assert {"--model-control", "--keep-going", "--frontends", "--limits-body-bytes"} <= {
         f.flag for f in fields
     }
-    assert [f.path for f in list_fields(ModelConfig) if not f.help] == []
+    assert [f.path for f in list_fields(NativeConfig) if not f.help] == []
 
 
 @given(
@@ -199,7 +199,7 @@ def test_a_model_config_travels_as_plain_values() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"backend": "tf"}, 'backend: given "tf", allowed: python or onnx'),
+        ({"backend": "tf"}, 'backend: given "tf", allowed: python, onnx or module:Class'),
         ({"inputs": {}}, "inputs: given nothing, allowed: a mapping of name: dtype, shape"),
         ({"outputs": {}}, "outputs: given nothing"),
         (

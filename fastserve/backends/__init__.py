@@ -11,29 +11,31 @@ from pathlib import Path
 from typing import Any
 
 from fastserve.backends.base import Backend, read_specs
+from fastserve.backends.registry import find_backend
 from fastserve.errors import ConfigError
 from fastserve.tensor import TensorSpec
 
-# name in model.yaml -> "module:Class"; imported in the worker only
-BACKENDS: dict[str, str] = {
-    "onnx": "fastserve.backends.onnx:OnnxBackend",
-    "python": "fastserve.backends.python:PythonBackend",
-    "triton_python": "fastserve.backends.triton_python:TritonPythonBackend",
-}
-
-__all__ = ["BACKENDS", "Backend", "TensorSpec", "create", "read_specs"]
+__all__ = ["Backend", "TensorSpec", "create", "read_specs"]
 
 
 def create(config: Mapping[str, Any], version_dir: Path, instance: int) -> Backend:
     """Makes (and does not load) the backend that `config["backend"]` names.
 
     A name with a colon, "package.module:Class", is a backend of the user's own: a class called as
-    `Class(config, version_dir, instance)`. Raises ConfigError for any other name.
+    `Class(config, version_dir, instance)`. Raises ConfigError for any other name, and for a class that is
+    not there.
     """
-    name = str(config.get("backend", ""))
-    place = BACKENDS.get(name, name)
-    module, colon, attribute = place.partition(":")
-    if not colon:
-        raise ConfigError(f"backend must be one of {', '.join(BACKENDS)}, or module:Class; not {name!r}")
-    backend: Backend = getattr(import_module(module), attribute)(config, version_dir, instance)
+    entry = find_backend(str(config.get("backend", "")))
+    if not entry.place:
+        raise ConfigError(f"backend {entry.name} is run by the server itself")
+    module, _, attribute = entry.place.partition(":")
+    try:
+        made = getattr(import_module(module), attribute)
+    except AttributeError:
+        raise ConfigError(f"backend {entry.place}: module {module} has no {attribute}") from None
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # something that the module itself imports
+        raise ConfigError(f"backend {entry.place}: no module {error.name} can be imported") from None
+    backend: Backend = made(config, version_dir, instance)
     return backend

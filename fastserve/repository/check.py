@@ -11,16 +11,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fastserve.backends.registry import find_backend
 from fastserve.config import RepositorySettings
 from fastserve.errors import ConfigError
-from fastserve.repository.folder_config import TRITON_CLASS, model_file
+from fastserve.repository.folder_config import model_file
 from fastserve.repository.layout import Layout, ModelFolder, repository_root
 from fastserve.repository.model_config import ModelConfig, build_specs
 from fastserve.repository.policy import missing_versions, policy_text, wanted_versions
 from fastserve.repository.signature import build_signatures
 from fastserve.tensor import TensorSpec
-
-_FRAMEWORKS = {"onnx": ("onnxruntime", "onnx")}  # backend -> module it needs, extra that brings it
 
 
 @dataclass(slots=True)
@@ -164,22 +163,22 @@ def _tensors_text(specs: Iterable[TensorSpec]) -> str:
 
 
 def _backend_problems(config: ModelConfig) -> list[str]:
-    module, extra = _FRAMEWORKS.get(config.backend, ("", ""))
-    if not module or importlib.util.find_spec(module) is not None:
+    entry = find_backend(config.backend)
+    if not entry.framework or importlib.util.find_spec(entry.framework) is not None:
         return []
-    return [f"backend {config.backend} needs {module}: pip install 'fastserve[{extra}]'"]
+    return [f"backend {entry.name} needs {entry.framework}: pip install 'fastserve[{entry.extra}]'"]
 
 
 def _file_problems(folder: Path, number: int, config: ModelConfig) -> list[str]:
     file = folder / model_file(config)
-    if not config.backend.endswith("python"):
+    if file.suffix != ".py":
         return [] if file.is_dir() or file.stat().st_size else [f"version {number}: {file.name} is empty"]
     try:
         tree = ast.parse(file.read_bytes(), file.name)
     except (SyntaxError, ValueError) as fault:
         line = getattr(fault, "lineno", None)
         return [f"version {number}: {file.name}" + (f" line {line}" if line else "") + f": {fault.args[0]}"]
-    class_name = config.class_name if config.triton is None else TRITON_CLASS.decode()
+    class_name = find_backend(config.backend).class_name or config.class_name
     if class_name in _bound_names(tree):
         return []
     return [f"version {number}: {file.name} has no class {class_name}"]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from fastserve.backends.registry import BACKENDS, BackendEntry, find_backend
 from fastserve.config import convert
 from fastserve.config.confined import read_confined
 from fastserve.config.yaml_text import read_yaml
@@ -28,8 +29,7 @@ from fastserve.repository.triton_config import (
 from fastserve.repository.triton_files import complete_from_files, find_file
 
 CONFIG_FILE = "model.yaml"
-MODEL_FILES = {"python": "model.py", "onnx": "model.onnx", "triton_python": "model.py", "ensemble": ""}
-TRITON_CLASS = b"TritonPythonModel"
+GRAPH_FILE = BACKENDS["onnx"].model_file  # tensors a config.pbtxt leaves out are read from it
 # Fields of model_defaults that say how any model is run; config.pbtxt has no words for them.
 OPERATION = (
     "env",
@@ -50,7 +50,7 @@ def model_file(config: ModelConfig) -> str:
     """The file a version's folder must hold; "" when the folder is enough."""
     if config.fault:
         return ""  # its versions are listed with the fault, whatever they hold
-    return config.options.model_file or MODEL_FILES[config.backend]
+    return config.options.model_file or find_backend(config.backend).model_file
 
 
 def inside(path: Path, root: Path) -> bool:
@@ -90,12 +90,11 @@ class ConfigReader:
         if (folder / TRITON_FILE).exists():
             _must_be_inside(folder / TRITON_FILE, root)
             return self._triton(name, folder, numbered, root)
-        if find_file(numbered, MODEL_FILES["onnx"], root) is not None:
-            return parse_model_config({"backend": "onnx"}, "model_defaults", self._defaults)
-        script = find_file(numbered, MODEL_FILES["triton_python"], root)
-        if script is not None and _holds(script, TRITON_CLASS):
-            return self._operated(to_model_config(make_triton_config({"backend": "python"}, name)))
-        raise ConfigError(f"no {CONFIG_FILE}, and no version folder holds a {MODEL_FILES['onnx']}")
+        for entry in BACKENDS.values():
+            if not entry.needs_config and _recognises(entry, numbered, root):
+                return self._bare(entry, name)
+        files = " or ".join(entry.model_file for entry in BACKENDS.values() if _is_enough(entry))
+        raise ConfigError(f"no {CONFIG_FILE}, and no version folder holds a {files}")
 
     def read_json(
         self, name: str, text: str, folder: Path, numbered: Mapping[int, Path], root: Path
@@ -104,6 +103,12 @@ class ConfigReader:
         written = parse_triton_json(text, name)
         config = to_model_config(complete_from_files(written, numbered, root), folder.absolute())
         return self._operated(_with_output_labels(config, folder))
+
+    def _bare(self, entry: BackendEntry, name: str) -> ModelConfig:
+        """A model without a config, whose file says the rest."""
+        if entry.native:
+            return parse_model_config({"backend": entry.name}, "model_defaults", self._defaults)
+        return self._operated(to_model_config(make_triton_config({"backend": entry.triton}, name)))
 
     def _operated(self, config: ModelConfig) -> ModelConfig:
         """A model of Triton's form, run as model_defaults say. Raises ConfigError."""
@@ -131,7 +136,7 @@ class ConfigReader:
 
     def _triton(self, name: str, folder: Path, numbered: Mapping[int, Path], root: Path) -> ModelConfig:
         path = folder / TRITON_FILE
-        models = [find_file({n: p}, MODEL_FILES["onnx"], root) for n, p in sorted(numbered.items())]
+        models = [find_file({n: p}, GRAPH_FILE, root) for n, p in sorted(numbered.items())]
         stamps = {file: stamp_of(file) for file in (path, *models) if file is not None}
         known = self._known.get(path)
         if known is not None and known.holds(stamps):
@@ -150,9 +155,17 @@ def _must_be_inside(path: Path, root: Path) -> None:
         raise ConfigError(f"{path.name} is a link that leads out of the repository")
 
 
-def _holds(file: Path, word: bytes) -> bool:
+def _is_enough(entry: BackendEntry) -> bool:
+    return bool(entry.model_file) and not entry.needs_config and not entry.class_name
+
+
+def _recognises(entry: BackendEntry, numbered: Mapping[int, Path], root: Path) -> bool:
+    """Whether a version folder holds a model of this backend."""
+    file = find_file(numbered, entry.model_file, root)
+    if file is None or not entry.class_name:
+        return file is not None
     with file.open("rb") as stream:
-        return word in stream.read(PYTHON_BYTES)
+        return entry.class_name.encode() in stream.read(PYTHON_BYTES)
 
 
 def _with_class_labels(config: ModelConfig, folder: Path) -> ModelConfig:

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from fastserve.backends.registry import NAMES, find_backend
 from fastserve.config import DEFAULT_POLICY, VersionPolicy, convert
 from fastserve.config.fields import fault_text
 from fastserve.config.options import Options
@@ -88,7 +89,9 @@ class WarmupSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class NativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The fields of model.yaml."""
 
-    backend: Annotated[Literal["python", "onnx"], Meta(description="What runs the model.")]
+    backend: Annotated[
+        str, Meta(description=f"What runs the model: {NAMES}, a class that workers can import.")
+    ]
     inputs: Annotated[
         dict[Name, TensorConfig], Meta(description="Inputs by name; onnx models may leave them out.")
     ] = {}
@@ -158,7 +161,10 @@ class NativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     def __post_init__(self) -> None:
         _check_batch_sizes(self.max_batch_size, self.allowed_batch_sizes)
-        if self.backend == "python" and not (self.inputs and self.outputs):
+        entry = find_backend(self.backend)
+        if not entry.native and type(self) is NativeConfig:
+            raise ValueError(fault_text("backend", self.backend, NAMES))
+        if entry.needs_tensors and not (self.inputs and self.outputs):
             missing = "outputs" if self.inputs else "inputs"
             raise ValueError(f"{missing}: given nothing, allowed: a mapping of name: dtype, shape")
         if self.max_queue_rows < self.max_batch_size:
@@ -186,9 +192,6 @@ class NativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 class ModelConfig(NativeConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A native model's fields, and those only a config.pbtxt leads to (`triton_config`)."""
 
-    backend: Annotated[  # type: ignore[assignment]
-        Literal["python", "onnx", "triton_python", "ensemble"], Meta(description="What runs the model.")
-    ]
     options: Annotated[Options, Meta(description="What it asks for beyond its tensors.")] = Options()
     triton: Annotated[
         dict[str, Any] | None,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from fastserve.backends.registry import BY_TRITON_NAME, find_backend
 from fastserve.config import DEFAULT_POLICY, PolicyChoice, VersionPolicy, convert
 from fastserve.config.options import Options
 from fastserve.config.text_proto import parse_text
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
 
 TRITON_FILE = "config.pbtxt"
 QUEUE_ROWS = 1024  # shared memory's bound; queue policies count requests before it
-BACKENDS = {"onnxruntime": "onnx", "python": "triton_python"}  # Triton's name -> ours
 
 
 def read_triton_config(folder: Path, name: str = "") -> TritonConfig:
@@ -83,18 +83,17 @@ def to_model_config(config: TritonConfig, folder: Path = Path()) -> ModelConfig:
     A config that cannot be run here has `fault`: its versions then fail to load with these words.
     """
     reasons = refusals(config)
-    backend = "ensemble" if config.ensemble else BACKENDS.get(config.backend, "triton_python")
     if reasons:
         fault = reasons[0] if len(reasons) == 1 else "; ".join(reasons)
         return ModelConfig(
-            backend="triton_python",
+            backend="ensemble",  # which has no worker: nothing of it runs
             version_policy=policy_of(config),
             options=Options(origin=TRITON_FILE, model_file=config.default_model_filename),
             triton=to_json(config),
             fault=f"Invalid argument: {fault}",
         )
     fields: dict[str, Any] = {
-        "backend": backend,
+        "backend": "ensemble" if config.ensemble else BY_TRITON_NAME[config.backend].name,
         "inputs": _tensors(config.input),
         "outputs": _tensors(config.output),
         "max_batch_size": config.max_batch_size,
@@ -209,7 +208,7 @@ def triton_view(config: ModelConfig, name: str) -> TritonConfig:
     if config.triton is not None:
         # Kept as JSON, where the keys of a map are text.
         return convert(config.triton, TritonConfig, TRITON_FILE, lax=True)
-    backend = {ours: theirs for theirs, ours in BACKENDS.items()}.get(config.backend, config.backend)
+    backend = find_backend(config.backend).triton or config.backend
     policy = config.version_policy
     dynamic = DynamicBatching(max_queue_delay_microseconds=config.max_queue_delay_us)
     made = TritonConfig(

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from fastserve.backends.registry import BY_TRITON_NAME
 from fastserve.repository.triton_schema import (
     DynamicBatching,
     InstanceGroup,
@@ -25,15 +26,12 @@ from fastserve.tensor import TensorSpec
 IDLE_US = 1_000_000  # a sequence that says nothing for so long is forgotten (spec 4)
 # platform -> backend, for files that name only the older of the two
 PLATFORMS = {
-    "onnxruntime_onnx": "onnxruntime",
+    **{entry.triton_platform: name for name, entry in BY_TRITON_NAME.items() if entry.triton_platform},
     "tensorrt_plan": "tensorrt",
     "pytorch_libtorch": "pytorch",
     "tensorflow_graphdef": "tensorflow",
     "tensorflow_savedmodel": "tensorflow",
 }
-MODEL_FILES = {"onnxruntime": "model.onnx", "python": "model.py"}
-# Workers a group without a count gets, where that is not 1
-CPU_INSTANCES = {"onnxruntime": 2}
 DTYPE_OF = {
     "TYPE_BOOL": "bool",
     "TYPE_UINT8": "uint8",
@@ -56,6 +54,7 @@ DATA_TYPE = {dtype: name for name, dtype in DTYPE_OF.items()}
 def fill_defaults(config: TritonConfig, name: str) -> TritonConfig:
     """What Triton adds to a config before it shows it (spec 2). Filling twice changes nothing."""
     backend = config.backend or PLATFORMS.get(config.platform, "")
+    entry = BY_TRITON_NAME.get(backend)
     changes: dict[str, Any] = {
         "name": config.name or name,
         "version_policy": config.version_policy or TritonPolicy(latest=Latest(num_versions=1)),
@@ -65,14 +64,14 @@ def fill_defaults(config: TritonConfig, name: str) -> TritonConfig:
     if not config.ensemble:
         changes |= {
             "backend": backend,
-            "platform": "onnxruntime_onnx" if backend == "onnxruntime" else config.platform,
-            "default_model_filename": config.default_model_filename or MODEL_FILES.get(backend, ""),
+            "platform": (entry.triton_platform if entry else "") or config.platform,
+            "default_model_filename": config.default_model_filename or (entry.model_file if entry else ""),
             "optimization": _filled_optimization(config.optimization or Optimization()),
         }
     if (
         backend and not config.ensemble
     ):  # how many workers there are depends on it; without one nothing is loaded
-        changes["instance_group"] = _filled_groups(config, name, CPU_INSTANCES.get(backend, 1))
+        changes["instance_group"] = _filled_groups(config, name, entry.triton_instances if entry else 1)
     return msgspec.structs.replace(config, **changes)
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import msgspec
 
+from fastserve.backends.registry import BY_TRITON_NAME
 from fastserve.repository.onnx_graph import read_onnx_graph
-from fastserve.repository.triton_defaults import MODEL_FILES, complete, fill_defaults
+from fastserve.repository.triton_defaults import complete, fill_defaults
 from fastserve.repository.triton_schema import DynamicBatching, ModelInput, ModelOutput, TritonConfig
 
 FOUND_BATCH_SIZE = 4  # Triton's default for a model that batches and whose config says nothing
@@ -49,7 +50,8 @@ def complete_from_files(config: TritonConfig, numbered: Mapping[int, Path], root
 
 
 def _with_backend(config: TritonConfig, numbered: Mapping[int, Path], root: Path) -> TritonConfig:
-    for backend, file_name in MODEL_FILES.items():
+    for backend, entry in BY_TRITON_NAME.items():
+        file_name = entry.model_file
         given = config.default_model_filename
         suits = not given or Path(given).suffix == Path(file_name).suffix
         if suits and find_file(numbered, given or file_name, root) is not None:

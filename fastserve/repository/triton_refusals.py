@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 import msgspec
 
+from fastserve.backends.registry import BY_TRITON_NAME
 from fastserve.config.fields import fault_text
 from fastserve.repository.triton_schema import InstanceGroup, ModelInput, ModelOutput, TritonConfig
 
-RUNNABLE = ("onnxruntime", "python")
 MOST_INSTANCES = 64
 MOST_BATCH = 1 << 20
 MOST_DELAY_US = 60_000_000
@@ -28,7 +28,7 @@ def refusals(config: TritonConfig) -> list[str]:
 
 
 def _refused(config: TritonConfig) -> Iterator[str]:
-    if not config.ensemble and config.backend not in RUNNABLE:
+    if not config.ensemble and config.backend not in BY_TRITON_NAME:
         yield (  # Triton's words, vector "load bad"
             f"unable to find backend library for backend '{config.backend}', "
             "try specifying runtime on the model configuration."

@@ -16,6 +16,7 @@ from typing import Any
 
 from fastserve._ext import batch_ring
 from fastserve._ext.batch_ring import BatchRing
+from fastserve.backends.registry import find_backend
 from fastserve.config.options import read_options
 from fastserve.tensor import TensorSpec
 
@@ -25,7 +26,6 @@ MOST_STREAMS = 1024  # an answer in parts holds its slot until the last of them
 LEAST_SLOTS = 4  # one filling, one ready, one running, one being answered
 SLAB_PAGE = 4096
 MOST_SLAB_BYTES = 1 << 30
-REQUEST_BACKEND = "triton_python"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def plan_geometry(
     """
     max_batch = min(int(config["max_batch_size"]), MAX_ROWS)
     rows_in, rows_out = _row_bytes(inputs), _row_bytes(outputs)
-    requests = config.get("backend") == REQUEST_BACKEND
+    requests = find_backend(str(config["backend"])).takes == "requests"
     dense = max_batch > 0 and rows_in is not None and rows_out is not None and not requests
     options = read_options(config)
     dense = dense and not options.tells_requests

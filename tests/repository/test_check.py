@@ -41,7 +41,11 @@ def test_a_good_model_and_a_folder_passed_over(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "code", "problem"),
     [
-        ({"backend": "tf"}, "class Model: pass", 'model.yaml: backend: given "tf", allowed: python or onnx'),
+        (
+            {"backend": "tf"},
+            "class Model: pass",
+            'model.yaml: backend: given "tf", allowed: python, onnx or module:Class',
+        ),
         (
             {"version_policy": {"specific": [1, 5]}},
             "class Model: pass",

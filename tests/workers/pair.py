@@ -16,6 +16,7 @@ from fastserve.workers.loop import answer, make_runner
 
 Arrays = dict[str, Any]
 SIZES = {
+    "backend": "python",
     "max_batch_size": 4,
     "max_queue_rows": 16,
     "max_queue_bytes": 1 << 20,

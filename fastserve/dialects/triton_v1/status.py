@@ -7,6 +7,7 @@ from typing import Any
 
 from google.protobuf.json_format import ParseDict
 
+from fastserve.backends.registry import find_backend
 from fastserve.dialects.triton_v1.inputs import invalid
 from fastserve.dialects.triton_v1.names import TYPE_OF
 from fastserve.dialects.triton_v1.service import SERVER_ID, Service
@@ -30,7 +31,6 @@ STATE_OF = {
     VersionState.UNLOADING: UNLOADING,
     VersionState.END: UNAVAILABLE,
 }
-PLATFORM_OF = {"onnx": "onnxruntime_onnx"}
 CUSTOM = "custom"  # every backend that V1 had no platform for
 
 
@@ -94,14 +94,14 @@ def fill_config(target: Any, version: Version) -> None:
     given = getattr(config, "triton", None)
     if given is not None:
         ParseDict(given, target, ignore_unknown_fields=True)  # newer fields and types than V1 knows
-        target.platform = target.platform or PLATFORM_OF.get(config.backend, CUSTOM)
+        target.platform = target.platform or find_backend(config.backend).triton_platform or CUSTOM
     else:
         _fill_native(target, version, config)
 
 
 def _fill_native(target: Any, version: Version, config: ModelConfig) -> None:
     messages = load("triton_v1")
-    target.platform = PLATFORM_OF.get(config.backend, CUSTOM)
+    target.platform = find_backend(config.backend).triton_platform or CUSTOM
     target.max_batch_size = config.max_batch_size
     target.version_policy.latest.num_versions = 1
     target.instance_group.add(name=f"{version.model}_0", count=config.instances, kind=2)

@@ -1,0 +1,102 @@
+"""Every backend there is, an entry each: the only list of them. Nothing is imported here, numpy included.
+
+    BACKENDS["onnx"]                 what fastserve brings
+    find_backend("mine.fast:Net")    a user's own: any importable class with the face of `base.Backend`
+
+What is asked elsewhere about a backend (which file is its model, what must be installed, what Triton calls
+it) is a field here.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from fastserve.config.fields import fault_text
+from fastserve.errors import ConfigError
+
+Memory = Literal["host", "pinned", "device"]
+_PLACE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True, slots=True)
+class BackendEntry:
+    """One backend. `place` is "module:Class", imported in the worker; "" for what has no worker."""
+
+    name: str
+    place: str
+    takes: Literal["arrays", "requests"] = "arrays"
+    """Batches as arrays, or requests one by one."""
+    streams: bool = False
+    """A request may have any number of responses."""
+    memory: tuple[Memory, ...] = ("host",)
+    """Where it can read a batch from."""
+    model_file: str = ""
+    """In a version's folder; "" when the folder is enough."""
+    class_name: str = ""
+    """What a Python `model_file` must define, where its config does not say."""
+    needs_tensors: bool = False
+    """Its models cannot tell what they take and give: the config must."""
+    needs_config: bool = True
+    """A folder without any config is not taken for one of its models."""
+    native: bool = True
+    """May be named in model.yaml."""
+    framework: str = ""
+    """The module that must be installed."""
+    extra: str = ""
+    """What brings it: pip install 'fastserve[extra]'."""
+    triton: str = ""
+    """Triton's name for it."""
+    triton_platform: str = ""
+    """And its older one."""
+    triton_instances: int = 1
+    """Workers of an instance group on CPUs that does not say how many."""
+
+
+BACKENDS = {
+    entry.name: entry
+    for entry in (
+        BackendEntry(
+            "python",
+            "fastserve.backends.python:PythonBackend",
+            model_file="model.py",
+            needs_tensors=True,
+        ),
+        BackendEntry(
+            "onnx",
+            "fastserve.backends.onnx:OnnxBackend",
+            model_file="model.onnx",
+            needs_config=False,
+            framework="onnxruntime",
+            extra="onnx",
+            triton="onnxruntime",
+            triton_platform="onnxruntime_onnx",
+            triton_instances=2,
+        ),
+        BackendEntry(
+            "triton_python",
+            "fastserve.backends.triton_python:TritonPythonBackend",
+            takes="requests",
+            streams=True,
+            model_file="model.py",
+            class_name="TritonPythonModel",
+            needs_config=False,
+            native=False,
+            triton="python",
+        ),
+        BackendEntry("ensemble", "", native=False),
+    )
+}
+BY_TRITON_NAME = {entry.triton: entry for entry in BACKENDS.values() if entry.triton}
+NAMES = ", ".join(entry.name for entry in BACKENDS.values() if entry.native) + " or module:Class"
+
+
+def find_backend(name: str) -> BackendEntry:
+    """The entry of a backend, or of a class of the user's own. Raises ConfigError for any other name."""
+    entry = BACKENDS.get(name)
+    if entry is not None:
+        return entry
+    if not _PLACE.fullmatch(name):
+        raise ConfigError(fault_text("backend", name, NAMES))
+    return BackendEntry(name, name)

@@ -1,0 +1,89 @@
+"""The list of backends; and a user's own in a whole server, the class of docs/writing-a-backend.md."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fastserve.backends.registry import BACKENDS, BY_TRITON_NAME, find_backend
+from fastserve.errors import ConfigError, ServeError
+from tests.server.rig import run, serving
+
+GUIDE = Path(__file__).parents[2] / "docs" / "writing-a-backend.md"
+TENSOR = {"dtype": "float32", "shape": [4]}
+
+
+@pytest.mark.parametrize("entry", BACKENDS.values(), ids=BACKENDS)
+def test_every_entry_is_whole(entry) -> None:
+    assert find_backend(entry.name) is entry
+    if entry.place:
+        module, _, name = entry.place.partition(":")
+        assert callable(getattr(import_module(module), name))
+    assert not entry.triton or BY_TRITON_NAME[entry.triton] is entry
+    assert bool(entry.framework) == bool(entry.extra)
+
+
+def test_a_class_of_ones_own_is_a_backend() -> None:
+    entry = find_backend("mine.fast:Net")
+    assert (entry.place, entry.takes, entry.model_file) == ("mine.fast:Net", "arrays", "")
+
+
+@pytest.mark.parametrize("name", ["", "tensorflow", "mine:", ":Net", "mine/fast:Net", "a:b:c"])
+def test_anything_else_is_none(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"backend: given .*, allowed: python, onnx or module:Class"):
+        find_backend(name)
+
+
+def guide_class() -> str:
+    found = re.search(r"```python\n# my_package/halves.py\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def write_model(folder: Path, backend: str) -> Path:
+    models = folder / "models"
+    (models / "half" / "1").mkdir(parents=True)
+    (models / "half" / "1" / "factor.txt").write_text("0.5")
+    config = {"backend": backend, "inputs": {"x": TENSOR}, "outputs": {"y": TENSOR}}
+    (models / "half" / "model.yaml").write_text(yaml.safe_dump(config))
+    return models
+
+
+def test_the_guides_backend_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package" / "halves.py").write_text(guide_class())
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    models = write_model(tmp_path, "my_package.halves:Halves")
+
+    async def work() -> None:
+        async with serving(models) as at:
+            client = await at.client()
+            status, body = await client.post("/v1/models/half:predict", b'{"instances": [[2, 4, 6, 8]]}')
+            assert (status, json.loads(body)) == (200, {"predictions": [[1, 2, 3, 4]]})
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("backend", "words"),
+    [
+        ("no_such_package.at_all:Net", "no module no_such_package can be imported"),
+        ("json:Net", "module json has no Net"),
+        ("ensemble", 'backend: given "ensemble", allowed: python, onnx or module:Class'),
+    ],
+)
+@pytest.mark.logs_errors
+def test_a_backend_that_is_not_there_says_so(tmp_path: Path, backend: str, words: str) -> None:
+    models = write_model(tmp_path, backend)
+
+    async def work() -> None:
+        with pytest.raises((ServeError, ConfigError), match=re.escape(words)):
+            async with serving(models):
+                pass
+
+    run(work())
