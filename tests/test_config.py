@@ -107,7 +107,7 @@ def test_faults_name_the_field_the_value_and_what_is_allowed(tmp_path: Path, tex
 def test_faults_of_flags() -> None:
     for overrides, words in (
         ({"frontends": "many"}, 'flags: frontends: given "many", allowed: a whole number'),
-        ({"nope": 1}, "flags: nope: unknown field, allowed: allow_"),
+        ({"nope": 1}, "flags: nope: unknown field, allowed: admin."),
         ({"limits.body_bytes": "-1"}, 'flags: limits.body_bytes: given "-1", allowed: a whole number from 0'),
     ):
         with pytest.raises(ConfigError) as fault:

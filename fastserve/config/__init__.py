@@ -4,6 +4,7 @@ from fastserve.config.fields import Field, convert, list_fields
 from fastserve.config.policy import DEFAULT_POLICY, PolicyChoice, VersionPolicy
 from fastserve.config.reading import load_settings, parse_listener
 from fastserve.config.settings import (
+    AdminOptions,
     GrpcOptions,
     Limits,
     Listener,
@@ -17,6 +18,7 @@ from fastserve.config.triton import TritonOptions
 
 __all__ = [
     "DEFAULT_POLICY",
+    "AdminOptions",
     "Field",
     "GrpcOptions",
     "Limits",

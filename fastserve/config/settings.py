@@ -109,6 +109,21 @@ class TFServingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("result_keys: given the same key twice, allowed: each of results, result once")
 
 
+class AdminOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What clients may change about the server, beside loads and unloads under explicit control."""
+
+    file_overrides: Annotated[
+        bool, Meta(description="A load may bring a model's files: whoever may load then runs code here.")
+    ] = False
+    log_settings: Annotated[
+        bool, Meta(description="Clients may change what is logged: POST /v2/logging, LogSettings.")
+    ] = False
+    origins: Annotated[
+        tuple[Annotated[str, Meta(pattern="^https?://[^/]+$")], ...],
+        Meta(description="Web sites, http://HOST:PORT, whose pages may load, unload and change settings."),
+    ] = ()
+
+
 class LogOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is written to standard error."""
 
@@ -212,6 +227,7 @@ class Settings(RepositorySettings, frozen=True, forbid_unknown_fields=True, kw_o
     allow_client_shm: Annotated[
         bool, Meta(description="Clients may name shared memory that tensors are read from and written to.")
     ] = False
+    admin: AdminOptions = AdminOptions()
     limits: Limits = Limits()
     grpc_options: GrpcOptions = GrpcOptions()
     tfserving: TFServingOptions = TFServingOptions()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fastserve.metrics import CONTENT_TYPE, Heartbeat, Readiness, Registry
+from fastserve.wire.scope import Scope
 
 if TYPE_CHECKING:
     from fastserve.wire import Call
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 JSON = b"application/json"
 METHODS = ("GET", "HEAD")
 NO_STORE = ((b"Cache-Control", b"no-store"),)
+SCOPES = {"/healthz/live": Scope.HEALTH, "/healthz/ready": Scope.HEALTH, "/metrics": Scope.METRICS}
 
 
 class Ops:

@@ -124,13 +124,16 @@ class Front:
             self.repository,
             settings.triton,
             settings.log.level,
+            settings.admin,
         )
         self.traces = kserve.traces
         options = read_metrics_config(settings.metrics_config)
         metrics = NvMetrics(self.engine.catalog, self.cache, options)
         control = Control(self.engine.catalog, self.repository)
         places = Places(self.regions)
-        triton_v1 = ServiceV1(self.engine, self.registry, self.readiness, control, places)
+        triton_v1 = ServiceV1(
+            self.engine, self.registry, self.readiness, control, places, settings.admin.origins
+        )
         return {
             "tfserving": lambda alone: tfserving,
             "kserve_v2": lambda alone: KServeV2(kserve, alone=alone),

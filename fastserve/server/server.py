@@ -26,6 +26,7 @@ from fastserve.metrics import Readiness, Registry, names
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.repository import Repository
 from fastserve.repository.version import Version
+from fastserve.server.exposure import warn_of_exposures
 from fastserve.server.fronts import Fronts
 from fastserve.server.gauges import FrontGauges
 from fastserve.server.health import judge
@@ -79,6 +80,7 @@ class Server:
             raise
         self._health_changed()
         http, grpc = (" ".join(one.address for one in found) for found in self.front.addresses())
+        warn_of_exposures(self.settings)
         log.info("serving", extra={"http": http, "grpc": grpc})
 
     async def drain(self, grace_s: float) -> None:

@@ -26,6 +26,7 @@ from fastserve.errors import Kind, ServeError
 from fastserve.tracing import choose_request_id
 from fastserve.wire.grpc_health import Health
 from fastserve.wire.grpc_reflection import reflection_handlers
+from fastserve.wire.scope import FROM_A_PAGE, Scope
 
 log = logging.getLogger(__name__)
 # path, name of the status, bytes of the answer, when the call came (time.monotonic_ns), request id
@@ -81,7 +82,8 @@ class Rpc:
 class Method:
     """One RPC over bytes. `run` is a coroutine function of (request, rpc), or with `gives_stream` an
     async generator function; with `takes_stream` its request is an async iterator of what `read` gives.
-    A client that leaves cancels `run`."""
+    A client that leaves cancels `run`. One in the scope ADMIN is refused to what says that it comes from
+    a web page, as a proxy of gRPC-Web does."""
 
     path: str
     read: Callable[[bytes], Any]
@@ -89,6 +91,7 @@ class Method:
     write: Callable[[Any], bytes]
     takes_stream: bool = False
     gives_stream: bool = False
+    scope: Scope | None = None
 
     @property
     def service(self) -> str:
@@ -221,6 +224,7 @@ def _answer_one(
     async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
         rpc = Rpc(context)
         try:
+            _check_scope(method, rpc)
             read = _read_all(method, request) if method.takes_stream else method.read(request)
             reply = method.write(await method.run(read, rpc))
             rpc.sent_bytes = len(reply)
@@ -240,6 +244,7 @@ def _answer_stream(
     async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
         rpc = Rpc(context)
         try:
+            _check_scope(method, rpc)
             read = _read_all(method, request) if method.takes_stream else method.read(request)
             async for piece in method.run(read, rpc):
                 reply = method.write(piece)
@@ -259,6 +264,11 @@ def _log_access(access_log: AccessLog, method: Method, rpc: Rpc) -> None:
     left = isinstance(sys.exc_info()[1], CancelledError | GeneratorExit)
     status = grpc.StatusCode.CANCELLED.name if left else rpc.status
     access_log(method.path, status, rpc.sent_bytes, rpc.received_ns, rpc.request_id)
+
+
+def _check_scope(method: Method, rpc: Rpc) -> None:
+    if method.scope is Scope.ADMIN and any(name == "origin" for name, _ in rpc.metadata):
+        raise ServeError(Kind.PERMISSION_DENIED, FROM_A_PAGE)
 
 
 def _refuse_reply(size: int, most_bytes: int) -> NoReturn:
@@ -308,6 +318,6 @@ def _health_methods(health: Health) -> list[Method]:
         return health.watch(service)
 
     return [
-        Method(prefix + "Check", health.read, check, health.write),
-        Method(prefix + "Watch", health.read, watch, health.write, gives_stream=True),
+        Method(prefix + "Check", health.read, check, health.write, scope=Scope.HEALTH),
+        Method(prefix + "Watch", health.read, watch, health.write, gives_stream=True, scope=Scope.HEALTH),
     ]

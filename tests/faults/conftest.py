@@ -12,7 +12,10 @@ from tests.dialects.kserve_v2 import client_models
 from tests.faults.rig import Grpc, Http
 from tests.running import Running, until
 
-OPTIONS = ("--model-control", "explicit", "--load-model", "*", "--allow-client-shm", "--keep-going")
+OPTIONS = (
+    "--model-control", "explicit", "--load-model", "*", "--allow-client-shm", "--keep-going",
+    "--admin-file-overrides", "--admin-log-settings",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="package")

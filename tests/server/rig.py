@@ -18,7 +18,7 @@ import numpy as np
 import uvloop
 import yaml
 
-from fastserve.config import Listener, Settings
+from fastserve.config import AdminOptions, Listener, Settings
 from fastserve.request import InferRequest
 from fastserve.server import Server
 from fastserve.server.fronts import FrontLink
@@ -90,6 +90,7 @@ def seen(folder: Path) -> list[list[float]]:
 async def serving(folder: Path, **changes: Any) -> AsyncIterator[Served]:
     """An open server; afterwards nothing may be outstanding in any arena."""
     settings = {"model_control": "explicit", "load_models": ("*",), "drain_s": 5.0, **changes}
+    settings.setdefault("admin", AdminOptions(file_overrides=True, log_settings=True))
     server = Server(Settings(repository=str(folder), http=(Listener("127.0.0.1:0"),), grpc=(), **settings))
     await server.open()
     served = Served(server)

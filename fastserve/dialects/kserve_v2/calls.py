@@ -77,6 +77,7 @@ def set_trace(service: Service, target: Target, call: Call) -> None:
 
 def set_logging(service: Service, target: Target, call: Call) -> None:
     if call.method == "POST":
+        service.must_allow_log_settings()
         service.log.change(read_object(call.body))
     show(call, service.log.show())
 
@@ -117,6 +118,7 @@ async def show_index(service: Service, target: Target, call: Call) -> None:
 async def load(service: Service, target: Target, call: Call) -> None:
     check_repository(target.parts.get("repository", ""))
     override = read_load_request(call.body)
+    service.must_allow_files(override)
     await load_model(service.repository, service.catalog, target.model, override)
     show_nothing(call)
 
@@ -183,6 +185,10 @@ class AskSlowly:
             await self._do(self._service, self._target, call)
         except ServeError as fault:
             self._service.refuse(call, fault, self._target.model)
+
+
+def answer_forbidden(call: Call, text: str) -> None:
+    call.reply(403, error_body(text))
 
 
 def answer_not_found(call: Call) -> None:

@@ -14,6 +14,7 @@ from fastserve.dialects.kserve_v2.calls import (
     SLOW,
     Ask,
     AskSlowly,
+    answer_forbidden,
     answer_not_found,
     answer_wrong_verb,
 )
@@ -23,6 +24,7 @@ from fastserve.dialects.kserve_v2.restricted import restrict
 from fastserve.dialects.kserve_v2.routes import WRONG_VERB, Target, is_own, parse_target
 from fastserve.dialects.kserve_v2.service import Service
 from fastserve.wire.call import Endpoint
+from fastserve.wire.scope import guard
 
 if TYPE_CHECKING:
     from fastserve.wire.grpc import Method
@@ -45,7 +47,8 @@ class KServeV2:
         parsed = parse_target(method, target)
         if parsed.asked == WRONG_VERB:  # which is told to those only who may ask
             return restrict(answer_wrong_verb, parsed.parts["of"], self._restrictions)
-        return restrict(self._choose(parsed), parsed.asked, self._restrictions)
+        endpoint = guard(self._choose(parsed), parsed.scope, self._service.admin.origins, answer_forbidden)
+        return restrict(endpoint, parsed.asked, self._restrictions)
 
     def grpc_methods(self) -> list[Method]:
         """The RPCs of inference.GRPCInferenceService."""

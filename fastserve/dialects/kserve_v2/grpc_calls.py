@@ -89,6 +89,7 @@ class Calls:
         check_repository(request.repository_name)
         override = _read_override(request.parameters)
         service = self._service
+        service.must_allow_files(override)
         await load_model(service.repository, service.catalog, request.model_name, override)
         return self._messages.RepositoryModelLoadResponse()
 
@@ -148,6 +149,8 @@ class Calls:
 
     async def log_settings(self, request: Any) -> Any:
         log = self._service.log
+        if request.settings:
+            self._service.must_allow_log_settings()
         log.put(_read_log(request.settings))
         response = self._messages.LogSettingsResponse()
         for name, value in log.show().items():

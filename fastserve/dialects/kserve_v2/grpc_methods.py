@@ -18,6 +18,7 @@ from fastserve.dialects.kserve_v2.service import Service
 from fastserve.errors import ServeError
 from fastserve.protos import load
 from fastserve.wire.grpc import Method, Rpc
+from fastserve.wire.scope import Scope
 
 SERVICE = "/inference.GRPCInferenceService/"
 
@@ -26,35 +27,33 @@ def make_methods(service: Service) -> list[Method]:
     """Every RPC, over bytes."""
     messages = load("kserve_v2")
     calls = Calls(service, messages)
-    plain: dict[str, Callable[[Any], Awaitable[Any]]] = {
-        "ServerLive": calls.server_live,
-        "ServerReady": calls.server_ready,
-        "ModelReady": calls.model_ready,
-        "ServerMetadata": calls.server_metadata,
-        "ModelMetadata": calls.model_metadata,
-        "ModelConfig": calls.model_config,
-        "ModelStatistics": calls.model_statistics,
-        "RepositoryIndex": calls.repository_index,
-        "RepositoryModelLoad": calls.repository_model_load,
-        "RepositoryModelUnload": calls.repository_model_unload,
-        "SystemSharedMemoryStatus": calls.system_shared_memory_status,
-        "SystemSharedMemoryRegister": calls.system_shared_memory_register,
-        "SystemSharedMemoryUnregister": calls.system_shared_memory_unregister,
-        "CudaSharedMemoryStatus": calls.cuda_shared_memory_status,
-        "CudaSharedMemoryRegister": calls.cuda_shared_memory_register,
-        "CudaSharedMemoryUnregister": calls.cuda_shared_memory_unregister,
-        "TraceSetting": calls.trace_setting,
-        "LogSettings": calls.log_settings,
+    plain: dict[str, tuple[Scope, Callable[[Any], Awaitable[Any]]]] = {
+        "ServerLive": (Scope.HEALTH, calls.server_live),
+        "ServerReady": (Scope.HEALTH, calls.server_ready),
+        "ModelReady": (Scope.HEALTH, calls.model_ready),
+        "ServerMetadata": (Scope.METADATA, calls.server_metadata),
+        "ModelMetadata": (Scope.METADATA, calls.model_metadata),
+        "ModelConfig": (Scope.METADATA, calls.model_config),
+        "ModelStatistics": (Scope.METADATA, calls.model_statistics),
+        "RepositoryIndex": (Scope.METADATA, calls.repository_index),
+        "RepositoryModelLoad": (Scope.ADMIN, calls.repository_model_load),
+        "RepositoryModelUnload": (Scope.ADMIN, calls.repository_model_unload),
+        "SystemSharedMemoryStatus": (Scope.METADATA, calls.system_shared_memory_status),
+        "SystemSharedMemoryRegister": (Scope.ADMIN, calls.system_shared_memory_register),
+        "SystemSharedMemoryUnregister": (Scope.ADMIN, calls.system_shared_memory_unregister),
+        "CudaSharedMemoryStatus": (Scope.METADATA, calls.cuda_shared_memory_status),
+        "CudaSharedMemoryRegister": (Scope.ADMIN, calls.cuda_shared_memory_register),
+        "CudaSharedMemoryUnregister": (Scope.ADMIN, calls.cuda_shared_memory_unregister),
+        "TraceSetting": (Scope.ADMIN, calls.trace_setting),  # the same calls show and change
+        "LogSettings": (Scope.ADMIN, calls.log_settings),
     }
     methods = [
-        Method(SERVICE + name, _reader(f"{name}Request"), _runner(run), _serialize)
-        for name, run in plain.items()
+        Method(SERVICE + name, _reader(f"{name}Request"), _runner(run), _serialize, scope=scope)
+        for name, (scope, run) in plain.items()
     ]
-    methods.append(Method(SERVICE + "ModelInfer", bytes, Infer(service), bytes))
+    methods.append(Method(SERVICE + "ModelInfer", bytes, Infer(service), bytes, scope=Scope.INFER))
     run = partial(stream, service)
-    methods.append(
-        Method(SERVICE + "ModelStreamInfer", read_sent, run, bytes, takes_stream=True, gives_stream=True)
-    )
+    methods.append(Method(SERVICE + "ModelStreamInfer", read_sent, run, bytes, True, True, scope=Scope.INFER))
     restricted = service.options.grpc_restricted_protocol
     return restrict_methods(methods, parse_restrictions("grpc_restricted_protocol", restricted))
 

@@ -12,6 +12,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from fastserve.wire.scope import Scope
+
 _MODEL = r"/v2/models/(?P<model>[^/]+)"
 _VERSION = r"(?:/versions/(?P<version>[0-9]+))?"
 _REPOSITORY = r"/v2/repository(?:/(?P<repository>[^/]+))?"
@@ -20,32 +22,35 @@ _REGION = r"sharedmemory(?:/region/(?P<region>[^/]+))?"
 NOT_FOUND = "not_found"
 WRONG_VERB = "wrong_verb"
 
-# name of what is asked -> its pattern and verbs, in the order they are tried
-_ROUTES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("server_metadata", r"/v2", ("GET",)),
-    ("live", r"/v2/health/live", ("GET",)),
-    ("ready", r"/v2/health/ready", ("GET",)),
-    ("statistics", r"/v2/models/stats", ("GET",)),
-    ("infer", _MODEL + _VERSION + r"/infer", ("POST",)),
-    ("generate", _MODEL + _VERSION + r"/generate", ("POST",)),
-    ("generate_stream", _MODEL + _VERSION + r"/generate_stream", ("POST",)),
-    ("model_ready", _MODEL + _VERSION + r"/ready", ("GET",)),
-    ("model_config", _MODEL + _VERSION + r"/config", ("GET",)),
-    ("statistics", _MODEL + _VERSION + r"/stats", ("GET",)),
-    ("trace", _MODEL + r"/trace/setting", ("GET", "POST")),
-    ("model_metadata", _MODEL + _VERSION, ("GET",)),
-    ("trace", r"/v2/trace/setting", ("GET", "POST")),
-    ("logging", r"/v2/logging", ("GET", "POST")),
-    ("index", _REPOSITORY + r"/index", ("POST",)),
-    ("load", _REPOSITORY + r"/models/(?P<model>[^/]+)/load", ("POST",)),
-    ("unload", _REPOSITORY + r"/models/(?P<model>[^/]+)/unload", ("POST",)),
+_ASK, _TEND = {"GET": Scope.METADATA}, {"GET": Scope.METADATA, "POST": Scope.ADMIN}
+_PROBE, _INFER, _CHANGE = {"GET": Scope.HEALTH}, {"POST": Scope.INFER}, {"POST": Scope.ADMIN}
+
+# name of what is asked -> its pattern, and its verbs with their scopes, in the order they are tried
+ROUTES: tuple[tuple[str, str, Mapping[str, Scope]], ...] = (
+    ("server_metadata", r"/v2", _ASK),
+    ("live", r"/v2/health/live", _PROBE),
+    ("ready", r"/v2/health/ready", _PROBE),
+    ("statistics", r"/v2/models/stats", _ASK),
+    ("infer", _MODEL + _VERSION + r"/infer", _INFER),
+    ("generate", _MODEL + _VERSION + r"/generate", _INFER),
+    ("generate_stream", _MODEL + _VERSION + r"/generate_stream", _INFER),
+    ("model_ready", _MODEL + _VERSION + r"/ready", _PROBE),
+    ("model_config", _MODEL + _VERSION + r"/config", _ASK),
+    ("statistics", _MODEL + _VERSION + r"/stats", _ASK),
+    ("trace", _MODEL + r"/trace/setting", _TEND),
+    ("model_metadata", _MODEL + _VERSION, _ASK),
+    ("trace", r"/v2/trace/setting", _TEND),
+    ("logging", r"/v2/logging", _TEND),
+    ("index", _REPOSITORY + r"/index", {"POST": Scope.METADATA}),
+    ("load", _REPOSITORY + r"/models/(?P<model>[^/]+)/load", _CHANGE),
+    ("unload", _REPOSITORY + r"/models/(?P<model>[^/]+)/unload", _CHANGE),
     *(
-        (f"{kind}_{verb}", rf"/v2/{kind}{_REGION}/{verb}", ("GET",) if verb == "status" else ("POST",))
+        (f"{kind}_{verb}", rf"/v2/{kind}{_REGION}/{verb}", _ASK if verb == "status" else _CHANGE)
         for kind in ("system", "cuda")
         for verb in ("status", "register", "unregister")
     ),
 )
-_PATTERNS = tuple((name, re.compile(pattern), verbs) for name, pattern, verbs in _ROUTES)
+_PATTERNS = tuple((name, re.compile(pattern), verbs) for name, pattern, verbs in ROUTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,7 @@ class Target:
 
     asked: str
     parts: Mapping[str, str] = field(default_factory=dict)
+    scope: Scope = Scope.METADATA
 
     @property
     def model(self) -> str:
@@ -80,5 +86,6 @@ def parse_target(method: str, target: str) -> Target:
         if match is not None:
             if method not in verbs:
                 return Target(WRONG_VERB, {"of": name})
-            return Target(name, {key: text for key, text in match.groupdict().items() if text is not None})
+            parts = {key: text for key, text in match.groupdict().items() if text is not None}
+            return Target(name, parts, verbs[method])
     return Target(NOT_FOUND)

@@ -9,14 +9,14 @@ from typing import Protocol
 
 import msgspec
 
-from fastserve.config import Limits, TritonOptions
+from fastserve.config import AdminOptions, Limits, TritonOptions
 from fastserve.config.triton import parse_trace_config
 from fastserve.dialects.kserve_v2.controls import LogSettings, TraceSettings
-from fastserve.dialects.kserve_v2.errors import HTTP_STATUS, error_body, in_own_words
+from fastserve.dialects.kserve_v2.errors import HTTP_STATUS, error_body, in_own_words, unsupported
 from fastserve.dialects.kserve_v2.forwarding import Forwarding
 from fastserve.dialects.kserve_v2.plans import Plan, Plans
 from fastserve.dialects.kserve_v2.regions import Regions
-from fastserve.dialects.kserve_v2.repository import RepositoryFace
+from fastserve.dialects.kserve_v2.repository import LoadOverride, RepositoryFace
 from fastserve.dialects.kserve_v2.statistics import Statistics
 from fastserve.dialects.kserve_v2.traces import Traced, Traces
 from fastserve.errors import ServeError
@@ -30,6 +30,7 @@ from fastserve.wire.call import Call
 
 JSON = b"application/json"
 TEXT = b"text/plain"
+_OFF = "disabled. Start the server with '--admin-%s' to enable."
 
 
 class EngineFace(Protocol):
@@ -55,6 +56,7 @@ class Service:
         repository: RepositoryFace,
         options: TritonOptions | None = None,
         log_level: str = "info",
+        admin: AdminOptions = AdminOptions(),  # noqa: B008 -- frozen
     ) -> None:
         self.engine = engine
         self.catalog = engine.catalog
@@ -64,6 +66,7 @@ class Service:
         self.repository = repository
         self.plans = Plans(engine.catalog)
         self.options = options or TritonOptions()
+        self.admin = admin
         self.traces = Traces()
         self.trace = TraceSettings(parse_trace_config(self.options.trace_config), self.traces)
         self.log = LogSettings(log_level)
@@ -72,6 +75,16 @@ class Service:
         self.keepers = Keepers(engine.catalog)
         self.statistics = Statistics(engine.catalog)
         self.traffic = Traffic(registry, "kserve_v2", engine.catalog.models)
+
+    def must_allow_files(self, override: LoadOverride | None) -> None:
+        """Raises ServeError UNIMPLEMENTED for files, which run as code, unless the server may take them."""
+        if override is not None and override.files and not self.admin.file_overrides:
+            raise unsupported(f"Files in a load are {_OFF % 'file-overrides'}")
+
+    def must_allow_log_settings(self) -> None:
+        """Raises ServeError UNIMPLEMENTED unless the server was told to let clients change its log."""
+        if not self.admin.log_settings:
+            raise unsupported(f"Changes of log settings are {_OFF % 'log-settings'}")
 
     async def infer(self, version: Version, request: InferRequest, traced: Traced | None) -> InferResponse:
         """The engine's answer, with its moments noted. Raises ServeError."""

@@ -12,6 +12,8 @@ import re
 from dataclasses import dataclass
 from urllib.parse import unquote_to_bytes
 
+from fastserve.wire.scope import Scope
+
 _WHICH = rb"(?:(?:/versions/(\d+))|(?:/labels/([^/:]+)))?"
 _POST = re.compile(rb"/v1/models/([^/:]+)" + _WHICH + rb":(classify|regress|predict)", re.IGNORECASE)
 _GET = re.compile(rb"/v1/models(?:/([^/:]+))?" + _WHICH + rb"(?:/(metadata))?", re.IGNORECASE)
@@ -31,6 +33,11 @@ class Target:
     version: int | None
     label: str | None
     verb: str
+
+    @property
+    def scope(self) -> Scope:
+        """GETs describe, POSTs infer; nothing here administers."""
+        return Scope.METADATA if self.verb in ("", "metadata") else Scope.INFER
 
 
 def is_api(target: str) -> bool:

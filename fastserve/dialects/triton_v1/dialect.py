@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING
 
 from fastserve.dialects.triton_v1.infer import Infer
 from fastserve.dialects.triton_v1.pages import Page
+from fastserve.dialects.triton_v1.replies import NV_STATUS
 from fastserve.dialects.triton_v1.routes import is_api, parse_target
 from fastserve.dialects.triton_v1.service import Service
+from fastserve.errors import Kind, ServeError
 from fastserve.wire.call import Call, Endpoint
+from fastserve.wire.scope import guard
 
 if TYPE_CHECKING:
     from fastserve.wire.grpc import Method
@@ -35,7 +38,13 @@ class TritonV1:
             return answer_malformed
         if isinstance(parsed, int):
             return answer_wrong_verb
-        return (Infer if parsed.place == "infer" else Page)(self._service, parsed)
+        service = self._service
+        endpoint = (Infer if parsed.place == "infer" else Page)(service, parsed)
+        return guard(endpoint, parsed.scope, service.origins, self._forbid)
+
+    def _forbid(self, call: Call, text: str) -> None:
+        fault = ServeError(Kind.PERMISSION_DENIED, text)
+        call.reply(403, b"", b"", ((NV_STATUS, self._service.status_line(fault)),))
 
     def grpc_methods(self) -> list[Method]:
         """The RPCs of nvidia.inferenceserver.GRPCService."""

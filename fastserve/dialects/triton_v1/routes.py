@@ -11,6 +11,8 @@ import re
 from dataclasses import dataclass
 from urllib.parse import parse_qsl
 
+from fastserve.wire.scope import Scope
+
 _TOP = re.compile(r"/api/(health|infer|status|modelcontrol|sharedmemorycontrol|repository)(.*)")
 _REST = {
     "health": re.compile(r"/(?P<action>live|ready)"),
@@ -25,14 +27,16 @@ _REST = {
     ),
     "repository": re.compile(r"/(?P<action>index)"),
 }
-_VERB = {
-    "health": "GET",
-    "infer": "POST",
-    "status": "GET",
-    "modelcontrol": "POST",
-    "sharedmemorycontrol": "POST",
-    "repository": "GET",
+# place -> the verb it takes, and its scope
+PLACES = {
+    "health": ("GET", Scope.HEALTH),
+    "infer": ("POST", Scope.INFER),
+    "status": ("GET", Scope.METADATA),
+    "modelcontrol": ("POST", Scope.ADMIN),
+    "sharedmemorycontrol": ("POST", Scope.ADMIN),
+    "repository": ("GET", Scope.METADATA),
 }
+_SHARED_STATUS = ("GET", Scope.METADATA)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,7 @@ class Target:
     offset: int = 0
     byte_size: int = 0
     format: str = ""
+    scope: Scope = Scope.METADATA
 
 
 def is_api(target: str) -> bool:
@@ -62,7 +67,8 @@ def parse_target(method: str, target: str) -> Target | int:
         return 400
     place = top[1]
     found = _REST[place].fullmatch(top[2])
-    verb = "GET" if place == "sharedmemorycontrol" and top[2] == "/status" else _VERB[place]
+    shows = place == "sharedmemorycontrol" and top[2] == "/status"
+    verb, scope = _SHARED_STATUS if shows else PLACES[place]
     if method != verb:
         return 405
     if found is None:
@@ -78,4 +84,5 @@ def parse_target(method: str, target: str) -> Target | int:
         int(given.get("offset", 0)),
         int(given.get("r_size") or given.get("c_size") or 0),
         dict(parse_qsl(query)).get("format", "") if query else "",
+        scope,
     )

@@ -32,6 +32,7 @@ from fastserve.engine.counts import Took
 from fastserve.errors import Kind, ServeError
 from fastserve.protos import load
 from fastserve.wire.grpc import Method, Rpc
+from fastserve.wire.scope import Scope
 
 Run = Callable[[Any, Rpc], Awaitable[Any]]
 AHEAD = 16  # requests of one stream that are under way at once
@@ -42,19 +43,19 @@ def make_methods(service: Service) -> list[Method]:
     """Every RPC, over bytes."""
     rpcs, counts = Rpcs(service), service.statistics
     plain = {
-        "Status": _timed(rpcs.status, counts.status),
-        "Health": _timed(rpcs.health, counts.health),
-        "ModelControl": _timed(rpcs.control, counts.control),
-        "SharedMemoryControl": rpcs.shared_memory,
-        "Repository": _timed(rpcs.repository, counts.repository),
+        "Status": (Scope.METADATA, _timed(rpcs.status, counts.status)),
+        "Health": (Scope.HEALTH, _timed(rpcs.health, counts.health)),
+        "ModelControl": (Scope.ADMIN, _timed(rpcs.control, counts.control)),
+        "SharedMemoryControl": (Scope.ADMIN, rpcs.shared_memory),
+        "Repository": (Scope.METADATA, _timed(rpcs.repository, counts.repository)),
     }
     methods = [
-        Method(SERVICE + name, partial(read_message_of, f"{name}Request"), run, _serialize)
-        for name, run in plain.items()
+        Method(SERVICE + name, partial(read_message_of, f"{name}Request"), run, _serialize, scope=scope)
+        for name, (scope, run) in plain.items()
     ]
-    methods.append(Method(SERVICE + "Infer", read_sent, rpcs.infer, bytes))
+    methods.append(Method(SERVICE + "Infer", read_sent, rpcs.infer, bytes, scope=Scope.INFER))
     methods.append(
-        Method(SERVICE + "StreamInfer", read_sent, rpcs.stream, bytes, takes_stream=True, gives_stream=True)
+        Method(SERVICE + "StreamInfer", read_sent, rpcs.stream, bytes, True, True, scope=Scope.INFER)
     )
     return methods
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from time import monotonic_ns
@@ -90,12 +90,14 @@ class Service:
         readiness: Readiness,
         control: Control,
         shared: SharedRegions,
+        origins: Sequence[str] = (),
     ) -> None:
         self.engine = engine
         self.catalog = engine.catalog
         self.readiness = readiness
         self.control = control
         self.shared = shared
+        self.origins = origins  # of web pages that may use the routes that administer
         self.statistics = Statistics()
         self.traffic = Traffic(registry, "triton_v1", engine.catalog.models)
         self.started_ns = monotonic_ns()

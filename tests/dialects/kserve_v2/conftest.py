@@ -18,7 +18,10 @@ from tests.running import Running, until
 if TYPE_CHECKING:
     from pathlib import Path
 
-OPTIONS = ("--model-control", "explicit", "--load-model", "*", "--allow-client-shm")
+OPTIONS = (
+    "--model-control", "explicit", "--load-model", "*", "--allow-client-shm",
+    "--admin-file-overrides", "--admin-log-settings",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="package")

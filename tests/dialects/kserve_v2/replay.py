@@ -22,7 +22,7 @@ import grpc.aio
 from google.protobuf import text_format
 
 from fastserve import __version__
-from fastserve.config import Listener, Settings
+from fastserve.config import AdminOptions, Listener, Settings
 from fastserve.protos import load
 from fastserve.server import Server
 from tests.dialects.kserve_v2.models import write_probe_models
@@ -64,6 +64,7 @@ async def replay(folder: Path) -> Answers:
     settings = Settings(
         repository=str(folder), http=alone, grpc=alone, model_control="explicit", load_models=wanted,
         keep_going=True, parallel_loads=4, allow_client_shm=True, response_cache_bytes=1 << 20,
+        admin=AdminOptions(file_overrides=True, log_settings=True),
     )  # fmt: skip
     SHM.write_bytes(struct.pack("<32i", *range(16), *([1] * 16)) + bytes(128))
     log = logging.getLogger("fastserve")  # whose level some cases change

@@ -12,6 +12,7 @@ import grpc.aio
 import pytest
 from google.protobuf import text_format
 
+from fastserve.config import AdminOptions
 from tests.dialects.kserve_v2.models import EACH, ONE, SAME, config, put, write_probe_models
 from tests.dialects.kserve_v2.replay import V2
 from tests.dialects.kserve_v2.test_options import Asked, serving
@@ -122,6 +123,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "model_control": "explicit",
         "load_models": ("simple", "params", "llm", "ens"),
         "allow_client_shm": True,
+        "admin": AdminOptions(log_settings=True),
     }
 
     async def work() -> None:

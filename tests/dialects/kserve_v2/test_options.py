@@ -15,7 +15,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from fastserve.config import Listener, Settings, TritonOptions
+from fastserve.config import AdminOptions, Listener, Settings, TritonOptions
 from fastserve.logs import setup_logs
 from fastserve.protos import load
 from fastserve.server import Server
@@ -60,7 +60,8 @@ class Asked:
 async def serving(folder: Path, settings: Any = None, **options: Any) -> AsyncIterator[Asked]:
     """`settings` of the server, `options` of the dialect."""
     alone = (Listener("127.0.0.1:0", ("kserve_v2",)),)
-    changed = {"triton": TritonOptions(**options), **(settings or {})}
+    admin = AdminOptions(log_settings=True)
+    changed = {"triton": TritonOptions(**options), "admin": admin, **(settings or {})}
     server = Server(Settings(repository=str(folder), http=alone, grpc=alone, **changed))
     await server.open()
     try:

@@ -10,7 +10,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from fastserve.config import Listener, Settings
+from fastserve.config import AdminOptions, Listener, Settings
 from fastserve.server import Server
 from tests.dialects.kserve_v2.replay import exchange
 from tests.server.rig import run, write_model
@@ -23,6 +23,7 @@ class Served:
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         listeners = (Listener("127.0.0.1:0", ("kserve_v2",)), Listener("127.0.0.1:0"))
+        settings.setdefault("admin", AdminOptions(file_overrides=True, log_settings=True))
         self.server = Server(Settings(repository=str(folder), http=listeners, grpc=(), **settings))
 
     async def __aenter__(self) -> Served:

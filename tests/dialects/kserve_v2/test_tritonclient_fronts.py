@@ -27,6 +27,7 @@ def two_fronts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     write_sums(folder)
     write_streams(folder)
     options = ("--frontends", "2", "--model-control", "explicit", "--load-model", "*")
+    options += ("--admin-file-overrides", "--admin-log-settings")
     with Running(folder, folder.parent / "log", *options) as running:
         warm_up(running)
         yield running
