@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastserve.backends.base import CompletedConfig, explain, read_specs
 from fastserve.backends.triton_import import import_from
+from fastserve.backends.triton_place import tell_place
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.tensor import DTYPES, TensorSpec
 
@@ -70,7 +71,7 @@ class TritonPythonBackend:
         model raises, and ConfigError when the class does not fit."""
         from fastserve.backends import triton_utils
 
-        triton_utils.install()
+        triton_utils.install(str(self._version_dir))
         factory = self._import_class()
         if hasattr(factory, "auto_complete_config"):
             self._complete(factory.auto_complete_config(triton_utils.ModelConfig(self.config)))
@@ -110,7 +111,7 @@ class TritonPythonBackend:
 
         kinds = {name: BY_DTYPE[spec.dtype.name].number for name, spec in self.inputs.items()}
         tensors = [Tensor.made_of(name, array, kinds[name], True) for name, array in inputs.items()]
-        request = InferenceRequest(self.name, list(self.outputs), tensors)
+        request = InferenceRequest("", 0, tensors, list(self.outputs), self.name)
         reply = _Gather(self.decoupled)
         request._reply = reply
         errors: list[BaseException] = []
@@ -119,6 +120,10 @@ class TritonPythonBackend:
             if response.has_error():
                 raise ServeError(Kind.INTERNAL, str(response.error()))
         return {t.name(): t.raw for response in reply.responses[:1] for t in response.output_tensors()}
+
+    def where(self, error: BaseException) -> str:
+        """Where in the model's own code it was raised, as Triton says it; "" for nowhere."""
+        return tell_place(error, self._version_dir.parent.parent)
 
     def close(self) -> None:
         """Calls the model's finalize, if there is one, and ends its event loop."""

@@ -10,6 +10,7 @@ import asyncio
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from enum import IntEnum
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -59,18 +60,16 @@ KINDS = (
 )
 
 
-def error_of(kind: int, text: str) -> TritonError:
-    """One of our errors as Triton's; kinds it does not know are INTERNAL, a passed deadline UNAVAILABLE."""
-    if kind in (Kind.DEADLINE_EXCEEDED.value, Kind.RESOURCE_EXHAUSTED.value):
-        return TritonError(text, TritonError.UNAVAILABLE)
-    found = [code for code, ours in enumerate(KINDS) if ours.value == kind]
-    return TritonError(text, found[0] if found else TritonError.INTERNAL)
+class MemoryType(IntEnum):
+    """Kinds of memory, as they are numbered there."""
+
+    GPU, CPU = 0, 1
 
 
 class PreferredMemory:
     """Where a caller wants outputs: accepted, and always the host here."""
 
-    def __init__(self, preferred_memory_type: int = 0, preferred_device_id: int = 0) -> None:
+    def __init__(self, preferred_memory_type: MemoryType, preferred_device_id: int = 0) -> None:
         self.memory_type, self.device_id = preferred_memory_type, preferred_device_id
 
 
@@ -189,11 +188,11 @@ class InferenceRequest:
 
     def __init__(
         self,
-        model_name: str,
-        requested_output_names: Sequence[str],
-        inputs: Sequence[Tensor],
         request_id: str = "",
         correlation_id: int | str = 0,
+        inputs: Sequence[Tensor] | None = None,
+        requested_output_names: Sequence[str] | None = None,
+        model_name: str | None = None,
         model_version: int = -1,
         flags: int = 0,
         timeout: int = 0,
@@ -202,6 +201,12 @@ class InferenceRequest:
         parameters: Mapping[str, Any] | str | None = None,
         priority: int = 0,
     ) -> None:
+        """Its order is Triton's: `inputs`, `requested_output_names` and `model_name` must be said, mostly by
+        name. Raises TypeError where one is not."""
+        if inputs is None or requested_output_names is None or model_name is None:
+            raise TypeError("InferenceRequest needs inputs, requested_output_names and model_name")
+        if isinstance(requested_output_names, str):
+            raise TypeError("requested_output_names is a list of names, not one")
         if not all(isinstance(tensor, Tensor) for tensor in inputs):
             raise TritonModelException("every input must be a Tensor")
         self._model, self._version = model_name, int(model_version)
@@ -248,9 +253,9 @@ class InferenceRequest:
         """Its parameters, as JSON."""
         return json.dumps(dict(self._parameters))
 
-    def requested_output_names(self) -> list[str]:
+    def requested_output_names(self) -> set[str]:
         """The wanted outputs; all the model has, where the caller named none."""
-        return list(self._outputs)
+        return set(self._outputs)
 
     def model_name(self) -> str:
         """The model it is for."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from fastserve.backends.triton_requests import (
     REQUEST_SEQUENCE_START,
     InferenceRequest,
     InferenceResponse,
+    MemoryType,
     PreferredMemory,
     ResponseSender,
     TritonError,
@@ -43,8 +45,11 @@ TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = REQUEST_SEQUENCE_END
 TRITONSERVER_REQUEST_RELEASE_ALL = RELEASE_ALL
 TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = RELEASE_RESCHEDULE
 TRITONSERVER_RESPONSE_COMPLETE_FINAL = COMPLETE_FINAL
-TRITONSERVER_MEMORY_CPU, TRITONSERVER_MEMORY_CPU_PINNED, TRITONSERVER_MEMORY_GPU = 0, 1, 2
-TRITON_STRING_TO_NUMPY = {row.config_name: row.numpy for row in TRITON_TYPES if row.name != "BF16"}
+TRITONSERVER_MEMORY_CPU, TRITONSERVER_MEMORY_GPU = MemoryType.CPU, MemoryType.GPU
+TRITON_STRING_TO_NUMPY = {
+    **{row.config_name: row.numpy for row in TRITON_TYPES if row.name != "BF16"},
+    "TYPE_BOOL": bool,  # there Python's own, not numpy's
+}
 
 __all__ = [
     "InferenceRequest",
@@ -83,18 +88,23 @@ def using_decoupled_model_transaction_policy(model_config: Mapping[str, Any]) ->
     return bool((model_config.get("model_transaction_policy") or {}).get("decoupled", False))
 
 
-def triton_to_np_type(data_type: int) -> Any:
+def triton_to_numpy_type(data_type: int) -> Any:
     """numpy's type for a datatype's number, None for unknown ones and BF16."""
     row = BY_NUMBER.get(data_type)
     return None if row is None or row.name == "BF16" else row.numpy
 
 
-def np_to_triton_type(data_type: Any) -> int | None:
+def numpy_to_triton_type(data_type: Any) -> int | None:
     """The number of the datatype of a numpy type, None when there is none."""
     return BY_NUMPY.get(np.dtype(object) if np.dtype(data_type).kind in "SU" else np.dtype(data_type))
 
 
-np_to_triton_dtype = np_to_triton_type
+# Names of older releases.
+triton_to_np_type, np_to_triton_type, np_to_triton_dtype = (
+    triton_to_numpy_type,
+    numpy_to_triton_type,
+    numpy_to_triton_type,
+)
 
 
 def triton_string_to_numpy(triton_type_string: str) -> Any:
@@ -102,15 +112,15 @@ def triton_string_to_numpy(triton_type_string: str) -> Any:
     return TRITON_STRING_TO_NUMPY[triton_type_string]
 
 
-def serialize_byte_tensor(input_tensor: NDArray[Any]) -> NDArray[Any] | None:
-    """Strings, each behind its length (4 bytes, little-endian), as an array [bytes] of uint8; None for no
-    elements. Raises TritonModelException for an array of numbers."""
+def serialize_byte_tensor(input_tensor: NDArray[Any]) -> bytes | tuple[()] | None:
+    """Strings, each behind its length (4 bytes, little-endian), one after the other; () for no elements and
+    None for an array of numbers."""
     if input_tensor.size == 0:
-        return None
+        return ()
     if input_tensor.dtype.kind not in "OSU":
-        raise TritonModelException("cannot serialize bytes tensor: invalid datatype")
+        return None
     items = [x if isinstance(x, bytes | str) else str(x) for x in input_tensor.reshape(-1).tolist()]
-    return np.frombuffer(pack_bytes(items), np.uint8)
+    return bytes(pack_bytes(items))
 
 
 serialize_bytes_tensor = serialize_byte_tensor
@@ -138,44 +148,62 @@ class MetricFamily:
         raise TritonModelException("MetricFamily: a model cannot have metrics of its own on this server")
 
 
+class LogLevel(IntEnum):
+    """How much a line matters."""
+
+    INFO, WARNING, ERROR, VERBOSE = 0, 1, 2, 3
+
+
 class Logger:
     """Lines in the server's log."""
 
-    INFO, WARNING, ERROR, VERBOSE = 0, 1, 2, 3
+    INFO, WARNING, ERROR, VERBOSE = LogLevel
     _LEVELS = (logging.INFO, logging.WARNING, logging.ERROR, logging.DEBUG)
     _log = logging.getLogger("model")
 
     @classmethod
-    def log(cls, message: str, level: int = INFO) -> None:
+    def log(cls, message: str, level: LogLevel = LogLevel.INFO) -> None:
         """A line of one of the levels above."""
         cls._log.log(cls._LEVELS[level], "%s", message)
 
     @classmethod
     def log_info(cls, message: str) -> None:
         """A line of level INFO."""
-        cls.log(message, cls.INFO)
+        cls.log(message, LogLevel.INFO)
 
     @classmethod
     def log_warn(cls, message: str) -> None:
         """A line of level WARNING."""
-        cls.log(message, cls.WARNING)
+        cls.log(message, LogLevel.WARNING)
 
     @classmethod
     def log_error(cls, message: str) -> None:
         """A line of level ERROR."""
-        cls.log(message, cls.ERROR)
+        cls.log(message, LogLevel.ERROR)
 
     @classmethod
     def log_verbose(cls, message: str) -> None:
         """A line of level DEBUG."""
-        cls.log(message, cls.VERBOSE)
+        cls.log(message, LogLevel.VERBOSE)
 
 
-LogLevel = Logger
+Logger.LogLevel = LogLevel  # type: ignore[attr-defined]  # a name in the class would hide the type from it
 
 
-def install() -> None:
-    """Let models of this process import it under Triton's name."""
+def get_model_dir() -> str:
+    """The folder of the model's version."""
+    return place.folder
+
+
+class place:
+    """Where this process's model lies, as its backend says."""
+
+    folder = ""
+
+
+def install(folder: str) -> None:
+    """Let the model of this process, which lies in `folder`, import it under Triton's name."""
+    place.folder = folder
     sys.modules[MODULE] = sys.modules[__name__]
 
 

@@ -18,10 +18,11 @@ from fastserve.backends.base import explain
 from fastserve.codec.notes import AnswerNote, RequestNote, read_request_note, write_note
 from fastserve.codec.slab_tensors import measure_tensors, read_note, read_tensors, write_tensors
 from fastserve.engine.lane import Lane
-from fastserve.errors import DeadlineError, Kind, ServeError
+from fastserve.errors import DeadlineError, Kind, ModelError, ServeError
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
+from fastserve.tensor import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,9 @@ log = logging.getLogger(__name__)
 WINDOW = 8
 LATE = "the model that was called took longer than the call's {:g} s"
 NO_ROOM = "no room for the response of another model (max_queue_bytes)"
+# Triton's words for a request that its model never saw, and for a model that is not there.
+FAILED = "Model {} - Error when running inference: {}"
+NOT_READY = "Failed for execute the inference request. Model '{}' is not ready."
 UNREADABLE = "the request to another model cannot be read"
 
 
@@ -95,14 +99,22 @@ class Calls:
     async def _respond(
         self, worker: int, message: Mapping[str, Any], room: asyncio.Semaphore, timeout_s: float
     ) -> None:
-        version, request = self._read(message, timeout_s)
-        async with contextlib.aclosing(self._responses(version, request, many=message["many"])) as responses:
-            async for response in responses:
-                try:
-                    await room.acquire()
-                    self._hand_over(worker, int(message["id"]), response)
-                finally:
-                    response.release()
+        note, tensors = self._read(message)
+        try:
+            version = find_version(self._engine.catalog, note)
+            request = _make_request(version, note, tensors, timeout_s)
+            responses = self._responses(version, request, many=message["many"])
+            async with contextlib.aclosing(responses):
+                async for response in responses:
+                    try:
+                        await room.acquire()
+                        self._hand_over(worker, int(message["id"]), response)
+                    finally:
+                        response.release()
+        except (ModelError, DeadlineError):  # the other model's own words, and ours
+            raise
+        except ServeError as fault:
+            raise ServeError(fault.kind, FAILED.format(note.model, fault.message)) from fault
 
     async def _responses(
         self, version: Version, request: InferRequest, *, many: bool
@@ -114,29 +126,13 @@ class Calls:
             async for response in responses:
                 yield response
 
-    def _read(self, message: Mapping[str, Any], timeout_s: float) -> tuple[Version, InferRequest]:
+    def _read(self, message: Mapping[str, Any]) -> tuple[RequestNote, dict[str, Tensor]]:
         try:
             slab = self._lane.ring.slab(int(message["offset"]), int(message["nbytes"]))
             note = read_request_note(read_note(slab))
-            tensors = {note.extra[number]: tensor for number, tensor in read_tensors(slab)}
+            return note, {note.extra[number]: tensor for number, tensor in read_tensors(slab)}
         except (ValueError, IndexError):
             raise ServeError(Kind.INVALID_ARGUMENT, UNREADABLE) from None
-        version = find_version(self._engine.catalog, note)
-        for name in note.outputs:
-            if name not in version.outputs:
-                text = f"unexpected inference output '{name}' for model '{note.model}'"
-                raise ServeError(Kind.INVALID_ARGUMENT, text)
-        return version, InferRequest(
-            tensors,
-            tuple(note.outputs),
-            note.request_id,
-            note.priority,
-            time.monotonic_ns() + int(timeout_s * 1e9),
-            dict(note.parameters),
-            note.sequence_id,
-            bool(note.flags & 1),
-            bool(note.flags & 2),
-        )
 
     def _hand_over(self, worker: int, number: int, response: InferResponse) -> None:
         if response.error is not None:
@@ -182,9 +178,28 @@ def find_version(catalog: Catalog, note: RequestNote) -> Version:
     """The version a call names. Raises ServeError NOT_FOUND."""
     version = catalog.available(note.model, note.version if note.version >= 0 else None)
     if version is None:
-        which = "" if note.version < 0 else f" version {note.version}"
-        raise ServeError(Kind.NOT_FOUND, f"Request for unknown model: '{note.model}'{which} is not found")
+        raise ServeError(Kind.NOT_FOUND, NOT_READY.format(note.model))
     return version
+
+
+def _make_request(
+    version: Version, note: RequestNote, tensors: dict[str, Tensor], timeout_s: float
+) -> InferRequest:
+    for name in note.outputs:
+        if name not in version.outputs:
+            text = f"unexpected inference output '{name}' for model '{note.model}'"
+            raise ServeError(Kind.INVALID_ARGUMENT, text)
+    return InferRequest(
+        tensors,
+        tuple(note.outputs),
+        note.request_id,
+        note.priority,
+        time.monotonic_ns() + int(timeout_s * 1e9),
+        dict(note.parameters),
+        note.sequence_id,
+        bool(note.flags & 1),
+        bool(note.flags & 2),
+    )
 
 
 async def _settle(work: asyncio.Future[None], timeout_s: float) -> tuple[set[Any], set[Any]]:

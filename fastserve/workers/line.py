@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from fastserve.backends.triton_requests import InferenceRequest, InferenceResponse, bls, error_of
+from fastserve.backends.triton_requests import InferenceRequest, InferenceResponse, TritonError, bls
 from fastserve.backends.triton_tensor import Tensor as TritonTensor
 from fastserve.backends.triton_tensor import TritonModelException
 from fastserve.codec.notes import RequestNote, read_answer_note, write_note
@@ -43,6 +43,7 @@ SLACK_S = 1.0
 LOOK_S = 0.05
 LATE = "the model that was called did not answer within {:g} s"
 GONE = "the server is stopping"
+NO_RESPONSE = "there was no response"
 NO_ROOM = "there is no room for a request to another model (max_queue_bytes)"
 
 
@@ -91,7 +92,7 @@ class ControlLine:
         call = self._begin(request, many=False)
         try:
             answer = self._next(call)
-            return self._response(answer) if answer else _failed(Kind.INTERNAL, "there was no response")
+            return self._response(answer) if answer else _failed(NO_RESPONSE)
         finally:
             self._leave(call)
 
@@ -206,7 +207,7 @@ class ControlLine:
     def _response(self, answer: dict[str, Any]) -> InferenceResponse:
         offset = answer.get("offset")
         if not offset:
-            return _failed(answer["kind"], answer["message"])
+            return _failed(answer["message"])
         entries, said = self._desk.arrays(offset, answer["nbytes"])
         note = read_answer_note(said)
         tensors = [
@@ -229,12 +230,13 @@ def _note_of(request: InferenceRequest) -> RequestNote:
         timeout_us=request.timeout(),
         priority=request.priority(),
         parameters=request.plain_parameters,
-        outputs=request.requested_output_names(),
+        outputs=request._outputs,
         extra=[tensor.name() for tensor in request.inputs()],
         model=request.model_name(),
         version=request.model_version(),
     )
 
 
-def _failed(kind: Kind | int, text: str) -> InferenceResponse:
-    return InferenceResponse(error=error_of(kind.value if isinstance(kind, Kind) else kind, text))
+def _failed(text: str) -> InferenceResponse:
+    """As there, every error of another model is INTERNAL: a model that passes it on answers with that."""
+    return InferenceResponse(error=TritonError(text))

@@ -124,7 +124,7 @@ class RequestRunner:
             reply.fail(kind, self._words(error))
 
     def _words(self, error: BaseException) -> str:
-        return FAILED.format(self._backend.instance_name, explain(error))
+        return FAILED.format(self._backend.instance_name, explain(error) + self._backend.where(error))
 
     # --- requests in ---
 

@@ -18,8 +18,14 @@ PAIR = [entry(name, "TYPE_INT32", 2) for name in ("A", "B")]
 BOTH = [entry(name, "TYPE_INT32", 2) for name in ("SUM", "DIFF")]
 TEXTS = [{"name": "IN", **TEXT}], [{"name": "OUT", **TEXT}]
 FAILED = "Failed to process the request(s) for model 'trouble_0', message: "
+AT = "\n\nAt:\n"
 TYPES = [name for name in NAMES if name not in ("TYPE_BYTES", "TYPE_COMPLEX64", "TYPE_COMPLEX128")]
 TYPES = [name for name in TYPES if not name.startswith(("TYPE_FLOAT", "TYPE_BFLOAT"))]
+
+
+def words(error: ServeError) -> str:
+    """Its own words, without the place."""
+    return error.message.partition(AT)[0]
 
 
 def test_rows_of_many_requests_run_together(tmp_path):
@@ -74,7 +80,7 @@ def test_what_a_request_says_of_itself(tmp_path):
             assert response.parameters == {"n": 1, "s": "x", "b": True}
             response.release()
             plain = {"id": "", "corr": 0, "flags": 0, "timeout": 0, "priority": 0, "params": {}}
-            known = {"wanted": ["OUT", "ARGS"], "model": ["told", 1], "cancelled": False, "inputs": ["IN"]}
+            known = {"wanted": ["ARGS", "OUT"], "model": ["told", 1], "cancelled": False, "inputs": ["IN"]}
             assert said == plain | known
             assert args == {
                 "model_config": "told",
@@ -157,7 +163,7 @@ def test_a_model_that_misbehaves(trouble, word, text):
         async with trouble() as at:
             with pytest.raises(ServeError) as caught:
                 await at.ask("trouble", {"IN": [[word.encode()]]})
-            assert (caught.value.kind, caught.value.message) == (Kind.INTERNAL, text)
+            assert (caught.value.kind, words(caught.value)) == (Kind.INTERNAL, text)
             assert (await at.ask("trouble", {"IN": [[b"ok"]]}))["OUT"].tolist() == [b"ok"]
 
     run(work())
@@ -168,7 +174,9 @@ def test_an_exception_reaches_the_whole_batch_once(trouble):
         async with trouble() as at:
             asked = [at.ask("trouble", {"IN": [[b"!raises"]]}) for _ in range(4)]
             for error in await asyncio.gather(*asked, return_exceptions=True):
-                assert error.message == f"{FAILED}ValueError: kaboom"
+                assert words(error) == f"{FAILED}ValueError: kaboom"
+                place = r"  trouble/1/model\.py\(\d+\): raises\n  trouble/1/model\.py\(\d+\): execute\n"
+                assert re.fullmatch(place, error.message.partition(AT)[2])
 
     run(work())
 

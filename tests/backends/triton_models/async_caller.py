@@ -11,7 +11,8 @@ class TritonPythonModel:
 
     async def both(self, request):
         tensor = pb_utils.get_input_tensor_by_name(request, "IN")
-        calls = [pb_utils.InferenceRequest(name, ["OUT"], [tensor]) for name in ("double", "double")]
+        asked = {"model_name": "double", "requested_output_names": ["OUT"], "inputs": [tensor]}
+        calls = [pb_utils.InferenceRequest(**asked) for _ in range(2)]
         found = await asyncio.gather(*(call.async_exec() for call in calls))
         arrays = [pb_utils.get_output_tensor_by_name(r, "OUT").as_numpy() for r in found]
         return pb_utils.InferenceResponse([pb_utils.Tensor("OUT", arrays[0] + arrays[1])])

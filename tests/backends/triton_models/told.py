@@ -23,7 +23,7 @@ class TritonPythonModel:
             "timeout": request.timeout(),
             "priority": request.priority(),
             "params": json.loads(request.parameters()),
-            "wanted": request.requested_output_names(),
+            "wanted": sorted(request.requested_output_names()),
             "model": [request.model_name(), request.model_version()],
             "cancelled": request.is_cancelled(),
             "inputs": [tensor.name() for tensor in request.inputs()],
