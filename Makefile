@@ -1,13 +1,14 @@
 # Every target CI runs, and nothing CI does not. `make build` is the only one that installs anything.
 #
 #   make serve [ARGS="--http 127.0.0.1:9000"]    the demo repository, served
-#   make test  [ARGS="tests/wire -k pipeline"]   the suite
+#   make test  [ARGS="tests/wire -k pipeline"]   the suite, on every core (JOBS=0: in one process)
 #   make bench [ARGS="--repeats 3"]              microbenchmarks, then the table against the reference server
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+JOBS ?= auto
 
 CHECKED := build/.compiler
 INSTALLED := $(VENV)/.installed
@@ -49,8 +50,9 @@ $(PROTOS): $(PROTO_SOURCES) setup.py | $(INSTALLED)
 serve: build
 	@exec $(BIN)/fastserve serve demo $(ARGS)
 
+# A file's tests stay together, in their order: they share servers. Past four processes there is little to gain.
 test: build
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: build
 	$(BIN)/ruff check .

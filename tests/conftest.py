@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.alone import pytest_runtest_protocol as pytest_runtest_protocol
+
 settings.register_profile("suite", deadline=None, print_blob=True)
 settings.register_profile(
     "torture", deadline=None, max_examples=5000, suppress_health_check=[HealthCheck.too_slow]

@@ -264,9 +264,9 @@ def test_long_requests_are_quick() -> None:
     frames = InferFrames(1)
     frames.add(InferFrame(header, [("data", start, end, items, 0, FLOAT32)], [], [4 * items], 1))
     nested = header.replace(b"[1.2", b"[" * 400_000 + b"1.2")
-    began = time.perf_counter()
+    began = time.thread_time()
     for request in (header, nested, header.replace(b"[1.2345678,", b"["), header[:-3]):
         frame = frames.find(request, len(request))
         taken = frame is not None and frame.read_into(request, len(request), [bytearray(4 * items)])
         assert taken == (request is header)
-    assert time.perf_counter() - began < 1
+    assert time.thread_time() - began < 1

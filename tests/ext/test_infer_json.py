@@ -213,9 +213,9 @@ def test_every_cut_is_refused() -> None:
 )
 def test_depth(head: bytes) -> None:
     for body in (head + b"[" * 500_000, head + b'{"a":' * 500_000, head + b"[" * 104):
-        start = time.perf_counter()
+        start = time.thread_time()
         assert "Nesting too deep." in ours(body)
-        assert time.perf_counter() - start < 0.1
+        assert time.thread_time() - start < 0.1
     for levels, good in ((100, True), (101, False)):
         deep = FORMS[0] % ("[1]", "FP32", "[" * levels + "1" + "]" * levels)
         assert isinstance(ours(deep.encode()), tuple) == good
@@ -224,11 +224,11 @@ def test_depth(head: bytes) -> None:
 @pytest.mark.parametrize("part", ["{}", "1", '{"data":[]}'])
 @pytest.mark.parametrize("member", ["inputs", "outputs"])
 def test_many_inputs(member: str, part: str) -> None:
-    start = time.perf_counter()
+    start = time.thread_time()
     body = f'{{"inputs":[],"{member}":[' + f"{part}," * 1_000_000 + part + "]}"
     assert member == "inputs" or "Too many inputs or outputs." in ours(body.encode())
     assert "Too many inputs or outputs." in ours(body.replace('"inputs":[],', "").encode())
-    assert time.perf_counter() - start < 2
+    assert time.thread_time() - start < 2
 
 
 def test_faults_say_where() -> None:

@@ -249,11 +249,11 @@ def test_other_signature_is_named() -> None:
 def test_depth(head: bytes) -> None:
     reader = reader_of({"x": "float32"})
     for body in (head + b"[" * 500_000, head + b'{"a":' * 500_000, head + b"[" * 100):
-        start = time.perf_counter()
+        start = time.thread_time()
         with pytest.raises(JSONFault) as caught:
             reader.read(body)
         assert caught.value.code == Fault.TOO_DEEP
-        assert time.perf_counter() - start < 0.1
+        assert time.thread_time() - start < 0.1
     deep = b'{"instances":' + b"[" * 99 + b"1" + b"]" * 99 + b"}"
     assert reader.read(deep).tensors["x"][1] == (1,) * 99
 
@@ -262,13 +262,13 @@ def test_depth(head: bytes) -> None:
     "text", [b"1" * 10**6, b"0." + b"3" * 10**6, b"1e400", b"0." + b"0" * 10**6 + b"1e1000001"]
 )
 def test_long_numbers(text: bytes) -> None:
-    start = time.perf_counter()
+    start = time.thread_time()
     got = ours(b'{"instances":[' + text + b"]}", {"x": "float64"})
     assert got == (("syntax", 14) if text.startswith(b"1") else got)
     assert ours(b'{"skip":[' + text + b"]}", {"x": "float64"}) == (
         ("syntax", 9) if text.startswith(b"1") else "meaning"
     )
-    assert time.perf_counter() - start < 0.5
+    assert time.thread_time() - start < 0.5
 
 
 def test_wrong_buffer_is_a_programming_error() -> None:

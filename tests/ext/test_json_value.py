@@ -110,9 +110,9 @@ def test_hard_numbers(text: str) -> None:
 
 @pytest.mark.parametrize("text", [b"1" * 10**6, b"0." + b"3" * 10**6, b"1e" + b"0" * 10**6 + b"1"])
 def test_million_digits_are_linear(text: bytes) -> None:
-    start = time.perf_counter()
+    start = time.thread_time()
     outcome(parse, text)
-    assert time.perf_counter() - start < 0.5
+    assert time.thread_time() - start < 0.5
 
 
 def test_depth() -> None:

@@ -43,6 +43,7 @@ class Service(BatchedService):
         return True
 
 
+@pytest.mark.alone
 def test_the_experiment_of_the_text():
     data = list(range(880))
 
