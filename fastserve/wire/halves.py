@@ -56,18 +56,21 @@ class HalfOpen(asyncio.Transport):
 
 
 class Hangups:
-    """Calls back when one of the sockets it watches is reset. A listener has one, without a descriptor until
-    the first client closes half of its connection."""
+    """Calls back when one of the sockets it watches is reset. A listener has one, open as long as it is."""
 
     def __init__(self) -> None:
         self._watched: dict[int, Callable[[], object]] = {}
         self._epoll: select.epoll | None = None
 
+    def open(self) -> None:
+        """From now on the running loop is asked. Not left to the first who closes half of its connection: what
+        a server holds does not grow with what clients do."""
+        self._epoll = select.epoll()
+        asyncio.get_running_loop().add_reader(self._epoll.fileno(), self._turn, self._epoll)
+
     def watch(self, fd: int, on_gone: Callable[[], object]) -> None:
         """Until `forget`, which must come before the descriptor is closed."""
-        if self._epoll is None:
-            self._epoll = select.epoll()
-            asyncio.get_running_loop().add_reader(self._epoll.fileno(), self._turn, self._epoll)
+        assert self._epoll is not None
         self._epoll.register(fd, 0)  # of the events nobody asks for, EPOLLHUP and EPOLLERR come always
         self._watched[fd] = on_gone
 

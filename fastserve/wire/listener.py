@@ -75,6 +75,7 @@ class HttpListener:
         except BaseException:
             listening.close()
             raise
+        self.hangups.open()
         self._tick()
 
     @property

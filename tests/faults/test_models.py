@@ -33,7 +33,8 @@ def test_a_config_with_unknown_fields(served: Running, http: Http) -> None:
     shown = index(http)
     assert shown["sums"]["state"] == "READY"
     assert shown["odd"]["state"] == "UNAVAILABLE"
-    assert "line 8, column 1: unknown field 'max_batchsize', allowed: name, " in shown["odd"]["reason"]
+    said = "line 8, column 1: unknown field 'max_batchsize', did you mean max_batch_size? allowed: name, "
+    assert said in shown["odd"]["reason"]
     assert http.post("/v2/models/odd/infer", pair()).status in (400, 404)
     assert http.post("/v2/models/sums/infer", pair()).status == 200
 

@@ -77,6 +77,7 @@ def test_names_of_models_over_grpc(served: Running, grpc: Grpc, http: Http) -> N
     assert http.post("/v2/models/sums/infer", pair()).status == 200
 
 
+@pytest.mark.logs_errors
 @pytest.mark.parametrize("name", ["link", "files", "secret"])
 def test_links_that_lead_out(served: Running, http: Http, grpc: Grpc, outside: Path, name: str) -> None:
     answer = http.post(f"/v2/repository/models/{name}/load", {})
