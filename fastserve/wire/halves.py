@@ -63,7 +63,7 @@ class Hangups:
         self._epoll: select.epoll | None = None
 
     def open(self) -> None:
-        """From now on the running loop is asked. Not left to the first who closes half of its connection: what
+        """From now on the running loop is asked. Not left to the first who closes half a connection: what
         a server holds does not grow with what clients do."""
         self._epoll = select.epoll()
         asyncio.get_running_loop().add_reader(self._epoll.fileno(), self._turn, self._epoll)

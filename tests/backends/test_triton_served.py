@@ -1,4 +1,4 @@
-"""Python models of Triton's form behind a server as its users run it: their files, configurations, calls."""
+"""Python models of Triton's form behind a server as users run it: files, completed configurations, calls."""
 
 from __future__ import annotations
 
