@@ -21,6 +21,7 @@ import numpy as np
 from fastserve.backends.base import clean, read_specs
 from fastserve.backends.batch_io import BatchIO
 from fastserve.backends.outputs import OutputCheck
+from fastserve.backends.registry import find_backend
 from fastserve.backends.reshape import reshape, reshapes_of
 from fastserve.config.options import Options, SessionOptions, read_options
 from fastserve.errors import ConfigError, Kind, ServeError
@@ -135,11 +136,17 @@ class OnnxBackend:
             missing = ", ".join(name for name in names if name not in declared)
             raise ConfigError(f"the model needs inputs that {self._said} does not declare: {missing}")
         by_name = {node.name: node for node in nodes}
+        for name in declared or names:
+            _refuse_type(role, by_name[name])
         return {name: self._merge_one(role, by_name[name], declared.get(name)) for name in declared or names}
 
     def _merge_one(self, role: str, node: Any, declared: TensorSpec | None) -> TensorSpec:
         if declared is not None and node.name in (*self.batch_io.ragged, *self.batch_io.scattered):
             return _merge_flat(role, node, declared)
+        if declared is None and self._batched and role == "output" and _is_fixed(node):
+            raise ConfigError(_no_rows_text(node, self._session.get_outputs()))
+        if declared is not None and self._batched and role == "output" and _is_fixed(node):
+            return _merge_fixed(node, declared, self._said)
         found = self._read_node(role, node)
         if declared is None:
             return found
@@ -159,9 +166,6 @@ class OnnxBackend:
         return declared
 
     def _read_node(self, role: str, node: Any) -> TensorSpec:
-        if node.type not in _DTYPES:
-            hint = "; declare the outputs to serve, without it" if role == "output" else ""
-            raise ConfigError(f"{role} {node.name!r} is a {node.type}, which cannot be served{hint}")
         dims = [dim if isinstance(dim, int) and dim >= 0 else -1 for dim in node.shape]
         dtype = DTYPES[_DTYPES[node.type]]
         if not self._batched:
@@ -179,6 +183,45 @@ class OnnxBackend:
             if name in feed:
                 feed[name] = _decode(name, inputs[name])
         return feed
+
+
+def _refuse_type(role: str, node: Any) -> None:
+    if node.type in _DTYPES:
+        return
+    text = f"{role} {node.name!r} is a {node.type}, which cannot be served"
+    if "map(" in node.type:
+        text += (
+            ": ZipMap makes a dictionary of each row; convert the model without it "
+            "(skl2onnx.to_onnx(model, X[:1], options={'zipmap': False}), "
+            "onnxmltools.convert_lightgbm(model, initial_types=..., zipmap=False))"
+        )
+    raise ConfigError(text + "; or declare the outputs to serve, without it" * (role == "output"))
+
+
+def _is_fixed(node: Any) -> bool:
+    """An output that says it has as many rows whatever came in."""
+    return bool(node.shape) and isinstance(node.shape[0], int)
+
+
+def _merge_fixed(node: Any, declared: TensorSpec, said: str) -> TensorSpec:
+    """Converters write wrong shapes (LightGBM's label is [1]): what is declared holds, at each run."""
+    if _DTYPES[node.type] != declared.dtype.name:
+        text = f"{said} says {declared.dtype.name}, the model {_DTYPES[node.type]}"
+        raise ConfigError(f"output {node.name!r}: {text}")
+    return declared
+
+
+def _no_rows_text(fixed: Any, outputs: Sequence[Any]) -> str:
+    """What to write for a model whose output has a row for each all the same, and what if it has not."""
+    shapes = {one.name: [n if isinstance(n, int) else -1 for n in one.shape[1:]] for one in outputs}
+    lines = ", ".join(
+        f"{one.name}: {{dtype: {_DTYPES.get(one.type, '?')}, shape: {shapes[one.name]}}}" for one in outputs
+    )
+    return (
+        f"output {fixed.name!r} has no batch axis: its shape is {list(fixed.shape)}; if it has a row for "
+        "each row of the inputs all the same (LightGBM's converter writes labels so), say it in model.yaml: "
+        f"backend: onnx, outputs: {{{lines}}}; if not, set max_batch_size to 0"
+    )
 
 
 def _merge_flat(role: str, node: Any, declared: TensorSpec) -> TensorSpec:
@@ -199,8 +242,7 @@ def _open_session(path: Path, config: Mapping[str, Any]) -> Any:
     try:
         import onnxruntime
     except ImportError as error:
-        text = "the onnx backend needs ONNX Runtime: pip install 'fastserve[onnx]'"
-        raise ServeError(Kind.FAILED_PRECONDITION, text) from error
+        raise ServeError(Kind.FAILED_PRECONDITION, find_backend("onnx").missing_text) from error
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = config.get("threads", 1)  # 0: as ONNX Runtime sees fit
     # Idle pool threads must not spin away the core the front process needs.

@@ -53,6 +53,11 @@ class BackendEntry:
     triton_instances: int = 1
     """Workers of an instance group on CPUs that does not say how many."""
 
+    @property
+    def missing_text(self) -> str:
+        """What to say where the framework is not installed."""
+        return f"the {self.name} backend needs {self.framework}: pip install 'fastserve[{self.extra}]'"
+
 
 BACKENDS = {
     entry.name: entry

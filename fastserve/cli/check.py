@@ -13,14 +13,19 @@ import click
 @click.option(
     "--config", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Settings in YAML."
 )
-def check(repository: str | None, config: Path | None) -> None:
-    """Look at the models in DIR without loading any: versions, tensors, signatures, and what is wrong.
+@click.option("--load/--no-load", default=True, help="Load the models, or only look at their files.")
+def check(repository: str | None, config: Path | None, load: bool) -> None:
+    """Load the models in DIR as a server would, in worker processes, and tell what is wrong with them:
+    versions, tensors, signatures, and every problem in a server's own words. Nothing listens.
 
-    Exit code 1 when a server would refuse to start.
+    With --no-load the files are looked at and no code of a model runs; less is found.
+
+    Exit code 1 when a server would refuse to start. Tracebacks go to standard error.
 
     \b
     fastserve check models/
     fastserve check --config fastserve.yaml
+    fastserve check models/ --no-load
     """
     from fastserve.config import load_settings
     from fastserve.errors import ConfigError
@@ -31,6 +36,13 @@ def check(repository: str | None, config: Path | None) -> None:
         if not settings.repository and not settings.models:
             raise click.UsageError("name the folder of a model repository, or `demo`")
         report = explain(settings)
+        if load:
+            from fastserve.logs import setup_logs
+            from fastserve.server.trial import try_loads
+
+            setup_logs("warning", settings.log.format)
+            trial = try_loads(settings)
+            report.take(trial.problems, trial.served)
     except ConfigError as fault:
         raise click.ClickException(str(fault)) from None
     click.echo(report.text(), nl=False)

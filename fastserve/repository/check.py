@@ -1,16 +1,18 @@
-"""What a server with these settings would serve, and why not the rest, without loading anything.
+"""What a server with these settings would serve, and why not the rest.
 
-`fastserve check DIR` prints it. Model code is parsed, never run.
+`fastserve check DIR` prints it. `explain` looks at files, and parses model code without running it; what a
+load has found takes the place of its guesses (`Report.take`).
 """
 
 from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fastserve.backends.base import explain as explain_error
 from fastserve.backends.registry import find_backend
 from fastserve.config import RepositorySettings
 from fastserve.errors import ConfigError
@@ -18,8 +20,12 @@ from fastserve.repository.folder_config import model_file
 from fastserve.repository.layout import Layout, ModelFolder, repository_root
 from fastserve.repository.model_config import ModelConfig, build_specs
 from fastserve.repository.policy import missing_versions, policy_text, wanted_versions
+from fastserve.repository.problems import no_version_text
 from fastserve.repository.signature import build_signatures
+from fastserve.repository.version import Version
 from fastserve.tensor import TensorSpec
+
+NOT_READ = "inputs and outputs: read from the model when it is loaded"
 
 
 @dataclass(slots=True)
@@ -45,10 +51,26 @@ class Report:
 
     models: list[ModelReport]
     passed_over: list[str]
+    loaded: bool = False
 
     @property
     def ok(self) -> bool:
         return bool(self.models) and not any(model.problems for model in self.models)
+
+    def take(self, problems: Mapping[str, list[str]], served: Mapping[str, list[Version]]) -> None:
+        """What loading has shown: the problems a server would tell, and the versions that did load."""
+        for name in problems.keys() - {model.name for model in self.models}:
+            self.models.append(ModelReport(name))
+        for model in self.models:
+            model.problems = problems.get(model.name, [])
+            versions = served.get(model.name, [])
+            model.versions = [version.number for version in versions]
+            told = [f for f in model.facts if f != NOT_READ]
+            for version in versions[-1:] if len(told) < len(model.facts) else ():
+                told.append(f"inputs: {_tensors_text(version.inputs.values())}")
+                told.append(f"outputs: {_tensors_text(version.outputs.values())}")
+            model.facts = told
+        self.loaded = True
 
     def text(self) -> str:
         """The whole report, a paragraph per model."""
@@ -56,7 +78,8 @@ class Report:
         parts += [f"{name}: passed over, neither a config nor a numbered folder" for name in self.passed_over]
         served = sum(bool(model.versions) for model in self.models)
         faulty = sum(bool(model.problems) for model in self.models)
-        parts.append(f"{served} model(s) would be served, {faulty} with problems")
+        seen = "were loaded" if self.loaded else "would be served, going by their files"
+        parts.append(f"{served} model(s) {seen}, {faulty} with problems")
         return "\n\n".join(parts) + "\n"
 
 
@@ -89,9 +112,7 @@ def _explain_model(folder: ModelFolder) -> ModelReport:
     for number in missing_versions(policy, folder.versions):
         report.problems.append(f"version {number}: wanted by version_policy, but there is no such version")
     if not folder.versions:
-        report.problems.append(
-            "no version folder" + f" with a {model_file(config)}" * bool(model_file(config))
-        )
+        report.problems.append(no_version_text(folder.notes))
     for label, number in config.labels.items():
         if number not in report.versions:
             report.problems.append(f"label {label}: points at version {number}, which would not be served")
@@ -119,7 +140,7 @@ def _facts(folder: ModelFolder, config: ModelConfig, report: ModelReport) -> lis
     facts += _scheduling_facts(config)
     inputs, outputs = build_specs(config.inputs), build_specs(config.outputs)
     if not (inputs and outputs):
-        facts.append("inputs and outputs: read from the model when it is loaded")
+        facts.append(NOT_READ)
     else:
         facts += [f"inputs: {_tensors_text(inputs.values())}", f"outputs: {_tensors_text(outputs.values())}"]
         facts += _signature_facts(config, inputs, outputs, report)
@@ -166,7 +187,7 @@ def _backend_problems(config: ModelConfig) -> list[str]:
     entry = find_backend(config.backend)
     if not entry.framework or importlib.util.find_spec(entry.framework) is not None:
         return []
-    return [f"backend {entry.name} needs {entry.framework}: pip install 'fastserve[{entry.extra}]'"]
+    return [entry.missing_text]
 
 
 def _file_problems(folder: Path, number: int, config: ModelConfig) -> list[str]:
@@ -176,12 +197,11 @@ def _file_problems(folder: Path, number: int, config: ModelConfig) -> list[str]:
     try:
         tree = ast.parse(file.read_bytes(), file.name)
     except (SyntaxError, ValueError) as fault:
-        line = getattr(fault, "lineno", None)
-        return [f"version {number}: {file.name}" + (f" line {line}" if line else "") + f": {fault.args[0]}"]
+        return [f"version {number}: {explain_error(fault)}"]
     class_name = find_backend(config.backend).class_name or config.class_name
     if class_name in _bound_names(tree):
         return []
-    return [f"version {number}: {file.name} has no class {class_name}"]
+    return [f"version {number}: {file.name} has no class {class_name!r}"]
 
 
 def _bound_names(tree: ast.Module) -> set[str]:

@@ -18,6 +18,7 @@ from fastserve.config import convert
 from fastserve.config.confined import read_confined
 from fastserve.config.yaml_text import read_yaml
 from fastserve.errors import ConfigError
+from fastserve.repository.foreign import foreign_text
 from fastserve.repository.model_config import ModelConfig, config_json, parse_model_config
 from fastserve.repository.triton_config import (
     TRITON_FILE,
@@ -93,8 +94,7 @@ class ConfigReader:
         for entry in BACKENDS.values():
             if not entry.needs_config and _recognises(entry, numbered, root):
                 return self._bare(entry, name)
-        files = " or ".join(entry.model_file for entry in BACKENDS.values() if _is_enough(entry))
-        raise ConfigError(f"no {CONFIG_FILE}, and no version folder holds a {files}")
+        raise ConfigError(_no_config(name, numbered))
 
     def read_json(
         self, name: str, text: str, folder: Path, numbered: Mapping[int, Path], root: Path
@@ -203,3 +203,16 @@ def _stamp_or_none(path: Path) -> Stamp | None:
         return stamp_of(path)
     except (OSError, ValueError):
         return None
+
+
+def _no_config(name: str, numbered: Mapping[int, Path]) -> str:
+    """Why a folder without a config is not served, and what is missing."""
+    code = BACKENDS["python"].model_file
+    if any((folder / code).exists() for folder in numbered.values()):
+        return (
+            f"there is a {code} and no {CONFIG_FILE} beside the version folders: write one, "
+            "with backend: python and the inputs and outputs by name, dtype and shape"
+        )
+    told = [text for number in sorted(numbered) if (text := foreign_text(name, numbered[number]))]
+    files = " or ".join(entry.model_file for entry in BACKENDS.values() if _is_enough(entry))
+    return told[0] if told else f"no {CONFIG_FILE}, and no version folder holds a {files}"

@@ -29,6 +29,7 @@ from fastserve.repository.folder_config import (
     model_file,
     stamp_of,
 )
+from fastserve.repository.foreign import foreign_text
 from fastserve.repository.model_config import ModelConfig
 from fastserve.repository.overrides import Overrides
 from fastserve.repository.policy import version_number
@@ -186,7 +187,8 @@ def _fill_versions(model: ModelFolder, numbered: Mapping[int, Path], root: Path)
     for number, folder in sorted(numbered.items()):
         file = folder / file_name
         if file_name and not file.is_file():
-            model.notes.append(f"version {number}: no {file_name}")
+            other = foreign_text(model.name, folder)
+            model.notes.append(f"version {number}: no {file_name}" + f"; {other}" * bool(other))
         elif not (inside(folder, root) and inside(file, root)):
             model.notes.append(f"version {number}: a link leads out of the repository")
         else:

@@ -14,6 +14,12 @@ from fastserve.errors import RemoteTrace, ServeError
 log = logging.getLogger(__name__)
 
 
+def no_version_text(notes: Iterable[str]) -> str:
+    """Of a model with a config; `notes` say why its version folders were passed over."""
+    told = "".join(f"; {note}" for note in notes) or ": there is no folder with a number for its name, say 1"
+    return f"no version that can be loaded{told}"
+
+
 class Problems:
     """Problems by model; "" is the repository itself."""
 

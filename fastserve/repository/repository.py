@@ -59,12 +59,7 @@ class Repository:
         Raises ConfigError when the settings name what is not there, ServeError listing the models
         that failed; with keep_going, failed models are only logged.
         """
-        await asyncio.to_thread(self._layout.check)
-        found = await asyncio.to_thread(self._layout.scan)
-        problems = await self._apply(found.values(), eager=True)
-        for name in sorted(self._wanted - set(found)):
-            problems[name] = ["there is no such model in the repository"]
-            self._problems.settle(name, problems[name])
+        found, problems = await self._load_all()
         if self.settings.wait_for_folders:
             problems = {name: told for name, told in problems.items() if not _may_come(found.get(name))}
         if problems and not self.settings.keep_going:
@@ -72,6 +67,19 @@ class Repository:
             raise LoadFailures(problems)
         if self.settings.model_control == "poll":
             self._watch = asyncio.create_task(self._watch_folders())
+
+    async def load_all(self) -> dict[str, list[str]]:
+        """Load everything wanted, once; why anything is not served, by model. Raises ConfigError."""
+        return (await self._load_all())[1]
+
+    async def _load_all(self) -> tuple[dict[str, ModelFolder], dict[str, list[str]]]:
+        await asyncio.to_thread(self._layout.check)
+        found = await asyncio.to_thread(self._layout.scan)
+        problems = await self._apply(found.values(), eager=True)
+        for name in sorted(self._wanted - set(found)):
+            problems[name] = ["there is no such model in the repository"]
+            self._problems.settle(name, problems[name])
+        return found, problems
 
     async def poll(self) -> None:
         """Look once and wait until everything that changed has been loaded and unloaded."""

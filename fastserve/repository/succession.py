@@ -24,7 +24,7 @@ from fastserve.repository.folder_config import Stamp
 from fastserve.repository.layout import ModelFolder, VersionFolder
 from fastserve.repository.model_config import ModelConfig
 from fastserve.repository.policy import missing_versions, wanted_versions
-from fastserve.repository.problems import Problems
+from fastserve.repository.problems import Problems, no_version_text
 from fastserve.repository.version import Model, Version, VersionState
 
 log = logging.getLogger(__name__)
@@ -214,7 +214,7 @@ class Succession:
             for number in missing_versions(folder.config.version_policy, folder.versions)
         ]
         if not folder.versions:
-            problems.append("no version that can be loaded" + "".join(f"; {n}" for n in folder.notes))
+            problems.append(no_version_text(folder.notes))
         problems += self._move_labels(model, folder.config)
         model.error = ServeError(Kind.FAILED_PRECONDITION, "; ".join(problems)) if problems else None
         return problems

@@ -18,7 +18,8 @@ def save(
     version_dir = folder / "net" / "1"
     version_dir.mkdir(parents=True)
     graph = helper.make_graph(list(nodes), "net", list(inputs), list(outputs), list(constants))
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("ai.onnx.ml", 3)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
     checker.check_model(model)
     save_model(model, str(version_dir / "model.onnx"))
     return version_dir

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from fastserve.backends import create
 from fastserve.errors import ConfigError, Kind, ServeError
@@ -130,6 +132,53 @@ def test_a_map_output_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"output 'y' is a seq\(tensor\(float\)\), which cannot be served"):
         load(version_dir)
     assert list(load(version_dir, outputs={"z": spec(F32)}).outputs) == ["z"]
+
+
+def zipmap(folder: Path) -> Path:
+    """x float32 [rows, 2] -> label int64 [rows], probability: a dictionary of each row."""
+    key_value = helper.make_map_type_proto(7, helper.make_tensor_type_proto(FLOAT, None))
+    sequence = helper.make_sequence_type_proto(key_value)
+    nodes = [
+        helper.make_node("ArgMax", ["x"], ["label"], axis=1, keepdims=0),
+        helper.make_node("ZipMap", ["x"], ["probability"], domain="ai.onnx.ml", classlabels_int64s=[0, 1]),
+    ]
+    outputs = [value("label", 7, ["rows"]), helper.make_value_info("probability", sequence)]
+    return save(folder, nodes, [value("x", FLOAT, ["rows", 2])], outputs)
+
+
+def test_a_dictionary_of_each_row_says_how_to_convert_without_it(tmp_path: Path) -> None:
+    version_dir = zipmap(tmp_path)
+    with pytest.raises(ConfigError) as fault:
+        load(version_dir, max_batch_size=4)
+    words = str(fault.value)
+    assert words.startswith("output 'probability' is a seq(map(int64,tensor(float))), which cannot be served")
+    assert ": ZipMap makes a dictionary of each row; convert the model without it" in words
+    assert "skl2onnx.to_onnx(model, X[:1], options={'zipmap': False})" in words
+    assert "onnxmltools.convert_lightgbm(model, initial_types=..., zipmap=False)" in words
+    backend = load(version_dir, max_batch_size=4, outputs={"label": spec("int64")})
+    x = np.array([[1, 2], [4, 3], [5, 6]], np.float32)
+    np.testing.assert_array_equal(backend.run({"x": x})["label"], [1, 0, 1])
+
+
+def test_labels_that_say_one_and_are_one_a_row(tmp_path: Path) -> None:
+    """As LightGBM's converter writes them."""
+    nodes = [
+        helper.make_node("ArgMax", ["x"], ["label"], axis=1, keepdims=0),
+        helper.make_node("Softmax", ["x"], ["probabilities"], axis=1),
+    ]
+    outputs = [value("label", 7, [1]), value("probabilities", FLOAT, ["rows", 2])]
+    version_dir = save(tmp_path, nodes, [value("x", FLOAT, ["rows", 2])], outputs)
+    with pytest.raises(ConfigError, match=r"'label' has no batch axis: its shape is \[1\]; if") as fault:
+        load(version_dir, max_batch_size=4)
+    advice = re.search(r"outputs: (\{.*\});", str(fault.value))
+    assert advice is not None
+    declared = yaml.safe_load(advice[1])
+    assert declared == {"label": spec("int64"), "probabilities": spec("float32", 2)}
+    backend = load(version_dir, max_batch_size=4, outputs=declared)
+    answers = backend.run({"x": np.array([[1, 2], [4, 3], [5, 6]], np.float32)})
+    np.testing.assert_array_equal(answers["label"], [1, 0, 1])
+    with pytest.raises(ConfigError, match=r"output 'label': model\.yaml says float32, the model int64"):
+        load(version_dir, max_batch_size=4, outputs={**declared, "label": spec("float32")})
 
 
 def test_refused_inputs_are_the_clients_fault(tmp_path: Path) -> None:

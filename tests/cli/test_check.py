@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import subprocess
+import sys
 from pathlib import Path
 
+import uvloop
 from click.testing import CliRunner, Result
 
 from fastserve.cli import main
+
+uvloop.run(asyncio.sleep(0))  # libuv opens its pipe with the process's first loop, for good
 
 
 def run(*args: str) -> Result:
@@ -18,6 +24,7 @@ def test_demo_is_fine() -> None:
     assert result.exit_code == 0, result.output
     assert "digits: version 1" in result.output
     assert "half_plus_two: version 123" in result.output
+    assert "2 model(s) were loaded, 0 with problems" in result.output
 
 
 def test_a_broken_model_is_explained(tmp_path: Path) -> None:
@@ -43,8 +50,94 @@ def test_nothing_named() -> None:
 def test_config_file(tmp_path: Path) -> None:
     config = tmp_path / "fastserve.yaml"
     config.write_text("repository: demo\n")
-    assert run("--config", str(config)).exit_code == 0
+    assert run("--no-load", "--config", str(config)).exit_code == 0
     config.write_text("reposytory: demo\n")
-    result = run("--config", str(config))
+    result = run("--no-load", "--config", str(config))
     assert result.exit_code == 1
     assert "reposytory: unknown field" in result.output
+
+
+CONFIG = """
+backend: python
+inputs: {x: {dtype: float32, shape: [2]}}
+outputs: {y: {dtype: float32, shape: [2]}}
+"""
+GOOD = """
+class Model:
+    def __init__(self, config): pass
+    def run(self, inputs): return {"y": inputs["x"]}
+"""
+# What files alone do not show; each fails a load.
+FAULTS = {
+    "raises": (CONFIG, GOOD.replace("pass", "raise ValueError('no weights')"), "ValueError: no weights"),
+    "missing": (CONFIG, "import no_such_module\n" + GOOD, "No module named 'no_such_module'"),
+    "norun": (
+        CONFIG,
+        "class Model:\n    def __init__(self, config): pass\n",
+        "has no method run(self, inputs)",
+    ),
+    "quits": (CONFIG, "import os\n" + GOOD.replace("pass", "os._exit(3)"), "exit code 3"),
+}
+BOTH = {
+    "syntax": (CONFIG, "def broken(:\n", "SyntaxError: invalid syntax (model.py, line 1)"),
+    "noclass": (CONFIG, "x = 1\n", "model.py has no class 'Model'"),
+    "nothing": (CONFIG, "", "no version that can be loaded; version 1: no model.py"),
+    "field": (CONFIG.replace("outputs", "output"), GOOD, "output: unknown field, did you mean outputs?"),
+    "nomodel": ("", GOOD, "there is a model.py and no model.yaml beside the version folders"),
+}
+
+
+def write(folder: Path, models: dict[str, tuple[str, str, str]]) -> str:
+    for name, (config, code, _) in models.items():
+        (folder / name / "1").mkdir(parents=True)
+        if config:
+            (folder / name / "model.yaml").write_text(config)
+        if code:
+            (folder / name / "1" / "model.py").write_text(code)
+    return str(folder)
+
+
+def problems(text: str) -> dict[str, str]:
+    """The problem lines of a report by model."""
+    found, name = {}, ""
+    for line in text.splitlines():
+        if line and not line.startswith(" "):
+            name = line.partition(":")[0]
+        elif line.startswith("  PROBLEM: "):
+            found[name] = line.removeprefix("  PROBLEM: ")
+    return found
+
+
+def test_check_finds_what_the_load_finds(tmp_path: Path) -> None:
+    models = {**FAULTS, **BOTH, "good": (CONFIG, GOOD, "")}
+    folder = write(tmp_path / "models", models)
+    command = [sys.executable, "-m", "fastserve.cli"]
+    checked = subprocess.run([*command, "check", folder], capture_output=True, text=True, timeout=120)
+    assert checked.returncode == 1
+    found = problems(checked.stdout)
+    assert sorted(found) == sorted({**FAULTS, **BOTH})
+    assert all(models[name][2] in told for name, told in found.items()), found
+    assert "1 model(s) were loaded, 9 with problems" in checked.stdout
+    assert checked.stderr.count("ValueError: no weights") >= 1, "the traceback is shown"
+    listeners = ["--http", "127.0.0.1:0", "--grpc", "off"]
+    served = subprocess.run(
+        [*command, "serve", folder, *listeners], capture_output=True, text=True, timeout=120
+    )
+    assert served.returncode == 1
+    for name, told in found.items():
+        assert f"{name}: {told}" in served.stderr, "the same words"
+
+
+def test_files_alone_show_less_in_the_same_words(tmp_path: Path) -> None:
+    result = run("--no-load", write(tmp_path / "models", {**FAULTS, **BOTH}))
+    assert result.exit_code == 1
+    found = problems(result.output)
+    assert sorted(found) == sorted(BOTH)
+    assert all(BOTH[name][2] in told for name, told in found.items()), found
+
+
+def test_no_code_runs_without_a_load(tmp_path: Path) -> None:
+    trace = tmp_path / "ran"
+    code = f"open({str(trace)!r}, 'w')\n" + GOOD
+    assert run("--no-load", write(tmp_path / "models", {"m": (CONFIG, code, "")})).exit_code == 0
+    assert not trace.exists()

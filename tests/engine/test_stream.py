@@ -29,7 +29,9 @@ def test_every_part_in_order(tmp_path, numbers, found):
     async def work() -> None:
         async with serving(tmp_path, repeating()) as at:
             heard = await at.listen("repeat", numbers)
-            assert [part.partition("\n\nAt:")[0] if isinstance(part, str) else part for part in heard] == found
+            assert [
+                part.partition("\n\nAt:")[0] if isinstance(part, str) else part for part in heard
+            ] == found
 
     run(work())
 

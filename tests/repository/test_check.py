@@ -34,7 +34,7 @@ def test_a_good_model_and_a_folder_passed_over(tmp_path: Path) -> None:
         "  signatures: serving_default (predict)\n"
         "  labels: stable -> 2\n\n"
         "docs: passed over, neither a config nor a numbered folder\n\n"
-        "1 model(s) would be served, 0 with problems\n"
+        "1 model(s) would be served, going by their files, 0 with problems\n"
     )
 
 
@@ -56,10 +56,10 @@ def test_a_good_model_and_a_folder_passed_over(tmp_path: Path) -> None:
             "class Model: pass",
             "label s: points at version 7, which would not be served",
         ),
-        ({}, "class Model(:", "version 1: model.py line 1: "),
-        ({}, "class Other: pass", "version 1: model.py has no class Model"),
-        ({"class": "Net"}, "class Model: pass", "version 1: model.py has no class Net"),
-        ({"backend": "onnx"}, "", "no version folder with a model.onnx"),
+        ({}, "class Model(:", "version 1: SyntaxError: "),
+        ({}, "class Other: pass", "version 1: model.py has no class 'Model'"),
+        ({"class": "Net"}, "class Model: pass", "version 1: model.py has no class 'Net'"),
+        ({"backend": "onnx"}, "", "no version that can be loaded; version 1: no model.onnx"),
     ],
 )
 def test_problems_are_explained(tmp_path: Path, changes: dict[str, Any], code: str, problem: str) -> None:

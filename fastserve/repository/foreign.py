@@ -1,0 +1,66 @@
+"""Models of other frameworks in a version's folder: what they are, and the call that makes them servable.
+
+Looks at names only. Texts may reach clients: a folder is named from the model's on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+_CONVERT = "convert it: python -m tf2onnx.convert {kind} {place} --output {folder}/model.onnx"
+_WRITE = "load it in a {folder}/model.py (backend: python)"
+# Ending of a file's name -> what it is, what to do
+_ENDINGS = {
+    ".keras": ("a Keras model", "export it as a SavedModel (model.export('saved')) and " + _CONVERT),
+    ".h5": ("a Keras model", _CONVERT),
+    ".tflite": ("a TensorFlow Lite model", _CONVERT),
+    ".pt": (
+        "a PyTorch model",
+        "export it: torch.onnx.export(model, (x,), '{folder}/model.onnx', "
+        "dynamic_axes={{'x': {{0: 'rows'}}}}, input_names=['x'])",
+    ),
+    ".pkl": (
+        "a pickled Python object",
+        _WRITE
+        + ", or convert one of scikit-learn: skl2onnx.to_onnx(model, X[:1], options={{'zipmap': False}})",
+    ),
+    ".plan": ("a TensorRT engine", "serve the ONNX model it was built from"),
+    ".bst": (
+        "an XGBoost model",
+        _WRITE + ", or convert it: onnxmltools.convert_xgboost(model, types)",
+    ),
+    ".onnx": ("an ONNX model of another name", "rename it to {folder}/model.onnx"),
+    ".py": ("Python code of another name", "rename it to {folder}/model.py"),
+}
+_OURS = ("model.onnx", "model.py")
+_SAME = {".pth": ".pt", ".joblib": ".pkl", ".engine": ".plan", ".hdf5": ".h5"}
+_KINDS = {".h5": "--keras", ".tflite": "--tflite", ".keras": "--saved-model"}
+
+
+def foreign_text(model: str, folder: Path) -> str:
+    """What a version's folder holds that is not served as it is, and what to do; "" when nothing is known."""
+    where = f"{model}/{folder.name}"
+    for place, ending in _found(folder):
+        if ending == "":
+            told = _CONVERT.format(kind="--saved-model", place=f"{where}{place}", folder=where)
+            return f"{where}{place} is a TensorFlow SavedModel, which needs TensorFlow to run; {told}"
+        what, to_do = _ENDINGS[ending]
+        source = "saved" if ending == ".keras" else f"{where}/{place}"
+        told = to_do.format(kind=_KINDS.get(ending, ""), place=source, folder=where)
+        return f"{where}/{place} is {what}; {told}"
+    return ""
+
+
+def _found(folder: Path) -> Iterator[tuple[str, str]]:
+    """Places within the folder, SavedModels (ending "") first. Raises OSError."""
+    files = sorted(folder.iterdir())
+    for child in files:
+        if child.name in ("saved_model.pb", "saved_model.pbtxt"):
+            yield "", ""
+        elif child.is_dir() and any(child.glob("saved_model.pb*")):
+            yield f"/{child.name}", ""
+    for child in files:
+        ending = _SAME.get(child.suffix, child.suffix)
+        if child.is_file() and ending in _ENDINGS and child.name not in _OURS:
+            yield child.name, ending
