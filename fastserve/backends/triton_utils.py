@@ -11,6 +11,7 @@ The names are Triton's, so that models written for it run unchanged.
 
 from __future__ import annotations
 
+import base64
 import logging
 import sys
 from collections.abc import Mapping
@@ -21,6 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastserve._ext.flatten import pack_bytes, unpack_bytes
+from fastserve.backends import wishes
+from fastserve.backends.triton_metrics import Metric, MetricFamily, MetricKind
 from fastserve.backends.triton_model_config import ModelConfig
 from fastserve.backends.triton_requests import (
     COMPLETE_FINAL,
@@ -37,6 +40,7 @@ from fastserve.backends.triton_requests import (
 )
 from fastserve.backends.triton_tensor import Tensor, TritonModelException
 from fastserve.backends.triton_types import BY_NUMBER, BY_NUMPY, TRITON_TYPES
+from fastserve.errors import ServeError
 
 MODULE = "triton_python_backend_utils"
 
@@ -54,6 +58,9 @@ TRITON_STRING_TO_NUMPY = {
 __all__ = [
     "InferenceRequest",
     "InferenceResponse",
+    "Metric",
+    "MetricFamily",
+    "MetricKind",
     "ModelConfig",
     "PreferredMemory",
     "ResponseSender",
@@ -138,16 +145,6 @@ def deserialize_bytes_tensor(encoded_tensor: Any) -> NDArray[Any]:
     return strings
 
 
-class MetricFamily:
-    """Metrics of a model's own: not here. Making one fails with a text that says so."""
-
-    COUNTER, GAUGE, HISTOGRAM = "COUNTER", "GAUGE", "HISTOGRAM"
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        """Raises TritonModelException."""
-        raise TritonModelException("MetricFamily: a model cannot have metrics of its own on this server")
-
-
 class LogLevel(IntEnum):
     """How much a line matters."""
 
@@ -188,6 +185,37 @@ class Logger:
 
 
 Logger.LogLevel = LogLevel  # type: ignore[attr-defined]  # a name in the class would hide the type from it
+
+
+def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
+    """Load another model, or load it anew, under explicit model control; `config` and `files`
+    ("file:1/model.py") take the place of its folder. Raises TritonModelException."""
+    brought = {}
+    for path, data in (files or {}).items():
+        if not path.startswith("file:"):
+            raise TritonModelException(f"load_model: files are named file:PATH, not {path!r}")
+        brought[path.removeprefix("file:")] = base64.b64encode(data).decode()
+    _ask("Failed to load model", "load", name=model_name, config=config, files=brought)
+
+
+def unload_model(model_name: str, unload_dependents: bool = False) -> None:
+    """Unload another model, and with `unload_dependents` those of an ensemble's steps. Raises
+    TritonModelException."""
+    _ask("Failed to unload model", "unload", name=model_name, dependents=unload_dependents)
+
+
+def is_model_ready(model_name: str, model_version: str = "") -> bool:
+    """Whether a model is there to be called, "" for any version. Raises TritonModelException for a version
+    that is no number."""
+    told = _ask("Failed to check model readiness", "ready", name=model_name, version=model_version)
+    return bool(told["ready"])
+
+
+def _ask(failed: str, do: str, **fields: Any) -> Mapping[str, Any]:
+    try:
+        return wishes.ask(do, **fields)
+    except ServeError as error:
+        raise TritonModelException(f"{failed}: {error.message}") from None
 
 
 def get_model_dir() -> str:

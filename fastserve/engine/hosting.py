@@ -28,6 +28,7 @@ from fastserve.engine.rate import RateLimiter
 from fastserve.engine.schedule import Schedule, Specs
 from fastserve.engine.stateful import StatefulDoor
 from fastserve.engine.upkeep import Upkeep
+from fastserve.engine.wishes import Tell, Wishes
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.metrics import names
 from fastserve.metrics.registry import Registry
@@ -85,6 +86,7 @@ class Host:
         self.cache = ResponseCache(cache_bytes) if cache_bytes else None
         self.ensembles: dict[Version, Ensemble] = {}  # they have no workers
         self._catalog = catalog or Catalog()
+        self.wishes = Wishes(self._catalog)  # what models ask of the server
         self.engine = Engine(self._catalog)  # for what models ask of other models
         self.hosted: dict[tuple[str, int, int, int], Hosted] = {}
         self.on_opened: list[Mirror] = []
@@ -121,6 +123,7 @@ class Host:
         except BaseException as error:
             if not isinstance(error, CompletedError):
                 self._count_load(version, "failed")
+            self.wishes.forget(version)
             for hosted in parts:
                 if self.hosted.pop(_key(version, hosted.part), None) is not None:
                     await self._close(hosted)
@@ -147,7 +150,7 @@ class Host:
             lambda worker: self._worker_died(version, part, worker),
             lambda worker: self._worker_back(version, part),
             name=version.model,
-            on_call=lambda worker, message: self._called(version, part, worker, message),
+            on_call=lambda worker, message: self._called(version, part, worker, message, group.tell),
         )
         try:
             await group.start()
@@ -180,6 +183,7 @@ class Host:
         """Stop everything at once; whoever still waits gets an error."""
         for ensemble in self.ensembles.values():
             ensemble.close()
+        await self.wishes.close()
         hosted, self.hosted = list(self.hosted.values()), {}
         await asyncio.gather(*(self._close(one) for one in hosted))
 
@@ -243,6 +247,7 @@ class Host:
         hosted.lane.close()
         tally_of(hosted.version).close(hosted.lane)
         hosted.arena.close()
+        self.wishes.forget(hosted.version)
         self._report(hosted)
 
     def _worker_died(self, version: Version, part: int, worker: int) -> None:
@@ -250,6 +255,7 @@ class Host:
         if hosted is None:
             return
         hosted.calls.forget(worker)
+        self.wishes.forget_worker(version, part, worker)
         # Parts of an answer have gone out already: it is not begun again.
         attempts = MOST_ATTEMPTS if hosted.group.alive and not hosted.lane.decoupled else 1
         retried, failed = hosted.lane.ring.worker_died(worker, attempts, Kind.UNAVAILABLE.value, DIED)
@@ -261,7 +267,12 @@ class Host:
             hosted.nobody = asyncio.get_running_loop().call_later(NOBODY_S, _fail_waiting, hosted)
         self._report(hosted)
 
-    def _called(self, version: Version, part: int, worker: int, message: Mapping[str, Any]) -> None:
+    def _called(
+        self, version: Version, part: int, worker: int, message: Mapping[str, Any], tell: Tell
+    ) -> None:
+        if message["op"] == "wish":
+            self.wishes.hear(version, part, worker, message, tell)
+            return
         hosted = self.hosted.get(_key(version, part))
         if hosted is not None:
             hosted.calls.hear(worker, message)

@@ -91,13 +91,20 @@ class Repository:
         """Every model there is a folder of, wanted or not."""
         return sorted(await asyncio.to_thread(self._layout.scan))
 
-    async def load(self, name: str, path: tuple[str, ...] = (), override: Override | None = None) -> None:
+    async def load(
+        self, name: str, path: tuple[str, ...] = (), override: Override | None = None, *, lent: bool = False
+    ) -> None:
         """Load or reload one model now, and before an ensemble the models of its steps that are missing.
 
-        `path` are the ensembles this one is loaded for; an `override` holds until the next load. Raises
-        ServeError: NOT_FOUND, also for an override that cannot be read, or why it could not be loaded.
+        `path` are the ensembles this one is loaded for; an `override` holds until the next load. `lent`: a
+        model that is itself being loaded waits for this one, and lends it its place among parallel_loads.
+        Raises ServeError: NOT_FOUND, also for an override that cannot be read, or why it could not be loaded.
         """
         self._must_be_explicit()
+        if lent:
+            async with self._succession.lend():
+                await self.load(name, path, override)
+            return
         overrides = self._layout.overrides
         async with self._lock(name):
             try:

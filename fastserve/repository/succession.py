@@ -9,9 +9,10 @@ that could not be loaded, one old version stays. When the wanted set is empty al
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -157,6 +158,15 @@ class Succession:
         if replaces and served is not None:
             self._catalog.put(version)
             await self._unload(served)
+
+    @contextlib.asynccontextmanager
+    async def lend(self) -> AsyncIterator[None]:
+        """A load under way waits for another: that one may run in its place."""
+        self._loading.release()
+        try:
+            yield
+        finally:
+            await self._loading.acquire()
 
     async def _run_load(self, version: Version) -> ServeError | None:
         if version.config.fault:

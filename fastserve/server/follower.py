@@ -60,6 +60,7 @@ class Follower:
         self._number = 0
         self._start: dict[str, Any] = {}
         self._loads: OthersLoads | None = None
+        self._custom_metrics: list[str] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
     def watch(self) -> None:
@@ -90,6 +91,8 @@ class Follower:
             apply_catalog(self._catalog, message, {key: opened[0] for key, opened in self._opened.items()})
         elif op == "ready" and self._front is not None:
             self._front.set_ready(msgspec.convert(message["readiness"], Readiness))
+        elif op == "metrics":
+            self._custom_metrics = message["lines"]
         elif op == "told" and self._loads is not None:
             self._loads.hear(message)
         elif op in ("listen", "close", "drain"):
@@ -117,6 +120,7 @@ class Follower:
         registry = Registry(sections=settings.frontends, section=self._number, fd=fds[0])
         self._loads = OthersLoads(settings.model_control == "explicit", self._control.send)
         self._front = Front(settings, Engine(self._catalog), registry, self._loads)
+        self._front.custom_metrics = lambda: self._custom_metrics
         self._gauges = FrontGauges(registry)
         self._beat()
 

@@ -58,6 +58,7 @@ class Fronts:
             for i in range(1, settings.frontends)
         ]
         self._told: dict[str, Any] = {}
+        self._told_metrics: list[str] = []
         if self.links:
             host.on_opened.append(self._open_version)
             host.on_closing.append(self._close_version)
@@ -80,6 +81,13 @@ class Fronts:
                 self._told = message
                 for link in self.links:
                     link.tell(message)
+
+    def tell_custom_metrics(self, lines: list[str]) -> None:
+        """Models' own metrics are kept here, and shown by every front, also by one that has just started."""
+        if lines or self._told_metrics:
+            self._told_metrics = lines
+            for link in self.links:
+                link.tell({"op": "metrics", "lines": lines})
 
     async def _answer(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         told = await self._loads.answer(asked)

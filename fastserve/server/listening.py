@@ -67,6 +67,7 @@ class Front:
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     http: list[HttpListener] = field(default_factory=list)
     grpc: list[GrpcListener] = field(default_factory=list)
+    custom_metrics: Callable[[], list[str]] = list
     _asked: tuple[Listener, ...] = ()
 
     async def open(self, http: Sequence[Listener], grpc: Sequence[Listener], *, shared: bool) -> None:
@@ -129,6 +130,7 @@ class Front:
         self.traces = kserve.traces
         options = read_metrics_config(settings.metrics_config)
         metrics = NvMetrics(self.engine.catalog, self.cache, options)
+        metrics.custom = lambda: self.custom_metrics()
         control = Control(self.engine.catalog, self.repository)
         places = Places(self.regions)
         triton_v1 = ServiceV1(

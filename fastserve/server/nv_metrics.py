@@ -98,6 +98,7 @@ class NvMetrics:
         self._catalog, self._cache, self._options = catalog, cache, options
         self._machine = Machine()
         self._summaries = Summaries(options.summary_quantiles)
+        self.custom: Callable[[], list[str]] = list  # the lines of models' own metrics
 
     def prepare(self) -> Callable[[], bytes]:
         """On the event loop: choose the versions. What it returns writes the page, on any thread."""
@@ -122,6 +123,7 @@ class NvMetrics:
         loads = ((write_labels(one.labels), tally_of(one.version).load_s) for one in seen)
         lines += write_family("nv_model_load_duration_secs", "gauge", "Model load time in seconds", loads)
         lines += self._write_server()
+        lines += self.custom()
         return ("\n".join(lines) + "\n").encode("utf-8", "replace")
 
     def _write_server(self) -> list[str]:

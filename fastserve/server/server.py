@@ -59,8 +59,10 @@ class Server:
             else None,
         )
         self.repository = Repository(settings, self.catalog, self.host)
+        self.host.wishes.repository = self.repository
         loads = ClientLoads(self.repository)
         self.front = Front(settings, Engine(self.catalog), self.registry, loads, self.host.cache)
+        self.front.custom_metrics = self.host.wishes.metrics.write
         self.fronts = Fronts(settings, self.catalog, self.host, self.registry, loads)
         self._gauges = FrontGauges(self.registry)
         self._draining = False
@@ -116,6 +118,7 @@ class Server:
         self.front.heartbeat.beat()
         self._gauges.beat(self.front.http, BEAT_S)
         self._gauges.show_queues(self.host.hosted.values())
+        self.fronts.tell_custom_metrics(self.host.wishes.metrics.write())
         self.fronts.tell_catalog()  # labels move without a version that does
         self._beat = asyncio.get_running_loop().call_later(BEAT_S, self._beat_on)
 

@@ -83,6 +83,11 @@ class _Leave(Call, tag="leave"):
     pass
 
 
+class _Wish(Call, tag="wish"):
+    text: str
+    more: bool
+
+
 class _Failed(msgspec.Struct, tag="failed", tag_field="op"):
     message: str
     kind: int = Kind.INTERNAL.value
@@ -90,12 +95,13 @@ class _Failed(msgspec.Struct, tag="failed", tag_field="op"):
     completed: dict[str, Any] | None = None
 
 
-_Answer = _Loaded | _Ready | _Failed | _Infer | _Taken | _Leave
+_Answer = _Loaded | _Ready | _Failed | _Infer | _Taken | _Leave | _Wish
 OnCall = Callable[[int, Mapping[str, Any]], None]
 
 
 class Instance:
-    """`on_call(index, message)` is told of calls to other models, which only a worker that is READY may make.
+    """`on_call(index, message)` is told of calls to other models, which only a worker that is READY may make,
+    and of wishes, which a model may have from its first line to its last (wishes.py).
     `on_ready(index)` and `on_lost(index, words)` are called at once, from the loop; `on_lost` only
     for a worker that was READY."""
 
@@ -152,8 +158,8 @@ class Instance:
         await self._process.stop(grace_s)
 
     def tell(self, message: Mapping[str, Any]) -> bool:
-        """Says something to a worker at work; False when it cannot hear."""
-        if self._process is None or self.state is not State.READY:
+        """Says something to a worker; False when it cannot hear."""
+        if self._process is None or self.state is State.IDLE:
             return False
         try:
             self._process.send(message)
@@ -197,7 +203,8 @@ class Instance:
         except (msgspec.ValidationError, RecursionError) as error:
             raise ControlFault("a message that is none of loaded, ready, failed") from error
         if isinstance(answer, Call):
-            if self.state is not State.READY or self._on_call is None:
+            may = self.state is State.READY or (isinstance(answer, _Wish) and self.state is not State.IDLE)
+            if not may or self._on_call is None:
                 raise ControlFault(f"a call while it was {self.state.value}")
             self._on_call(self.index, message)
             return

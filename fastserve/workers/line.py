@@ -14,13 +14,15 @@ batch loop reads it too. A call has a deadline, so that a model that waits for i
 from __future__ import annotations
 
 import itertools
+import logging
 import select
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from fastserve.backends import wishes
 from fastserve.backends.triton_requests import InferenceRequest, InferenceResponse, TritonError, bls
 from fastserve.backends.triton_tensor import Tensor as TritonTensor
 from fastserve.backends.triton_tensor import TritonModelException
@@ -31,12 +33,17 @@ from fastserve.workers.arrays import open_desk, read_array
 from fastserve.workers.control import Control, ControlFault, PeerGone
 from fastserve.workers.replies import Kept
 from fastserve.workers.requests import KINDS, STRINGS, to_entry
+from fastserve.workers.wishes import in_pieces
 
 if TYPE_CHECKING:
     from fastserve._ext.batch_ring import BatchRing
 
+log = logging.getLogger(__name__)
+
 # How long a call may take whose request names no timeout.
 DEFAULT_TIMEOUT_S = 60.0
+# How long a model that is loaded for another may take.
+WISH_S = 600.0
 # The owner ends a call at its deadline; should it not, this much later the call ends by itself.
 SLACK_S = 1.0
 # A thread that waits while another reads the line looks this often whether the other has stopped reading.
@@ -75,8 +82,9 @@ class ControlLine:
     @classmethod
     def open(cls, control: Control, arena: Arena, ring: BatchRing) -> ControlLine:
         """A line that requests of this process go through from now on."""
-        bls.line = cls(control, arena, ring)
-        return bls.line
+        line = cls(control, arena, ring)
+        bls.line = wishes.server.line = line
+        return line
 
     def turn(self) -> bool:
         """Take what the owner has said, if nobody else is just doing that; True when it is over."""
@@ -108,6 +116,28 @@ class ControlLine:
                     self._control.send({"op": "taken", "id": call.number})
         finally:
             self._leave(call)
+
+    # --- wishes (wishes.py) ---
+
+    def ask(self, wish: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Nothing comes back once the server is stopping: the model says goodbye."""
+        call = Call(next(self._numbers), 0, time.monotonic() + WISH_S, WISH_S)
+        self._calls[call.number] = call
+        try:
+            for piece in in_pieces(call.number, wish):
+                self._control.send(piece)
+            return {} if self._gone else self._next(call) or {}
+        except ControlFault:
+            raise TritonModelException(GONE) from None
+        finally:
+            self._calls.pop(call.number, None)
+
+    def tell(self, wish: Mapping[str, Any]) -> None:
+        try:
+            for piece in in_pieces(0, wish):
+                self._control.send(piece)
+        except ControlFault:
+            log.warning("the server did not hear of %s", wish["do"])
 
     # --- requests out ---
 
@@ -181,19 +211,20 @@ class ControlLine:
             self._control.deafen()  # so that the batch loop, which may sleep, hears of it too
             for call in self._calls.values():
                 call.news.set()
-        elif message["op"] == "answer":
+        elif message["op"] in ("answer", "told"):
             self._hear(message)
 
     def _hear(self, message: dict[str, Any]) -> None:
         call = self._calls.get(message["id"])
         if call is None:
             return
-        if message.get("offset") or message.get("kind"):
+        if message.get("offset") or message.get("kind") or message["op"] == "told":
             call.answers.append(message)
         if message.get("final"):
             call.final = True
             del self._calls[call.number]
-            self._ring.return_lease(call.offset)
+            if call.offset:
+                self._ring.return_lease(call.offset)
         if call.left:
             self._drop_answers(call)
         call.news.set()

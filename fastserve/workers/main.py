@@ -20,11 +20,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fastserve.backends import Backend, create
+from fastserve.backends import Backend, create, wishes
 from fastserve.backends.base import CompletedConfig, explain, kind_of, write_specs
 from fastserve.logs import log_prints, log_uncaught, raw_trace, setup_logs
 from fastserve.workers.control import Control, ControlFault, PeerGone
 from fastserve.workers.tie import tie_to_owner
+from fastserve.workers.wishes import EarlyLine
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ def _live(control: Control, order: Mapping[str, Any], serve: Serve) -> int:
     _introduce(order)
     version_dir = Path(order["version_dir"])
     backend: Backend | None = None
+    wishes.server.line = EarlyLine(control)
     try:
         backend = create({"name": order["name"], **order["config"]}, version_dir, order["instance"])
         backend.load()

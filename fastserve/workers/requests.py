@@ -21,6 +21,7 @@ import numpy as np
 from fastserve._ext.flatten import pack_bytes
 from fastserve._ext.slab_tensors import MAX_RANK
 from fastserve.backends.base import explain, kind_of
+from fastserve.backends.triton_metrics import changes
 from fastserve.backends.triton_python import Failed, TritonPythonBackend
 from fastserve.backends.triton_requests import InferenceRequest, InferenceResponse, incoming
 from fastserve.backends.triton_tensor import Tensor as TritonTensor
@@ -75,7 +76,12 @@ class RequestRunner:
             return False
         self._ring.start_run(slot)
         batch = Batch(self._ring, self._desk, slot, len(places), self._kept)
-        self._run(batch, places)
+        changes.gathering = True
+        try:
+            self._run(batch, places)
+        finally:
+            changes.gathering = False
+            changes.flush()
         batch.settle()  # holds no request any more: one the model has forgotten has ended
         return True
 

@@ -149,7 +149,8 @@ def test_an_error_reaches_its_own_caller(trouble, word, kind):
         (
             "!measures",
             f"{FAILED}TritonModelException: "
-            "MetricFamily: a model cannot have metrics of its own on this server",
+            "Error when creating MetricFamily: "
+            "'nv_inference_count' cannot be the name of a model's own counter",
         ),
         ("!forgets", "the model gave no response to this request"),
         (

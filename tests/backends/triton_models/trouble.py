@@ -44,7 +44,7 @@ class TritonPythonModel:
             request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
 
     def measures(self, requests):
-        pb_utils.MetricFamily(name="mine", description="", kind=pb_utils.MetricFamily.COUNTER)
+        pb_utils.MetricFamily(name="nv_inference_count", description="", kind=pb_utils.MetricFamily.COUNTER)
 
     def leaves(self, requests):
         sys.exit("enough")
