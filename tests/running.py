@@ -34,11 +34,12 @@ class Running:
     others are asked for."""
 
     def __init__(
-        self, repository: Path, log: Path, *options: str, http: str = FREE, grpc: str = FREE
+        self, repository: Path, log: Path, *options: str, http: str = FREE, grpc: str = FREE, ends: int = 0
     ) -> None:
-        self._command = [sys.executable, "-m", "fastserve.cli", "serve", str(repository), *options]
+        quick = ("--drain-delay-s", "0")  # first: a test that looks at it names it again
+        self._command = [sys.executable, "-m", "fastserve.cli", "serve", str(repository), *quick, *options]
         self.log = log
-        self._killed = False
+        self._ends = ends  # the exit status
         self.http, self.grpc = http, grpc
 
     def __enter__(self) -> Running:
@@ -68,12 +69,19 @@ class Running:
             assert self._process.stdout is not None
             self._process.stdout.close()
         if kind is None:
-            assert status in (0, -signal.SIGKILL if self._killed else 0), self.log.read_text()
+            assert status == self._ends, self.log.read_text()
 
     def kill(self) -> None:
         """The end that no process can do anything about."""
         self._process.kill()
-        self._killed = True
+        self._ends = -signal.SIGKILL
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def wait(self, limit_s: float) -> None:
+        """Until it has ended by itself."""
+        self._process.wait(limit_s)
 
     @property
     def pid(self) -> int:

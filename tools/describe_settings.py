@@ -28,6 +28,7 @@ TABLES: dict[str, type[msgspec.Struct]] = {
 # docs/security.md: every field of these groups, and these fields beside them.
 LIMIT_GROUPS = ("limits.", "grpc_options.")
 SERVER_LIMITS = (
+    "drain_delay_s",
     "drain_s",
     "parallel_loads",
     "load_retries",

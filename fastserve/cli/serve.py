@@ -27,7 +27,17 @@ NAMED: dict[str, dict[str, Any]] = {
 }
 SETTINGS_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 NO_FLAG = ("repository", "models", "model_defaults")
-COMMON = ("http", "grpc", "frontends", "model_control", "load_models", "keep_going", "drain_s", "log.level")
+COMMON = (
+    "http",
+    "grpc",
+    "frontends",
+    "model_control",
+    "load_models",
+    "keep_going",
+    "drain_delay_s",
+    "drain_s",
+    "log.level",
+)
 
 
 def _option(field: Field) -> click.Option:

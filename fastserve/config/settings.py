@@ -200,6 +200,10 @@ class Settings(RepositorySettings, frozen=True, forbid_unknown_fields=True, kw_o
         tuple[Listener, ...], Meta(description="gRPC listeners: HOST:PORT[=dialect,...], or `off`.")
     ] = (Listener("127.0.0.1:8001"),)
     frontends: Annotated[int, Meta(ge=1, le=64, description="Front processes that share each port.")] = 1
+    drain_delay_s: Annotated[
+        float,
+        Meta(ge=0, description="Seconds after a stop signal in which it is not ready and still serves all."),
+    ] = 1.0
     drain_s: Annotated[
         float, Meta(ge=0, description="Seconds requests under way may take to finish when stopping.")
     ] = 30.0

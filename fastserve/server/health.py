@@ -1,4 +1,7 @@
-"""When the server is ready: derived from the catalog and the workers each time one of them changes."""
+"""When the server is ready: derived from the catalog and the workers each time one of them changes.
+
+The one rule: /healthz/ready, every dialect's own health calls and grpc.health.v1 show what `judge` finds.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from fastserve.config import Listener, Settings
 from fastserve.config.metrics import read_metrics_config
 from fastserve.dialects.kserve_v2 import KServeV2, Regions, Service
-from fastserve.dialects.kserve_v2.metadata import is_ready
 from fastserve.dialects.kserve_v2.repository import NoRepository, RepositoryFace
 from fastserve.dialects.kserve_v2.traces import Traces
 from fastserve.dialects.metrics_port import MetricsPort
@@ -89,11 +89,9 @@ class Front:
         self.readiness.ready = readiness.ready
         self.readiness.reason = readiness.reason
         self.readiness.models = readiness.models
-        for asked, listener in zip(self.settings.grpc, self.grpc, strict=False):
-            strict = readiness.ready and is_ready(self.engine.catalog)
-            listener.set_health("", strict if asked.dialects == ("kserve_v2",) else readiness.ready)
-            listener.set_health(V2_SERVICE, strict)
-            listener.set_health(V1_SERVICE, readiness.ready)
+        for listener in self.grpc:
+            for service in ("", V2_SERVICE, V1_SERVICE):
+                listener.set_health(service, readiness.ready)
 
     def addresses(self) -> tuple[tuple[Listener, ...], tuple[Listener, ...]]:
         """The HTTP and gRPC listeners with the ports they really have."""
@@ -103,15 +101,12 @@ class Front:
 
     async def drain(self, grace_s: float) -> int:
         """Finish what is in flight; returns how many connections had to be cut off."""
-        cut = 0
-        for listener in self.http:
-            cut += await listener.drain(grace_s)
-        for grpc_listener in self.grpc:
-            await grpc_listener.drain(grace_s)
+        closing = asyncio.gather(*(listener.drain(grace_s) for listener in self.http))
+        await asyncio.gather(closing, *(listener.drain(grace_s) for listener in self.grpc))
         self.http, self.grpc = [], []
         self.regions.close()
         self.traces.close()
-        return cut
+        return sum(closing.result())
 
     def _dialects(self) -> dict[str, MakeDialect]:
         settings = self.settings
@@ -123,6 +118,7 @@ class Front:
             settings.limits,
             self.regions,
             self.repository,
+            self.readiness,
             settings.triton,
             settings.log.level,
             settings.admin,

@@ -1,7 +1,8 @@
 """One server: models first, then listeners, then signals until it is told to stop.
 
 open:   registry -> repository (workers, lanes) -> listeners -> other front processes
-stop:   not ready -> listeners drain -> fronts stop -> versions unload -> workers stop -> exit 0
+stop:   not ready, and everything still accepted for drain_delay_s -> listeners and fronts drain
+        -> versions unload -> workers stop -> exit 0
 """
 
 from __future__ import annotations
@@ -34,10 +35,12 @@ from fastserve.server.listening import Front, with_metrics
 from fastserve.server.loads import ClientLoads
 from fastserve.server.welcome import welcome_text
 from fastserve.wire import keep_freed_memory
+from fastserve.workers.tie import leave
 
 log = logging.getLogger(__name__)
 
 BEAT_S = 0.5
+STOP_S = 30.0  # after requests have ended or been cut off, everything else has so long to stop
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -85,10 +88,12 @@ class Server:
         warn_of_exposures(self.settings)
         log.info("serving", extra={"http": http, "grpc": grpc})
 
-    async def drain(self, grace_s: float) -> None:
-        """Stop accepting, finish what is in flight for at most `grace_s` seconds, stop everything."""
+    async def drain(self, grace_s: float, delay_s: float = 0.0) -> None:
+        """Be not ready for `delay_s` seconds, so that load balancers look elsewhere; then stop accepting,
+        finish what is in flight for at most `grace_s` seconds, stop everything."""
         self._draining = True
         self._health_changed()
+        await asyncio.sleep(delay_s)
         await asyncio.gather(self.front.drain(grace_s), self.fronts.drain(grace_s))
         await self.repository.close()
         await self.host.close()
@@ -144,7 +149,19 @@ async def serve(settings: Settings) -> int:
     gc.freeze()
     print(welcome_text(settings, *server.front.addresses()), flush=True)
     await stopping
-    await server.drain(settings.drain_s)
+    return await _stop(server)
+
+
+async def _stop(server: Server) -> int:
+    """Drain and stop; the exit status. In bounded time, whatever a model or a client does."""
+    delay_s, grace_s = server.settings.drain_delay_s, server.settings.drain_s
+    log.info("stopping", extra={"drain_delay_s": delay_s, "drain_s": grace_s})
+    stopped = asyncio.ensure_future(server.drain(grace_s, delay_s))
+    await asyncio.wait({stopped}, timeout=delay_s + grace_s + STOP_S)
+    if not stopped.done():
+        log.error("the server did not stop within %g s after draining: it is ended", STOP_S)
+        leave(1)
+    stopped.result()
     return 0
 
 

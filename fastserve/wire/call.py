@@ -144,7 +144,7 @@ class Call:
         connection = self._connection
         listener = connection.listener
         head = self.head
-        mode = CLOSE if close or listener.draining else head.mode
+        mode = CLOSE if close or (listener.draining and connection.is_last(self)) else head.mode
         message = listener.heads.find(status, content_type, mode)
         if headers:
             message += header_lines(headers)
@@ -171,7 +171,8 @@ class Call:
         if self._replied and not self.gone:
             self._refuse_second()
         listener = self._connection.listener
-        mode = CLOSE if self.head.http_1_0 or listener.draining else self.head.mode
+        closes = self.head.http_1_0 or (listener.draining and self._connection.is_last(self))
+        mode = CLOSE if closes else self.head.mode
         lines = listener.heads.find(status, content_type, mode) + header_lines(headers)
         coding = b"" if self.head.http_1_0 else b"Transfer-Encoding: chunked\r\n"
         self._replied = True

@@ -59,9 +59,8 @@ class Connection(asyncio.Protocol):
         self._waiting: deque[Call] = deque()
         self._turns = Turns()
         self._parsing = self._paused = self._choked = self._continue_due = False
-        self._served = 0
-        self._pace = Pace()
         self._ended = False  # the last reply is handed over
+        self._served, self._pace = 0, Pace()
         self._half: HalfOpen | None = None  # the transport, once the client has sent its last byte
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -285,6 +284,8 @@ class Connection(asyncio.Protocol):
         """Send the reply of `call`, now or when its turn comes."""
         if call is not self._current:
             call.ready = (message, body, closes)
+            if closes:  # its client is told that what it sends from now on is not answered
+                self._state = DEAF
             return
         self._transport.write(message)
         if body:
@@ -320,6 +321,11 @@ class Connection(asyncio.Protocol):
             return
         self._send_continue()
         self._resume()
+
+    def is_last(self, call: Call) -> bool:
+        """Whether nothing has come behind this call, not even the beginning of a request."""
+        newest = self._waiting[-1] if self._waiting else self._current
+        return call is newest and self._state in (HEAD, DEAF) and not self._buffer
 
     async def wait_turn(self, call: Call) -> None:
         """Wait until `call` may write and the client reads. Raises ConnectionResetError when it has gone."""
@@ -375,11 +381,6 @@ class Connection(asyncio.Protocol):
     def close(self) -> None:
         """Close it; what is written goes out."""
         self._transport.close()
-
-    def close_if_idle(self) -> None:
-        """Close a connection that carries no request, not even the beginning of one."""
-        if self._current is None and self._state == HEAD and not self._buffer:
-            self._transport.close()
 
     def look(self, now: float) -> Verdict:
         """How the client keeps the time limits (fastserve.wire.pace)."""

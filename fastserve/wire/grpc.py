@@ -14,7 +14,7 @@ import logging
 import sys
 from asyncio import CancelledError
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic_ns
 from typing import Any, NoReturn
 
@@ -25,6 +25,7 @@ from fastserve.config import GrpcOptions
 from fastserve.errors import Kind, ServeError
 from fastserve.tracing import choose_request_id
 from fastserve.wire.grpc_health import Health
+from fastserve.wire.grpc_pause import Pause
 from fastserve.wire.grpc_reflection import reflection_handlers
 from fastserve.wire.scope import FROM_A_PAGE, Scope
 
@@ -102,6 +103,15 @@ def _as_bytes(value: str | bytes) -> bytes:
     return value if isinstance(value, bytes) else value.encode()
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What one listener holds all its methods to."""
+
+    most_bytes: int  # of a reply
+    access_log: AccessLog | None
+    pause: Pause = field(default_factory=Pause)
+
+
 class GrpcListener:
     """One port of gRPC. `descriptors` are serialized FileDescriptorSets that reflection shows."""
 
@@ -121,14 +131,14 @@ class GrpcListener:
         self._options = options
         self._descriptors = descriptors
         self._reuse_port = reuse_port
-        self._access_log = access_log
         self._health = Health(nameless=nameless_health)
         self._methods = (*methods, *_health_methods(self._health))
+        self._terms = Terms(options.message_bytes, access_log)
         self._server: grpc.aio.Server | None = None
 
     async def open(self) -> None:
         """Listen. Raises OSError when the address cannot be had."""
-        handlers = [_MethodTable(self._methods, self._options.message_bytes, self._access_log)]
+        handlers = [_MethodTable(self._methods, self._terms)]
         if self._options.reflection:
             services = sorted({method.service for method in self._methods})
             handlers += reflection_handlers(services, self._descriptors)
@@ -167,9 +177,9 @@ class GrpcListener:
         self._health.set(service, serving)
 
     async def drain(self, grace_s: float) -> None:
-        """Say "not serving", stop accepting, let calls in flight finish for `grace_s` seconds."""
+        """Say "not serving" and GOAWAY, stop accepting, let calls in flight finish for `grace_s` seconds."""
         self._health.close()
-        await self._stop(grace_s)
+        await self._terms.pause.stop(self._stop(grace_s), settle=grace_s > 0)
 
     async def close(self) -> None:
         """Stop at once; calls in flight are cancelled."""
@@ -196,8 +206,8 @@ class _NoSuchMethod(grpc.GenericRpcHandler):  # type: ignore[misc]
 class _MethodTable(grpc.GenericRpcHandler):  # type: ignore[misc]
     """Looks a path up."""
 
-    def __init__(self, methods: Sequence[Method], most_bytes: int, access_log: AccessLog | None) -> None:
-        self._handlers = {method.path: _make_handler(method, most_bytes, access_log) for method in methods}
+    def __init__(self, methods: Sequence[Method], terms: Terms) -> None:
+        self._handlers = {method.path: _make_handler(method, terms) for method in methods}
 
     def service(
         self, handler_call_details: grpc.HandlerCallDetails
@@ -205,31 +215,32 @@ class _MethodTable(grpc.GenericRpcHandler):  # type: ignore[misc]
         return self._handlers.get(handler_call_details.method)
 
 
-def _make_handler(
-    method: Method, most_bytes: int, access_log: AccessLog | None
-) -> grpc.RpcMethodHandler[Any, Any]:
+def _make_handler(method: Method, terms: Terms) -> grpc.RpcMethodHandler[Any, Any]:
     kinds = {
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,
         (True, False): grpc.stream_unary_rpc_method_handler,
         (True, True): grpc.stream_stream_rpc_method_handler,
     }
-    behaviour = (_answer_stream if method.gives_stream else _answer_one)(method, most_bytes, access_log)
+    behaviour = (_answer_stream if method.gives_stream else _answer_one)(method, terms)
     return kinds[method.takes_stream, method.gives_stream](behaviour)
 
 
-def _answer_one(
-    method: Method, most_bytes: int, access_log: AccessLog | None
-) -> Callable[..., Awaitable[bytes]]:
+def _answer_one(method: Method, terms: Terms) -> Callable[..., Awaitable[bytes]]:
+    most_bytes, access_log, pause = terms.most_bytes, terms.access_log, terms.pause
+
     async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
         rpc = Rpc(context)
+        pause.begun += 1
         try:
             _check_scope(method, rpc)
             read = _read_all(method, request) if method.takes_stream else method.read(request)
             reply = method.write(await method.run(read, rpc))
             rpc.sent_bytes = len(reply)
+            await pause.wait()
             return reply if len(reply) <= most_bytes else _refuse_reply(len(reply), most_bytes)
         except Exception as error:
+            await pause.wait()
             return await _abort(context, method, rpc, error)
         finally:
             if access_log is not None:
@@ -238,11 +249,12 @@ def _answer_one(
     return answer
 
 
-def _answer_stream(
-    method: Method, most_bytes: int, access_log: AccessLog | None
-) -> Callable[..., AsyncIterator[bytes]]:
+def _answer_stream(method: Method, terms: Terms) -> Callable[..., AsyncIterator[bytes]]:
+    most_bytes, access_log, pause = terms.most_bytes, terms.access_log, terms.pause
+
     async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
         rpc = Rpc(context)
+        pause.begun += 1
         try:
             _check_scope(method, rpc)
             read = _read_all(method, request) if method.takes_stream else method.read(request)
@@ -250,7 +262,9 @@ def _answer_stream(
                 reply = method.write(piece)
                 rpc.sent_bytes += len(reply)
                 yield reply if len(reply) <= most_bytes else _refuse_reply(len(reply), most_bytes)
+            await pause.wait()
         except Exception as error:
+            await pause.wait()
             await _abort(context, method, rpc, error)
         finally:
             if access_log is not None:

@@ -2,7 +2,7 @@
 
     listener = HttpListener("127.0.0.1", 0, dialects, limits)
     await listener.open(); host, port = listener.address
-    await listener.drain(10.0)        # stop accepting, finish what is in flight
+    await listener.drain(10.0)        # stop accepting, finish what is in flight, close what is quiet
     await listener.close()
 
 One timer per listener looks at its connections; a request never starts or stops a timer.
@@ -12,22 +12,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import select
 import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from fastserve.config import Limits
 from fastserve.wire.call import Call, Dialect
 from fastserve.wire.connection import Connection
 from fastserve.wire.faults import over_limit
+from fastserve.wire.gate import shut_gate
 from fastserve.wire.halves import Hangups
 from fastserve.wire.pace import Verdict, slowness
 from fastserve.wire.replies import ReplyHeads
 from fastserve.wire.router import Router
 
 BACKLOG = 1024
+# A connection that carries nothing for so long is closed when the listener drains: not at once, because a
+# client may be sending on it just then.
+QUIET_S = 1.0
 REFUSED_AT_ONCE = 64  # connections over the limit that are still given an answer
+ACCEPT_S = 1.0  # for what waits to be accepted when the listener drains; longer only without descriptors
 AccessLog = Callable[[Call, int, int], None]  # (call, status, body bytes; -1 for a stream)
 
 
@@ -62,6 +70,7 @@ class HttpListener:
         self._place = (address, port)
         self._reuse_port = reuse_port
         self._server: asyncio.Server | None = None
+        self._listening: socket.socket | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._empty: asyncio.Event | None = None
 
@@ -76,6 +85,7 @@ class HttpListener:
             listening.close()
             raise
         self.hangups.open()
+        self._listening = listening
         self._tick()
 
     @property
@@ -84,22 +94,35 @@ class HttpListener:
         return self._place
 
     async def drain(self, grace_s: float) -> int:
-        """Stop accepting, close idle connections, let calls in flight finish for `grace_s` seconds.
-
-        Returns how many connections had to be cut off.
+        """Accept who is on the way in and nobody else. From then on a reply says that its connection closes
+        when it is the last one owed there, and a connection is closed after it, or when it has been quiet for
+        QUIET_S. What is not done after `grace_s` seconds is cut off; returns how many connections were.
         """
-        self.draining = True
-        self.plain = False
+        end = asyncio.get_running_loop().time() + grace_s
+        await self._let_in(grace_s)
         self._stop_accepting()
-        for connection in list(self.connections):
-            connection.close_if_idle()
+        self.draining, self.plain = True, False
+        quiet_s = min(QUIET_S, self.limits.idle_timeout_s)
+        self.limits = msgspec.structs.replace(self.limits, idle_timeout_s=quiet_s)
+        self._tick()
         self._empty = asyncio.Event()
         if self.connections:
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._empty.wait(), grace_s)
+                await asyncio.wait_for(self._empty.wait(), end - asyncio.get_running_loop().time())
         left = len(self.connections)
         await self.close()
         return left
+
+    async def _let_in(self, grace_s: float) -> None:
+        """Accept all that is on the way; the loop does that whenever it turns."""
+        if self._listening is None:
+            return
+        await asyncio.sleep(min(shut_gate(self._listening), grace_s))
+        loop, waits = asyncio.get_running_loop(), select.poll()
+        waits.register(self._listening, select.POLLIN)
+        end = loop.time() + min(grace_s, ACCEPT_S)
+        while waits.poll(0) and loop.time() < end:
+            await asyncio.sleep(0)
 
     async def close(self) -> None:
         """Stop at once; connections that are left are cut off."""
@@ -116,7 +139,7 @@ class HttpListener:
     def _stop_accepting(self) -> None:
         if self._server is not None:
             self._server.close()
-            self._server = None
+            self._server = self._listening = None
 
     # ---- for connections
 
@@ -141,6 +164,8 @@ class HttpListener:
     # ---- the timer
 
     def _tick(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         self.scan()
         self._timer = asyncio.get_running_loop().call_later(self._interval_s(), self._tick)
 

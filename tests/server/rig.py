@@ -98,8 +98,8 @@ async def serving(folder: Path, **changes: Any) -> AsyncIterator[Served]:
         yield served
         await served.until(served.is_clean)
     finally:
+        served.close()  # first: a connection that stays open is given a quiet second
         await server.drain(5)
-        served.close()
 
 
 class Served:

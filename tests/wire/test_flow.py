@@ -7,11 +7,12 @@ import contextlib
 import os
 import resource
 import socket
+import time
 
 import pytest
 
 from fastserve.wire import Call
-from tests.wire.kit import WAIT_S, Held, Pipe, client, echo, limits, run, serving, until
+from tests.wire.kit import WAIT_S, Clock, Held, Pipe, client, echo, limits, run, serving, until
 
 HELD = b"GET /held HTTP/1.1\r\nHost: a\r\n\r\n"
 GET = b"GET /echo HTTP/1.1\r\nHost: a\r\n\r\n"
@@ -198,35 +199,66 @@ def test_connect_and_abort_many_times_with_few_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_drain_finishes_what_is_in_flight() -> None:
+def test_drain_answers_what_was_sent_and_closes_behind_the_last_reply() -> None:
     async def main() -> None:
-        held = Held()
+        held, clock = Held(), Clock()
         async with (
-            serving({"/held": held, "/echo": echo}) as listener,
-            client(listener) as idle,
+            serving({"/held": held, "/echo": echo}, clock=clock) as listener,
+            client(listener) as quiet,
+            client(listener) as used,
             client(listener) as busy,
             client(listener) as sending,
         ):
-            idle.send(GET)
-            assert not (await idle.reply()).closes
-            busy.send(HELD + HELD)
+            for peer in (quiet, used):
+                peer.send(GET)
+                assert not (await peer.reply()).closes
+            busy.send(HELD * 3)
             sending.send(GET[:10])
-            await until(lambda: len(held.calls) == 2 and len(listener.connections) == 3)
+            await until(lambda: len(held.calls) == 3 and len(listener.connections) == 4)
             await until(lambda: sum(bool(c._buffer) for c in listener.connections) == 1)
+            listener.scan()
             drained = asyncio.ensure_future(listener.drain(WAIT_S))
-            assert await idle.rest() == b""
+            await until(lambda: listener.draining)
             with pytest.raises(OSError):
                 await asyncio.open_connection(*listener.address)
+            clock.now += 0.9
+            listener.scan()
+            used.send(GET)  # it may still be used, once
+            assert (await used.reply()).closes
+            assert await used.rest() == b""
+            clock.now += 0.2
+            listener.scan()
+            assert await quiet.rest() == b""
             sending.send(GET[10:])
             assert (await sending.reply()).closes
-            held.calls[0].reply(200, b"late")
-            reply = await busy.reply()
-            assert (reply.body, reply.closes) == (b"late", True)
-            assert held.left == [held.calls[1]]
-            for peer in (busy, sending):
+            for number in (2, 0, 1):
+                held.calls[number].reply(200, b"%d" % number)
+            replies = [await busy.reply() for _ in held.calls]
+            assert [(r.body, r.closes) for r in replies] == [(b"0", False), (b"1", False), (b"2", True)]
+            for peer in (busy, sending, used):
                 assert await peer.rest() == b""
                 peer.close()
             assert await asyncio.wait_for(drained, WAIT_S) == 0
+            assert held.left == []
+
+    run(main())
+
+
+def read_all(link: socket.socket) -> bytes:
+    with link, link.makefile("rb") as file:
+        return file.read()
+
+
+def test_drain_takes_in_who_has_connected_but_is_not_accepted_yet() -> None:
+    async def main() -> None:
+        async with serving({"/echo": echo}, clock=time.monotonic) as listener:
+            links = [socket.create_connection(listener.address) for _ in range(20)]
+            for link in links:
+                link.sendall(GET)
+            assert not listener.connections  # the loop has not turned
+            replies = [asyncio.ensure_future(asyncio.to_thread(read_all, link)) for link in links]
+            assert await listener.drain(WAIT_S) == 0
+            assert all([b"GET /echo" in await reply for reply in replies])
 
     run(main())
 

@@ -15,7 +15,7 @@ from fastserve.dialects.kserve_v2.memory_calls import (
     register_system,
     system_status,
 )
-from fastserve.dialects.kserve_v2.metadata import is_ready, model_config, model_metadata, server_metadata
+from fastserve.dialects.kserve_v2.metadata import model_config, model_metadata, server_metadata
 from fastserve.dialects.kserve_v2.repository import (
     check_repository,
     list_models,
@@ -39,7 +39,7 @@ def show_live(service: Service, target: Target, call: Call) -> None:
 
 
 def show_ready(service: Service, target: Target, call: Call) -> None:
-    call.reply(200 if is_ready(service.catalog) else 400, b"", TEXT)
+    call.reply(200 if service.readiness.ready else 400, b"", TEXT)
 
 
 def show_model_ready(service: Service, target: Target, call: Call) -> None:

@@ -14,7 +14,7 @@ from fastserve.dialects.kserve_v2.controls import RANGES
 from fastserve.dialects.kserve_v2.errors import invalid, unsupported
 from fastserve.dialects.kserve_v2.lookup import find_version, read_version, ready_versions
 from fastserve.dialects.kserve_v2.memory_calls import cuda_status, system_status
-from fastserve.dialects.kserve_v2.metadata import is_ready, model_config, model_metadata, server_metadata
+from fastserve.dialects.kserve_v2.metadata import model_config, model_metadata, server_metadata
 from fastserve.dialects.kserve_v2.plans import Plan
 from fastserve.dialects.kserve_v2.repository import (
     LoadOverride,
@@ -48,7 +48,7 @@ class Calls:
         return self._messages.ServerLiveResponse(live=True)
 
     async def server_ready(self, request: Any) -> Any:
-        return self._messages.ServerReadyResponse(ready=is_ready(self._service.catalog))
+        return self._messages.ServerReadyResponse(ready=self._service.readiness.ready)
 
     async def model_ready(self, request: Any) -> Any:
         version = self._service.catalog.available(request.name, read_version(request.version))

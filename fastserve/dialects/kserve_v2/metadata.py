@@ -7,9 +7,8 @@ from typing import Any
 
 from fastserve import __version__
 from fastserve.dialects.kserve_v2.plans import Plan, Side, full_dims
-from fastserve.repository.catalog import Catalog
 from fastserve.repository.triton_config import config_json
-from fastserve.repository.version import Model, Version, VersionState
+from fastserve.repository.version import Version
 
 SERVER_NAME = "triton"
 """What clients of the original look for; `version` says which server this is."""
@@ -47,19 +46,6 @@ def model_metadata(plan: Plan, versions: list[int]) -> dict[str, Any]:
 
 def _describe(plan: Plan, side: Side) -> dict[str, Any]:
     return {"name": side.name, "datatype": side.datatype, "shape": list(full_dims(plan, side))}
-
-
-def is_ready(catalog: Catalog) -> bool:
-    """Strict readiness: every version anybody asked for is ready, or was unloaded."""
-    return all(_is_settled(model) for model in catalog.models.values())
-
-
-def _is_settled(model: Model) -> bool:
-    return model.error is None and all(
-        version.state is VersionState.AVAILABLE
-        or (version.state is VersionState.END and version.error is None)
-        for version in model.versions.values()
-    )
 
 
 def model_config(version: Version) -> Mapping[str, Any]:

@@ -20,7 +20,7 @@ from fastserve.dialects.kserve_v2.repository import LoadOverride, RepositoryFace
 from fastserve.dialects.kserve_v2.statistics import Statistics
 from fastserve.dialects.kserve_v2.traces import Traced, Traces
 from fastserve.errors import ServeError
-from fastserve.metrics import Registry, names
+from fastserve.metrics import Readiness, Registry, names
 from fastserve.metrics.traffic import Traffic
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.keepers import Keepers
@@ -54,6 +54,7 @@ class Service:
         limits: Limits,
         regions: Regions,
         repository: RepositoryFace,
+        readiness: Readiness,
         options: TritonOptions | None = None,
         log_level: str = "info",
         admin: AdminOptions = AdminOptions(),  # noqa: B008 -- frozen
@@ -64,6 +65,7 @@ class Service:
         self.limits = limits
         self.regions = regions
         self.repository = repository
+        self.readiness = readiness  # of the server: every dialect says the same
         self.plans = Plans(engine.catalog)
         self.options = options or TritonOptions()
         self.admin = admin

@@ -45,7 +45,7 @@ class Page:
     # --- health ---------------------------------------------------------------------------------
 
     def _health(self, call: Call) -> None:
-        good = self._target.action == "live" or self._service.is_ready()
+        good = self._target.action == "live" or self._service.readiness.ready
         self._reply(call, 200 if good else 400)
         self._service.statistics.health.add(monotonic_ns() - call.received_ns)
 

@@ -164,7 +164,7 @@ class Rpcs:
     def _fill_health(self, response: Any, mode: str) -> None:
         if mode not in ("live", "ready"):
             raise ServeError(Kind.UNKNOWN, f"unknown health mode '{mode}'")
-        response.health = mode == "live" or self._service.is_ready()
+        response.health = mode == "live" or self._service.readiness.ready
 
     async def control(self, request: Any, rpc: Rpc) -> Any:
         """Loads when told LOAD; anything else unloads, since UNLOAD is 0."""

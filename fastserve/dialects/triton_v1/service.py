@@ -28,7 +28,7 @@ from fastserve.metrics.traffic import Traffic
 from fastserve.protos import load
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.keepers import Keepers
-from fastserve.repository.version import Version, VersionState
+from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 
 if TYPE_CHECKING:
@@ -169,18 +169,6 @@ class Service:
         self.traffic.refused(served.version.model, fault.kind.name)
         if 1 <= batch_size <= max(1, served.plan.max_batch_size):  # clients choose no counters
             served.counts.of(batch_size).failed.add(monotonic_ns() - since_ns)
-
-    def is_ready(self) -> bool:
-        """Strict readiness (spec 2): everything known is up, or was unloaded on purpose."""
-        return self.readiness.ready and all(
-            model.error is None
-            and all(
-                version.state is VersionState.AVAILABLE
-                or (version.state is VersionState.END and version.error is None)
-                for version in model.versions.values()
-            )
-            for model in self.catalog.models.values()
-        )
 
     def status_line(self, fault: ServeError | None) -> bytes:
         """RequestStatus in one line of text: the value of NV-Status."""

@@ -1,0 +1,42 @@
+"""Closes a listening socket without resetting whoever is half through it.
+
+Closing one resets connections that nobody has accepted yet, with the requests their clients have sent on them
+meanwhile. So first a filter drops what would begin a new one (its client tries again a second later, and is
+refused then or is served elsewhere), what is under way gets through, and then the socket is closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ipaddress
+import socket
+import struct
+
+HANDSHAKE_S = 0.2  # a handshake under way ends within a round trip; across the world that is so long
+_SO_ATTACH_FILTER = 26  # asm-generic/socket.h; the module socket does not name it
+# Classic BPF over the TCP header: drop a segment that has SYN and not ACK.
+_DROP_SYN = b"".join(
+    struct.pack("HBBI", *instruction)
+    for instruction in (
+        (0x30, 0, 0, 13),  # load the byte of flags
+        (0x54, 0, 0, 0x12),  # keep SYN and ACK
+        (0x15, 0, 1, 0x02),  # SYN alone?
+        (0x06, 0, 0, 0),  # drop
+        (0x06, 0, 0, 0xFFFFFFFF),  # take
+    )
+)
+
+
+def shut_gate(listening: socket.socket) -> float:
+    """Let no new connection begin. Seconds after which every one that had begun can be accepted."""
+    code = ctypes.create_string_buffer(_DROP_SYN, len(_DROP_SYN))
+    program = struct.pack("HP", len(_DROP_SYN) // 8, ctypes.addressof(code))
+    with contextlib.suppress(OSError):  # a kernel without filters: what is accepted by then is what there is
+        listening.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+    # Over loopback the handshake is done when connect() returns.
+    return 0.0 if _is_loopback(listening.getsockname()[0]) else HANDSHAKE_S
+
+
+def _is_loopback(host: str) -> bool:
+    return ipaddress.ip_address(host.partition("%")[0]).is_loopback

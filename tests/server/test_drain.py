@@ -1,0 +1,111 @@
+"""A server that is told to stop: nothing that was sent to it is lost, whoever sends and however much."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import signal
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.running import Running, until
+from tests.server.drains import Load
+from tests.server.rig import run, write_model
+
+pytestmark = pytest.mark.timeout(120)
+HTTP_CLIENTS, GRPC_CLIENTS = 12, 4
+
+
+def drain_under_load(folder: Path, fronts: int) -> None:
+    """One server from start to end, kept busy; it must answer all that is sent and end by itself."""
+
+    async def work() -> None:
+        load = Load(server.http, server.grpc)
+        clients = asyncio.ensure_future(load.run(HTTP_CLIENTS, GRPC_CLIENTS))
+        while load.answered["http"] < 100 or load.answered["grpc"] < 20:
+            assert not clients.done(), load.lost
+            await asyncio.sleep(0.01)
+        server.signal(signal.SIGTERM)
+        await clients
+        assert load.lost == []
+
+    with Running(folder, folder / "log", "--frontends", str(fronts)) as server:
+        run(work())
+        server.wait(30)
+    assert " ERROR " not in server.log.read_text()
+
+
+@pytest.mark.parametrize(("fronts", "times"), [(1, 3), (2, 2)])
+def test_nothing_sent_is_lost(tmp_path, fronts, times):
+    write_model(tmp_path, max_batch_size=16)
+    for _ in range(times):
+        drain_under_load(tmp_path, fronts)
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("fronts", [1, 2, 4])
+def test_nothing_sent_is_lost_a_hundred_times(tmp_path, fronts):
+    write_model(tmp_path, max_batch_size=16)
+    for _ in range(100 if fronts == 1 else 20):
+        drain_under_load(tmp_path, fronts)
+
+
+def status(place: str, target: str) -> int:
+    """On a connection of its own."""
+    link = http.client.HTTPConnection(place, timeout=20)
+    try:
+        link.request("GET", target)
+        return link.getresponse().status
+    finally:
+        link.close()
+
+
+def health(place: str) -> int:
+    with grpc.insecure_channel(place, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+        return health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20).status
+
+
+@pytest.mark.parametrize("fronts", [1, 2])
+def test_it_is_first_not_ready_and_serves_on(tmp_path, fronts):
+    write_model(tmp_path)
+    options = ("--frontends", str(fronts), "--drain-delay-s", "60")
+    server = Running(tmp_path, tmp_path / "log", *options, ends=130)
+    with server:
+        assert status(server.http, "/healthz/ready") == 200
+        server.signal(signal.SIGTERM)
+        for _ in range(8):  # every front
+            until(lambda: status(server.http, "/healthz/ready") == 503, "it is not ready")
+            assert status(server.http, "/v2/health/ready") == 400
+            assert health(server.grpc) == health_pb2.HealthCheckResponse.NOT_SERVING
+            assert status(server.http, "/healthz/live") == 200
+            assert status(server.http, "/v1/models/twice") == 200
+        # And the second signal, as the test ends, ends it at once: status 130.
+
+
+def test_an_idle_connection_is_kept_for_a_moment_and_may_be_used(tmp_path):
+    write_model(tmp_path)
+    with Running(tmp_path, tmp_path / "log") as server:
+        idle, used = (http.client.HTTPConnection(server.http, timeout=20) for _ in range(2))
+        for link in (idle, used):
+            link.connect()
+        server.signal(signal.SIGTERM)
+        until(lambda: refused(server.http), "nobody listens")
+        used.request("GET", "/healthz/ready")
+        reply = used.getresponse()
+        assert (reply.status, reply.getheader("connection")) == (503, "close")
+        assert idle.sock.recv(1) == b""
+        for link in (idle, used):
+            link.close()
+        server.wait(20)
+
+
+def refused(place: str) -> bool:
+    try:
+        status(place, "/healthz/live")
+    except ConnectionRefusedError:
+        return True
+    return False
