@@ -24,6 +24,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
+from fastserve.errors import RemoteTrace
+
 MESSAGE_BYTES = 560  # of one message, after escaping; with its fields a line stays under 1 KiB
 FIELD_BYTES = 128  # a request id fits
 FIELDS_BYTES = 300  # of all fields together
@@ -93,7 +95,8 @@ def raw_trace(error: BaseException) -> str:
 
 
 def _trace(error: BaseException) -> list[str]:
-    lines = "".join(traceback.format_exception(error)).splitlines()
+    told = [str(error).strip()] if isinstance(error, RemoteTrace) else traceback.format_exception(error)
+    lines = "".join(told).splitlines()
     if len(lines) > TRACE_LINES:
         half = TRACE_LINES // 2
         lines = [*lines[:half], f"... ({len(lines) - 2 * half} lines)", *lines[-half:]]

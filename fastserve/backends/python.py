@@ -48,9 +48,11 @@ class PythonBackend:
             if not getattr(self, field):
                 raise ConfigError(f"a python model must declare its {field} in model.yaml")
         factory = self._import_class()
+        _must_take_one(factory, f"class {factory.__name__!r}", "def __init__(self, config)")
         self._model = factory(self._model_config())
         if not callable(getattr(self._model, "run", None)):
             raise ConfigError(f"class {factory.__name__!r} has no method run(self, inputs)")
+        _must_take_one(self._model.run, "run", "def run(self, inputs)")
         if inspect.iscoroutinefunction(self._model.run):
             raise ConfigError("run must be a plain function: a worker runs one batch at a time")
         for name in ("load", "warmup"):
@@ -103,3 +105,13 @@ class PythonBackend:
                 "parameters": MappingProxyType(dict(config.get("parameters") or {})),
             }
         )
+
+
+def _must_take_one(called: Any, name: str, form: str) -> None:
+    """Says it before the call would, which could not tell whose fault a TypeError is."""
+    try:
+        inspect.signature(called).bind(None)
+    except TypeError as fault:
+        raise ConfigError(f"{name} must take one argument: {form} ({fault})") from None
+    except ValueError:  # nothing is known of a class that is compiled
+        return

@@ -37,6 +37,10 @@ class Server:
     ) -> bytes:
         """GET, or POST when there is a body. Raises ClickException on any status but 200."""
         status, answer = self.exchange(path, body, content_type, headers)
+        if status == 404:
+            known = sorted(self.readiness()["models"])
+            has = f"; the server has {', '.join(known)}" if known else "; the server has no model"
+            raise click.ClickException(f"404: {error_text(answer)}{has}")
         if status != 200:
             raise click.ClickException(f"{status}: {error_text(answer)}")
         return answer

@@ -59,6 +59,15 @@ def _option(field: Field) -> click.Option:
 class ServeCommand(click.Command):
     """A command whose `--help-all` also lists the flags that are rarely needed."""
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as fault:
+            if fault.option_name in ("--port", "--host", "--rest-port", "--grpc-port", "-p"):
+                where = "listeners are given as --http HOST:PORT and --grpc HOST:PORT"
+                raise click.UsageError(f"No such option {fault.option_name}; {where}", ctx) from None
+            raise
+
     def get_help(self, ctx: click.Context) -> str:
         if ctx.params.get("help_all"):
             for parameter in self.params:

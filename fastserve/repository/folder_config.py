@@ -209,6 +209,9 @@ def _no_config(name: str, numbered: Mapping[int, Path]) -> str:
     """Why a folder without a config is not served, and what is missing."""
     code = BACKENDS["python"].model_file
     if any((folder / code).exists() for folder in numbered.values()):
+        inner = [number for number in sorted(numbered) if (numbered[number] / CONFIG_FILE).exists()]
+        if inner:
+            return f"{CONFIG_FILE} lies in version folder {inner[0]}: move it up, beside the version folders"
         return (
             f"there is a {code} and no {CONFIG_FILE} beside the version folders: write one, "
             "with backend: python and the inputs and outputs by name, dtype and shape"

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from fastserve.backends.registry import BACKENDS
 from fastserve.config import ModelEntry, RepositorySettings
 from fastserve.config.fields import fault_text
 from fastserve.errors import ConfigError
@@ -35,6 +36,7 @@ from fastserve.repository.overrides import Overrides
 from fastserve.repository.policy import version_number
 from fastserve.repository.triton_config import TRITON_FILE
 
+MODEL_FILES = tuple(entry.model_file for entry in BACKENDS.values() if entry.native and entry.model_file)
 MODEL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
@@ -83,6 +85,8 @@ class Layout:
         """Raises ConfigError when a folder named in the settings is not there, or a name is given twice."""
         if self.root is not None and not self.root.is_dir():
             raise ConfigError(fault_text("repository", str(self.root), "a folder that exists, or demo"))
+        if self.root is not None:
+            _must_hold_models(self.root)
         seen: set[str] = set()
         for entry in self.entries:
             if entry.name in seen:
@@ -163,6 +167,19 @@ class Layout:
         return model
 
 
+def _must_hold_models(root: Path) -> None:
+    """Raises ConfigError for a folder that is itself a model, or a version of one."""
+    versions = [child.name for child in root.iterdir() if version_number(child.name) is not None]
+    configs = (CONFIG_FILE, TRITON_FILE)
+    for held in (*configs, *(f"{number}/{name}" for number in sorted(versions) for name in MODEL_FILES)):
+        if (root / held).is_file():
+            raise ConfigError(f"repository: {root} is one model (it holds {held}); give the folder above it")
+    for held in MODEL_FILES:
+        if (root / held).is_file():
+            what = f"one version of a model (it holds {held})"
+            raise ConfigError(f"repository: {root} is {what}; give the folder two above it")
+
+
 def repository_root(repository: str) -> Path | None:
     """The folder the `repository` setting names; None when it names none."""
     if repository == "demo":
@@ -181,6 +198,16 @@ def _numbered_folders(folder: Path) -> dict[int, Path]:
     return found
 
 
+def _misplaced(folder: Path, file_name: str) -> list[str]:
+    """Model files that lie where no version is."""
+    beside = folder / file_name
+    notes = [f"{file_name} lies beside the version folders: move it to 1/{file_name}"] * beside.is_file()
+    for child in sorted(folder.iterdir()):
+        if version_number(child.name) is None and (child / file_name).is_file():
+            notes.append(f"{child.name}/{file_name}: a version's folder has a number for its name, say 1")
+    return notes
+
+
 def _fill_versions(model: ModelFolder, numbered: Mapping[int, Path], root: Path) -> None:
     assert model.config is not None
     file_name = model_file(model.config)
@@ -193,3 +220,5 @@ def _fill_versions(model: ModelFolder, numbered: Mapping[int, Path], root: Path)
             model.notes.append(f"version {number}: a link leads out of the repository")
         else:
             model.versions[number] = VersionFolder(number, folder.resolve(), stamp_of(file))
+    if file_name and not model.versions:
+        model.notes += _misplaced(model.folder, file_name)

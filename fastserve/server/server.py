@@ -147,7 +147,7 @@ async def serve(settings: Settings) -> int:
     # What exists now lives as long as the server: a collection need not look at it again.
     gc.collect()
     gc.freeze()
-    print(welcome_text(settings, *server.front.addresses()), flush=True)
+    print(welcome_text(settings, *server.front.addresses(), server.front.readiness), flush=True)
     await stopping
     return await _stop(server)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from fastserve.config import Listener, Settings
+from fastserve.metrics import Readiness
 
 # One held-out digit (a seven) as 64 grey values, so that the line can be pasted as it is.
 SEVEN = (
@@ -13,12 +14,26 @@ SEVEN = (
 )
 
 
-def welcome_text(settings: Settings, http: tuple[Listener, ...], grpc: tuple[Listener, ...]) -> str:
+EMPTY = (
+    "There is no model in {folder}: a model is a folder such as {folder}/NAME, with a model.yaml and a "
+    "version in {folder}/NAME/1 (model.py or model.onnx)."
+)
+
+
+def welcome_text(
+    settings: Settings, http: tuple[Listener, ...], grpc: tuple[Listener, ...], readiness: Readiness
+) -> str:
     """A few lines for a person at a terminal."""
     places = [f"http://{listener.address}" for listener in http] + [
         f"grpc://{listener.address}" for listener in grpc
     ]
-    lines = [f"fastserve is ready: {' '.join(places) or 'no listener'}"]
+    how = "is ready" if readiness.ready else "listens and is not ready"
+    lines = [f"fastserve {how}: {' '.join(places) or 'no listener'}"]
+    if not readiness.ready:
+        checked = settings.repository or "--config FILE"
+        lines.append(f"{readiness.reason}; `fastserve check {checked}` tells more")
+    if not readiness.models and settings.repository:
+        lines.append(EMPTY.format(folder=settings.repository))
     if settings.repository == "demo" and http:
         lines += ["", "Try:", *(f"  {line}" for line in demo_requests(http[0].address))]
     return "\n".join(lines)

@@ -219,7 +219,7 @@ class Call:
 
     def _log_failure(self, body: bytes) -> None:
         """What a request failed of, under its id: the worker that knows more has no ids."""
-        said = bytes(body[:1024]).decode(errors="replace")
+        said = " ".join(bytes(body[:1024]).decode(errors="replace").split())
         text = "%s %.200s was answered 500: %s"
         log.warning(text, self.method, self.target, said, extra={"request_id": self.request_id})
 

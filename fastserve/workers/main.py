@@ -22,6 +22,7 @@ from typing import Any
 
 from fastserve.backends import Backend, create, wishes
 from fastserve.backends.base import CompletedConfig, explain, kind_of, write_specs
+from fastserve.errors import ConfigError
 from fastserve.logs import log_prints, log_uncaught, raw_trace, setup_logs
 from fastserve.workers.control import Control, ControlFault, PeerGone
 from fastserve.workers.tie import tie_to_owner
@@ -78,7 +79,7 @@ def _report(control: Control, error: BaseException, version_dir: str) -> None:
     message: dict[str, Any] = {"op": "failed"}
     if isinstance(error, CompletedConfig):
         message["completed"] = error.fields
-    else:
+    elif not isinstance(error, ConfigError):  # which says where and what by itself
         message["trace"] = raw_trace(error)  # the owner logs it, once for all that fail alike
     message |= {"message": explain(error, version_dir), "kind": kind_of(error).value}
     with contextlib.suppress(ControlFault):
