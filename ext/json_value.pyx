@@ -21,6 +21,7 @@ cdef extern from "json_reason.h":
 
 
 cdef object END = object()
+cdef str NOT_SINGULAR = "The document root must not be followed by other values."
 cdef Py_ssize_t DEBUG_BYTES = 256
 
 
@@ -66,7 +67,7 @@ cdef class Members:
 
 
 def parse(body, *, int max_depth=100):
-    """The first complete JSON value in `body`; what follows it is ignored.
+    """The one JSON value of `body`. A NUL behind it ends the text, as it does in the original.
 
     Objects become Members, arrays lists, strings bytes (raw UTF-8), integer literals int, other
     numbers float. Raises JSONSyntaxError.
@@ -81,6 +82,9 @@ def parse(body, *, int max_depth=100):
         value = build_value(&cursor, max_depth, &fault)
         if fault != JSON_OK:
             raise JSONSyntaxError(json_reason(fault).decode(), cursor.at - <const uint8_t*>view.buf)
+        skip_space(&cursor)
+        if peek(&cursor) != 0:
+            raise JSONSyntaxError(NOT_SINGULAR, cursor.at - <const uint8_t*>view.buf)
         return value
     finally:
         PyBuffer_Release(&view)

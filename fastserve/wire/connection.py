@@ -349,7 +349,8 @@ class Connection(asyncio.Protocol):
             self._current = call
         else:
             self._waiting.append(call)
-        call.reply(fault.status, fault.body, fault.content_type, close=True)
+        call.head.mode = CLOSE
+        self.listener.router.find_refusal(fault)(call)
 
     def _shut(self) -> None:
         """The last reply is handed over: say so to the client, then wait a little for it to hang up."""

@@ -55,6 +55,11 @@ def html_page(status: int, phrase: str) -> str:
     )
 
 
-def unknown_method() -> WireFault:
-    """A well-formed method this server does not have, TRACE and CONNECT included."""
-    return WireFault(501, html_page(501, "Not Implemented"), "method", HTML)
+class UnknownMethod(WireFault):
+    """A well-formed method this server does not have, TRACE and CONNECT included. The dialect of a listener
+    that has no other may answer it as its original does."""
+
+    def __init__(self, method: str, target: str) -> None:
+        super().__init__(501, html_page(501, "Not Implemented"), "method", HTML)
+        self.method = method
+        self.target = target

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import httptools
 
 from fastserve.config import Limits
-from fastserve.wire.faults import WireFault, bad_request, over_limit, unknown_method
+from fastserve.wire.faults import UnknownMethod, WireFault, bad_request, over_limit
 from fastserve.wire.replies import CLOSE, KEEP, KEEP_1_0
 
 if TYPE_CHECKING:
@@ -139,7 +139,9 @@ def _read_request_line(head: Head, raw: bytes, limits: Limits) -> None:
     elif version != b"HTTP/1.1":
         raise bad_request("Malformed request line: the version is neither HTTP/1.1 nor HTTP/1.0")
     if method not in METHODS:
-        raise unknown_method() if TOKEN.fullmatch(method) else bad_request("Malformed method")
+        if TOKEN.fullmatch(method) is None:
+            raise bad_request("Malformed method")
+        raise UnknownMethod(method.decode(), target.decode("latin-1"))
     head.method = method.decode()
     head.bodiless = method == b"HEAD"
     head.target = _origin_form(method, target)

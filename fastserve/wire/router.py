@@ -8,10 +8,11 @@ neither fill the memory nor push good ones out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from fastserve.wire.call import Call, Dialect, Endpoint
-from fastserve.wire.faults import HTML, html_page
+from fastserve.wire.faults import HTML, UnknownMethod, WireFault, html_page
 
 if TYPE_CHECKING:
     from fastserve.wire.head import Head
@@ -25,13 +26,28 @@ def answer_not_found(call: Call) -> None:
     call.reply(404, _NOT_FOUND, HTML, close=True)
 
 
+def _refuse(fault: WireFault, call: Call) -> None:
+    call.reply(fault.status, fault.body, fault.content_type)
+
+
+@runtime_checkable
+class AnswersAnyMethod(Protocol):
+    """A dialect that, alone on its listener, answers methods that are not HTTP's."""
+
+    def route_unknown(self, method: str, target: str) -> Endpoint | None:
+        """The endpoint, None for the wire's own refusal."""
+
+
 class Router:
     """Targets to endpoints, over the dialects of one listener in their order."""
 
-    __slots__ = ("_dialects", "_remembered")
+    __slots__ = ("_alone", "_dialects", "_remembered")
 
     def __init__(self, dialects: Sequence[Dialect]) -> None:
         self._dialects = tuple(dialects)
+        self._alone = (
+            dialects[0] if len(dialects) == 1 and isinstance(dialects[0], AnswersAnyMethod) else None
+        )
         self._remembered: dict[tuple[str, str], Endpoint] = {}
 
     def find(self, method: str, target: str) -> tuple[Endpoint, bool]:
@@ -44,6 +60,13 @@ class Router:
             if endpoint is not None:
                 return endpoint, True
         return answer_not_found, False
+
+    def find_refusal(self, fault: WireFault) -> Endpoint:
+        """Who answers a request that the wire refuses: the wire, or for an unknown method a dialect."""
+        own = None
+        if isinstance(fault, UnknownMethod) and self._alone is not None:
+            own = self._alone.route_unknown(fault.method, fault.target)
+        return own or partial(_refuse, fault)
 
     def remember(self, head: Head) -> None:
         """A target was answered 200: keep its route."""

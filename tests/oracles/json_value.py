@@ -49,7 +49,11 @@ class Parser:
         self.space()
         if self.peek() in (b"", b",", b":", b"]", b"}"):
             raise Refused("The document is empty.", self.at)
-        return self.value(0)
+        root = self.value(0)
+        self.space()
+        if self.peek():
+            raise Refused("The document root must not be followed by other values.", self.at)
+        return root
 
     def value(self, depth: int) -> Any:
         self.space()

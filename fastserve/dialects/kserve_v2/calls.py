@@ -192,9 +192,9 @@ def answer_forbidden(call: Call, text: str) -> None:
 
 
 def answer_not_found(call: Call) -> None:
-    call.reply(404, error_body("Not Found"))
+    call.reply(404, error_body("Not Found"), TEXT)
 
 
 def answer_wrong_verb(call: Call) -> None:
     # To HEAD as well, as the original does; the connection ends, so that it cannot be taken for a next reply.
-    call.reply(405, error_body("Method Not Allowed"), close=call.method == "HEAD", even_to_head=True)
+    call.reply(405, error_body("Method Not Allowed"), TEXT, close=call.method == "HEAD", even_to_head=True)

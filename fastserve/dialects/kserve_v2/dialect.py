@@ -50,6 +50,12 @@ class KServeV2:
         endpoint = guard(self._choose(parsed), parsed.scope, self._service.admin.origins, answer_forbidden)
         return restrict(endpoint, parsed.asked, self._restrictions)
 
+    def route_unknown(self, method: str, target: str) -> Endpoint | None:
+        """As 24.10: a word in capitals is a verb, the wrong one; anything else breaks the request line."""
+        if not self._alone or method == "CONNECT" or not (method.isalpha() and method.isupper()):
+            return None
+        return self.route(method, target)
+
     def grpc_methods(self) -> list[Method]:
         """The RPCs of inference.GRPCInferenceService."""
         from fastserve.dialects.kserve_v2.grpc_methods import make_methods

@@ -23,7 +23,7 @@ UINT64_MAX = 2**64 - 1
 
 
 def read_json(body: bytes | bytearray | memoryview) -> Value:
-    """The first value of a body; what follows it is not looked at. Raises ServeError INTERNAL."""
+    """The one value of a body. Raises ServeError INTERNAL."""
     fault = "failed to parse the request JSON buffer: "
     if not len(body):
         raise internal(f"{fault}The document is empty. at 0")

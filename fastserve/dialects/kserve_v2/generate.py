@@ -72,12 +72,11 @@ class Generate:
             body = read_generate(plan, call.body)
             if service.forward_http:
                 service.forward_http.add(headers_as_sent(call), body.parameters)
-        except ServeError as fault:
+            with service.traces.one(target.model) as traced:
+                send = self._send_events if self._events else self._send_one
+                await send(call, plan, self._answers(plan, body, traced))
+        except ServeError as fault:  # nothing has been sent yet
             service.refuse(call, fault, target.model)
-            return
-        with service.traces.one(target.model) as traced:
-            send = self._send_events if self._events else self._send_one
-            await send(call, plan, self._answers(plan, body, traced))
 
     async def _send_one(self, call: Call, plan: Plan, answers: Answers) -> None:
         status, reply = 200, b""
@@ -105,8 +104,9 @@ class Generate:
             self._service.succeeded(call, plan)
 
     async def _answers(self, plan: Plan, body: InferBody, traced: Traced | None) -> Answers:
-        """Every answer as JSON, with the status it has when it is the first."""
-        service = self._service
+        """Every answer as JSON, with the status it has when it is the first. Raises ServeError before any
+        answer, for what never reached the model."""
+        service, begun = self._service, False
         try:
             request = make_request(plan, body)
             if not plan.decoupled:
@@ -115,11 +115,14 @@ class Generate:
                 return
             async with aclosing(service.stream(plan.version, request, traced)) as responses:
                 async for response in responses:
+                    begun = True
                     if response.error is not None:
                         yield self._refused(response.error)
                     elif text := _write_and_release(plan, request, response):
                         yield 200, text
         except ServeError as fault:
+            if not (begun or isinstance(fault, ModelError)):
+                raise
             yield self._refused(fault)
 
     def _refused(self, fault: ServeError) -> Answer:

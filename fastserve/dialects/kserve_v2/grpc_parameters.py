@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fastserve._ext.proto_wire import Unsigned
 from fastserve.dialects.kserve_v2.body import OutputPart
 from fastserve.dialects.kserve_v2.errors import invalid
-from fastserve.dialects.kserve_v2.parameters import Parameters
+from fastserve.dialects.kserve_v2.parameters import Parameters, check_sequence_id
 from fastserve.dialects.kserve_v2.regions import Range
 from fastserve.errors import ServeError
 
@@ -64,7 +64,7 @@ def _set(found: GrpcParameters, name: str, value: object) -> None:
 
 def _read_sequence_id(value: object) -> int | str:
     if isinstance(value, str):
-        return value
+        return check_sequence_id(value)
     return _as_int("sequence_id", value, "int64_param or string_param") & UINT64_MASK
 
 

@@ -54,4 +54,6 @@ def model_config(version: Version) -> Mapping[str, Any]:
     scheduling = shown.get("ensemble_scheduling", {})
     if not scheduling.get("max_inflight_requests"):  # 24.10 does not know it yet
         scheduling.pop("max_inflight_requests", None)
+    if scheduling:
+        shown.setdefault("model_transaction_policy", {"decoupled": False})
     return shown

@@ -14,7 +14,7 @@ from fastserve.dialects.kserve_v2.document import (
     is_uint,
     members_of,
 )
-from fastserve.dialects.kserve_v2.errors import invalid, to_text
+from fastserve.dialects.kserve_v2.errors import invalid, to_bytes, to_text, unsupported
 
 if TYPE_CHECKING:
     from fastserve._ext.json_value import Value
@@ -29,6 +29,7 @@ MEANT = (
     "binary_data_output",
 )
 """Names that mean something to the server; any other is the model's."""
+SEQUENCE_ID_BYTES = 128
 RESERVED = "parameter keys starting with 'triton_' are reserved for Triton usage and should not be specified."
 
 
@@ -93,4 +94,11 @@ def _read_sequence_id(value: Value, where: str) -> int | str:
     if is_uint(value):
         assert isinstance(value, int)
         return value
-    return as_string(value, where)
+    return check_sequence_id(as_string(value, where))
+
+
+def check_sequence_id(id: str) -> str:
+    """Raises ServeError UNIMPLEMENTED for an id that is too long."""
+    if len(to_bytes(id)) > SEQUENCE_ID_BYTES:
+        raise unsupported(f"string correlation ID cannot be longer than {SEQUENCE_ID_BYTES} characters")
+    return id

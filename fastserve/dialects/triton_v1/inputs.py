@@ -70,13 +70,13 @@ class Entries:
         self._at = 0
 
     def take(self, name: str, nbytes: int) -> Buffer:
-        self._at += 1
-        if self._at > len(self._entries):
+        if self._at == len(self._entries):  # the original counts the inputs before this one
             raise invalid(
                 f"expected tensor data for at least {self._at} inputs but got only "
                 f"{len(self._entries)} sets of data for model '{self._model}'"
             )
-        entry = self._entries[self._at - 1]
+        entry = self._entries[self._at]
+        self._at += 1
         if len(entry) != nbytes:
             raise invalid(
                 f"unexpected size {len(entry)} for input '{name}', expecting {nbytes} "

@@ -72,7 +72,7 @@ BODIES = [
         PAIR,
         [],
         "unexpected size for input 'INPUT0', expecting 64 bytes for model M",
-        "expected tensor data for at least 1 inputs but got only 0 sets of data for model M",
+        "expected tensor data for at least 0 inputs but got only 0 sets of data for model M",
     ),
     (
         "simple",

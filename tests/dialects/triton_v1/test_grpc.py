@@ -73,7 +73,9 @@ def test_errors_are_in_band(tmp_path: Path) -> None:
             few = simple()
             del few.raw_input[1]
             reply = await v1.Infer(few)
-            assert "but got only 1 sets of data for model 'simple'" in reply.request_status.msg
+            assert reply.request_status.msg == (
+                "expected tensor data for at least 1 inputs but got only 1 sets of data for model 'simple'"
+            )
             surplus = simple()
             surplus.raw_input.append(b"nobody's")
             assert (await v1.Infer(surplus)).request_status.code == 1
