@@ -349,8 +349,7 @@ class Connection(asyncio.Protocol):
             self._current = call
         else:
             self._waiting.append(call)
-        call.head.mode = CLOSE
-        self.listener.router.find_refusal(fault)(call)
+        self.listener.router.refuse(call, fault)
 
     def _shut(self) -> None:
         """The last reply is handed over: say so to the client, then wait a little for it to hang up."""

@@ -8,11 +8,11 @@ neither fill the memory nor push good ones out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from fastserve.wire.call import Call, Dialect, Endpoint
 from fastserve.wire.faults import HTML, UnknownMethod, WireFault, html_page
+from fastserve.wire.replies import CLOSE
 
 if TYPE_CHECKING:
     from fastserve.wire.head import Head
@@ -24,10 +24,6 @@ _NOT_FOUND = html_page(404, "Not Found").encode()
 def answer_not_found(call: Call) -> None:
     """The endpoint of targets no dialect of the listener knows (spec/tfserving.md 1.2)."""
     call.reply(404, _NOT_FOUND, HTML, close=True)
-
-
-def _refuse(fault: WireFault, call: Call) -> None:
-    call.reply(fault.status, fault.body, fault.content_type)
 
 
 @runtime_checkable
@@ -61,12 +57,15 @@ class Router:
                 return endpoint, True
         return answer_not_found, False
 
-    def find_refusal(self, fault: WireFault) -> Endpoint:
-        """Who answers a request that the wire refuses: the wire, or for an unknown method a dialect."""
-        own = None
+    def refuse(self, call: Call, fault: WireFault) -> None:
+        """Answer what the wire refuses, and close; an unknown method may be a dialect's to answer."""
+        call.head.mode = CLOSE
         if isinstance(fault, UnknownMethod) and self._alone is not None:
-            own = self._alone.route_unknown(fault.method, fault.target)
-        return own or partial(_refuse, fault)
+            endpoint = self._alone.route_unknown(fault.method, fault.target)
+            if endpoint is not None:
+                endpoint(call)
+                return
+        call.reply(fault.status, fault.body, fault.content_type)
 
     def remember(self, head: Head) -> None:
         """A target was answered 200: keep its route."""
