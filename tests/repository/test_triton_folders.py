@@ -158,7 +158,7 @@ def test_check_explains(tmp_path: Path) -> None:
     write_version(tmp_path, "bad", 1, MODEL)
     text = explain(RepositorySettings(repository=str(tmp_path))).text()
     assert "  scheduling: dynamic batching, up to 0 microseconds\n" in text
-    assert "  PROBLEM: version 1: model.py has no class TritonPythonModel\n" in text
+    assert "  PROBLEM: version 1: model.py has no class 'TritonPythonModel'\n" in text
     assert '  PROBLEM: Invalid argument: instance_group[0].kind: given "KIND_GPU", allowed: ' in text
 
 
