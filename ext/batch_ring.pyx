@@ -188,10 +188,10 @@ cdef class BatchRing:
         """Whether that opening of the slot has been published."""
         return self.slot(slot).seq == seq and word_state(load64(&slot_at(&self.arena, slot).word)) == SLOT_DONE
 
-    def answered(self, int64_t place, uint32_t rows) -> bool:
-        """Whether the outputs of a place whose batch is done are its own: false only when shared memory was damaged."""
+    def answered(self, int64_t place, uint32_t rows) -> int:
+        """1 when the outputs of a place whose batch is done are its own, 2 when it failed by itself, 0 when shared memory was damaged."""
         self.check(place, rows)
-        return claim_answered(&self.arena, &self.claims, place, rows)
+        return claim_answered(&self.arena, &self.claims, place, rows) * (2 if claim_row(&self.arena, place).status else 1)
 
     def failure(self, uint32_t slot) -> tuple | None:
         """(kind, text) when the whole batch failed, else None."""
@@ -290,6 +290,10 @@ cdef class BatchRing:
         """Mark the moment the backend is done; what follows is handing out its outputs."""
         self.slot(slot).ran_ns = monotonic_ns()
 
+    def count_rerun(self, uint32_t slot, uint32_t rows, uint64_t began_ns) -> None:
+        """The backend has run `rows` rows of a batch again, since then (CLOCK_MONOTONIC)."""
+        tally_rerun(&self.arena, self.slot(slot), rows, since_ns(began_ns, monotonic_ns()))
+
     def column_span(self, uint32_t slot, int column, bint output=False) -> tuple:
         """(offset in the arena, bytes of one row) of a whole column of max_rows rows."""
         cdef uint64_t base = <uint64_t>(<uint8_t*>self.slot(slot) - self.arena.base)
@@ -331,7 +335,7 @@ cdef class BatchRing:
 
     def parts_read(self, uint32_t slot, uint32_t row) -> int:
         """How many parts of this place's answer the front has taken."""
-        return desk_load(&rows_of(self.slot(slot))[min(row, self.max_rows - 1)].parts_read)
+        return parts_taken(&self.arena, slot % self.slots, row)
 
     def send_part(self, uint32_t slot, uint32_t row, uint64_t offset, uint32_t nbytes, bint final) -> bool:
         """One part of a place's answer, in a slab of this worker's (0: none), which changes hands. False: no

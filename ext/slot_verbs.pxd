@@ -13,7 +13,7 @@ cdef extern from "sweep.h" nogil:
         uint64_t in_offset, out_offset, queued_ns, tag, echo
         int front, rows
     ctypedef struct Slot:
-        uint64_t word, seq, first_ns, taken_ns, run_ns, ran_ns, done_ns
+        uint64_t word, seq, first_ns, taken_ns, run_ns, ran_ns, done_ns, moved_ns
         uint32_t attempts, status, error_bytes
         char* error
     ctypedef struct WorkerDesk:
@@ -123,6 +123,8 @@ cdef extern from "telling.h" nogil:
     void tell_done(const Arena*, uint32_t worker, uint64_t fronts, const int* bells, uint32_t slot, uint64_t seq)
     bint part_send(const Arena*, uint32_t worker, uint32_t owner, const int* bells, uint32_t slot, uint32_t row, uint64_t offset, uint32_t nbytes, bint final)
     uint32_t part_row(const Message*)
+    uint32_t parts_taken(const Arena*, uint32_t slot, uint32_t row)
+    void tally_rerun(const Arena*, Slot*, uint32_t rows, uint64_t took_ns)
     bint part_take(const Arena*, const Claims*, uint32_t owner, const Message*)
     uint64_t part_keep_inputs(const Arena*, uint32_t owner, uint32_t slot, uint32_t row)
     void tell_workers(Arena*, const int* bells)

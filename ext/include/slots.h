@@ -60,7 +60,7 @@ static inline bool slot_open_at(const Arena *a, uint32_t i, uint32_t front, uint
     uint64_t claimed = make_word(word_generation(w), front, SLOT_CLAIMED, 0, 0);
     if (word_state(w) != SLOT_FREE || !swap_word(&s->word, &w, claimed))
         return false;
-    s->first_ns = s->taken_ns = s->run_ns = s->ran_ns = s->done_ns = 0;
+    s->first_ns = s->taken_ns = s->run_ns = s->ran_ns = s->done_ns = s->moved_ns = s->rerun_ns = 0;
     if (s->error_bytes)     // another batch's words
         memset(s->error, 0, ERROR_BYTES);
     s->counted = s->attempts = 0, s->status = 0, s->error_bytes = 0;
@@ -385,6 +385,6 @@ static inline bool slot_return(Arena *a, Slot *s, uint32_t worker)
     uint64_t w = load64(&s->word);
     if (word_state(w) != SLOT_RUNNING || word_worker(w) != worker)
         return false;
-    s->taken_ns = s->run_ns = s->ran_ns = 0;
+    s->taken_ns = s->run_ns = s->ran_ns = s->moved_ns = s->rerun_ns = 0;
     return swap_ready(a, s, &w, make_word(word_generation(w), NO_WORKER, SLOT_READY, word_reserved(w), word_settled(w)));
 }

@@ -89,5 +89,13 @@ static inline void tally_batch(const Arena *a, const Slot *s, uint32_t rows, con
         return;
     RunTally *runs = runs_of(a, rows);
     bump64(a, &runs->runs, 1), bump64(a, &runs->input_ns, input);
-    bump64(a, &runs->infer_ns, infer), bump64(a, &runs->output_ns, output);
+    bump64(a, &runs->infer_ns, infer > s->rerun_ns ? infer - s->rerun_ns : 0), bump64(a, &runs->output_ns, output);
+}
+
+// The backend has run a part of a batch again: an execution of its own, whose time is not the whole batch's.
+static inline void tally_rerun(const Arena *a, Slot *s, uint32_t rows, uint64_t took_ns)
+{
+    RunTally *runs = runs_of(a, rows);
+    bump64(a, &runs->runs, 1), bump64(a, &runs->infer_ns, took_ns);
+    s->rerun_ns += took_ns;
 }

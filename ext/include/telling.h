@@ -43,11 +43,20 @@ static inline bool part_send(const Arena *a, uint32_t worker, uint32_t owner, co
     Message message = {slot_at(a, slot)->seq, slot, PART_MESSAGE, offset, (uint64_t)final << 63 | (uint64_t)row << 32 | nbytes, tag};
     if (offset)
         slab_give(&a->slabs, offset, owner, place_owner(tag));
-    if (tell_front(a, worker, front, bells[front], &message))
+    if (tell_front(a, worker, front, bells[front], &message)) {
+        slot_at(a, slot)->moved_ns = monotonic_ns();
         return true;
+    }
     if (offset)
         slab_give(&a->slabs, offset, place_owner(tag), owner);
     return false;
+}
+
+// How many parts of a place the front has taken. A worker that asks waits for its reader, and does not hang.
+static inline uint32_t parts_taken(const Arena *a, uint32_t slot, uint32_t row)
+{
+    slot_at(a, slot)->moved_ns = monotonic_ns();
+    return desk_load(&rows_of(slot_at(a, slot))[row < a->max_rows ? row : a->max_rows - 1].parts_read);
 }
 
 static inline uint32_t part_row(const Message *message) { return message->part >> 32 & 0xffff; }

@@ -4,6 +4,7 @@
 // that is CLAIMED, so that nobody writes into what is being dropped, and a death in between is swept like any
 // other. Slots and pages are taken lowest first, so what a steady load uses stays.
 #pragma once
+#include <stdlib.h>
 #include <sys/mman.h>
 #include "slots.h"
 
@@ -12,9 +13,9 @@ enum { TRIM_PAGES = 4096 };     // at a time: 16 MB take some 4 ms
 // What the process that looks remembers of a slot: the generation it found at its last look, and the one whose
 // columns hold no memory.
 typedef struct { uint16_t seen, clean; } SlotLook;
-typedef struct { SlotLook *slots; uint32_t slot, page; } Looks;
+typedef struct { SlotLook *slots; uint32_t slot, page; } TrimLooks;
 
-static inline bool looks_open(const Arena *a, Looks *t)
+static inline bool looks_open(const Arena *a, TrimLooks *t)
 {
     t->slots = (SlotLook *)calloc(a->slots, sizeof(SlotLook));
     return t->slots != NULL;
@@ -46,7 +47,7 @@ static inline uint32_t slot_trim(const Arena *a, uint32_t i, uint32_t front, Slo
 }
 
 // One look, or a part of one: true when it was cut short, and is to go on soon.
-static inline bool arena_trim(const Arena *a, Looks *t, uint32_t front)
+static inline bool arena_trim(const Arena *a, TrimLooks *t, uint32_t front)
 {
     uint32_t given = 0;
     for (; t->slot < a->slots && given < TRIM_PAGES; t->slot++)

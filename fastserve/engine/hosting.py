@@ -45,6 +45,7 @@ STOP_GRACE_S = 5.0
 # A batch whose worker died runs once more when another worker lives; its requests fail otherwise.
 MOST_ATTEMPTS = 2
 DIED = "the worker process died while it ran this request"
+ENDED = "the worker process that ran this request was ended: {}"
 # With no worker left, requests wait this long for one to come back; those that come later as long as a look.
 NOBODY_S, NOBODY_LOOK_S = 10.0, 1.0
 NOBODY = "no worker of this model is alive"
@@ -193,6 +194,14 @@ class Host:
             return 1
         return sum(hosted.group.alive for hosted in self._parts(version))
 
+    def stuck(self, version: Version) -> str:
+        """Why no worker of the version can take a batch, though some are alive; "" while one can."""
+        parts = self._parts(version)
+        stuck = sum(len(hosted.upkeep.stuck) for hosted in parts)
+        if not stuck or self.alive(version) > stuck:
+            return ""
+        return f"every worker has been in one batch for more than {parts[0].upkeep.stuck_s:g} s"
+
     def trouble(self, version: Version) -> str:
         """Why a worker of the version is missing, in words a client may read."""
         return next((h.group.trouble for h in self._parts(version) if h.group.trouble), "")
@@ -228,7 +237,9 @@ class Host:
         lane = Lane(arena, 0, inputs, outputs, meters)
         lane.open()
         tally_of(version).lanes.append(lane)
-        upkeep = Upkeep(lane, group.kill, limit_ms=version.config.run_timeout_ms)
+        upkeep = Upkeep(
+            lane, group.kill, lambda: self._stuck_changed(hosted), limit_ms=version.config.run_timeout_ms
+        )
         upkeep.open()
         hosted = Hosted(version, group, arena, lane, Calls(self.engine, lane, group.tell), upkeep, part)
         self.hosted[_key(version, part)] = hosted
@@ -256,15 +267,23 @@ class Host:
             return
         hosted.calls.forget(worker)
         self.wishes.forget_worker(version, part, worker)
-        # Parts of an answer have gone out already: it is not begun again.
-        attempts = MOST_ATTEMPTS if hosted.group.alive and not hosted.lane.decoupled else 1
-        retried, failed = hosted.lane.ring.worker_died(worker, attempts, Kind.UNAVAILABLE.value, DIED)
+        # Parts of an answer have gone out already: it is not begun again. What hung would hang the next.
+        ended = hosted.upkeep.ended(worker)
+        attempts = MOST_ATTEMPTS if hosted.group.alive and not hosted.lane.decoupled and not ended else 1
+        kind, text = (Kind.DEADLINE_EXCEEDED, ENDED.format(ended)) if ended else (Kind.UNAVAILABLE, DIED)
+        retried, failed = hosted.lane.ring.worker_died(worker, attempts, kind.value, text)
         log.warning("%r: worker %d died; %d batches retried, %d failed", version, worker, retried, failed)
         if isinstance(version.lane, StatefulDoor):
             version.lane.instance_lost(part)
         self._registry.counters(names.RETRIES).of(version.model, version.number).add(retried)
         if not hosted.group.alive and hosted.nobody is None:
             hosted.nobody = asyncio.get_running_loop().call_later(NOBODY_S, _fail_waiting, hosted)
+        self._report(hosted)
+
+    def _stuck_changed(self, hosted: Hosted) -> None:
+        stuck = self.stuck(hosted.version)
+        if stuck:
+            log.error("%r: %s", hosted.version, stuck)
         self._report(hosted)
 
     def _called(
@@ -292,7 +311,8 @@ class Host:
     def _report(self, hosted: Hosted) -> None:
         who = (hosted.version.model, hosted.version.number)
         alive = self.alive(hosted.version)
-        self._registry.gauges(names.MODEL_READY).of(*who).set(float(alive > 0))
+        ready = alive > 0 and not self.stuck(hosted.version)
+        self._registry.gauges(names.MODEL_READY).of(*who).set(float(ready))
         self._registry.gauges(names.WORKERS_ALIVE).of(*who).set(alive)
         self._registry.gauges(names.WORKERS_WANTED).of(*who).set(hosted.version.config.instances)
         self._on_health()

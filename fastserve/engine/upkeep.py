@@ -1,4 +1,5 @@
-"""What the owner does for a lane every now and then: gives unused memory back, and ends workers that hang.
+"""What the owner does for a lane every now and then: gives unused memory back, notices workers that hang, and
+ends them.
 
 Not what answers requests: everything here is a look at shared memory on a timer of the loop.
 """
@@ -9,46 +10,78 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from fastserve._ext.trim import Trim
+from fastserve._ext.upkeep import Looks
 from fastserve.engine.lane import Lane
 
 # Memory is given back that was free for two looks: a load that comes in waves keeps what it uses.
 TRIM_S, TRIM_ON_S = 5.0, 0.02
-WATCH_S = 0.05
+# An instance counts as stuck after half of what its model's runs may take, so that whoever spreads the load
+# looks elsewhere before callers are told; where they may take for ever, after this long.
+STUCK_S = 60.0
+WATCH_MOST_S, WATCH_LEAST_S = 1.0, 0.05
 
 
 class Upkeep:
-    """Looks after one lane from `open` to `close`. `kill(worker, reason)` ends a worker whose batch has run
-    longer than `limit_ms`; 0: however long."""
+    """Looks after one lane from `open` to `close`.
 
-    def __init__(self, lane: Lane, kill: Callable[[int, str], None], *, limit_ms: int) -> None:
-        self._ring, self._kill, self._limit_ms = lane.ring, kill, limit_ms
-        self._trim = Trim(lane.arena.memory)
+    `kill(worker, reason)` ends a worker whose batch has run longer than `limit_ms`; 0: however long. `stuck`
+    are the workers whose batch has run longer than `stuck_s`; `on_stuck` is called whenever they are others.
+    A worker that answers in parts runs as long as execute() goes on without sending one.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        kill: Callable[[int, str], None],
+        on_stuck: Callable[[], None],
+        *,
+        limit_ms: int,
+    ) -> None:
+        self.stuck: frozenset[int] = frozenset()
+        self.stuck_s = limit_ms / 2000 if limit_ms else STUCK_S
+        self._limit_ms, self._decoupled = limit_ms, lane.decoupled
+        self._kill, self._on_stuck = kill, on_stuck
+        self._killed: set[int] = set()
+        self._looks = Looks(lane.arena.memory)
+        self._watch_s = min(max(self.stuck_s / 4, WATCH_LEAST_S), WATCH_MOST_S)
 
     def open(self) -> None:
         """Begin, on the running loop."""
         self._loop = asyncio.get_running_loop()
         self._trimming = self._loop.call_later(TRIM_S, self.give_back)
-        self._watching = self._loop.call_later(WATCH_S, self._watch) if self._limit_ms else None
+        self._watching = self._loop.call_later(self._watch_s, self._watch)
 
     def close(self) -> None:
         """No more looks."""
         self._trimming.cancel()
-        if self._watching is not None:
-            self._watching.cancel()
-        del self._trim  # it holds the arena's memory
+        self._watching.cancel()
+        del self._looks, self._kill, self._on_stuck  # these hold the arena's memory, or whoever does
 
     def give_back(self) -> None:
         """Look for memory that nobody has used since the last look, and when to look again."""
         self._trimming.cancel()
-        more = self._trim.look()
+        more = self._looks.give_back()
         self._trimming = self._loop.call_later(TRIM_ON_S if more else TRIM_S, self.give_back)
 
+    def ended(self, worker: int) -> str:
+        """Why this worker, which is gone, was ended here; "" when it died by itself."""
+        if worker not in self._killed:
+            return ""
+        self._killed.discard(worker)
+        return f"a batch ran longer than run_timeout_ms {self._limit_ms}"
+
     def _watch(self) -> None:
-        ring, now = self._ring, time.monotonic_ns()
-        for slot in range(ring.slots):
-            state, _, _, worker = ring.describe(slot)
-            taken_ns = ring.times_ns(slot)[1]
-            if state == "running" and taken_ns and now - taken_ns > self._limit_ms * 1_000_000:
+        now, stuck = time.monotonic_ns(), set()
+        for worker, since_ns, ran in self._looks.running():
+            if self._decoupled and ran:  # execute() is over, its answers may come whenever they like
+                continue
+            took_s = (now - since_ns) / 1e9
+            if took_s > self.stuck_s:
+                stuck.add(worker)
+            if self._limit_ms and took_s * 1000 > self._limit_ms and worker not in self._killed:
+                self._killed.add(worker)
                 self._kill(worker, f"a batch ran longer than run_timeout_ms {self._limit_ms}")
-        self._watching = self._loop.call_later(WATCH_S, self._watch)
+        if stuck != self.stuck:
+            self.stuck = frozenset(stuck)
+            self._on_stuck()
+        self._watching = self._loop.call_later(self._watch_s, self._watch)

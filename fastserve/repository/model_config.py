@@ -145,7 +145,7 @@ class NativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     ] = {}
     run_timeout_ms: Annotated[
         int, Meta(ge=0, description="Milliseconds a batch may run before its worker is killed; 0: no limit.")
-    ] = 0
+    ] = 120_000
     load_timeout_s: Annotated[
         float, Meta(gt=0, description="Seconds a worker may take until it is ready.")
     ] = 300.0
@@ -153,7 +153,10 @@ class NativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         float, Meta(gt=0, description="Seconds before a dead worker's first restart; doubles each time.")
     ] = 0.1
     restart_backoff_max_s: Annotated[
-        float, Meta(gt=0, description="Longest wait before a restart, in seconds.")
+        float,
+        Meta(
+            gt=0, description="Longest wait after a start that failed, in seconds; after a death at work 1."
+        ),
     ] = 30.0
     class_name: Annotated[
         str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", description="Class in model.py.")

@@ -284,7 +284,7 @@ class FrontLink:
     # --- and the next
 
     async def _tend(self) -> None:
-        backoff = Backoff(FIRST_RESTART_S, LONGEST_RESTART_S)
+        backoff = Backoff(FIRST_RESTART_S, died_cap_s=LONGEST_RESTART_S)
         while self._process is not None:
             born = time.monotonic()
             await self._process.wait()
@@ -292,7 +292,7 @@ class FrontLink:
             self._registry.counters(names.FRONT_RESTARTS).of().add()
             self._registry.bury(self.front)
             # Before the new one claims the same number.
-            await asyncio.gather(self._sweep(), asyncio.sleep(backoff.after(lived_s)))
+            await asyncio.gather(self._sweep(), asyncio.sleep(backoff.after_death(lived_s)))
             try:
                 await self._start()
             except ServeError as error:

@@ -14,7 +14,7 @@ _COMING = (VersionState.START, VersionState.LOADING)
 
 
 def judge(catalog: Catalog, host: Host, *, keep_going: bool, may_be_empty: bool) -> Readiness:
-    """Ready: every model that should serve has an available version with a live, warm worker.
+    """Ready: every model that should serve has an available version with a live, warm worker not stuck.
 
     With keep_going a model that could not be loaded is reported and does not count. A server without
     any model is ready only where models are loaded on demand (`may_be_empty`).
@@ -50,8 +50,8 @@ def _judge_model(model: Model, host: Host) -> ModelReadiness:
     latest = model.latest
     if latest is not None:
         alive, wanted = host.alive(latest), latest.config.instances
-        reason = "" if alive else host.trouble(latest) or "no worker is alive"
-        return ModelReadiness(alive > 0, reason, alive, wanted)
+        reason = host.stuck(latest) if alive else host.trouble(latest) or "no worker is alive"
+        return ModelReadiness(not reason, reason, alive, wanted)
     if _loading(model):
         return ModelReadiness(False, "loading")
     errors = [v.error for v in model.versions.values() if v.error is not None]

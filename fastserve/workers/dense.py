@@ -13,6 +13,7 @@ from fastserve.errors import Kind, ServeError
 from fastserve.tensor import TensorSpec
 from fastserve.workers.arena import Arena
 from fastserve.workers.arrays import NUMPY
+from fastserve.workers.guesses import Guess
 
 if TYPE_CHECKING:
     from fastserve._ext.batch_ring import BatchRing
@@ -47,14 +48,10 @@ class DenseRunner:
         for name, column in outputs.items():
             _store(name, results[name], column, rows, padded)
 
-    def warm_up(self, rows: int) -> None:
-        """Run the backend on zeros; no slot is touched."""
+    def warm_up(self, rows: int, guess: Guess) -> None:
+        """Run the backend on a guess; no slot is touched."""
         padded = self._padded(rows)
-        zeros = {
-            name: np.zeros((padded, *(spec.shape or ())), NUMPY[spec.dtype.name])
-            for name, spec in self._backend.inputs.items()
-        }
-        self._backend.run(zeros)
+        self._backend.run({n: guess.make(spec, (padded,)) for n, spec in self._backend.inputs.items()})
 
     def _padded(self, rows: int) -> int:
         return next((size for size in self._sizes if size >= rows), rows)

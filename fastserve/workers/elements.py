@@ -18,6 +18,7 @@ from fastserve.codec.wireable import decode, encode
 from fastserve.errors import Kind, ServeError
 from fastserve.workers.arena import Arena
 from fastserve.workers.arrays import NUMPY
+from fastserve.workers.guesses import Guess
 
 if TYPE_CHECKING:
     from fastserve._ext.batch_ring import BatchRing
@@ -54,7 +55,7 @@ class ElementRunner:
             )
         self._write(slot, places, results)
 
-    def warm_up(self, rows: int) -> None:
+    def warm_up(self, rows: int, guess: Guess) -> None:
         """Nothing: no element can be made up."""
 
     def _read(self, slot: int, places: list[Place]) -> Any:

@@ -5,7 +5,8 @@ decides what that means for the requests at hand.
 
     start: load x N -> all agree on inputs and outputs -> make the arena -> serve x N -> all ready
            (any failure fails all: a version is there or it is not)
-    later: death -> on_death at once -> wait 0.1 s, 0.2 s ... 30 s -> load, serve -> on_alive
+    later: death -> on_death at once -> wait 0.1 s, 0.2 s ... 1 s -> load, serve -> on_alive
+           a start that failed -> wait 0.1 s, 0.2 s ... 30 s -> load, serve
 """
 
 from __future__ import annotations
@@ -45,18 +46,33 @@ MakeArena = Callable[[dict[str, TensorSpec], dict[str, TensorSpec]], ArenaLike]
 
 @dataclass
 class Backoff:
-    """How long to wait before a worker is started again. Seconds."""
+    """How long to wait before a worker is started again, by what ended the one before. Seconds.
+
+    A start that failed will most likely fail again, and may be costly. A worker that was ready and died has
+    shown that a start works, and every second without it is one without service: what kills it is one request
+    in thousands, say, and the wait only keeps a model that dies of every request from taking a whole core.
+    """
 
     first_s: float = 0.1
     cap_s: float = 30.0
+    died_cap_s: float = 1.0
     settled_s: float = 60.0  # a life this long forgives what was before
-    _next_s: float = 0.0
+    _failed_s: float = 0.0
+    _died_s: float = 0.0
 
-    def after(self, lived_s: float) -> float:
-        """The wait after a life of `lived_s` seconds (0 for a start that failed)."""
-        if lived_s >= self.settled_s or not self._next_s:
-            self._next_s = self.first_s
-        wait_s, self._next_s = self._next_s, min(self.cap_s, 2 * self._next_s)
+    def after_failure(self) -> float:
+        """The wait after a start that failed."""
+        wait_s = min(self._failed_s or self.first_s, self.cap_s)
+        self._failed_s = 2 * wait_s
+        return wait_s
+
+    def after_death(self, lived_s: float) -> float:
+        """The wait after a worker was ready for `lived_s` seconds."""
+        self._failed_s = 0.0
+        wait_s = min(self._died_s or self.first_s, self.cap_s, self.died_cap_s)
+        if lived_s >= self.settled_s:
+            wait_s = min(self.first_s, self.cap_s, self.died_cap_s)
+        self._died_s = 2 * wait_s
         return wait_s
 
 
@@ -212,11 +228,11 @@ class WorkerGroup:
     async def _tend(self, instance: Instance) -> None:
         backoff = Backoff(self._backoff_s, self._backoff_max_s)
         while not self._stopped:
-            lived_s = 0.0
             if instance.state is State.READY:
                 await instance.exited()
-                lived_s = self._clock() - self._born[instance.index]
-            await self._sleep(backoff.after(lived_s))
+                await self._sleep(backoff.after_death(self._clock() - self._born[instance.index]))
+            else:
+                await self._sleep(backoff.after_failure())
             await self._revive(instance)
 
     async def _revive(self, instance: Instance) -> None:

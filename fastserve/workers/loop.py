@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fastserve._ext.batch_ring import BatchRing
     from fastserve.backends.transformer import TransformerBackend
     from fastserve.backends.triton_python import TritonPythonBackend
+    from fastserve.workers.guesses import Guess
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +37,8 @@ class Runner(Protocol):
         """Answers every place of the slot. Raises what the backend raised. True: it publishes the slot by
         itself, now or later."""
 
-    def warm_up(self, rows: int) -> None:
-        """Runs the backend once on `rows` rows of zeros, for its caches."""
+    def warm_up(self, rows: int, guess: Guess) -> None:
+        """Runs the backend once on `rows` rows that were made up. Raises what the backend raises."""
 
 
 def serve(
@@ -137,8 +138,7 @@ def _warm_up(runner: Runner, arena: Arena, backend: Backend, config: Mapping[str
 
         run_samples(backend, wish, batching=config["max_batch_size"] > 0)
         return
-    try:
-        for rows in dict.fromkeys((1, *(config.get("allowed_batch_sizes") or ()))):
-            runner.warm_up(min(rows, arena.geometry.max_rows))
-    except Exception as error:  # zeros are only a guess at an input: a model may refuse them and be sound
-        log.warning("warm-up with zeros was refused by the model: %s", explain(error))
+    from fastserve.workers.guesses import run_guesses
+
+    sizes = dict.fromkeys((1, *(config.get("allowed_batch_sizes") or ())))
+    run_guesses(runner.warm_up, [min(rows, arena.geometry.max_rows) for rows in sizes], backend.inputs)

@@ -17,7 +17,8 @@ from fastserve.backends.base import Backend, explain
 from fastserve.errors import Kind, ServeError
 from fastserve.tensor import DTYPES
 from fastserve.workers.arena import Arena
-from fastserve.workers.arrays import NUMPY, open_desk, read_array, to_entry
+from fastserve.workers.arrays import open_desk, read_array, to_entry
+from fastserve.workers.guesses import Guess
 
 if TYPE_CHECKING:
     from fastserve._ext.batch_ring import BatchRing
@@ -63,15 +64,10 @@ class SlabRunner:
                 log.exception("the model failed on a batch of %d requests", len(group))
                 self._refuse(slot, group, ServeError(Kind.INTERNAL, explain(error)))
 
-    def warm_up(self, rows: int) -> None:
-        """Run the backend on zeros (empty strings); axes of any length get one element."""
+    def warm_up(self, rows: int, guess: Guess) -> None:
+        """Run the backend on a guess."""
         lead = (rows,) if self._batching else ()
-        arrays = {}
-        for name, spec in self._backend.inputs.items():
-            shape = (*lead, *(max(n, 1) if n < 0 else n for n in spec.shape or ()))
-            fill: Any = b"" if spec.dtype.name == "bytes" else 0
-            arrays[name] = np.full(shape, fill, NUMPY[spec.dtype.name])
-        self._backend.run(arrays)
+        self._backend.run({name: guess.make(spec, lead) for name, spec in self._backend.inputs.items()})
 
     def _read_all(self, slot: int) -> list[Place]:
         places = []

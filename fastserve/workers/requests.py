@@ -32,6 +32,7 @@ from fastserve.errors import Kind
 from fastserve.tensor import DTYPES
 from fastserve.workers.arena import Arena
 from fastserve.workers.arrays import open_desk, read_array
+from fastserve.workers.guesses import Guess
 from fastserve.workers.replies import Batch, Kept, Packed, Reply
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class RequestRunner:
         if requests:
             self._execute(batch.slot, requests, replies)
 
-    def warm_up(self, rows: int) -> None:
+    def warm_up(self, rows: int, guess: Guess) -> None:
         """Nothing: Triton runs a model on what its configuration says, and on nothing else."""
 
     def _execute(self, slot: int, requests: list[InferenceRequest], replies: list[Reply]) -> None:

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from fastserve._ext import batch_ring
 from fastserve._ext.batch_ring import FULL, PART, BatchRing
-from fastserve._ext.trim import Trim
+from fastserve._ext.upkeep import Looks
 from tests.oracles.arena import PlainArena, PlainBatch, PlainPlace
 
 SHAPE = {"slots": 3, "max_rows": 4, "fronts": 2, "workers": 2, "slab_pages": 64}
@@ -30,7 +30,7 @@ class ArenaMachine(RuleBasedStateMachine):
         batch_ring.format_arena(self.memory, **SHAPE)
         self.fronts = [BatchRing(self.memory, front=i) for i in range(2)]
         self.workers = [BatchRing(self.memory, worker=i) for i in range(2)]
-        self.trim = Trim(self.memory)
+        self.looks = Looks(self.memory)
         self.plain = PlainArena(SHAPE["slots"], SHAPE["max_rows"], ATTEMPTS)
         self.place_of: dict[PlainPlace, int] = {}
         self.slot_of: dict[PlainBatch, int] = {}
@@ -106,7 +106,7 @@ class ArenaMachine(RuleBasedStateMachine):
     @rule()
     def give_memory_back(self) -> None:
         """Nobody notices."""
-        self.trim.look()
+        self.looks.give_back()
 
     @rule(front=WHICH)
     def drain(self, front: int) -> None:

@@ -373,7 +373,7 @@ def test_restarts_back_off_and_forgive(tmp_path: Path) -> None:
                 watched.retry()
             await watched.until(lambda: len(watched.waits) == 4)
             assert watched.group.trouble == "AssertionError: still broken"
-            assert watched.waits == [0.2, 0.4, 0.8, 1]
+            assert watched.waits == [0.2, 0.2, 0.4, 0.8], "one death, and starts that failed"
             flag.unlink()
             watched.retry()
             await watched.until(lambda: watched.group.alive == 1)
@@ -387,6 +387,15 @@ def test_restarts_back_off_and_forgive(tmp_path: Path) -> None:
 
 def test_back_off_is_capped() -> None:
     backoff = Backoff()
-    assert [backoff.after(0) for _ in range(12)][-1] == 30.0
-    assert backoff.after(59) == 30.0
-    assert backoff.after(60) == 0.1
+    assert [backoff.after_failure() for _ in range(12)][-2:] == [30.0, 30.0]
+    backoff.after_death(1)
+    assert backoff.after_failure() == 0.1, "it was ready in between"
+    assert backoff.after_death(60) == 0.1
+
+
+def test_deaths_at_work_cost_no_more_than_a_second() -> None:
+    """The eighth cost 13 s: the wait for starts that fail was the wait for every death."""
+    backoff = Backoff()
+    waits = [backoff.after_death(1) for _ in range(20)]
+    assert waits[:4] == [0.1, 0.2, 0.4, 0.8]
+    assert waits[4:] == [1.0] * 16

@@ -109,12 +109,58 @@ def test_warm_up_comes_before_ready(warmup, wanted):
         assert [len(seen["x"]) for seen in backend.seen] == wanted
 
 
-def test_a_model_that_refuses_zeros_is_served_and_one_that_refuses_its_own_sample_is_not():
+def needs(check, fault=None):
+    def run(inputs):
+        if not check(inputs["x"]):
+            raise fault or ValueError("not these")
+        return twice(inputs)
+
+    return Function(X, Y, run)
+
+
+@pytest.mark.lingers
+@pytest.mark.parametrize(
+    "model",
+    [
+        needs(lambda x: x.all()),
+        needs(lambda x: np.ptp(x) > 0),
+        needs(lambda x: False, ServeError(Kind.INVALID_ARGUMENT, "none of these")),
+    ],
+    ids=["ones", "numbers that differ", "its own words"],
+)
+def test_a_model_may_refuse_guesses(model):
+    with running(model, warmup="auto") as it:
+        assert it.owner.receive().message == {"op": "ready"}
+
+
+@pytest.mark.lingers
+@pytest.mark.parametrize(
+    ("inputs", "fault", "sound"),
+    [
+        (X, RuntimeError("boom"), False),
+        (X, ServeError(Kind.INTERNAL, "output 'y' is float64"), False),
+        (specs(x=("float32", (-1,))), NameError("nmupy"), False),
+        (specs(x=("float32", (-1,))), RuntimeError("kernel larger than picture"), True),
+        (specs(x=("bytes", ())), ValueError("no JSON"), True),
+    ],
+)
+def test_a_model_that_can_never_run_is_not_served(inputs, fault, sound):
+    def run(_):
+        raise fault
+
+    with running(Function(inputs, Y, run), warmup="auto") as it:
+        if sound:
+            assert it.owner.receive().message == {"op": "ready"}
+        else:
+            it.thread.join(10)
+            assert isinstance(it.raised, ServeError)
+            assert str(fault) in str(it.raised)
+
+
+def test_a_model_that_refuses_its_own_sample_is_not_served():
     def refuse(inputs):
         raise ValueError("not these")
 
-    with running(Function(X, Y, refuse), warmup="auto") as it:
-        assert it.owner.receive().message == {"op": "ready"}
     with running(Function(X, Y, refuse), warmup=[{"inputs": {"x": "zeros"}}]) as it:
         it.thread.join(10)
         assert str(it.raised) == "not these"

@@ -11,7 +11,7 @@ import pytest
 
 from fastserve._ext import batch_ring
 from fastserve._ext.batch_ring import FULL, BatchRing
-from fastserve._ext.trim import Trim
+from fastserve._ext.upkeep import Looks
 
 ROW = 64 << 10
 LAYOUT = {"slots": 4, "max_rows": 4, "inputs": [ROW], "outputs": [ROW], "slab_pages": 64}
@@ -26,7 +26,7 @@ class Rig:
         self.memory = mmap.mmap(self.fd, batch_ring.measure(**LAYOUT))
         batch_ring.format_arena(self.memory, **LAYOUT)
         self.front, self.worker = BatchRing(self.memory, front=0), BatchRing(self.memory, worker=0)
-        self.trim = Trim(self.memory)
+        self.looks = Looks(self.memory)
 
     @property
     def held(self) -> int:
@@ -52,12 +52,12 @@ def rig() -> Iterator[Rig]:
     made = Rig()
     yield made
     os.close(made.fd)
-    del made.front, made.worker, made.trim
+    del made.front, made.worker, made.looks
     made.memory.close()
 
 
 def test_a_burst_is_given_back_and_what_is_in_use_stays(rig: Rig):
-    rig.trim.look()
+    rig.looks.give_back()
     empty = rig.held
     done = [rig.write(4) for _ in range(3)]
     for _ in done:
@@ -66,14 +66,14 @@ def test_a_burst_is_given_back_and_what_is_in_use_stays(rig: Rig):
         rig.front.release(place, 4)
     full = rig.held
     assert full > empty + 3 * 8 * ROW
-    rig.trim.look()
+    rig.looks.give_back()
     assert rig.held == full, "free at one look only"
-    rig.trim.look()
+    rig.looks.give_back()
     assert rig.held <= full - 2 * 8 * ROW + 4 * mmap.PAGESIZE
     assert bytes(rig.front.output_rows(done[0], 4, 0)) == b"y" * 4 * ROW
     rig.front.release(done[0], 4)
     for _ in range(3):
-        rig.trim.look()
+        rig.looks.give_back()
     assert rig.held <= empty + 12 * mmap.PAGESIZE
     assert rig.front.outstanding() == 0
 
@@ -84,7 +84,7 @@ def test_a_slot_that_is_used_between_two_looks_stays_as_it_is(rig: Rig):
         rig.answer()
         rig.front.release(place, 4)
         held = rig.held
-        rig.trim.look()
+        rig.looks.give_back()
         assert rig.held == held
 
 
@@ -99,7 +99,7 @@ def test_what_was_given_back_serves_again(rig: Rig):
             assert bytes(rig.front.output_rows(place, 4, 0)) == b"y" * 4 * ROW
             rig.front.release(place, 4)
         for _ in range(3):
-            rig.trim.look()
+            rig.looks.give_back()
 
 
 def test_slabs_are_given_back_too(rig: Rig):
@@ -108,7 +108,7 @@ def test_slabs_are_given_back_too(rig: Rig):
     rig.front.return_lease(offset)
     full = rig.held
     for _ in range(2):
-        assert not rig.trim.look()
+        assert not rig.looks.give_back()
     assert rig.held == full - 60 * mmap.PAGESIZE
 
 
@@ -117,7 +117,7 @@ def test_looks_beside_a_load_lose_and_mix_nothing(rig: Rig):
 
     def look() -> None:
         while not done.is_set():
-            rig.trim.look()
+            rig.looks.give_back()
 
     looking = threading.Thread(target=look)
     looking.start()
@@ -140,4 +140,4 @@ def test_looks_beside_a_load_lose_and_mix_nothing(rig: Rig):
 
 def test_memory_that_holds_no_arena():
     with pytest.raises(ValueError, match="no arena"):
-        Trim(bytearray(1 << 16))
+        Looks(bytearray(1 << 16))
