@@ -18,7 +18,7 @@ from json_cursor cimport *
 cdef enum:
     FRAME_DEPTH = 3             # containers around an input's data: body, inputs, input
     MAX_DEPTH = 103
-    MAX_PARTS = 65536           # inputs, or outputs: a part takes fifty times the bytes of "{},"
+    MAX_PARTS = 4096            # inputs, or outputs: a part takes fifty times the bytes of "{},", and 4 us later on
     TOO_MANY_PARTS = 29         # JsonFaults of our own
     NOT_SINGULAR = 30           # something follows the body
 

@@ -20,7 +20,7 @@ from libc.string cimport memset
 
 from infer_body cimport *
 from infer_match cimport *
-from infer_members cimport string_of
+from infer_members cimport ENTRIES, string_of
 from json_column cimport text_equals
 
 
@@ -293,6 +293,7 @@ cdef class InferFrames:
         cdef Cursor c
         cdef Text identity = Text(NULL, NULL, False)
         cdef int64_t rows
+        cdef int64_t left = ENTRIES
         cdef Py_ssize_t k
         PyObject_GetBuffer(body, &view, PyBUF_SIMPLE)
         try:
@@ -305,7 +306,9 @@ cdef class InferFrames:
                 if rows:
                     frame.rows, frame.used = rows, True
                     if frame.ids:
-                        frame.id = string_of(&identity)
+                        frame.id = string_of(&identity, &left)
+                        if left < 0:
+                            return None     # too long an id: read_infer says so
                     if k:
                         self.frames.insert(0, self.frames.pop(k))
                     return frame

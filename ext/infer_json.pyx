@@ -3,7 +3,8 @@
     body = read_infer(b'{"inputs":[{"name":"x","shape":[1,2],"datatype":"FP32","data":[0.5,1]}]}')
     body.inputs[0].data                             # 8 bytes of float32
 
-It makes no Python object per value and does not recurse. Binary tensors, shared memory and what only a
+It makes no Python object per value and does not recurse; of what becomes objects, inputs, outputs, parameters and
+axes, it reads so many and no more. Binary tensors, shared memory and what only a
 model can tell are not here: the dialect finds sizes and names in `parameters`. infer_frame reads requests
 that are as one before, infer_reply writes the responses.
 """
@@ -11,9 +12,12 @@ that are as one before, infer_reply writes the responses.
 from enum import IntEnum
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
-from cpython.bytes cimport PyBytes_FromStringAndSize
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from libc.stdint cimport int64_t, uint8_t
+from libc.stdlib cimport free
 from libc.string cimport memset
+
+from copying cimport copy_one
 
 from infer_body cimport *
 from infer_data cimport *
@@ -29,7 +33,7 @@ cdef enum:
 
 
 class InferCode(IntEnum):
-    """Why a request was refused. The last four are the caller's fault (400), the others 500 (spec 1.2)."""
+    """Why a request was refused. The last five are the caller's fault (400), the others 500 (spec 1.2)."""
 
     SYNTAX = 1                  # the text is no JSON
     NO_MEMBER = 2
@@ -45,6 +49,7 @@ class InferCode(IntEnum):
     TWO_CONTENTS = 21
     NOT_IN_JSON = 22            # FP16 and BF16
     UNKNOWN_DATATYPE = 23
+    TOO_MANY = 24               # parameters and axes
 
 
 cdef dict DETAILS = {
@@ -158,8 +163,20 @@ cdef object refuse(int code, str member, const uint8_t* at, const uint8_t* start
     return InferFault(code, f"{doing}: {detail}", at - start if at != NULL else 0, member, name)
 
 
+cdef int count_down(const int64_t* left) except -1:
+    if left[0] < 0:
+        raise InferFault(
+            24,
+            f"at most {<int>ENTRIES} parameters and axes of shapes are read of one request, and at most "
+            f"{<int>ENTRIES * <int>PIECE_BYTES} bytes of names, ids and parameters",
+            0,
+        )
+    return 0
+
+
 cdef InferBody close_body(Scan* s, const uint8_t* start, JsonFault fault):
     cdef InferBody body = InferBody.__new__(InferBody)
+    cdef int64_t left = ENTRIES
     cdef const uint8_t* end = s.cursor.end
     cdef int i
     if fault == JSON_NO_MEMORY:
@@ -168,10 +185,12 @@ cdef InferBody close_body(Scan* s, const uint8_t* start, JsonFault fault):
         at = s.cursor.at - start
         reason = SYNTAX_REASONS[<int>fault] if <int>fault in SYNTAX_REASONS else json_reason(fault).decode()
         raise InferFault(1, f"failed to parse the request JSON buffer: {reason} at {at}", at)
-    body.id = "" if s.id == NULL else string_at(s.id, end)
+    body.id = "" if s.id == NULL else string_at(s.id, end, &left)
+    count_down(&left)
     if body.id is None:
         raise refuse(3, "id", s.id, start)
-    body.parameters = {} if s.parameters == NULL else members_at(s.parameters, end)
+    body.parameters = {} if s.parameters == NULL else members_at(s.parameters, end, &left)
+    count_down(&left)
     if body.parameters is None:
         raise refuse(5, "parameters", s.parameters, start)
     if s.inputs.start == NULL:
@@ -180,30 +199,31 @@ cdef InferBody close_body(Scan* s, const uint8_t* start, JsonFault fault):
         raise refuse(4, "inputs", s.inputs.start, start)
     if s.outputs.start != NULL and not s.outputs.is_list:
         raise refuse(4, "outputs", s.outputs.start, start)
-    body.inputs = [close_input(&s.inputs.items[i], start, end) for i in range(s.inputs.count)]
-    body.outputs = [close_output(&s.outputs.items[i], start, end) for i in range(s.outputs.count)]
+    body.inputs = [close_input(&s.inputs.items[i], start, end, &left) for i in range(s.inputs.count)]
+    body.outputs = [close_output(&s.outputs.items[i], start, end, &left) for i in range(s.outputs.count)]
     return body
 
 
-cdef InferOutput close_output(const Part* part, const uint8_t* start, const uint8_t* end):
+cdef InferOutput close_output(const Part* part, const uint8_t* start, const uint8_t* end, int64_t* left):
     cdef InferOutput output = InferOutput.__new__(InferOutput)
-    output.name = required_string(part.name, "name", part, start, end, "")
-    output.parameters = parameters_of(part, end)
+    output.name = required_string(part.name, "name", part, start, end, "", left)
+    output.parameters = parameters_of(part, end, left)
     return output
 
 
-cdef InferInput close_input(Part* part, const uint8_t* start, const uint8_t* end):
+cdef InferInput close_input(Part* part, const uint8_t* start, const uint8_t* end, int64_t* left):
     cdef InferInput input = InferInput.__new__(InferInput)
-    input.parameters = parameters_of(part, end)
+    input.parameters = parameters_of(part, end, left)
     check_contents(part, input.parameters, start)
-    input.name = required_string(part.name, "name", part, start, end, "")
-    input.datatype = required_string(part.datatype, "datatype", part, start, end, input.name)
+    input.name = required_string(part.name, "name", part, start, end, "", left)
+    input.datatype = required_string(part.datatype, "datatype", part, start, end, input.name, left)
     input.dtype_code = part.dtype
     if part.shape == NULL:
         raise refuse(2, "shape", part.start, start, input.name)
     if part.shape[0] != c'[':
         raise refuse(4, "shape", part.shape, start, input.name)
-    input.shape = shape_at(part.shape, end)
+    input.shape = shape_at(part.shape, end, left)
+    count_down(left)
     if input.shape is None:
         raise refuse(6, "shape", part.shape, start, input.name)
     if part.data != NULL:
@@ -250,22 +270,28 @@ cdef bytes data_of(Part* part, const uint8_t* start, str name):
         raise refuse(code, "data", part.wrong, start, name)
     elif part.wrong != NULL or part.leaves != part.items:
         raise refuse(10, "data", part.data, start, name)
-    return PyBytes_FromStringAndSize(<const char*>part.memory, part.bytes)
+    memory = PyBytes_FromStringAndSize(NULL, part.bytes)
+    copy_one(<uint8_t*>PyBytes_AS_STRING(memory), part.memory, part.bytes)
+    free(part.memory)           # now, so that of several inputs one at a time is there twice
+    part.memory = NULL
+    return memory
 
 
 cdef str required_string(const uint8_t* at, str member, const Part* part, const uint8_t* start,
-                         const uint8_t* end, str name):
+                         const uint8_t* end, str name, int64_t* left):
     if at == NULL:
         raise refuse(2, member, part.start, start, name)
-    text = string_at(at, end)
+    text = string_at(at, end, left)
+    count_down(left)
     if text is None:
         raise refuse(3, member, at, start, name)
     return text
 
 
-cdef dict parameters_of(const Part* part, const uint8_t* end):
+cdef dict parameters_of(const Part* part, const uint8_t* end, int64_t* left):
     # Other values than objects are taken for empty ones.
     if part.parameters == NULL:
         return {}
-    found = members_at(part.parameters, end)
+    found = members_at(part.parameters, end, left)
+    count_down(left)
     return {} if found is None else found

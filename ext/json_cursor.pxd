@@ -26,6 +26,7 @@ cdef extern from "json_fault.h" nogil:
         JSON_MISSING_EXPONENT
         JSON_TOO_DEEP
         JSON_NO_MEMORY
+        JSON_TOO_MANY
         BODY_NOT_OBJECT
         BODY_SIGNATURE_NOT_STRING
         BODY_OTHER_SIGNATURE

@@ -20,6 +20,8 @@ from libc.stdint cimport int64_t, uint8_t, uint32_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
+from copying cimport copy_one
+
 from json_body cimport *
 from json_column cimport *
 from json_cursor cimport *
@@ -273,7 +275,11 @@ cdef tuple close_column(Column* t):
     size = t.filled
     if items < t.count:
         size = size_of_items(t, items)
-    return t.dtype, tuple(shape), PyBytes_FromStringAndSize(<const char*>t.data, size)
+    data = PyBytes_FromStringAndSize(NULL, size)
+    copy_one(<uint8_t*>PyBytes_AS_STRING(data), t.data, size)
+    free(t.data)                # now, so that of several inputs one at a time is there twice
+    t.data = NULL
+    return t.dtype, tuple(shape), data
 
 
 cdef int64_t size_of_items(const Column* t, int64_t items) noexcept:

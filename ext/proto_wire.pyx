@@ -9,8 +9,9 @@
 
 Accepts and refuses what protobuf's own parser does: unknown fields pass, the last of a singular
 field, a oneof or a map key wins, messages given in pieces are merged. Only the count of entries
-(inputs, outputs, raw tensors, parameters, dims) is bounded, by MOST_ENTRIES: a megabyte of empty
-entries must not become a gigabyte of objects. Values of typed contents are counted, not kept.
+(inputs, outputs, raw tensors, parameters, dims) is bounded, by MOST_ENTRIES, and that of all fields by
+16 times as many: a megabyte of empty entries must not become a gigabyte of objects, nor take a second.
+Values of typed contents are counted, not kept.
 """
 
 from enum import IntEnum
@@ -98,6 +99,7 @@ cdef object read_parameter(Reading* r, Wire* outer, object value):
     while next_tag(r, &wire, &tag):
         if tag == BYTES_3:
             value = take_text(r, &wire)
+            take_pieces(r, &wire, len(<str>value))
         elif tag == VARINT_2:
             value = <int64_t>take_number(r, &wire)
         elif tag == VARINT_1:

@@ -8,7 +8,7 @@
 No lock: a process that dies holds nothing that sweep(owner) does not find. Layout: include/slab.h.
 """
 
-from cpython.bytearray cimport PyByteArray_FromStringAndSize
+from cpython.bytearray cimport PyByteArray_FromStringAndSize, PyByteArray_Resize
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBUF_WRITE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
 from cpython.memoryview cimport PyMemoryView_FromMemory
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
@@ -164,3 +164,11 @@ def blank_bytes(Py_ssize_t nbytes):
     if nbytes < 0:
         raise ValueError(f"{nbytes} bytes")
     return PyByteArray_FromStringAndSize(NULL, nbytes)
+
+
+def grow_bytes(bytearray memory not None, Py_ssize_t nbytes):
+    """Make a bytearray longer; what is new is whatever was there. No copy where it is large: pages are moved.
+    Raises BufferError while a view of it is held."""
+    if nbytes < len(memory):
+        raise ValueError(f"{nbytes} bytes, fewer than {len(memory)}")
+    PyByteArray_Resize(memory, nbytes)

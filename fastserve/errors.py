@@ -28,6 +28,10 @@ class Kind(Enum):
     UNAUTHENTICATED = 16
 
 
+MOST_TEXT = 16384
+"""Characters of an error: it may quote what a client sent, and is encoded, counted, logged and sent back."""
+
+
 class ServeError(Exception):
     """A failure a client may see.
 
@@ -36,6 +40,8 @@ class ServeError(Exception):
     """
 
     def __init__(self, kind: Kind, message: str, *, retry_after_s: float | None = None) -> None:
+        if len(message) > MOST_TEXT:
+            message = message[:MOST_TEXT] + "..."
         super().__init__(message)
         self.kind = kind
         self.message = message

@@ -19,6 +19,7 @@ static inline const char *json_reason(int fault)
     case JSON_MISSING_FRACTION: return "Miss fraction part in number.";
     case JSON_MISSING_EXPONENT: return "Miss exponent in number.";
     case JSON_TOO_DEEP: return "Nesting too deep.";
+    case JSON_TOO_MANY: return "Too many values.";
     default: return "Invalid value.";
     }
 }

@@ -17,6 +17,7 @@ class InferCode(IntEnum):
     TWO_CONTENTS = 21
     NOT_IN_JSON = 22
     UNKNOWN_DATATYPE = 23
+    TOO_MANY = 24
 
 class InferFault(ValueError):
     code: InferCode

@@ -15,7 +15,7 @@ from functools import partial
 from fastserve.engine.door import Door
 from fastserve.engine.forms import Form, form_of, join_parts
 from fastserve.engine.lane import Lane, Ticket
-from fastserve.engine.rows import check_inputs, empty_outputs, slice_rows
+from fastserve.engine.rows import RowSlices, check_inputs, empty_outputs
 from fastserve.engine.stream import only_response, stream_on_lane
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.catalog import Catalog
@@ -148,15 +148,13 @@ async def _run_split(lane: Lane, form: Form, request: InferRequest, rows: int) -
     of ours to be answered; the first piece is refused like any request."""
     parts: list[dict[str, Tensor]] = []
     running: list[tuple[Answer, Ticket]] = []
-    at = 0
+    slices, at = RowSlices(request.inputs), 0
     try:
         while at < rows or running:
             take = min(lane.max_rows, rows - at)
             try:
                 if take:
-                    running.append(
-                        submit_request(lane, form, request, slice_rows(request.inputs, at, take), take)
-                    )
+                    running.append(submit_request(lane, form, request, slices.take(at, take), take))
                     at += take
                     continue
             except ServeError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
+from fastserve._ext.flatten import walk_bytes
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.version import Version
 from fastserve.tensor import DTYPES, Tensor, TensorSpec, count_items
@@ -81,27 +82,36 @@ def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
     return len(shape) == len(wanted) and all(w in (-1, n) for n, w in zip(shape, wanted, strict=True))
 
 
-def slice_rows(inputs: Mapping[str, Tensor], start: int, rows: int) -> dict[str, Tensor]:
-    """Rows [start, start + rows) of every tensor, as views."""
-    return {name: _slice(tensor, start, rows) for name, tensor in inputs.items()}
+class RowSlices:
+    """Slices of a request's rows, as views. Where a row of strings begins is only known from all before it,
+    so each slice is looked for from where the one before it lies: in order, the whole takes one pass."""
+
+    def __init__(self, inputs: Mapping[str, Tensor]) -> None:
+        self._inputs = inputs
+        # Of the last slice: its first row and where that begins, and the same of the row behind it.
+        self._known = dict.fromkeys(inputs, ((0, 0), (0, 0)))
+
+    def take(self, start: int, rows: int) -> dict[str, Tensor]:
+        """Rows [start, start + rows) of every tensor."""
+        return {name: self._slice(name, tensor, start, rows) for name, tensor in self._inputs.items()}
+
+    def _slice(self, name: str, tensor: Tensor, start: int, rows: int) -> Tensor:
+        per_row = prod(tensor.shape[1:])
+        data = memoryview(tensor.data).cast("B")
+        if tensor.dtype is DTYPES["bytes"]:
+            row, at = next((known for known in reversed(self._known[name]) if known[0] <= start), (0, 0))
+            first = at + _length_of(data[at:], (start - row) * per_row)
+            last = first + _length_of(data[first:], rows * per_row)
+            self._known[name] = (start, first), (start + rows, last)
+        else:
+            size = per_row * tensor.dtype.item_bytes
+            first, last = start * size, (start + rows) * size
+        return Tensor(tensor.dtype, (rows, *tensor.shape[1:]), data[first:last])
 
 
-def _slice(tensor: Tensor, start: int, rows: int) -> Tensor:
-    per_row = prod(tensor.shape[1:])
-    data = memoryview(tensor.data).cast("B")
-    if tensor.dtype is DTYPES["bytes"]:
-        first = _skip(data, 0, start * per_row)
-        last = _skip(data, first, rows * per_row)
-    else:
-        size = per_row * tensor.dtype.item_bytes
-        first, last = start * size, (start + rows) * size
-    return Tensor(tensor.dtype, (rows, *tensor.shape[1:]), data[first:last])
-
-
-def _skip(data: memoryview, at: int, elements: int) -> int:
-    for _ in range(elements):
-        at += _LENGTH_BYTES + int.from_bytes(data[at : at + _LENGTH_BYTES], "little")
-    return at
+def _length_of(data: memoryview, elements: int) -> int:
+    """Bytes of the first strings."""
+    return min(walk_bytes(data, elements)[2], len(data))
 
 
 def empty_outputs(version: Version) -> dict[str, Tensor]:

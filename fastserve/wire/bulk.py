@@ -14,14 +14,14 @@ import asyncio
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from fastserve._ext.slab import blank_bytes
+from fastserve._ext.slab import blank_bytes, grow_bytes
 
 if TYPE_CHECKING:
     from fastserve.wire.connection import Connection
 
 SIP_BYTES = 4096  # room for a head
 BULK_BYTES = 65536  # rest of a body from which the change of protocol pays
-# The head alone claims a length: memory for more than this is only taken as bytes arrive.
+# The head alone claims a length: memory for more than this is taken as bytes arrive, as much again each time.
 CLAIMED_BYTES = 16 << 20
 
 
@@ -49,23 +49,28 @@ class _Borrowed(asyncio.BufferedProtocol):
 class BulkBody(_Borrowed):
     """The rest of one body."""
 
-    __slots__ = ("_at", "_body", "_view")
+    __slots__ = ("_at", "_body", "_total", "_view")
 
     def __init__(self, connection: Connection, pieces: Iterable[bytes | bytearray], need: int) -> None:
         super().__init__(connection)
         have = b"".join(pieces)
-        self._body = blank_bytes(len(have) + need)
+        self._total = len(have) + need
+        self._body = blank_bytes(min(self._total, len(have) + CLAIMED_BYTES))
         self._view = memoryview(self._body)
         self._at = len(have)
         self._view[: self._at] = have
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes go: never past the end of this body."""
+        if self._at == len(self._body) and self._at < self._total:
+            self._view.release()
+            grow_bytes(self._body, min(self._total, 2 * self._at))
+            self._view = memoryview(self._body)
         return self._view[self._at :]
 
     def buffer_updated(self, nbytes: int) -> None:
         self._at += nbytes
-        if self._at == len(self._body):
+        if self._at == self._total:
             self._view.release()
         self._connection.bulk_received(nbytes, self._body)
 

@@ -17,7 +17,7 @@ import asyncio
 from collections import deque
 from typing import TYPE_CHECKING, cast
 
-from fastserve.wire.bulk import BULK_BYTES, CLAIMED_BYTES, BulkBody, Sips
+from fastserve.wire.bulk import BULK_BYTES, BulkBody, Sips
 from fastserve.wire.call import Call
 from fastserve.wire.chunks import ChunkReader, append_piece, join_pieces
 from fastserve.wire.faults import WireFault, cut_off
@@ -239,7 +239,7 @@ class Connection(asyncio.Protocol):
         if self._need == 0:
             body, self._pieces = join_pieces(self._pieces), []
             self._end_body(head, body)
-        elif BULK_BYTES <= self._need <= CLAIMED_BYTES:
+        elif self._need >= BULK_BYTES:
             self._transport.set_protocol(BulkBody(self, self._pieces, self._need))
             self._pieces = []
         return stop

@@ -24,6 +24,7 @@ import grpc.aio
 from fastserve.config import GrpcOptions
 from fastserve.errors import Kind, ServeError
 from fastserve.tracing import choose_request_id
+from fastserve.wire.apart import Apart
 from fastserve.wire.grpc_health import Health
 from fastserve.wire.grpc_pause import Pause
 from fastserve.wire.grpc_reflection import reflection_handlers
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 AccessLog = Callable[[str, str, int, int, str], None]
 _CODES = {kind: code for code in grpc.StatusCode for kind in Kind if code.value[0] == kind.value}
 _NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
+DETAIL_BYTES = 6000  # of an error's text
 
 
 class Rpc:
@@ -110,6 +112,7 @@ class Terms:
     most_bytes: int  # of a reply
     access_log: AccessLog | None
     pause: Pause = field(default_factory=Pause)
+    apart: Apart = field(default_factory=Apart)
 
 
 class GrpcListener:
@@ -227,14 +230,15 @@ def _make_handler(method: Method, terms: Terms) -> grpc.RpcMethodHandler[Any, An
 
 
 def _answer_one(method: Method, terms: Terms) -> Callable[..., Awaitable[bytes]]:
-    most_bytes, access_log, pause = terms.most_bytes, terms.access_log, terms.pause
+    most_bytes, access_log = terms.most_bytes, terms.access_log
+    pause, apart = terms.pause, terms.apart
 
     async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
         rpc = Rpc(context)
         pause.begun += 1
         try:
             _check_scope(method, rpc)
-            read = _read_all(method, request) if method.takes_stream else method.read(request)
+            read = await _read(method, apart, request)
             reply = method.write(await method.run(read, rpc))
             rpc.sent_bytes = len(reply)
             await pause.wait()
@@ -250,14 +254,15 @@ def _answer_one(method: Method, terms: Terms) -> Callable[..., Awaitable[bytes]]
 
 
 def _answer_stream(method: Method, terms: Terms) -> Callable[..., AsyncIterator[bytes]]:
-    most_bytes, access_log, pause = terms.most_bytes, terms.access_log, terms.pause
+    most_bytes, access_log = terms.most_bytes, terms.access_log
+    pause, apart = terms.pause, terms.apart
 
     async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
         rpc = Rpc(context)
         pause.begun += 1
         try:
             _check_scope(method, rpc)
-            read = _read_all(method, request) if method.takes_stream else method.read(request)
+            read = await _read(method, apart, request)
             async for piece in method.run(read, rpc):
                 reply = method.write(piece)
                 rpc.sent_bytes += len(reply)
@@ -291,9 +296,24 @@ def _refuse_reply(size: int, most_bytes: int) -> NoReturn:
     raise ServeError(Kind.RESOURCE_EXHAUSTED, text)
 
 
-async def _read_all(method: Method, requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+async def _read(method: Method, apart: Apart, request: Any) -> Any:
+    if method.takes_stream:
+        return _read_all(method, apart, request)
+    return await apart(len(request), method.read, request)
+
+
+async def _read_all(method: Method, apart: Apart, requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
     async for request in requests:
-        yield method.read(request)
+        yield await apart(len(request), method.read, request)
+
+
+def _shorten(text: str) -> str:
+    """What clients will take: a trailer has 8 KiB, and what is not ASCII takes three bytes for one there."""
+    if len(text) <= DETAIL_BYTES and text.isascii():
+        return text
+    raw = text.encode("utf-8", "replace")
+    most = DETAIL_BYTES if text.isascii() else DETAIL_BYTES // 3
+    return text if len(raw) <= most else raw[:most].decode("utf-8", "ignore") + "..."
 
 
 async def _abort(
@@ -311,7 +331,7 @@ async def _abort(
         if error.retry_after_s is not None:
             pushback = ("grpc-retry-pushback-ms", str(int(error.retry_after_s * 1000)))
             context.set_trailing_metadata((pushback,))
-        await context.abort(_CODES[error.kind], error.message)
+        await context.abort(_CODES[error.kind], _shorten(error.message))
     await context.abort(grpc.StatusCode.INTERNAL, "Internal error")
     raise AssertionError("abort always raises")
 

@@ -17,6 +17,11 @@ WINDOW_BYTES = 16384
 _ANY_CONTAINER = zlib.MAX_WBITS | 32  # gzip or zlib, told apart by the first bytes
 
 
+def work_of(body: bytes | bytearray, limits: Limits) -> int:
+    """What a body may come to, for `Apart`."""
+    return len(body) * limits.inflate_ratio
+
+
 def inflate(body: bytes | bytearray, limits: Limits) -> bytes:
     """Decompress a whole body. Raises ServeError: INVALID_ARGUMENT for a broken or truncated one,
     RESOURCE_EXHAUSTED (naming the limit) for one that grows too large."""

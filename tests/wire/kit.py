@@ -229,6 +229,7 @@ class Pipe(asyncio.Transport):
             room = self.protocol.get_buffer(-1)
             taken = min(len(room), len(data))
             room[:taken] = data[:taken]
+            del room  # a socket looks at it no longer than this
             self.protocol.buffer_updated(taken)
             data = data[taken:]
         if data:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 
 import pytest
 
@@ -57,9 +58,28 @@ def test_large_bodies_one_after_another_are_read_by_bites_of_their_heads(size):
 
 
 def test_a_claimed_length_alone_takes_no_memory():
-    pipe = Pipe({"/echo": summarise})
-    pipe.feed(HEAD % (CLAIMED_BYTES + 10) + b"x")
-    assert pipe.protocol is pipe.connection
+    """More than CLAIMED_BYTES is taken as the bytes come, and no more than as much again."""
+    pipe = Pipe({"/echo": lambda call: call.reply(200, b"%d" % len(call.body))})
+    total = 3 * CLAIMED_BYTES + 10
+    tracemalloc.start()
+    try:
+        pipe.feed(HEAD % total + b"x")
+        claimed = tracemalloc.get_traced_memory()[0]
+        pipe.feed(bytes(CLAIMED_BYTES))
+        grown = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert claimed < 1.1 * CLAIMED_BYTES
+    assert grown < 2.2 * CLAIMED_BYTES + CLAIMED_BYTES  # with what was fed
+    pipe.feed(bytes(total - 1 - CLAIMED_BYTES))
+    assert [reply.body for reply in pipe.replies()] == [b"%d" % total]
+
+
+def test_a_body_that_grows_is_whole():
+    body = BODY * (2 * CLAIMED_BYTES // len(BODY) + 1)
+    pipe = Pipe({"/echo": lambda call: call.reply(200, b"%d" % (bytes(call.body) == body))})
+    pipe.feed(HEAD % len(body) + body, 1 << 20)
+    assert [reply.body for reply in pipe.replies()] == [b"1"]
 
 
 def test_a_client_that_leaves_in_the_middle_starts_nothing():

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fastserve._ext.infer_json import InferBody as CompiledBody
-from fastserve._ext.infer_json import InferFault, InferInput, read_infer
+from fastserve._ext.infer_json import InferCode, InferFault, InferInput, read_infer
 from fastserve._ext.json_value import Members
 from fastserve.dialects.kserve_v2.document import (
     as_array,
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from fastserve._ext.json_value import Value
 
 Memory = bytes | bytearray | memoryview
+Header = CompiledBody | InferFault
 ReadRegion = Callable[[Range], bytes]
 Scalar = str | int | float | bool | None
 EXPLAIN_BYTES = 1 << 18
@@ -96,15 +97,23 @@ class _Blobs:
             raise invalid(f"unexpected additional input data for model '{self._model}'")
 
 
-def read_body(header: Memory, blobs: Memory, model: str, read_region: ReadRegion) -> InferBody:
-    """The whole request. `header` is its JSON, `blobs` what follows. Raises ServeError."""
+def read_header(header: Memory) -> Header:
+    """The JSON of a request, or why it is none: all of the work that grows with its size, and nothing that
+    has to be done on the event loop."""
     try:
-        read = read_infer(header)
+        return read_infer(header)
     except InferFault as fault:
-        if len(header) > EXPLAIN_BYTES:
-            raise invalid(fault.text) if fault.is_callers else internal(fault.text) from None
-        return read_plainly(header, blobs, model, read_region)
-    return _take_over(read, _Blobs(blobs, model), read_region)
+        return fault.with_traceback(None)  # else it would hold what it was read from
+
+
+def read_body(read: Header, header: Memory, blobs: Memory, model: str, read_region: ReadRegion) -> InferBody:
+    """The whole request: `read` of its JSON, which is `header`, and `blobs`, which follow. Raises
+    ServeError."""
+    if not isinstance(read, InferFault):
+        return _take_over(read, _Blobs(blobs, model), read_region)
+    if len(header) > EXPLAIN_BYTES or read.code is InferCode.TOO_MANY:
+        raise invalid(read.text) if read.is_callers else internal(read.text)
+    return read_plainly(header, blobs, model, read_region)
 
 
 def _take_over(read: CompiledBody, rest: _Blobs, read_region: ReadRegion) -> InferBody:
@@ -144,7 +153,7 @@ def _value(value: Scalar) -> Value:
 
 def read_plainly(header: Memory, blobs: Memory, model: str, read_region: ReadRegion) -> InferBody:
     """The exact way. Raises ServeError."""
-    document = read_json(header)
+    document = read_json(header, EXPLAIN_BYTES)
     body = InferBody()
     found, value = find(document, "id")
     if found:

@@ -117,7 +117,7 @@ async def show_index(service: Service, target: Target, call: Call) -> None:
 
 async def load(service: Service, target: Target, call: Call) -> None:
     check_repository(target.parts.get("repository", ""))
-    override = read_load_request(call.body)
+    override = await service.apart(len(call.body), read_load_request, call.body)
     service.must_allow_files(override)
     await load_model(service.repository, service.catalog, target.model, override)
     show_nothing(call)

@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 
 Answer = tuple[int, bytes]
 Answers = AsyncGenerator[Answer, None]
+WORK = 16  # times a body read into memory: an object is made for each value
+MOST_VALUES = 1 << 18
+MOST_PARAMETERS = 16384
 EVENTS = b"text/event-stream; charset=utf-8"
 NOT_ONE = (
     "generate expects model to produce exactly 1 response, use generate stream for model that generates "
@@ -69,7 +72,7 @@ class Generate:
             if call.header(b"content-encoding").strip().lower() not in (b"", b"identity"):
                 raise invalid("Unsupported content-encoding, only 'identity' is supported.")
             check_json(len(call.body), service.options.http_max_input_size)
-            body = read_generate(plan, call.body)
+            body = await service.apart(len(call.body) * WORK, read_generate, plan, call.body)
             if service.forward_http:
                 service.forward_http.add(headers_as_sent(call), body.parameters)
             with service.traces.one(target.model) as traced:
@@ -144,7 +147,7 @@ def _write_and_release(plan: Plan, request: InferRequest, response: InferRespons
 def read_generate(plan: Plan, data: bytes | bytearray) -> InferBody:
     """A generate body as an infer body. Raises ServeError."""
     body = InferBody()
-    document = read_json(data)
+    document = read_json(data, MOST_VALUES)
     found, value = find(document, "id")
     if found:
         body.request_id = as_string(value, "Unable to parse 'id'")
@@ -169,6 +172,8 @@ def _take(plan: Plan, body: InferBody, name: str, value: Value) -> None:
     """A tensor of the model's, or else a parameter of its own: none has another meaning here."""
     side = plan.inputs.get(name)
     if side is None:
+        if len(body.parameters.own) >= MOST_PARAMETERS:
+            raise invalid(f"at most {MOST_PARAMETERS} parameters are read of one request")
         body.parameters.own[name] = read_own(name, value)
         return
     leaves: list[Value] = value if isinstance(value, list) else [value]

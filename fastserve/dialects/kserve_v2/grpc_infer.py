@@ -7,7 +7,7 @@ written once into memory of their own.
 from __future__ import annotations
 
 import asyncio
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from time import monotonic_ns
 from typing import Any
@@ -22,6 +22,7 @@ from fastserve._ext.proto_wire import (
     read_infer_request,
     write_infer_response,
 )
+from fastserve._ext.slab import blank_bytes
 from fastserve.dialects.kserve_v2.answers import client_tensor, put_outside, reply_parameters
 from fastserve.dialects.kserve_v2.body import InferBody, InputPart, Memory, OutputPart, refuse_double
 from fastserve.dialects.kserve_v2.classes import classify
@@ -42,6 +43,7 @@ from fastserve.engine.lane import QUEUED_TOO_LONG
 from fastserve.errors import Kind, ServeError
 from fastserve.request import InferRequest, InferResponse
 from fastserve.tensor import DTYPE_BY_KSERVE, KSERVE_NAME, Tensor
+from fastserve.wire.apart import APART_BYTES
 from fastserve.wire.grpc import Rpc
 
 # Fields of InferTensorContents by their numbers, named as the original names what they hold.
@@ -57,6 +59,7 @@ class Sent:
 
     message: InferMessage
     data: memoryview
+    typed: dict[int, Memory] = field(default_factory=dict)  # contents that were large enough to be read ahead
 
 
 @dataclass(slots=True)
@@ -74,7 +77,10 @@ class Job:
 def read_sent(data: bytes) -> Sent:
     """A serialized ModelInferRequest. Raises ServeError."""
     try:
-        return Sent(read_infer_request(data), memoryview(data))
+        sent = Sent(read_infer_request(data), memoryview(data))
+        if len(data) >= APART_BYTES:
+            _read_ahead(sent)
+        return sent
     except WireFault as fault:
         if fault.code is Fault.TOO_MANY:
             raise invalid(
@@ -82,6 +88,14 @@ def read_sent(data: bytes) -> Sent:
                 f"axes of a shape are read, more begin at byte {fault.offset}"
             ) from None
         raise internal(f"malformed ModelInferRequest: {fault}") from None
+
+
+def _read_ahead(sent: Sent) -> None:
+    """Typed contents, which are written out; what is wrong with them is told when the model is known."""
+    for index, given in enumerate(sent.message.inputs):
+        if given.contents and len(given.kinds) == 1:
+            with suppress(WireFault):
+                sent.typed[index] = _copy_contents(sent.message, index, given)
 
 
 class Infer:
@@ -96,10 +110,10 @@ class Infer:
         service = self._service
         outline = None if service.traces.on or service.forward_grpc else read_outline(data)
         if outline is None:
-            return await self._infer(None, read_sent(data), rpc)
+            return await self._infer(None, await service.apart(len(data), read_sent, data), rpc)
         running = self._door.start(outline, rpc)
         if running is None:
-            return await self._infer(outline, read_sent(data), rpc)
+            return await self._infer(outline, await service.apart(len(data), read_sent, data), rpc)
         try:
             return await running.answer
         except asyncio.CancelledError:
@@ -120,7 +134,8 @@ class Infer:
                 response = await service.infer(plan.version, job.request, traced)
                 try:
                     parameters = dict(reply_parameters(plan, job.parameters, response))
-                    reply = write_response(job, response, parameters)
+                    size = sum(memoryview(tensor.data).nbytes for tensor in response.outputs.values())
+                    reply = await service.apart(size, write_response, job, response, parameters)
                 finally:
                     response.release()
                 if traced is not None:
@@ -215,7 +230,8 @@ def _read_memory(
             )
         return service.regions.read(range), False
     if given.contents and not message.raw_count:
-        return _read_contents(plan, message, index, given), False
+        ready = sent.typed.get(index)
+        return _read_contents(plan, message, index, given) if ready is None else ready, False
     if given.contents:
         raise invalid(
             "contents field must not be specified when using raw_input_contents for "
@@ -234,16 +250,21 @@ def _read_contents(plan: Plan, message: InferMessage, index: int, given: WireInp
     kinds = given.kinds
     if len(kinds) > 1:
         raise invalid(f"{where}, binary data was already supplied.")
-    dtype = DTYPE_BY_KSERVE.get(given.datatype)
     if not kinds:
         return b""
     try:
-        code = dtype.code if dtype is not None else 0
-        memory = bytearray(message.contents_bytes(index, code))
-        message.copy_contents(index, code, memory)
+        return _copy_contents(message, index, given)
     except WireFault:
-        wanted = given.datatype if dtype is not None else "<invalid>"
+        wanted = given.datatype if given.datatype in DTYPE_BY_KSERVE else "<invalid>"
         raise invalid(f"{where} of type '{_CONTENTS[kinds[0]]}', expected datatype '{wanted}'") from None
+
+
+def _copy_contents(message: InferMessage, index: int, given: WireInput) -> Memory:
+    """Raises WireFault."""
+    dtype = DTYPE_BY_KSERVE.get(given.datatype)
+    code = dtype.code if dtype is not None else 0
+    memory = blank_bytes(message.contents_bytes(index, code))
+    message.copy_contents(index, code, memory)
     return memory
 
 

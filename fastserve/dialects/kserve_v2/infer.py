@@ -6,8 +6,8 @@ import re
 from collections.abc import Coroutine
 from typing import Any
 
-from fastserve.dialects.kserve_v2.answers import Asked, hold_rooms, send, write_answer
-from fastserve.dialects.kserve_v2.body import InferBody, read_body
+from fastserve.dialects.kserve_v2.answers import Asked, hold_rooms, send_apart, write_answer
+from fastserve.dialects.kserve_v2.body import InferBody, read_body, read_header
 from fastserve.dialects.kserve_v2.checks import check_inputs, check_outputs, deduce_raw
 from fastserve.dialects.kserve_v2.coding import SUPPORTED, UNSUPPORTED, choose_coding, unpack
 from fastserve.dialects.kserve_v2.errors import invalid, unsupported
@@ -24,6 +24,7 @@ from fastserve.errors import ServeError
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest
 from fastserve.wire.call import Call
+from fastserve.wire.inflate import work_of
 
 HEADER_LENGTH = b"inference-header-content-length"
 _NUMBER = re.compile(rb"[ \t]*([+-]?[0-9]+)")  # and whatever follows it, as atoi reads
@@ -32,6 +33,7 @@ GENERAL = -2  # a head whose calls take the general door
 WHOLE = -1  # the whole body is JSON
 # A number in JSON grows at most so much as a tensor (`0,` is an FP64): below it no size has to be checked.
 GROWTH = 4
+HOT_BYTES = 8 << 20  # up to 20 ms; larger bodies are read apart from the event loop
 
 
 class Infer:
@@ -50,7 +52,7 @@ class Infer:
         self._heads: dict[object, int] = {}  # of heads met: the length of the JSON, WHOLE or GENERAL
         self._packing: set[object] = set()  # those of them whose replies are compressed
         self._doorless: Version | None = None  # the version last found to have no hot door
-        self._most_bytes = service.options.http_max_input_size // GROWTH
+        self._most_bytes = min(service.options.http_max_input_size // GROWTH, HOT_BYTES)
         # A number too long to be one reaches no version either way; the general door says why.
         self._number = (int(target.version) if len(target.version) < 20 else -1) if target.version else None
 
@@ -121,15 +123,18 @@ class Infer:
             version = plan.version
             if plan.decoupled:
                 raise unsupported("HTTP end point doesn't support models with decoupled transaction policy")
-            body = read_call(service, plan, call)
+            body = await read_call(service, plan, call)
             if service.forward_http:
                 service.forward_http.add(headers_as_sent(call), body.parameters)
             asked = Asked.of(body)
             with hold_rooms(service.regions, asked.ranges) as rooms:
-                request = make_request(plan, body)
+                request = await service.apart(strings_bytes(body), make_request, plan, body)
                 response = await service.infer(plan.version, request, traced)
                 try:
-                    header_bytes, reply = write_answer(plan, asked, response, body.request_id, rooms)
+                    size = sum(memoryview(tensor.data).nbytes for tensor in response.outputs.values())
+                    header_bytes, reply = await service.apart(
+                        size, write_answer, plan, asked, response, body.request_id, rooms
+                    )
                 finally:
                     response.release()
         except ServeError as fault:
@@ -138,7 +143,7 @@ class Infer:
         else:
             if traced is not None:
                 traced.stamp("HTTP_SEND_START")
-            send(call, header_bytes, reply)
+            await send_apart(service.apart, call, header_bytes, reply)
             if traced is not None:
                 traced.stamp("HTTP_SEND_END")
             service.succeeded(call, plan)
@@ -153,10 +158,12 @@ def find_plan(service: Service, target: Target) -> Plan:
     return service.plans.of(version)
 
 
-def read_call(service: Service, plan: Plan, call: Call) -> InferBody:
+async def read_call(service: Service, plan: Plan, call: Call) -> InferBody:
     """The body of a call, raw ones as well. Raises ServeError."""
-    most = service.options.http_max_input_size
-    data = unpack(call.body, call.header(b"content-encoding"), service.limits, most)
+    most, limits, apart = service.options.http_max_input_size, service.limits, service.apart
+    data, coding = call.body, call.header(b"content-encoding")
+    if coding:
+        data = await apart(work_of(data, limits), unpack, data, coding, limits, most)
     length = _header_length(call.header(HEADER_LENGTH), len(data))
     if not length:
         check_raw(len(data), most)
@@ -168,9 +175,16 @@ def read_call(service: Service, plan: Plan, call: Call) -> InferBody:
         return raw
     check_json(length, most)
     view = memoryview(data)
-    body = read_body(view[:length], view[length:], plan.model, service.regions.read)
+    header = view[:length]
+    read = await apart(length, read_header, header)
+    body = read_body(read, header, view[length:], plan.model, service.regions.read)
     check_tensors(body, length, most)
     return body
+
+
+def strings_bytes(body: InferBody) -> int:
+    """Bytes that are looked at one string after another; the rest is only measured."""
+    return sum(memoryview(part.data).nbytes for part in body.inputs if part.datatype == "BYTES")
 
 
 def _header_length(text: bytes, body_bytes: int) -> int | None:

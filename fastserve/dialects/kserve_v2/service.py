@@ -26,6 +26,7 @@ from fastserve.repository.catalog import Catalog
 from fastserve.repository.keepers import Keepers
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
+from fastserve.wire.apart import Apart
 from fastserve.wire.call import Call
 
 JSON = b"application/json"
@@ -66,6 +67,7 @@ class Service:
         self.regions = regions
         self.repository = repository
         self.readiness = readiness  # of the server: every dialect says the same
+        self.apart = Apart()
         self.plans = Plans(engine.catalog)
         self.options = options or TritonOptions()
         self.admin = admin

@@ -1,6 +1,7 @@
 """POST ...:classify and ...:regress. Read the examples, await the engine, write the results.
 
-Examples are read the general way, an object per value, so these bodies have a bound of their own.
+Examples are read the general way, an object per value, so these bodies have a bound of their own, and from
+64 KiB on are read apart from the event loop.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from fastserve.wire.call import Call
 
 EXAMPLES_BYTES = 4 << 20
 """Largest body: 40 bytes of objects for one of text, at worst."""
+
+WORK = 16
+"""Times a body read into memory: what a byte of examples takes."""
 
 PlanResult = Callable[..., ResultPlan]
 WriteResult = Callable[[ResultPlan, Mapping[str, Tensor], int, tuple[str, ...]], bytes]
@@ -57,12 +61,14 @@ class Examples:
     async def _run(self, call: Call) -> bytes:
         service = self._service
         make_plan, write = VERBS[self._target.verb]
-        examples = read_examples(_bounded(service.body(call)), MAX_DEPTH)
+        body = _bounded(await service.body(call))
+        work = len(body) * WORK
+        examples = await service.apart(work, read_examples, body, MAX_DEPTH)
         version = find_version(service.catalog, self._target)
         signature = find_example_signature(version, examples.signature_name)
         plan = make_plan(signature, batching=version.batching)
         request = InferRequest(
-            feed(examples, signature, batching=version.batching),
+            await service.apart(work, feed, examples, signature, batching=version.batching),
             tuple(plan.outputs.values()),
             deadline_ns=service.deadline_ns(call),
         )

@@ -21,12 +21,16 @@ _BASE64_SPACE = re.compile(rb"[ \t\n\v\f\r]+")
 _BASE64 = re.compile(rb"([A-Za-z0-9+/]*)(=*)")
 
 
+MOST_VALUES = 1 << 19
+"""Objects of up to 100 bytes that one body may become."""
+
+
 def read_document(body: bytes | bytearray, max_depth: int) -> Members:
     """The body's top-level object. Raises ServeError with the text of the first syntax error."""
     if not body:
         raise invalid("JSON Parse error: The document is empty")
     try:
-        document = parse(body, max_depth=max_depth)
+        document = parse(body, max_depth=max_depth, max_values=MOST_VALUES)
     except JSONSyntaxError as fault:
         raise invalid(f"JSON Parse error: {fault.reason} at offset: {fault.offset}") from None
     if not isinstance(document, Members):

@@ -34,6 +34,18 @@ FeatureKind = Literal["", "int64", "float", "bytes"]
 INT64_MAX = 2**63 - 1
 
 
+MOST_REPEATED = 1 << 22
+"""Values that a body is made into by repetition: what it says once, for every example."""
+REPEATED_BYTES = 16
+"""Bytes that count as one of them."""
+
+
+def check_repeated(count: int, what: str) -> None:
+    """Raises ServeError where a small body would become too much."""
+    if count > MOST_REPEATED:
+        raise invalid(f"The {what}, repeated for every example, are over the limit of {MOST_REPEATED}")
+
+
 @dataclass(slots=True)
 class Feature:
     """One feature: `kind` is "" while it has no element. Floats are already rounded to float32."""
@@ -54,13 +66,15 @@ class ExampleList:
     context: Example | None
 
     def merged(self) -> list[Example]:
-        """Every example on top of the context; an example's own feature wins."""
+        """Every example on top of the context; an example's own feature wins. Raises ServeError."""
         context = self.context
+        check_repeated(len(context or ()) * len(self.examples), "features of the context")
         return [{**context, **example} for example in self.examples] if context else self.examples
 
     def serialized(self) -> list[bytes]:
-        """Every example as the bytes of a tf.Example, the context's own bytes in front."""
+        """Every example as the bytes of a tf.Example, the context's own bytes in front. Raises ServeError."""
         head = serialize_example(self.context) if self.context is not None else b""
+        check_repeated(len(head) * len(self.examples) // REPEATED_BYTES, "bytes of the context")
         return [head + serialize_example(example) for example in self.examples]
 
 

@@ -10,7 +10,13 @@ from collections.abc import Sequence
 from math import prod
 
 from fastserve.dialects.tfserving.errors import invalid
-from fastserve.dialects.tfserving.examples import Example, ExampleList, Feature, FeatureKind
+from fastserve.dialects.tfserving.examples import (
+    Example,
+    ExampleList,
+    Feature,
+    FeatureKind,
+    check_repeated,
+)
 from fastserve.dialects.tfserving.explain import pack
 from fastserve.dialects.tfserving.names import TF_WORD, shape_text
 from fastserve.repository.signature import Signature
@@ -52,6 +58,7 @@ def decode_feature(name: str, spec: TensorSpec, examples: Sequence[Example]) -> 
     columns = [_values(name, index, wanted, shape, example) for index, example in enumerate(examples)]
     if -1 in shape:
         shape = _filled_shape(shape, max(len(values) for values in columns))
+    check_repeated(prod(shape) * len(columns), f"values of feature {name}")
     filler = b"" if wanted == "bytes" else 0
     size = prod(shape)
     flat = [value for values in columns for value in (*values, *[filler] * (size - len(values)))]

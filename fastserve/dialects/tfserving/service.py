@@ -16,8 +16,9 @@ from fastserve.metrics.traffic import Traffic
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
+from fastserve.wire.apart import Apart
 from fastserve.wire.call import Call
-from fastserve.wire.inflate import inflate
+from fastserve.wire.inflate import inflate, work_of
 
 JSON = b"application/json"
 NO_DIMENSIONS = "Batched output tensor has 0 dimensions"
@@ -57,13 +58,14 @@ class Service:
         self.monitor = Monitor(engine.catalog.models)
         self.traffic = Traffic(registry, "tfserving", engine.catalog.models)
         self.timeout_ns = options.rest_timeout_ms * 1_000_000
+        self.apart = Apart()
 
-    def body(self, call: Call) -> bytes | bytearray:
+    async def body(self, call: Call) -> bytes | bytearray:
         """The body, decompressed when its coding says gzip; a broken one is an empty one (spec 1.3)."""
         if b"gzip" not in call.header(b"content-encoding"):
             return call.body
         try:
-            return inflate(call.body, self.limits)
+            return await self.apart(work_of(call.body, self.limits), inflate, call.body, self.limits)
         except ServeError:
             return b""
 

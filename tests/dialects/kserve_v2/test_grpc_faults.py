@@ -151,7 +151,7 @@ def test_a_million_inputs_are_refused_by_their_number(tmp_path: Path) -> None:
         async with serving(tmp_path) as served:
             code, text = await refused(served.send(MANY))
             assert code == "INVALID_ARGUMENT"
-            assert text.startswith("ModelInferRequest: at most 65536 inputs, outputs, parameters")
+            assert text.startswith("ModelInferRequest: at most 16384 inputs, outputs, parameters")
             assert await served.infer(3) == [6]
 
     run(work())
