@@ -19,7 +19,7 @@ PROTO_SOURCES := $(shell find protos -name '*.proto' 2>/dev/null)
 DEBUG_TREE := build/debug/tree
 
 .DELETE_ON_ERROR:
-.PHONY: build serve test lint format bench wheel debug torture clean
+.PHONY: build serve test lint format bench wheel debug torture differential clean
 
 build: $(INSTALLED) $(EXTENSIONS) $(PROTOS)
 
@@ -86,6 +86,10 @@ debug: build
 	cd $(DEBUG_TREE) && LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 		$(CURDIR)/$(BIN)/python -m pytest tests/ext --timeout 600 $(ARGS)
+
+# TRITON: a command that starts one, given REPOSITORY --http PORT --grpc PORT --metrics PORT.
+differential: build
+	FASTSERVE_TRITON="$(TRITON)" $(BIN)/python -m pytest -rs tests/differential --timeout 300 $(ARGS)
 
 torture: build
 	$(BIN)/python -m pytest -m torture --timeout 3600 --hypothesis-profile torture $(ARGS)

@@ -179,6 +179,8 @@ class RequestRunner:
             if wanted is not self._declared and name in self._optional and name not in wanted:
                 continue
             number = self._numbers.get(name)
+            if number is None and self._outputs:
+                continue  # nobody can ask for what the configuration does not name: dropped, as there
             if number is None:
                 number = len(self._outputs) + len(extra)
                 extra.append(name)

@@ -1,0 +1,9 @@
+"""Fails in initialize."""
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        raise RuntimeError("no weights")
+
+    def execute(self, requests):
+        return []
