@@ -102,7 +102,9 @@ class RequestRunner:
                 return
             self._answer(_checked(responses, len(requests)), replies)
         except Exception as error:
-            log.exception("the model failed on a batch of %d requests", len(requests))
+            text = "the model failed on a batch of %d requests"
+            ids = _ids_of(requests)
+            log.exception(text, len(requests), extra={"request_ids": ids} if ids else None)
             self._fail(replies, error)
 
     def _failing(self, replies: list[Reply]) -> Failed:
@@ -262,3 +264,9 @@ def _checked(responses: Any, wanted: int) -> Sequence[InferenceResponse | None]:
         if response is not None and not isinstance(response, InferenceResponse):
             raise TypeError(f"execute returned {type(response).__name__}, not InferenceResponse")
     return responses
+
+
+def _ids_of(requests: Sequence[InferenceRequest]) -> str:
+    """The ids that clients gave their requests; the model may have put anything into the list."""
+    ids = [request.request_id() for request in requests if isinstance(request, InferenceRequest)]
+    return " ".join(filter(None, ids))

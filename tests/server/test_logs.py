@@ -32,6 +32,17 @@ class Model:
             raise ValueError("x is below zero")
         return {"y": inputs["x"]}
 """
+TRITON = """
+class TritonPythonModel:
+    def execute(self, requests):
+        print("about to fail")
+        raise ValueError("no such row")
+"""
+PBTXT = """
+backend: "python"
+input { name: "x" data_type: TYPE_FP32 dims: 1 }
+output { name: "y" data_type: TYPE_FP32 dims: 1 }
+"""
 LIVE = "/inference.GRPCInferenceService/ServerLive"
 
 
@@ -65,6 +76,9 @@ def lines_of(log: Path) -> list[dict[str, Any]]:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("logs")
     write_model(folder / "models", "m", MODEL)
+    write_model(folder / "models", "t", TRITON, "")
+    (folder / "models" / "t" / "model.yaml").rename(folder / "models" / "t" / "config.pbtxt")
+    (folder / "models" / "t" / "config.pbtxt").write_text(PBTXT)
     options = ["--log-format", "json", "--log-access"]
     with Running(folder / "models", folder / "log", *options) as running:
         yield running
@@ -106,6 +120,22 @@ def test_what_a_request_failed_of_is_logged_under_its_id(server: Running) -> Non
     line = under(server, "bad-1", "fastserve.wire.call")
     assert line["level"] == "warning"
     assert "x is below zero" in line["message"]
+
+
+def test_a_traceback_of_a_worker_has_the_ids_of_its_requests(server: Running) -> None:
+    tensor = {"name": "x", "shape": [1], "datatype": "FP32", "data": [1.0]}
+    body = json.dumps({"id": "body-1", "inputs": [tensor]}).encode()
+    asked = urllib.request.Request(
+        f"http://{server.http}/v2/models/t/infer", body, {"X-Request-Id": "http-1"}
+    )
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(asked, timeout=20)
+    refused.value.close()
+    assert "no such row" in under(server, "http-1", "fastserve.wire.call")["message"]
+    (line,) = [line for line in lines_of(server.log) if line.get("request_ids") == "body-1"]
+    assert (line["worker"], line["trace"][-1]) == ("t/1#0", "ValueError: no such row")
+    printed = [line for line in lines_of(server.log) if line["logger"] == "model.stdout"]
+    assert [(line["message"], line["worker"]) for line in printed] == [("about to fail", "t/1#0")]
 
 
 FAILS = """
