@@ -79,6 +79,10 @@ class GrpcOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     concurrent_streams: Annotated[
         int, Meta(ge=1, description="Calls at the same time on one connection.")
     ] = 1024
+    connections: Annotated[int, Meta(ge=1, description="Open connections per listener and front.")] = 1024
+    metadata_bytes: Annotated[
+        int, Meta(ge=1024, description="Bytes of one call's metadata, names and values.")
+    ] = 16384
     concurrent_calls: Annotated[
         int, Meta(ge=0, description="Calls at the same time over all connections; 0 for any number.")
     ] = 0

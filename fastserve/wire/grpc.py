@@ -36,6 +36,11 @@ AccessLog = Callable[[str, str, int, int, str], None]
 _CODES = {kind: code for code in grpc.StatusCode for kind in Kind if code.value[0] == kind.value}
 _NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 DETAIL_BYTES = 6000  # of an error's text
+HANDSHAKE_MS = 10_000  # until a new connection has said that it speaks HTTP/2
+# Calls that grpcio has received and not handed over yet. Beyond 1000 of all connections together it would
+# cancel new ones at random, whosever they are: a client that opened streams and sent nothing ended the calls
+# of others. What bounds them is connections times concurrent_streams.
+PENDING_CALLS = 1 << 30
 
 
 class Rpc:
@@ -167,6 +172,13 @@ class GrpcListener:
             ("grpc.max_receive_message_length", options.message_bytes),
             ("grpc.max_send_message_length", options.message_bytes),
             ("grpc.max_concurrent_streams", options.concurrent_streams),
+            ("grpc.max_allowed_incoming_connections", options.connections),
+            # The first is where grpcio begins to refuse at random; twice as much is refused in any case.
+            ("grpc.max_metadata_size", options.metadata_bytes),
+            ("grpc.absolute_max_metadata_size", options.metadata_bytes),
+            ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+            ("grpc.server.max_pending_requests", PENDING_CALLS),
+            ("grpc.server.max_pending_requests_hard_limit", PENDING_CALLS),
             ("grpc.keepalive_time_ms", int(options.keepalive_s * 1000)),
         ]
 

@@ -357,3 +357,22 @@ def test_a_taken_port_is_an_os_error() -> None:
 def test_grpc_is_not_imported_without_a_grpc_listener() -> None:
     code = "import sys, fastserve.wire; sys.exit(any(n in sys.modules for n in ('grpc', 'numpy', 'google')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_connections_and_metadata_have_a_limit() -> None:
+    """One connection more is closed; those there are go on, and another one is let in when one has ended."""
+
+    async def main() -> None:
+        async with serving(connections=1, metadata_bytes=4096) as (listener, channel):
+            check = channel.unary_unary("/grpc.health.v1.Health/Check")
+            assert await check(b"") is not None
+            async with grpc.aio.insecure_channel(
+                "{}:{}".format(*listener.address), options=[("grpc.use_local_subchannel_pool", 1)]
+            ) as second:
+                fault = await refused(second.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=20))
+                assert fault.code() is grpc.StatusCode.UNAVAILABLE
+            assert await check(b"") is not None
+            fault = await refused(check(b"", metadata=[("a", "b" * 8000)], timeout=20))
+            assert fault.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    run(main())
