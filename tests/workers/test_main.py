@@ -194,3 +194,14 @@ def test_the_owner_neither_executes_nor_unpickles_nor_forks_nor_knows_numpy(tmp_
     arguments = [sys.executable, "-c", AUDITED, str(folder)]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "[] False"
+
+
+def test_a_worker_loads_nothing_that_only_its_owner_uses() -> None:
+    """Each of these would be a good part of the time that it takes to start."""
+    code = (
+        "import sys, fastserve.backends.python\n"
+        "import fastserve.workers.dense, fastserve.workers.loop, fastserve.workers.main\n"
+        "print({'asyncio', 'ssl', 'yaml', 'grpc', 'google.protobuf', 'fastserve.engine'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
