@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio.runners
 import gc
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,6 +27,10 @@ settings.register_profile(
 )
 settings.load_profile("suite")
 
+# Servers and workers start by the hundred: compiled once, not by each of them.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 pending_tasks: list[str] = []
 # Opened once per process by whoever first needs them, and meant to stay.
 CACHED_FILES = ("/dev/null", "/dev/urandom", "/proc/", "/sys/")
@@ -39,6 +44,12 @@ def note_pending(loop: asyncio.AbstractEventLoop) -> None:
 # asyncio.run cancels what is left over in silence; the runner's last step is where it can be seen.
 cancel_all_tasks = asyncio.runners._cancel_all_tasks
 asyncio.runners._cancel_all_tasks = note_pending
+
+
+def pytest_collection_finish() -> None:
+    """What collecting made lives as long as the process: no collection of garbage need look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @dataclass
