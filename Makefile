@@ -92,7 +92,7 @@ differential: build
 	FASTSERVE_TRITON="$(TRITON)" $(BIN)/python -m pytest -rs tests/differential --timeout 300 $(ARGS)
 
 torture: build
-	$(BIN)/python -m pytest -m torture --timeout 3600 --hypothesis-profile torture $(ARGS)
+	$(BIN)/python -m pytest -m "torture or hypothesis" --timeout 3600 --hypothesis-profile torture $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info fastserve/_ext/*.so fastserve/protos/*.binpb

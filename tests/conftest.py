@@ -17,15 +17,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import HealthCheck, settings
 
+from tests import effort
 from tests.alone import pytest_runtest_protocol as pytest_runtest_protocol
 
-settings.register_profile("suite", deadline=None, print_blob=True)
-settings.register_profile(
-    "torture", deadline=None, max_examples=5000, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("suite")
+effort.load_profile()
 
 # Servers and workers start by the hundred: compiled once, not by each of them.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

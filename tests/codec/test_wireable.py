@@ -15,11 +15,12 @@ from decimal import Decimal
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from fastserve.codec.wireable import MAX_DEPTH, CannotTravel, Damaged, decode, encode
+from tests.effort import examples
 
 
 def same(a: object, b: object) -> bool:
@@ -81,7 +82,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=500)
+@examples(150)
 @given(values)
 def test_what_travels_comes_back_the_same(value: object) -> None:
     found = decode(encode(value))
@@ -201,14 +202,14 @@ MARKED = b"\x81\x0a"
 BLOCK0 = ext(34)
 
 
-@settings(max_examples=1000)
+@examples(300)
 @given(st.binary(max_size=200), st.sampled_from([b"", MARKED]))
 def test_any_bytes_are_read_or_refused(data: bytes, form: bytes) -> None:
     with contextlib.suppress(Damaged):
         decode(form + data)
 
 
-@settings(max_examples=500)
+@examples(150)
 @given(values, st.randoms(use_true_random=False))
 def test_spoiled_bytes_are_read_or_refused(value: object, rng: random.Random) -> None:
     data = bytearray(encode(value))

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 from google.protobuf import text_format
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fastserve.config.tensorflow import BATCHING_PARAMETERS, MODEL_SERVER_CONFIG
 from fastserve.config.text_proto import MAX_DEPTH, TextField, parse_text
 from fastserve.errors import ConfigError
+from tests.effort import examples
 from tests.oracles import text_proto as oracle
 
 SCHEMA = {
@@ -115,7 +116,7 @@ def edited(tree: dict[str, Any], at: list[tuple[int, str]], cut: int) -> str:
 EDITS = st.lists(st.tuples(st.integers(0, 10_000), PIECES | st.just("")), min_size=1, max_size=3)
 
 
-@settings(max_examples=1000)
+@examples(400)
 @given(st.lists(PIECES, max_size=14).map("".join) | st.builds(edited, TREES, EDITS, st.integers(0, 2)))
 def test_accepts_nothing_that_protobuf_refuses_and_reads_the_same(text: str) -> None:
     assume(

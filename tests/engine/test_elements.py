@@ -8,12 +8,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastserve.codec.wireable import decode, encode
 from fastserve.engine.elements import SLAB_BYTES, SLAB_PAGE, ElementBatcher
 from fastserve.errors import Kind, ServeError
+from tests.effort import examples
 from tests.engine.rig import run
 
 
@@ -229,7 +230,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(rows=st.integers(1, 3), slots=st.integers(1, 2), events=EVENTS)
 def test_whatever_happens_the_order_is_kept_and_nobody_is_forgotten(rows, slots, events):
     async def work() -> None:

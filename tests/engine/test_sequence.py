@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from fastserve.engine.sequence import MOVES, Phase, Sequences
 from fastserve.errors import Kind, ServeError
+from tests.effort import examples
 
 IDLE_NS = 100
 IDS = st.sampled_from([1, 2, 3, "a", "b"])
@@ -157,4 +157,4 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLife.settings = examples(60, stateful_step_count=40)

@@ -6,13 +6,13 @@ from __future__ import annotations
 import mmap
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from fastserve._ext import batch_ring
 from fastserve._ext.batch_ring import FULL, PART, BatchRing
 from fastserve._ext.upkeep import Looks
+from tests.effort import examples
 from tests.oracles.arena import PlainArena, PlainBatch, PlainPlace
 
 SHAPE = {"slots": 3, "max_rows": 4, "fronts": 2, "workers": 2, "slab_pages": 64}
@@ -245,9 +245,9 @@ class ArenaMachine(RuleBasedStateMachine):
 
 
 TestArena = ArenaMachine.TestCase
-TestArena.settings = settings(deadline=None, derandomize=True, max_examples=40, stateful_step_count=50)
+TestArena.settings = examples(40, derandomize=True, stateful_step_count=50)
 
 
 @pytest.mark.torture
 class TestArenaForLong(ArenaMachine.TestCase):  # type: ignore[misc, name-defined]
-    settings = settings(deadline=None, max_examples=5000, stateful_step_count=120)
+    settings = examples(500, stateful_step_count=120)

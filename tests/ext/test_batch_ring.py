@@ -6,11 +6,12 @@ import mmap
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastserve._ext import batch_ring
 from fastserve._ext.batch_ring import FULL, BatchRing
+from tests.effort import examples
 from tests.oracles.batch_ring import PlainRing
 
 GONE = 14  # Kind.UNAVAILABLE
@@ -157,7 +158,7 @@ def test_bounds_are_checked_at_the_door():
 VERBS = st.sampled_from(["reserve", "commit", "take", "release"])
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(st.lists(st.tuples(VERBS, st.integers(0, 7)), max_size=60))
 def test_agrees_with_the_oracle(events):
     """Random orders of one front and one worker: same batches, in the same order, nothing left over."""

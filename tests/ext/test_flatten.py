@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -21,13 +21,14 @@ from fastserve._ext.flatten import (
     walk_bytes,
 )
 from fastserve.tensor import DTYPES
+from tests.effort import examples
 from tests.oracles import flatten as oracle
 
 NUMBERS = [name for name in DTYPES if name not in ("bytes", "bfloat16")]
 SHAPES = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)
 
 
-@settings(max_examples=300)
+@examples(150)
 @given(st.sampled_from(NUMBERS), SHAPES, st.data())
 def test_agrees_with_numpy(dtype: str, shape: tuple[int, ...], data: st.DataObject) -> None:
     if 0 in shape:
@@ -40,7 +41,7 @@ def test_agrees_with_numpy(dtype: str, shape: tuple[int, ...], data: st.DataObje
     np.testing.assert_array_equal(np.array(unflatten(memory, code, shape), dtype).reshape(shape), array)
 
 
-@settings(max_examples=500)
+@examples(200)
 @given(st.lists(st.floats(-65000, 65000)), st.sampled_from(["float16", "bfloat16", "float32"]))
 def test_narrow_floats_round_like_the_oracle(values: list[float], dtype: str) -> None:
     assert flatten(values, DTYPES[dtype].code) == oracle.flatten(values, dtype)
@@ -127,7 +128,7 @@ def test_unpack_refuses(data: bytes, count: int, words: str) -> None:
         unpack_bytes(data, count)
 
 
-@settings(max_examples=300)
+@examples(150)
 @given(st.lists(st.binary(max_size=4)), st.integers(0, 6), st.binary(max_size=9), st.integers(0, 9))
 def test_walks_as_the_oracle(items: list[bytes], cut: int, more: bytes, most: int) -> None:
     data = bytes(pack_bytes(items))

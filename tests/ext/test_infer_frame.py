@@ -10,11 +10,12 @@ from math import prod
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastserve._ext.infer_frame import InferFrame, InferFrames, find_holes
 from fastserve.tensor import DTYPE_BY_KSERVE
+from tests.effort import examples
 from tests.ext.json_strategies import at_edge, broken, number_texts, spaces
 from tests.oracles import infer_frame as oracle
 from tests.oracles import infer_json
@@ -121,7 +122,7 @@ def same(got: Any, want: Any) -> bool:
     return repr(got) == repr(want)
 
 
-@settings(max_examples=400)
+@examples(150)
 @given(st.data())
 def test_what_fits_is_taken(data: st.DataObject) -> None:
     sketch = data.draw(sketches())
@@ -140,7 +141,7 @@ def test_what_fits_is_taken(data: st.DataObject) -> None:
     assert same(got, want)
 
 
-@settings(max_examples=800)
+@examples(200)
 @given(st.data())
 def test_what_is_taken_is_right(data: st.DataObject) -> None:
     sketch = data.draw(sketches())

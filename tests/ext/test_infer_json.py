@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastserve._ext.infer_json import InferCode, InferFault, read_infer
 from fastserve.tensor import DTYPE_BY_KSERVE, KSERVE_NAME
+from tests.effort import examples
 from tests.ext.json_strategies import (
     at_edge,
     broken,
@@ -149,13 +150,13 @@ bodies = st.lists(
 ).map(lambda members: "{" + ", ".join(members) + "}")
 
 
-@settings(max_examples=1500)
+@examples(400)
 @given(broken(st.one_of(bodies, bodies, fitting().map(lambda one: f'{{"inputs":[{one}]}}'), values)))
 def test_agrees_with_oracle(body: bytes) -> None:
     assert same(ours(body), theirs(body))
 
 
-@settings(max_examples=300)
+@examples(100)
 @given(broken(bodies))
 def test_stays_inside(body: bytes) -> None:
     with at_edge(body) as view:

@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastserve._ext.infer_reply import InferWriter, UnwritableCode, UnwritableOutput, write_infer
 from fastserve.tensor import DTYPE_BY_KSERVE
+from tests.effort import examples
 from tests.oracles import infer_json as oracle
 
 VECTORS = Path(__file__).parents[1] / "vectors" / "triton_v2_infer.jsonl"
@@ -102,7 +103,7 @@ def given_to_writer(output: Any) -> Any:
     return name, DTYPE_BY_KSERVE[datatype].code, tuple(shape), memory, its_parameters
 
 
-@settings(max_examples=500)
+@examples(150)
 @given(names, st.lists(outputs(), max_size=3), names, parameters)
 def test_agrees_with_oracle(model: str, found: list[Any], identity: str, its_parameters: Any) -> None:
     got = write_infer(model, "3", [given_to_writer(o) for o in found], id=identity, parameters=its_parameters)
@@ -125,7 +126,7 @@ def check_floats(array: np.ndarray[Any, Any]) -> None:
     assert texts == [oracle.float_text(float(value)) for value in array.ravel()]
 
 
-@settings(max_examples=300)
+@examples(150)
 @given(
     st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=100),
     st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=100),
@@ -148,7 +149,7 @@ def test_float_neighbourhoods() -> None:
 FORMS = st.sampled_from(["json", "json", "binary", "outside"])
 
 
-@settings(max_examples=300)
+@examples(150)
 @given(names, st.lists(st.tuples(outputs(), FORMS), max_size=4), names, parameters)
 def test_prepared_agrees_with_general(model: str, drawn: Any, identity: str, its_parameters: Any) -> None:
     given, prepared, memories, blobs = [], [], [], []

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastserve._ext.json_reader import Fault, JSONFault, PredictReader
 from fastserve.tensor import DTYPES
+from tests.effort import examples
 from tests.ext.json_strategies import (
     at_edge,
     broken,
@@ -131,13 +132,13 @@ bodies = st.lists(
 ).map(lambda members: "{" + ", ".join(f"{key}: {value}" for key, value in members) + "}")
 
 
-@settings(max_examples=1000)
+@examples(300)
 @given(broken(st.one_of(bodies, values)), INPUTS)
 def test_agrees_with_oracle(body: bytes, inputs: dict[str, str]) -> None:
     assert ours(body, inputs) == theirs(body, inputs)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(broken(bodies), INPUTS)
 def test_stays_inside(body: bytes, inputs: dict[str, str]) -> None:
     with at_edge(body) as view:
@@ -154,7 +155,7 @@ FORMS = [
 ]
 
 
-@settings(max_examples=500)
+@examples(200)
 @given(
     st.sampled_from(FORMS),
     st.sampled_from(["float32", "float64", "int64", "int32", "uint32", "int8", "bool"]),
@@ -201,7 +202,7 @@ def test_common_forms_take_the_hot_door(
     np.testing.assert_array_equal(out, array)
 
 
-@settings(max_examples=1000)
+@examples(300)
 @given(
     st.one_of(number_texts, st.floats(width=32, allow_nan=False).map(repr)),
     st.sampled_from(["float32", "float64", "int64", "int32"]),

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from fastserve._ext.json_value import JSONSyntaxError, Members, debug_text, parse
+from tests.effort import examples
 from tests.ext.json_strategies import at_edge, broken, number_texts, values
 from tests.oracles import json_value as oracle
 
@@ -65,19 +66,19 @@ def test_vectors(case: dict[str, Any]) -> None:
     assert not error.startswith(whole[:14]) or error.startswith(whole) or "64" in error or "Type:" in error
 
 
-@settings(max_examples=500)
+@examples(150)
 @given(broken(values))
 def test_agrees_with_oracle(body: bytes) -> None:
     assert outcome(parse, body) == outcome(oracle.parse, body)
 
 
-@settings(max_examples=500)
+@examples(150)
 @given(number_texts)
 def test_numbers(text: str) -> None:
     assert outcome(parse, text.encode()) == outcome(oracle.parse, text.encode())
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(broken(values))
 def test_stays_inside(body: bytes) -> None:
     with at_edge(body) as view:

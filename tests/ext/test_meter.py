@@ -9,7 +9,7 @@ import struct
 import threading
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastserve._ext.meter import (
@@ -25,6 +25,7 @@ from fastserve._ext.meter import (
     file_bytes,
     lay_out,
 )
+from tests.effort import examples
 from tests.oracles.meter import PlainHistogram
 
 SIZES = (2, 8, 256, 64)  # sections, series, text bytes, slots
@@ -193,7 +194,7 @@ def test_memory_outlives_nobody() -> None:
     counter.add()
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.randoms(use_true_random=False), st.integers(1, 60))
 def test_hostile_section_is_read_without_harm(rng: random.Random, spoils: int) -> None:
     memory = make()

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 from google.protobuf.message import DecodeError
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastserve._ext.proto_outline import MOST_HEAD_BYTES, MOST_RAWS, Outline, read_outline, write_known
 from fastserve._ext.proto_wire import WireFault, write_infer_response
+from tests.effort import examples
 from tests.ext.test_proto_wire import REQUESTS, serialize
 from tests.ext.wire_strategies import MESSAGES, bent, field
 from tests.oracles import proto_outline as oracle
@@ -51,7 +52,7 @@ def test_what_libraries_write_has_an_outline(content: dict[str, Any]) -> None:
     assert (outline is not None) == bool(content.get("raw_input_contents"))
 
 
-@settings(max_examples=400)
+@examples(150)
 @given(MESSAGES | bent(MESSAGES) | bent(REQUESTS.map(serialize)), st.booleans())
 def test_anything_else_is_read_as_the_library_reads_it_or_not_at_all(data: bytes, ends_well: bool) -> None:
     agrees(data + RAW if ends_well else data)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from google.protobuf.message import DecodeError
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastserve._ext.proto_wire import (
@@ -23,6 +23,7 @@ from fastserve._ext.proto_wire import (
     write_stream_response,
 )
 from fastserve.tensor import DTYPES
+from tests.effort import examples
 from tests.ext.wire_strategies import LEAVES, MESSAGES, bent, field, fields
 from tests.oracles import proto_wire as oracle
 
@@ -141,32 +142,32 @@ def same(data: bytes) -> None:
         assert repr(facts(data)) == repr(seen)  # NaN is not equal to itself
 
 
-@settings(max_examples=300)
+@examples(200)
 @given(REQUESTS)
 def test_agrees_with_protobuf(content: dict[str, Any]) -> None:
     data = serialize(content)
     assert facts(data) == expected(data)
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(REQUESTS, REQUESTS)
 def test_pieces_are_merged(first: dict[str, Any], second: dict[str, Any]) -> None:
     same(serialize(first) + serialize(second))
 
 
-@settings(max_examples=800)
+@examples(250)
 @given(MESSAGES)
 def test_any_fields(data: bytes) -> None:
     same(data)
 
 
-@settings(max_examples=400)
+@examples(200)
 @given(bent(MESSAGES | REQUESTS.map(serialize)))
 def test_bent_messages(data: bytes) -> None:
     same(data)
 
 
-@settings(max_examples=500)
+@examples(250)
 @given(fields(LEAVES | CONTENTS.map(serialize_contents)))
 def test_any_contents(data: bytes) -> None:
     same(field(5, 2, field(5, 2, data)))
@@ -310,7 +311,7 @@ OUTPUTS = st.lists(st.tuples(TEXT, TEXT, SHAPES, st.none() | PLAIN), max_size=3)
 RAW = st.lists(st.binary(max_size=300), max_size=3)
 
 
-@settings(max_examples=300)
+@examples(200)
 @given(TEXT, TEXT, TEXT, PLAIN, OUTPUTS, RAW, st.none() | TEXT)
 def test_replies_are_what_protobuf_reads(
     name: str,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from google.protobuf.message import DecodeError
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastserve._ext.proto_wire import Fault, WireFault
@@ -16,6 +16,7 @@ from fastserve._ext.proto_wire_v1 import (
     write_v1_header,
     write_v1_response,
 )
+from tests.effort import examples
 from tests.ext.wire_strategies import LEAVES, MESSAGES, bent, field, fields
 from tests.oracles import proto_wire_v1 as oracle
 
@@ -88,26 +89,26 @@ def same(data: bytes) -> None:
         assert facts(data) == seen
 
 
-@settings(max_examples=300)
+@examples(200)
 @given(REQUESTS)
 def test_agrees_with_protobuf(content: dict[str, Any]) -> None:
     data = serialize(content)
     assert facts(data) == oracle.read_v1_request(data)
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(REQUESTS, REQUESTS)
 def test_pieces_are_merged(first: dict[str, Any], second: dict[str, Any]) -> None:
     same(serialize(first) + serialize(second))
 
 
-@settings(max_examples=500)
+@examples(200)
 @given(fields(LEAVES | fields(MESSAGES)))
 def test_any_fields(data: bytes) -> None:
     same(data)
 
 
-@settings(max_examples=400)
+@examples(200)
 @given(bent(MESSAGES | REQUESTS.map(serialize)))
 def test_bent_messages(data: bytes) -> None:
     same(data)
@@ -138,7 +139,7 @@ RESULTS = st.tuples(TEXT, DIMS, UINT64, st.none()) | st.tuples(
 )
 
 
-@settings(max_examples=300)
+@examples(200)
 @given(
     st.tuples(TEXT, INT64, UINT32, UINT64, st.lists(RESULTS, max_size=3)),
     st.tuples(st.integers(0, 8), TEXT, TEXT, UINT64),

@@ -10,11 +10,12 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from fastserve.metrics import Metric, Registry, names, registry
+from tests.effort import examples
 from tests.oracles.meter import PlainRegistry
 
 
@@ -197,7 +198,7 @@ step = st.tuples(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(st.lists(step, max_size=30))
 def test_any_history_is_its_oracle(steps: list[tuple[int, str, str, int]]) -> None:
     first = Registry(3, 0)
@@ -220,7 +221,7 @@ def test_any_history_is_its_oracle(steps: list[tuple[int, str, str, int]]) -> No
         front.close()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.randoms(use_true_random=False))
 def test_a_spoiled_section_never_stops_a_scrape(rng: random.Random) -> None:
     first = Registry(2, 0)

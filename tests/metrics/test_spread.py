@@ -8,17 +8,18 @@ from array import array
 from math import ceil, isnan
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastserve._ext import batch_ring
 from fastserve._ext.batch_ring import BatchRing
 from fastserve.metrics.spread import BUCKETS, Window, bucket_of, middle_ns, quantiles_ns, read_buckets
+from tests.effort import examples
 
 durations = st.integers(0, 1 << 40)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.lists(durations, min_size=1, max_size=4))
 def test_the_compiled_buckets_are_these(ages: list[int]) -> None:
     """What a worker counts for one request is what its exact sum says."""

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -23,6 +22,7 @@ from fastserve.repository.catalog import Catalog
 from fastserve.repository.model_config import parse_model_config
 from fastserve.repository.policy import wanted_versions
 from fastserve.repository.version import TRANSITIONS, Version, VersionState
+from tests.effort import examples
 from tests.repository.folders import BASE, Stage, write_config, write_version
 
 NUMBERS = st.integers(1, 4)
@@ -167,4 +167,4 @@ class Lifecycle(RuleBasedStateMachine):
 
 
 LifecycleTest = Lifecycle.TestCase
-LifecycleTest.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+LifecycleTest.settings = examples(60, stateful_step_count=30)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastserve.repository.onnx_graph import read_onnx_graph
+from tests.effort import examples
 
 onnx = pytest.importorskip("onnx")
 
@@ -40,7 +41,7 @@ TENSORS = st.dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(inputs=TENSORS, outputs=TENSORS)
 def test_tensors_as_the_library_wrote_them(
     tmp_path_factory: pytest.TempPathFactory,
@@ -61,7 +62,7 @@ def test_tensors_as_the_library_wrote_them(
             assert ours.get(read[name].dtype.name, read[name].dtype.name) == library
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(data=st.data())
 def test_spoilt_files_are_no_models(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     path = tmp_path_factory.mktemp("m") / "model.onnx"

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 from google.protobuf import json_format, text_format
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastserve.config import convert
@@ -22,6 +22,7 @@ from fastserve.repository.triton_defaults import fill_defaults
 from fastserve.repository.triton_json import _SINGLES, plain_from_json, to_json
 from fastserve.repository.triton_schema import TritonConfig
 from fastserve.repository.triton_text import TEXT_SCHEMA
+from tests.effort import examples
 
 ROOT = load("kserve_v2").ModelConfig  # made from the same tables, and apart from these structs
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
@@ -64,7 +65,7 @@ def messages(draw: st.DrawFn, schema: Mapping[str, TextField]) -> dict[str, Any]
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(tree=messages(TEXT_SCHEMA))
 def test_every_way_leads_to_the_same_config(tree: dict[str, Any]) -> None:
     config = convert(tree, TritonConfig, "m")
@@ -89,7 +90,7 @@ def protobuf_floats(value: Any) -> Any:
     return value
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(tree=messages(TEXT_SCHEMA))
 def test_defaults_are_filled_once(tree: dict[str, Any]) -> None:
     config = fill_defaults(convert(tree, TritonConfig, "m"), "m")
@@ -97,7 +98,7 @@ def test_defaults_are_filled_once(tree: dict[str, Any]) -> None:
     assert convert(plain_from_json(json.dumps(to_json(config)), "m"), TritonConfig, "m") == config
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(text=st.text(st.sampled_from('{}[]:," \n01-.nametypinputdims_backend'), max_size=60))
 def test_any_text_is_a_config_or_a_fault(text: str) -> None:
     for parse in (parse_triton_text, parse_triton_json):
