@@ -62,19 +62,9 @@ def pair(rows: int) -> tuple[Input, Input]:
 
 
 OUR_WORDS = "the words are this server's"
-FAILURES = (
-    "fine",
-    "deep",
-    "lines",
-    "chained",
-    "own",
-    "error",
-    "cancelled",
-    "invalid",
-    "sender",
-    "sender_twice",
-)
-MISUSES = ("few", "words", "no_list", "complex")
+FAILURES = ("fine", "deep", "chained", "own", "error", "cancelled", "invalid", "sender")
+# A second answer of a model that is not decoupled is left out: it damages the heap of 2.51.
+MISUSES = ("lines", "few", "words", "no_list", "complex")
 CASES = (
     *(Case(f"add_sub of {rows} rows", "add_sub", pair(rows)) for rows in (1, 3, 8)),
     Case("too many rows", "add_sub", pair(9)),
