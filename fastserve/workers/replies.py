@@ -39,7 +39,7 @@ ROOM_S = 30.0
 SILENT = "the model gave no response to this request"
 UNENDED = "the model let go of this request without a final response: its answer may not be whole"
 NO_ROOM = "a response of {} bytes found no room (max_queue_bytes)"
-TWICE = "a model that is not decoupled has one response for each request"
+TWICE = "Unable to send response. Non-decoupled model cannot send more than one response."
 
 Packed = tuple[list["Entry"], bytes]  # outputs, their note
 Pack = Callable[[InferenceResponse, list[str]], Packed]
