@@ -26,7 +26,8 @@ from fastserve.metrics import Heartbeat, Readiness, Registry
 from fastserve.server.access import log_http, log_rpc
 from fastserve.server.nv_metrics import NvMetrics
 from fastserve.server.places import Places
-from fastserve.wire import Dialect, HttpListener
+from fastserve.wire import Dialect, HttpListener, check_free
+from fastserve.wire.opening import Opening
 
 if TYPE_CHECKING:
     from fastserve.wire.grpc import GrpcListener, Method
@@ -68,6 +69,8 @@ class Front:
     http: list[HttpListener] = field(default_factory=list)
     grpc: list[GrpcListener] = field(default_factory=list)
     custom_metrics: Callable[[], list[str]] = list
+    opening: Opening = field(default_factory=Opening)
+    owner: bool = False  # of the ports: the other fronts share them with it
     _asked: tuple[Listener, ...] = ()
 
     async def open(self, http: Sequence[Listener], grpc: Sequence[Listener], *, shared: bool) -> None:
@@ -83,6 +86,10 @@ class Front:
             await self._open_http(listener, dialects, shared)
         for listener in grpc:
             await self._open_grpc(listener, dialects, shared)
+
+    def begin(self) -> None:
+        """From now on every call is answered, not only those about health."""
+        self.opening.done = True
 
     def set_ready(self, readiness: Readiness) -> None:
         """Take over what the owner knows about readiness."""
@@ -110,7 +117,7 @@ class Front:
 
     def _dialects(self) -> dict[str, MakeDialect]:
         settings = self.settings
-        tfserving = TFServing(self.engine, self.registry, settings.tfserving, settings.limits)
+        tfserving = TFServing(self.engine, self.registry, settings.tfserving, settings.limits, self.opening)
         self.regions.allowed = settings.allow_client_shm
         kserve = Service(
             self.engine,
@@ -122,6 +129,7 @@ class Front:
             settings.triton,
             settings.log.level,
             settings.admin,
+            self.opening,
         )
         self.traces = kserve.traces
         options = read_metrics_config(settings.metrics_config)
@@ -130,7 +138,7 @@ class Front:
         control = Control(self.engine.catalog, self.repository)
         places = Places(self.regions)
         triton_v1 = ServiceV1(
-            self.engine, self.registry, self.readiness, control, places, settings.admin.origins
+            self.engine, self.registry, self.readiness, control, places, settings.admin.origins, self.opening
         )
         return {
             "tfserving": lambda alone: tfserving,
@@ -159,6 +167,8 @@ class Front:
             reuse_port=shared,
             access_log=log_http if self.settings.log.access else None,
         )
+        if self.owner:
+            check_free(listener.host, listener.port)
         await opened.open()
         self.http.append(opened)
 
@@ -177,7 +187,10 @@ class Front:
             reuse_port=shared,
             nameless_health=names == ("kserve_v2",),  # as the original, which looks at no name
             access_log=log_rpc if self.settings.log.access else None,
+            opening=self.opening,
         )
+        if self.owner:
+            check_free(listener.host, listener.port)
         await opened.open()
         self.grpc.append(opened)
 

@@ -1,6 +1,7 @@
-"""One server: models first, then listeners, then signals until it is told to stop.
+"""One server: listeners first, then models, then signals until it is told to stop.
 
-open:   registry -> repository (workers, lanes) -> listeners -> other front processes
+open:   registry -> listeners, which tell clients to come again -> repository (workers, lanes)
+        -> other front processes -> every call is answered
 stop:   not ready, and everything still accepted for drain_delay_s -> listeners and fronts drain
         -> versions unload -> workers stop -> exit 0
 """
@@ -33,8 +34,9 @@ from fastserve.server.gauges import FrontGauges
 from fastserve.server.health import judge
 from fastserve.server.listening import Front, with_metrics
 from fastserve.server.loads import ClientLoads
-from fastserve.server.welcome import welcome_text
+from fastserve.server.welcome import announce, fill_standard_streams, welcome_text
 from fastserve.wire import keep_freed_memory
+from fastserve.wire.opening import Opening
 from fastserve.workers.tie import leave
 
 log = logging.getLogger(__name__)
@@ -64,7 +66,15 @@ class Server:
         self.repository = Repository(settings, self.catalog, self.host)
         self.host.wishes.repository = self.repository
         loads = ClientLoads(self.repository)
-        self.front = Front(settings, Engine(self.catalog), self.registry, loads, self.host.cache)
+        self.front = Front(
+            settings,
+            Engine(self.catalog),
+            self.registry,
+            loads,
+            self.host.cache,
+            opening=Opening(done=False),
+            owner=True,
+        )
         self.front.custom_metrics = self.host.wishes.metrics.write
         self.fronts = Fronts(settings, self.catalog, self.host, self.registry, loads)
         self._gauges = FrontGauges(self.registry)
@@ -73,16 +83,17 @@ class Server:
         self.catalog.on_change.append(self._version_changed)
 
     async def open(self) -> None:
-        """Load what is wanted, then listen. Raises ConfigError, ServeError or OSError, all stopped again."""
+        """Listen, load what is wanted, answer. Raises ConfigError, ServeError, OSError, all stopped again."""
         self._beat_on()
         try:
-            await self.repository.open()
             shared = self.settings.frontends > 1
             await self.front.open(with_metrics(self.settings), self.settings.grpc, shared=shared)
+            await self.repository.open()
             await self.fronts.open(*self.front.addresses())
         except BaseException:
             await self.drain(0)
             raise
+        self.front.begin()
         self._health_changed()
         http, grpc = (" ".join(one.address for one in found) for found in self.front.addresses())
         warn_of_exposures(self.settings)
@@ -113,6 +124,8 @@ class Server:
             keep_going=settings.keep_going,
             may_be_empty=settings.model_control == "explicit",
         )
+        if not self.front.opening.done:
+            found = Readiness(False, "the server is starting: its models are loading", found.models)
         if self._draining:
             found = Readiness(False, "the server is stopping", found.models)
         self.front.set_ready(found)
@@ -147,7 +160,7 @@ async def serve(settings: Settings) -> int:
     # What exists now lives as long as the server: a collection need not look at it again.
     gc.collect()
     gc.freeze()
-    print(welcome_text(settings, *server.front.addresses(), server.front.readiness), flush=True)
+    announce(welcome_text(settings, *server.front.addresses(), server.front.readiness))
     await stopping
     return await _stop(server)
 
@@ -174,6 +187,7 @@ def _on_signal(stop: asyncio.Event) -> None:
 def run(settings: Settings, *, give_up: Callable[[Exception], None] | None = None) -> int:
     """Run a server in this process; the exit status. Why it could not start goes to `give_up`, else to
     standard error."""
+    fill_standard_streams()
     setup_logs(settings.log.level, settings.log.format, access=settings.log.access)
     log_uncaught()
     try:

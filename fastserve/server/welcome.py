@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 
 from fastserve.config import Listener, Settings
 from fastserve.metrics import Readiness
+
+log = logging.getLogger(__name__)
 
 # One held-out digit (a seven) as 64 grey values, so that the line can be pasted as it is.
 SEVEN = (
@@ -37,6 +41,26 @@ def welcome_text(
     if settings.repository == "demo" and http:
         lines += ["", "Try:", *(f"  {line}" for line in demo_requests(http[0].address))]
     return "\n".join(lines)
+
+
+def announce(text: str) -> None:
+    """Write to standard output. One that is closed, or full, is no reason not to serve."""
+    try:
+        # Past sys.stdout, which would keep what it could not write and fail once more when the process ends.
+        with open(1, "w", closefd=False) as output:
+            output.write(f"{text}\n")
+    except OSError as error:
+        log.warning("standard output cannot be written: %s", error.strerror or error)
+
+
+def fill_standard_streams() -> None:
+    """Open /dev/null where a standard stream was closed by whoever started the server: its number would go
+    to a socket, and what a library writes to standard error to a client."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
 
 
 def demo_requests(address: str) -> list[str]:

@@ -8,8 +8,17 @@
 
 from fastserve.wire.call import Call, Dialect, Endpoint
 from fastserve.wire.inflate import inflate
-from fastserve.wire.listener import HttpListener
+from fastserve.wire.listener import HttpListener, check_free
 from fastserve.wire.memory import keep_freed_memory
 from fastserve.wire.stream import Stream
 
-__all__ = ["Call", "Dialect", "Endpoint", "HttpListener", "Stream", "inflate", "keep_freed_memory"]
+__all__ = [
+    "Call",
+    "Dialect",
+    "Endpoint",
+    "HttpListener",
+    "Stream",
+    "check_free",
+    "inflate",
+    "keep_freed_memory",
+]

@@ -120,9 +120,8 @@ class Connection(asyncio.Protocol):
 
     def _resume(self) -> None:
         """Go on with input that was held back, as far as the queue allows."""
-        if self._half is not None or self._parsing or self._transport.is_closing():
-            return
-        if self._paused and self._may_read():
+        held = self._half is not None or self._parsing or self._transport.is_closing()
+        if self._paused and not held and self._may_read():
             self._take(b"")
 
     def _may_read(self) -> bool:

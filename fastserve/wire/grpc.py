@@ -28,6 +28,7 @@ from fastserve.wire.apart import Apart
 from fastserve.wire.grpc_health import Health
 from fastserve.wire.grpc_pause import Pause
 from fastserve.wire.grpc_reflection import reflection_handlers
+from fastserve.wire.opening import Opening
 from fastserve.wire.scope import FROM_A_PAGE, Scope
 
 log = logging.getLogger(__name__)
@@ -116,6 +117,7 @@ class Terms:
 
     most_bytes: int  # of a reply
     access_log: AccessLog | None
+    opening: Opening
     pause: Pause = field(default_factory=Pause)
     apart: Apart = field(default_factory=Apart)
 
@@ -134,6 +136,7 @@ class GrpcListener:
         reuse_port: bool = False,
         nameless_health: bool = False,
         access_log: AccessLog | None = None,
+        opening: Opening | None = None,
     ) -> None:
         self._place = (address, port)
         self._options = options
@@ -141,7 +144,7 @@ class GrpcListener:
         self._reuse_port = reuse_port
         self._health = Health(nameless=nameless_health)
         self._methods = (*methods, *_health_methods(self._health))
-        self._terms = Terms(options.message_bytes, access_log)
+        self._terms = Terms(options.message_bytes, access_log, opening or Opening())
         self._server: grpc.aio.Server | None = None
 
     async def open(self) -> None:
@@ -250,6 +253,7 @@ def _answer_one(method: Method, terms: Terms) -> Callable[..., Awaitable[bytes]]
         pause.begun += 1
         try:
             _check_scope(method, rpc)
+            terms.opening.check(method.scope)
             read = await _read(method, apart, request)
             reply = method.write(await method.run(read, rpc))
             rpc.sent_bytes = len(reply)
@@ -274,6 +278,7 @@ def _answer_stream(method: Method, terms: Terms) -> Callable[..., AsyncIterator[
         pause.begun += 1
         try:
             _check_scope(method, rpc)
+            terms.opening.check(method.scope)
             read = await _read(method, apart, request)
             async for piece in method.run(read, rpc):
                 reply = method.write(piece)

@@ -194,7 +194,23 @@ class HttpListener:
 
 
 def open_socket(address: str, port: int, *, reuse_port: bool = False) -> socket.socket:
-    """A bound TCP socket. "" and "::" take IPv4 and IPv6 where the machine has both."""
+    """A bound TCP socket. "" and "::" take IPv4 and IPv6 where the machine has both. Raises OSError, whose
+    text names the place."""
+    try:
+        return _bind(address, port, reuse_port)
+    except OSError as error:
+        shown = f"[{address}]" if ":" in address else address
+        text = f"cannot listen on {shown}:{port}: {error.strerror or error}"
+        raise OSError(error.errno, text) from error
+
+
+def check_free(address: str, port: int) -> None:
+    """Raises OSError if somebody listens there already, even one that would share the port."""
+    if port:
+        open_socket(address, port).close()
+
+
+def _bind(address: str, port: int, reuse_port: bool) -> socket.socket:
     host = address or ("::" if socket.has_dualstack_ipv6() else "0.0.0.0")
     family, kind, protocol, _, place = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

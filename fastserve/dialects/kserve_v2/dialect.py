@@ -48,6 +48,7 @@ class KServeV2:
         if parsed.asked == WRONG_VERB:  # which is told to those only who may ask
             return restrict(answer_wrong_verb, parsed.parts["of"], self._restrictions)
         endpoint = guard(self._choose(parsed), parsed.scope, self._service.admin.origins, answer_forbidden)
+        endpoint = self._service.opening.hold(endpoint, parsed.scope, self._service.refuse)
         return restrict(endpoint, parsed.asked, self._restrictions)
 
     def route_unknown(self, method: str, target: str) -> Endpoint | None:

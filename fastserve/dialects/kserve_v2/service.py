@@ -28,6 +28,7 @@ from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.wire.apart import Apart
 from fastserve.wire.call import Call
+from fastserve.wire.opening import Opening
 
 JSON = b"application/json"
 TEXT = b"text/plain"
@@ -59,6 +60,7 @@ class Service:
         options: TritonOptions | None = None,
         log_level: str = "info",
         admin: AdminOptions = AdminOptions(),  # noqa: B008 -- frozen
+        opening: Opening | None = None,
     ) -> None:
         self.engine = engine
         self.catalog = engine.catalog
@@ -66,6 +68,7 @@ class Service:
         self.limits = limits
         self.regions = regions
         self.repository = repository
+        self.opening = opening or Opening()
         self.readiness = readiness  # of the server: every dialect says the same
         self.apart = Apart()
         self.plans = Plans(engine.catalog)

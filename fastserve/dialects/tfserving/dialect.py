@@ -18,6 +18,7 @@ from fastserve.dialects.tfserving.status import find_versions, write_status
 from fastserve.errors import ServeError
 from fastserve.metrics import Registry
 from fastserve.wire.call import Call, Endpoint
+from fastserve.wire.opening import Opening
 
 HTML = b"text/html; charset=ISO-8859-1"
 TEXT = b"text/plain"
@@ -34,13 +35,15 @@ class TFServing:
         registry: Registry,
         options: TFServingOptions | None = None,
         limits: Limits | None = None,
+        opening: Opening | None = None,
     ) -> None:
         self._service = Service(engine, options or TFServingOptions(), limits or Limits(), registry)
+        self._opening = opening or Opening()
 
     def route(self, method: str, target: str) -> Endpoint | None:
         """The endpoint of a target, None when it is not under /v1/ and not the metrics page."""
         if is_api(target):
-            return self._route_api(method, target)
+            return self._opening.hold(self._route_api(method, target), None, self._put_off)
         options = self._service.options
         if options.monitoring and target.partition("?")[0].partition("#")[0] == options.monitoring_path:
             return self._page if target == options.monitoring_path else self._wrong_page
@@ -58,6 +61,9 @@ class TFServing:
         if method == "GET":
             return Describe(self._service, parsed)
         return (Predict if parsed.verb == "predict" else Examples)(self._service, parsed)
+
+    def _put_off(self, call: Call, fault: ServeError) -> None:
+        self._service.refuse(call, "", fault)
 
     def _preflight(self, call: Call) -> None:
         origin = call.header(b"origin")

@@ -40,11 +40,16 @@ class TritonV1:
             return answer_wrong_verb
         service = self._service
         endpoint = (Infer if parsed.place == "infer" else Page)(service, parsed)
-        return guard(endpoint, parsed.scope, service.origins, self._forbid)
+        guarded = guard(endpoint, parsed.scope, service.origins, self._forbid)
+        return service.opening.hold(guarded, parsed.scope, self._put_off)
 
     def _forbid(self, call: Call, text: str) -> None:
         fault = ServeError(Kind.PERMISSION_DENIED, text)
         call.reply(403, b"", b"", ((NV_STATUS, self._service.status_line(fault)),))
+
+    def _put_off(self, call: Call, fault: ServeError) -> None:
+        again = (b"Retry-After", b"%d" % round(fault.retry_after_s or 1))
+        call.reply(503, b"", b"", ((NV_STATUS, self._service.status_line(fault)), again))
 
     def grpc_methods(self) -> list[Method]:
         """The RPCs of nvidia.inferenceserver.GRPCService."""

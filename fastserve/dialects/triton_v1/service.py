@@ -30,6 +30,7 @@ from fastserve.repository.catalog import Catalog
 from fastserve.repository.keepers import Keepers
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
+from fastserve.wire.opening import Opening
 
 if TYPE_CHECKING:
     from fastserve._ext.meter import Counter, Histogram
@@ -91,10 +92,12 @@ class Service:
         control: Control,
         shared: SharedRegions,
         origins: Sequence[str] = (),
+        opening: Opening | None = None,
     ) -> None:
         self.engine = engine
         self.catalog = engine.catalog
         self.readiness = readiness
+        self.opening = opening or Opening()
         self.control = control
         self.shared = shared
         self.origins = origins  # of web pages that may use the routes that administer
