@@ -199,18 +199,19 @@ def test_v1(server: Running, http: Http, model: str, dims: str) -> None:
     assert reply.request_status.code != 1
 
 
-def test_rows_without_elements(http: Http) -> None:
-    """As many as may wait are answered, split over batches; one more is not."""
-    path = "/v2/models/free/infer"
-    answer = http.post(path, {"inputs": [tensor("x", [1024, 0], [], "FP32")]})
-    assert (answer.status, answer.json()["outputs"][0]["shape"]) == (200, [1024, 0])
-    answer = http.post(path, {"inputs": [tensor("x", [1025, 0], [], "FP32")]})
-    assert (answer.status, answer.error) == (
-        400,
-        "1025 rows without a single element, allowed: up to 1024 (max_queue_rows)",
-    )
-    answer = http.post(path, {"inputs": [tensor("x", [1025, 1], [2] * 1025, "FP32")]})
-    assert (answer.status, answer.json()["outputs"][0]["data"]) == (200, [2] * 1025)
+def test_rows_without_elements(server: Running) -> None:
+    """As many as may wait are answered, split over batches; one more is not. They fill the queue, so nobody else asks meanwhile."""
+    with Http(server) as http:
+        path = "/v2/models/free/infer"
+        answer = http.post(path, {"inputs": [tensor("x", [1024, 0], [], "FP32")]})
+        assert (answer.status, answer.json()["outputs"][0]["shape"]) == (200, [1024, 0])
+        answer = http.post(path, {"inputs": [tensor("x", [1025, 0], [], "FP32")]})
+        assert (answer.status, answer.error) == (
+            400,
+            "1025 rows without a single element, allowed: up to 1024 (max_queue_rows)",
+        )
+        answer = http.post(path, {"inputs": [tensor("x", [1025, 1], [2] * 1025, "FP32")]})
+        assert (answer.status, answer.json()["outputs"][0]["data"]) == (200, [2] * 1025)
 
 
 def test_generate(server: Running, http: Http) -> None:
