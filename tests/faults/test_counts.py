@@ -200,7 +200,8 @@ def test_v1(server: Running, http: Http, model: str, dims: str) -> None:
 
 
 def test_rows_without_elements(server: Running) -> None:
-    """As many as may wait are answered, split over batches; one more is not. They fill the queue, so nobody else asks meanwhile."""
+    """As many as may wait are answered, split over batches; one more is not. They fill the queue, so nobody
+    else asks meanwhile."""
     with Http(server) as http:
         path = "/v2/models/free/infer"
         answer = http.post(path, {"inputs": [tensor("x", [1024, 0], [], "FP32")]})
