@@ -2,6 +2,7 @@
 #
 #   make serve [ARGS="--http 127.0.0.1:9000"]    the demo repository, served
 #   make test  [ARGS="tests/wire -k pipeline"]   the suite, on every core (JOBS=0: in one process)
+#   make test-fast                               without servers and workers, a fifth of the examples
 #   make bench [ARGS="--repeats 3"]              microbenchmarks, then the table against the reference server
 
 PYTHON ?= python3
@@ -19,7 +20,7 @@ PROTO_SOURCES := $(shell find protos -name '*.proto' 2>/dev/null)
 DEBUG_TREE := build/debug/tree
 
 .DELETE_ON_ERROR:
-.PHONY: build serve test lint format bench wheel debug torture differential clean
+.PHONY: build serve test test-fast lint format bench wheel debug torture differential clean
 
 build: $(INSTALLED) $(EXTENSIONS) $(PROTOS)
 
@@ -53,6 +54,10 @@ serve: build
 # A file's tests stay together, in their order: they share servers. Past four processes there is little to gain.
 test: build
 	$(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-fast: build
+	$(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
+		--no-processes --hypothesis-profile fast $(ARGS)
 
 lint: build
 	$(BIN)/ruff check .

@@ -20,6 +20,8 @@ import pytest
 
 from tests import effort
 from tests.alone import pytest_runtest_protocol as pytest_runtest_protocol
+from tests.processes import pytest_addoption as pytest_addoption
+from tests.processes import pytest_collection_modifyitems as pytest_collection_modifyitems
 
 effort.load_profile()
 
