@@ -35,6 +35,7 @@ BUSY_TURN_NS = 10_000
 QUEUED_TOO_LONG = "the request's time was up while it waited in the queue"
 RAN_TOO_LONG = "the model took longer than the request's time"
 DAMAGED = "a worker of this model has damaged the batch of this request"
+FAILED_ALONE = "the model failed on this request"
 FULL = -1
 PART = -2
 
@@ -257,14 +258,24 @@ class Lane:
         for ticket in tickets:
             done, ticket.done = ticket.done, None
             fault: ServeError | None = error
-            if fault is None and not self.ring.answered(ticket.place, ticket.rows):
-                fault = ServeError(Kind.INTERNAL, DAMAGED)
+            if fault is None and (end := self.ring.answered(ticket.place, ticket.rows)) != 1:
+                fault = self._own_fault(ticket.place) if end else ServeError(Kind.INTERNAL, DAMAGED)
             if fault is not None or done is None:
                 self.release(ticket)
             if done is not None:
                 self._tell(done, ticket, fault)
         if self._idle:
             self._wake_idle()
+
+    def _own_fault(self, place: int) -> ServeError | None:
+        """Of a place that failed by itself, where answers are columns: words in a slab. Elsewhere whoever
+        reads the answer finds it."""
+        ring = self.ring
+        if not ring.outputs:
+            return None
+        offset, nbytes = ring.answer_slab(place)
+        text = bytes(ring.slab(offset, nbytes)).decode("utf-8", "replace") if offset else FAILED_ALONE
+        return ModelError(_kind(ring.place_status(place)), text)
 
     def _tell(self, done: Done, ticket: Ticket, error: ServeError | None) -> None:
         self.waiting -= 1

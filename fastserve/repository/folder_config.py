@@ -34,6 +34,7 @@ GRAPH_FILE = BACKENDS["onnx"].model_file  # tensors a config.pbtxt leaves out ar
 # Fields of model_defaults that say how any model is run; config.pbtxt has no words for them.
 OPERATION = (
     "env",
+    "isolate_failures",
     "load_timeout_s",
     "max_queue_bytes",
     "max_queue_rows",

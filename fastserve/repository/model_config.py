@@ -146,6 +146,13 @@ class NativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     run_timeout_ms: Annotated[
         int, Meta(ge=0, description="Milliseconds a batch may run before its worker is killed; 0: no limit.")
     ] = 120_000
+    isolate_failures: Annotated[
+        bool,
+        Meta(
+            description="Run a failed batch again in parts, so a bad request fails alone; "
+            "false: runs have effects."
+        ),
+    ] = True
     load_timeout_s: Annotated[
         float, Meta(gt=0, description="Seconds a worker may take until it is ready.")
     ] = 300.0

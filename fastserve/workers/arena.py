@@ -25,6 +25,7 @@ MOST_SLOTS = 256  # a worker looks at every slot when it takes one
 MOST_STREAMS = 1024  # an answer in parts holds its slot until the last of them
 LEAST_SLOTS = 4  # one filling, one ready, one running, one being answered
 SLAB_PAGE = 4096
+WORDS_PAGES = 64  # of an arena of columns: for what requests that failed by themselves are told
 MOST_SLAB_BYTES = 1 << 30
 
 
@@ -76,7 +77,7 @@ def plan_geometry(
     if dense:
         slot_bytes = max_rows * (sum(columns[0]) + sum(columns[1]))
         slots = max(min(slots, queue_bytes // max(slot_bytes, 1)), LEAST_SLOTS)
-    pages = 0 if dense else min(2 * queue_bytes, MOST_SLAB_BYTES) // SLAB_PAGE
+    pages = WORDS_PAGES if dense else min(2 * queue_bytes, MOST_SLAB_BYTES) // SLAB_PAGE
     return Geometry(
         slots=slots,
         max_rows=max_rows,

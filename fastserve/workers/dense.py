@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastserve.backends.base import Backend
+from fastserve.backends.base import Backend, explain, kind_of
 from fastserve.errors import Kind, ServeError
 from fastserve.tensor import TensorSpec
 from fastserve.workers.arena import Arena
 from fastserve.workers.arrays import NUMPY
 from fastserve.workers.guesses import Guess
+from fastserve.workers.isolation import isolate, may_isolate
 
 if TYPE_CHECKING:
     from fastserve._ext.batch_ring import BatchRing
 
 Columns = dict[str, "np.ndarray[Any, Any]"]
+Place = tuple[int, int, int, int]  # first row, rows; of slabs, nothing here
 
 
 class DenseRunner:
@@ -28,6 +30,7 @@ class DenseRunner:
         self._arena = arena
         self._ring = ring
         self._backend = backend
+        self._isolating = may_isolate(config)
         self._sizes: list[int] = list(config.get("allowed_batch_sizes") or ())
         self._slots: dict[int, tuple[Columns, Columns, Columns]] = {}
 
@@ -35,7 +38,8 @@ class DenseRunner:
         """Run every row of the slot; outputs land in its output columns."""
         ring = self._ring
         rows = ring.batch_rows(slot)
-        if not ring.places(slot):
+        places = ring.places(slot)
+        if not places:
             return  # everybody left: publishing frees the slot
         writable, inputs, outputs = self._slots.get(slot) or self._open_slot(slot)
         padded = self._padded(rows)
@@ -43,7 +47,15 @@ class DenseRunner:
             for column in writable.values():
                 column[rows:padded] = column[rows - 1]
         ring.start_run(slot)
-        results = self._backend.run({name: column[:padded] for name, column in inputs.items()})
+        try:
+            results = self._backend.run({name: column[:padded] for name, column in inputs.items()})
+        except Exception as error:
+            alone = len(places) == 1 and places[0][1] == rows
+            if alone or not self._isolating:
+                raise
+            self._isolate(slot, places, error)
+            ring.end_run(slot)
+            return
         ring.end_run(slot)
         for name, column in outputs.items():
             _store(name, results[name], column, rows, padded)
@@ -52,6 +64,40 @@ class DenseRunner:
         """Run the backend on a guess; no slot is touched."""
         padded = self._padded(rows)
         self._backend.run({n: guess.make(spec, (padded,)) for n, spec in self._backend.inputs.items()})
+
+    def _isolate(self, slot: int, places: list[Place], error: Exception) -> None:
+        failed: list[tuple[Place, Exception]] = []
+
+        def run(group: Sequence[Place]) -> None:
+            self._run_again(slot, group)
+
+        def fail(place: Place, fault: Exception) -> None:
+            failed.append((place, fault))
+
+        isolate(self._ring, slot, places, error, rows=lambda place: place[1], run=run, fail=fail)
+        for place, fault in failed:  # only now: should this worker die before, another runs the batch anew
+            self._refuse(slot, place[0], fault)
+        failed.clear()  # their tracebacks hold this list
+
+    def _run_again(self, slot: int, places: Sequence[Place]) -> None:
+        _, inputs, outputs = self._slots[slot]
+        index = [row for first, rows, _, _ in places for row in range(first, first + rows)]
+        filled = index + index[-1:] * (self._padded(len(index)) - len(index))
+        given = {name: column[filled] for name, column in inputs.items()}
+        for array in given.values():
+            array.flags.writeable = False
+        results = self._backend.run(given)
+        for name, column in outputs.items():
+            _check(name, results[name], column, len(filled))
+            column[index] = results[name][: len(index)]
+
+    def _refuse(self, slot: int, row: int, error: Exception) -> None:
+        """A slab of this arena holds no rows, only such words."""
+        kind, text = kind_of(error), explain(error).encode("utf-8", "replace")
+        offset = self._ring.lease(len(text))
+        if offset:
+            self._ring.slab(offset, len(text), True)[:] = text
+        self._ring.answer_place(slot, row, kind.value, offset, len(text) if offset else 0)
 
     def _padded(self, rows: int) -> int:
         return next((size for size in self._sizes if size >= rows), rows)
@@ -79,7 +125,11 @@ class DenseRunner:
 def _store(
     name: str, result: np.ndarray[Any, Any], column: np.ndarray[Any, Any], rows: int, padded: int
 ) -> None:
-    if result.shape != (padded, *column.shape[1:]):
-        wanted, got = [padded, *column.shape[1:]], list(result.shape)
-        raise ServeError(Kind.INTERNAL, f"output {name!r} of the model has shape {got}, declared {wanted}")
+    _check(name, result, column, padded)
     column[:rows] = result[:rows]
+
+
+def _check(name: str, result: np.ndarray[Any, Any], column: np.ndarray[Any, Any], rows: int) -> None:
+    if result.shape != (rows, *column.shape[1:]):
+        wanted, got = [rows, *column.shape[1:]], list(result.shape)
+        raise ServeError(Kind.INTERNAL, f"output {name!r} of the model has shape {got}, declared {wanted}")

@@ -81,7 +81,7 @@ def make_runner(arena: Arena, ring: BatchRing, backend: Backend, config: Mapping
     if arena.geometry.requests:
         from fastserve.workers.requests import RequestRunner
 
-        return RequestRunner(arena, ring, cast("TritonPythonBackend", backend))
+        return RequestRunner(arena, ring, cast("TritonPythonBackend", backend), config)
     if arena.geometry.dense:
         from fastserve.workers.dense import DenseRunner
 

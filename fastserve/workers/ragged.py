@@ -8,17 +8,18 @@ only the requests of its run.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastserve.backends.base import Backend, explain
+from fastserve.backends.base import Backend, explain, kind_of
 from fastserve.errors import Kind, ServeError
 from fastserve.tensor import DTYPES
 from fastserve.workers.arena import Arena
 from fastserve.workers.arrays import open_desk, read_array, to_entry
 from fastserve.workers.guesses import Guess
+from fastserve.workers.isolation import isolate, may_isolate
 
 if TYPE_CHECKING:
     from fastserve._ext.batch_ring import BatchRing
@@ -45,6 +46,7 @@ class SlabRunner:
         self._desk = open_desk(arena, ring)
         self._backend = backend
         self._batching = int(config["max_batch_size"]) > 0
+        self._isolating = may_isolate(config)
         self._mixed = str(config.get("mixed_shapes", "group"))
         self._inputs = list(backend.inputs)
         self._outputs = list(enumerate(backend.outputs.values()))
@@ -58,11 +60,23 @@ class SlabRunner:
         for group in self._groups(places) if places else ():
             try:
                 self._run_group(slot, group)
-            except ServeError as error:
-                self._refuse(slot, group, error)
             except Exception as error:
-                log.exception("the model failed on a batch of %d requests", len(group))
-                self._refuse(slot, group, ServeError(Kind.INTERNAL, explain(error)))
+                self._group_failed(slot, group, error)
+
+    def _group_failed(self, slot: int, group: list[Place], error: Exception) -> None:
+        def fail(place: Place, fault: Exception) -> None:
+            self._refuse(slot, [place], ServeError(kind_of(fault), explain(fault)))
+
+        def run(places: Sequence[Place]) -> None:
+            self._run_group(slot, places)
+
+        if len(group) > 1 and self._isolating:
+            isolate(self._ring, slot, group, error, rows=lambda place: place[1], run=run, fail=fail)
+            return
+        if not isinstance(error, ServeError):
+            log.error("the model failed on a batch of %d requests", len(group), exc_info=error)
+        for place in group:
+            fail(place, error)
 
     def warm_up(self, rows: int, guess: Guess) -> None:
         """Run the backend on a guess."""
@@ -106,7 +120,7 @@ class SlabRunner:
         ragged = self._batch_io.ragged if self._batch_io else ()
         return _row_shapes({name: array for name, array in arrays.items() if name not in ragged})
 
-    def _run_group(self, slot: int, group: list[Place]) -> None:
+    def _run_group(self, slot: int, group: Sequence[Place]) -> None:
         if self._batch_io:
             parts = self._backend.run_requests([arrays for _, _, arrays in group])  # type: ignore[attr-defined]
             self._ring.end_run(slot)

@@ -125,6 +125,11 @@ class Reply:
         finally:
             self._end()
 
+    @property
+    def open(self) -> bool:
+        """Whether this request has had no answer yet."""
+        return not self.ended and not self._sent
+
     def cancelled(self) -> bool:
         """Whether nobody waits for this request any more."""
         return not self.ended and not self._batch.ring.waits(self._batch.slot, self._row)

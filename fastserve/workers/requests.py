@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -33,6 +34,7 @@ from fastserve.tensor import DTYPES
 from fastserve.workers.arena import Arena
 from fastserve.workers.arrays import open_desk, read_array
 from fastserve.workers.guesses import Guess
+from fastserve.workers.isolation import isolate, may_isolate
 from fastserve.workers.replies import Batch, Kept, Packed, Reply
 
 if TYPE_CHECKING:
@@ -50,11 +52,26 @@ STRINGS = DTYPES["bytes"].code
 Array = np.ndarray[Any, Any]
 
 
+@dataclass(slots=True, eq=False)
+class Asked:
+    """One request of a batch. `views` are the arrays over its input slab, of every time it was read."""
+
+    request: InferenceRequest
+    reply: Reply
+    rows: int
+    offset: int
+    nbytes: int
+    views: list[Array]
+
+
 class RequestRunner:
     """Runs slots whose places carry whole requests. It publishes them itself, now or later."""
 
-    def __init__(self, arena: Arena, ring: BatchRing, backend: TritonPythonBackend) -> None:
+    def __init__(
+        self, arena: Arena, ring: BatchRing, backend: TritonPythonBackend, config: Mapping[str, Any]
+    ) -> None:
         self._ring = ring
+        self._isolating = may_isolate(config) and not backend.decoupled
         self._desk = open_desk(arena, ring)
         self._backend = backend
         self._batching, self._decoupled = backend.batching, backend.decoupled
@@ -87,25 +104,51 @@ class RequestRunner:
         return True
 
     def _run(self, batch: Batch, places: list[tuple[int, int, int, int]]) -> None:
-        requests, replies = self._read_all(batch, places)
-        if requests:
-            self._execute(batch.slot, requests, replies)
+        asked = self._read_all(batch, places)
+        if asked:
+            self._execute(batch.slot, asked)
 
     def warm_up(self, rows: int, guess: Guess) -> None:
         """Nothing: Triton runs a model on what its configuration says, and on nothing else."""
 
-    def _execute(self, slot: int, requests: list[InferenceRequest], replies: list[Reply]) -> None:
+    def _execute(self, slot: int, asked: list[Asked]) -> None:
+        requests, replies = [one.request for one in asked], [one.reply for one in asked]
         try:
             responses = self._backend.execute(requests, self._failing(replies))
             self._ring.end_run(slot)
             if self._decoupled and responses is None:
                 return
-            self._answer(_checked(responses, len(requests)), replies)
+            responses = _checked(responses, len(asked))
         except Exception as error:
-            text = "the model failed on a batch of %d requests"
-            ids = _ids_of(requests)
-            log.exception(text, len(requests), extra={"request_ids": ids} if ids else None)
-            self._fail(replies, error)
+            if len(asked) == 1 or not self._isolating:
+                self._fail_all(requests, replies, error)
+                return
+            requests.clear()
+            self._isolate(slot, asked, error)
+            self._ring.end_run(slot)
+            return
+        self._answer(responses, replies)
+
+    def _isolate(self, slot: int, asked: list[Asked], error: Exception) -> None:
+        """Each run sees requests read anew: a model may have written into what it was given."""
+
+        def run(group: Sequence[Asked]) -> None:
+            requests = [self._read(one.reply, one.offset, one.nbytes, one.views) for one in group]
+            responses = self._backend.execute(requests, _unexpected)
+            self._answer(_checked(responses, len(group)), [one.reply for one in group])
+
+        def fail(one: Asked, fault: Exception) -> None:
+            self._fail([one.reply], fault)
+
+        left = [one for one in asked if one.reply.open]  # others had their answer before execute() raised
+        if left:
+            isolate(self._ring, slot, left, error, rows=lambda one: one.rows, run=run, fail=fail)
+
+    def _fail_all(self, requests: list[InferenceRequest], replies: list[Reply], error: Exception) -> None:
+        ids = _ids_of(requests)
+        extra = {"request_ids": ids} if ids else None
+        log.error("the model failed on a batch of %d requests", len(replies), exc_info=error, extra=extra)
+        self._fail(replies, error)
 
     def _failing(self, replies: list[Reply]) -> Failed:
         """For what a model raises later. Weak: what is held here no longer may be answered or forgotten."""
@@ -137,11 +180,9 @@ class RequestRunner:
 
     # --- requests in ---
 
-    def _read_all(
-        self, batch: Batch, places: list[tuple[int, int, int, int]]
-    ) -> tuple[list[InferenceRequest], list[Reply]]:
-        requests, replies = [], []
-        for row, _, offset, nbytes in places:
+    def _read_all(self, batch: Batch, places: list[tuple[int, int, int, int]]) -> list[Asked]:
+        asked = []
+        for row, rows, offset, nbytes in places:
             reply = Reply(batch, row, self._pack, decoupled=self._decoupled)
             views: list[Array] = []
             try:
@@ -150,9 +191,8 @@ class RequestRunner:
                 reply.fail(Kind.INVALID_ARGUMENT, UNREADABLE)
                 continue
             batch.views.append((row, views))
-            requests.append(request)
-            replies.append(reply)
-        return requests, replies
+            asked.append(Asked(request, reply, rows, offset, nbytes, views))
+        return asked
 
     def _read(self, reply: Reply, offset: int, nbytes: int, views: list[Array]) -> InferenceRequest:
         entries, said = self._desk.arrays(offset, nbytes)

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from fastserve.workers.arena import LEAST_SLOTS, MOST_SLOTS, Arena, plan_geometry
+from fastserve.workers.arena import LEAST_SLOTS, MOST_SLOTS, WORDS_PAGES, Arena, plan_geometry
 from tests.workers.pair import SIZES, specs
 
 DENSE = specs(x=("float32", (3,))), specs(y=("int64", ()))
@@ -31,7 +31,7 @@ def test_columns_when_every_row_has_a_known_size(inputs, outputs, batch, dense):
     geometry = plan(inputs, outputs, max_batch_size=batch)
     assert geometry.dense is dense
     assert (geometry.inputs, geometry.outputs) == (((12,), (8,)) if dense else ((), ()))
-    assert bool(geometry.slab_pages) is not dense
+    assert (geometry.slab_pages == WORDS_PAGES) is dense
     assert geometry.max_rows == max(batch, 1)
 
 

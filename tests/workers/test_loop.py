@@ -187,7 +187,7 @@ def test_what_a_model_raises_reaches_the_callers_of_that_batch(fault, kind, word
             raise fault
         return twice(inputs)
 
-    with pair(Function(X, Y, run)) as it:
+    with pair(Function(X, Y, run), isolate_failures=False) as it:
         places = [it.put(x=np.ones((1, 2), np.float32)), it.put(x=np.ones((2, 2), np.float32))]
         it.step()
         for place in places:
