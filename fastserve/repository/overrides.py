@@ -52,7 +52,8 @@ class Overrides:
         if not override.files:
             return HeldOverride(override.config, None)
         places = {_place(path): data for path, data in override.files.items()}
-        folder = Path(tempfile.mkdtemp(prefix="fastserve-model-"))
+        # Named as the model: its last parts may be told, as the place where a model raised.
+        folder = Path(tempfile.mkdtemp(prefix="fastserve-model-")) / name
         self._folders.setdefault(name, []).append(folder)
         for place, data in places.items():
             try:
@@ -77,7 +78,7 @@ class Overrides:
             if folder == keep:
                 self._folders[name] = [folder]
             else:
-                shutil.rmtree(folder, ignore_errors=True)
+                shutil.rmtree(folder.parent, ignore_errors=True)
 
     def close(self) -> None:
         self._held.clear()
