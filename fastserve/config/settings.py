@@ -178,6 +178,10 @@ class RepositorySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     keep_going: Annotated[
         bool, Meta(description="Serve what could be loaded instead of stopping when a model fails at start.")
     ] = False
+    strict_readiness: Annotated[
+        bool,
+        Meta(description="Ready only while every model serves; false: models that never loaded do not count."),
+    ] = True
     wait_for_folders: Annotated[
         bool,
         Meta(description="A base_path of `models` that is not there or holds no version is waited for."),

@@ -13,11 +13,11 @@ from fastserve.repository.version import Model, VersionState
 _COMING = (VersionState.START, VersionState.LOADING)
 
 
-def judge(catalog: Catalog, host: Host, *, keep_going: bool, may_be_empty: bool) -> Readiness:
+def judge(catalog: Catalog, host: Host, *, strict: bool, may_be_empty: bool) -> Readiness:
     """Ready: every model that should serve has an available version with a live, warm worker not stuck.
 
-    With keep_going a model that could not be loaded is reported and does not count. A server without
-    any model is ready only where models are loaded on demand (`may_be_empty`).
+    Not `strict`: a model that could not be loaded is reported and does not count. A server without any
+    model is ready only where models are loaded on demand (`may_be_empty`).
     """
     models = {
         name: _judge_model(model, host) for name, model in sorted(catalog.models.items()) if _wanted(model)
@@ -26,7 +26,7 @@ def judge(catalog: Catalog, host: Host, *, keep_going: bool, may_be_empty: bool)
         f"{name}: {state.reason}"
         for name, state in models.items()
         if not state.ready
-        and not (keep_going and catalog.models[name].latest is None and not _loading(catalog.models[name]))
+        and (strict or catalog.models[name].latest is not None or _loading(catalog.models[name]))
     ]
     if failed:
         return Readiness(False, "; ".join(failed), models)

@@ -121,7 +121,7 @@ class Server:
         found = judge(
             self.catalog,
             self.host,
-            keep_going=settings.keep_going,
+            strict=settings.strict_readiness,
             may_be_empty=settings.model_control == "explicit",
         )
         if not self.front.opening.done:

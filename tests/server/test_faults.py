@@ -258,15 +258,18 @@ def test_hot_reload_under_load_fails_no_request(tmp_path):
     run(work())
 
 
-def test_keep_going_serves_what_could_be_loaded(tmp_path):
+@pytest.mark.parametrize("strict", [True, False])
+def test_keep_going_serves_what_could_be_loaded(tmp_path, strict):
     write_model(tmp_path, "good")
     (write_model(tmp_path, "bad") / "1" / "model.py").write_text("raise ValueError('no luck')")
 
     async def work() -> None:
-        async with serving(tmp_path, keep_going=True) as served:
+        async with serving(tmp_path, keep_going=True, strict_readiness=strict) as served:
             assert await served.ask(1.0, model="good") == (200, [2.0])
             assert (await served.ask(1.0, model="bad"))[0] == 404
-            assert (await (await served.client()).get("/healthz/ready"))[0] == 200
+            client = await served.client()
+            health = {(await client.get(path))[0] == 200 for path in ("/healthz/ready", "/v2/health/ready")}
+            assert health == {not strict}  # one rule for every protocol
 
     run(work())
 
