@@ -180,7 +180,9 @@ class RepositorySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     ] = False
     strict_readiness: Annotated[
         bool,
-        Meta(description="Ready only while every model serves; false: models that never loaded do not count."),
+        Meta(
+            description="Ready only while every model serves; false: models that never loaded do not count."
+        ),
     ] = True
     wait_for_folders: Annotated[
         bool,
