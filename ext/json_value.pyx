@@ -70,8 +70,9 @@ cdef class Members:
         return f"Members({self.pairs!r})"
 
 
-def parse(body, *, int max_depth=100, int64_t max_values=1 << 62):
-    """The one JSON value of `body`. A NUL behind it ends the text, as it does in the original.
+def parse(body, *, int max_depth=100, int64_t max_values=1 << 62, bint alone=False):
+    """The first JSON value of `body`. What follows is ignored, as TensorFlow Serving does, or `alone` refused, as
+    Triton does: there a NUL behind it ends the text.
 
     Objects become Members, arrays lists, strings bytes (raw UTF-8), integer literals int, other
     numbers float. `max_values` counts all of these. Raises JSONSyntaxError.
@@ -87,7 +88,7 @@ def parse(body, *, int max_depth=100, int64_t max_values=1 << 62):
         if fault != JSON_OK:
             raise JSONSyntaxError(json_reason(fault).decode(), cursor.at - <const uint8_t*>view.buf)
         skip_space(&cursor)
-        if peek(&cursor) != 0:
+        if alone and peek(&cursor) != 0:
             raise JSONSyntaxError(NOT_SINGULAR, cursor.at - <const uint8_t*>view.buf)
         return value
     finally:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from fastserve._ext.json_value import JSONSyntaxError, Members, debug_text, parse
 from tests.effort import examples
@@ -59,17 +61,17 @@ def test_vectors(case: dict[str, Any]) -> None:
         return
     if case["id"] in MORE_FOLLOWS:
         with pytest.raises(JSONSyntaxError, match=SECOND_VALUE):
-            parse(body)
-        return
+            parse(body, alone=True)
     value = parse(body)
     whole = "JSON Value: " + debug_text(value) + " "
     assert not error.startswith(whole[:14]) or error.startswith(whole) or "64" in error or "Type:" in error
 
 
 @examples(150)
-@given(broken(values))
-def test_agrees_with_oracle(body: bytes) -> None:
-    assert outcome(parse, body) == outcome(oracle.parse, body)
+@given(broken(values), st.booleans())
+def test_agrees_with_oracle(body: bytes, alone: bool) -> None:
+    mine, plainly = partial(parse, alone=alone), partial(oracle.parse, alone=alone)
+    assert outcome(mine, body) == outcome(plainly, body)
 
 
 @examples(150)

@@ -43,7 +43,7 @@ class Parser:
         assert match
         self.at = match.end()
 
-    def document(self) -> Any:
+    def document(self, alone: bool = False) -> Any:
         if self.body.startswith(b"\xef\xbb\xbf"):
             self.at = 3
         self.space()
@@ -51,7 +51,7 @@ class Parser:
             raise Refused("The document is empty.", self.at)
         root = self.value(0)
         self.space()
-        if self.peek():
+        if alone and self.peek():
             raise Refused("The document root must not be followed by other values.", self.at)
         return root
 
@@ -190,5 +190,5 @@ class Parser:
         return value
 
 
-def parse(body: bytes, max_depth: int = 100) -> Any:
-    return Parser(body, max_depth).document()
+def parse(body: bytes, max_depth: int = 100, alone: bool = False) -> Any:
+    return Parser(body, max_depth).document(alone)

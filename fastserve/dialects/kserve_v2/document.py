@@ -30,7 +30,7 @@ def read_json(body: bytes | bytearray | memoryview, most: int = MOST_VALUES) -> 
     if not len(body):
         raise internal(f"{fault}The document is empty. at 0")
     try:
-        return parse(body, max_depth=MAX_DEPTH, max_values=most)
+        return parse(body, max_depth=MAX_DEPTH, max_values=most, alone=True)
     except JSONSyntaxError as error:
         raise internal(f"{fault}{error.reason} at {error.offset}") from None
 
