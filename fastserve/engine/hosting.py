@@ -26,7 +26,7 @@ from fastserve.engine.lane import Lane
 from fastserve.engine.meters import LaneMeters
 from fastserve.engine.rate import RateLimiter
 from fastserve.engine.schedule import Schedule, Specs
-from fastserve.engine.stateful import StatefulDoor
+from fastserve.engine.stateful import SEQUENCE_DIED, StatefulDoor
 from fastserve.engine.upkeep import Upkeep
 from fastserve.engine.wishes import Tell, Wishes
 from fastserve.errors import ConfigError, Kind, ServeError
@@ -272,9 +272,11 @@ class Host:
         attempts = MOST_ATTEMPTS if hosted.group.alive and not hosted.lane.decoupled and not ended else 1
         kind, text = (Kind.DEADLINE_EXCEEDED, ENDED.format(ended)) if ended else (Kind.UNAVAILABLE, DIED)
         retried, failed = hosted.lane.ring.worker_died(worker, attempts, kind.value, text)
-        log.warning("%r: worker %d died; %d batches retried, %d failed", version, worker, retried, failed)
         if isinstance(version.lane, StatefulDoor):
+            # What it had not taken yet goes on a sequence whose state died with it: not for the next worker.
+            failed += hosted.lane.ring.fail_ready(Kind.UNAVAILABLE.value, SEQUENCE_DIED)
             version.lane.instance_lost(part)
+        log.warning("%r: worker %d died; %d batches retried, %d failed", version, worker, retried, failed)
         self._registry.counters(names.RETRIES).of(version.model, version.number).add(retried)
         if not hosted.group.alive and hosted.nobody is None:
             hosted.nobody = asyncio.get_running_loop().call_later(NOBODY_S, _fail_waiting, hosted)
@@ -300,6 +302,8 @@ class Host:
         hosted = self.hosted.get(_key(version, part))
         if hosted is not None:
             self._registry.counters(names.WORKER_RESTARTS).of(version.model, version.number).add()
+            if isinstance(version.lane, StatefulDoor):
+                version.lane.instance_back(part)
             if hosted.nobody is not None:
                 hosted.nobody.cancel()
                 hosted.nobody = None

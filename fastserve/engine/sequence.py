@@ -96,6 +96,7 @@ class Sequences:
         self._slots: list[Sequence | None] = [None] * (instances * width)
         self._live: dict[SequenceId, Sequence] = {}  # by id, until END is asked
         self._backlog: deque[Sequence] = deque()
+        self._down: set[int] = set()  # instances without a process
         self._born = 0
 
     # --- requests ---------------------------------------------------------------------------------
@@ -163,8 +164,16 @@ class Sequences:
         return left
 
     def lose_instance(self, instance: int) -> list[Asked]:
-        """Its process died, and with it what its sequences had built up."""
-        return [asked for sequence in list(self._of(instance)) for asked in self.lose(sequence)]
+        """Its process died, and with it what its sequences had built up. While another instance has a
+        process, no sequence begins here."""
+        held = list(self._of(instance))
+        self._down.add(instance)
+        return [asked for sequence in held for asked in self.lose(sequence)]
+
+    def regain_instance(self, instance: int) -> None:
+        """It has a process again."""
+        self._down.discard(instance)
+        self._admit()
 
     def reap(self, now_ns: int) -> int:
         """Forget idle sequences whose time is up; how many."""
@@ -208,7 +217,8 @@ class Sequences:
         return sequence
 
     def _admit(self) -> None:
-        """Free slots go to the backlog's oldest, on the instance with the most room."""
+        """Free slots go to the backlog's oldest, on the instance with the most room; with no process at all
+        sequences wait in their slots, where somebody looks after what waits for a worker."""
         while self._backlog and (slot := self._free_slot()) >= 0:
             sequence = self._backlog.popleft()
             self._slots[slot] = sequence
@@ -217,6 +227,8 @@ class Sequences:
 
     def _free_slot(self) -> int:
         free = [slot for slot, held in enumerate(self._slots) if held is None]
+        if len(self._down) < len(self._slots) // self.width:
+            free = [slot for slot in free if slot // self.width not in self._down]
         if not free:
             return -1
         room: dict[int, int] = {}

@@ -26,6 +26,7 @@ from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 
 GONE = "the model version was unloaded"
+SEQUENCE_DIED = "the worker process that held this sequence died"
 _LOSING = (Kind.UNAVAILABLE, Kind.CANCELLED)
 
 
@@ -150,7 +151,13 @@ class StatefulDoor(Door):
     def instance_lost(self, instance: int) -> None:
         """The instance's process died: its sequences are over. Requests under way are told by their batch."""
         lost = self.sequences.lose_instance(instance)
-        self._fail([a for a in lost if a.what.cancel is None], self._unknown_of(lost))
+        died = ServeError(Kind.UNAVAILABLE, SEQUENCE_DIED)
+        self._fail([a for a in lost if a.what.cancel is None], died)
+        self._look()
+
+    def instance_back(self, instance: int) -> None:
+        """The instance has a process again: sequences may begin there."""
+        self.sequences.regain_instance(instance)
         self._look()
 
     # --- batches ------------------------------------------------------------------------------------
@@ -270,10 +277,7 @@ class StatefulDoor(Door):
 
     def _end(self, asked: Asked) -> None:
         lost = self.sequences.lose(asked.sequence)
-        self._fail([a for a in lost if a is not asked], self._unknown_of(lost))
-
-    def _unknown_of(self, lost: Sequence[Asked]) -> ServeError:
-        return self.sequences.unknown(lost[0].sequence.id if lost else 0)
+        self._fail([a for a in lost if a is not asked], self.sequences.unknown(asked.sequence.id))
 
     def _fail(self, lost: Sequence[Asked], error: ServeError) -> None:
         for asked in lost:

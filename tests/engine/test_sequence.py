@@ -52,6 +52,7 @@ class Life(RuleBasedStateMachine):
         self.live: dict[object, int] = {}
         self.last: dict[int, int] = {}
         self.slots: dict[int, int] = {}
+        self.down: set[int] = set()
 
     @rule(id=IDS, start=st.booleans(), end=st.booleans())
     def ask(self, id, start, end):
@@ -110,6 +111,14 @@ class Life(RuleBasedStateMachine):
         mine = [g for g, queue in self.waiting.items() if self.instance(g) == instance]
         lost = self.core.lose_instance(instance)
         assert sorted(a.what for a in lost) == sorted(a.what for g in mine for a in self.forget(g))
+        self.down.add(instance)
+
+    @precondition(lambda self: self.down)
+    @rule(pick=st.integers(0, 1))
+    def worker_is_back(self, pick):
+        instance = sorted(self.down)[pick % len(self.down)]
+        self.down.discard(instance)
+        self.core.regain_instance(instance)
 
     @rule(passed=st.integers(0, 150))
     def time_passes(self, passed):
@@ -138,7 +147,11 @@ class Life(RuleBasedStateMachine):
     @invariant()
     def slots_are_full_while_anybody_waits(self):
         held = [s for s in self.core._slots if s is not None]
-        assert len(held) == min(len(self.waiting), 4)
+        if not self.down:
+            assert len(held) == min(len(self.waiting), 4)
+        elif len(held) < len(self.waiting):  # with one instance down the other's slots are the ones to fill
+            alive = [i for i in (0, 1) if i not in self.down] or [0, 1]
+            assert all(self.core._slots[slot] for i in alive for slot in (2 * i, 2 * i + 1))
         assert self.core.outstanding == sum(map(len, self.waiting.values()))
         by_age = sorted(self.waiting)
         parked = {s.generation for s in self.core._backlog}

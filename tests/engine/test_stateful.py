@@ -11,7 +11,7 @@ import pytest
 
 from fastserve.config import convert
 from fastserve.engine.controls import Extras, Signals, open_extras, write_id
-from fastserve.engine.stateful import StatefulDoor, strategy_of
+from fastserve.engine.stateful import SEQUENCE_DIED, StatefulDoor, strategy_of
 from fastserve.errors import DeadlineError, Kind, ServeError
 from fastserve.repository.triton_options import options_of
 from fastserve.repository.triton_schema import TritonConfig
@@ -263,8 +263,9 @@ def test_a_worker_that_dies_ends_its_sequences_only():
         at.door.instance_lost(0)
         await at.hands[0].answer(ServeError(Kind.UNAVAILABLE, "died"))
         await fails(running, "died", Kind.UNAVAILABLE)
-        await fails(queued, UNKNOWN.format(1))
+        await fails(queued, SEQUENCE_DIED, Kind.UNAVAILABLE)
         await fails(at.ask(1), UNKNOWN.format(1))
+        at.door.instance_back(0)
         still = at.ask(2, end=True)
         await at.hands[1].answer()
         assert await still == 1

@@ -2,7 +2,7 @@
 
     report = asyncio.run(load(running, model, clients=5, seconds=1.0))
 
-A call that is not answered within LIMIT_S ends the load with an AssertionError that says whose it was.
+A call that is not answered within `limit_s` ends the load with an AssertionError that says whose it was.
 """
 
 from __future__ import annotations
@@ -146,6 +146,7 @@ async def load(
     clients: int,
     seconds: float,
     open_caller: Callable[..., Any] = HttpCaller.open,
+    limit_s: float = LIMIT_S,
 ) -> Report:
     """Ask for so long; raises AssertionError for a call that is not answered in time."""
     report = Report()
@@ -153,7 +154,7 @@ async def load(
     working = [_work(served, model, open_caller, until, report) for _ in range(clients)]
     tasks = [asyncio.ensure_future(work) for work in working]
     try:
-        _, hanging = await asyncio.wait(tasks, timeout=seconds + LIMIT_S)
+        _, hanging = await asyncio.wait(tasks, timeout=seconds + limit_s)
         assert not hanging, f"{model.name}: {len(hanging)} of {clients} clients wait for ever, after {report}"
         await asyncio.gather(*tasks)
     finally:

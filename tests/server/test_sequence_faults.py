@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from fastserve.engine.counts import counts_of
 from fastserve.engine.stateful import StatefulDoor
-from fastserve.errors import ServeError
+from fastserve.errors import Kind, ServeError
+from fastserve.repository.version import Version
 from tests.server.rig import Served, run, serving
-from tests.server.test_sequences import CONFIG, SOURCE, say
+from tests.server.test_sequences import CONFIG, SOURCE, say, write_seq
 
 IDLE_S = 0.3
 HOLDS = """
@@ -46,11 +49,16 @@ def write_one_slot(folder: Path, monkeypatch: pytest.MonkeyPatch, slots: int = 1
     (folder / "seq" / "1" / "model.py").write_text(SOURCE.replace(PLAIN, HOLDS.lstrip("\n")))
 
 
-def door_of(at: Served) -> StatefulDoor:
+def version_of(at: Served) -> Version:
     version = at.server.catalog.available("seq")
     assert version is not None
-    assert isinstance(version.lane, StatefulDoor)
-    return version.lane
+    return version
+
+
+def door_of(at: Served) -> StatefulDoor:
+    door = version_of(at).lane
+    assert isinstance(door, StatefulDoor)
+    return door
 
 
 def test_the_backlog_moves_up_when_an_idle_sequence_is_forgotten(
@@ -208,5 +216,62 @@ def test_a_crash_in_a_batch_of_two_ends_both_and_their_states(
                 with pytest.raises(ServeError, match="must specify the START flag"):
                     await say(at, id, 1)
             assert (await say(at, 2, 4, sequence_start=True))[:2] == [4, 4]
+
+    run(work())
+
+
+OLDEST = "oldest { max_candidate_sequences: 4 }"
+
+
+@pytest.mark.logs_errors
+@pytest.mark.parametrize("strategy", ["direct { }", OLDEST], ids=["direct", "oldest"])
+def test_what_a_dead_worker_had_not_taken_runs_on_no_other(tmp_path: Path, strategy: str) -> None:
+    write_seq(tmp_path)
+    config = CONFIG.replace("direct { }", strategy).replace("count: 2", "count: 1")
+    (tmp_path / "seq" / "config.pbtxt").write_text(config)
+
+    async def work() -> None:
+        async with serving(tmp_path) as at:
+            for id in (1, 2):
+                assert (await say(at, id, 5, sequence_start=True))[:2] == [5, 5]
+            first = at.pids[0]
+            os.kill(first, signal.SIGSTOP)  # what is sent now it will not take
+            ring = next(iter(at.server.host.hosted.values())).lane.ring
+            late = [asyncio.ensure_future(say(at, id, 1)) for id in (1, 2, 1, 2)]
+            late.append(asyncio.ensure_future(say(at, 3, 7, sequence_start=True, sequence_end=True)))
+            await at.until(lambda: ring.pending() and door_of(at).pending())
+            os.kill(first, signal.SIGKILL)
+            ends = await asyncio.gather(*late, return_exceptions=True)
+            for end in ends[:4]:
+                assert isinstance(end, ServeError), end
+                assert (end.kind, "worker process that held this sequence died" in end.message) == (
+                    Kind.UNAVAILABLE,
+                    True,
+                )
+            for id in (1, 2):
+                with pytest.raises(ServeError, match=rf"sequence {id} .* must specify the START flag"):
+                    await say(at, id, 1)
+            assert (await say(at, 1, 2, sequence_start=True))[:2] == [2, 2]
+            assert (await say(at, 1, 3, sequence_end=True))[:2] == [5, 5]
+            assert at.pids[0] != first
+
+    run(work())
+
+
+@pytest.mark.logs_errors
+def test_new_sequences_begin_where_a_worker_is(tmp_path: Path) -> None:
+    write_seq(tmp_path)
+
+    async def work() -> None:
+        async with serving(tmp_path) as at:
+            dead, alive = at.pids
+            begun = {(await say(at, id, 1, sequence_start=True))[2]: id for id in (1, 2)}
+            os.kill(dead, signal.SIGKILL)
+            await at.until(lambda: at.pids[0] != dead)
+            assert (await say(at, 3, 4, sequence_start=True)) == [4, 4, alive], "not where nobody is yet"
+            assert (await say(at, begun[alive], 1))[:2] == [2, 2]
+            await at.until(lambda: at.server.host.alive(version_of(at)) == 2)
+            began_at = (await say(at, 4, 6, sequence_start=True))[2]
+            assert began_at == at.pids[0], "and there again once there is one"
 
     run(work())
