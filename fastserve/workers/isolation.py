@@ -50,9 +50,11 @@ def isolate(
     rows: Callable[[Part], int],
     run: Callable[[Sequence[Part]], None],
     fail: Callable[[Part, Exception], None],
+    id: Callable[[Part], str] = lambda part: "",
 ) -> None:
     """Run the parts of a batch again whose run raised `error`. `run` answers those it is given, or raises;
-    `fail` is called for each that cannot be answered. Each run counts as one of the model's."""
+    `fail` is called for each that cannot be answered. Each run counts as one of the model's. `id` is what
+    the client calls a request, where that is known here: columns and plain slabs carry none."""
     until, runs, fruitless = time.monotonic() + LONGEST_S, 0, 0
     waiting = [(half, error) for half in reversed(_halves(parts))]
     while waiting:
@@ -70,7 +72,7 @@ def isolate(
             if len(group) > 1:
                 waiting += [(half, fault) for half in reversed(_halves(group))]
             else:
-                _log(fault, len(parts))
+                _log(fault, len(parts), id(group[0]))
                 fail(group[0], fault)
         finally:
             ring.count_rerun(slot, sum(map(rows, group)), began_ns)
@@ -81,6 +83,7 @@ def _halves(parts: Sequence[Part]) -> list[Sequence[Part]]:
     return [half for half in (parts[:middle], parts[middle:]) if half]
 
 
-def _log(fault: Exception, parts: int) -> None:
+def _log(fault: Exception, parts: int, id: str) -> None:
     if not isinstance(fault, ServeError):  # these are the model's own words for its callers
-        log.error("the model failed on one request of %d", parts, exc_info=fault)
+        extra = {"request_ids": id} if id else None
+        log.error("the model failed on one request of %d", parts, exc_info=fault, extra=extra)

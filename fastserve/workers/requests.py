@@ -140,9 +140,12 @@ class RequestRunner:
         def fail(one: Asked, fault: Exception) -> None:
             self._fail([one.reply], fault)
 
+        def id(one: Asked) -> str:
+            return _ids_of([one.request])
+
         left = [one for one in asked if one.reply.open]  # others had their answer before execute() raised
         if left:
-            isolate(self._ring, slot, left, error, rows=lambda one: one.rows, run=run, fail=fail)
+            isolate(self._ring, slot, left, error, rows=lambda one: one.rows, run=run, fail=fail, id=id)
 
     def _fail_all(self, requests: list[InferenceRequest], replies: list[Reply], error: Exception) -> None:
         ids = _ids_of(requests)

@@ -8,6 +8,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,22 @@ PBTXT = """
 backend: "python"
 input { name: "x" data_type: TYPE_FP32 dims: 1 }
 output { name: "y" data_type: TYPE_FP32 dims: 1 }
+"""
+CHOOSY = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        xs = [pb_utils.get_input_tensor_by_name(request, "x").as_numpy() for request in requests]
+        if any((x < 0).any() for x in xs):
+            raise ValueError("x is below zero")
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", x)]) for x in xs]
+"""
+# Two that arrive within the delay are one batch.
+TOGETHER = """
+max_batch_size: 2
+dynamic_batching { preferred_batch_size: 2 max_queue_delay_microseconds: 20000000 }
 """
 LIVE = "/inference.GRPCInferenceService/ServerLive"
 
@@ -79,6 +96,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     write_model(folder / "models", "t", TRITON, "")
     (folder / "models" / "t" / "model.yaml").rename(folder / "models" / "t" / "config.pbtxt")
     (folder / "models" / "t" / "config.pbtxt").write_text(PBTXT)
+    (folder / "models" / "pair" / "1").mkdir(parents=True)
+    (folder / "models" / "pair" / "1" / "model.py").write_text(CHOOSY)
+    (folder / "models" / "pair" / "config.pbtxt").write_text(PBTXT + TOGETHER)
     options = ["--log-format", "json", "--log-access"]
     with Running(folder / "models", folder / "log", *options) as running:
         yield running
@@ -136,6 +156,23 @@ def test_a_traceback_of_a_worker_has_the_ids_of_its_requests(server: Running) ->
     assert (line["worker"], line["trace"][-1]) == ("t/1#0", "ValueError: no such row")
     printed = [line for line in lines_of(server.log) if line["logger"] == "model.stdout"]
     assert [(line["message"], line["worker"]) for line in printed] == [("about to fail", "t/1#0")]
+
+
+def test_the_one_request_of_a_batch_that_failed_is_logged_under_its_id(server: Running) -> None:
+    def ask(id: str, x: float) -> int:
+        tensor = {"name": "x", "shape": [1, 1], "datatype": "FP32", "data": [x]}
+        body = json.dumps({"id": id, "inputs": [tensor]}).encode()
+        try:
+            urllib.request.urlopen(f"http://{server.http}/v2/models/pair/infer", body, timeout=20).close()
+        except urllib.error.HTTPError as refused:
+            refused.close()
+            return refused.code
+        return 200
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(ask, ["good-1", "worse-1"], [1.0, -1.0])) == [200, 500]
+    (line,) = [line for line in lines_of(server.log) if "on one request of 2" in line["message"]]
+    assert (line["request_ids"], line["worker"]) == ("worse-1", "pair/1#0")
 
 
 FAILS = """
