@@ -125,9 +125,7 @@ class Host:
             if not isinstance(error, CompletedError):
                 self._count_load(version, "failed")
             self.wishes.forget(version)
-            for hosted in parts:
-                if self.hosted.pop(_key(version, hosted.part), None) is not None:
-                    await self._close(hosted)
+            await self._close_all(version, parts)
             if isinstance(error, ConfigError):
                 raise ServeError(Kind.INVALID_ARGUMENT, str(error)) from error
             raise
@@ -176,9 +174,7 @@ class Host:
             while hosted.lane.waiting or hosted.lane.unreleased:  # a split request may bring its next piece
                 await hosted.lane.drain()
         # Until here a worker that dies is noticed and replaced: requests under way depend on it.
-        for hosted in parts:
-            if self.hosted.pop(_key(version, hosted.part), None) is not None:
-                await self._close(hosted)
+        await self._close_all(version, parts)
 
     async def close(self) -> None:
         """Stop everything at once; whoever still waits gets an error."""
@@ -245,6 +241,11 @@ class Host:
         self.hosted[_key(version, part)] = hosted
         self._report(hosted)
         return hosted
+
+    async def _close_all(self, version: Version, parts: list[Hosted]) -> None:
+        """All at once: instances that hang are each waited for, and a stop has a limit."""
+        held = [one for one in parts if self.hosted.pop(_key(version, one.part), None) is not None]
+        await asyncio.gather(*(self._close(hosted) for hosted in held))
 
     async def _close(self, hosted: Hosted) -> None:
         hosted.upkeep.close()

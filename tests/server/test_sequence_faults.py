@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from fastserve.engine.counts import counts_of
 from fastserve.engine.stateful import StatefulDoor
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.version import Version
+from fastserve.workers.group import WorkerGroup
 from tests.server.rig import Served, run, serving
 from tests.server.test_sequences import CONFIG, SOURCE, say, write_seq
 
@@ -216,6 +218,30 @@ def test_a_crash_in_a_batch_of_two_ends_both_and_their_states(
                 with pytest.raises(ServeError, match="must specify the START flag"):
                     await say(at, id, 1)
             assert (await say(at, 2, 4, sequence_start=True))[:2] == [4, 4]
+
+    run(work())
+
+
+def test_instances_are_stopped_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may hang for as long as a worker is given to stop; many must not take the sum of it."""
+    write_seq(tmp_path)
+    asked: list[WorkerGroup] = []
+    stop_one = WorkerGroup.stop
+
+    async def stop(group: WorkerGroup, grace_s: float) -> None:
+        asked.append(group)
+        until = time.monotonic() + 10
+        while len(asked) < 2:
+            assert time.monotonic() < until, "one is waited for before the other is asked"
+            await asyncio.sleep(0.002)
+        await stop_one(group, grace_s)
+
+    async def work() -> None:
+        async with serving(tmp_path) as at:
+            await say(at, 1, 1, sequence_start=True)
+            monkeypatch.setattr(WorkerGroup, "stop", stop)
+            await at.server.repository.unload("seq")
+            assert not any(group.pids[0] for group in asked)
 
     run(work())
 
