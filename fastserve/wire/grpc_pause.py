@@ -24,6 +24,11 @@ class Pause:
         self.begun = 0  # calls so far
         self._over: asyncio.Event | None = None
 
+    @property
+    def holds(self) -> bool:
+        """Whether a reply has to wait now."""
+        return self._over is not None
+
     async def wait(self) -> None:
         """For a reply that is ready to go."""
         if self._over is not None:
