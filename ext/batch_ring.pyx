@@ -20,7 +20,7 @@ from arena_layout cimport lay_out, slab_pages_bytes
 from arena_reading cimport *
 from slot_verbs cimport *
 
-FULL = -1
+FULL, OVER = PLACE_FULL, PLACE_OVER
 PART = -2
 STATES = ("free", "claimed", "open", "sealed", "ready", "running", "done")
 TALLIES = ("success", "queue", "compute_input", "compute_infer", "compute_output", "REJECTED", "CANCELED", "BACKEND", "OTHER")
@@ -41,13 +41,13 @@ def measure(*, int slots, int max_rows, inputs=(), outputs=(), int workers=1, in
 
 
 def format_arena(uint8_t[::1] memory not None, *, int slots, int max_rows, inputs=(), outputs=(), int workers=1,
-                 int fronts=1, int slab_pages=0, uint64_t max_delay_ns=0) -> None:
+                 int fronts=1, int slab_pages=0, uint64_t max_delay_ns=0, uint32_t max_queued=0) -> None:
     """Lay an empty ring out in zeroed `memory` of at least measure(...) bytes."""
     cdef ArenaHeader header
     lay_out(&header, slots, max_rows, inputs, outputs, workers, fronts)
     if <uint64_t>memory.shape[0] < header.slabs_offset + slab_pages_bytes(slab_pages):
         raise ValueError(f"the arena needs {header.slabs_offset + slab_pages_bytes(slab_pages)} bytes, got {memory.shape[0]}")
-    header.max_delay_ns = max_delay_ns
+    header.max_delay_ns, header.max_queued = max_delay_ns, max_queued
     memcpy(&memory[0], &header, sizeof(ArenaHeader))
     arena_format(<ArenaHeader*>&memory[0], slab_pages)
 
@@ -56,13 +56,14 @@ cdef class BatchRing:
     """One process's view of an arena, as front number `front` or as worker number `worker`."""
 
     cdef Arena arena
-    cdef object memory
+    cdef object memory                  # holds the buffer: nobody unmaps it under the ring
     cdef readonly int front, worker, inputs, outputs
     cdef readonly uint32_t slots, max_rows
     cdef int own_bell, control
     cdef int[MAX_WORKERS] worker_bells
     cdef int[MAX_FRONTS] front_bells
     cdef bint news                      # rows were settled since the last kick
+    cdef public bint line               # others wait for a slot: who comes now goes behind them
     cdef Claims claims                  # what shared memory cannot tell; in lent memory tests can turn it back
     cdef object lent_claims
     cdef uint64_t turn_ns               # since when rows committed in this turn of the loop wait
@@ -77,8 +78,7 @@ cdef class BatchRing:
         self.lent_claims = None if claims is None else claims.base
         if not claims_open(&self.arena, &self.claims, <uint64_t*>NULL if claims is None else &claims[0], int.from_bytes(urandom(8), "little")):
             raise MemoryError
-        self.memory = memory                # holds the buffer: nobody unmaps it under the ring
-        self.front, self.worker, self.own_bell, self.control = front, worker, own_bell, control
+        self.memory, self.front, self.worker, self.own_bell, self.control = memory, front, worker, own_bell, control
         self.slots, self.max_rows = self.arena.slots, self.arena.max_rows
         self.inputs, self.outputs = self.arena.inputs, self.arena.outputs
         for i in range(MAX_WORKERS):
@@ -92,10 +92,13 @@ cdef class BatchRing:
 
     # --- fronts ---------------------------------------------------------------------------------
 
-    def reserve(self, uint32_t rows) -> int:
-        """A place for 1..max_rows rows, or FULL. End it with commit or abandon."""
+    def reserve(self, uint32_t rows, bint first=False) -> int:
+        """A place for 1..max_rows rows, to commit or abandon. FULL: no slot is free, or others stand in line for one
+        (`first`: who asks is the first of them). OVER: more rows wait than may."""
         if rows < 1 or rows > self.max_rows:
             raise ValueError(f"a place has 1..{self.max_rows} rows, not {rows}")
+        if self.line and not first:
+            return FULL
         cdef int64_t place = place_reserve(&self.arena, rows, self.front)
         if place >= 0 and not claim_rows(&self.arena, &self.claims, place, rows):
             claim_refuse(&self.arena, place, rows)      # a worker has freed rows that we hold: not these, then
@@ -157,7 +160,7 @@ cdef class BatchRing:
             tell_workers(&self.arena, self.worker_bells)
 
     def kick_all(self) -> None:
-        """Wake every worker, to look for work or at its control socket."""
+        """Every worker looks for work and at its control socket."""
         tell_all_workers(&self.arena, self.worker_bells)
 
     def drain(self) -> list:
@@ -319,9 +322,8 @@ cdef class BatchRing:
 
     def publish(self, uint32_t slot) -> bool:
         """The batch is done: tell every front that waits. False when this worker does not hold it."""
-        cdef uint64_t seq = self.slot(slot).seq
         # Under the GIL: another thread may be sending a part through the same one-writer ring.
-        cdef uint64_t freed
+        cdef uint64_t freed, seq = self.slot(slot).seq
         cdef uint64_t fronts = slot_publish(&self.arena, slot, self.worker, claims_ran(&self.arena, &self.claims, slot)[0], &freed)
         tell_done(&self.arena, self.worker, fronts, self.front_bells, slot, seq)
         ask_to_look(&self.arena, self.front_bells, freed)
@@ -362,10 +364,10 @@ cdef class BatchRing:
                 continue
             if s.attempts < max_attempts:
                 retried += slot_return(&self.arena, s, worker)
-                continue
-            self.fail(i, kind, text)
-            slot_publish(&self.arena, i, worker, self.max_rows, &freed)
-            failed += 1
+            else:
+                self.fail(i, kind, text)
+                slot_publish(&self.arena, i, worker, self.max_rows, &freed)
+                failed += 1
         slab_sweep(&self.arena.slabs, WORKER_OWNER + worker)
         desk_exchange(&self.arena.header.worker[worker].asleep, AWAKE)
         ask_to_look(&self.arena, self.front_bells, ~<uint64_t>0)    # it may have died between publishing and telling
@@ -482,6 +484,10 @@ cdef class BatchRing:
     def queued(self) -> int:
         """Rows committed and not yet taken by a worker."""
         return read_queued(&self.arena)
+
+    def rows_left(self) -> int:
+        """How many more rows may wait for a worker."""
+        return rows_left(&self.arena)
 
     def pending(self) -> int:
         """Requests committed and not yet taken by a worker."""

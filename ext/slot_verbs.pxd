@@ -28,7 +28,7 @@ cdef extern from "sweep.h" nogil:
     ctypedef struct RunTally:
         uint64_t runs, input_ns, infer_ns, output_ns
     ctypedef struct ArenaHeader:
-        uint32_t slots, max_rows, inputs, outputs, workers, fronts
+        uint32_t slots, max_rows, inputs, outputs, workers, fronts, max_queued
         uint64_t slots_offset, slabs_offset, total_bytes, max_delay_ns, open
         uint64_t* input_row_bytes
         uint64_t* output_row_bytes
@@ -71,6 +71,8 @@ cdef extern from "sweep.h" nogil:
     uint32_t word_reserved(uint64_t)
     uint32_t word_settled(uint64_t)
     uint32_t word_worker(uint64_t)
+    enum: PLACE_FULL, PLACE_OVER
+    uint32_t rows_left(const Arena*)
     int64_t place_reserve(Arena*, uint32_t, uint32_t)
     void place_commit(Arena*, int64_t, uint32_t, uint64_t, uint64_t tag)
     void place_abandon(Arena*, int64_t, uint32_t)

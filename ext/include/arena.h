@@ -115,7 +115,8 @@ typedef struct {
     uint32_t magic, layout;
     uint32_t slots, max_rows, inputs, outputs, workers, fronts;
     uint64_t slot_bytes, slots_offset, rings_offset, ring_bytes, runs_offset, spreads_offset, slabs_offset, total_bytes;
-    uint32_t ring_capacity, unused;
+    uint32_t ring_capacity;
+    uint32_t max_queued;    // rows that may wait for a worker at a time, 0 for any number
     uint64_t max_delay_ns;
     uint64_t input_row_bytes[MAX_COLUMNS], output_row_bytes[MAX_COLUMNS];
     uint64_t input_offset[MAX_COLUMNS], output_offset[MAX_COLUMNS];     // within a slot
@@ -165,7 +166,8 @@ typedef struct {        // one process's view: trusted copies of the geometry, n
     uint8_t *base;
     uint8_t *slot_base;
     uint32_t ready;         // batches this process has made READY and not yet woken a worker for
-    uint32_t slots, max_rows, inputs, outputs, workers, fronts, ring_capacity;
+    uint32_t credit;        // rows it may reserve before it counts again how many wait
+    uint32_t slots, max_rows, inputs, outputs, workers, fronts, ring_capacity, max_queued;
     uint64_t slot_bytes, rings_offset, ring_bytes, runs_offset, spreads_offset, max_delay_ns;
     uint64_t input_row_bytes[MAX_COLUMNS], output_row_bytes[MAX_COLUMNS];
     uint64_t input_offset[MAX_COLUMNS], output_offset[MAX_COLUMNS];
@@ -249,13 +251,13 @@ static inline bool arena_attach(Arena *a, uint8_t *base, uint64_t bytes)
         return false;
     a->header = (ArenaHeader *)base;
     a->base = base;
-    a->ready = 0;
+    a->ready = a->credit = 0;
     a->slot_base = base + h.slots_offset;
     a->slots = h.slots, a->max_rows = h.max_rows, a->workers = h.workers, a->fronts = h.fronts;
     a->inputs = h.inputs, a->outputs = h.outputs;
     a->slot_bytes = h.slot_bytes, a->rings_offset = h.rings_offset, a->ring_bytes = h.ring_bytes;
     a->runs_offset = h.runs_offset, a->spreads_offset = h.spreads_offset;
-    a->ring_capacity = h.ring_capacity, a->max_delay_ns = h.max_delay_ns;
+    a->ring_capacity = h.ring_capacity, a->max_delay_ns = h.max_delay_ns, a->max_queued = h.max_queued;
     memcpy(a->input_row_bytes, h.input_row_bytes, sizeof h.input_row_bytes);
     memcpy(a->output_row_bytes, h.output_row_bytes, sizeof h.output_row_bytes);
     memcpy(a->input_offset, h.input_offset, sizeof h.input_offset);

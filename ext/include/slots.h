@@ -3,7 +3,7 @@
 #pragma once
 #include "tally.h"
 
-enum { PLACE_FULL = -1 };
+enum { PLACE_FULL = -1, PLACE_OVER = -3 };     // no slot is free; more rows wait than may
 
 // Loops that another process could keep from ending, by changing words as fast as we read them, give up.
 enum { MOST_TRIES = 1024 };
@@ -86,8 +86,39 @@ static inline bool slot_open(Arena *a, uint64_t seen, uint32_t front)
     return load64(&a->header->open) != seen;
 }
 
+static inline bool word_waits(uint64_t w)
+{
+    return word_state(w) == SLOT_OPEN || word_state(w) == SLOT_SEALED || word_state(w) == SLOT_READY;
+}
+
+// How many more rows may wait. Exact as far as this process goes.
+static inline uint32_t rows_left(const Arena *a)
+{
+    uint64_t waiting = 0;
+    for (uint32_t i = 0; a->max_queued && i < a->slots; i++) {
+        uint64_t w = load64(&slot_at(a, i)->word);
+        waiting += word_waits(w) ? word_reserved(w) : 0;
+    }
+    return !a->max_queued ? UINT32_MAX : waiting < a->max_queued ? a->max_queued - (uint32_t)waiting : 0;
+}
+
+// Whether so many rows more may wait. Rows are counted again only when what was left at the last count has been
+// reserved: a queue far from full is never counted. Several fronts share what is left, and may together exceed it by
+// what each was granted.
+static inline bool rows_admit(Arena *a, uint32_t rows)
+{
+    if (rows > a->credit) {
+        uint32_t left = rows_left(a);
+        if (rows > left)
+            return false;
+        a->credit = left / a->fronts < rows ? rows : left / a->fronts;
+    }
+    a->credit -= rows;
+    return true;
+}
+
 // A place for `rows` rows: slot << 16 | first row, or PLACE_FULL. 1 <= rows <= max_rows.
-static inline int64_t place_reserve(Arena *a, uint32_t rows, uint32_t front)
+static inline int64_t place_find(Arena *a, uint32_t rows, uint32_t front)
 {
     for (uint32_t tries = 0; tries < MOST_TRIES; tries++) {
         uint64_t open = load64(&a->header->open);
@@ -118,6 +149,17 @@ static inline int64_t place_reserve(Arena *a, uint32_t rows, uint32_t front)
             return PLACE_FULL;
     }
     return PLACE_FULL;
+}
+
+// The same, or PLACE_OVER.
+static inline int64_t place_reserve(Arena *a, uint32_t rows, uint32_t front)
+{
+    if (!rows_admit(a, rows))
+        return PLACE_OVER;
+    int64_t place = place_find(a, rows, front);
+    if (place < 0)
+        a->credit += rows;
+    return place;
 }
 
 static inline void slot_settle(Arena *a, Slot *s, uint32_t rows)
@@ -226,11 +268,6 @@ static inline void place_release(const Arena *a, int64_t place, uint32_t rows)
 
 // True for the first front that asks about this opening of the slot.
 static inline bool slot_count_once(Slot *s) { return __atomic_exchange_n(&s->counted, 1u, __ATOMIC_RELAXED) == 0; }
-
-static inline bool word_waits(uint64_t w)
-{
-    return word_state(w) == SLOT_OPEN || word_state(w) == SLOT_SEALED || word_state(w) == SLOT_READY;
-}
 
 // Rows written and not yet taken by a worker.
 static inline uint32_t slot_queued(const Arena *a, uint32_t i)

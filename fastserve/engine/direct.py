@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from fastserve._ext import slab_tensors
 from fastserve.engine.forms import form_of
-from fastserve.engine.lane import FULL, Lane, Ticket
+from fastserve.engine.lane import Lane, Ticket
 from fastserve.request import InferResponse
 from fastserve.tensor import DTYPE_BY_CODE, DType, Tensor
 
@@ -58,7 +58,7 @@ class ColumnIntake:
     def reserve(self, rows: int, note: bytes = b"") -> Seat | None:
         ring, columns = self._ring, self._columns
         place = ring.reserve(rows)
-        if place == FULL:
+        if place < 0:
             return None
         if len(columns) == 1:
             return place, [ring.input_rows(place, rows, columns[0])], NO_SLAB
@@ -87,7 +87,7 @@ class SlabIntake:
         tail = _tail(note) if note else b""
         size += len(tail)
         place = ring.reserve(rows)
-        if place == FULL:
+        if place < 0:
             return None
         offset = ring.lease(size)
         if not offset:

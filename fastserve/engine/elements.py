@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 from fastserve.codec.wireable import decode, encode
-from fastserve.engine.lane import FULL, Lane, Ticket
+from fastserve.engine.lane import Lane, Ticket
 from fastserve.engine.meters import LaneMeters
 from fastserve.errors import Kind, ServeError
 from fastserve.metrics.registry import Registry
@@ -31,6 +30,7 @@ SLAB_BYTES = 1 << 30  # a bound, not a cost: pages that are never touched take n
 DIED = "the worker process died while it ran this batch"
 MOST_ATTEMPTS = 2
 NEVER_NS = 1 << 62
+STOPPED = "the service was stopped"
 Hook = Callable[[Any], Awaitable[Any]]
 
 
@@ -56,7 +56,6 @@ class Batcher:
         self._arena: Arena | None = None
         self._lane: Lane | None = None
         self._registry = Registry()
-        self._queue: deque[asyncio.Event] = deque()
 
     @property
     def config(self) -> dict[str, Any]:
@@ -85,16 +84,13 @@ class Batcher:
         sizes = self._sizes
         meters = LaneMeters(self._registry, "service", 1, self.delay_ns, sizes.max_batch_size)
         self._lane = Lane(self._arena, 0, self.inputs, self.outputs, meters)
-        self._lane.on_room = self._let_next_try
         self._lane.open()
 
     def close(self) -> None:
         """Everybody who still waits gets an error."""
         if self._lane is not None:
-            self._lane.close()
-            self._lane = None
-        for turn in self._queue:
-            turn.set()
+            lane, self._lane = self._lane, None
+            lane.close()
         if self._arena is not None:
             self._arena.close()
         self._registry.close()
@@ -114,33 +110,17 @@ class Batcher:
     @property
     def lane(self) -> Lane:
         if self._lane is None:
-            raise ServeError(Kind.UNAVAILABLE, "the service was stopped")
+            raise ServeError(Kind.UNAVAILABLE, STOPPED)
         return self._lane
 
     async def _place(self) -> int:
         """A place for one row, after those who asked before."""
-        place = self.lane.ring.reserve(1) if not self._queue else FULL
-        return place if place != FULL else await self._queued_place()
-
-    async def _queued_place(self) -> int:
-        """Stand in the queue: only its first looks, and stays the first until it has found room or left."""
-        turn = asyncio.Event()
-        self._queue.append(turn)
         try:
-            while True:
-                await turn.wait()
-                turn.clear()
-                place = self.lane.ring.reserve(1)
-                if place != FULL:
-                    return place
-        finally:
-            self._queue.remove(turn)
-            self._let_next_try()
-
-    def _let_next_try(self) -> None:
-        """There may be room: the first in the queue looks; once it has found some, the next one does."""
-        if self._queue:
-            self._queue[0].set()
+            return await self.lane.reserve(1)
+        except ServeError:
+            if self._lane is None:
+                raise ServeError(Kind.UNAVAILABLE, STOPPED) from None
+            raise
 
     async def _result(self, place: int) -> Any:
         """Submit a written place and wait for what the worker makes of it."""
@@ -158,7 +138,6 @@ class Batcher:
         result = None
         if error is None:
             result, error = self._take(ticket)
-        self._let_next_try()
         if answer.done():
             return
         if error is not None:
@@ -206,7 +185,7 @@ class ElementBatcher(Batcher):
         place = await self._place()
         try:
             self._write(place, payload)
-        except ServeError:
+        except BaseException:
             self.lane.abandon(place, 1)
             raise
         return await self._result(place)
@@ -233,7 +212,11 @@ class RowBatcher(Batcher):
         """Raises ValueError when x is not such a row."""
         packed = self._row.pack(x)
         place = await self._place()
-        self.lane.ring.input_rows(place, 1, 0)[:] = packed
+        try:
+            self.lane.ring.input_rows(place, 1, 0)[:] = packed
+        except BaseException:
+            self.lane.abandon(place, 1)
+            raise
         return await self._result(place)
 
     def _read(self, place: int) -> Any:
@@ -300,7 +283,7 @@ class HookedBatcher(Batcher):
 
     def close(self) -> None:
         super().close()
-        gone = ServeError(Kind.UNAVAILABLE, "the service was stopped")
+        gone = ServeError(Kind.UNAVAILABLE, STOPPED)
         for batch in self._open_slots.values():
             if batch.timer is not None:
                 batch.timer.cancel()
@@ -337,7 +320,6 @@ class HookedBatcher(Batcher):
         result = None
         if error is None:
             result, error = self._take(ticket)
-        self._let_next_try()
         if error is not None:
             batch.fail(error)
         else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from functools import partial
 
 from fastserve.engine.door import Door
@@ -24,6 +24,8 @@ from fastserve.request import InferRequest, InferResponse
 from fastserve.tensor import Tensor
 
 Answer = asyncio.Future["Ticket"]
+# Of a request that is split: one piece runs and one is ready when it is done.
+PIECES_A_WORKER = 2
 
 
 class Engine:
@@ -93,9 +95,18 @@ def open_lane(version: Version) -> Lane:
     return lane
 
 
-async def _run(lane: Lane, form: Form, request: InferRequest, inputs: dict[str, Tensor], rows: int) -> Ticket:
+async def _run(
+    lane: Lane,
+    form: Form,
+    request: InferRequest,
+    inputs: dict[str, Tensor],
+    rows: int,
+    *,
+    patient: bool = False,
+) -> Ticket:
     """One place: written, submitted, answered."""
-    answer, ticket = submit_request(lane, form, request, inputs, rows)
+    place = await lane.reserve(rows, request.deadline_ns, patient=patient)
+    answer, ticket = submit_request(lane, form, request, inputs, rows, place)
     try:
         return await answer
     except asyncio.CancelledError:
@@ -108,9 +119,9 @@ async def _run(lane: Lane, form: Form, request: InferRequest, inputs: dict[str, 
 
 
 def submit_request(
-    lane: Lane, form: Form, request: InferRequest, inputs: dict[str, Tensor], rows: int
+    lane: Lane, form: Form, request: InferRequest, inputs: dict[str, Tensor], rows: int, place: int
 ) -> tuple[Answer, Ticket]:
-    """Take a place, write it, submit it. Raises ServeError; the answer is the ticket, to be released."""
+    """Write a reserved place and submit it. Raises ServeError; the answer is the ticket, to be released."""
     answer: Answer = asyncio.get_running_loop().create_future()
 
     def done(ticket: Ticket, error: ServeError | None) -> None:
@@ -122,7 +133,6 @@ def submit_request(
         else:
             answer.set_exception(error)
 
-    place = lane.reserve(rows)
     try:
         form.write_inputs(lane, place, rows, inputs, request)
     except BaseException:
@@ -144,30 +154,36 @@ def _respond(lane: Lane, form: Form, ticket: Ticket, request: InferRequest) -> I
 
 
 async def _run_split(lane: Lane, form: Form, request: InferRequest, rows: int) -> dict[str, Tensor]:
-    """The request in pieces of at most a batch. When the queue fills up, the next piece waits for one
-    of ours to be answered; the first piece is refused like any request."""
-    parts: list[dict[str, Tensor]] = []
-    running: list[tuple[Answer, Ticket]] = []
-    slices, at = RowSlices(request.inputs), 0
+    """The request in pieces of at most a batch, of which so many are under way at a time as keep the workers
+    busy: the rest of the queue is for others. The first piece is refused like any request, the next ones are
+    patient. An answered piece is copied out of its slot before another one is waited for."""
+    starts, slices = iter(range(0, rows, lane.max_rows)), RowSlices(request.inputs)
+    parts: dict[int, dict[str, Tensor]] = {}
+
+    async def run_one(start: int, *, patient: bool) -> None:
+        take = min(lane.max_rows, rows - start)
+        inputs = slices.take(start, take)  # in order: pieces are begun in that of their rows
+        ticket = await _run(lane, form, request, inputs, take, patient=patient)
+        parts[start] = _copy_out(lane, form, ticket)
+
+    async def run_on() -> None:
+        for start in starts:
+            await run_one(start, patient=True)
+
+    first = asyncio.ensure_future(run_one(next(starts), patient=False))
+    await _all([first, *(run_on() for _ in range(PIECES_A_WORKER * lane.workers - 1))])
+    return join_parts([parts[start] for start in sorted(parts)])
+
+
+async def _all(works: Sequence[Awaitable[None]]) -> None:
+    """Runs all of it; on the first failure gives the rest up and raises that."""
+    tasks = [asyncio.ensure_future(work) for work in works]
     try:
-        while at < rows or running:
-            take = min(lane.max_rows, rows - at)
-            try:
-                if take:
-                    running.append(submit_request(lane, form, request, slices.take(at, take), take))
-                    at += take
-                    continue
-            except ServeError as error:
-                if error.kind is not Kind.UNAVAILABLE or not running:
-                    raise
-            answer, _ = running[0]
-            ticket = await answer
-            running.pop(0)
-            parts.append(_copy_out(lane, form, ticket))
+        await asyncio.gather(*tasks)
     finally:
-        for answer, ticket in running:
-            _give_up(lane, answer, ticket)
-    return join_parts(parts)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _copy_out(lane: Lane, form: Form, ticket: Ticket) -> dict[str, Tensor]:
@@ -176,15 +192,6 @@ def _copy_out(lane: Lane, form: Form, ticket: Ticket) -> dict[str, Tensor]:
         return {n: Tensor(t.dtype, t.shape, bytes(t.data)) for n, t in outputs.items()}
     finally:
         lane.release(ticket)
-
-
-def _give_up(lane: Lane, answer: Answer, ticket: Ticket) -> None:
-    lane.cancel(ticket)
-    if answer.done() and not answer.cancelled():
-        if answer.exception() is None:
-            lane.release(ticket)
-    else:
-        answer.cancel()
 
 
 def _wanted(outputs: dict[str, Tensor], request: InferRequest) -> dict[str, Tensor]:

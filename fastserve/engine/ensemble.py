@@ -1,8 +1,8 @@
 """An ensemble: a request that runs through several models. It has no workers, only a plan.
 
-Each step starts as soon as the tensors it reads are there, so branches run side by side. A step's answer
-is held until the last step that reads it has finished, the ensemble's own outputs until the caller
-releases them: tensors are copied where any request's are, into the next model's batch, and nowhere else.
+Each step starts as soon as the tensors it reads are there, so branches run side by side. What a step answered
+is copied while other steps are left, and its slot let go of: two ensembles that held slots of the models the
+other one waits for would wait for ever. The last step's answer is held until the caller releases it.
 """
 
 from __future__ import annotations
@@ -179,14 +179,6 @@ def _named(ensemble: str, error: ServeError) -> ServeError:
 
 
 @dataclass(slots=True)
-class _Held:
-    """A step's answer and how many of its tensors are still wanted."""
-
-    response: InferResponse
-    uses: int = 0
-
-
-@dataclass(slots=True)
 class _Flow:
     """One request under way: the tensors so far, and who still needs them."""
 
@@ -195,11 +187,13 @@ class _Flow:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     model_ns: int = 0  # what its steps took together, queues included
     _uses: dict[str, int] = field(default_factory=dict)
-    _held: dict[str, _Held] = field(default_factory=dict)
+    _held: InferResponse | None = None  # of the last step
     _left: list[int] = field(default_factory=list)
+    _unanswered: int = 0
 
     def __post_init__(self) -> None:
         self._left = list(range(len(self.plan.steps)))
+        self._unanswered = len(self._left)
         self.tensors.update(self.request.inputs)
         for step in self.plan.steps:
             for tensor in step.inputs.values():
@@ -228,26 +222,22 @@ class _Flow:
 
     def take(self, step: EnsembleStep, response: InferResponse) -> None:
         """The step has answered: keep what is wanted of it, and let go of what it was the last to read."""
-        held = _Held(response)
-        for name, tensor in step.outputs.items():
-            if name in response.outputs:
-                self.tensors[tensor] = response.outputs[name]
-                if self._uses.get(tensor):
-                    held.uses += 1
-                    self._held[tensor] = held
-        if not held.uses:
+        self._unanswered -= 1
+        wanted = {t: response.outputs[n] for n, t in step.outputs.items() if n in response.outputs}
+        if self._unanswered:
+            wanted = {
+                name: Tensor(t.dtype, t.shape, bytes(t.data))
+                for name, t in wanted.items()
+                if self._uses.get(name)
+            }
             response.release()
+        else:
+            self._held = response
+        self.tensors.update(wanted)
         for tensor in step.inputs.values():
-            self._used(tensor)
-
-    def _used(self, tensor: str) -> None:
-        self._uses[tensor] -= 1
-        if not self._uses[tensor]:
-            held = self._held.pop(tensor, None)
-            if held is not None:
-                held.uses -= 1
-                if not held.uses:
-                    held.response.release()
+            self._uses[tensor] -= 1
+            if not self._uses[tensor]:
+                self.tensors.pop(tensor, None)
 
     def respond(self) -> InferResponse:
         """Raises ServeError INTERNAL when a model left out a tensor that others waited for."""
@@ -257,8 +247,8 @@ class _Flow:
         return InferResponse(outputs, self.release)
 
     def release(self) -> None:
-        """Let go of every answer still held."""
-        held, self._held = self._held, {}
-        for one in {id(h): h for h in held.values()}.values():
-            one.response.release()
+        """Let go of the answer still held."""
+        held, self._held = self._held, None
+        if held is not None:
+            held.release()
         self.tensors = {}

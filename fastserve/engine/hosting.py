@@ -171,7 +171,7 @@ class Host:
             hosted.closing = True
             for mirror in self.on_closing:
                 await mirror(hosted)
-            while hosted.lane.waiting or hosted.lane.unreleased:  # a split request may bring its next piece
+            while hosted.lane.busy:  # a split request may bring its next piece
                 await hosted.lane.drain()
         # Until here a worker that dies is noticed and replaced: requests under way depend on it.
         await self._close_all(version, parts)

@@ -16,9 +16,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from fastserve._ext.batch_ring import CANCELED, REJECTED
+from fastserve._ext.batch_ring import CANCELED, FULL, OVER, PART, REJECTED
 from fastserve._ext.slab_tensors import SlabDesk
 from fastserve.engine.meters import LaneMeters
+from fastserve.engine.room import Room
 from fastserve.errors import DeadlineError, Kind, ModelError, ServeError
 from fastserve.tensor import TensorSpec
 from fastserve.workers.arena import Arena
@@ -36,8 +37,7 @@ QUEUED_TOO_LONG = "the request's time was up while it waited in the queue"
 RAN_TOO_LONG = "the model took longer than the request's time"
 DAMAGED = "a worker of this model has damaged the batch of this request"
 FAILED_ALONE = "the model failed on this request"
-FULL = -1
-PART = -2
+GONE = "the model version was unloaded"
 
 
 class Ticket:
@@ -78,11 +78,11 @@ class Lane:
         self.outputs = dict(outputs)
         self.dense = arena.geometry.dense
         self.requests, self.decoupled = arena.geometry.requests, arena.geometry.decoupled
-        self.max_rows = arena.geometry.max_rows
+        self.max_rows, self.workers = arena.geometry.max_rows, arena.geometry.workers
         self.meters = meters
         self.waiting = 0  # tickets submitted and not yet answered or cancelled
         self.unreleased = 0  # answers handed out whose memory is still read
-        self.on_room: Callable[[], object] | None = None  # a batch that everybody had left is gone
+        self.room = Room(self.ring, arena.geometry.max_queued, self._wake_idle)
         self._bell = arena.front_bells[front]
         self._pending: list[list[Ticket]] = [[] for _ in range(arena.geometry.slots)]
         self._seqs = [0] * arena.geometry.slots  # which opening of the slot the pending ones are in
@@ -99,8 +99,8 @@ class Lane:
         self._loop.add_reader(self._bell, self._on_bell)
 
     async def drain(self) -> None:
-        """Return when no ticket waits and no answer is being read."""
-        if self.waiting or self.unreleased:
+        """Return when no ticket waits, nobody waits for a place, and no answer is being read."""
+        if self.busy:
             assert self._loop is not None
             idle = self._loop.create_future()
             self._idle.append(idle)
@@ -112,7 +112,8 @@ class Lane:
             self._loop.remove_reader(self._bell)
         if self._kicking is not None:
             self._kicking.cancel()
-        gone = ServeError(Kind.UNAVAILABLE, "the model version was unloaded")
+        self.room.close()
+        gone = ServeError(Kind.UNAVAILABLE, GONE)
         for tickets in self._pending:
             for ticket in tickets:
                 done, ticket.done = ticket.done, None
@@ -122,18 +123,51 @@ class Lane:
         if self._idle:
             self._wake_idle()
 
+    @property
+    def busy(self) -> bool:
+        """Whether somebody waits for a place or an answer, or reads one."""
+        return bool(self.waiting or self.unreleased or self.room.anyone)
+
     # --- places ----------------------------------------------------------------------------------
 
-    def reserve(self, rows: int) -> int:
-        """A place for rows. Raises ServeError UNAVAILABLE, with the time to wait, when the queue is full."""
-        place = self.ring.reserve(rows)
-        if place == FULL:
+    async def reserve(self, rows: int, deadline_ns: int = 0, *, patient: bool = False) -> int:
+        """A place for rows, as soon as a slot is free. Raises ServeError UNAVAILABLE, with the time to wait,
+        when more rows wait than may (who is patient waits for those too), and DeadlineError."""
+        place = FULL if patient and self.room.anyone else self.ring.reserve(rows)
+        if place >= 0:
+            return place
+        if not patient and (place == OVER or not self.room.fits(rows)):
             self.rejected("queue_rows")
-            raise ServeError(
-                Kind.UNAVAILABLE,
-                "the queue of this model is full (max_queue_rows, max_queue_bytes)",
-                retry_after_s=self.meters.seconds_for(self.ring.queued()),
-            )
+            raise self.too_many()
+        return await self._stand(rows, deadline_ns, patient=patient)
+
+    def too_many(self) -> ServeError:
+        """What a request gets when more rows wait than may."""
+        return ServeError(
+            Kind.UNAVAILABLE,
+            "the queue of this model is full (max_queue_rows, max_queue_bytes)",
+            retry_after_s=self.meters.seconds_for(self.ring.queued()),
+        )
+
+    async def _stand(self, rows: int, deadline_ns: int, *, patient: bool) -> int:
+        loop = asyncio.get_running_loop()
+        came: asyncio.Future[int | None] = loop.create_future()
+        standing = self.room.stand(rows, came.set_result, patient=patient)
+        left_s = max(deadline_ns - time.monotonic_ns(), 0) / 1e9 if deadline_ns else None
+        try:
+            await asyncio.wait([came], timeout=left_s)
+        except asyncio.CancelledError:
+            self.room.leave(standing)
+            if came.done() and (place := came.result()) is not None:
+                self.abandon(place, rows)
+            raise
+        if not came.done():
+            self.room.leave(standing)
+            self.rejected("deadline")
+            raise DeadlineError(QUEUED_TOO_LONG, queued=True)
+        place = came.result()
+        if place is None:
+            raise ServeError(Kind.UNAVAILABLE, GONE)
         return place
 
     def rejected(self, cause: str) -> None:
@@ -181,8 +215,8 @@ class Lane:
         self.meters.cancelled("queued" if self._is_queued(ticket) else "running")
         self._forget(ticket, CANCELED)
         self.waiting -= 1
-        if self._idle:
-            self._wake_idle()
+        if self._idle or self.room.anyone:
+            self._settle()
 
     def _is_queued(self, ticket: Ticket) -> bool:
         return self.ring.describe(ticket.place >> 16)[0] in ("open", "sealed", "ready")
@@ -198,8 +232,8 @@ class Lane:
         """The outputs of an answered ticket have been read."""
         self.ring.release(ticket.place, ticket.rows)
         self.unreleased -= 1
-        if self._idle:
-            self._wake_idle()
+        if self._idle or self.room.anyone:
+            self._settle()
 
     # --- answers ---------------------------------------------------------------------------------
 
@@ -243,8 +277,7 @@ class Lane:
     def _rescan(self) -> None:
         """A worker died, perhaps between answering and telling, or a batch ended that everybody had left:
         look at every place waited for."""
-        if self.on_room is not None:
-            self.on_room()
+        self.room.look_soon()
         for slot, tickets in enumerate(self._pending):
             if tickets and self.ring.is_done(slot, self._seqs[slot]):
                 self._finish(slot)
@@ -264,8 +297,8 @@ class Lane:
                 self.release(ticket)
             if done is not None:
                 self._tell(done, ticket, fault)
-        if self._idle:
-            self._wake_idle()
+        if self._idle or self.room.anyone:
+            self._settle()
 
     def _own_fault(self, place: int) -> ServeError | None:
         """Of a place that failed by itself, where answers are columns: words in a slab. Elsewhere whoever
@@ -284,8 +317,14 @@ class Lane:
         except Exception:  # one caller's fault must not cost the others of the batch their answers
             log.exception("an answer could not be delivered")
 
+    def _settle(self) -> None:
+        """Somebody has gone: there may be room, or nobody left."""
+        self.room.look_soon()
+        if self._idle:
+            self._wake_idle()
+
     def _wake_idle(self) -> None:
-        if not self.waiting and not self.unreleased:
+        if not self.busy:
             for idle in self._idle:
                 if not idle.done():
                     idle.set_result(None)

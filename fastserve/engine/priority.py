@@ -87,6 +87,7 @@ class AdmissionQueue:
     def __init__(self, levels: Levels) -> None:
         self._levels = [_Level(policy) for policy in levels.policies]
         self._default = levels.default
+        self.rows = 0  # of those who wait
 
     def __len__(self) -> int:
         return sum(level.size for level in self._levels)
@@ -103,6 +104,7 @@ class AdmissionQueue:
         queued = Queued(what, rows, number, now_ns, now_ns + timeout_ns if timeout_ns else 0)
         level.waiting.append(queued)
         level.size += 1
+        self.rows += rows
         return queued
 
     def in_order(self) -> Iterator[Queued]:
@@ -118,6 +120,7 @@ class AdmissionQueue:
             queued.gone = True
             level = self._levels[queued.level - 1]
             level.size -= 1
+            self.rows -= queued.rows
             for line in (level.waiting, level.late):
                 while line and line[0].gone:
                     line.popleft()

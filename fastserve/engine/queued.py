@@ -44,12 +44,13 @@ class Gate(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Forming:
-    """How batches are formed. `width` batches run at a time; `preferred` sizes in rows."""
+    """How batches are formed. `width` run at a time; `preferred` sizes in rows; `most_rows` may wait."""
 
     width: int
     delay_ns: int = 0
     preferred: frozenset[int] = frozenset()
     keep_order: bool = False
+    most_rows: int = 1 << 62
 
 
 @dataclass(slots=True, eq=False)
@@ -98,6 +99,8 @@ class QueuedDoor(Door):
         waiting = _Waiting(request, asyncio.get_running_loop().create_future())
         now_ns, tally = self._clock(), tally_of(version)
         try:
+            if self.queue.rows + rows > self._forming.most_rows:
+                raise self._sender.full()
             waiting.queued = self.queue.push(
                 waiting,
                 rows if version.batching else 1,

@@ -102,7 +102,8 @@ class Schedule:
         model, senders = self._version.model, [Sealed(lane) for lane in lanes]
         if self.extras is not None:
             assert self._options.sequences is not None
-            strategy = strategy_of(self._options.sequences, self._version.config.max_batch_size)
+            config = self._version.config
+            strategy = strategy_of(self._options.sequences, config.max_batch_size, config.max_queue_rows)
             return StatefulDoor(model, senders, self.extras, strategy)
         if self._queue is not None:
             gate = None
@@ -119,7 +120,9 @@ def read_queue(config: ModelConfig, *, limited: bool = False) -> tuple[Levels, F
     keep_order = asked.keep_order and config.instances > 1
     if not limited and levels.plain and not keep_order and preferred <= {config.max_batch_size}:
         return None
-    return levels, Forming(config.instances, config.max_queue_delay_us * 1000, preferred, keep_order)
+    return levels, Forming(
+        config.instances, config.max_queue_delay_us * 1000, preferred, keep_order, config.max_queue_rows
+    )
 
 
 def check_schedule(config: ModelConfig, fronts: int, *, cached: bool = False) -> None:

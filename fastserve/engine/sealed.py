@@ -7,6 +7,7 @@ it was sealed here. The doors that need to choose what runs next (sequences, pri
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,10 +15,12 @@ from typing import Any, Protocol
 
 from fastserve.engine.engine import submit_request
 from fastserve.engine.forms import form_of
-from fastserve.engine.lane import Lane, Ticket
+from fastserve.engine.lane import GONE, Lane, Ticket
 from fastserve.errors import Kind, ServeError
 from fastserve.request import InferRequest
 from fastserve.tensor import Tensor
+
+log = logging.getLogger(__name__)
 
 NOBODY = -1  # `queued_ns` of a row that fills a place in its batch and is counted nowhere
 NEVER_US = 1 << 50  # times 1000 it still fits the arena's nanoseconds
@@ -55,14 +58,17 @@ class Sender(Protocol):
     def send(self, members: Sequence[Member], finished: Callable[[], None]) -> None:
         """Run these as one batch; `finished` is called when every one is answered or given up."""
 
+    def full(self) -> ServeError:
+        """What a request gets that is one too many in the queue before this."""
+
 
 def sealed_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The worker's config for an arena that is sealed by hand."""
-    return {**config, "max_queue_delay_us": NEVER_US}
+    """The worker's config for an arena that is sealed by hand, and whose queue is before it."""
+    return {**config, "max_queue_delay_us": NEVER_US, "queued_elsewhere": True}
 
 
 class Sealed:
-    """The sender over a lane."""
+    """The sender over a lane. A batch that finds no free slot is sent once there is one."""
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
@@ -70,67 +76,113 @@ class Sealed:
         self._form = form_of(lane)
 
     def send(self, members: Sequence[Member], finished: Callable[[], None]) -> None:
-        left = len(members)
+        batch = Batch(members, finished)
+        place = self.lane.ring.reserve(members[0].rows)
+        if place >= 0:
+            self._fill(batch, place)
+        else:
+            self.lane.room.stand(members[0].rows, partial(self._fill, batch))
 
-        def one_less() -> None:
-            nonlocal left
-            left -= 1
-            if not left:
-                finished()
+    def full(self) -> ServeError:
+        self.lane.meters.rejected("queue_rows")  # in the statistics the queue's own door counts it
+        return self.lane.too_many()
 
-        last, full = -1, None
-        for member in members:
+    def _fill(self, batch: Batch, place: int | None) -> None:
+        """Write the batch, whose first member has its place; None: there will be none."""
+        fault = None if place is not None else ServeError(Kind.UNAVAILABLE, GONE)
+        last = -1
+        for member in batch.members:
             try:
-                if full is None:
-                    last = self._send_one(member, one_less)
+                if fault is None:
+                    at = self.lane.ring.reserve(member.rows, True) if place is None else place
+                    place, last = None, self._send_one(batch, member, at)
             except ServeError as error:
-                full = error  # the rest would be in rows that are not theirs
-            if full is not None:
-                asyncio.get_running_loop().call_soon(_refuse, member, full, one_less)
+                fault = error  # the rest would be in rows that are not theirs
+            except Exception:  # whoever is not answered waits for ever, and the next batch with them
+                log.exception("a request could not be written")
+                fault = _internal()
+            if fault is not None:
+                asyncio.get_running_loop().call_soon(batch.end, member, None, fault)
         if last >= 0:
             self.lane.ring.seal(last)
 
-    def _send_one(self, member: Member, one_less: Callable[[], None]) -> int:
+    def _send_one(self, batch: Batch, member: Member, at: int) -> int:
         """The member's place. Raises ServeError when there is no room for it."""
+        if at < 0:
+            raise self.full()
+        lane = self.lane
         answer, ticket = submit_request(
-            self.lane, self._form, member.request, dict(member.inputs), member.rows
+            lane, self._form, member.request, dict(member.inputs), member.rows, at
         )
 
         def settle(_: object) -> None:
-            if not answer.cancelled():
-                error = answer.exception()
-                if error is None:
-                    self._read(member, answer.result())
-                else:
-                    member.done(None, error if isinstance(error, ServeError) else _internal())
-            one_less()
+            if answer.cancelled():
+                batch.end(member, None, None)
+                return
+            error = answer.exception()
+            if error is None:
+                batch.end(member, *self._read(member, answer.result()))
+            else:
+                batch.end(member, None, error if isinstance(error, ServeError) else _internal())
 
         def cancel() -> None:
-            self.lane.cancel(ticket)
+            lane.cancel(ticket)
             if not answer.done():
                 answer.cancel()
 
         answer.add_done_callback(settle)
+        if member in batch.left:  # while it waited for a slot: its rows stay where the others expect them
+            cancel()
         member.cancel = cancel
         if member.queued_ns:
-            self.lane.ring.backdate(ticket.place, max(member.queued_ns, 0))
-        return ticket.place
+            lane.ring.backdate(at, max(member.queued_ns, 0))
+        return at
 
-    def _read(self, member: Member, ticket: Ticket) -> None:
-        if member.request.times is not None:
-            member.request.times.extend(self.lane.ring.times_ns(ticket.place >> 16))
+    def _read(self, member: Member, ticket: Ticket) -> tuple[Answer | None, ServeError | None]:
+        lane = self.lane
         try:
-            outputs, parameters = self._form.read(self.lane, ticket.place, ticket.rows)
-        except ServeError as error:
-            self.lane.release(ticket)
-            member.done(None, error)
-            return
-        member.done(Answer(outputs, partial(self.lane.release, ticket), parameters), None)
+            if member.request.times is not None:
+                member.request.times.extend(lane.ring.times_ns(ticket.place >> 16))
+            outputs, parameters = self._form.read(lane, ticket.place, ticket.rows)
+        except Exception as error:
+            lane.release(ticket)
+            return None, error if isinstance(error, ServeError) else _internal()
+        return Answer(outputs, partial(lane.release, ticket), parameters), None
 
 
-def _refuse(member: Member, error: ServeError, one_less: Callable[[], None]) -> None:
-    member.done(None, error)
-    one_less()
+class Batch:
+    """Members under way together: each ends once, and `finished` is called when all have."""
+
+    def __init__(self, members: Sequence[Member], finished: Callable[[], None]) -> None:
+        self.members = members
+        self.left: list[Member] = []
+        self._finished, self._open = finished, len(members)
+        for member in members:
+            member.cancel = partial(self.left.append, member)
+
+    def end(self, member: Member, answer: Answer | None, error: ServeError | None) -> None:
+        """The member was answered or failed; with neither it was given up."""
+        try:
+            if member not in self.left and (answer is not None or error is not None):
+                member.done(answer, error)
+            elif answer is not None:
+                answer.release()
+        except Exception:
+            log.exception("an answer could not be delivered")
+            self._fail(member, answer)
+        finally:
+            self._open -= 1
+            if not self._open:
+                self._finished()
+
+    def _fail(self, member: Member, answer: Answer | None) -> None:
+        """Neither the caller nor the next batch may wait for what one answer has made impossible."""
+        if answer is not None:
+            answer.release()
+        try:
+            member.done(None, _internal())
+        except Exception:
+            log.exception("an error could not be delivered")
 
 
 def _internal() -> ServeError:

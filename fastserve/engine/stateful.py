@@ -10,6 +10,7 @@ sequence: what it had built up is dropped and its slot is free. `sequence` decid
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ from fastserve.engine.sequence import Asked, Phase, Sequences
 from fastserve.errors import DeadlineError, Kind, ServeError
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
+
+log = logging.getLogger(__name__)
 
 GONE = "the model version was unloaded"
 SEQUENCE_DIED = "the worker process that held this sequence died"
@@ -40,10 +43,11 @@ class Strategy:
     preferred: frozenset[int]
     fill: float
     idle_ns: int
+    most: int = 1 << 62  # requests that may wait
 
 
-def strategy_of(options: SequenceOptions, max_batch_size: int) -> Strategy:
-    """How a model's sequences form batches."""
+def strategy_of(options: SequenceOptions, max_batch_size: int, most: int = 1 << 62) -> Strategy:
+    """How a model's sequences form batches, of at most so many requests that wait."""
     rows = max(1, max_batch_size)
     return Strategy(
         direct=options.direct,
@@ -52,6 +56,7 @@ def strategy_of(options: SequenceOptions, max_batch_size: int) -> Strategy:
         preferred=frozenset(options.preferred_sizes),
         fill=options.fill,
         idle_ns=options.idle_us * 1000,
+        most=most,
     )
 
 
@@ -80,6 +85,8 @@ class StatefulDoor(Door):
         self._senders = list(senders)
         self._extras, self._strategy, self._clock = extras, strategy, clock
         self._busy = [False] * len(senders)
+        self._asked = 0
+        self._most = strategy.most + strategy.width * len(senders)  # a request of each slot may run
         self._pumping: set[int] = set()
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._drained: list[asyncio.Future[None]] = []
@@ -98,6 +105,8 @@ class StatefulDoor(Door):
         waiting = _Waiting(request, asyncio.get_running_loop().create_future())
         tally, began_ns = tally_of(version), self._clock()
         try:
+            if self._asked >= self._most:
+                raise self._senders[0].full()
             asked = self.sequences.ask(
                 request.sequence_id,
                 start=request.sequence_start,
@@ -109,12 +118,15 @@ class StatefulDoor(Door):
             tally.end(REJECTED)
             raise
         self._look()
+        self._asked += 1
         try:
             return _respond(await self._answered(asked), request)
         except (ServeError, asyncio.CancelledError) as error:
             if waiting.cancel is None:  # else its lane counts it
                 tally.end(_end_of(error), self._clock() - began_ns)
             raise
+        finally:
+            self._asked -= 1
 
     async def _answered(self, asked: Asked) -> Answer:
         """Raises what ended the request; a client that leaves ends its sequence."""
@@ -189,7 +201,14 @@ class StatefulDoor(Door):
         self._busy[instance] = True
         for asked in chosen:
             self.sequences.take(asked)
-        members = self._rows_of(chosen) if self._strategy.direct else [self._member(a) for a in chosen]
+        try:
+            members = self._rows_of(chosen) if self._strategy.direct else [self._member(a) for a in chosen]
+        except Exception:  # an instance that is not given back its turn would never run again
+            log.exception("a batch of sequences could not be formed")
+            for asked in chosen:
+                self._answer(asked, None, ServeError(Kind.INTERNAL, "the request failed"))
+            self._finish(instance)
+            return
         self._senders[instance].send(members, lambda: self._finish(instance))
 
     def _is_enough(self, count: int) -> bool:

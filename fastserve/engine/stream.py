@@ -110,7 +110,7 @@ async def stream_on_lane(
 ) -> AsyncGenerator[InferResponse, None]:
     """One request straight on a decoupled lane, as `Engine.stream` says."""
     rows = max(check_inputs(version, request.inputs), 1)
-    place = lane.reserve(_fitting(lane, rows))
+    place = await lane.reserve(_fitting(lane, rows), request.deadline_ns)
     try:
         form_of(lane).write_inputs(lane, place, rows, request.inputs, request)
     except BaseException:

@@ -23,7 +23,11 @@ from fastserve.tensor import TensorSpec
 MAX_ROWS = 65535  # MAX_BATCH_ROWS of arena.h
 MOST_SLOTS = 256  # a worker looks at every slot when it takes one
 MOST_STREAMS = 1024  # an answer in parts holds its slot until the last of them
-LEAST_SLOTS = 4  # one filling, one ready, one running, one being answered
+# Batches are sealed before they are full, and held while they run and are answered: slots beside those that
+# a full queue needs. Where none is left requests wait for one; what refuses them are rows and bytes.
+SPARE_SLOTS = 8
+LEAST_SLOTS = 16
+MOST_SPARE_BYTES = 1 << 30  # of columns: a bound, not a cost, as pages that are never touched take no memory
 SLAB_PAGE = 4096
 WORDS_PAGES = 64  # of an arena of columns: for what requests that failed by themselves are told
 MOST_SLAB_BYTES = 1 << 30
@@ -43,6 +47,7 @@ class Geometry:
     fronts: int
     requests: bool = False  # the worker sees requests one by one: slabs, with notes
     decoupled: bool = False  # and answers each of them in parts
+    max_queued: int = 0  # rows that may wait for a worker at a time, 0 for any number
 
     @property
     def dense(self) -> bool:
@@ -59,8 +64,8 @@ def plan_geometry(
 ) -> Geometry:
     """The geometry for a model's tensors; `config` is model.yaml as plain values.
 
-    Columns when every row has a known size, slabs otherwise. The queue's bounds, in rows and in
-    bytes, become the number of slots.
+    Columns when every row has a known size, slabs otherwise. The queue's bound in bytes is one in rows
+    where rows have a size.
     """
     max_batch = min(int(config["max_batch_size"]), MAX_ROWS)
     rows_in, rows_out = _row_bytes(inputs), _row_bytes(outputs)
@@ -70,13 +75,13 @@ def plan_geometry(
     dense = dense and not options.tells_requests
     columns = (rows_in or (), rows_out or ()) if dense else ((), ())
     max_rows = max(max_batch, 1)
-    queue_bytes = int(config["max_queue_bytes"])
+    queue_bytes, workers = int(config["max_queue_bytes"]), int(config["instances"])
     decoupled = requests and options.decoupled
-    most_slots = MOST_STREAMS if decoupled else MOST_SLOTS
-    slots = min(max(int(config["max_queue_rows"]) // max_rows, LEAST_SLOTS), most_slots)
+    queued = int(config["max_queue_rows"])
     if dense:
-        slot_bytes = max_rows * (sum(columns[0]) + sum(columns[1]))
-        slots = max(min(slots, queue_bytes // max(slot_bytes, 1)), LEAST_SLOTS)
+        queued = min(queued, queue_bytes // max(sum(columns[0]), 1))
+    queued = max(queued, max_rows)  # a request always finds an empty queue large enough
+    slots = count_slots(queued, max_rows, sum(columns[0]) + sum(columns[1]), workers, decoupled=decoupled)
     pages = WORDS_PAGES if dense else min(2 * queue_bytes, MOST_SLAB_BYTES) // SLAB_PAGE
     return Geometry(
         slots=slots,
@@ -85,11 +90,19 @@ def plan_geometry(
         outputs=columns[1],
         slab_pages=pages,
         max_delay_ns=int(config["max_queue_delay_us"]) * 1000,
-        workers=int(config["instances"]),
+        workers=workers,
         fronts=fronts,
         requests=requests,
         decoupled=decoupled,
+        max_queued=0 if config.get("queued_elsewhere") else queued,
     )
+
+
+def count_slots(queued: int, max_rows: int, row_bytes: int, workers: int, *, decoupled: bool) -> int:
+    """Slots for so many rows, sealed half full, and for what runs and is being answered meanwhile."""
+    wanted = 2 * (queued // max_rows) + 2 * workers + SPARE_SLOTS
+    affordable = MOST_SPARE_BYTES // max(row_bytes * max_rows, 1)
+    return max(min(wanted, affordable, MOST_STREAMS if decoupled else MOST_SLOTS), LEAST_SLOTS)
 
 
 def _row_bytes(specs: Mapping[str, TensorSpec]) -> tuple[int, ...] | None:
@@ -118,7 +131,8 @@ class Arena:
         flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
         bells = [[os.eventfd(0, flags) for _ in range(n)] for n in (geometry.workers, geometry.fronts)]
         arena = cls(geometry, memory_fd, *bells)
-        batch_ring.format_arena(arena.memory, max_delay_ns=geometry.max_delay_ns, **layout)
+        layout |= {"max_delay_ns": geometry.max_delay_ns, "max_queued": geometry.max_queued}
+        batch_ring.format_arena(arena.memory, **layout)
         return arena
 
     @classmethod

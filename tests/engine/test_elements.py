@@ -74,13 +74,14 @@ class Bench:
 
     @property
     def queued(self) -> int:
-        return len(self.batcher._queue)
+        return len(self.room._line)
 
 
 @contextlib.asynccontextmanager
 async def bench(rows: int, slots: int) -> AsyncIterator[Bench]:
     made = Bench(rows, slots)
     made.batcher.open()
+    made.room = made.batcher.lane.room
     ring = made.batcher.lane.ring
     try:
         yield made
@@ -208,6 +209,7 @@ def test_closing_tells_those_in_the_queue():
     async def work() -> None:
         at = Bench(1, 1)
         at.batcher.open()
+        at.room = at.batcher.lane.room
         tasks = await at.ask("runs", "waits", "waits too")
         at.batcher.close()
         for found in await asyncio.gather(*tasks, return_exceptions=True):

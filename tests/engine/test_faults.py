@@ -140,7 +140,7 @@ def test_deadlines_say_whether_it_ran(queued):
 def test_a_full_queue_refuses_and_recovers():
     async def work() -> None:
         async with desk() as at:
-            asking = [at.ask(float(n), float(n)) for n in range(at.lane.ring.slots)]
+            asking = [at.ask(float(n), float(n)) for n in range(at.lane.ring.rows_left() // 2)]
             await asyncio.sleep(0)
             with pytest.raises(ServeError, match="queue of this model is full") as caught:
                 await at.ask(9.0)
@@ -157,8 +157,8 @@ def test_a_full_queue_refuses_and_recovers():
 def test_a_split_request(fault):
     async def work() -> None:
         async with desk() as at:
-            slots = at.lane.ring.slots
-            ahead = [at.ask(50.0, 50.0) for _ in range(slots if fault == "full" else slots - 1)]
+            room = at.lane.ring.rows_left() // 2
+            ahead = [at.ask(50.0, 50.0) for _ in range(room if fault == "full" else room - 1)]
             await asyncio.sleep(0)
             rows = [float(n) for n in range(1, 12)]
             large = at.ask(*rows)

@@ -62,9 +62,8 @@ class House:
 
     def reserve(self) -> None:
         rows = self.rng.randrange(1, ROWS + 1)
-        try:
-            place = self.lane.reserve(rows)
-        except ServeError:
+        place = self.lane.ring.reserve(rows)
+        if place < 0:
             return
         numbers = list(itertools.islice(self.numbers, rows))
         payload = struct.pack(f"<{rows}Q", *numbers)

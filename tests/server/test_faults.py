@@ -145,8 +145,8 @@ def test_a_full_queue_says_when_to_come_again(tmp_path):
         async with serving(tmp_path) as served:
             asking = [served.asking(HOLD)]
             await served.until(lambda: seen(tmp_path))
-            asking += [served.asking(float(n)) for n in range(1, ring_of(served).slots)]
-            await served.until(lambda: "free" not in states(served) and "open" not in states(served))
+            asking += [served.asking(float(n)) for n in range(1, 5)]
+            await served.until(lambda: ring_of(served).rows_left() == 0)
             client = await served.client()
             status, text = await client.predict(77.0)
             assert (status, "queue of this model is full" in text) == (503, True)

@@ -235,9 +235,9 @@ def test_a_full_queue_makes_callers_wait_in_order(tmp_path):
     async def main():
         async with Service(models.Gate, {"path": str(path)}, size=1, max_queue_size=2) as service:
             tasks = [asyncio.ensure_future(service.do_one(i)) for i in range(10)]
-            while not service._batcher._queue:
+            while not service._batcher.lane.room._line:
                 await asyncio.sleep(0)
-            waiting = len(service._batcher._queue)
+            waiting = len(service._batcher.lane.room._line)
             os.write(pipe, b"x" * 10)
             results = await asyncio.gather(*tasks)
             assert await service.settled()

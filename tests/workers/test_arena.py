@@ -35,11 +35,14 @@ def test_columns_when_every_row_has_a_known_size(inputs, outputs, batch, dense):
     assert geometry.max_rows == max(batch, 1)
 
 
-def test_the_queues_bounds_become_slots():
-    assert plan(max_queue_rows=40).slots == 10
+def test_rows_and_bytes_bound_the_queue_and_slots_do_not() -> None:
+    assert plan(max_queue_rows=40).max_queued == 40
+    assert plan(max_queue_rows=400, max_queue_bytes=12 * 70).max_queued == 70
+    assert plan(max_queue_rows=1).max_queued == 4  # a batch always finds room in an empty queue
+    assert plan(queued_elsewhere=True).max_queued == 0
+    assert plan(max_queue_rows=40).slots == 2 * 10 + 2 * 1 + 8
     assert plan(max_queue_rows=1).slots == LEAST_SLOTS
     assert plan(max_queue_rows=1_000_000).slots == MOST_SLOTS
-    assert plan(max_queue_rows=400, max_queue_bytes=4 * 20 * 7).slots == 7
     assert plan(max_batch_size=1 << 20, max_queue_rows=1).max_rows == 65535
     strings = specs(x=("bytes", (1,)))
     assert plan(strings, max_queue_bytes=1 << 20).slab_pages == 512

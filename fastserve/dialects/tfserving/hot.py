@@ -16,7 +16,7 @@ from time import monotonic_ns
 from fastserve._ext.json_writer import RowWriter, WriterFault
 from fastserve.dialects.tfserving.plans import PredictPlan
 from fastserve.dialects.tfserving.service import Service
-from fastserve.engine.lane import FULL, Lane, Ticket
+from fastserve.engine.lane import Lane, Ticket
 from fastserve.errors import ServeError
 from fastserve.repository.version import Version
 from fastserve.wire.call import Call
@@ -79,7 +79,7 @@ class HotDoor:
             return False
         ring = lane.ring
         place = ring.reserve(rows)
-        if place == FULL:
+        if place < 0:
             return False
         if self._reader.read_into(body, ring.input_rows(place, rows, 0), self._shape, rows):
             lane.abandon(place, rows)
@@ -98,7 +98,7 @@ class HotDoor:
             return self.start(call)
         rows = tensor.shape[0]
         place = lane.ring.reserve(rows)
-        if place == FULL:
+        if place < 0:
             return False
         lane.ring.input_rows(place, rows, 0)[:] = tensor.data
         call.on_gone = lane.submit(place, rows, self._answer, self._service.deadline_ns(call), call)

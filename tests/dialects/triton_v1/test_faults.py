@@ -287,12 +287,15 @@ def test_a_full_queue_by_policy(tmp_path: Path) -> None:
 async def crowd(served: Rig, folder: Path, model: str, most: int) -> list[str]:
     """One runs and the others wait; whoever comes then is refused, over every way. What the first came to."""
     asked: list[asyncio.Task[Result]] = []
+    lane = lane_of(served, model)
+    queued = getattr(lane, "pending", None) or lane.ring.queued
+    ring = getattr(lane, "ring", None)
     for count in range(most):
         asked.append(asyncio.ensure_future(served.over_http(model, ECHO, ONE)))
         if count == 0:
             await served.until_running(folder, model)
-    lane = lane_of(served, model)
-    queued = getattr(lane, "pending", None) or lane.ring.queued
+            # Of a model that a warm-up ran before, what runs may not be this one yet.
+            await served.served.until(lambda: queued() == 0 and (ring is None or ring.outstanding()))
     await served.served.until(lambda: queued() == most - 1)
     for ask in served.ways:
         refused = await ask(model, ECHO + " id: 9", ONE)
@@ -309,8 +312,7 @@ def test_a_full_queue_of_rows(tmp_path: Path) -> None:
 
     async def ask() -> None:
         async with rig(tmp_path) as served:
-            slots = lane_of(served, "held").ring.slots
-            assert set(await crowd(served, tmp_path, "held", slots)) == {"SUCCESS"}
+            assert await crowd(served, tmp_path, "held", 1 + 2) == ["SUCCESS"] * 3
 
     run(ask())
 
