@@ -93,13 +93,10 @@ cdef class BatchRing:
     # --- fronts ---------------------------------------------------------------------------------
 
     def reserve(self, uint32_t rows, bint first=False) -> int:
-        """A place for 1..max_rows rows, to commit or abandon. FULL: no slot is free, or others stand in line for one
-        (`first`: who asks is the first of them). OVER: more rows wait than may."""
+        """A place for 1..max_rows rows; FULL without a free slot or behind others (unless `first` of them), OVER: too many wait."""
         if rows < 1 or rows > self.max_rows:
             raise ValueError(f"a place has 1..{self.max_rows} rows, not {rows}")
-        if self.line and not first:
-            return FULL
-        cdef int64_t place = place_reserve(&self.arena, rows, self.front)
+        cdef int64_t place = FULL if self.line and not first else place_reserve(&self.arena, rows, self.front)
         if place >= 0 and not claim_rows(&self.arena, &self.claims, place, rows):
             claim_refuse(&self.arena, place, rows)      # a worker has freed rows that we hold: not these, then
             place = FULL
@@ -155,9 +152,8 @@ cdef class BatchRing:
             self.news, self.turn_ns = False, 0
             self.tell()
 
-    cdef void tell(self) noexcept:
-        with nogil:
-            tell_workers(&self.arena, self.worker_bells)
+    cdef void tell(self) noexcept nogil:
+        tell_workers(&self.arena, self.worker_bells)
 
     def kick_all(self) -> None:
         """Every worker looks for work and at its control socket."""
