@@ -155,13 +155,14 @@ def _respond(lane: Lane, form: Form, ticket: Ticket, request: InferRequest) -> I
 
 async def _run_split(lane: Lane, form: Form, request: InferRequest, rows: int) -> dict[str, Tensor]:
     """The request in pieces of at most a batch, of which so many are under way at a time as keep the workers
-    busy: the rest of the queue is for others. The first piece is refused like any request, the next ones are
-    patient. An answered piece is copied out of its slot before another one is waited for."""
-    starts, slices = iter(range(0, rows, lane.max_rows)), RowSlices(request.inputs)
+    busy: the rest of the queue is for others, and no piece fills it. The first piece is refused like any
+    request, the next ones are patient. An answered piece is copied out before another one is waited for."""
+    most = lane.room.piece_rows
+    starts, slices = iter(range(0, rows, most)), RowSlices(request.inputs)
     parts: dict[int, dict[str, Tensor]] = {}
 
     async def run_one(start: int, *, patient: bool) -> None:
-        take = min(lane.max_rows, rows - start)
+        take = min(most, rows - start)
         inputs = slices.take(start, take)  # in order: pieces are begun in that of their rows
         ticket = await _run(lane, form, request, inputs, take, patient=patient)
         parts[start] = _copy_out(lane, form, ticket)

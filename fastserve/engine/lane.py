@@ -132,8 +132,10 @@ class Lane:
 
     async def reserve(self, rows: int, deadline_ns: int = 0, *, patient: bool = False) -> int:
         """A place for rows, as soon as a slot is free. Raises ServeError UNAVAILABLE, with the time to wait,
-        when more rows wait than may (who is patient waits for those too), and DeadlineError."""
-        place = FULL if patient and self.room.anyone else self.ring.reserve(rows)
+        when more rows wait than may, and DeadlineError. Who is patient waits for those too, and leaves half
+        of the queue free while it can."""
+        waits = patient and (self.room.anyone or not self.room.spares(rows))
+        place = FULL if waits else self.ring.reserve(rows)
         if place >= 0:
             return place
         if not patient and (place == OVER or not self.room.fits(rows)):

@@ -7,8 +7,9 @@ Slots are fewer than rows that may wait: batches are sealed before they are full
 while they run and are answered. Who finds none free stands here instead of being refused. Whoever waits must
 not hold what others here wait for: answers are copied out of their slots before that.
 
-The next piece of a request that was split is in no hurry: it waits until nobody else does and half of the
-queue is free, but no longer than PATIENCE_NS, so that neither starves the other.
+The next piece of a request that was split is in no hurry: it waits until nobody else does and it leaves half
+of the queue free, but no longer than PATIENCE_NS, so that neither starves the other. A piece is no larger
+than a quarter of the queue: where one batch fills it, a whole one that waits would have all others refused.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Room:
     def __init__(self, ring: BatchRing, max_queued: int, on_empty: Callable[[], object]) -> None:
         self.anyone = False
         self.rows = 0  # of those who stand in line
+        self.piece_rows = min(max(max_queued // 4, 1), ring.max_rows) if max_queued else ring.max_rows
         self._ring, self._half, self._on_empty = ring, max_queued // 2, on_empty
         self._line: deque[Standing] = deque()
         self._patient: deque[Standing] = deque()
@@ -52,6 +54,10 @@ class Room:
     def fits(self, rows: int) -> bool:
         """Whether so many more rows may wait, those who stand here counted."""
         return self.rows + rows <= self._ring.rows_left()
+
+    def spares(self, rows: int) -> bool:
+        """Whether so many more rows leave half of the queue free."""
+        return self._ring.rows_left() - rows >= self._half
 
     def stand(self, rows: int, given: Callable[[int | None], object], *, patient: bool = False) -> Standing:
         """Wait for a place of so many rows."""
@@ -108,7 +114,7 @@ class Room:
             self._join(self._patient.popleft())
         while self._line and self._give(self._line):
             pass
-        while self._patient and not self._line and self._ring.rows_left() > self._half:
+        while self._patient and not self._line and self.spares(self._patient[0].rows):
             if not self._give(self._patient):
                 break
         self._settle()

@@ -147,11 +147,12 @@ def test_nobody_is_refused_while_rows_may_wait(
 
 
 @pytest.mark.parametrize("protocol", ["rest", "v2"])
-@pytest.mark.parametrize("model", ["rows_32", "ragged_32"])
+@pytest.mark.parametrize("model", ["rows_32", "rows_1024", "ragged_32"])
 def test_requests_that_are_split_leave_the_others_their_part(
     served: Running, protocol: str, model: str
 ) -> None:
-    """Two of 640 batches each, while small ones come: none of those is refused, nor waits for all of it."""
+    """Two of up to 640 batches each, while small ones come: none of those is refused, nor waits for all of
+    it, also where one batch is as large as the queue."""
     large = 32 * 640
 
     async def work() -> None:
