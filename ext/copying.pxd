@@ -9,6 +9,8 @@ cdef enum:
 
 
 cdef inline void copy_one(uint8_t* to, const uint8_t* data, Py_ssize_t count):
+    if count == 0:              # an empty tensor has no memory, and memcpy takes no null pointer even then
+        return
     if count < GIL_FREE_BYTES:
         memcpy(to, data, count)
         return
