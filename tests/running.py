@@ -6,9 +6,12 @@ how many descriptors and how much memory it holds, and what it wrote to its log.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-START_S = STOP_S = 60.0
+START_S, STOP_S = 60.0, 90.0  # stopping may take drain_s and half a minute more
 WAIT_S = 10.0
 FREE = "127.0.0.1:0"
 
@@ -27,6 +30,16 @@ def until(true: Callable[[], object], what: str, limit_s: float = WAIT_S) -> Non
     while not true():
         assert time.monotonic() < end, f"never: {what}"
         time.sleep(0.002)
+
+
+def free_port() -> int:
+    """A port that nobody listens on and that the system gives to no connection, as it might to one of another test
+    between here and the server's start."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(lowest // 2, lowest)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 class Running:

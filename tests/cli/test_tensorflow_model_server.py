@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -18,7 +17,7 @@ from typing import Any
 import pytest
 
 from fastserve.dialects.tfserving.service import NO_DIMENSIONS, OTHER_ROWS
-from tests.running import START_S, until
+from tests.running import START_S, free_port, until
 
 COMMAND = [sys.executable, "-m", "fastserve.cli", "tensorflow-model-server"]
 CONFIG = """
@@ -59,9 +58,7 @@ def start(*flags: str) -> tuple[int, str, str]:
 
 @contextmanager
 def serving(base: Path, log: Path) -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     flags = ["--port=0", f"--rest_api_port={port}", "--model_name=m", f"--model_base_path={base}"]
     with log.open("wb") as out:
         process = subprocess.Popen([*COMMAND, *flags], stdout=out, stderr=out)

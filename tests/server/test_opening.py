@@ -13,7 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.running import until
+from tests.running import free_port, until
 from tests.server.rig import write_model
 
 pytestmark = pytest.mark.timeout(60)
@@ -45,12 +45,6 @@ HEALTHS = {
     "/healthz/live": 200, "/v2/health/live": 200, "/api/health/live": 200, "/metrics": 200,
     "/healthz/ready": 503, "/v2/health/ready": 400, "/api/health/ready": 400,
 }  # fmt: skip
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port: int = found.getsockname()[1]
-        return port
 
 
 def command(folder: Path, http: int, *options: str) -> list[str]:

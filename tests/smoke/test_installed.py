@@ -8,8 +8,10 @@ plain wheel, where a model that needs ONNX Runtime must say so, and again with t
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -51,10 +53,13 @@ DOUBLE = (
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nobody listens on and that the system gives to no connection, as it might to one of another test
+    between here and the server's start."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(lowest // 2, lowest)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def get(url: str) -> bytes:
