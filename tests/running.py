@@ -33,8 +33,8 @@ def until(true: Callable[[], object], what: str, limit_s: float = WAIT_S) -> Non
 
 
 def free_port() -> int:
-    """A port that nobody listens on and that the system gives to no connection, as it might to one of another test
-    between here and the server's start."""
+    """A port that nobody listens on and that the system gives to no connection of another test
+    between here and the start of the server."""
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
         port = random.SystemRandom().randrange(lowest // 2, lowest)
