@@ -81,7 +81,12 @@ class HotDoor:
         place = ring.reserve(rows)
         if place < 0:
             return False
-        if self._reader.read_into(body, ring.input_rows(place, rows, 0), self._shape, rows):
+        try:
+            fault = self._reader.read_into(body, ring.input_rows(place, rows, 0), self._shape, rows)
+        except BaseException:
+            lane.abandon(place, rows)
+            raise
+        if fault:
             lane.abandon(place, rows)
             return False
         self._decode.observe_ns(monotonic_ns() - call.received_ns)
@@ -100,7 +105,11 @@ class HotDoor:
         place = lane.ring.reserve(rows)
         if place < 0:
             return False
-        lane.ring.input_rows(place, rows, 0)[:] = tensor.data
+        try:
+            lane.ring.input_rows(place, rows, 0)[:] = tensor.data
+        except BaseException:
+            lane.abandon(place, rows)
+            raise
         call.on_gone = lane.submit(place, rows, self._answer, self._service.deadline_ns(call), call)
         return True
 

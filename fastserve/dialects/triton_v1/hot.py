@@ -77,9 +77,11 @@ class HotDoor:
                 self._copy(known, body, memory)
             if known.stores:
                 held = hold_rooms(self._service, known)
-        except ServeError:  # the general door says what is wrong
+        except BaseException as error:
             intake.abandon(seat, rows)
-            return False
+            if isinstance(error, ServeError):
+                return False  # the general door says what is wrong
+            raise
         if offset:
             intake.settle(seat)
         ticket = self._lane.submit(place, rows, self._answer, 0, (call, known, number, held))

@@ -88,9 +88,11 @@ class Running:
                 else:
                     self._service.shared.read_into(source.place, target)
             self._held = hold_rooms(self._service, known)
-        except ServeError:  # the general door says what is wrong
+        except BaseException as error:
             known.intake.abandon(seat, rows)
-            return False
+            if isinstance(error, ServeError):
+                return False  # the general door says what is wrong
+            raise
         if offset:
             known.intake.settle(seat)
         self._ticket = self._lane.submit(place, rows, self._answer, 0)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import struct
 import uuid
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from fastserve.config import LogOptions
@@ -161,3 +163,31 @@ def test_a_version_loaded_again(tmp_path: Path) -> None:
                 assert served.server.catalog.available("simple") is not before
 
     run(ask())
+
+
+@pytest.mark.logs_errors
+def test_whatever_goes_wrong_gives_the_rows_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A fault nobody foresaw, such as a descriptor too many, fails its request alone (the rig looks)."""
+    write_dense(tmp_path)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def ask() -> None:
+        async with rig(tmp_path) as served:
+            with monkeypatch.context() as patch:
+                patch.setattr("fastserve.dialects.triton_v1.hot.HotDoor._copy", fail)
+                patch.setattr("fastserve.dialects.triton_v1.hot_rpc.hold_rooms", fail)
+                status, _, _ = await served.ask(
+                    "POST", "/api/infer/simple?format=binary", COUNT + ONES, NV_InferRequest=PAIR
+                )
+                assert status == 500
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await served.grpc.Infer(make_request("simple", PAIR, COUNT, ONES), timeout=20)
+            for result in await ask_all(served, ASKED[:1]):
+                assert result.status == "SUCCESS"
+
+    run(ask())
+    caplog.clear()  # its tracebacks hold the server
