@@ -87,7 +87,8 @@ class Room:
             self._looking = asyncio.get_running_loop().call_soon(self._look)
 
     def close(self) -> None:
-        """Everybody is told that there will be no place."""
+        """Everybody is told that there will be no place. Lets go of the lane: a circle keeps memory."""
+        self._on_empty = _nobody
         left = [*self._line, *self._patient]
         self._line.clear()
         self._patient.clear()
@@ -136,3 +137,7 @@ class Room:
         self.anyone = bool(self._line or self._patient)
         if not self.anyone:
             self._on_empty()
+
+
+def _nobody() -> None:
+    """Nobody is left to tell."""
