@@ -13,6 +13,7 @@ import gc
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -98,6 +99,9 @@ def descriptors() -> dict[str, str]:
     return found
 
 
+GRPCIO_ENDS_S = 2.0
+
+
 @pytest.fixture(autouse=True)
 def leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails a test that leaves children, descriptors, threads or asyncio tasks behind."""
@@ -109,6 +113,10 @@ def leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
     gained = before.gained(Belongings.count())
     if gained:  # perhaps only waiting for the collector, which is too dear to run after every test
         gc.collect()
+        gained = before.gained(Belongings.count())
+    end = time.monotonic() + GRPCIO_ENDS_S
+    while gained and time.monotonic() < end:  # grpcio closes its poller in a thread of its own
+        time.sleep(0.01)
         gained = before.gained(Belongings.count())
     gained += [f"pending task {task}" for task in pending_tasks]
     if gained:
