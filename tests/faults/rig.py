@@ -24,6 +24,7 @@ from fastserve.protos import load
 from tests.running import WAIT_S, Running
 
 MESSAGES = load("kserve_v2")
+LETTERS = str.maketrans("0123456789", "ghijklmnop")
 SERVICE = "/inference.GRPCInferenceService/"
 CLOSED = 0  # in place of a status: the connection was closed without an answer
 INSIDES = re.compile(
@@ -205,7 +206,8 @@ class Memory:
     """A file of the client's in shared memory."""
 
     def __init__(self, byte_size: int) -> None:
-        self.name = f"fastserve-test-{uuid.uuid4().hex}"
+        # letters alone: digits could by chance be some process's number, which `leaks` would find
+        self.name = f"fastserve-test-{uuid.uuid4().hex.translate(LETTERS)}"
         self.key = f"/{self.name}"
         self.path = f"/dev/shm/{self.name}"
         self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -235,8 +237,10 @@ def memory(http_: Http, byte_size: int = 4096) -> Iterator[Memory]:
         path = f"/v2/systemsharedmemory/region/{made.name}"
         body = {"key": made.key, "offset": 0, "byte_size": byte_size}
         assert http_.post(f"{path}/register", body).status == 200
-        yield made
-        assert http_.post(f"{path}/unregister", {}).status == 200
+        try:
+            yield made
+        finally:
+            assert http_.post(f"{path}/unregister", {}).status == 200
     finally:
         os.close(made.fd)
         with contextlib.suppress(FileNotFoundError):
