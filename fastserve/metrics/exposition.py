@@ -136,7 +136,7 @@ def _write_heads(metric: Metric, values: Labels) -> tuple[str, ...]:
     if metric.kind != "histogram":
         return (f"{metric.name}{write_labels(labels)} ",)
     bounds = [*map(str, metric.buckets), "+Inf"]
-    buckets = [f"{metric.name}_bucket{write_labels({**labels, 'le': bound})} " for bound in bounds]
+    buckets = [f"{metric.name}_bucket{write_labels(labels, le=bound)} " for bound in bounds]
     return (*buckets, *(f"{metric.name}_{part}{write_labels(labels)} " for part in ("count", "sum")))
 
 

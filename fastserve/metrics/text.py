@@ -10,9 +10,11 @@ _ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 _HELP_ESCAPES = str.maketrans({"\\": "\\\\", "\n": "\\n"})
 
 
-def write_labels(labels: Labels) -> str:
-    """`{a="1",b="2"}` in the order of names, as every exporter built on prometheus-cpp writes them."""
-    inner = ",".join(f'{name}="{value.translate(_ESCAPES)}"' for name, value in sorted(labels.items()))
+def write_labels(labels: Labels, **last: str) -> str:
+    """`{a="1",b="2"}` in the order of names, and behind them a bucket's `le` or a `quantile`, as every exporter
+    built on prometheus-cpp writes them."""
+    named = [*sorted(labels.items()), *last.items()]
+    inner = ",".join(f'{name}="{value.translate(_ESCAPES)}"' for name, value in named)
     return f"{{{inner}}}" if inner else ""
 
 
@@ -35,7 +37,7 @@ def write_histogram(
     lines = [f"{name}_count{write_labels(labels)} {sum(counts)}"]
     lines.append(f"{name}_sum{write_labels(labels)} {write_number(total)}")
     for bound, count in zip([*map(write_number, bounds), "+Inf"], sums, strict=True):
-        lines.append(f"{name}_bucket{write_labels({**labels, 'le': bound})} {count}")
+        lines.append(f"{name}_bucket{write_labels(labels, le=bound)} {count}")
     return lines
 
 
@@ -46,9 +48,7 @@ def write_summary(
     lines = [f"{name}_count{write_labels(labels)} {count}"]
     lines.append(f"{name}_sum{write_labels(labels)} {write_number(total)}")
     for rank, value in quantiles.items():
-        lines.append(
-            f"{name}{write_labels({**labels, 'quantile': write_number(rank)})} {write_number(value)}"
-        )
+        lines.append(f"{name}{write_labels(labels, quantile=write_number(rank))} {write_number(value)}")
     return lines
 
 

@@ -131,10 +131,10 @@ def test_a_models_own_metrics(controlled):
         f"last_number{{{labels}}} 30.25",
         f"numbers_count{{{labels}}} 21",
         f"numbers_sum{{{labels}}} 220",
-        f'numbers_bucket{{le="1",{labels}}} 2',
-        f'numbers_bucket{{le="2.5",{labels}}} 3',
-        f'numbers_bucket{{le="10",{labels}}} 11',
-        f'numbers_bucket{{le="+Inf",{labels}}} 21',
+        f'numbers_bucket{{{labels},le="1"}} 2',
+        f'numbers_bucket{{{labels},le="2.5"}} 3',
+        f'numbers_bucket{{{labels},le="10"}} 11',
+        f'numbers_bucket{{{labels},le="+Inf"}} 21',
         f"seen_numbers{{{labels}}} 31.5",
     ]
     assert ask(controlled, "repository/models/counts/unload", {})[0] == 200

@@ -263,7 +263,7 @@ def test_summaries_have_every_quantile(tmp_path: Path) -> None:
             assert (await at.get("/metrics"))[1].count(b" Nan\n") == 0
         async with Page(tmp_path, metrics_config=flags) as at:
             assert (
-                b'nv_inference_request_summary_us{_team="a \\"b\\"",model="m",quantile="0.5",version="1"} Nan'
+                b'nv_inference_request_summary_us{_team="a \\"b\\"",model="m",version="1",quantile="0.5"} Nan'
                 in (await at.get("/metrics"))[1]
             )
 
