@@ -120,7 +120,8 @@ def load_cases() -> list[tuple[Case, list[float]]]:
 
 @pytest.mark.parametrize("who", [0, 1], ids=["theirs", "ours"])
 def test_many_clients_at_once(both, who):
-    """Every answer is its own request's, on either server."""
+    """Every answer is its own request's, on either server; calls to a decoupled model are asked of this one
+    alone, the other loses processes over them."""
 
     def check(asked: tuple[Case, list[float]]) -> None:
         case, wanted = asked
@@ -129,7 +130,7 @@ def test_many_clients_at_once(both, who):
         assert body["outputs"][0]["data"][: len(wanted)] == wanted, case
 
     with ThreadPoolExecutor(CLIENTS) as pool:
-        list(pool.map(check, load_cases()))
+        list(pool.map(check, [one for one in load_cases() if who or one[0].model != "calls"]))
 
 
 def test_failures_under_load_reach_their_own_callers(both):
