@@ -11,8 +11,8 @@ _HELP_ESCAPES = str.maketrans({"\\": "\\\\", "\n": "\\n"})
 
 
 def write_labels(labels: Labels, **last: str) -> str:
-    """`{a="1",b="2"}` in the order of names, and behind them a bucket's `le` or a `quantile`, as every exporter
-    built on prometheus-cpp writes them."""
+    """`{a="1",b="2"}` in the order of names, and behind them a bucket's `le` or a `quantile`: so writes every
+    exporter built on prometheus-cpp."""
     named = [*sorted(labels.items()), *last.items()]
     inner = ",".join(f'{name}="{value.translate(_ESCAPES)}"' for name, value in named)
     return f"{{{inner}}}" if inner else ""
