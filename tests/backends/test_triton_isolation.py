@@ -26,8 +26,8 @@ def test_a_bad_request_fails_only_itself(tmp_path, more: dict[str, Any], alone: 
             tmp_path, model("picky", ins, outs, max_batch_size=8, **more), parameters=parameters
         ) as at:
             first = asyncio.ensure_future(at.ask("picky", {"IN": [[1000]]}))
-            lane = at.lane("picky")
-            while lane.ring.pending() or not lane.waiting:
+            queue = at.queue("picky")
+            while queue.ring.pending() or not queue.waiting:
                 await asyncio.sleep(0.001)
             asked = [at.ask("picky", {"IN": [[number]]}) for number in NUMBERS]
             answers = await asyncio.gather(*asked, return_exceptions=True)

@@ -232,7 +232,7 @@ def test_what_counts_as_a_leak(served: Running) -> None:
     assert seen("fd 12")
     assert seen("pid=77")
     assert seen("at 0x7f12ab34cd")
-    assert seen("<fastserve.engine.Lane object at")
+    assert seen("<fastserve.engine.BatchQueue object at")
     assert seen(f"worker {served.pid} died")
     assert seen("Traceback (most recent")
     assert seen("memfd:fastserve-arena")

@@ -3,7 +3,7 @@
     {"id":"7","inputs":[{"name":"x","shape":[2,3],"datatype":"FP32","data":[1,2,3,4,5,6]}]}
           ^ id                               ^ rows                        ^ data
 
-A frame is made of a request that the general door has answered: what its text means was found out there.
+A frame is made of a request that the general path has answered: what its text means was found out there.
 Every byte but the id, the number of rows and the values is part of the frame, so requests that fit it mean
 the same, and nothing has to be checked again. Strings have no fixed size, and no frames.
 """
@@ -19,10 +19,7 @@ from fastserve._ext.infer_reply import InferWriter, UnwritableOutput
 from fastserve.dialects.kserve_v2.answers import Asked, client_shape
 from fastserve.dialects.kserve_v2.body import InferBody
 from fastserve.dialects.kserve_v2.plans import Plan
-from fastserve.engine.cache import Sort
-from fastserve.engine.direct import open_intake, open_outlet
-from fastserve.engine.forms import note_of
-from fastserve.engine.lane import Lane
+from fastserve.engine import BatchQueue, Sort, lay_out_inputs, lay_out_outputs, note_of
 from fastserve.request import InferRequest
 from fastserve.tensor import Tensor
 
@@ -55,7 +52,9 @@ class Parts:
 class Frame(InferFrame):
     """One text with holes, and what requests of it need: a way in, a way out, writers of replies."""
 
-    def __init__(self, plan: Plan, lane: Lane, request: InferRequest, asked: Asked, parts: Parts) -> None:
+    def __init__(
+        self, plan: Plan, queue: BatchQueue, request: InferRequest, asked: Asked, parts: Parts
+    ) -> None:
         """`request` has the inputs' types and shapes, in the model's order, without their data."""
         super().__init__(
             parts.header, parts.holes, parts.blobs, parts.targets, parts.rows, request.request_id
@@ -64,10 +63,10 @@ class Frame(InferFrame):
         self.sources = parts.sources
         self.outside = bool(parts.sources or asked.ranges)  # something of it is in client memory
         self.wanted = request.outputs
-        self.intake = open_intake(lane, request.inputs, batching=plan.max_batch_size > 0)
-        self.outlet = open_outlet(lane, request.outputs or list(lane.outputs))
-        self.noted = lane.requests
-        self._note = note_of(request, []) if lane.requests else b""
+        self.layout_in = lay_out_inputs(queue, request.inputs, batching=plan.max_batch_size > 0)
+        self.layout_out = lay_out_outputs(queue, request.outputs or list(queue.outputs))
+        self.noted = queue.requests
+        self._note = note_of(request, []) if queue.requests else b""
         self._request = request
         self._plan = plan
         self.writers: dict[object, InferWriter] = {}
@@ -103,7 +102,7 @@ class Frame(InferFrame):
         try:
             outputs = [
                 (name, dtype.code, client_shape(plan, name, shape), self.asked.form(name))
-                for name, dtype, shape in self.outlet.describe(form)
+                for name, dtype, shape in self.layout_out.describe(form)
             ]
             if len({output[0] for output in outputs}) < len(outputs):
                 return None
@@ -112,22 +111,24 @@ class Frame(InferFrame):
             return None
 
 
-def learn(plan: Plan, lane: Lane, header: bytes, body: InferBody, request: InferRequest) -> Frame | None:
+def learn(
+    plan: Plan, queue: BatchQueue, header: bytes, body: InferBody, request: InferRequest
+) -> Frame | None:
     """The frame of a request that was answered; None for one that has none. `header` is b"" for a raw one."""
     asked = Asked.of(body)
     batching = plan.max_batch_size > 0
     # Columns are all filled; the order is the model's, which may look at it.
-    inputs = {name: request.inputs[name] for name in lane.inputs if name in request.inputs}
-    all_given = len(inputs) == len(request.inputs) and (not lane.dense or len(inputs) == len(lane.inputs))
+    inputs = {name: request.inputs[name] for name in queue.inputs if name in request.inputs}
+    all_given = len(inputs) == len(request.inputs) and (not queue.dense or len(inputs) == len(queue.inputs))
     if asked.classifies or not inputs or not all_given:
         return None
     rows = next(iter(inputs.values())).shape[0] if batching else 1
-    if not 0 < rows <= lane.max_rows or any(_row_bytes(tensor, rows) < 1 for tensor in inputs.values()):
+    if not 0 < rows <= queue.max_rows or any(_row_bytes(tensor, rows) < 1 for tensor in inputs.values()):
         return None
     bare = {name: Tensor(tensor.dtype, tensor.shape, b"") for name, tensor in inputs.items()}
     try:
         parts = _take_apart(header, inputs, rows, batching=batching)
-        return None if parts is None else Frame(plan, lane, replace(request, inputs=bare), asked, parts)
+        return None if parts is None else Frame(plan, queue, replace(request, inputs=bare), asked, parts)
     except ValueError:  # more tensors or larger rows than a frame has
         return None
 

@@ -1,10 +1,10 @@
-"""The hot door of infer: a request that is as one before goes straight into the batch it will run in.
+"""The fast path of infer: a request that is as one before goes straight into the batch it will run in.
 
     body bytes --frame--> memory reserved for its inputs ... worker ... views of its outputs --print--> reply
 
 Requests are known by their frame (see `frames`): all that is not an id, a number of rows or a value. The
-door takes one whose version runs on a lane, with room in the queue and its body not compressed. For anything
-else, errors included, `start` returns False having left no trace, and the general door reads the body
+door takes one whose version runs on a queue, with room in the queue and its body not compressed. For anything
+else, errors included, `start` returns False having left no trace, and the general path reads the body
 again; it hands what it has answered to `learn`. No task, no future and no Python object per number.
 """
 
@@ -31,8 +31,7 @@ from fastserve.dialects.kserve_v2.plans import Plan
 from fastserve.dialects.kserve_v2.regions import Range
 from fastserve.dialects.kserve_v2.replies import Memory, in_words
 from fastserve.dialects.kserve_v2.service import JSON, Service
-from fastserve.engine.direct import Seat, read_response
-from fastserve.engine.lane import Lane, Ticket
+from fastserve.engine import BatchQueue, Pending, Reservation, fast_queue_of, read_response
 from fastserve.errors import ServeError
 from fastserve.request import InferRequest
 from fastserve.tensor import Tensor
@@ -51,13 +50,13 @@ class Closes(Protocol):
 
 
 class HotDoor:
-    """The hot door of one version."""
+    """The fast path of one version."""
 
-    def __init__(self, service: Service, plan: Plan, lane: Lane) -> None:
+    def __init__(self, service: Service, plan: Plan, queue: BatchQueue) -> None:
         self.version = version = plan.version
         self._plan = plan
         self._service = service
-        self._lane = lane
+        self._queue = queue
         self._requests, self._duration = service.traffic.succeeded(version.model, version.number)
         self._frames = InferFrames(MOST_FRAMES)
         self.packing: Set[object] = frozenset()  # heads whose replies are compressed
@@ -67,48 +66,50 @@ class HotDoor:
     @classmethod
     def of(cls, service: Service, plan: Plan) -> HotDoor | None:
         """The door of a version, None for one that does more with a request than run it."""
-        lane = plan.version.lane
-        if not isinstance(lane, Lane) or lane.decoupled or plan.decoupled or service.forward_http:
+        queue = fast_queue_of(plan.version)
+        if queue is None or plan.decoupled or service.forward_http:
             return None
-        return cls(service, plan, lane)
+        return cls(service, plan, queue)
 
     def start(self, call: Call, header_bytes: int) -> bool:
         """Take the call, whose JSON has so many bytes, or return False: nothing has happened then."""
-        found = self._find_seat(call.body, header_bytes)
+        found = self._find_reservation(call.body, header_bytes)
         if found is None:
             return False
-        frame, seat = found
-        rows, intake = frame.rows, frame.intake
-        place, memory, (offset, _) = seat
+        frame, reserved = found
+        rows, layout_in = frame.rows, frame.layout_in
+        place, memory, (offset, _) = reserved
         rooms: Rooms | None = None
         try:
             filled = frame.read_into(call.body, header_bytes, memory)
             if frame.outside:
                 rooms = self._look_outside(frame, rows, memory)
-        except ServeError:  # of a region; the general door says what is wrong
+        except ServeError:  # of a region; the general path says what is wrong
             filled = False
         except BaseException:
-            intake.abandon(seat, rows)
+            layout_in.abandon(reserved, rows)
             raise
         if not filled:
-            intake.abandon(seat, rows)
+            layout_in.abandon(reserved, rows)
             return False
         if offset:
-            intake.settle(seat)
-        ticket = self._lane.submit(place, rows, self._answer, 0, (call, frame, frame.id, rooms))
-        call.on_gone = ticket
+            layout_in.settle(reserved)
+        pending = self._queue.submit(place, rows, self._answer, 0, (call, frame, frame.id, rooms))
+        call.on_gone = pending
         if rooms is not None:
-            call.on_gone = partial(give_up, ticket, rooms)
+            call.on_gone = partial(give_up, pending, rooms)
         return True
 
-    def _find_seat(self, body: Memory, header_bytes: int) -> tuple[Frame, Seat] | None:
+    def _find_reservation(self, body: Memory, header_bytes: int) -> tuple[Frame, Reservation] | None:
         """The frame the body fits, and a place for its rows; None without either."""
         frame: Frame | None = self._frames.find(body, header_bytes)  # type: ignore[assignment]
-        if frame is None or frame.rows > self._lane.max_rows:
+        if frame is None or frame.rows > self._queue.max_rows:
             return None
-        intake = frame.intake
-        seat = intake.reserve(frame.rows, frame.note()) if frame.noted else intake.reserve(frame.rows)
-        return None if seat is None else (frame, seat)
+        layout_in = frame.layout_in
+        reserved = (
+            layout_in.reserve(frame.rows, frame.note()) if frame.noted else layout_in.reserve(frame.rows)
+        )
+        return None if reserved is None else (frame, reserved)
 
     def _look_outside(self, frame: Frame, rows: int, memory: list[memoryview]) -> Rooms | None:
         """Copy inputs from client memory, and hold what is for outputs. Raises ServeError."""
@@ -119,29 +120,29 @@ class HotDoor:
         return hold_rooms(regions, frame.asked.ranges) if frame.asked.ranges else None
 
     def learn(self, data: Memory, header_bytes: int, body: InferBody, request: InferRequest) -> None:
-        """Remember the frame of a request that `start` did not take and the general door has answered."""
+        """Remember the frame of a request that `start` did not take and the general path has answered."""
         self._missed += 1
         if self._frames.unused() + self._vain >= MOST_UNUSED:
             if self._missed % LEARN_AGAIN:
                 return
             self._frames.forget_unused()
             self._vain = 0
-        frame = learn(self._plan, self._lane, bytes(memoryview(data)[:header_bytes]), body, request)
+        frame = learn(self._plan, self._queue, bytes(memoryview(data)[:header_bytes]), body, request)
         if frame is None:
             self._vain += 1
         else:
             self._frames.add(frame)
 
-    def _answer(self, ticket: Ticket, error: ServeError | None) -> None:
-        call, frame, request_id, rooms = ticket.context
-        call.on_gone = None  # and with it the cycle call -> ticket -> call
+    def _answer(self, pending: Pending, error: ServeError | None) -> None:
+        call, frame, request_id, rooms = pending.context
+        call.on_gone = None  # and with it the cycle call -> pending -> call
         try:
             if error is not None:
                 raise error
             try:
-                self._reply(call, frame, request_id, rooms, ticket)
+                self._reply(call, frame, request_id, rooms, pending)
             finally:
-                self._lane.release(ticket)
+                self._queue.release(pending)
         except ServeError as fault:
             self._service.refuse(call, fault, self.version.model, version=self.version)
         else:
@@ -152,18 +153,20 @@ class HotDoor:
             if rooms is not None:
                 rooms.close()
 
-    def _reply(self, call: Call, frame: Frame, request_id: str, rooms: Rooms | None, ticket: Ticket) -> None:
-        found = frame.outlet.read(ticket.place, ticket.rows)
+    def _reply(
+        self, call: Call, frame: Frame, request_id: str, rooms: Rooms | None, pending: Pending
+    ) -> None:
+        found = frame.layout_out.read(pending.place, pending.rows)
         if found is None:
-            self._reply_plainly(call, frame, request_id, rooms, ticket)
+            self._reply_plainly(call, frame, request_id, rooms, pending)
             return
         form, memory = found
         writer = frame.writers.get(form) or frame.add_writer(form)
         if writer is None:
-            self._reply_plainly(call, frame, request_id, rooms, ticket)
+            self._reply_plainly(call, frame, request_id, rooms, pending)
             return
         if rooms is not None:
-            for (name, dtype, shape), view in zip(frame.outlet.describe(form), memory, strict=True):
+            for (name, dtype, shape), view in zip(frame.layout_out.describe(form), memory, strict=True):
                 if name in rooms:
                     put_outside(name, Tensor(dtype, shape, view), rooms[name])
         self._write(call, writer, memory, request_id)
@@ -181,14 +184,14 @@ class HotDoor:
             raise in_words(fault) from None
 
     def _reply_plainly(
-        self, call: Call, frame: Frame, request_id: str, rooms: Rooms | None, ticket: Ticket
+        self, call: Call, frame: Frame, request_id: str, rooms: Rooms | None, pending: Pending
     ) -> None:
-        """As the general door does it: strings, outputs nobody declared, parameters, one request's error."""
-        response = read_response(self._lane, ticket, frame.wanted)
+        """As the general path does it: strings, outputs nobody declared, parameters, one request's error."""
+        response = read_response(self._queue, pending, frame.wanted)
         send(call, *write_answer(self._plan, frame.asked, response, request_id, rooms or {}))
 
 
-def give_up(ticket: Ticket, rooms: Closes) -> None:
+def give_up(pending: Pending, rooms: Closes) -> None:
     """Nobody waits any more."""
-    ticket()
+    pending()
     rooms.close()

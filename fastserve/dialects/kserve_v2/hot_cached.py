@@ -1,9 +1,9 @@
-"""The hot door of a version whose responses are kept: a hit is answered where it is read.
+"""The fast path of a version whose responses are kept: a hit is answered where it is read.
 
     body bytes --frame--> a place's memory --key--> kept?  yes: outputs --print--> reply; the place goes back
                                                     no: the place runs, and what it answers is kept
 
-Requests of the same key as one under way take the general door, which waits for it.
+Requests of the same key as one under way take the general path, which waits for it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,17 @@ from fastserve.dialects.kserve_v2.frames import Frame
 from fastserve.dialects.kserve_v2.hot import HotDoor, give_up
 from fastserve.dialects.kserve_v2.plans import Plan
 from fastserve.dialects.kserve_v2.service import Service
-from fastserve.engine.cache import CachedDoor, Entry, Form, Miss, keep_response, respond
-from fastserve.engine.direct import read_response
-from fastserve.engine.lane import Lane, Ticket
+from fastserve.engine import (
+    CacheStage,
+    Entry,
+    Form,
+    Miss,
+    Pending,
+    cache_stage_of,
+    keep_response,
+    read_response,
+    respond,
+)
 from fastserve.errors import ServeError
 from fastserve.wire.call import Call
 
@@ -27,13 +35,13 @@ MOST_KNOWN = 64  # frames, and of each: rows, forms of answers
 
 
 def open_hot_door(service: Service, plan: Plan) -> HotDoor | None:
-    """The hot door of a version, None for one that does more with a request than run or keep it."""
-    door = plan.version.lane
-    if not isinstance(door, CachedDoor):
+    """The fast path of a version, None for one that does more with a request than run or keep it."""
+    stage = cache_stage_of(plan.version)
+    if stage is None:
         return HotDoor.of(service, plan)
-    if not isinstance(door.inner, Lane) or door.inner.decoupled or plan.decoupled or service.forward_http:
+    if plan.decoupled or service.forward_http:
         return None
-    return CachedHotDoor(service, plan, door.inner, door)
+    return CachedHotDoor(service, plan, stage)
 
 
 class Known:
@@ -43,43 +51,43 @@ class Known:
 
     def __init__(self) -> None:
         self.heads: dict[int, bytes] = {}  # of keys, by rows
-        self.forms: dict[object, tuple[Form, InferWriter | None]] = {}  # by the outlet's form
+        self.forms: dict[object, tuple[Form, InferWriter | None]] = {}  # by the layout_out's form
         self.writers: dict[Form, InferWriter | None] = {}
 
 
 class CachedHotDoor(HotDoor):
-    """The hot door in front of a CachedDoor."""
+    """The fast path in front of a CachedScheduler."""
 
-    def __init__(self, service: Service, plan: Plan, lane: Lane, door: CachedDoor) -> None:
-        super().__init__(service, plan, lane)
-        self._keys, self._cache, self._counts = door.keys, door.cache, door.counts
+    def __init__(self, service: Service, plan: Plan, stage: CacheStage) -> None:
+        super().__init__(service, plan, stage.queue)
+        self._stage = stage
         self._known: dict[Frame, Known] = {}
 
     def start(self, call: Call, header_bytes: int) -> bool:
-        seated = self._find_seat(call.body, header_bytes)
+        seated = self._find_reservation(call.body, header_bytes)
         if seated is None:
             return False
-        frame, seat = seated
-        rows, intake = frame.rows, frame.intake
-        place, memory, (offset, _) = seat
+        frame, reserved = seated
+        rows, layout_in = frame.rows, frame.layout_in
+        place, memory, (offset, _) = reserved
         try:
             found = None
             if not frame.outside and frame.read_into(call.body, header_bytes, memory):
                 known = self._known.get(frame) or self._meet(frame)
                 head = known.heads.get(rows) or self._head(known, frame, rows)
-                found = self._cache.find(head, memory, self._counts)
+                found = self._stage.find(head, memory)
         except BaseException:
-            intake.abandon(seat, rows)
+            layout_in.abandon(reserved, rows)
             raise
         if not isinstance(found, Miss):
-            intake.abandon(seat, rows)
+            layout_in.abandon(reserved, rows)
             if found is not None:
                 self._reply_kept(call, frame, known, found)
             return found is not None
         if offset:
-            intake.settle(seat)
-        ticket = self._lane.submit(place, rows, self._answer, 0, (call, frame, frame.id, found))
-        call.on_gone = partial(give_up, ticket, found)
+            layout_in.settle(reserved)
+        pending = self._queue.submit(place, rows, self._answer, 0, (call, frame, frame.id, found))
+        call.on_gone = partial(give_up, pending, found)
         return True
 
     def _meet(self, frame: Frame) -> Known:
@@ -91,7 +99,7 @@ class CachedHotDoor(HotDoor):
     def _head(self, known: Known, frame: Frame, rows: int) -> bytes:
         if len(known.heads) >= MOST_KNOWN:
             known.heads.clear()
-        found = known.heads[rows] = self._keys.head(frame.sorts(rows), frame.wanted)
+        found = known.heads[rows] = self._stage.head(frame.sorts(rows), frame.wanted)
         return found
 
     def _reply_kept(self, call: Call, frame: Frame, known: Known, entry: Entry) -> None:
@@ -109,32 +117,34 @@ class CachedHotDoor(HotDoor):
         self._duration.observe_ns(monotonic_ns() - call.received_ns)
 
     def _reply(
-        self, call: Call, frame: Frame, request_id: str, rooms: Rooms | Miss | None, ticket: Ticket
+        self, call: Call, frame: Frame, request_id: str, rooms: Rooms | Miss | None, pending: Pending
     ) -> None:
         miss: Miss = rooms  # type: ignore[assignment]
-        found = frame.outlet.read(ticket.place, ticket.rows)
+        found = frame.layout_out.read(pending.place, pending.rows)
         if found is None:
-            self._reply_and_keep(call, frame, request_id, miss, ticket)
+            self._reply_and_keep(call, frame, request_id, miss, pending)
             return
         form, memory = found
         known = self._known.get(frame) or self._meet(frame)
         kept, writer = known.forms.get(form) or self._describe(known, frame, form)
         if writer is None:
-            self._reply_and_keep(call, frame, request_id, miss, ticket)
+            self._reply_and_keep(call, frame, request_id, miss, pending)
             return
         miss.keep(kept, memory)
         self._write(call, writer, memory, request_id)
 
-    def _reply_and_keep(self, call: Call, frame: Frame, request_id: str, miss: Miss, ticket: Ticket) -> None:
-        """As the general door does it: strings, outputs nobody declared, parameters, one request's error."""
-        response = read_response(self._lane, ticket, frame.wanted)
+    def _reply_and_keep(
+        self, call: Call, frame: Frame, request_id: str, miss: Miss, pending: Pending
+    ) -> None:
+        """As the general path does it: strings, outputs nobody declared, parameters, one request's error."""
+        response = read_response(self._queue, pending, frame.wanted)
         keep_response(miss, response)
         send(call, *write_answer(self._plan, frame.asked, response, request_id, {}))
 
     def _describe(self, known: Known, frame: Frame, form: object) -> tuple[Form, InferWriter | None]:
         if len(known.forms) >= MOST_KNOWN:
             known.forms.clear()
-        kept = tuple([(name, dtype.code, shape) for name, dtype, shape in frame.outlet.describe(form)])
+        kept = tuple([(name, dtype.code, shape) for name, dtype, shape in frame.layout_out.describe(form)])
         found = known.forms[form] = kept, self._writer(known, frame, kept)
         return found
 

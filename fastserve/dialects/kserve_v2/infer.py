@@ -29,7 +29,7 @@ from fastserve.wire.inflate import work_of
 HEADER_LENGTH = b"inference-header-content-length"
 _NUMBER = re.compile(rb"[ \t]*([+-]?[0-9]+)")  # and whatever follows it, as atoi reads
 MOST_HEADS = 1024
-GENERAL = -2  # a head whose calls take the general door
+GENERAL = -2  # a head whose calls take the general path
 WHOLE = -1  # the whole body is JSON
 # A number in JSON grows at most so much as a tensor (`0,` is an FP64): below it no size has to be checked.
 GROWTH = 4
@@ -51,9 +51,9 @@ class Infer:
         self._door: HotDoor | None = None
         self._heads: dict[object, int] = {}  # of heads met: the length of the JSON, WHOLE or GENERAL
         self._packing: set[object] = set()  # those of them whose replies are compressed
-        self._doorless: Version | None = None  # the version last found to have no hot door
+        self._doorless: Version | None = None  # the version last found to have no fast path
         self._most_bytes = min(service.options.http_max_input_size // GROWTH, HOT_BYTES)
-        # A number too long to be one reaches no version either way; the general door says why.
+        # A number too long to be one reaches no version either way; the general path says why.
         self._number = (int(target.version) if len(target.version) < 20 else -1) if target.version else None
 
     def __call__(self, call: Call) -> Coroutine[Any, Any, None] | None:
@@ -115,7 +115,7 @@ class Infer:
             traced.end()
 
     async def _answer(self, call: Call, door: HotDoor | None, traced: Traced | None = None) -> None:
-        """The general door; `door` is the hot one that did not know this request."""
+        """The general path; `door` is the hot one that did not know this request."""
         service, target = self._service, self._target
         version: Version | None = None
         try:

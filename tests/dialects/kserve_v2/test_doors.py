@@ -1,6 +1,6 @@
 """Both doors of infer: the same requests through the hot one and the general one, the same bytes back.
 
-A request with `Content-Encoding: identity` means the same and takes the general door.
+A request with `Content-Encoding: identity` means the same and takes the general path.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def shared(name: str) -> Iterator[memoryview]:
 
 
 class Doors:
-    """A server, its client, and how many requests the hot doors took."""
+    """A server, its client, and how many requests the fast paths took."""
 
     def __init__(self, folder: Path, **more: Any) -> None:
         options = {"allow_client_shm": True, **more}
@@ -235,7 +235,7 @@ class Doors:
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """What the hot doors said, one by one."""
+    """What the fast paths said, one by one."""
     said: list[bool] = []
     start = HotDoor.start
 
@@ -357,7 +357,7 @@ def test_ever_new_requests_leave_the_known_ones_alone(tmp_path: Path, taken: lis
 
 
 def test_regions_that_shrink_or_go(tmp_path: Path, taken: list[bool]) -> None:
-    """A request that fits its frame, but not its memory any more, gets the general door's error."""
+    """A request that fits its frame, but not its memory any more, gets the general path's error."""
     key = f"fastserve-doors-{os.getpid()}-shrinking"
     tensor = {
         "name": "IN",
@@ -417,7 +417,7 @@ def test_a_client_that_leaves_holds_nothing(tmp_path: Path, taken: list[bool]) -
                     await asking
                 await until(lambda: os.listdir("/proc/self/fd") == before)
                 (tmp_path / "go").touch()
-                ring = next(iter(doors.server.host.hosted.values())).lane.ring
+                ring = next(iter(doors.server.host.hosted.values())).queue.ring
                 await until(lambda: ring.outstanding() == 0)
                 assert struct.unpack("<2f", memory[:8]) == (10, 2)
             assert taken == [False, True, True]

@@ -1,6 +1,6 @@
 """Both doors of ModelInfer: the same requests through the hot one and the general one, the same bytes back.
 
-A request whose id comes after its raw tensors means the same and takes the general door.
+A request whose id comes after its raw tensors means the same and takes the general path.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ IDS = ["", "7", "é\n", "a" * 40]
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """What the hot door said, one by one."""
+    """What the fast path said, one by one."""
     said: list[bool] = []
     start = HotDoor.start
 
