@@ -1,4 +1,4 @@
-"""Both doors of infer: the same requests through the hot one and the general one, the same bytes back.
+"""Both paths of infer: the same requests through the fast one and the general one, the same bytes back.
 
 A request with `Content-Encoding: identity` means the same and takes the general path.
 """
@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from fastserve.config import Listener, Settings
-from fastserve.dialects.kserve_v2 import hot
-from fastserve.dialects.kserve_v2.hot import HotDoor
+from fastserve.dialects.kserve_v2 import fast_http
+from fastserve.dialects.kserve_v2.fast_http import FastHttp
 from fastserve.server import Server
 from tests.dialects.kserve_v2.client_models import write_native, write_sums, write_triton
 from tests.server.rig import HOLD, run, seen, write_model
@@ -237,13 +237,13 @@ class Doors:
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """What the fast paths said, one by one."""
     said: list[bool] = []
-    start = HotDoor.start
+    start = FastHttp.start
 
-    def noting(self: HotDoor, call: Any, header_bytes: int) -> bool:
+    def noting(self: FastHttp, call: Any, header_bytes: int) -> bool:
         said.append(start(self, call, header_bytes))
         return said[-1]
 
-    monkeypatch.setattr(HotDoor, "start", noting)
+    monkeypatch.setattr(FastHttp, "start", noting)
     return said
 
 
@@ -251,7 +251,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def test_both_doors_answer_alike(
     model: str, tmp_path: Path, taken: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hot, "MOST_UNUSED", 1000)  # every one is learned
+    monkeypatch.setattr(fast_http, "MOST_UNUSED", 1000)  # every one is learned
     maker, path = Maker(model, seed=7), f"/v2/models/{model}/infer"
     keys = [f"fastserve-doors-{os.getpid()}-{side}" for side in ("in", "out")]
 

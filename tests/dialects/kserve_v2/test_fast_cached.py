@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from fastserve.dialects.kserve_v2.hot_cached import CachedHotDoor
+from fastserve.dialects.kserve_v2.fast_http import FastHttp
 from tests.dialects.kserve_v2.client_models import PAIR, SIMPLE, write_sums, write_triton
-from tests.dialects.kserve_v2.test_doors import Doors, Maker, shared
+from tests.dialects.kserve_v2.test_fast import Doors, Maker, shared
 from tests.server.rig import run
 
 KEPT = "response_cache { enable: true }\n"
@@ -71,13 +71,13 @@ class CachedSchedulers(Doors):
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """What the door said, one by one."""
     said: list[bool] = []
-    start = CachedHotDoor.start
+    start = FastHttp.start
 
-    def noting(self: CachedHotDoor, call: Any, header_bytes: int) -> bool:
+    def noting(self: FastHttp, call: Any, header_bytes: int) -> bool:
         said.append(start(self, call, header_bytes))
         return said[-1]
 
-    monkeypatch.setattr(CachedHotDoor, "start", noting)
+    monkeypatch.setattr(FastHttp, "start", noting)
     return said
 
 

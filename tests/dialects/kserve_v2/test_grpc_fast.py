@@ -16,7 +16,7 @@ import pytest
 
 from fastserve.dialects.kserve_v2.grpc_hot import HotDoor
 from tests.dialects.kserve_v2.grpc_rig import SERVICE, V2, GrpcServed, first_numbers, numbers, serving
-from tests.dialects.kserve_v2.test_doors import MODELS, write_models
+from tests.dialects.kserve_v2.test_fast import MODELS, write_models
 from tests.ext.wire_strategies import field
 from tests.server.rig import run, write_model
 
