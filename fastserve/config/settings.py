@@ -36,6 +36,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pipelined_calls: Annotated[
         int, Meta(ge=1, description="Requests of one connection that may wait for a reply.")
     ] = 16
+    streams: Annotated[int, Meta(ge=1, description="Requests at once on one HTTP/2 connection.")] = 128
     connections: Annotated[int, Meta(ge=1, description="Open connections per listener and front.")] = 10000
     header_timeout_s: Annotated[
         float, Meta(gt=0, description="Seconds a client may take to send a header block.")

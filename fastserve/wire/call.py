@@ -24,6 +24,7 @@ from fastserve.wire.stream import Stream
 if TYPE_CHECKING:
     from fastserve.wire.connection import Connection
     from fastserve.wire.head import Head
+    from fastserve.wire.http2.connection import Http2Connection
 
 log = logging.getLogger(__name__)
 
@@ -141,14 +142,10 @@ class Call:
         if self._replied:
             self._refuse_second()
             return
-        connection = self._connection
-        listener = connection.listener
+        listener = self._connection.listener
         head = self.head
-        mode = CLOSE if close or (listener.draining and connection.is_last(self)) else head.mode
-        message = listener.heads.find(status, content_type, mode)
-        if headers:
-            message += header_lines(headers)
-        length = b"" if status in BODILESS else b"Content-Length: %d\r\n" % len(body)
+        mode = CLOSE if close or (listener.draining and self._connection.is_last(self)) else head.mode
+        framed = self._frame(status, content_type, headers, len(body), mode)
         if (head.bodiless and not even_to_head) or status in BODILESS:
             body = b""
         self._replied = True
@@ -158,10 +155,23 @@ class Call:
             listener.access_log(self, status, len(body))
         if status == 500 and body is not _INTERNAL_ERROR:  # that one has told more
             self._log_failure(body)
+        self._send(framed, body, mode)
+
+    def _frame(
+        self, status: int, content_type: bytes, headers: Sequence[tuple[bytes, bytes]], nbytes: int, mode: int
+    ) -> bytes:
+        """The head of a reply as its protocol writes it."""
+        message = self._connection.listener.heads.find(status, content_type, mode)
+        if headers:
+            message += header_lines(headers)
+        length = b"" if status in BODILESS else b"Content-Length: %d\r\n" % nbytes
+        return b"%b%b\r\n" % (message, length)
+
+    def _send(self, framed: bytes, body: bytes, mode: int) -> None:
         if len(body) < PARTED_BYTES:
-            connection.finish(self, b"%b%b\r\n%b" % (message, length, body), b"", mode == CLOSE)
+            self._connection.finish(self, framed + body, b"", mode == CLOSE)
         else:
-            connection.finish(self, b"%b%b\r\n" % (message, length), body, mode == CLOSE)
+            self._connection.finish(self, framed, body, mode == CLOSE)
 
     def stream(self, status: int, content_type: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> Stream:
         """Begin a reply whose length is not known: chunked, or until close for HTTP/1.0.
@@ -178,6 +188,13 @@ class Call:
         self._replied = True
         self._stream = Stream(self, self._connection, status, b"%b%b\r\n" % (lines, coding), mode == CLOSE)
         return self._stream
+
+    def switch(self, message: bytes) -> Http2Connection | None:
+        """Answer with 101 and go on in HTTP/2; None when this is not the first call of its connection."""
+        if self._connection.served > 1:
+            return None
+        self._replied = True
+        return self._connection.hand_over(message)
 
     def ahead(self) -> tuple[bytes, int]:
         """Bytes that may be sent before the rest of the reply is known, and with how many of them that rest

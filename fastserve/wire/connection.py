@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from fastserve.wire.bulk import BULK_BYTES, BulkBody, Sips
@@ -23,11 +24,13 @@ from fastserve.wire.chunks import ChunkReader, append_piece, join_pieces
 from fastserve.wire.faults import WireFault, cut_off
 from fastserve.wire.halves import HalfOpen
 from fastserve.wire.head import CHUNKED, Head, check_unfinished, read_head
+from fastserve.wire.http2.settings import PREFACE
 from fastserve.wire.pace import Pace, Phase, Verdict
 from fastserve.wire.replies import CLOSE, CONTINUE
 from fastserve.wire.stream import Turns
 
 if TYPE_CHECKING:
+    from fastserve.wire.http2.connection import Http2Connection
     from fastserve.wire.listener import HttpListener
 
 HEAD, BODY, CHUNKS, DEAF = range(4)
@@ -39,8 +42,8 @@ class Connection(asyncio.Protocol):
 
     __slots__ = (
         "_buffer", "_choked", "_chunks", "_continue_due", "_current", "_ended", "_half", "_head", "_need",
-        "_pace", "_parsing", "_paused", "_pieces", "_repeated", "_scanned", "_served", "_state",
-        "_transport", "_turns", "_waiting", "listener",
+        "_pace", "_parsing", "_paused", "_pieces", "_repeated", "_scanned", "_state",
+        "_transport", "_turns", "_waiting", "listener", "served",
     )  # fmt: skip
 
     _transport: asyncio.Transport
@@ -60,7 +63,7 @@ class Connection(asyncio.Protocol):
         self._turns = Turns()
         self._parsing = self._paused = self._choked = self._continue_due = False
         self._ended = False  # the last reply is handed over
-        self._served, self._pace = 0, Pace()
+        self.served, self._pace = 0, Pace()
         self._half: HalfOpen | None = None  # the transport, once the client has sent its last byte
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -68,8 +71,7 @@ class Connection(asyncio.Protocol):
         self.listener.admit(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._state = DEAF
-        self._repeated = None
+        self._state, self._repeated = DEAF, None
         self._buffer.clear()
         self._drop_calls()
         if self._half is not None:
@@ -135,10 +137,8 @@ class Connection(asyncio.Protocol):
         return True
 
     def _is_full(self) -> bool:
-        if self._choked:
-            return True
-        if self._current is None:
-            return False
+        if self._choked or self._current is None:
+            return self._choked
         if len(self._waiting) + 1 >= self.listener.limits.pipelined_calls:
             return True
         held = len(self._current.body) + sum(len(call.body) for call in self._waiting)
@@ -193,6 +193,9 @@ class Connection(asyncio.Protocol):
                 self._scanned = 0
                 self._begin_body(self._head, length, len(data) - end)
                 return end
+        elif data.startswith(PREFACE, origin):
+            self.hand_over().start(data[origin:])
+            return len(data)
         # One empty line before a request is forgiven (RFC 9112 2.2).
         start = origin + 2 if data.startswith(b"\r\n", origin) else origin
         end = data.find(b"\r\n\r\n", max(start, origin + self._scanned - 3)) + 4
@@ -203,7 +206,7 @@ class Connection(asyncio.Protocol):
             return origin
         self._scanned = 0
         head = read_head(bytes(data[start:end]), limits)
-        head.endpoint, head.routed_anew = self.listener.router.find(head.method, head.target)
+        self.listener.route(head)
         self._begin_body(head, head.body_bytes, len(data) - end)
         return end
 
@@ -227,17 +230,14 @@ class Connection(asyncio.Protocol):
         if self._chunks is not None:
             stop = self._chunks.feed(data, start)
             if self._chunks.done:
-                body = self._chunks.body()
-                self._chunks = None
-                self._end_body(head, body)
+                self._end_body(head, self._chunks.body())
             return stop
         stop = min(start + self._need, len(data))
         whole = start == 0 and stop == len(data) and type(data) is bytes
         append_piece(self._pieces, cast(bytes, data) if whole else bytes(data[start:stop]))
         self._need -= stop - start
         if self._need == 0:
-            body, self._pieces = join_pieces(self._pieces), []
-            self._end_body(head, body)
+            self._end_body(head, join_pieces(self._pieces))
         elif self._need >= BULK_BYTES:
             self._transport.set_protocol(BulkBody(self, self._pieces, self._need))
             self._pieces = []
@@ -252,8 +252,7 @@ class Connection(asyncio.Protocol):
                 self._end_body(cast(Head, self._head), body)
 
     def _end_body(self, head: Head, body: bytes | bytearray) -> None:
-        self._state = HEAD
-        self._continue_due = False
+        self._state, self._continue_due, self._chunks, self._pieces = HEAD, False, None, []
         self._begin(head, body)
 
     def _send_continue(self) -> None:
@@ -264,7 +263,7 @@ class Connection(asyncio.Protocol):
 
     def _begin(self, head: Head, body: bytes | bytearray) -> None:
         call = Call(self, head, body)
-        self._served += 1
+        self.served += 1
         if self._current is None:
             self._current = call
         else:
@@ -321,6 +320,12 @@ class Connection(asyncio.Protocol):
         self._send_continue()
         self._resume()
 
+    def hand_over(self, message: bytes = b"") -> Http2Connection:
+        """The client speaks HTTP/2 from here on, which `message` agrees to: who has the socket now."""
+        self._state = DEAF
+        self._transport.write(message)
+        return self.listener.switch(self, self._transport)
+
     def is_last(self, call: Call) -> bool:
         """Whether nothing has come behind this call, not even the beginning of a request."""
         newest = self._waiting[-1] if self._waiting else self._current
@@ -343,18 +348,14 @@ class Connection(asyncio.Protocol):
         self._chunks = None
         self._buffer.clear()
         self.listener.count_refusal(fault.cause)
-        call = Call(self, Head(b""), b"")
-        if self._current is None:
-            self._current = call
-        else:
-            self._waiting.append(call)
-        self.listener.router.refuse(call, fault)
+        head = Head(b"")
+        head.endpoint = partial(self.listener.router.refuse, fault=fault)
+        self._begin(head, b"")
 
     def _shut(self) -> None:
         """The last reply is handed over: say so to the client, then wait a little for it to hang up."""
         self._state = DEAF
-        self._repeated = None
-        self._current = None
+        self._repeated = self._current = None
         self._drop_calls()
         if self._transport.is_closing():
             return
@@ -385,7 +386,7 @@ class Connection(asyncio.Protocol):
         """How the client keeps the time limits (fastserve.wire.pace)."""
         unsent = self._transport.get_write_buffer_size()
         received = self._chunks.received if self._chunks is not None else -self._need
-        return self._pace.judge(self._phase(), self._served, received, unsent, now, self.listener.limits)
+        return self._pace.judge(self._phase(), self.served, received, unsent, now, self.listener.limits)
 
     def _phase(self) -> Phase:
         if self._ended:

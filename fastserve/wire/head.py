@@ -9,7 +9,7 @@ it lets through (H2 of the hardening list): HTTP/0.9, other protocols, two space
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import httptools
 
@@ -19,6 +19,7 @@ from fastserve.wire.replies import CLOSE, KEEP, KEEP_1_0
 
 if TYPE_CHECKING:
     from fastserve.wire.call import Endpoint
+    from fastserve.wire.http2.stream import Service
 
 CHUNKED = -1
 METHODS = frozenset((b"GET", b"POST", b"HEAD", b"PUT", b"DELETE", b"OPTIONS", b"PATCH"))
@@ -50,15 +51,19 @@ class Head:
         "expects_continue",
         "headers",
         "http_1_0",
+        "memo",
         "method",
         "mode",
         "raw",
         "routed_anew",
+        "service",
         "target",
         "total_bytes",
     )
 
     endpoint: Endpoint
+    service: Service  # of HTTP/2: who serves streams with this head
+    memo: Any  # the service's own
 
     def __init__(self, raw: bytes) -> None:
         self.raw = raw
@@ -74,6 +79,13 @@ class Head:
         self.after_length = b""
         self.expects_continue = False
         self.routed_anew = True
+
+    def find(self, name: bytes) -> bytes | None:
+        """The first header of this lower-case name."""
+        for key, value in self.headers:
+            if key == name:
+                return value
+        return None
 
     def match(self, data: bytes | bytearray, start: int, most_bytes: int) -> tuple[int, int]:
         """Where a head at data[start:] ends and its body's length (or CHUNKED), if nothing but that
@@ -153,7 +165,7 @@ def _origin_form(method: bytes, target: bytes) -> str:
         absolute = _ABSOLUTE.match(target)
         if absolute is None:
             raise bad_request("Malformed request target")
-        if not _is_authority(absolute["authority"]):
+        if not is_authority(absolute["authority"]):
             raise bad_request("Malformed request target: what follows // is not a host, or a host and a port")
         target = target[absolute.end() :]
         if not target.startswith(b"/"):
@@ -161,7 +173,7 @@ def _origin_form(method: bytes, target: bytes) -> str:
     return target.decode("latin-1")
 
 
-def _is_authority(written: bytes) -> bool:
+def is_authority(written: bytes) -> bool:
     """Whether this can name a place: an empty host is none (RFC 9110 4.2.1)."""
     found = _AUTHORITY.fullmatch(written)
     return found is not None and int(found["port"] or 0) <= 65535
@@ -179,7 +191,7 @@ def _read_framing(head: Head, framing: list[tuple[bytes, bytes, bytes]], limits:
             _check_coding(head, name, value)
         elif lower == b"host":
             host = value.rstrip(b" \t")  # empty: the client's URI has none (RFC 9112 3.2)
-            if host and not _is_authority(host):
+            if host and not is_authority(host):
                 raise bad_request("Malformed host header")
         else:
             _read_expect(head, value)
@@ -189,6 +201,11 @@ def _read_framing(head: Head, framing: list[tuple[bytes, bytes, bytes]], limits:
         raise bad_request("Malformed request: HTTP/1.1 without a host header")
     if head.body_bytes != CHUNKED:
         head.total_bytes = len(head.raw) + head.body_bytes
+
+
+def read_number(text: bytes) -> int | None:
+    """A Content-Length, None for what is not plainly one."""
+    return int(text) if _LENGTH.fullmatch(text) is not None else None
 
 
 def _find_plain(raw: bytes, name: bytes, value: bytes) -> int:

@@ -26,6 +26,11 @@ from fastserve.wire.connection import Connection
 from fastserve.wire.faults import over_limit
 from fastserve.wire.gate import shut_gate
 from fastserve.wire.halves import Hangups
+from fastserve.wire.head import Head
+from fastserve.wire.http2.connection import Http2Connection
+from fastserve.wire.http2.shared import Shared
+from fastserve.wire.http2.stream import Service
+from fastserve.wire.http2.upgrade import Upgrade, offered_settings
 from fastserve.wire.pace import Verdict, slowness
 from fastserve.wire.replies import ReplyHeads
 from fastserve.wire.router import Router
@@ -43,7 +48,8 @@ class HttpListener:
     """A socket and its connections. `port` 0 lets the system choose; `address` tells afterwards.
 
     `address` "" is every interface; "::" takes IPv4 as well. `clock` is in seconds and only ever
-    compared with itself.
+    compared with itself. `services` have the first choice of HTTP/2's streams (fastserve.wire.http2.stream);
+    with `only_http2` a connection has to begin with HTTP/2's preface.
     """
 
     def __init__(
@@ -56,6 +62,8 @@ class HttpListener:
         reuse_port: bool = False,
         access_log: AccessLog | None = None,
         clock: Callable[[], float] = time.monotonic,
+        services: Sequence[Service] = (),
+        only_http2: bool = False,
     ) -> None:
         self.limits = limits
         self.router = Router(dialects)
@@ -65,10 +73,12 @@ class HttpListener:
         self.draining = False
         self.plain = access_log is None  # False when every reply needs a second look
         self.refusals: Counter[str] = Counter()  # by cause: a limit's name, "framing", "method", ...
-        self.connections: set[Connection] = set()
+        self.http2 = Shared(self, services)
+        self.connections: set[Connection | Http2Connection] = set()
         self.hangups = Hangups()
         self._place = (address, port)
         self._reuse_port = reuse_port
+        self._only_http2 = only_http2
         self._server: asyncio.Server | None = None
         self._listening: socket.socket | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -80,13 +90,19 @@ class HttpListener:
         listening = open_socket(*self._place, reuse_port=self._reuse_port)
         try:
             self._place = listening.getsockname()[:2]
-            self._server = await loop.create_server(lambda: Connection(self), sock=listening, backlog=BACKLOG)
+            self._server = await loop.create_server(self._make, sock=listening, backlog=BACKLOG)
         except BaseException:
             listening.close()
             raise
         self.hangups.open()
         self._listening = listening
         self._tick()
+
+    def _make(self) -> Connection | Http2Connection:
+        if not self._only_http2:
+            return Connection(self)
+        self.http2.open()
+        return Http2Connection(self)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -143,7 +159,24 @@ class HttpListener:
 
     # ---- for connections
 
-    def admit(self, connection: Connection) -> None:
+    def route(self, head: Head) -> None:
+        """Find the endpoint of a new head of HTTP/1.1."""
+        head.endpoint, head.routed_anew = self.router.find(head.method, head.target)
+        settings = offered_settings(head)
+        if settings is not None:
+            head.endpoint = Upgrade(self.http2, settings, head.endpoint)
+
+    def switch(self, connection: Connection, transport: asyncio.Transport) -> Http2Connection:
+        """The client of a connection speaks HTTP/2: who has the socket from now on."""
+        self.http2.open()
+        successor = Http2Connection(self)
+        successor.take_over(transport)
+        self.connections.discard(connection)
+        self.connections.add(successor)
+        transport.set_protocol(successor)
+        return successor
+
+    def admit(self, connection: Connection | Http2Connection) -> None:
         """Take a new connection in. One too many is told so; with many of those around, it is cut off."""
         self.connections.add(connection)
         limit = self.limits.connections
@@ -153,7 +186,7 @@ class HttpListener:
         elif len(self.connections) > limit:
             connection.refuse(over_limit(503, "Connections", "connections", limit))
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: Connection | Http2Connection) -> None:
         self.connections.discard(connection)
         if self._empty is not None and not self.connections:
             self._empty.set()
@@ -177,13 +210,14 @@ class HttpListener:
     def scan(self) -> None:
         """Renew the date and apply the time limits to every connection, once."""
         self.heads.tick(time.time())
+        self.http2.blocks.tick(time.time())
         now = self.clock()
         for connection in list(self.connections):
             verdict = connection.look(now)
             if verdict is not Verdict.FINE:
                 self._judge(connection, verdict)
 
-    def _judge(self, connection: Connection, verdict: Verdict) -> None:
+    def _judge(self, connection: Connection | Http2Connection, verdict: Verdict) -> None:
         if verdict is Verdict.STALLED:
             self.count_refusal("write_stall_s")
             connection.abort()

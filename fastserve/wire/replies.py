@@ -25,12 +25,17 @@ _NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
 
+def check_header(name: bytes, value: bytes) -> None:
+    """Raises ValueError for a name or value that would break the framing."""
+    if _NAME.fullmatch(name) is None or _CONTROL.search(value) is not None:
+        raise ValueError(f"reply header {name!r} holds a character that must not be sent")
+
+
 def header_lines(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
     """Header lines ready to send. Raises ValueError for a name or value that would break the framing."""
     lines = []
     for name, value in headers:
-        if _NAME.fullmatch(name) is None or _CONTROL.search(value) is not None:
-            raise ValueError(f"reply header {name!r} holds a character that must not be sent")
+        check_header(name, value)
         lines.append(b"%b: %b\r\n" % (name, value))
     return b"".join(lines)
 

@@ -74,12 +74,9 @@ class Stream:
         """Send one piece. Raises ConnectionResetError when the client has gone, RuntimeError when closed."""
         if self._closed:
             raise RuntimeError("the stream is closed")
-        await self._connection.wait_turn(self._call)
-        framed = b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
-        if not data or self._silent:
-            framed = b""  # an empty chunk would end the reply
+        await self._wait_turn()
         self.sent_bytes += len(data)
-        self._send(framed)
+        self._send_piece(data)
 
     async def close(self) -> None:
         """End the reply. Does nothing the second time or when the client has gone."""
@@ -89,20 +86,18 @@ class Stream:
         if self._call.gone:
             return
         try:
-            await self._connection.wait_turn(self._call)
+            await self._wait_turn()
         except ConnectionResetError:
             return
-        end = b"0\r\n\r\n" if self._chunked and not self._silent else b""
-        head, self._head = self._head, b""
         self._log()
-        self._connection.finish(self._call, head + end, b"", self._closes)
+        self._send_end()
 
     def give_up(self) -> None:
         """The endpoint ended without close(): cut the reply off."""
         if not self._closed and not self._call.gone:
             self._closed = True
             self._log()
-            self._connection.abort()
+            self._cut()
 
     def leave(self) -> None:
         """The client is gone."""
@@ -114,7 +109,23 @@ class Stream:
         if access_log is not None:
             access_log(self._call, self._status, self.sent_bytes)
 
-    def _send(self, framed: bytes) -> None:
+    # ---- how HTTP/1.1 does it
+
+    async def _wait_turn(self) -> None:
+        await self._connection.wait_turn(self._call)
+
+    def _send_piece(self, data: bytes) -> None:
+        framed = b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
+        if not data or self._silent:
+            framed = b""  # an empty chunk would end the reply
         head, self._head = self._head, b""
         if head or framed:
             self._connection.send_part(head + framed)
+
+    def _send_end(self) -> None:
+        end = b"0\r\n\r\n" if self._chunked and not self._silent else b""
+        head, self._head = self._head, b""
+        self._connection.finish(self._call, head + end, b"", self._closes)
+
+    def _cut(self) -> None:
+        self._connection.abort()

@@ -1,4 +1,4 @@
-"""A queue and its workers in one process: the test is the worker, and dies where it likes."""
+"""A lane and its workers in one process: the test is the worker, and dies where it likes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ import numpy as np
 import uvloop
 
 from fastserve._ext.batch_ring import BatchRing
-from fastserve.engine.batch_queue import BatchQueue
-from fastserve.engine.counters import counters_of
+from fastserve.engine.counts import tally_of
 from fastserve.engine.engine import Engine
-from fastserve.engine.meters import QueueMeters
-from fastserve.engine.plain import PlainScheduler
+from fastserve.engine.lane import Lane
+from fastserve.engine.meters import LaneMeters
 from fastserve.errors import Kind
 from fastserve.metrics.registry import Registry
 from fastserve.repository.catalog import Catalog
@@ -50,10 +49,10 @@ class Desk:
             plan_geometry(config_json(parsed), self.version.inputs, self.version.outputs)
         )
         self.registry = Registry()
-        meters = QueueMeters(self.registry, "m", 1, 0, self.arena.geometry.max_rows)
-        self.queue = BatchQueue(self.arena, 0, self.version.inputs, self.version.outputs, meters)
-        self.version.scheduler = PlainScheduler(self.queue)
-        counters_of(self.version).queues.append(self.queue)
+        meters = LaneMeters(self.registry, "m", 1, 0, self.arena.geometry.max_rows)
+        self.lane = Lane(self.arena, 0, self.version.inputs, self.version.outputs, meters)
+        self.version.lane = self.lane
+        tally_of(self.version).lanes.append(self.lane)
         self.workers: list[BatchRing] = [self.arena.ring(worker=i) for i in range(2)]
         self.engine = Engine(Catalog())
 
@@ -92,20 +91,20 @@ class Desk:
 
     def die(self, worker: int, *, alone: bool = False) -> tuple[int, int]:
         """What the owner does once the worker is dead: (retried, failed) batches."""
-        return self.queue.ring.worker_died(worker, 1 if alone else 2, Kind.UNAVAILABLE.value, DIED)
+        return self.lane.ring.worker_died(worker, 1 if alone else 2, Kind.UNAVAILABLE.value, DIED)
 
 
 @contextlib.asynccontextmanager
 async def desk(**config: Any) -> AsyncIterator[Desk]:
     """An open desk; afterwards nothing may be outstanding."""
     made = Desk(**config)
-    made.queue.open()
+    made.lane.open()
     try:
         yield made
-        assert made.queue.ring.outstanding() == 0
-        assert made.queue.ring.slab_pages_used() == 0
-        assert (made.queue.waiting, made.queue.unreleased) == (0, 0)
+        assert made.lane.ring.outstanding() == 0
+        assert made.lane.ring.slab_pages_used() == 0
+        assert (made.lane.waiting, made.lane.unreleased) == (0, 0)
     finally:
-        made.queue.close()
+        made.lane.close()
         made.arena.close()
         made.registry.close()

@@ -255,7 +255,7 @@ class Pipe(asyncio.Transport):
     def close(self) -> None:
         if not self.closed:
             self.closed = True
-            self.connection.connection_lost(None)
+            self.protocol.connection_lost(None)
 
     abort = close
 

@@ -56,7 +56,7 @@ HEADS = {
     "HTTP/0.9": b"GET /echo\r\n\r\n",
     "HTTP/1.32": b"GET /echo HTTP/1.32\r\n" + HOST + b"\r\n",
     "HTTP/9.9": b"GET /echo HTTP/9.9\r\n" + HOST + b"\r\n",
-    "HTTP/2 preface": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "HTTP/2 preface after a line": b"\r\nPRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     "HTTP/1": b"GET /echo HTTP/1\r\n" + HOST + b"\r\n",
     "http/1.1": b"GET /echo http/1.1\r\n" + HOST + b"\r\n",
     "ICE/1.0": b"GET /echo ICE/1.0\r\n" + HOST + b"\r\n",

@@ -1,0 +1,186 @@
+"""HTTP/2 frames: out of received bytes that are split anywhere, and into bytes to send.
+
+    reader = FrameReader(most_frame=1 << 20, most_block=65536, most_parts=16)
+    for kind, flags, stream, payload, value in reader.read(scratch, nbytes): ...
+
+Sizes, padding, places and the order of frames are checked here (include/http2_frames.h); what a stream may do,
+and HPACK, are not known. Header blocks come whole, DATA in the pieces it was received in. A payload of
+BORROWED_BYTES and more is a memoryview of what was read: valid until the next read.
+
+    kind            flags       payload         value
+    DATA            END_STREAM  bytes or view   bytes that count against windows: padding too
+    HEADERS         END_STREAM  the block       1 when the stream depends on itself
+    REQUEST         the body    the block       its bytes: HEADERS and one DATA frame that ends the stream
+    SETTINGS, PING  ACK         bytes
+    RST_STREAM      -           b""             the error code
+    WINDOW_UPDATE   -           b""             the increment
+    GOAWAY, PRIORITY, UNKNOWN   b""
+    FAULT           0           what is wrong   the error code; stream 0: the connection is over
+"""
+
+cimport cython
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from libc.stdint cimport int64_t, uint8_t, uint32_t
+from libc.string cimport memcpy
+
+cdef extern from "http2_frames.h" nogil:
+    enum:
+        H2_DATA, H2_HEADERS, H2_PRIORITY, H2_RST_STREAM, H2_SETTINGS, H2_PUSH_PROMISE, H2_PING, H2_GOAWAY
+        H2_WINDOW_UPDATE, H2_CONTINUATION, H2_UNKNOWN, H2_FAULT
+        H2_END_STREAM, H2_END_HEADERS
+    cppclass Http2Event:
+        uint8_t kind, flags, reason
+        bint first
+        uint32_t stream
+        const uint8_t* at
+        uint32_t size, value
+    cppclass Http2Reader:
+        bint settled
+        uint32_t left
+        Http2Reader(uint32_t, uint32_t, uint32_t)
+        void feed(const uint8_t*, int64_t)
+        bint step(Http2Event*)
+        bint take_body(const Http2Event*, Http2Event*)
+        bint waits()
+
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS = range(5)
+PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(5, 10)
+UNKNOWN, FAULT, REQUEST = range(16, 19)
+BORROWED_BYTES = 4096
+HEAD_BYTES = 9
+
+cdef enum:
+    BORROWED = 4096
+    WHOLE_REQUEST = 18
+
+cdef tuple REASONS = (
+    "",
+    "the connection preface is not that of HTTP/2",
+    "the first frame is not SETTINGS",
+    "a frame is longer than SETTINGS_MAX_FRAME_SIZE",
+    "a frame has a length that its type does not have",
+    "a frame stands on a stream where its type does not belong",
+    "a frame has more padding than payload",
+    "WINDOW_UPDATE with an increment of 0",
+    "a frame within a header block that is not complete",
+    "CONTINUATION without a header block",
+    "PUSH_PROMISE from a client",
+    "a header block is too long",
+    "a header block has too many CONTINUATION frames",
+    "a stream depends on itself",
+)
+
+
+@cython.final
+cdef class FrameReader:
+    """One direction of a connection, from its preface on. `settled`: the client's first SETTINGS has come."""
+
+    cdef Http2Reader* reader
+
+    def __cinit__(self, uint32_t most_frame, uint32_t most_block, uint32_t most_parts):
+        self.reader = new Http2Reader(most_frame, most_block, most_parts)
+
+    def __dealloc__(self):
+        del self.reader
+
+    @property
+    def settled(self) -> bool:
+        return self.reader.settled
+
+    @property
+    def waits(self) -> bool:
+        """Whether the preface, the first SETTINGS, a header block or any frame but DATA is half there."""
+        return self.reader.waits()
+
+    def read(self, data, Py_ssize_t nbytes) -> list[tuple[int, object, int, object, int]]:
+        """The frames in the first `nbytes` of `data`, and those that these bytes complete."""
+        cdef Py_buffer view
+        cdef list events = []
+        cdef Http2Event event
+        PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
+        try:
+            if nbytes < 0 or nbytes > view.len:
+                raise ValueError(f"{nbytes} bytes of {view.len}")
+            self.reader.feed(<const uint8_t*>view.buf, nbytes)
+            while self.reader.step(&event):
+                events.append(describe(self.reader, &event, data, <const uint8_t*>view.buf))
+            self.reader.feed(NULL, 0)
+        finally:
+            PyBuffer_Release(&view)
+        return events
+
+
+cdef tuple describe(Http2Reader* reader, Http2Event* event, object data, const uint8_t* begin):
+    cdef Http2Event body
+    cdef bytes block
+    if event.kind == H2_DATA:
+        return (H2_DATA, event.flags, event.stream, piece(event, data, begin), event.value)
+    if event.kind == H2_FAULT:
+        return (H2_FAULT, 0, event.stream, REASONS[event.reason], event.value)
+    block = copied(event)
+    if event.kind == H2_HEADERS:
+        if not event.flags and not event.reason and reader.take_body(event, &body):
+            return (WHOLE_REQUEST, copied(&body), event.stream, block, body.size)
+        return (H2_HEADERS, event.flags, event.stream, block, 1 if event.reason else 0)
+    return (event.kind, event.flags, event.stream, block, event.value)
+
+
+cdef inline bytes copied(Http2Event* event):
+    return PyBytes_FromStringAndSize(<const char*>event.at, event.size) if event.size else b""
+
+
+cdef inline object piece(Http2Event* event, object data, const uint8_t* begin):
+    cdef Py_ssize_t start
+    if event.size < BORROWED:
+        return copied(event)
+    start = event.at - begin
+    return memoryview(data)[start:start + event.size]
+
+
+cdef inline char* put_head(char* at, Py_ssize_t size, uint8_t kind, uint8_t flags, uint32_t stream) noexcept nogil:
+    at[0], at[1], at[2] = <char>(size >> 16), <char>(size >> 8), <char>size
+    at[3], at[4] = <char>kind, <char>flags
+    at[5], at[6], at[7], at[8] = <char>(stream >> 24), <char>(stream >> 16), <char>(stream >> 8), <char>stream
+    return at + 9
+
+
+cdef inline char* put_frame(char* at, uint8_t kind, uint8_t flags, uint32_t stream, bytes payload) noexcept:
+    cdef Py_ssize_t size = PyBytes_GET_SIZE(payload)
+    at = put_head(at, size, kind, flags, stream)
+    memcpy(at, PyBytes_AS_STRING(payload), size)
+    return at + size
+
+
+def frame_head(Py_ssize_t size, int kind, int flags, uint32_t stream) -> bytes:
+    """The nine bytes before a payload of `size`."""
+    if size < 0 or size >= 1 << 24:
+        raise ValueError(f"a frame of {size} bytes")
+    cdef bytes out = PyBytes_FromStringAndSize(NULL, 9)
+    put_head(PyBytes_AS_STRING(out), size, kind, flags, stream)
+    return out
+
+
+def frame(int kind, int flags, uint32_t stream, bytes payload not None) -> bytes:
+    """A whole frame."""
+    if PyBytes_GET_SIZE(payload) >= 1 << 24:
+        raise ValueError(f"a frame of {len(payload)} bytes")
+    cdef bytes out = PyBytes_FromStringAndSize(NULL, 9 + PyBytes_GET_SIZE(payload))
+    put_frame(PyBytes_AS_STRING(out), kind, flags, stream, payload)
+    return out
+
+
+def reply_frames(uint32_t stream, bytes block not None, bytes body not None, bytes trailers not None) -> bytes:
+    """A whole reply, which ends the stream: HEADERS, DATA unless `body` is empty, HEADERS unless `trailers` is."""
+    cdef Py_ssize_t size = PyBytes_GET_SIZE(body), last = PyBytes_GET_SIZE(trailers)
+    cdef Py_ssize_t total = 9 + PyBytes_GET_SIZE(block) + (9 + size if size else 0) + (9 + last if last else 0)
+    if size >= 1 << 24 or last >= 1 << 24 or PyBytes_GET_SIZE(block) >= 1 << 24:
+        raise ValueError("a frame of 16 MiB and more")
+    cdef bytes out = PyBytes_FromStringAndSize(NULL, total)
+    cdef char* at = PyBytes_AS_STRING(out)
+    at = put_frame(at, H2_HEADERS, H2_END_HEADERS | (0 if size or last else H2_END_STREAM), stream, block)
+    if size:
+        at = put_frame(at, H2_DATA, 0 if last else H2_END_STREAM, stream, body)
+    if last:
+        put_frame(at, H2_HEADERS, H2_END_HEADERS | H2_END_STREAM, stream, trailers)
+    return out

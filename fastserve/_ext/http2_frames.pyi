@@ -1,0 +1,29 @@
+from typing import Any
+
+from typing_extensions import Buffer
+
+DATA: int
+HEADERS: int
+PRIORITY: int
+RST_STREAM: int
+SETTINGS: int
+PUSH_PROMISE: int
+PING: int
+GOAWAY: int
+WINDOW_UPDATE: int
+CONTINUATION: int
+UNKNOWN: int
+FAULT: int
+REQUEST: int
+BORROWED_BYTES: int
+HEAD_BYTES: int
+
+class FrameReader:
+    settled: bool
+    waits: bool
+    def __init__(self, most_frame: int, most_block: int, most_parts: int) -> None: ...
+    def read(self, data: Buffer, nbytes: int) -> list[tuple[int, Any, int, Any, int]]: ...
+
+def frame_head(size: int, kind: int, flags: int, stream: int) -> bytes: ...
+def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes: ...
+def reply_frames(stream: int, block: bytes, body: bytes, trailers: bytes) -> bytes: ...

@@ -1,0 +1,285 @@
+"""What a version has done since it was loaded: the numbers behind the statistics of the dialects and `nv_*`.
+
+    counts = counts_of(version)             any thread, any front process
+    counts.success.count, counts.queue.ns   of requests answered well
+    counts.fail, counts.failures["BACKEND"] of the others, by what ended them
+    counts.batches                          runs and their times by the size of the batch
+
+Nearly all of it is counted in the arena (ext/include/tally.h): by the worker as it publishes a batch, so a
+request pays nothing, and it is the sum over all front processes. A Tally holds what no batch tells, of one
+front process: ends in a scheduler's own queue, cache lookups, ensembles, responses of decoupled models.
+
+Where durations begin and end (Triton's InferStatistics):
+
+    success, fail    from the request's rows being written to the batch published
+    queue            from there to a worker taking the batch; a scheduler's queue before that counts too
+    compute_input    taken to the backend's start: gathering, padding
+    compute_infer    the backend
+    compute_output   the backend's end to published
+    cache_hit        the lookup; cache_miss the lookup and the insertion
+
+As in Triton, each request of a batch has waited for the whole batch: compute times are summed over requests
+in `compute_*`, over batches in `batches`. What never got that far (unknown names,
+wrong shapes) is no request.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from fastserve._ext import batch_ring
+from fastserve._ext.batch_ring import BACKEND, CANCELED, OTHER, REJECTED
+from fastserve.metrics.spread import BUCKETS, bucket_of, read_buckets
+from fastserve.repository.version import Version
+
+if TYPE_CHECKING:
+    from fastserve._ext.response_cache import Counts
+    from fastserve.engine.lane import Lane
+
+__all__ = ["BACKEND", "CANCELED", "OTHER", "REASONS", "REJECTED", "Tally", "Took", "counts_of", "tally_of"]
+
+REASONS = batch_ring.TALLIES[REJECTED:]
+FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"
+FIRST_RESPONSE_MS = (100.0, 500.0, 2000.0, 5000.0)
+MOST_RESPONSES = 256  # responses of one request that are told apart; later ones count with the last
+
+
+@dataclass(slots=True)
+class Took:
+    """How many, and how long they took together."""
+
+    count: int = 0
+    ns: int = 0
+
+    def add(self, ns: int, count: int = 1) -> None:
+        self.count += count
+        self.ns += ns
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCounts:
+    """Batches of `rows` rows (1 for a model without a batch axis): how often they ran, and how long."""
+
+    rows: int
+    runs: int
+    input_ns: int
+    infer_ns: int
+    output_ns: int
+
+
+@dataclass(slots=True)
+class ResponseCounts:
+    """The nth responses of requests to a decoupled model. `compute_infer` is the time since the response
+    before; writing it is in there too, as the worker does both."""
+
+    compute_infer: Took = field(default_factory=Took)
+    compute_output: Took = field(default_factory=Took)
+    success: Took = field(default_factory=Took)
+    fail: Took = field(default_factory=Took)
+    empty_response: Took = field(default_factory=Took)
+    cancel: Took = field(default_factory=Took)
+
+
+@dataclass(frozen=True, slots=True)
+class VersionCounts:
+    """See the module. `inferences` are rows of requests that ran well, `executions` batches run, `pending`
+    requests that wait for a worker now. `last_ms` is Unix time, 0 for never. `responses` is of this
+    process."""
+
+    success: Took
+    failures: Mapping[str, Took]
+    queue: Took
+    compute_input: Took
+    compute_infer: Took
+    compute_output: Took
+    cache_hit: Took
+    cache_miss: Took
+    inferences: int
+    executions: int
+    pending: int
+    last_ms: int
+    batches: Sequence[BatchCounts]
+    responses: Mapping[int, ResponseCounts]
+
+    @property
+    def fail(self) -> Took:
+        """All failures together."""
+        ends = self.failures.values()
+        return Took(sum(end.count for end in ends), sum(end.ns for end in ends))
+
+
+class Buckets:
+    """A histogram of milliseconds: how many were at most each bound, and beyond the last."""
+
+    __slots__ = ("bounds", "counts", "sum_ms")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.sum_ms = 0.0
+
+    def observe(self, ms: float) -> None:
+        self.counts[bisect_left(self.bounds, ms)] += 1
+        self.sum_ms += ms
+
+
+class Tally:
+    """What one version did in this front process, as far as no batch tells. `lanes` tell the rest."""
+
+    __slots__ = (
+        "_batches",
+        "_ends",
+        "_served",
+        "cached",
+        "first_response",
+        "hit",
+        "hit_spread",
+        "lanes",
+        "last_ns",
+        "load_s",
+        "miss",
+        "miss_spread",
+        "responses",
+        "waiting",
+    )
+
+    def __init__(self) -> None:
+        self.lanes: list[Lane] = []
+        self.hit, self.miss = Took(), Took()  # their times; `cached` counts them
+        self.cached: Counts | None = None
+        self.hit_spread, self.miss_spread = (array("Q", bytes(8 * BUCKETS)) for _ in range(2))
+        self.responses: dict[int, ResponseCounts] = {}
+        self.first_response: Buckets | None = None  # of a decoupled model
+        self.waiting: Callable[[], int] = _nobody  # requests in a scheduler's own queue
+        self.last_ns = 0  # CLOCK_MONOTONIC
+        self.load_s = 0.0  # how long it took to load
+        self._ends = [Took() for _ in REASONS]
+        self._served = [Took(), Took()]  # whole requests, and the time their models took
+        self._batches: dict[int, list[int]] = {}
+
+    def close(self, lane: Lane) -> None:
+        """The lane closes: nothing here may keep its arena's memory."""
+        self.lanes.remove(lane)
+        self.waiting = _nobody
+
+    def looked(self, ns: int, weight: int, *, hit: bool) -> None:
+        """A cache lookup took so long, and `weight` others as much; they are counted elsewhere."""
+        took, spread = (self.hit, self.hit_spread) if hit else (self.miss, self.miss_spread)
+        took.ns += weight * ns
+        spread[bucket_of(ns)] += weight
+
+    def spreads(self) -> list[array[int]]:
+        """Of success, queue, compute_input, compute_infer and compute_output: requests by how long they took
+        (metrics.spread). Without cache hits, ensembles and what other fronts answered from theirs."""
+        told = [lane.ring.spreads() for lane in self.lanes]
+        return [read_buckets([spreads[kind] for spreads in told]) for kind in range(REJECTED)]
+
+    def end(self, reason: int, ns: int = 0) -> None:
+        """A request ended without an answer, and no lane knew it: REJECTED, CANCELED, BACKEND or OTHER."""
+        self._ends[reason - REJECTED].add(ns)
+
+    def serve(self, rows: int, ns: int, infer_ns: int) -> None:
+        """A request was answered well that no lane of this version ran: an ensemble's."""
+        self._served[0].add(ns)
+        self._served[1].add(infer_ns)
+        one = self._batches.setdefault(rows, [0, 0])
+        one[0] += 1
+        one[1] += infer_ns
+        self.last_ns = time.monotonic_ns()
+
+    def response(self, index: int) -> ResponseCounts:
+        """The counts of the nth response of a request, from 0."""
+        index = min(index, MOST_RESPONSES - 1)
+        found = self.responses.get(index)
+        if found is None:
+            found = self.responses[index] = ResponseCounts()
+        return found
+
+    def read(self) -> VersionCounts:
+        """All of it together with what the lanes tell."""
+        sums, rows, last_ns = self._read_lanes()
+        success, queue, inputs, infer, output = sums[:REJECTED]
+        hit, miss, cached_ns = self._read_cached()
+        success.add(self._served[0].ns + hit.ns, self._served[0].count + hit.count)
+        infer.add(self._served[1].ns, self._served[1].count)
+        for there, here in zip(sums[REJECTED:], self._ends, strict=True):
+            there.add(here.ns, here.count)
+        batches = self._read_batches()
+        return VersionCounts(
+            success=success,
+            failures=dict(zip(REASONS, sums[REJECTED:], strict=True)),
+            queue=queue,
+            compute_input=inputs,
+            compute_infer=infer,
+            compute_output=output,
+            cache_hit=hit,
+            cache_miss=miss,
+            inferences=rows + sum(size * runs for size, (runs, _) in self._batches.items()),
+            executions=sum(batch.runs for batch in batches),
+            pending=self.waiting() + sum(lane.ring.pending() for lane in self.lanes),
+            last_ms=_unix_ms(max(last_ns, self.last_ns, cached_ns)),
+            batches=batches,
+            responses=self.responses,
+        )
+
+    def _read_cached(self) -> tuple[Took, Took, int]:
+        """Hits, misses with what was spent on keeping their answers, and when one last was looked for."""
+        cached = self.cached
+        if cached is None:
+            return Took(), Took(), 0
+        hit, miss = Took(cached.hits, self.hit.ns), Took(cached.misses, self.miss.ns + cached.insertion_ns)
+        return hit, miss, cached.last_ns
+
+    def _read_lanes(self) -> tuple[list[Took], int, int]:
+        """The tallies of all lanes added up, their rows, and when one last served."""
+        sums, rows, last_ns = [Took() for _ in batch_ring.TALLIES], 0, 0
+        for lane in self.lanes:
+            tallies, served_rows, served_ns = lane.ring.tallies()
+            for took, (count, ns) in zip(sums, tallies, strict=True):
+                took.add(ns, count)
+            rows, last_ns = rows + served_rows, max(last_ns, served_ns)
+        return sums, rows, last_ns
+
+    def _read_batches(self) -> list[BatchCounts]:
+        found = {rows: [runs, 0, infer_ns, 0] for rows, (runs, infer_ns) in self._batches.items()}
+        for lane in self.lanes:
+            for rows, *run in lane.ring.runs():
+                found[rows] = [a + b for a, b in zip(found.get(rows, (0, 0, 0, 0)), run, strict=True)]
+        return [BatchCounts(rows, *run) for rows, run in sorted(found.items())]
+
+
+def _nobody() -> int:
+    return 0
+
+
+def _unix_ms(at_ns: int) -> int:
+    return (time.time_ns() - time.monotonic_ns() + at_ns) // 1_000_000 if at_ns else 0
+
+
+def tally_of(version: Version) -> Tally:
+    """The version's own tally in this front process."""
+    found = version.tally
+    if found is None:
+        found = version.tally = Tally()
+    assert isinstance(found, Tally)
+    return found
+
+
+def first_responses(version: Version) -> Buckets:
+    """Milliseconds from a request to its first response, for a decoupled model; of this front process.
+    The bounds are those of `model_metrics`, or Triton's."""
+    tally = tally_of(version)
+    if tally.first_response is None:
+        bounds = version.config.options.first_response_ms
+        tally.first_response = Buckets(FIRST_RESPONSE_MS if bounds is None else tuple(bounds))
+    return tally.first_response
+
+
+def counts_of(version: Version) -> VersionCounts:
+    """What the version has done since it was loaded; nothing for one that cannot serve here."""
+    return tally_of(version).read()

@@ -1,0 +1,212 @@
+"""Straight into a place: memory for inputs whose rows are known, and views of what was answered.
+
+    intake = open_intake(lane, request.inputs)       after one request of this form was checked
+    seat = intake.reserve(rows)                      None: there is no room
+    place, memory, slab = seat
+    ...every byte of memory is written...
+    intake.settle(seat); lane.submit(place, rows, ...)             or: intake.abandon(seat, rows)
+
+    found = open_outlet(lane, names).read(place, rows)             (form, views) of an answered place
+
+For hot doors: nothing is checked again, nothing copied. `forms` does the same for tensors of any form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any, Protocol
+
+from fastserve._ext import slab_tensors
+from fastserve.engine.forms import form_of
+from fastserve.engine.lane import Lane, Ticket
+from fastserve.request import InferResponse
+from fastserve.tensor import DTYPE_BY_CODE, DType, Tensor
+
+MOST_LAYOUTS = 64
+Described = list[tuple[str, DType, tuple[int, ...]]]
+Found = tuple[Any, list[memoryview]]
+# A reserved place, memory for the rows of each input in the intake's order, and its slab's (offset, bytes).
+# Plain tuples: a request costs few microseconds, and an object with names is a third of one.
+Seat = tuple[int, list[memoryview], tuple[int, int]]
+NO_SLAB = (0, 0)
+# The bytes of a slab before the first tensor, where each tensor lies, and its size without a note.
+Layout = tuple[bytes, list[slice], int]
+
+
+class Intake(Protocol):
+    """The way in for requests with the same inputs."""
+
+    def reserve(self, rows: int, note: bytes = b"") -> Seat | None:
+        """A place, or None when there is no room. End it with settle or abandon."""
+
+    def settle(self, seat: Seat) -> None:
+        """The memory is written: the place can be submitted."""
+
+    def abandon(self, seat: Seat, rows: int) -> None:
+        """It will not be written."""
+
+
+class ColumnIntake:
+    """Rows of fixed size, in the columns of a batch."""
+
+    def __init__(self, lane: Lane, names: Sequence[str]) -> None:
+        columns = list(lane.inputs)
+        self._lane, self._ring = lane, lane.ring
+        self._columns = [columns.index(name) for name in names]
+
+    def reserve(self, rows: int, note: bytes = b"") -> Seat | None:
+        ring, columns = self._ring, self._columns
+        place = ring.reserve(rows)
+        if place < 0:
+            return None
+        if len(columns) == 1:
+            return place, [ring.input_rows(place, rows, columns[0])], NO_SLAB
+        return place, [ring.input_rows(place, rows, column) for column in columns], NO_SLAB
+
+    def settle(self, seat: Seat) -> None:
+        pass
+
+    def abandon(self, seat: Seat, rows: int) -> None:
+        self._lane.abandon(seat[0], rows)
+
+
+class SlabIntake:
+    """Tensors of shapes that differ only in their rows, each request in a slab of its own."""
+
+    def __init__(self, lane: Lane, inputs: Mapping[str, Tensor], *, batching: bool) -> None:
+        numbers = {name: number for number, name in enumerate(lane.inputs)}
+        self._lane = lane
+        self._batching = batching
+        self._tensors = [(numbers[name], tensor.dtype, tensor.shape) for name, tensor in inputs.items()]
+        self._layouts: dict[tuple[int, bool], Layout] = {}
+
+    def reserve(self, rows: int, note: bytes = b"") -> Seat | None:
+        lane, ring = self._lane, self._lane.ring
+        head, cuts, size = self._layouts.get((rows, bool(note))) or self._lay_out(rows, noted=bool(note))
+        tail = _tail(note) if note else b""
+        size += len(tail)
+        place = ring.reserve(rows)
+        if place < 0:
+            return None
+        offset = ring.lease(size)
+        if not offset:
+            lane.abandon(place, rows)
+            return None
+        slab = ring.slab(offset, size, True)
+        slab[: len(head)] = head
+        if tail:
+            slab[size - len(tail) :] = tail
+        return place, [slab[cut] for cut in cuts], (offset, size)
+
+    def settle(self, seat: Seat) -> None:
+        place, _, (offset, size) = seat
+        self._lane.ring.attach_slab(place, offset, size)
+
+    def abandon(self, seat: Seat, rows: int) -> None:
+        place, _, (offset, _) = seat
+        self._lane.ring.return_lease(offset)
+        self._lane.abandon(place, rows)
+
+    def _lay_out(self, rows: int, *, noted: bool) -> Layout:
+        entries: list[slab_tensors.Entry] = []
+        for number, dtype, shape in self._tensors:
+            shape = (rows, *shape[1:]) if self._batching else shape
+            entries.append((number, dtype.code, shape, bytes(prod(shape) * dtype.item_bytes)))
+        note = b"\0" if noted else b""
+        blank = bytearray(slab_tensors.measure(entries, note))
+        slab_tensors.write(blank, entries, note)
+        # A tensor begins where a slab would end that had no more data than those before it.
+        empty: list[slab_tensors.Entry] = [(number, code, (0,), b"") for number, code, _, _ in entries]
+        starts = [slab_tensors.measure(entries[:i] + empty[i:]) for i in range(len(entries))]
+        cuts = [slice(at, at + len(entry[3])) for at, entry in zip(starts, entries, strict=True)]
+        if len(self._layouts) >= MOST_LAYOUTS:
+            self._layouts.clear()
+        found = bytes(blank[: starts[0]]), cuts, slab_tensors.measure(entries)
+        self._layouts[rows, noted] = found
+        return found
+
+
+def _tail(note: bytes) -> bytearray:
+    """How a note stands at the end of a slab."""
+    slab = bytearray(slab_tensors.measure([], note))
+    slab_tensors.write(slab, [], note)
+    return slab[slab_tensors.measure([]) :]
+
+
+def open_intake(lane: Lane, inputs: Mapping[str, Tensor], *, batching: bool) -> Intake:
+    """The way in for requests with such inputs. A lane of columns must be given all of the model's."""
+    return ColumnIntake(lane, list(inputs)) if lane.dense else SlabIntake(lane, inputs, batching=batching)
+
+
+class Outlet(Protocol):
+    """The way out."""
+
+    def read(self, place: int, rows: int) -> Found | None:
+        """What tells answers of one form from others, and views of their outputs; None for an answer that
+        `forms` has to read: errors, and what comes with more than tensors."""
+
+    def describe(self, form: Any) -> Described:
+        """The outputs of answers of this form, in the order of the views."""
+
+
+class ColumnOutlet:
+    """Rows of fixed size. `names` are the outputs wanted."""
+
+    def __init__(self, lane: Lane, names: Sequence[str]) -> None:
+        columns = list(lane.outputs)
+        self._lane, self._ring = lane, lane.ring
+        self._names = names
+        self._columns = [columns.index(name) for name in names]
+
+    def read(self, place: int, rows: int) -> Found | None:
+        ring, columns = self._ring, self._columns
+        if len(columns) == 1:
+            return rows, [ring.output_rows(place, rows, columns[0])]
+        return rows, [ring.output_rows(place, rows, column) for column in columns]
+
+    def describe(self, form: Any) -> Described:
+        specs = [self._lane.outputs[name] for name in self._names]
+        return [(spec.name, spec.dtype, (form, *(spec.shape or ()))) for spec in specs]
+
+
+class SlabOutlet:
+    """Outputs as they came, or those of `names` where the lane does not leave the choice to the model."""
+
+    def __init__(self, lane: Lane, names: Sequence[str]) -> None:
+        assert lane.desk is not None
+        self._ring, self._desk = lane.ring, lane.desk
+        self._names = list(lane.outputs)
+        self._wanted = None if lane.requests else [self._names.index(name) for name in names]
+
+    def read(self, place: int, rows: int) -> Found | None:
+        offset, size = self._ring.answer_slab(place)
+        if not offset or self._ring.place_status(place):
+            return None
+        try:
+            entries, note = self._desk.read(offset, size)
+            if self._wanted is not None:
+                by_number = {entry[0]: entry for entry in entries}
+                entries = [by_number[number] for number in self._wanted]
+        except (ValueError, LookupError):
+            return None
+        if note:
+            return None
+        return tuple([entry[:3] for entry in entries]), [entry[3] for entry in entries]
+
+    def describe(self, form: Any) -> Described:
+        return [(self._names[number], DTYPE_BY_CODE[code], shape) for number, code, shape in form]
+
+
+def open_outlet(lane: Lane, names: Sequence[str]) -> Outlet:
+    """The way out for requests that want these outputs."""
+    return ColumnOutlet(lane, names) if lane.dense else SlabOutlet(lane, names)
+
+
+def read_response(lane: Lane, ticket: Ticket, wanted: Sequence[str]) -> InferResponse:
+    """The answer of a place in any form, with the outputs of `wanted` where that is not the model's choice.
+    Its release is the ticket's. Raises ServeError when the place failed by itself."""
+    outputs, parameters = form_of(lane).read(lane, ticket.place, ticket.rows)
+    if wanted and not lane.requests:
+        outputs = {name: outputs[name] for name in wanted}
+    return InferResponse(outputs, None, dict(parameters))

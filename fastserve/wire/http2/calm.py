@@ -1,0 +1,21 @@
+"""How much work without use a client may cause: one number for each connection, no clock and no timer.
+
+A request that is answered earns more than the frames around it cost; what a client sends beside that
+(resets, pings, settings, updates of windows, empty frames) is paid from what it has. A burst of BURST is
+free, and each look of the listener, about once a second, gives some back. Who is out of it is told
+ENHANCE_YOUR_CALM.
+
+    rapid reset: a request and RST_STREAM cost RESET, 33 a second for good, as nghttp2 allows
+    a window opened byte by byte costs UPDATE a byte; a frame of DATA that is worth one earns it back
+"""
+
+from __future__ import annotations
+
+BURST = 1000
+PER_LOOK = 100
+ANSWERED = 5  # earned
+DATA_SENT = 2  # earned: a client tells of two windows for it
+USEFUL_BYTES = 1024  # a frame of DATA that is neither this long nor the end of something earns nothing
+RESET, REFUSED, MALFORMED, SETTINGS = 3, 2, 3, 4
+PING = UPDATE = PRIORITY = EMPTY = LATE = UNKNOWN = 1
+MOST_UNSENT_ANSWERS = 1000  # acknowledgements and resets that wait for a client that does not read

@@ -1,0 +1,378 @@
+"""One HTTP/2 connection (RFC 9113): frames in, steps of streams, frames out. Not what they carry.
+
+    socket --> FrameReader --> Intake --> Service --> Sending --> socket
+                   |--> here: SETTINGS, PING, GOAWAY, windows of the connection, floods, the end
+
+It takes the socket over from fastserve.wire.connection, which has seen the preface. Reads of all connections
+of a listener land in one scratch buffer: small payloads are copied out of it, large ones handed on as views.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from typing import TYPE_CHECKING, Any, cast
+
+from fastserve._ext.http2_frames import (
+    DATA,
+    FAULT,
+    GOAWAY,
+    HEADERS,
+    PING,
+    REQUEST,
+    RST_STREAM,
+    SETTINGS,
+    WINDOW_UPDATE,
+    FrameReader,
+    frame,
+)
+from fastserve.wire.faults import WireFault
+from fastserve.wire.halves import HalfOpen
+from fastserve.wire.http2 import calm, settings
+from fastserve.wire.http2.errors import ConnectionFault, ErrorCode
+from fastserve.wire.http2.growth import Growth
+from fastserve.wire.http2.intake import Intake
+from fastserve.wire.http2.sending import Sending
+from fastserve.wire.http2.settings import CONNECTION_WINDOW, FIRST_WINDOW, MOST_WINDOW
+from fastserve.wire.pace import Pace, Phase, Verdict
+
+if TYPE_CHECKING:
+    from fastserve.wire.head import Head
+    from fastserve.wire.http2.stream import Piece, Stream
+    from fastserve.wire.listener import HttpListener
+
+ACK = 1
+DRAIN = b"draining"  # the PING whose answer says that the client has heard of the end
+
+_U32 = struct.Struct(">I")
+_LAST_AND_CODE = struct.Struct(">II")
+
+
+class Http2Connection(asyncio.BufferedProtocol):
+    """The protocol of one socket, and the owner of its streams."""
+
+    __slots__ = (
+        "_calm", "_credit", "_ended", "_half", "_leaving", "_out", "_pace", "_parts", "_reader", "_served",
+        "_settings_due", "_since_s", "_transport", "_unsent_answers", "client_window", "growth", "intake",
+        "listener", "over", "sending",
+    )  # fmt: skip
+
+    _transport: asyncio.Transport
+
+    def __init__(self, listener: HttpListener) -> None:
+        limits = listener.limits
+        self.listener = listener
+        self._reader = FrameReader(settings.FRAME_BYTES, limits.header_bytes, settings.CONTINUATIONS)
+        self.intake = Intake(self, limits.header_bytes)
+        self.sending = Sending(self)
+        self.growth = Growth()
+        self.client_window = FIRST_WINDOW  # of the client for each new stream
+        self.over = False  # GOAWAY for a fault, or the last reply, is out: what comes is dropped
+        self._ended = False
+        self._leaving = 0  # 1: the client was told to begin no more streams soon, 2: it may not
+        self._out: list[Piece] | None = None  # what is written while input is read
+        self._parts = False  # some of it is large
+        self._credit = CONNECTION_WINDOW  # what the client may send on all streams
+        self._calm = calm.BURST
+        self._unsent_answers = 0
+        self._settings_due = True
+        self._served, self._pace, self._since_s = 0, Pace(), -1.0
+        self._half: HalfOpen | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Of a listener that has nothing but HTTP/2."""
+        self.take_over(cast(asyncio.Transport, transport))
+        self.start(b"")
+        self.listener.admit(self)
+
+    def take_over(self, transport: asyncio.Transport) -> None:
+        """The socket is this connection's; `start` follows."""
+        self._transport = transport
+
+    def start(self, data: bytes | bytearray) -> None:
+        """Begin with the bytes that have come, from the preface on."""
+        limits = self.listener.limits
+        self.write(frame(SETTINGS, 0, 0, settings.write_settings(limits.streams, limits.header_bytes)))
+        self.write(frame(WINDOW_UPDATE, 0, 0, _U32.pack(CONNECTION_WINDOW - FIRST_WINDOW)))
+        self._take(data, len(data))
+
+    def start_upgraded(self, payload: bytes, head: Head, body: bytes) -> None:
+        """Begin with a request of HTTP/1.1 as stream 1 (RFC 7540 3.2); the preface follows."""
+        self._settings(payload)
+        self.start(b"")
+        self.intake.adopt(head, body)
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        """Where the next bytes go; looked at before anybody else's come."""
+        return self.listener.http2.scratch
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._take(self.listener.http2.scratch, nbytes)
+
+    def _take(self, data: bytes | bytearray, nbytes: int) -> None:
+        if self.over:
+            return
+        self._out = []
+        intake = self.intake
+        try:
+            for kind, flags, number, payload, value in self._reader.read(data, nbytes):
+                if kind == REQUEST:
+                    self._spend_window(value)
+                    intake.request(number, payload, flags)
+                elif kind == DATA:
+                    self._spend_window(value)
+                    intake.data(number, bool(flags), payload, value)
+                elif kind == HEADERS:
+                    intake.headers(number, bool(flags), payload, bool(value))
+                else:
+                    self._control(kind, flags, number, payload, value)
+                if self.over:
+                    break
+        except ConnectionFault as fault:
+            self.fail(fault.code, fault.text)
+        finally:
+            self._flush()
+
+    def _control(self, kind: int, flags: int, number: int, payload: Any, value: int) -> None:
+        if kind == WINDOW_UPDATE:
+            self.spend(calm.UPDATE)
+            if number:
+                self.intake.window(number, value)
+            else:
+                self._widened(value)
+        elif kind == RST_STREAM:
+            self.intake.reset(number)
+        elif kind == SETTINGS:
+            self._take_settings(flags, payload)
+        elif kind == PING:
+            self._ping(flags, payload)
+        elif kind == FAULT:
+            if number == 0:
+                raise ConnectionFault(ErrorCode(value), payload)
+            self.intake.fail(number, ErrorCode(value))
+        elif kind != GOAWAY:  # PRIORITY, and what nobody knows
+            self.spend(calm.UNKNOWN)
+
+    def _take_settings(self, flags: int, payload: bytes) -> None:
+        if flags & ACK:
+            self._settings_due = False
+            return
+        self.spend(calm.SETTINGS)
+        self._settings(payload)
+        self.answer(frame(SETTINGS, ACK, 0, b""))
+        self.sending.pump()
+
+    def _settings(self, payload: bytes) -> None:
+        for name, value in settings.read_settings(payload):
+            if name == settings.INITIAL_WINDOW_SIZE:
+                change, self.client_window = value - self.client_window, value
+                self.intake.shift_windows(change)
+            elif name == settings.MAX_FRAME_SIZE:
+                self.sending.frame_bytes = value
+            elif name == settings.HEADER_TABLE_SIZE:
+                self.sending.shrink_table(value)
+
+    def _widened(self, increment: int) -> None:
+        sending = self.sending
+        if sending.window + increment > MOST_WINDOW:
+            raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, "the connection's window above 2^31-1")
+        sending.window += increment
+        sending.pump()
+
+    def _ping(self, flags: int, payload: bytes) -> None:
+        if not flags & ACK:
+            self.spend(calm.PING)
+            self.answer(frame(PING, ACK, 0, payload))
+        elif payload == DRAIN and self._leaving == 1:
+            self._stop_streams()
+
+    # ---- windows of the client's sending
+
+    def _spend_window(self, counted: int) -> None:
+        """Bytes have come. Memory for them is the streams' matter: the connection gives them back at once."""
+        self._credit -= counted
+        if self._credit < CONNECTION_WINDOW // 2:
+            if self._credit < 0:
+                raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, "DATA beyond the connection's window")
+            self.write(frame(WINDOW_UPDATE, 0, 0, _U32.pack(CONNECTION_WINDOW - self._credit)))
+            self._credit = CONNECTION_WINDOW
+
+    def widen(self, stream: Stream, nbytes: int) -> None:
+        """Let the client send so many bytes more on this stream."""
+        if not stream.closed and not stream.complete:
+            stream.credit += nbytes
+            self.write(frame(WINDOW_UPDATE, 0, stream.id, _U32.pack(nbytes)))
+
+    # ---- what goes out
+
+    def write(self, data: bytes) -> None:
+        """Send, with all else of this turn of the loop."""
+        if self._out is not None:
+            self._out.append(data)
+        else:
+            self._transport.write(data)
+
+    def write_parts(self, head: bytes, piece: Piece) -> None:
+        """A frame whose payload is not copied."""
+        self.write(head)
+        if self._out is not None:
+            self._out.append(piece)
+            self._parts = self._parts or len(piece) > FIRST_WINDOW // 4
+        else:
+            self._transport.write(piece)
+
+    def _flush(self) -> None:
+        out, self._out = self._out, None
+        parts, self._parts = self._parts, False
+        if out and not self._transport.is_closing():
+            if parts:
+                self._transport.writelines(out)
+            else:
+                self._transport.write(out[0] if len(out) == 1 else b"".join(out))
+        if self._ended and not self._transport.is_closing():
+            self._transport.write_eof()
+
+    def answer(self, data: bytes) -> None:
+        """Send what a client makes the server send, however little it reads."""
+        if self.sending.choked:
+            self._unsent_answers += 1
+            if self._unsent_answers > calm.MOST_UNSENT_ANSWERS:
+                raise ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, "answers wait that are not read")
+        self.write(data)
+
+    def is_last(self, call: object) -> bool:
+        """No reply says that its connection closes: GOAWAY does."""
+        return False
+
+    def send_reset(self, number: int, code: ErrorCode) -> None:
+        self.answer(frame(RST_STREAM, 0, number, _U32.pack(code)))
+
+    def reset(self, stream: Stream, code: ErrorCode) -> None:
+        """Cut a stream off."""
+        self.intake.cut(stream)
+        self.send_reset(stream.id, code)
+        self._look_for_end()
+
+    def sent_end(self, stream: Stream) -> None:
+        """The last byte of a reply is handed over."""
+        self._served += 1
+        self.earn(calm.ANSWERED)
+        self.intake.sent_end(stream)
+        if self._leaving or self._half is not None:
+            self._look_for_end()
+
+    def pause_writing(self) -> None:
+        self.sending.choked = True
+
+    def resume_writing(self) -> None:
+        self.sending.choked = False
+        self._unsent_answers = 0
+        self.sending.pump()
+
+    # ---- floods
+
+    def spend(self, cost: int) -> None:
+        """The client has caused work without use. Raises ConnectionFault when it did too often."""
+        self._calm -= cost
+        if self._calm < 0:
+            raise ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, "too many frames of no use")
+
+    def earn(self, gain: int) -> None:
+        """Something of use was done."""
+        self._calm = min(calm.BURST, self._calm + gain)
+
+    # ---- the end
+
+    def fail(self, code: ErrorCode, text: str) -> None:
+        """The connection cannot go on: say why, and hang up."""
+        if not self.over:
+            self.listener.count_refusal(f"http2_{code.name.lower()}")
+            self._goodbye(self.intake.last, code, text)
+            self._end()
+
+    def refuse(self, fault: WireFault) -> None:
+        """End a connection that breaks a limit of its own."""
+        if not self.over:
+            self.listener.count_refusal(fault.cause)
+            self._goodbye(self.intake.last, ErrorCode.ENHANCE_YOUR_CALM, str(fault))
+            self._end()
+
+    def close(self) -> None:
+        """It was quiet for long enough, or has lingered: hang up."""
+        if self.over:
+            self._transport.close()
+        else:
+            self._goodbye(self.intake.last, ErrorCode.NO_ERROR, "")
+            self._end()
+
+    def abort(self) -> None:
+        """Cut the connection; streams in flight learn that their client is gone."""
+        self._transport.abort()
+
+    def _goodbye(self, last: int, code: ErrorCode, text: str) -> None:
+        self.write(frame(GOAWAY, 0, 0, _LAST_AND_CODE.pack(last, code) + text.encode()))
+
+    def _end(self) -> None:
+        """Nothing more is read or begun; the client is given a moment to hang up (Phase.END)."""
+        self.over = self._ended = True
+        self.intake.leave()
+        if self._out is None and not self._transport.is_closing():
+            self._transport.write_eof()
+
+    def _drain(self) -> None:
+        """Two steps, so that no request is lost that is on its way (RFC 9113 6.8)."""
+        if self._leaving == 0:
+            self._leaving = 1
+            self._goodbye(MOST_WINDOW, ErrorCode.NO_ERROR, "")
+            self.write(frame(PING, 0, 0, DRAIN))
+
+    def _stop_streams(self) -> None:
+        self._leaving = 2
+        self.intake.stop()
+        self._goodbye(self.intake.last, ErrorCode.NO_ERROR, "")
+        self._look_for_end()
+
+    def _look_for_end(self) -> None:
+        if not self.intake.streams and not self.over and (self._leaving == 2 or self._half is not None):
+            self._end()
+
+    def eof_received(self) -> bool:
+        """The client has sent its last byte; it may still read replies."""
+        if self.over or not self.intake.streams:
+            return False
+        self.write(frame(PING, 0, 0, DRAIN))  # is anybody there? A closed socket answers with a reset
+        self._transport = self._half = HalfOpen(self._transport, 0)
+        self.listener.hangups.watch(self._half.fileno(), self.abort)
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.over = True
+        self._out = None
+        self.intake.leave()
+        if self._half is not None:
+            self.listener.hangups.forget(self._half.fileno())
+        self.listener.forget(self)
+
+    # ---- the listener's look, about once a second
+
+    def look(self, now: float) -> Verdict:
+        """How the client keeps the time limits (fastserve.wire.pace)."""
+        limits = self.listener.limits
+        if self._since_s < 0:
+            self._since_s = now
+        self.earn(calm.PER_LOOK)
+        if not self.over:
+            if self._settings_due and now - self._since_s >= limits.header_timeout_s and self._reader.settled:
+                self.fail(ErrorCode.SETTINGS_TIMEOUT, "SETTINGS were not acknowledged")
+            elif self.listener.draining:
+                self._drain()
+            self.intake.look(now)
+        unsent = self._transport.get_write_buffer_size() + self.sending.queued
+        return self._pace.judge(self._phase(), self._served, 0, unsent, now, limits)
+
+    def _phase(self) -> Phase:
+        if self.over:
+            return Phase.END
+        if self._reader.waits:
+            return Phase.HEAD
+        return Phase.REPLY if self.intake.streams else Phase.REQUEST

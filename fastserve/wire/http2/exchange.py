@@ -1,0 +1,237 @@
+"""Plain HTTP requests on streams: each becomes a Call, so that every route of HTTP/1.1 is a route of HTTP/2.
+
+What an endpoint sees is the same; what it says about connections (`close`) is left out, since a refused
+request costs its stream alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+from fastserve._ext.slab import blank_bytes, grow_bytes
+from fastserve.wire.bulk import CLAIMED_BYTES
+from fastserve.wire.call import Call
+from fastserve.wire.faults import JSON, WireFault, over_limit
+from fastserve.wire.head import Head
+from fastserve.wire.http2.errors import ErrorCode
+from fastserve.wire.http2.heads import CONTINUE, write_fields
+from fastserve.wire.http2.stream import Piece
+from fastserve.wire.http2.stream import Stream as Http2Stream
+from fastserve.wire.pace import Verdict, slowness
+from fastserve.wire.replies import BODILESS
+from fastserve.wire.stream import Stream, Turns
+
+if TYPE_CHECKING:
+    from fastserve.wire.connection import Connection
+    from fastserve.wire.listener import HttpListener
+
+
+class Body:
+    """One body as it comes: in one buffer, which has its place beforehand when its length is known."""
+
+    __slots__ = ("_at", "_buffer", "_total", "_view")
+
+    def __init__(self, total: int) -> None:
+        self._total = total  # below 0: not known
+        self._buffer = blank_bytes(min(total, CLAIMED_BYTES)) if total > 0 else bytearray()
+        self._at = 0
+
+    def add(self, piece: Piece) -> int:
+        """Append a piece; how many bytes there are now."""
+        if self._total < 0:
+            self._buffer += piece
+            return len(self._buffer)
+        stop = self._at + len(piece)
+        if stop > len(self._buffer):  # the head alone claims a length: room for it grows as bytes come
+            grow_bytes(self._buffer, min(self._total, max(stop, 2 * self._at)))
+        self._buffer[self._at : stop] = piece
+        self._at = stop
+        return stop
+
+    def take(self) -> bytearray:
+        """All of it."""
+        return self._buffer
+
+
+class Exchanges:
+    """Serves plain HTTP on a listener's streams: the last of its services, which takes every head."""
+
+    def __init__(self, listener: HttpListener) -> None:
+        self._listener = listener
+
+    def find(self, head: Head) -> Exchanges:
+        """Every request is HTTP's."""
+        head.endpoint, head.routed_anew = self._listener.router.find(head.method, head.target)
+        return self
+
+    def answer(self, stream: Http2Stream, body: bytes | bytearray) -> None:
+        """A whole request."""
+        head = stream.head
+        if len(body) > self._listener.limits.body_bytes:
+            self._refuse_length(stream)
+            return
+        call = Exchange(stream, head, body)
+        stream.context = call
+        try:
+            work = head.endpoint(call)
+        except Exception as error:
+            call.fail(error)
+        else:
+            if work is not None:
+                call.run(work)
+
+    def begin(self, stream: Http2Stream) -> None:
+        """The body follows; a client that asked before sending it is told to."""
+        if stream.head.expects_continue:
+            stream.send_head(CONTINUE)
+        stream.context = Body(stream.missing)
+        stream.expect(stream.missing)
+
+    def data(self, stream: Http2Stream, piece: Piece) -> None:
+        """Some of the body."""
+        have = stream.context.add(piece)
+        if have > self._listener.limits.body_bytes:
+            self._refuse_length(stream)
+        elif stream.missing < 0:
+            stream.expect(2 * have)
+
+    def end(self, stream: Http2Stream) -> None:
+        """All of it is here."""
+        self.answer(stream, stream.context.take())
+
+    def gone(self, stream: Http2Stream) -> None:
+        """Nobody waits for the reply."""
+        call, stream.context = stream.context, None
+        if isinstance(call, Exchange):
+            call.leave()
+
+    def writable(self, stream: Http2Stream) -> None:
+        """A reply in pieces may go on."""
+        call = stream.context
+        if isinstance(call, Exchange):
+            call.wake()
+
+    def too_slow(self, stream: Http2Stream) -> None:
+        """408, as over HTTP/1.1."""
+        if isinstance(stream.context, Body):
+            self.refuse(stream, slowness(Verdict.SLOW_BODY, self._listener.limits))
+
+    def refuse(self, stream: Http2Stream, fault: WireFault) -> None:
+        """Answer what cannot be served."""
+        self._listener.count_refusal(fault.cause)
+        call = Exchange(stream, Head(b""), b"")
+        stream.context = call
+        self._listener.router.refuse(call, fault)
+
+    def _refuse_length(self, stream: Http2Stream) -> None:
+        limit = self._listener.limits.body_bytes
+        self.refuse(stream, over_limit(413, "Request body bytes", "body_bytes", limit))
+
+
+class Refusal:
+    """Serves requests whose head cannot be served."""
+
+    def __init__(self, exchanges: Exchanges, fault: WireFault) -> None:
+        self._exchanges = exchanges
+        self._fault = fault
+
+    def find(self, head: Head) -> Refusal:
+        return self
+
+    def answer(self, stream: Http2Stream, body: bytes) -> None:
+        self._exchanges.refuse(stream, self._fault)
+
+    def begin(self, stream: Http2Stream) -> None:
+        self._exchanges.refuse(stream, self._fault)
+
+    def data(self, stream: Http2Stream, piece: Piece) -> None:
+        """Its reply has closed the stream."""
+
+    end = too_slow = begin
+
+    def gone(self, stream: Http2Stream) -> None:
+        self._exchanges.gone(stream)
+
+    def writable(self, stream: Http2Stream) -> None:
+        self._exchanges.writable(stream)
+
+
+class Exchange(Call):
+    """A Call whose reply goes out on a stream."""
+
+    __slots__ = ("_carrier",)
+
+    def __init__(self, carrier: Http2Stream, head: Head, body: bytes | bytearray) -> None:
+        # Of the connection a call knows its listener; what else HTTP/1.1 does with it is done otherwise here.
+        super().__init__(cast("Connection", carrier.connection), head, body)
+        self._carrier = carrier
+
+    def raw_head(self, content_type: bytes = JSON) -> bytes:
+        """There are none: a reply is framed here."""
+        return b""
+
+    def _frame(
+        self, status: int, content_type: bytes, headers: Sequence[tuple[bytes, bytes]], nbytes: int, mode: int
+    ) -> bytes:
+        length = -1 if status in BODILESS else nbytes
+        block = self._carrier.connection.listener.http2.blocks.find(status, content_type, length)
+        return block + write_fields(headers) if headers else block
+
+    def _send(self, framed: bytes, body: bytes, mode: int) -> None:
+        self._carrier.reply(framed, body)
+
+    def stream(
+        self, status: int, content_type: bytes, headers: Sequence[tuple[bytes, bytes]] = ()
+    ) -> StreamedReply:
+        """Begin a reply whose length is not known."""
+        if self._replied and not self.gone:
+            self._refuse_second()
+        block = self._frame(status, content_type, headers, -1, self.head.mode)
+        self._replied = True
+        self._stream = reply = StreamedReply(self, status, block, self._carrier)
+        return reply
+
+    def wake(self) -> None:
+        """The client takes more of a streamed reply."""
+        if isinstance(self._stream, StreamedReply):
+            self._stream.wake()
+
+    def leave(self) -> None:
+        super().leave()
+        self.wake()
+
+
+class StreamedReply(Stream):
+    """A reply in pieces: DATA frames, at the pace of the client."""
+
+    __slots__ = ("_carrier", "_turns")
+
+    def __init__(self, call: Exchange, status: int, block: bytes, carrier: Http2Stream) -> None:
+        super().__init__(call, cast("Connection", carrier.connection), status, block, False)
+        self._carrier = carrier
+        self._turns = Turns()
+
+    async def _wait_turn(self) -> None:
+        while self._carrier.full and not self._call.gone:
+            await self._turns.wait()
+        if self._call.gone:
+            raise ConnectionResetError("the client has gone")
+
+    def _send_piece(self, data: bytes) -> None:
+        head, self._head = self._head, b""
+        if head:
+            self._carrier.send_head(head)
+        if not self._silent:
+            self._carrier.send_data(data)
+
+    def _send_end(self) -> None:
+        self._send_piece(b"")
+        self._carrier.finish()
+
+    def _cut(self) -> None:
+        self._carrier.reset(ErrorCode.INTERNAL_ERROR)
+
+    def wake(self) -> None:
+        """Whoever waits looks again."""
+        self._turns.wake()

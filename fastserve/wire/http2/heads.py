@@ -1,0 +1,182 @@
+"""Header lists to request heads (RFC 9113 8.3), and the heads of replies as header blocks.
+
+What HTTP/1.1's reader is strict about is refused here too, by the same limits; what makes a message malformed
+in HTTP/2 (RFC 9113 8.1.1) resets its stream.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from email.utils import formatdate
+
+from fastserve._ext.hpack import static_block
+from fastserve.config import Limits
+from fastserve.wire.faults import UnknownMethod, WireFault, bad_request, over_limit
+from fastserve.wire.head import CHUNKED, METHODS, TOKEN, Head, is_authority, read_number
+from fastserve.wire.http2.errors import malformed
+from fastserve.wire.replies import check_header
+
+Fields = list[tuple[bytes, bytes]]
+
+# RFC 9113 8.2.1: a name is lower case; a value has no NUL, CR or LF and no space at its ends.
+_NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")
+_BAD_VALUE = re.compile(rb"[\x00\r\n]|\A[ \t]|[ \t]\Z")
+_OF_CONNECTIONS = frozenset(
+    (b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade")
+)
+_PSEUDO = frozenset((b":method", b":scheme", b":path", b":authority"))
+_ONCE = frozenset((b"content-length", b"host", b"expect"))
+_CACHED_BLOCKS = 256
+CONTINUE = static_block([(b":status", b"100")])
+
+
+def check_fields(fields: Fields, first: int) -> None:
+    """Raises StreamFault for what must not stand in a message's fields[first:], pseudo-headers among them."""
+    for name, value in fields[first:]:
+        if _NAME.fullmatch(name) is None:
+            raise malformed("a header's name is not one in lower case, or a pseudo-header follows others")
+        if _BAD_VALUE.search(value) is not None:
+            raise malformed("a header's value holds a character that must not be sent")
+        if name in _OF_CONNECTIONS or (name == b"te" and value.lower() != b"trailers"):
+            raise malformed("a header of HTTP/1.1's connections")
+
+
+def read_head(fields: Fields, limits: Limits) -> Head:
+    """A request's head. Raises StreamFault, or WireFault for what is answered with a status."""
+    pseudo, first = _read_pseudo(fields)
+    check_fields(fields, first)
+    if len(fields) - first > limits.header_count:
+        raise over_limit(431, "Header lines", "header_count", limits.header_count)
+    head = Head(b"")
+    head.headers = fields[first:]
+    _read_request(head, pseudo, limits)
+    _read_authority(head, pseudo.get(b":authority"))
+    _read_framing(head, limits)
+    _join_cookies(head)
+    return head
+
+
+def _read_pseudo(fields: Fields) -> tuple[dict[bytes, bytes], int]:
+    pseudo: dict[bytes, bytes] = {}
+    for name, value in fields:
+        if not name.startswith(b":"):
+            break
+        if name not in _PSEUDO or name in pseudo:
+            raise malformed("a pseudo-header that requests do not have, or have once")
+        if _BAD_VALUE.search(value) is not None:
+            raise malformed("a pseudo-header holds a character that must not be sent")
+        pseudo[name] = value
+    return pseudo, len(pseudo)
+
+
+def _read_request(head: Head, pseudo: dict[bytes, bytes], limits: Limits) -> None:
+    method, target = pseudo.get(b":method", b""), pseudo.get(b":path", b"")
+    if method == b"CONNECT":
+        raise UnknownMethod("CONNECT", target.decode("latin-1"))
+    if not method or not target or not pseudo.get(b":scheme"):
+        raise malformed("a request without :method, :scheme or :path")
+    if len(target) > limits.target_bytes:
+        raise over_limit(414, "Request target bytes", "target_bytes", limits.target_bytes)
+    if method not in METHODS:
+        if TOKEN.fullmatch(method) is None:
+            raise malformed(":method is not a token")
+        raise UnknownMethod(method.decode(), target.decode("latin-1"))
+    if not target.startswith(b"/") and not (target == b"*" and method == b"OPTIONS"):
+        raise malformed(":path does not begin with a slash")
+    if not target.isascii() or b" " in target:
+        raise malformed(":path holds a character that must not be sent")
+    head.method, head.target = method.decode(), target.decode()
+    head.bodiless = method == b"HEAD"
+
+
+def _read_authority(head: Head, authority: bytes | None) -> None:
+    """`:authority` stands for Host, which is what the rest of the server asks for."""
+    host = head.find(b"host")
+    if authority is None:
+        authority = host
+    elif host is None:
+        head.headers.append((b"host", authority))
+    elif host != authority:
+        raise malformed("host differs from :authority")
+    if authority and not is_authority(authority):
+        raise bad_request("Malformed host header")
+
+
+def _read_framing(head: Head, limits: Limits) -> None:
+    head.body_bytes = CHUNKED  # the end of the stream tells
+    seen = [name for name, _ in head.headers if name in _ONCE]
+    if len(seen) != len(set(seen)):
+        raise malformed("more than one content-length, host or expect header")
+    length = head.find(b"content-length")
+    if length is not None:
+        number = read_number(length)
+        if number is None:
+            raise malformed("content-length is not a number")
+        if number > limits.body_bytes:
+            raise over_limit(413, "Request body bytes", "body_bytes", limits.body_bytes)
+        head.body_bytes = number
+    expectation = head.find(b"expect")
+    if expectation is not None:
+        if expectation.lower() != b"100-continue":
+            raise WireFault(417, "Only the expectation 100-continue can be met", "expectation")
+        head.expects_continue = True
+
+
+def _join_cookies(head: Head) -> None:
+    """A client may cut its cookies up (RFC 9113 8.2.3)."""
+    crumbs = [value for name, value in head.headers if name == b"cookie"]
+    if len(crumbs) > 1:
+        head.headers = [field for field in head.headers if field[0] != b"cookie"]
+        head.headers.append((b"cookie", b"; ".join(crumbs)))
+
+
+class ReplyBlocks:
+    """Header blocks of replies up to their length, with the date of the last `tick`. One per listener.
+
+    They insert nothing into a client's table, so that each is right for every connection.
+    """
+
+    __slots__ = ("_blocks", "_date", "_lengths", "_second")
+
+    def __init__(self) -> None:
+        self._blocks: dict[tuple[int, bytes], bytes] = {}
+        self._lengths: dict[int, bytes] = {}
+        self._second = -1
+        self._date: Sequence[tuple[bytes, bytes]] = ()
+
+    def tick(self, unix_s: float) -> None:
+        """Set the date; what was built with an older second is dropped."""
+        if int(unix_s) != self._second:
+            self._second = int(unix_s)
+            self._date = ((b"date", formatdate(self._second, usegmt=True).encode()),)
+            self._blocks.clear()
+
+    def find(self, status: int, content_type: bytes, nbytes: int) -> bytes:
+        """The block of a reply with a body of `nbytes`, -1 for a length that is not told."""
+        block = self._blocks.get((status, content_type))
+        if block is None:
+            block = self._make(status, content_type)
+        if nbytes < 0:
+            return block
+        length = self._lengths.get(nbytes)
+        if length is None:
+            if len(self._lengths) >= _CACHED_BLOCKS:
+                self._lengths.clear()
+            length = self._lengths[nbytes] = static_block([(b"content-length", b"%d" % nbytes)])
+        return block + length
+
+    def _make(self, status: int, content_type: bytes) -> bytes:
+        if len(self._blocks) >= _CACHED_BLOCKS:
+            self._blocks.clear()
+        kind = write_fields([(b"content-type", content_type)]) if content_type else b""
+        block = static_block([(b":status", b"%d" % status), *self._date]) + kind
+        self._blocks[status, content_type] = block
+        return block
+
+
+def write_fields(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """Headers of a reply as part of a block. Raises ValueError for one that HTTP/1.1 could not carry."""
+    for name, value in headers:
+        check_header(name, value)
+    return static_block([(name.lower(), value.strip(b" \t")) for name, value in headers])

@@ -1,0 +1,158 @@
+"""What goes out on a connection's streams: whole replies at once, the rest in turns as windows allow.
+
+A reply that fits both windows and one frame is written in one piece. Anything else is queued by its stream,
+and streams take turns of a frame each while the connection's window is open and the socket takes bytes:
+
+    in turn  ==  has something queued, its own window is open
+    queue empty, reply ended  -->  END_STREAM or trailers, which no window holds back
+
+Nothing is copied: a body is sent as views of it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from fastserve._ext.http2_frames import CONTINUATION, DATA, HEADERS, frame, frame_head, reply_frames
+from fastserve.wire.http2 import calm
+from fastserve.wire.http2.settings import FIRST_WINDOW, LEAST_FRAME_BYTES
+from fastserve.wire.http2.stream import Piece, Stream
+
+if TYPE_CHECKING:
+    from fastserve.wire.http2.connection import Http2Connection
+
+END_STREAM, END_HEADERS = 1, 4
+TABLE_BYTES = 4096  # until a client asks for less
+NO_TABLE = b"\x20"  # an update of the table's size to 0
+FULL_BYTES = 1 << 16  # of one stream's queue, from which its service should wait
+FRAME_BYTES = 1 << 18  # longest frame sent to a client that would take longer ones: others want their turn
+
+
+class Sending:
+    """One connection's."""
+
+    __slots__ = ("_connection", "_prefix", "_table", "_turns", "choked", "frame_bytes", "queued", "window")
+
+    def __init__(self, connection: Http2Connection) -> None:
+        self._connection = connection
+        self._turns: deque[Stream] | None = None
+        self._prefix = b""  # before the next header block
+        self._table = TABLE_BYTES
+        self.window = FIRST_WINDOW
+        self.frame_bytes = LEAST_FRAME_BYTES
+        self.queued = 0  # bytes, of all streams
+        self.choked = False  # the socket takes no more
+
+    def reply(self, stream: Stream, block: bytes, body: bytes, trailers: bytes) -> None:
+        """A whole reply."""
+        size = len(body)
+        room = size <= stream.window and size <= self.window and not self.queued and not self.choked
+        if room and size <= LEAST_FRAME_BYTES and len(block) + len(trailers) <= LEAST_FRAME_BYTES:
+            self.window -= size
+            if self._prefix:
+                block, self._prefix = self._prefix + block, b""
+            self._connection.write(reply_frames(stream.id, block, body, trailers))
+            self._connection.sent_end(stream)
+            return
+        self.head(stream, block)
+        if body:
+            self.data(stream, body)
+        self.finish(stream, trailers)
+
+    def head(self, stream: Stream, block: bytes, flags: int = 0) -> None:
+        """HEADERS, with CONTINUATION where the block is long."""
+        most = self.frame_bytes
+        if self._prefix:
+            block, self._prefix = self._prefix + block, b""
+        first, rest = block[:most], block[most:]
+        out = frame(HEADERS, flags | (0 if rest else END_HEADERS), stream.id, first)
+        while rest:
+            first, rest = rest[:most], rest[most:]
+            out += frame(CONTINUATION, 0 if rest else END_HEADERS, stream.id, first)
+        self._connection.write(out)
+
+    def data(self, stream: Stream, data: Piece) -> None:
+        """DATA, now or later."""
+        queue = stream.queue
+        if queue is None:
+            queue = stream.queue = deque()
+        queue.append(data)
+        size = len(data)
+        stream.queued += size
+        self.queued += size
+        self.wait_turn(stream)
+        self.pump()
+        stream.full = stream.queued > FULL_BYTES
+
+    def finish(self, stream: Stream, trailers: bytes) -> None:
+        """The end of a reply, when all before it has gone out."""
+        stream.ends = True
+        stream.trailers = trailers
+        if not stream.queue:
+            self._end(stream)
+
+    def _end(self, stream: Stream) -> None:
+        if stream.trailers:
+            self.head(stream, stream.trailers, END_STREAM)
+        else:
+            self._connection.write(frame_head(0, DATA, END_STREAM, stream.id))
+        self._connection.sent_end(stream)
+
+    def shrink_table(self, nbytes: int) -> None:
+        """The client wants a table of so many bytes for blocks sent to it. They use none, and have to say so
+        if it is fewer than before (RFC 7541 4.2)."""
+        if nbytes < self._table:
+            self._table, self._prefix = 0, NO_TABLE
+
+    def wait_turn(self, stream: Stream) -> None:
+        """Take a place in the row, if there is something to send and it may be sent."""
+        if stream.queue and stream.window > 0 and not stream.in_turn:
+            stream.in_turn = True
+            if self._turns is None:
+                self._turns = deque()
+            self._turns.append(stream)
+
+    def pump(self) -> None:
+        """Send what may be sent."""
+        turns = self._turns
+        while turns and self.window > 0 and not self.choked:
+            stream = turns.popleft()
+            stream.in_turn = False
+            if stream.queue:  # not cut off meanwhile
+                self._send_frame(stream)
+                self.wait_turn(stream)
+
+    def _send_frame(self, stream: Stream) -> None:
+        queue = stream.queue
+        assert queue
+        piece = queue[0]
+        size = min(len(piece), self.window, stream.window, self.frame_bytes, FRAME_BYTES)
+        whole = size == len(piece)
+        if whole:
+            queue.popleft()
+        else:
+            view = memoryview(piece)
+            piece, queue[0] = view[:size], view[size:]
+        stream.window -= size
+        stream.queued -= size
+        self.window -= size
+        self.queued -= size
+        last = stream.ends and not queue and not stream.trailers
+        connection = self._connection
+        connection.write_parts(frame_head(size, DATA, END_STREAM if last else 0, stream.id), piece)
+        if whole or size >= calm.USEFUL_BYTES:
+            connection.earn(calm.DATA_SENT)
+        if last:
+            connection.sent_end(stream)
+        elif stream.ends and not queue:
+            self._end(stream)
+        elif stream.full and stream.queued <= FULL_BYTES // 2:
+            stream.full = False
+            stream.service.writable(stream)
+
+    def drop(self, stream: Stream) -> None:
+        """The stream is cut off: what it has queued goes nowhere."""
+        self.queued -= stream.queued
+        stream.queued = 0
+        stream.queue = None

@@ -1,0 +1,67 @@
+"""What a listener's HTTP/2 connections share: services, heads, reply blocks and the buffer for reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from fastserve.wire.faults import WireFault
+from fastserve.wire.head import Head
+from fastserve.wire.http2.exchange import Exchanges, Refusal
+from fastserve.wire.http2.heads import Fields, ReplyBlocks, read_head
+from fastserve.wire.http2.stream import Service
+
+if TYPE_CHECKING:
+    from fastserve.wire.listener import HttpListener
+
+SCRATCH_BYTES = 1 << 18
+KNOWN_HEADS = 512
+KNOWN_HEAD_BYTES = 2048  # longer ones are read anew: what clients send must not fill the memory
+
+
+class Shared:
+    """One listener's. `services` are asked in turn who serves a head; plain HTTP takes what is left."""
+
+    def __init__(self, listener: HttpListener, services: Sequence[Service]) -> None:
+        self._listener = listener
+        self.exchanges = Exchanges(listener)
+        self.services: list[Service] = [*services, self.exchanges]
+        self.blocks = ReplyBlocks()
+        self.scratch = bytearray()
+        self._heads: dict[tuple[tuple[bytes, bytes], ...], Head] = {}
+
+    def open(self) -> None:
+        """Before the first connection: a listener that has none needs no buffer."""
+        if not self.scratch:
+            self.scratch = bytearray(SCRATCH_BYTES)
+
+    def find(self, fields: Fields) -> Head:
+        """The head of a request and who serves it: the same one for equal fields. Raises StreamFault."""
+        key = tuple(fields)
+        head = self._heads.get(key)
+        if head is None:
+            head = self._read(fields)
+            if sum(len(name) + len(value) for name, value in key) <= KNOWN_HEAD_BYTES:
+                if len(self._heads) >= KNOWN_HEADS:
+                    self._heads.clear()
+                self._heads[key] = head
+        return head
+
+    def _read(self, fields: Fields) -> Head:
+        try:
+            head = read_head(fields, self._listener.limits)
+        except WireFault as fault:
+            return self.refusal(fault)
+        self.serve(head)
+        return head
+
+    def serve(self, head: Head) -> None:
+        """Find who serves it."""
+        head.service = next(found for service in self.services if (found := service.find(head)) is not None)
+
+    def refusal(self, fault: WireFault) -> Head:
+        """The head of requests that are answered with a fault."""
+        head = Head(b"")
+        head.body_bytes = -1
+        head.service = Refusal(self.exchanges, fault)
+        return head

@@ -1,0 +1,152 @@
+"""One stream, and the face of whoever serves it: callbacks in, frames out, no task and no future.
+
+    class Echo:                                      # one object serves every stream; see Service
+        def find(self, head): return self if head.target == "/echo" else None
+        def answer(self, stream, body): stream.reply(BLOCK, body)       # a request that came at once
+        def begin(self, stream): stream.context = bytearray()           # or piece by piece
+        def data(self, stream, piece): stream.context += piece; stream.consume(len(piece))
+        def end(self, stream): stream.reply(BLOCK, bytes(stream.context))
+        def gone(self, stream): ...                                     # reset, or the connection is lost
+
+A client may send STREAM_WINDOW bytes of a stream; more after `consume` (the service has done with so many) or
+`expect` (so many are coming, and the service has a place for them). The connection's own window is given back
+by the connection as bytes come.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any, Protocol
+
+from fastserve.wire.http2.errors import ErrorCode
+from fastserve.wire.http2.settings import STREAM_WINDOW
+from fastserve.wire.http2.states import TRANSITIONS, Event, State
+
+if TYPE_CHECKING:
+    from fastserve.config import Limits
+    from fastserve.wire.head import Head
+    from fastserve.wire.http2.connection import Http2Connection
+
+Piece = bytes | memoryview
+
+
+class Service(Protocol):
+    """What streams carry. `head` and `stream.head` are shared by streams whose header blocks are equal; its
+    `memo` is the service's own."""
+
+    def find(self, head: Head) -> Service | None:
+        """Who serves such requests, None when it is not this service's. Asked once for each head."""
+
+    def answer(self, stream: Stream, body: bytes) -> None:
+        """A whole request."""
+
+    def begin(self, stream: Stream) -> None:
+        """A request whose body follows."""
+
+    def data(self, stream: Stream, piece: Piece) -> None:
+        """Some of it. A view is valid until this returns."""
+
+    def end(self, stream: Stream) -> None:
+        """The client has sent its last byte. What it sent as trailers is checked and dropped."""
+
+    def gone(self, stream: Stream) -> None:
+        """The client has reset the stream or is gone; whatever is sent on it now goes nowhere."""
+
+    def writable(self, stream: Stream) -> None:
+        """What was queued has gone out far enough for more, after `stream.full` was so."""
+
+    def too_slow(self, stream: Stream) -> None:
+        """The body comes more slowly than limits.body_bytes_per_s; a service of long streams lets it be."""
+
+
+class Stream:
+    """One request and its reply. `context` is the service's own; once `closed`, nothing can be sent."""
+
+    __slots__ = (
+        "closed", "connection", "context", "credit", "ends", "full", "grown", "head", "id", "in_turn",
+        "missing", "owed", "queue", "queued", "received", "seen", "service", "since_s", "state", "trailers",
+        "window",
+    )  # fmt: skip
+
+    def __init__(self, connection: Http2Connection, number: int, head: Head, state: State) -> None:
+        self.connection = connection
+        self.id = number
+        self.head = head
+        self.service: Service = head.service
+        self.state = state
+        self.closed = False
+        self.context: Any = None
+        self.window = connection.client_window  # bytes the client will take
+        self.queue: deque[Piece] | None = None  # what waits to be sent
+        self.queued = 0
+        self.full = self.in_turn = False
+        self.ends = False  # after the queue: the end of the reply
+        self.trailers = b""
+        self.missing = head.body_bytes  # of the body, below 0 when its length is not known
+        self.received = self.seen = 0  # bytes of the body: all, and those of the last look at its rate
+        self.since_s = -1.0  # when that was
+        self.credit = STREAM_WINDOW  # what the client may still send
+        self.owed = 0  # consumed, and not yet given back
+        self.grown = 0  # given beyond STREAM_WINDOW for what is held
+
+    @property
+    def complete(self) -> bool:
+        """Whether the client has sent its last byte."""
+        return self.state in (State.HALF_CLOSED_REMOTE, State.CLOSED)
+
+    def move(self, event: Event) -> None:
+        """Take the step of the table. KeyError would be a fault of ours."""
+        self.state = TRANSITIONS[self.state, event]
+
+    # ---- what comes
+
+    def consume(self, nbytes: int) -> None:
+        """So many bytes of the body are done with: as many more may come."""
+        self.owed += nbytes
+        if self.owed >= STREAM_WINDOW // 2 and self.missing:
+            nbytes, self.owed = self.owed, 0
+            self.connection.widen(self, nbytes)
+
+    def expect(self, nbytes: int) -> None:
+        """A body, or message, of so many bytes from its first one on has a place: let it come unhindered."""
+        if nbytes > STREAM_WINDOW:
+            self.connection.growth.ask(self, nbytes - STREAM_WINDOW)
+
+    def is_slow(self, now: float, limits: Limits) -> bool:
+        """Whether the body has not kept its rate over the last limits.header_timeout_s."""
+        if self.since_s < 0:
+            self.since_s = now
+        passed = now - self.since_s
+        if passed < limits.header_timeout_s:
+            return False
+        slow = self.received - self.seen < limits.body_bytes_per_s * passed
+        self.since_s, self.seen = now, self.received
+        return slow
+
+    # ---- what goes
+
+    def reply(self, block: bytes, body: bytes, trailers: bytes = b"") -> None:
+        """A whole reply at once; blocks are whole header blocks, `trailers` ends the stream unless empty."""
+        if not self.closed:
+            self.connection.sending.reply(self, block, body, trailers)
+
+    def send_head(self, block: bytes) -> None:
+        """Begin a reply; `send_data` and `finish` follow. Also for 1xx."""
+        if not self.closed:
+            self.connection.sending.head(self, block)
+
+    def send_data(self, data: Piece) -> None:
+        """Send some of the body, now or when the client takes it. While `full` is so, wait for
+        Service.writable."""
+        if not self.closed and data:
+            self.connection.sending.data(self, data)
+
+    def finish(self, trailers: bytes = b"") -> None:
+        """End the reply, after what is queued."""
+        if not self.closed and not self.ends:
+            self.connection.sending.finish(self, trailers)
+
+    def reset(self, code: ErrorCode) -> None:
+        """Cut the stream off. `gone` is not called."""
+        if not self.closed:
+            self.connection.reset(self, code)

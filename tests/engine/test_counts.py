@@ -1,0 +1,130 @@
+"""What a version is said to have done, against what was done to it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from fastserve.engine.counts import MOST_RESPONSES, Tally, Took, counts_of, tally_of
+from fastserve.errors import Kind, ServeError
+from tests.engine.rig import desk, run
+
+
+def test_answers_by_request_and_runs_by_size():
+    async def work():
+        async with desk() as at:
+            asked = [at.ask(1), at.ask(2)]
+            await at.answer(0)
+            await asyncio.gather(*asked)
+            last = at.ask(3)
+            slot = await at.take(0)
+            at.workers[0].start_run(slot)
+            at.compute(0, slot)
+            at.workers[0].end_run(slot)
+            at.workers[0].publish(slot)
+            await last
+            counts = counts_of(at.version)
+            assert (counts.success.count, counts.inferences, counts.fail.count) == (3, 3, 0)
+            assert counts.success.ns >= counts.queue.ns > 0
+            [batch] = counts.batches
+            assert (batch.rows, batch.runs, counts.executions) == (1, 1, 1), "the first batch never began"
+            assert counts.compute_infer.ns >= batch.infer_ns > 0
+            assert abs(time.time_ns() // 1_000_000 - counts.last_ms) < 10_000
+
+    run(work())
+
+
+def test_every_end_has_its_reason():
+    async def work():
+        async with desk(max_queue_rows=2) as at:
+            failing, leaving = at.ask(1), at.ask(2)
+            while counts_of(at.version).pending < 2:
+                await asyncio.sleep(0)
+            leaving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await leaving
+            slot = await at.take(0)
+            at.workers[0].fail(slot, Kind.INTERNAL.value, "no")
+            at.workers[0].publish(slot)
+            with pytest.raises(ServeError, match="no"):
+                await failing
+            late = at.ask(3, deadline_ns=time.monotonic_ns() + 1)
+            with pytest.raises(ServeError, match="waited in the queue"):
+                await late
+            at.workers[0].publish(await at.take(0))
+            running = at.ask(4, deadline_ns=time.monotonic_ns() + 200_000_000)
+            slot = await at.take(0)
+            with pytest.raises(ServeError, match="took longer"):
+                await running
+            at.workers[0].publish(slot)
+            counts = counts_of(at.version)
+            assert {reason: took.count for reason, took in counts.failures.items()} == {
+                "REJECTED": 1,
+                "CANCELED": 2,
+                "BACKEND": 1,
+                "OTHER": 0,
+            }
+            assert counts.failures["CANCELED"].ns >= 150_000_000
+            assert counts.fail == Took(4, sum(took.ns for took in counts.failures.values()))
+            assert (counts.success.count, counts.last_ms, counts.pending) == (0, 0, 0)
+
+    run(work())
+
+
+def test_a_full_queue_is_a_rejection():
+    async def work():
+        async with desk(max_queue_rows=1, max_batch_size=1) as at:
+            held = []
+            while (place := at.lane.ring.reserve(1)) >= 0:
+                held.append(place)
+            with pytest.raises(ServeError, match="queue of this model is full"):
+                await at.ask(1)
+            assert counts_of(at.version).failures["REJECTED"].count == 1
+            for place in held:
+                at.lane.abandon(place, 1)
+            slots = [await at.take(0) for _ in held]
+            for slot in slots:
+                at.workers[0].publish(slot)
+
+    run(work())
+
+
+def test_what_no_lane_ran_adds_up_with_what_lanes_ran():
+    async def work():
+        async with desk() as at:
+            asked = at.ask(1)
+            slot = await at.take(0)
+            at.workers[0].start_run(slot)
+            at.compute(0, slot)
+            at.workers[0].publish(slot)
+            await asked
+            before = counts_of(at.version)
+            tally_of(at.version).serve(4, 1000, 600)
+            counts = counts_of(at.version)
+            assert counts.success == Took(2, before.success.ns + 1000)
+            assert counts.compute_infer == Took(2, before.compute_infer.ns + 600)
+            assert [(b.rows, b.runs) for b in counts.batches] == [(1, 1), (4, 1)]
+            assert (counts.inferences, counts.executions) == (5, 2)
+
+    run(work())
+
+
+def test_a_closed_lane_is_forgotten():
+    async def work():
+        async with desk() as at:
+            tally = tally_of(at.version)
+            tally.waiting = lambda: 3
+            tally.close(at.lane)
+            assert (tally.lanes, counts_of(at.version).pending) == ([], 0)
+
+    run(work())
+
+
+def test_endless_responses_take_bounded_room():
+    tally = Tally()
+    for index in range(10_000):
+        tally.response(index).success.add(1)
+    assert len(tally.responses) == MOST_RESPONSES
+    assert tally.responses[MOST_RESPONSES - 1].success.count == 10_000 - MOST_RESPONSES + 1

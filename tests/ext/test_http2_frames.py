@@ -1,0 +1,158 @@
+"""Frames against the oracle and against hyperframe: any frames, broken ones among them, split anywhere."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hyperframe.frame import DataFrame, Frame, HeadersFrame
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastserve._ext import http2_frames as ext
+from tests.oracles import http2_frames as oracle
+from tests.oracles.http2_frames import PREFACE, Event
+
+MOST_FRAME, MOST_BLOCK, MOST_PARTS = 300, 200, 3
+SETTINGS = ext.frame(ext.SETTINGS, 0, 0, b"")
+
+streams = st.sampled_from((0, 1, 1, 1, 2, 3, 5, 0x7FFFFFFF))
+sizes = st.sampled_from((0, 1, 4, 5, 6, 8, 12, 40, 199, 250, 300))
+
+
+@st.composite
+def frames(draw: st.DrawFn) -> bytes:
+    """One frame: of any kind and flags, most of them of a length that fits."""
+    kind = draw(st.sampled_from((0, 0, 0, 1, 1, 1, 9, 9, 2, 3, 4, 5, 6, 7, 8, 8, 10, 200)))
+    fitting = {2: 5, 3: 4, 4: 6, 6: 8, 7: 8, 8: 4}.get(kind)
+    size = draw(st.one_of(st.just(fitting), sizes)) if fitting else draw(sizes)
+    flags = draw(st.one_of(st.sampled_from((0, 1, 4, 5, 8, 9, 12, 32, 36, 44)), st.integers(0, 255)))
+    payload = draw(st.binary(min_size=size, max_size=size))
+    if payload and draw(st.booleans()):
+        payload = bytes([draw(st.integers(0, 9))]) + payload[1:]
+    return size.to_bytes(3, "big") + bytes([kind, flags]) + draw(streams).to_bytes(4, "big") + payload
+
+
+transcripts = st.builds(
+    lambda good, parts, cut: (PREFACE + (SETTINGS if good else b"") + b"".join(parts))[
+        : None if cut is None else cut
+    ],
+    st.sampled_from((True, True, True, False)),
+    st.lists(frames(), max_size=12),
+    st.one_of(st.none(), st.integers(0, 600)),
+)
+
+
+def joined(events: list[Event]) -> list[Event]:
+    """Runs of DATA on one stream as one event: where frames of it begin is not told."""
+    found: list[Event] = []
+    for event in events:
+        if event[0] == ext.DATA and found and found[-1][0] == ext.DATA and found[-1][2] == event[2]:
+            last = found[-1]
+            if not last[1]:
+                found[-1] = (event[0], event[1], event[2], last[3] + event[3], last[4] + event[4])
+                continue
+        found.append(event)
+    return found
+
+
+@given(transcripts, st.lists(st.integers(0, 4000), max_size=8))
+def test_any_frames_split_anywhere(data: bytes, cuts: list[int]) -> None:
+    reader = ext.FrameReader(MOST_FRAME, MOST_BLOCK, MOST_PARTS)
+    scratch = bytearray(data)
+    whole = [plain(event) for event in reader.read(scratch, len(scratch))]
+    expected = joined(oracle.read(data, MOST_FRAME, MOST_BLOCK, MOST_PARTS))
+    told = joined([one for event in whole for one in event])
+    check(told, expected)
+    pieces = ext.FrameReader(MOST_FRAME, MOST_BLOCK, MOST_PARTS)
+    split: list[Event] = []
+    places = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
+    for start, stop in pairwise(places):
+        scratch = bytearray(data[start:stop])
+        split += [one for event in pieces.read(scratch, len(scratch)) for one in plain(event)]
+    assert joined(split) == told
+
+
+def plain(event: tuple[int, object, int, object, int]) -> list[Event]:
+    kind, flags, stream, payload, value = event
+    if kind == ext.REQUEST:
+        assert isinstance(flags, bytes)
+        return [(ext.HEADERS, 0, stream, bytes(payload), 0), (ext.DATA, 1, stream, flags, value)]  # type: ignore[call-overload]
+    if kind == ext.FAULT:
+        return [(kind, 0, stream, b"", value)]
+    return [(kind, int(flags), stream, bytes(payload), value)]  # type: ignore[call-overload]
+
+
+def check(told: list[Event], expected: list[Event]) -> None:
+    """Equal, but that an unfinished DATA frame at the end is told as far as it goes."""
+    if told and told[-1][0] == ext.DATA and told != expected:
+        last = told[-1]
+        if expected and len(expected) == len(told):
+            assert expected[-1][0] == ext.DATA
+            assert last[3].startswith(expected[-1][3])
+        told, expected = told[:-1], expected[: len(told) - 1]
+    assert told == expected
+
+
+@pytest.mark.parametrize("size", [1, 2, 9, 10, 23, 24, 25, 100])
+def test_a_request_in_one_piece_and_in_many(size: int) -> None:
+    headers = HeadersFrame(1, data=b"block", flags=["END_HEADERS"]).serialize()
+    data = PREFACE + SETTINGS + headers + DataFrame(1, data=b"body", flags=["END_STREAM"]).serialize()
+    reader = ext.FrameReader(16384, 65536, 16)
+    whole = reader.read(data, len(data))
+    assert whole == [(ext.SETTINGS, 0, 0, b"", 0), (ext.REQUEST, b"body", 1, b"block", 4)]
+    reader = ext.FrameReader(16384, 65536, 16)
+    told = [
+        e for i in range(0, len(data), size) for e in reader.read(data[i : i + size], len(data[i : i + size]))
+    ]
+    assert [one for event in told for one in plain(event) if one[0] == ext.HEADERS] == [
+        (1, 0, 1, b"block", 0)
+    ]
+    assert b"".join(one[3] for event in told for one in plain(event) if one[0] == ext.DATA) == b"body"
+    assert not reader.waits
+
+
+def test_large_pieces_are_borrowed() -> None:
+    data = bytearray(PREFACE + SETTINGS + ext.frame(ext.DATA, 0, 1, bytes(5000)))
+    (_, (kind, _, _, payload, value)) = ext.FrameReader(16384, 65536, 16).read(data, len(data))
+    assert (kind, value) == (ext.DATA, 5000)
+    assert isinstance(payload, memoryview)
+    assert payload.obj is data
+
+
+@given(st.integers(0, 9), st.integers(0, 255), streams, st.binary(max_size=300))
+def test_frames_are_written_as_hyperframe_reads_them(
+    kind: int, flags: int, stream: int, payload: bytes
+) -> None:
+    written = ext.frame(kind, flags, stream, payload)
+    assert written == ext.frame_head(len(payload), kind, flags, stream) + payload
+    assert int.from_bytes(written[:3], "big") == len(payload)
+    assert (written[3], written[4], int.from_bytes(written[5:9], "big")) == (kind, flags, stream)
+
+
+@pytest.mark.parametrize("body", [b"", b"body"])
+@pytest.mark.parametrize("trailers", [b"", b"trailers"])
+def test_replies(body: bytes, trailers: bytes) -> None:
+    data = ext.reply_frames(7, b"block", body, trailers)
+    found = []
+    while data:
+        frame, size = Frame.parse_frame_header(memoryview(data[:9]))
+        frame.parse_body(memoryview(data[9 : 9 + size]))
+        found.append((type(frame).__name__, frame.stream_id, sorted(frame.flags), frame.data))
+        data = data[9 + size :]
+    end = ["END_STREAM"]
+    expected = [
+        ("HeadersFrame", 7, sorted(["END_HEADERS", *(end if not body and not trailers else [])]), b"block")
+    ]
+    if body:
+        expected.append(("DataFrame", 7, [] if trailers else end, body))
+    if trailers:
+        expected.append(("HeadersFrame", 7, ["END_HEADERS", "END_STREAM"], trailers))
+    assert found == expected
+
+
+def test_what_cannot_be_framed() -> None:
+    with pytest.raises(ValueError, match="a frame of"):
+        ext.frame_head(1 << 24, 0, 0, 1)
+    with pytest.raises(ValueError, match="5 bytes of 4"):
+        ext.FrameReader(16384, 65536, 16).read(b"four", 5)
