@@ -164,7 +164,7 @@ def test_a_thousand_connections_are_scanned_in_one_go() -> None:
     for _ in range(999):
         other = Pipe({})
         other.listener = pipe.listener
-        other.connection = type(pipe.connection)(pipe.listener)
+        other.connection = other.protocol = type(pipe.connection)(pipe.listener)
         other.connection.connection_made(other)
         others.append(other)
     pipe.scan(0.0)
