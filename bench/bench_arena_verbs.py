@@ -1,4 +1,4 @@
-"""A part of an answer there and back against queue.SimpleQueue, and what a dead front's sweep costs."""
+"""A part of an answer there and back against queue.SimpleQueue, and what a dead front's reclaim costs."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def test_one_part(benchmark, make):  # type: ignore[no-untyped-def]
     assert make is queue or benchmark.disabled or benchmark.stats["min"] < 5e-6
 
 
-def test_a_dead_fronts_sweep(benchmark):  # type: ignore[no-untyped-def]
+def test_a_dead_fronts_reclaim(benchmark):  # type: ignore[no-untyped-def]
     alive, dying, _ = rings()
     for _ in range(SHAPE["slots"] * SHAPE["max_rows"]):
         dying.commit(dying.reserve(1), 1)
-    assert benchmark.pedantic(lambda: alive.sweep_front(1), rounds=1) == 2048
+    assert benchmark.pedantic(lambda: alive.reclaim_front(1), rounds=1) == 2048
     assert benchmark.disabled or benchmark.stats["max"] < 0.01

@@ -8,7 +8,7 @@ import prometheus_client
 import pytest
 
 from fastserve._ext import meter
-from fastserve.engine.meters import LaneMeters
+from fastserve.engine.meters import QueueMeters
 from fastserve.metrics import Registry
 from fastserve.metrics.names import STAGE_SECONDS
 from fastserve.metrics.traffic import Traffic
@@ -46,7 +46,7 @@ def test_histogram(benchmark, make) -> None:  # type: ignore[no-untyped-def]
 def test_scrape_of_ten_models(benchmark) -> None:  # type: ignore[no-untyped-def]
     found = Registry()
     for number in range(10):
-        LaneMeters(found, f"model{number}", 1, 0, 64)
+        QueueMeters(found, f"model{number}", 1, 0, 64)
         Traffic(found, "kserve_v2", [f"model{number}"]).stages(f"model{number}", 1)
     page = benchmark(found.expose)
     assert page.count(b"\n") > 1000

@@ -56,20 +56,20 @@ cdef inline list read_lost(const Arena* arena):
     return found
 
 
-cdef inline tuple read_tallies(const Arena* arena):
+cdef inline tuple read_counters(const Arena* arena):
     """(count, ns) by kind; rows of requests answered well; when the last of them was, never in the future."""
     cdef ArenaHeader* header = arena.header
     cdef int i
     found = []
     for i in range(TALLY_KINDS):
-        found.append((header.tally[i].count, header.tally[i].ns))
+        found.append((header.counters[i].count, header.counters[i].ns))
     return tuple(found), header.served_rows, min(header.served_ns, monotonic_ns())
 
 
 cdef inline list read_runs(const Arena* arena):
     """(rows, runs, input ns, infer ns, output ns) of every size of batch that has run."""
     cdef uint32_t rows
-    cdef RunTally* run
+    cdef RunCounters* run
     found = []
     for rows in range(1, arena.max_rows + 1):
         run = runs_of(arena, rows)

@@ -291,7 +291,7 @@ cdef class BatchRing:
 
     def count_rerun(self, uint32_t slot, uint32_t rows, uint64_t began_ns) -> None:
         """The backend has run `rows` rows of a batch again, since then (CLOCK_MONOTONIC)."""
-        tally_rerun(&self.arena, self.slot(slot), rows, since_ns(began_ns, monotonic_ns()))
+        counters_rerun(&self.arena, self.slot(slot), rows, since_ns(began_ns, monotonic_ns()))
 
     def column_span(self, uint32_t slot, int column, bint output=False) -> tuple:
         """(offset in the arena, bytes of one row) of a whole column of max_rows rows."""
@@ -364,9 +364,9 @@ cdef class BatchRing:
                 self.fail(i, kind, text)
                 slot_publish(&self.arena, i, worker, self.max_rows, &freed)
                 failed += 1
-        slab_sweep(&self.arena.slabs, WORKER_OWNER + worker)
+        slab_reclaim(&self.arena.slabs, WORKER_OWNER + worker)
         desk_exchange(&self.arena.header.worker[worker].asleep, AWAKE)
-        ask_to_look(&self.arena, self.front_bells, ~<uint64_t>0)    # it may have died between publishing and telling
+        ask_to_look(&self.arena, self.front_bells, ~<uint64_t>0)    # it may have died between publishing and notify
         self.kick_all()                                             # or been woken for what another must now take
         return retried, failed
 
@@ -389,12 +389,12 @@ cdef class BatchRing:
             ask_to_look(&self.arena, self.front_bells, fronts | freed)
         return failed
 
-    def sweep_front(self, uint32_t front) -> int:
+    def reclaim_front(self, uint32_t front) -> int:
         """Let go of everything a dead front held. Call it again until it returns 0."""
         cdef uint32_t i, touched = 0
         for i in range(self.slots):
-            touched += slot_sweep(&self.arena, i, front)
-        slab_sweep(&self.arena.slabs, 1 + front)
+            touched += slot_reclaim(&self.arena, i, front)
+        slab_reclaim(&self.arena.slabs, 1 + front)
         self.kick_all()     # it may have died between making a batch ready and waking a worker for it
         return touched
 
@@ -457,11 +457,11 @@ cdef class BatchRing:
             raise ValueError(f"no such end of a request: {kind}")
         if place >= 0 and self.check(place, 1) == 0:
             ns = since_ns(rows_of(slot_at(&self.arena, <uint32_t>(place >> 16)))[place & 0xffff].queued_ns, monotonic_ns())
-        tally_add(&self.arena, kind, 1, ns)
+        counters_add(&self.arena, kind, 1, ns)
 
-    def tallies(self) -> tuple:
+    def counters(self) -> tuple:
         """(count, ns) of each of TALLIES; rows of requests answered well; when the last of them was, CLOCK_MONOTONIC."""
-        return read_tallies(&self.arena)
+        return read_counters(&self.arena)
 
     def runs(self) -> list:
         """(rows, runs, input ns, infer ns, output ns) of every size of batch that has run."""

@@ -7,7 +7,7 @@ a request that fits is compared, and its values go where the caller says.
     frames = InferFrames(32)
     frames.add(InferFrame(header, [("data", start, end, 4, 0, FLOAT32)], [], [16], 1))
     frame = frames.find(body, len(body))            # or None; frame.rows, frame.id
-    frame.read_into(body, len(body), [memory])      # False: it is another request, take the general door
+    frame.read_into(body, len(body), [memory])      # False: it is another request, take the general path
 
 `find_holes` looks for the holes in a header. Nothing here knows HTTP, a model or a tensor's name.
 """
@@ -216,7 +216,7 @@ cdef class InferFrame:
 
     def read_into(self, body, Py_ssize_t header_bytes, outs):
         """Fill `outs` with a request that `find` took, for as many rows. False: it is another request, `outs`
-        are undefined then, take the general door.
+        are undefined then, take the general path.
 
         outs: writable memory for every target; those without a hole or a blob are left alone. Raises
         ValueError for memory of another size. The GIL is released for requests above 16 KiB.

@@ -4,7 +4,7 @@
 #           ^ ID                             ^ ROWS                          ^ DATA
 #
 # Between the holes every byte is the frame's own. Anything else is a fault number, and the caller takes
-# the general door.
+# the general path.
 
 from libc.stdint cimport int64_t, uint8_t
 from libc.string cimport memcmp, memcpy

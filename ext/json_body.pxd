@@ -1,4 +1,4 @@
-# The general door's verbs: one whole predict body, of any form section 2 of the spec allows, into
+# The general path's verbs: one whole predict body, of any form section 2 of the spec allows, into
 # the columns of one signature's inputs.
 #
 #     {"signature_name": "s", "instances": [...]}     row format: values, or objects of inputs by name
@@ -22,7 +22,7 @@ cdef struct Input:
 
 
 cdef struct Scan:
-    # One body being read by the general door.
+    # One body being read by the general path.
     Cursor cursor
     const Input* inputs
     Column* columns             # as many as inputs

@@ -1,7 +1,7 @@
 """Predict bodies of TF Serving's REST API straight into tensor memory (spec, section 2).
 
     reader = PredictReader([("x", code)], b"serving_default", is_default=True)
-    rows = reader.count_rows(body, 784)             # 0: not for the hot door
+    rows = reader.count_rows(body, 784)             # 0: not for the fast path
     fault = reader.read_into(body, memory, (784,), rows)
     ...or...
     reader.read(body).tensors["x"]                  # (dtype code, shape, memory)
@@ -127,7 +127,7 @@ cdef class PredictReader:
         free(self.inputs)
 
     def count_rows(self, body, Py_ssize_t row_items):
-        """How many rows of `row_items` numbers `body` holds if it is for the hot door, else 0.
+        """How many rows of `row_items` numbers `body` holds if it is for the fast path, else 0.
 
         A guess by counting commas; `read_into` checks everything again.
         """
@@ -227,7 +227,7 @@ cdef int64_t set_shape(Rows* r, tuple row_shape, int64_t rows) except -1:
     return need
 
 
-# -- the general door ----------------------------------------------------------------------------
+# -- the general path ----------------------------------------------------------------------------
 
 cdef void open_scan(Scan* s, PredictReader reader, const Py_buffer* view) noexcept:
     cdef int i

@@ -1,11 +1,11 @@
-# The hot door's verbs: a body of the common form, rows of one dense numeric input, straight into
+# The fast path's verbs: a body of the common form, rows of one dense numeric input, straight into
 # the memory reserved for them.
 #
 #     {"instances": [[0.1, 0.2], [0.3, 0.4]]}
 #     {"signature_name": "serving_default", "instances": [...]}     (the name may follow, too)
 #
 # Rows and row shape are known before the scan, so nothing is measured and nothing is kept. Any
-# other form, good or bad, is a fault number, and the caller takes the general door.
+# other form, good or bad, is a fault number, and the caller takes the general path.
 
 from libc.stdint cimport int64_t, uint8_t
 from libc.string cimport memcmp

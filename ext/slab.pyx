@@ -5,7 +5,7 @@
     copy_parts(pool.view(offset, 10_000), [chunk1, chunk2])
     pool.release(offset)
 
-No lock: a process that dies holds nothing that sweep(owner) does not find. Layout: include/slab.h.
+No lock: a process that dies holds nothing that reclaim(owner) does not find. Layout: include/slab.h.
 """
 
 from cpython.bytearray cimport PyByteArray_FromStringAndSize, PyByteArray_Resize
@@ -28,7 +28,7 @@ cdef extern from "slab.h" nogil:
     bint slab_holds(const Slabs*, uint64_t, uint64_t)
     bint slab_release(const Slabs*, uint64_t)
     bint slab_give(const Slabs*, uint64_t, uint32_t giver, uint32_t taker)
-    uint32_t slab_sweep(const Slabs*, uint32_t)
+    uint32_t slab_reclaim(const Slabs*, uint32_t)
     uint32_t slab_used(const Slabs*)
     uint32_t slab_trim(const Slabs*, uint32_t owner, uint32_t most, uint32_t* at)
 
@@ -76,9 +76,9 @@ cdef class SlabPool:
         if not slab_give(&self.slabs, offset, giver, taker):
             raise ValueError("not the start of a lease")
 
-    def sweep(self, uint32_t owner) -> int:
+    def reclaim(self, uint32_t owner) -> int:
         """Free everything `owner` held; the number of pages."""
-        return slab_sweep(&self.slabs, owner)
+        return slab_reclaim(&self.slabs, owner)
 
     def used(self) -> int:
         """Pages under lease."""
@@ -86,7 +86,7 @@ cdef class SlabPool:
 
     def trim(self, uint32_t owner) -> int:
         """Give the memory of pages back that were free at the last call already; how many. They read as zeros
-        then, in every process. Pages on their way are `owner`'s: sweep(owner) finds them, should it die."""
+        then, in every process. Pages on their way are `owner`'s: reclaim(owner) finds them, should it die."""
         cdef uint32_t at = 0, given
         with nogil:
             given = slab_trim(&self.slabs, owner, self.slabs.pages, &at)

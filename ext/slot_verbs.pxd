@@ -1,8 +1,8 @@
-"""The C side of the batch ring, for whoever opens doors to it: include/sweep.h and doorbell.h. Header only."""
+"""The C side of the batch ring, for whoever opens doors to it: include/reclaim.h and doorbell.h. Header only."""
 
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
-cdef extern from "sweep.h" nogil:
+cdef extern from "reclaim.h" nogil:
     enum: MAX_WORKERS, MAX_FRONTS, MAX_COLUMNS, MAX_BATCH_ROWS, ERROR_BYTES, NO_WORKER, SLAB_PAGE
     enum: SLOT_FREE, SLOT_OPEN, SLOT_SEALED, SLOT_READY, SLOT_RUNNING, SLOT_DONE, SLOT_STATES, SLOT_EVENTS
     enum: TALLY_SUCCESS, TALLY_REJECTED, TALLY_KINDS, SPREADS, SPREAD_BUCKETS
@@ -21,11 +21,11 @@ cdef extern from "sweep.h" nogil:
         uint64_t batches
     ctypedef struct FrontDesk:
         uint32_t rung, rescan
-    ctypedef struct Tally:
+    ctypedef struct Counters:
         uint64_t count, ns
     ctypedef struct Spread:
         uint64_t* bucket
-    ctypedef struct RunTally:
+    ctypedef struct RunCounters:
         uint64_t runs, input_ns, infer_ns, output_ns
     ctypedef struct ArenaHeader:
         uint32_t slots, max_rows, inputs, outputs, workers, fronts, max_queued
@@ -36,7 +36,7 @@ cdef extern from "sweep.h" nogil:
         uint64_t* output_offset
         WorkerDesk* worker
         FrontDesk* front
-        Tally* tally
+        Counters* counters
         uint64_t served_rows, served_ns
     ctypedef struct Slabs:
         uint8_t* base
@@ -81,8 +81,8 @@ cdef extern from "sweep.h" nogil:
     bint slot_count_once(Slot*)
     uint32_t slot_queued(const Arena*, uint32_t)
     uint32_t slot_pending(const Arena*, uint32_t)
-    void tally_add(const Arena*, uint32_t, uint64_t, uint64_t)
-    RunTally* runs_of(const Arena*, uint32_t)
+    void counters_add(const Arena*, uint32_t, uint64_t, uint64_t)
+    RunCounters* runs_of(const Arena*, uint32_t)
     Spread* spread_of(const Arena*, uint32_t)
     uint64_t since_ns(uint64_t, uint64_t)
     bint slot_seal(Arena*, uint32_t)
@@ -90,7 +90,7 @@ cdef extern from "sweep.h" nogil:
     uint64_t open_due_ns(const Arena*, uint32_t*)
     uint64_t slot_publish(const Arena*, uint32_t, uint32_t, uint32_t ran, uint64_t* freed)
     bint slot_return(Arena*, Slot*, uint32_t)
-    uint32_t slot_sweep(Arena*, uint32_t, uint32_t)
+    uint32_t slot_reclaim(Arena*, uint32_t, uint32_t)
     uint32_t slot_lost(const Arena*, uint32_t, uint32_t*)
     bint slot_forgive(Arena*, uint32_t, uint32_t, uint32_t)
     uint32_t row_span(const Arena*, const Row*, uint32_t)
@@ -99,7 +99,7 @@ cdef extern from "sweep.h" nogil:
     bint slab_holds(const Slabs*, uint64_t, uint64_t)
     bint slab_release(const Slabs*, uint64_t)
     bint slab_give(const Slabs*, uint64_t, uint32_t giver, uint32_t taker)
-    uint32_t slab_sweep(const Slabs*, uint32_t)
+    uint32_t slab_reclaim(const Slabs*, uint32_t)
     uint32_t slab_used(const Slabs*)
     enum: WORKER_OWNER, OWNER_PLACE
     uint32_t place_owner(uint64_t tag)
@@ -120,13 +120,13 @@ cdef extern from "claims.h" nogil:
     bint claim_stands(const Arena*, const Claims*, int64_t place)
     bint claim_answered(const Arena*, const Claims*, int64_t place, uint32_t rows)
 
-cdef extern from "telling.h" nogil:
+cdef extern from "notify.h" nogil:
     enum: DONE_MESSAGE, PART_MESSAGE
     void tell_done(const Arena*, uint32_t worker, uint64_t fronts, const int* bells, uint32_t slot, uint64_t seq)
     bint part_send(const Arena*, uint32_t worker, uint32_t owner, const int* bells, uint32_t slot, uint32_t row, uint64_t offset, uint32_t nbytes, bint final)
     uint32_t part_row(const Message*)
     uint32_t parts_taken(const Arena*, uint32_t slot, uint32_t row)
-    void tally_rerun(const Arena*, Slot*, uint32_t rows, uint64_t took_ns)
+    void counters_rerun(const Arena*, Slot*, uint32_t rows, uint64_t took_ns)
     bint part_take(const Arena*, const Claims*, uint32_t owner, const Message*)
     uint64_t part_keep_inputs(const Arena*, uint32_t owner, uint32_t slot, uint32_t row)
     void tell_workers(Arena*, const int* bells)

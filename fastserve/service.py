@@ -7,7 +7,7 @@
     async with BatchedService(max_batch_size=200) as service: ...   or start() and stop()
         y = await service.do_one(3)
 
-It is the server's engine without a network: the same arena, ring, lanes and workers. Elements are
+It is the server's engine without a network: the same arena, ring, queues and workers. Elements are
 plain Python objects (codec/wireable says which), or numpy rows of one shape, which are written once,
 into the batch itself.
 """

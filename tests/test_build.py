@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import stat
 import subprocess
 import sys
@@ -53,6 +54,22 @@ def test_a_compiler_that_does_not_do(tmp_path: Path, script: str, said: str) -> 
     status, told = check(CXX=stand_in(tmp_path, script))
     assert status == 1
     assert said in told
+
+
+def test_a_python_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told by a program that it can still run."""
+    module = runpy.run_path(CHECK[1])
+    monkeypatch.setattr(sys, "version_info", (3, 9, 1))
+    assert module["fault"]().startswith("Python 3.9 is too old, it needs 3.10 or newer")
+
+
+def test_setup_checks_before_it_compiles() -> None:
+    """Who installs from the sources without make is told the same."""
+    environment = {**os.environ, "CXX": "no-such-compiler", "FASTSERVE_EXT": "meter"}
+    command = [sys.executable, "setup.py", "-q", "build_ext"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "fastserve cannot be built: there is no C++ compiler (no-such-compiler)" in done.stderr
 
 
 def test_make_checks_first(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 // The one definition of what processes share: an arena of batch slots in a memfd.
 //
-//   arena:  [ ArenaHeader | message rings, worker x front | RunTally x (max_rows + 1) | Spread x 5 | slot 0 | slot 1 | ... | slabs (slab.h) ]
+//   arena:  [ ArenaHeader | message rings, worker x front | RunCounters x (max_rows + 1) | Spread x 5 | slot 0 | slot 1 | ... | slabs (slab.h) ]
 //   slot:   [ Slot | Row x max_rows | input column 0 .. | output column 0 .. ]    each part 64-byte aligned
 //
 // A column holds max_rows rows of one tensor back to back, so a worker sees a batch as one contiguous
@@ -93,16 +93,16 @@ typedef struct {
     char error[ERROR_BYTES];
 } Slot;
 
-// What became of requests, and how long that took in all; tally.h counts. Kept with the arena: a version that
+// What became of requests, and how long that took in all; counters.h counts. Kept with the arena: a version that
 // is loaded again begins at nothing, and every process of a version counts in the same place.
-enum TallyKind : uint32_t {
+enum CounterKind : uint32_t {
     TALLY_SUCCESS, TALLY_QUEUE, TALLY_INPUT, TALLY_INFER, TALLY_OUTPUT,         // of requests answered well
     TALLY_REJECTED, TALLY_CANCELED, TALLY_BACKEND, TALLY_OTHER, TALLY_KINDS,
 };
-typedef struct { uint64_t count, ns; } Tally;
-typedef struct { uint64_t runs, input_ns, infer_ns, output_ns; } RunTally;      // batches of one size
+typedef struct { uint64_t count, ns; } Counters;
+typedef struct { uint64_t runs, input_ns, infer_ns, output_ns; } RunCounters;      // batches of one size
 // How many requests answered well took about how long, for each of TALLY_SUCCESS .. TALLY_OUTPUT: bucket 0 is less than
-// 1024 ns; sixteen buckets for every doubling after that (tally.h: spread_bucket).
+// 1024 ns; sixteen buckets for every doubling after that (counters.h: spread_bucket).
 enum { SPREADS = 5, SPREAD_BUCKETS = 512 };
 typedef struct { uint64_t bucket[SPREAD_BUCKETS]; } Spread;
 
@@ -124,7 +124,7 @@ typedef struct {
     alignas(64) uint64_t next_seq;
     WorkerDesk worker[MAX_WORKERS];
     FrontDesk front[MAX_FRONTS];
-    alignas(64) Tally tally[TALLY_KINDS];
+    alignas(64) Counters counters[TALLY_KINDS];
     uint64_t served_rows, served_ns;        // rows of requests answered well, and when the last of them was
 } ArenaHeader;
 
@@ -190,7 +190,7 @@ static inline uint64_t arena_measure(ArenaHeader *h)
     h->ring_bytes = message_ring_bytes(h->ring_capacity);
     h->rings_offset = align64(sizeof(ArenaHeader));
     h->runs_offset = h->rings_offset + (uint64_t)h->workers * h->fronts * h->ring_bytes;
-    h->spreads_offset = align64(h->runs_offset + (h->max_rows + 1) * sizeof(RunTally));
+    h->spreads_offset = align64(h->runs_offset + (h->max_rows + 1) * sizeof(RunCounters));
     h->slots_offset = h->spreads_offset + SPREADS * sizeof(Spread);
     uint64_t at = align64(sizeof(Slot)) + align64((uint64_t)h->max_rows * sizeof(Row));
     for (uint32_t i = 0; i < h->inputs; i++) {

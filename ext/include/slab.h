@@ -5,7 +5,7 @@
 // One word per page:  owner << 32 | n = first page of a lease of n pages,  owner << 32 | INSIDE = a later page
 // of a lease,  owner 0 = free: FREE_CLEAN holds no memory, FREE_WARM was leased lately, FREE_OLD not since the
 // last look (slab_trim). A lease claims its words one by one and gives back what it got when it meets a taken
-// one, so no lock exists that a dying process could hold; slab_sweep() finds what a dead owner held, half-made
+// one, so no lock exists that a dying process could hold; slab_reclaim() finds what a dead owner held, half-made
 // leases included.
 //
 // Leases begin at the lowest page that is free, so that a version keeps as many pages touched as it uses at a
@@ -212,7 +212,7 @@ static inline bool slab_give(const Slabs *s, uint64_t offset, uint32_t from, uin
 
 // Free what a dead owner held; returns the number of pages. Later pages of a lease keep the owner that
 // claimed them, so a whole lease is judged by its first page.
-static inline uint32_t slab_sweep(const Slabs *s, uint32_t owner)
+static inline uint32_t slab_reclaim(const Slabs *s, uint32_t owner)
 {
     uint32_t freed = 0, top = slab_top(s);
     for (uint32_t page = 0; page < top;) {
@@ -250,7 +250,7 @@ static inline bool swap_free(const Slabs *s, uint32_t page, uint64_t from, uint6
 }
 
 // Claim the old pages from `first` on, at most TRIM_RUN, drop what they hold and free them; how many there were.
-// They are `owner`'s meanwhile, so nobody else writes there, and a death in between is swept like any other.
+// They are `owner`'s meanwhile, so nobody else writes there, and a death in between is reclaimed like any other.
 // The memory goes in every process that maps it, and reads as zeros afterwards.
 static inline uint32_t slab_drop_run(const Slabs *s, uint32_t first, uint32_t to, uint32_t owner, bool *dropped)
 {

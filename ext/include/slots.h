@@ -1,7 +1,7 @@
 // The verbs of the slot state machine drawn in arena.h. Each is one compare-and-swap on the word,
 // repeated until it sticks or no longer applies. None blocks, none allocates.
 #pragma once
-#include "tally.h"
+#include "counters.h"
 
 enum { PLACE_FULL = -1, PLACE_OVER = -3 };     // no slot is free; more rows wait than may
 
@@ -10,7 +10,7 @@ enum { MOST_TRIES = 1024 };
 
 // --- fronts --------------------------------------------------------------------------------------
 
-// The only way to READY: whoever makes a batch ready owes a worker the word (telling.h: tell_workers), because those
+// The only way to READY: whoever makes a batch ready owes a worker the word (notify.h: tell_workers), because those
 // who sleep until a batch is due hear of nothing else.
 static inline bool swap_ready(Arena *a, Slot *s, uint64_t *expected, uint64_t wanted)
 {
@@ -255,7 +255,7 @@ static inline void slot_release(const Arena *a, Slot *s, uint32_t rows)
     }
 }
 
-// The answer has been read; once, however often it is said (a sweep may say it for a dying front).
+// The answer has been read; once, however often it is said (a reclaim may say it for a dying front).
 static inline void place_release(const Arena *a, int64_t place, uint32_t rows)
 {
     Slot *s = slot_at(a, (uint32_t)(place >> 16));
@@ -369,7 +369,7 @@ static inline uint32_t slot_see(const Arena *a, Slot *s)
 
 // How many rows of a running batch still have somebody waiting; marks them answered. `fronts` and `left` get
 // a bit for each front that waits for some, or no longer does.
-static inline uint32_t slot_answer(const Arena *a, Slot *s, uint32_t reserved, uint64_t *fronts, uint64_t *left, BatchTally *sum)
+static inline uint32_t slot_answer(const Arena *a, Slot *s, uint32_t reserved, uint64_t *fronts, uint64_t *left, BatchCounters *sum)
 {
     uint32_t live = 0;
     Row *rows = rows_of(s);
@@ -381,7 +381,7 @@ static inline uint32_t slot_answer(const Arena *a, Slot *s, uint32_t reserved, u
             bool seen = r + span <= reserved && rows[r].echo == (rows[r].tag ^ ECHO_TAKEN);
             rows[r].echo = seen ? rows[r].echo ^ ECHO_PUBLISHED : 0;
             *fronts |= (uint64_t)1 << (rows[r].front & 63);
-            tally_place(a, sum, s, rows + r, span, s->done_ns);
+            counters_place(a, sum, s, rows + r, span, s->done_ns);
         } else {
             *left |= (uint64_t)1 << (rows[r].front & 63);
             release_slabs(a, rows + r);
@@ -402,10 +402,10 @@ static inline uint64_t slot_publish(const Arena *a, uint32_t i, uint32_t worker,
     if (word_state(w) != SLOT_RUNNING || word_worker(w) != worker)
         return 0;
     uint32_t reserved = word_reserved(w) <= ran ? word_reserved(w) : ran;
-    BatchTally sum = {};
+    BatchCounters sum = {};
     __atomic_store_n(&s->done_ns, monotonic_ns(), __ATOMIC_RELAXED);
     uint32_t live = slot_answer(a, s, reserved, &fronts, &left, &sum);
-    tally_batch(a, s, reserved, &sum);
+    counters_batch(a, s, reserved, &sum);
     if (live == 0)
         clear_rows(a, s, reserved);
     uint64_t next = live ? make_word(word_generation(w), worker, SLOT_DONE, reserved, live) : word_freed(w);

@@ -1,7 +1,7 @@
 // Memory that a burst has touched and nobody has used since: given back to the machine, in every process at once.
 //
 // One process looks, every few seconds. What is looked at is first made ours, as a page under lease or as a slot
-// that is CLAIMED, so that nobody writes into what is being dropped, and a death in between is swept like any
+// that is CLAIMED, so that nobody writes into what is being dropped, and a death in between is reclaimed like any
 // other. Slots and pages are taken lowest first, so what a steady load uses stays.
 #pragma once
 #include <stdlib.h>

@@ -35,7 +35,7 @@ class _Tensor(ctypes.Structure):
         ("rank", ctypes.c_int32),
         ("code", ctypes.c_uint8),
         ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
+        ("queues", ctypes.c_uint16),
         ("shape", ctypes.POINTER(ctypes.c_int64)),
         ("strides", ctypes.POINTER(ctypes.c_int64)),
         ("byte_offset", ctypes.c_uint64),
@@ -128,13 +128,13 @@ def borrow(capsule: Any) -> tuple[NDArray[Any], int]:
 
 
 def _dtype_of(told: _Tensor) -> tuple[np.dtype[Any], int]:
-    if told.lanes == 1 and told.code == _CODE_BFLOAT and told.bits == 16:
+    if told.queues == 1 and told.code == _CODE_BFLOAT and told.bits == 16:
         return np.dtype(np.uint16), BF16
-    if told.lanes == 1 and told.code == _CODE_BOOL and told.bits == 8:
+    if told.queues == 1 and told.code == _CODE_BOOL and told.bits == 8:
         return np.dtype(bool), BOOL
     letter = next((k for k, code in _CODES.items() if code == told.code), "")
     name = f"{letter}{told.bits // 8}"
-    if told.lanes != 1 or name not in _BY_NAME:
+    if told.queues != 1 or name not in _BY_NAME:
         raise TypeError(f"DLPack element type {told.code} of {told.bits} bits is not one of Triton's")
     return np.dtype(name), _BY_NAME[name]
 

@@ -2,23 +2,23 @@
 
 The key holds the version itself (never a namesake loaded later), each input with name, dtype, shape and
 bytes, and the outputs asked for. A request that finds its like under way waits for it. Errors are never kept,
-nor shared. A hot door that has the inputs in memory asks by itself:
+nor shared. A fast path that has the inputs in memory asks by itself:
 
-    found = door.cache.find(door.keys.head(sorts, outputs), memory, door.counts)
-    an Entry: a hit; None: its like is under way; a Miss: to be run, then
+    found = stage.find(stage.head(sorts, outputs), memory)
+    an Entry: a hit; None: its like is under way; a Miss: to be run in the stage's queue, then
     miss.keep(form, memory) if that went well, and miss.close() in any case
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from itertools import count
 
 from fastserve._ext.response_cache import ENTRY_BYTES, WHOLE_BYTES, Counts, Entry, Miss, ResponseCache
-from fastserve.engine.counts import Tally
-from fastserve.engine.door import Door, Runs
-from fastserve.engine.engine import run_on_lane
-from fastserve.engine.lane import Lane
+from fastserve.engine.batch_queue import BatchQueue
+from fastserve.engine.counters import Counters
+from fastserve.engine.scheduler import Runs, Scheduler
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.tensor import DTYPE_BY_CODE, Tensor
@@ -26,7 +26,8 @@ from fastserve.tensor import DTYPE_BY_CODE, Tensor
 __all__ = [
     "ENTRY_BYTES",
     "WHOLE_BYTES",
-    "CachedDoor",
+    "CacheStage",
+    "CachedScheduler",
     "Entry",
     "Form",
     "Keys",
@@ -43,14 +44,30 @@ Form = tuple[tuple[str, int, tuple[int, ...]], ...]  # name, dtype code and shap
 _numbers = count()
 
 
-class CachedDoor(Door):
-    """The door of a version with a cache, before its lane or its other door."""
+class CacheStage:
+    """The cache of one version as a fast path sees it, before its queue."""
 
-    def __init__(self, cache: ResponseCache, inner: Lane | Door, tally: Tally) -> None:
+    __slots__ = ("_cache", "_counts", "head", "queue")
+
+    def __init__(self, queue: BatchQueue, cache: ResponseCache, keys: Keys, counts: Counts) -> None:
+        self.queue = queue
+        self.head = keys.head
+        self._cache, self._counts = cache, counts
+
+    def find(self, head: bytes, memory: Sequence[Memory]) -> Entry | Miss | None:
+        """A hit, a request to be run and kept, or None for one whose like is under way."""
+        return self._cache.find(head, memory, self._counts)
+
+
+class CachedScheduler(Scheduler):
+    """A cache before another scheduler."""
+
+    def __init__(self, cache: ResponseCache, inner: Scheduler, counters: Counters) -> None:
         self.inner = inner
         self.keys = Keys()
-        self.cache, self.counts = cache, Counts(tally.looked)
-        tally.cached = self.counts
+        self.cache, self.counts = cache, Counts(counters.looked)
+        self.died_with_it = inner.died_with_it
+        counters.cached = self.counts
 
     async def infer(self, engine: Runs, version: Version, request: InferRequest) -> InferResponse:
         head, memory = self.keys.of(version, request)
@@ -61,19 +78,30 @@ class CachedDoor(Door):
             found = self.cache.get(key, self.counts)
             if found is None:  # it failed, was too large, or is under way again: each for itself then
                 self.cache.count_miss(self.counts)
-                return await self._pass(engine, version, request)
+                return await self.inner.infer(engine, version, request)
         if isinstance(found, Entry):
             return respond(found)
         return await self._run(found, engine, version, request)
 
+    def cache_stage(self) -> CacheStage | None:
+        queue = self.inner.fast_queue()
+        return None if queue is None else CacheStage(queue, self.cache, self.keys, self.counts)
+
+    def pending(self) -> int:
+        return self.inner.pending()
+
     async def drain(self) -> None:
-        if isinstance(self.inner, Door):
-            await self.inner.drain()
+        await self.inner.drain()
 
     def close(self) -> None:
         self.cache.forget(self.keys.prefix)
-        if isinstance(self.inner, Door):
-            self.inner.close()
+        self.inner.close()
+
+    def instance_lost(self, part: int) -> None:
+        self.inner.instance_lost(part)
+
+    def instance_back(self, part: int) -> None:
+        self.inner.instance_back(part)
 
     async def _until_left(self, key: bytes) -> None:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -83,16 +111,11 @@ class CachedDoor(Door):
     async def _run(self, miss: Miss, engine: Runs, version: Version, request: InferRequest) -> InferResponse:
         """Ask for everybody who comes with the same meanwhile."""
         try:
-            response = await self._pass(engine, version, request)
+            response = await self.inner.infer(engine, version, request)
             keep_response(miss, response)
             return response
         finally:
             miss.close()
-
-    async def _pass(self, engine: Runs, version: Version, request: InferRequest) -> InferResponse:
-        if isinstance(self.inner, Door):
-            return await self.inner.infer(engine, version, request)
-        return await run_on_lane(self.inner, version, request)
 
 
 def keep_response(miss: Miss, response: InferResponse) -> None:

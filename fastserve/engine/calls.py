@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from fastserve.backends.base import explain
 from fastserve.codec.notes import AnswerNote, RequestNote, read_request_note, write_note
 from fastserve.codec.slab_tensors import measure_tensors, read_note, read_tensors, write_tensors
-from fastserve.engine.lane import Lane
+from fastserve.engine.batch_queue import BatchQueue
 from fastserve.errors import DeadlineError, Kind, ModelError, ServeError
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.version import Version
@@ -37,10 +37,10 @@ UNREADABLE = "the request to another model cannot be read"
 
 
 class Calls:
-    """The calls of the workers behind one lane. `send` says something to a worker of it."""
+    """The calls of the workers behind one queue. `send` says something to a worker of it."""
 
-    def __init__(self, engine: Runs, lane: Lane, send: Tell) -> None:
-        self._engine, self._lane, self._send = engine, lane, send
+    def __init__(self, engine: Runs, queue: BatchQueue, send: Tell) -> None:
+        self._engine, self._queue, self._send = engine, queue, send
         self._running: dict[tuple[int, int], tuple[asyncio.Task[None], asyncio.Semaphore]] = {}
 
     def hear(self, worker: int, message: Mapping[str, Any]) -> None:
@@ -128,7 +128,7 @@ class Calls:
 
     def _read(self, message: Mapping[str, Any]) -> tuple[RequestNote, dict[str, Tensor]]:
         try:
-            slab = self._lane.ring.slab(int(message["offset"]), int(message["nbytes"]))
+            slab = self._queue.ring.slab(int(message["offset"]), int(message["nbytes"]))
             note = read_request_note(read_note(slab))
             return note, {note.extra[number]: tensor for number, tensor in read_tensors(slab)}
         except (ValueError, IndexError):
@@ -143,7 +143,7 @@ class Calls:
         note = write_note(AnswerNote(parameters=parameters, extra=list(response.outputs)))
         tensors = list(enumerate(response.outputs.values()))
         size = measure_tensors(tensors, note)
-        ring = self._lane.ring
+        ring = self._queue.ring
         offset = ring.lease(size)
         if offset == 0:
             raise ServeError(Kind.RESOURCE_EXHAUSTED, NO_ROOM)

@@ -1,4 +1,4 @@
-"""The batchers of the library: one element in, one result out, over the same lanes as the server.
+"""The batchers of the library: one element in, one result out, over the same queues as the server.
 
     ElementBatcher   plain Python objects, each in a slab of its own
     RowBatcher       numpy rows, written into the batch's column
@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 from fastserve.codec.wireable import decode, encode
-from fastserve.engine.lane import Lane, Ticket
-from fastserve.engine.meters import LaneMeters
+from fastserve.engine.batch_queue import BatchQueue, Pending
+from fastserve.engine.meters import QueueMeters
 from fastserve.errors import Kind, ServeError
 from fastserve.metrics.registry import Registry
 from fastserve.tensor import TensorSpec
@@ -44,7 +44,7 @@ class Sizes(Protocol):
 
 
 class Batcher:
-    """What the three have in common: an arena, a lane, and callers who wait for room."""
+    """What the three have in common: an arena, a queue, and callers who wait for room."""
 
     inputs: dict[str, TensorSpec] = {}
     outputs: dict[str, TensorSpec] = {}
@@ -54,7 +54,7 @@ class Batcher:
         self._sizes = sizes
         self.delay_ns = int(sizes.timeout_seconds * 1e9)
         self._arena: Arena | None = None
-        self._lane: Lane | None = None
+        self._queue: BatchQueue | None = None
         self._registry = Registry()
 
     @property
@@ -82,24 +82,24 @@ class Batcher:
         """Listen for answers on the running loop."""
         assert self._arena is not None
         sizes = self._sizes
-        meters = LaneMeters(self._registry, "service", 1, self.delay_ns, sizes.max_batch_size)
-        self._lane = Lane(self._arena, 0, self.inputs, self.outputs, meters)
-        self._lane.open()
+        meters = QueueMeters(self._registry, "service", 1, self.delay_ns, sizes.max_batch_size)
+        self._queue = BatchQueue(self._arena, 0, self.inputs, self.outputs, meters)
+        self._queue.open()
 
     def close(self) -> None:
         """Everybody who still waits gets an error."""
-        if self._lane is not None:
-            lane, self._lane = self._lane, None
-            lane.close()
+        if self._queue is not None:
+            queue, self._queue = self._queue, None
+            queue.close()
         if self._arena is not None:
             self._arena.close()
         self._registry.close()
 
     def worker_died(self, worker: int, alive: int) -> None:
         """Its batches go to another worker, or their callers get an error."""
-        if self._lane is not None:
+        if self._queue is not None:
             attempts = MOST_ATTEMPTS if alive else 1
-            self._lane.ring.worker_died(worker, attempts, Kind.UNAVAILABLE.value, DIED)
+            self._queue.ring.worker_died(worker, attempts, Kind.UNAVAILABLE.value, DIED)
 
     async def do_one(self, x: Any) -> Any:
         """The result for one element."""
@@ -108,36 +108,36 @@ class Batcher:
     # --- for subclasses
 
     @property
-    def lane(self) -> Lane:
-        if self._lane is None:
+    def queue(self) -> BatchQueue:
+        if self._queue is None:
             raise ServeError(Kind.UNAVAILABLE, STOPPED)
-        return self._lane
+        return self._queue
 
     async def _place(self) -> int:
         """A place for one row, after those who asked before."""
         try:
-            return await self.lane.reserve(1)
+            return await self.queue.reserve(1)
         except ServeError:
-            if self._lane is None:
+            if self._queue is None:
                 raise ServeError(Kind.UNAVAILABLE, STOPPED) from None
             raise
 
     async def _result(self, place: int) -> Any:
         """Submit a written place and wait for what the worker makes of it."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        ticket = self.lane.submit(place, 1, self._deliver, 0, answer)
+        pending = self.queue.submit(place, 1, self._deliver, 0, answer)
         try:
             return await answer
         except asyncio.CancelledError:
-            if self._lane is not None:
-                self._lane.cancel(ticket)
+            if self._queue is not None:
+                self._queue.cancel(pending)
             raise
 
-    def _deliver(self, ticket: Ticket, error: ServeError | None) -> None:
-        answer: asyncio.Future[Any] = ticket.context
+    def _deliver(self, pending: Pending, error: ServeError | None) -> None:
+        answer: asyncio.Future[Any] = pending.context
         result = None
         if error is None:
-            result, error = self._take(ticket)
+            result, error = self._take(pending)
         if answer.done():
             return
         if error is not None:
@@ -145,18 +145,18 @@ class Batcher:
         else:
             answer.set_result(result)
 
-    def _take(self, ticket: Ticket) -> tuple[Any, ServeError | None]:
+    def _take(self, pending: Pending) -> tuple[Any, ServeError | None]:
         """The result of an answered place, which is then let go of."""
         try:
-            return self._read(ticket.place), None
+            return self._read(pending.place), None
         except ServeError as error:
             return None, error
         finally:
-            self.lane.release(ticket)
+            self.queue.release(pending)
 
     def _read(self, place: int) -> Any:
         """What the worker answered. Raises ServeError when that is an error."""
-        ring = self.lane.ring
+        ring = self.queue.ring
         offset, nbytes = ring.answer_slab(place)
         if offset == 0:
             raise ServeError(Kind.RESOURCE_EXHAUSTED, "no room for the result")
@@ -168,7 +168,7 @@ class Batcher:
 
     def _write(self, place: int, payload: bytes) -> None:
         """Put an element's bytes where the worker will find them. Raises ServeError without room."""
-        ring = self.lane.ring
+        ring = self.queue.ring
         offset = ring.lease(len(payload))
         if offset == 0:
             raise ServeError(Kind.RESOURCE_EXHAUSTED, f"no room for an element of {len(payload)} bytes")
@@ -186,7 +186,7 @@ class ElementBatcher(Batcher):
         try:
             self._write(place, payload)
         except BaseException:
-            self.lane.abandon(place, 1)
+            self.queue.abandon(place, 1)
             raise
         return await self._result(place)
 
@@ -213,16 +213,16 @@ class RowBatcher(Batcher):
         packed = self._row.pack(x)
         place = await self._place()
         try:
-            self.lane.ring.input_rows(place, 1, 0)[:] = packed
+            self.queue.ring.input_rows(place, 1, 0)[:] = packed
         except BaseException:
-            self.lane.abandon(place, 1)
+            self.queue.abandon(place, 1)
             raise
         return await self._result(place)
 
     def _read(self, place: int) -> Any:
         if self._out_row is None:
             return super()._read(place)
-        return self._out_row.unpack(bytes(self.lane.ring.output_rows(place, 1, 0)))
+        return self._out_row.unpack(bytes(self.queue.ring.output_rows(place, 1, 0)))
 
     def _describe(self, row: RowSpec) -> dict[str, Any]:
         return {"row": {"dtype": row.dtype, "shape": list(row.shape)}}
@@ -295,7 +295,7 @@ class HookedBatcher(Batcher):
         batch = self._open_slots.pop(slot)
         if batch.timer is not None:
             batch.timer.cancel()
-        self.lane.ring.seal(batch.places[0])
+        self.queue.ring.seal(batch.places[0])
         self._spawn(self._send(batch))
 
     async def _send(self, batch: Gathering) -> None:
@@ -305,21 +305,21 @@ class HookedBatcher(Batcher):
                 self._write(batch.places[0], payload)
         except Exception as error:
             for place in batch.places:
-                self.lane.abandon(place, 1)
+                self.queue.abandon(place, 1)
             batch.fail(error)
             return
         for place in batch.places:
-            self.lane.submit(place, 1, self._deliver, 0, batch)
+            self.queue.submit(place, 1, self._deliver, 0, batch)
 
-    def _deliver(self, ticket: Ticket, error: ServeError | None) -> None:
-        batch: Gathering = ticket.context
-        if ticket.place != batch.places[0]:  # the first place answers for all
+    def _deliver(self, pending: Pending, error: ServeError | None) -> None:
+        batch: Gathering = pending.context
+        if pending.place != batch.places[0]:  # the first place answers for all
             if error is None:
-                self.lane.release(ticket)
+                self.queue.release(pending)
             return
         result = None
         if error is None:
-            result, error = self._take(ticket)
+            result, error = self._take(pending)
         if error is not None:
             batch.fail(error)
         else:

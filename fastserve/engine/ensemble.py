@@ -13,9 +13,9 @@ import time
 from dataclasses import dataclass, field, replace
 
 from fastserve.config.options import EnsembleStep
-from fastserve.engine.counts import BACKEND, CANCELED, OTHER, REJECTED, tally_of
-from fastserve.engine.door import Door, Runs
+from fastserve.engine.counters import BACKEND, CANCELED, OTHER, REJECTED, counters_of
 from fastserve.engine.ensemble_plan import Plan
+from fastserve.engine.scheduler import Runs, Scheduler
 from fastserve.errors import DeadlineError, Kind, ModelError, ServeError
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
@@ -25,8 +25,8 @@ LATE = "the request's time was up before step {} (model '{}')"
 STUCK = "unexpected deadlock, at least one output is not set while no more ensemble steps can be made"
 
 
-class Ensemble(Door):
-    """The door of an ensemble's version."""
+class Ensemble(Scheduler):
+    """The scheduler of an ensemble's version."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -53,16 +53,16 @@ class Ensemble(Door):
             await self._run(engine, flow, versions)
             response = flow.respond()
             rows = _rows_of(request) if version.batching else 1
-            tally_of(version).serve(rows, time.monotonic_ns() - began_ns, flow.model_ns)
+            counters_of(version).serve(rows, time.monotonic_ns() - began_ns, flow.model_ns)
             return response
         except ServeError as error:
             flow.release()
-            tally_of(version).end(_end_of(error), time.monotonic_ns() - began_ns)
+            counters_of(version).end(_end_of(error), time.monotonic_ns() - began_ns)
             raise _named(self.plan.name, error) from error
         except BaseException as error:
             flow.release()
             left = CANCELED if isinstance(error, asyncio.CancelledError) else OTHER
-            tally_of(version).end(left, time.monotonic_ns() - began_ns)
+            counters_of(version).end(left, time.monotonic_ns() - began_ns)
             raise
         finally:
             self._waiting -= 1

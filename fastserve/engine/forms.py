@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 from fastserve.codec.notes import RequestNote, read_answer_note, write_note
-from fastserve.engine.lane import Lane
+from fastserve.engine.batch_queue import BatchQueue
 from fastserve.errors import Kind, ModelError, ServeError
 from fastserve.request import InferRequest
 from fastserve.tensor import DTYPE_BY_CODE, Tensor
@@ -31,7 +31,7 @@ class Form(Protocol):
 
     def write_inputs(
         self,
-        lane: Lane,
+        queue: BatchQueue,
         place: int,
         rows: int,
         inputs: Mapping[str, Tensor],
@@ -39,7 +39,7 @@ class Form(Protocol):
     ) -> None:
         """Fill a reserved place; `request` is whose inputs they are. Raises ServeError without room."""
 
-    def read(self, lane: Lane, place: int, rows: int) -> Answer:
+    def read(self, queue: BatchQueue, place: int, rows: int) -> Answer:
         """The outputs of an answered place, as views, and the parameters that came with them. Raises
         ServeError when it failed by itself."""
 
@@ -49,19 +49,19 @@ class Columns:
 
     def write_inputs(
         self,
-        lane: Lane,
+        queue: BatchQueue,
         place: int,
         rows: int,
         inputs: Mapping[str, Tensor],
         request: InferRequest | None = None,
     ) -> None:
-        for column, name in enumerate(lane.inputs):
-            lane.ring.input_rows(place, rows, column)[:] = memoryview(inputs[name].data).cast("B")
+        for column, name in enumerate(queue.inputs):
+            queue.ring.input_rows(place, rows, column)[:] = memoryview(inputs[name].data).cast("B")
 
-    def read(self, lane: Lane, place: int, rows: int) -> Answer:
+    def read(self, queue: BatchQueue, place: int, rows: int) -> Answer:
         outputs = {
-            name: Tensor(spec.dtype, (rows, *(spec.shape or ())), lane.ring.output_rows(place, rows, column))
-            for column, (name, spec) in enumerate(lane.outputs.items())
+            name: Tensor(spec.dtype, (rows, *(spec.shape or ())), queue.ring.output_rows(place, rows, column))
+            for column, (name, spec) in enumerate(queue.outputs.items())
         }
         return outputs, NONE
 
@@ -71,22 +71,22 @@ class Slabs:
 
     def write_inputs(
         self,
-        lane: Lane,
+        queue: BatchQueue,
         place: int,
         rows: int,
         inputs: Mapping[str, Tensor],
         request: InferRequest | None = None,
     ) -> None:
-        given = [_entry(i, inputs[name]) for i, name in enumerate(lane.inputs) if name in inputs]
-        _put(lane, place, given, b"")
+        given = [_entry(i, inputs[name]) for i, name in enumerate(queue.inputs) if name in inputs]
+        _put(queue, place, given, b"")
 
-    def read(self, lane: Lane, place: int, rows: int) -> Answer:
-        status = lane.ring.place_status(place)
+    def read(self, queue: BatchQueue, place: int, rows: int) -> Answer:
+        status = queue.ring.place_status(place)
         try:
-            entries, _ = _read_slab(lane, *lane.ring.answer_slab(place))
+            entries, _ = _read_slab(queue, *queue.ring.answer_slab(place))
             if status:
                 raise ModelError(Kind(status), bytes(entries[0][3]).decode("utf-8", "replace"))
-            return _named(entries, list(lane.outputs)), NONE
+            return _named(entries, list(queue.outputs)), NONE
         except (ValueError, LookupError):
             raise ServeError(Kind.INTERNAL, UNREADABLE) from None
 
@@ -96,33 +96,33 @@ class Whole:
 
     def write_inputs(
         self,
-        lane: Lane,
+        queue: BatchQueue,
         place: int,
         rows: int,
         inputs: Mapping[str, Tensor],
         request: InferRequest | None = None,
     ) -> None:
         entries, extra = [], []
-        for number, name in enumerate(lane.inputs):
+        for number, name in enumerate(queue.inputs):
             tensor = inputs.get(name)
             if tensor is not None:
                 entries.append(_entry(number, tensor))
         if len(entries) < len(inputs):
-            extra = [name for name in inputs if name not in lane.inputs]
-            entries += [_entry(len(lane.inputs) + i, inputs[name]) for i, name in enumerate(extra)]
+            extra = [name for name in inputs if name not in queue.inputs]
+            entries += [_entry(len(queue.inputs) + i, inputs[name]) for i, name in enumerate(extra)]
         try:
             note = note_of(request or InferRequest({}), extra)
         except (TypeError, ValueError):
             raise ServeError(Kind.INVALID_ARGUMENT, "parameters are strings, numbers and bools") from None
-        _put(lane, place, entries, note)
+        _put(queue, place, entries, note)
 
-    def read(self, lane: Lane, place: int, rows: int) -> Answer:
-        outputs, parameters, error = read_answer(lane, *lane.ring.answer_slab(place))
+    def read(self, queue: BatchQueue, place: int, rows: int) -> Answer:
+        outputs, parameters, error = read_answer(queue, *queue.ring.answer_slab(place))
         if error is not None:
             try:
                 raise error
             finally:
-                del error  # it holds this frame by its traceback, and the frame the lane
+                del error  # it holds this frame by its traceback, and the frame the queue
         return outputs, parameters
 
 
@@ -130,28 +130,28 @@ def _entry(number: int, tensor: Tensor) -> Entry:
     return number, tensor.dtype.code, tensor.shape, tensor.data
 
 
-def _put(lane: Lane, place: int, entries: list[Entry], note: bytes) -> None:
+def _put(queue: BatchQueue, place: int, entries: list[Entry], note: bytes) -> None:
     """Inputs into a slab of their own, which is the place's. Raises ServeError."""
-    assert lane.desk is not None
+    assert queue.desk is not None
     try:
-        offset, size = lane.desk.put(entries, note)
+        offset, size = queue.desk.put(entries, note)
     except ValueError as error:
         raise ServeError(Kind.INVALID_ARGUMENT, str(error)) from None
     if not offset:
-        lane.rejected("queue_bytes")
+        queue.rejected("queue_bytes")
         raise ServeError(
             Kind.UNAVAILABLE,
             f"no room for {size} bytes of inputs (max_queue_bytes)",
-            retry_after_s=lane.meters.seconds_for(lane.ring.queued()),
+            retry_after_s=queue.meters.seconds_for(queue.ring.queued()),
         )
-    lane.ring.attach_slab(place, offset, size)
+    queue.ring.attach_slab(place, offset, size)
 
 
-def _read_slab(lane: Lane, offset: int, size: int) -> tuple[list[Read], bytes]:
+def _read_slab(queue: BatchQueue, offset: int, size: int) -> tuple[list[Read], bytes]:
     if offset == 0:
         raise ServeError(Kind.RESOURCE_EXHAUSTED, NO_ROOM)
-    assert lane.desk is not None
-    return lane.desk.read(offset, size)
+    assert queue.desk is not None
+    return queue.desk.read(offset, size)
 
 
 def _named(entries: list[Read], names: list[str]) -> dict[str, Tensor]:
@@ -159,18 +159,18 @@ def _named(entries: list[Read], names: list[str]) -> dict[str, Tensor]:
 
 
 def read_answer(
-    lane: Lane, offset: int, size: int
+    queue: BatchQueue, offset: int, size: int
 ) -> tuple[dict[str, Tensor], Mapping[str, object], ServeError | None]:
     """Outputs as views of a slab, their parameters, or the error in their place. Raises ServeError when
     they cannot be read."""
     try:
-        entries, said = _read_slab(lane, offset, size)
+        entries, said = _read_slab(queue, offset, size)
         if not said:
-            return _named(entries, list(lane.outputs)), NONE, None
+            return _named(entries, list(queue.outputs)), NONE, None
         note = read_answer_note(said)
         if note.kind:
             return {}, NONE, ModelError(Kind(note.kind), note.message)
-        return _named(entries, [*lane.outputs, *note.extra]), note.parameters, None
+        return _named(entries, [*queue.outputs, *note.extra]), note.parameters, None
     except (ValueError, LookupError):
         raise ServeError(Kind.INTERNAL, UNREADABLE) from None
 
@@ -198,9 +198,9 @@ def note_of(request: InferRequest, extra: list[str]) -> bytes:
     return write_note(note)
 
 
-def form_of(lane: Lane) -> Form:
-    """The form of the lane's arena."""
-    return COLUMNS if lane.dense else WHOLE if lane.requests else SLABS
+def form_of(queue: BatchQueue) -> Form:
+    """The form of the queue's arena."""
+    return COLUMNS if queue.dense else WHOLE if queue.requests else SLABS
 
 
 def join_parts(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

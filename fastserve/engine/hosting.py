@@ -1,7 +1,7 @@
-"""Brings versions up and down: workers, arena and lane, in the order that loses nothing.
+"""Brings versions up and down: workers, arena and queue, in the order that loses nothing.
 
-    load:    workers load -> the arena is made for their tensors -> workers attach and warm up -> lane opens
-    unload:  (the catalog has hidden the version) -> lane drains -> workers stop -> the arena goes
+    load:    workers load -> the arena is made for their tensors -> workers attach and warm up -> queue opens
+    unload:  (the catalog has hidden the version) -> queue drains -> workers stop -> the arena goes
 
 Only the process that owns the workers has a Host; other front processes mirror what it did.
 """
@@ -15,18 +15,17 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fastserve.engine.batch_queue import BatchQueue
 from fastserve.engine.cache import ResponseCache
 from fastserve.engine.calls import Calls
-from fastserve.engine.counts import tally_of
-from fastserve.engine.door import Door
+from fastserve.engine.counters import counters_of
 from fastserve.engine.engine import Engine
 from fastserve.engine.ensemble import Ensemble
 from fastserve.engine.ensemble_plan import check_models, make_plan
-from fastserve.engine.lane import Lane
-from fastserve.engine.meters import LaneMeters
+from fastserve.engine.meters import QueueMeters
 from fastserve.engine.rate import RateLimiter
 from fastserve.engine.schedule import Schedule, Specs
-from fastserve.engine.stateful import SEQUENCE_DIED, StatefulDoor
+from fastserve.engine.scheduler import find_scheduler
 from fastserve.engine.upkeep import Upkeep
 from fastserve.engine.wishes import Tell, Wishes
 from fastserve.errors import ConfigError, Kind, ServeError
@@ -58,10 +57,10 @@ class Hosted:
     version: Version
     group: WorkerGroup
     arena: Arena
-    lane: Lane
+    queue: BatchQueue
     calls: Calls
     upkeep: Upkeep
-    part: int = 0  # which of the version's lanes, where each instance has one
+    part: int = 0  # which of the version's queues, where each instance has one
     nobody: asyncio.TimerHandle | None = None  # fails what waits while no worker is alive
     closing: bool = False
 
@@ -97,7 +96,7 @@ class Host:
         self._on_health = on_health
 
     async def load(self, version: Version) -> None:
-        """Start the version's workers and open its lane. Raises ServeError in the backend's own words."""
+        """Start the version's workers and open its queue. Raises ServeError in the backend's own words."""
         began_ns = time.monotonic_ns()
         try:
             await self._load(version, began_ns)
@@ -108,15 +107,15 @@ class Host:
     async def _load(self, version: Version, began_ns: int) -> None:
         if version.config.options.ensemble is not None:
             self._load_ensemble(version)
-            tally_of(version).load_s = (time.monotonic_ns() - began_ns) / 1e9
+            counters_of(version).load_s = (time.monotonic_ns() - began_ns) / 1e9
             return
         parts: list[Hosted] = []
         try:
             schedule = Schedule(version, self._fronts, self.cache, self._limiter)
-            while len(parts) < schedule.lanes:
+            while len(parts) < schedule.queues:
                 parts.append(await self._start(version, schedule, len(parts)))
-            version.lane = schedule.open_door([hosted.lane for hosted in parts])
-            tally_of(version).load_s = (time.monotonic_ns() - began_ns) / 1e9
+            version.scheduler = schedule.open_scheduler([hosted.queue for hosted in parts])
+            counters_of(version).load_s = (time.monotonic_ns() - began_ns) / 1e9
             for hosted in parts:
                 for mirror in self.on_opened:
                     await mirror(hosted)
@@ -131,7 +130,7 @@ class Host:
             raise
 
     async def _start(self, version: Version, schedule: Schedule, part: int) -> Hosted:
-        """One lane of the version and the workers behind it."""
+        """One queue of the version and the workers behind it."""
         made: list[tuple[Arena, Specs, Specs]] = []
 
         def make_arena(inputs: dict[str, TensorSpec], outputs: dict[str, TensorSpec]) -> Arena:
@@ -159,20 +158,20 @@ class Host:
             raise
 
     async def unload(self, version: Version) -> None:
-        """Drain the version's lane, then stop its workers and give the memory back."""
+        """Drain the version's queue, then stop its workers and give the memory back."""
         for ensemble in list(self.ensembles.values()):
             await ensemble.let_go(version)
         if version in self.ensembles:
             await self._unload_ensemble(version)
         parts = self._parts(version)
-        if isinstance(version.lane, Door):
-            await version.lane.drain()
+        if (scheduler := find_scheduler(version)) is not None:
+            await scheduler.drain()
         for hosted in parts:
             hosted.closing = True
             for mirror in self.on_closing:
                 await mirror(hosted)
-            while hosted.lane.busy:  # a split request may bring its next piece
-                await hosted.lane.drain()
+            while hosted.queue.busy:  # a split request may bring its next piece
+                await hosted.queue.drain()
         # Until here a worker that dies is noticed and replaced: requests under way depend on it.
         await self._close_all(version, parts)
 
@@ -214,30 +213,30 @@ class Host:
         assert version.config.options.ensemble is not None
         plan = make_plan(version.model, version.config.options.ensemble)
         check_models(version, plan, self._catalog)
-        version.lane = self.ensembles[version] = Ensemble(plan)
+        version.scheduler = self.ensembles[version] = Ensemble(plan)
 
     async def _unload_ensemble(self, version: Version) -> None:
         ensemble = self.ensembles[version]
         await ensemble.drain()
         ensemble.close()
-        version.lane = None
+        version.scheduler = None
         self.ensembles.pop(version, None)
 
     def _open(
         self, version: Version, part: int, group: WorkerGroup, arena: Arena, inputs: Specs, outputs: Specs
     ) -> Hosted:
         geometry = arena.geometry
-        meters = LaneMeters(
+        meters = QueueMeters(
             self._registry, version.model, version.number, geometry.max_delay_ns, geometry.max_rows
         )
-        lane = Lane(arena, 0, inputs, outputs, meters)
-        lane.open()
-        tally_of(version).lanes.append(lane)
+        queue = BatchQueue(arena, 0, inputs, outputs, meters)
+        queue.open()
+        counters_of(version).queues.append(queue)
         upkeep = Upkeep(
-            lane, group.kill, lambda: self._stuck_changed(hosted), limit_ms=version.config.run_timeout_ms
+            queue, group.kill, lambda: self._stuck_changed(hosted), limit_ms=version.config.run_timeout_ms
         )
         upkeep.open()
-        hosted = Hosted(version, group, arena, lane, Calls(self.engine, lane, group.tell), upkeep, part)
+        hosted = Hosted(version, group, arena, queue, Calls(self.engine, queue, group.tell), upkeep, part)
         self.hosted[_key(version, part)] = hosted
         self._report(hosted)
         return hosted
@@ -253,11 +252,11 @@ class Host:
             hosted.nobody.cancel()
         await hosted.calls.close()
         await hosted.group.stop(STOP_GRACE_S)
-        door, hosted.version.lane = hosted.version.lane, None
-        if isinstance(door, Door):
-            door.close()
-        hosted.lane.close()
-        tally_of(hosted.version).close(hosted.lane)
+        scheduler, hosted.version.scheduler = find_scheduler(hosted.version), None
+        if scheduler is not None:
+            scheduler.close()
+        hosted.queue.close()
+        counters_of(hosted.version).close(hosted.queue)
         hosted.arena.close()
         self.wishes.forget(hosted.version)
         self._report(hosted)
@@ -270,13 +269,13 @@ class Host:
         self.wishes.forget_worker(version, part, worker)
         # Parts of an answer have gone out already: it is not begun again. What hung would hang the next.
         ended = hosted.upkeep.ended(worker)
-        attempts = MOST_ATTEMPTS if hosted.group.alive and not hosted.lane.decoupled and not ended else 1
+        attempts = MOST_ATTEMPTS if hosted.group.alive and not hosted.queue.decoupled and not ended else 1
         kind, text = (Kind.DEADLINE_EXCEEDED, ENDED.format(ended)) if ended else (Kind.UNAVAILABLE, DIED)
-        retried, failed = hosted.lane.ring.worker_died(worker, attempts, kind.value, text)
-        if isinstance(version.lane, StatefulDoor):
-            # What it had not taken yet goes on a sequence whose state died with it: not for the next worker.
-            failed += hosted.lane.ring.fail_ready(Kind.UNAVAILABLE.value, SEQUENCE_DIED)
-            version.lane.instance_lost(part)
+        retried, failed = hosted.queue.ring.worker_died(worker, attempts, kind.value, text)
+        if (scheduler := find_scheduler(version)) is not None:
+            if scheduler.died_with_it:
+                failed += hosted.queue.ring.fail_ready(Kind.UNAVAILABLE.value, scheduler.died_with_it)
+            scheduler.instance_lost(part)
         log.warning("%r: worker %d died; %d batches retried, %d failed", version, worker, retried, failed)
         self._registry.counters(names.RETRIES).of(version.model, version.number).add(retried)
         if not hosted.group.alive and hosted.nobody is None:
@@ -303,8 +302,8 @@ class Host:
         hosted = self.hosted.get(_key(version, part))
         if hosted is not None:
             self._registry.counters(names.WORKER_RESTARTS).of(version.model, version.number).add()
-            if isinstance(version.lane, StatefulDoor):
-                version.lane.instance_back(part)
+            if (scheduler := find_scheduler(version)) is not None:
+                scheduler.instance_back(part)
             if hosted.nobody is not None:
                 hosted.nobody.cancel()
                 hosted.nobody = None
@@ -335,7 +334,7 @@ async def _close_unopened(group: WorkerGroup, made: list[Arena]) -> None:
 
 def _fail_waiting(hosted: Hosted) -> None:
     """End what waits for a worker, again and again until one is back: nobody waits for ever."""
-    failed = hosted.lane.ring.fail_ready(Kind.UNAVAILABLE.value, NOBODY)
+    failed = hosted.queue.ring.fail_ready(Kind.UNAVAILABLE.value, NOBODY)
     if failed:
         log.error("%r: %d batches failed: no worker is alive", hosted.version, failed)
     hosted.nobody = asyncio.get_running_loop().call_later(NOBODY_LOOK_S, _fail_waiting, hosted)

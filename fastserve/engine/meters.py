@@ -1,4 +1,4 @@
-"""What a lane counts: one batch at a time, so that a request pays next to nothing for it."""
+"""What a queue counts: one batch at a time, so that a request pays next to nothing for it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RATE_WINDOW_NS = 1_000_000_000
 LONGEST_RETRY_S = 30.0
 
 
-class LaneMeters:
+class QueueMeters:
     """The meters of one version in one front process."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The door of a model whose queue is more than a queue: priorities, policies, preferred sizes, kept order.
+"""Scheduling with more than a queue: priorities, policies, preferred sizes, kept order.
 
 Requests wait here, and go to the workers only as fast as these take batches: what runs next is decided
 when a worker is free, by `priority`. Batches are formed as Triton's dynamic batcher forms them.
@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from fastserve.engine.counts import CANCELED, REJECTED, tally_of
-from fastserve.engine.door import Door, Runs
+from fastserve.engine.counters import CANCELED, REJECTED, counters_of
 from fastserve.engine.priority import EXPIRED, AdmissionQueue, Levels, Queued
 from fastserve.engine.rows import check_inputs, empty_outputs
+from fastserve.engine.scheduler import Runs, Scheduler
 from fastserve.engine.sealed import Answer, Member, Sender
 from fastserve.errors import DeadlineError, Kind, ServeError
 from fastserve.repository.version import Version
@@ -62,7 +62,7 @@ class _Waiting:
     result: tuple[Answer | None, ServeError | None] | None = None
 
 
-class QueuedDoor(Door):
+class QueuedScheduler(Scheduler):
     """Everything behind it runs on the event loop's thread."""
 
     def __init__(
@@ -97,7 +97,7 @@ class QueuedDoor(Door):
                 f"<= {self._sender.max_rows} for '{self._model}'",
             )
         waiting = _Waiting(request, asyncio.get_running_loop().create_future())
-        now_ns, tally = self._clock(), tally_of(version)
+        now_ns, counters = self._clock(), counters_of(version)
         try:
             if self.queue.rows + rows > self._forming.most_rows:
                 raise self._sender.full()
@@ -111,9 +111,9 @@ class QueuedDoor(Door):
             )
             return await self._wait(waiting)
         except (ServeError, asyncio.CancelledError) as error:
-            if waiting.member is None:  # else its lane counts it
+            if waiting.member is None:  # else its queue counts it
                 reason = REJECTED if isinstance(error, ServeError) else CANCELED
-                tally.end(reason, self._clock() - now_ns)
+                counters.end(reason, self._clock() - now_ns)
             raise
 
     async def _wait(self, waiting: _Waiting) -> InferResponse:
@@ -251,7 +251,7 @@ class QueuedDoor(Door):
             queued.what.answer.set_exception(error)
 
     def _pass_deadline(self, waiting: _Waiting) -> None:
-        """Its own time was up while it waited; one that runs is told by the lane."""
+        """Its own time was up while it waited; one that runs is told by the queue."""
         if waiting.member is None and waiting.queued is not None:
             self._turn_away(waiting.queued, DeadlineError(TOO_LONG, queued=True))
 

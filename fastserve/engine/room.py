@@ -1,6 +1,6 @@
-"""Who waits for a slot of a lane, in the order they came. Not what waits in a slot: that is the lane's.
+"""Who waits for a slot of a queue, in the order they came. Not what waits in a slot: that is the queue's.
 
-    standing = room.stand(rows, given)       given(place) once it is there; given(None) when the lane closes
+    standing = room.stand(rows, given)       given(place) once it is there; given(None) when the queue closes
     room.leave(standing)                     gave up
 
 Slots are fewer than rows that may wait: batches are sealed before they are full, and their slots are held
@@ -39,7 +39,7 @@ class Standing:
 
 
 class Room:
-    """The two lines of one lane in this front process. `on_empty` is told when nobody stands any more."""
+    """The two lines of one queue in this front process. `on_empty` is told when nobody stands any more."""
 
     def __init__(self, ring: BatchRing, max_queued: int, on_empty: Callable[[], object]) -> None:
         self.anyone = False
@@ -87,7 +87,7 @@ class Room:
             self._looking = asyncio.get_running_loop().call_soon(self._look)
 
     def close(self) -> None:
-        """Everybody is told that there will be no place. Lets go of the lane: a circle keeps memory."""
+        """Everybody is told that there will be no place. Lets go of the queue: a circle keeps memory."""
         self._on_empty = _nobody
         left = [*self._line, *self._patient]
         self._line.clear()

@@ -1,10 +1,10 @@
-"""How a version's requests are scheduled: chosen once, when its lanes open, from what its config says.
+"""How a version's requests are scheduled: chosen once, when its queues open, from what its config says.
 
-    plain        the lane itself: batches form in shared memory as rows arrive
+    plain        the queue itself: batches form in shared memory as rows arrive
     queued       `queued`: priority levels, queue policies, preferred batch sizes, kept order
-    cached       `cache`, before a lane or a queue
+    cached       `cache`, before a queue or a queue
     sequences    `stateful`: control inputs, states, a slot for each sequence
-    ensemble     no lane at all, see `ensemble` and `hosting`
+    ensemble     no queue at all, see `ensemble` and `hosting`
 
 What a config asks for and is not here is refused by `check_schedule`, never passed over.
 """
@@ -16,16 +16,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastserve.config.options import Needs, Options, QueueOptions
-from fastserve.engine.cache import CachedDoor, ResponseCache
+from fastserve.engine.batch_queue import BatchQueue
+from fastserve.engine.cache import CachedScheduler, ResponseCache
 from fastserve.engine.controls import Extras, open_extras
-from fastserve.engine.counts import tally_of
-from fastserve.engine.door import Door
-from fastserve.engine.lane import Lane
+from fastserve.engine.counters import counters_of
+from fastserve.engine.plain import PlainScheduler
 from fastserve.engine.priority import Levels, levels_of
-from fastserve.engine.queued import Forming, QueuedDoor
+from fastserve.engine.queued import Forming, QueuedScheduler
 from fastserve.engine.rate import RateLimiter, needs_of
+from fastserve.engine.scheduler import Scheduler
 from fastserve.engine.sealed import Sealed, sealed_config
-from fastserve.engine.stateful import StatefulDoor, strategy_of
+from fastserve.engine.stateful import SequenceScheduler, strategy_of
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.model_config import ModelConfig, config_json
 from fastserve.repository.version import Version
@@ -37,7 +38,7 @@ Specs = Mapping[str, TensorSpec]
 
 
 class Schedule:
-    """What one version's config makes of its lanes."""
+    """What one version's config makes of its queues."""
 
     def __init__(
         self,
@@ -67,12 +68,12 @@ class Schedule:
             )
 
     @property
-    def lanes(self) -> int:
-        """Lanes it needs: one, or one for each instance where requests belong to an instance."""
+    def queues(self) -> int:
+        """Queues it needs: one, or one for each instance where requests belong to an instance."""
         return self._version.config.instances if self.extras else 1
 
     def worker_config(self, part: int = 0) -> dict[str, Any]:
-        """model.yaml for the workers of one lane, and for its arena."""
+        """model.yaml for the workers of one queue, and for its arena."""
         config = config_json(self._version.config)
         if self.extras is None:
             return config if self._queue is None else sealed_config(config)
@@ -90,27 +91,26 @@ class Schedule:
             {name: spec for name, spec in outputs.items() if name not in self.extras.hidden},
         )
 
-    def open_door(self, lanes: Sequence[Lane]) -> Lane | Door:
+    def open_scheduler(self, queues: Sequence[BatchQueue]) -> Scheduler:
         """What requests go through."""
-        inner = self._open_inner(lanes)
-        tally = tally_of(self._version)
-        if isinstance(inner, Door):
-            tally.waiting = inner.pending
-        return inner if self._cache is None else CachedDoor(self._cache, inner, tally)
+        inner = self._open_inner(queues)
+        counters = counters_of(self._version)
+        counters.waiting = inner.pending
+        return inner if self._cache is None else CachedScheduler(self._cache, inner, counters)
 
-    def _open_inner(self, lanes: Sequence[Lane]) -> Lane | Door:
-        model, senders = self._version.model, [Sealed(lane) for lane in lanes]
+    def _open_inner(self, queues: Sequence[BatchQueue]) -> Scheduler:
+        model, senders = self._version.model, [Sealed(queue) for queue in queues]
         if self.extras is not None:
             assert self._options.sequences is not None
             config = self._version.config
             strategy = strategy_of(self._options.sequences, config.max_batch_size, config.max_queue_rows)
-            return StatefulDoor(model, senders, self.extras, strategy)
+            return SequenceScheduler(model, senders, self.extras, strategy)
         if self._queue is not None:
             gate = None
             if self._limiter is not None and self._needs.resources:
                 gate = self._limiter.open_gate(self._needs)
-            return QueuedDoor(model, senders[0], *self._queue, gate)
-        return lanes[0]
+            return QueuedScheduler(model, senders[0], *self._queue, gate)
+        return PlainScheduler(queues[0])
 
 
 def read_queue(config: ModelConfig, *, limited: bool = False) -> tuple[Levels, Forming] | None:

@@ -1,7 +1,7 @@
-"""A lane whose batches are formed in this process: what is sent together runs together, and nothing joins it.
+"""A queue whose batches are formed in this process: what is sent together runs together, and alone.
 
 The arena must be made with `NEVER_US` as its delay (`sealed_config`), so that no worker takes a batch before
-it was sealed here. The doors that need to choose what runs next (sequences, priorities) send through this.
+it was sealed here. Schedulers that choose what runs next (sequences, priorities) send through this.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from fastserve.engine.engine import submit_request
+from fastserve.engine.batch_queue import GONE, BatchQueue, Pending
 from fastserve.engine.forms import form_of
-from fastserve.engine.lane import GONE, Lane, Ticket
+from fastserve.engine.plain import submit_request
 from fastserve.errors import Kind, ServeError
 from fastserve.request import InferRequest
 from fastserve.tensor import Tensor
@@ -51,7 +51,7 @@ class Member:
 
 
 class Sender(Protocol):
-    """Where batches go: a Sealed lane, or what a test puts in its place."""
+    """Where batches go: a Sealed queue, or what a test puts in its place."""
 
     max_rows: int
 
@@ -68,24 +68,24 @@ def sealed_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Sealed:
-    """The sender over a lane. A batch that finds no free slot is sent once there is one."""
+    """The sender over a queue. A batch that finds no free slot is sent once there is one."""
 
-    def __init__(self, lane: Lane) -> None:
-        self.lane = lane
-        self.max_rows = lane.max_rows
-        self._form = form_of(lane)
+    def __init__(self, queue: BatchQueue) -> None:
+        self.queue = queue
+        self.max_rows = queue.max_rows
+        self._form = form_of(queue)
 
     def send(self, members: Sequence[Member], finished: Callable[[], None]) -> None:
         batch = Batch(members, finished)
-        place = self.lane.ring.reserve(members[0].rows)
+        place = self.queue.ring.reserve(members[0].rows)
         if place >= 0:
             self._fill(batch, place)
         else:
-            self.lane.room.stand(members[0].rows, partial(self._fill, batch))
+            self.queue.room.stand(members[0].rows, partial(self._fill, batch))
 
     def full(self) -> ServeError:
-        self.lane.meters.rejected("queue_rows")  # in the statistics the queue's own door counts it
-        return self.lane.too_many()
+        self.queue.meters.rejected("queue_rows")  # in the statistics the queue's own scheduler counts it
+        return self.queue.too_many()
 
     def _fill(self, batch: Batch, place: int | None) -> None:
         """Write the batch, whose first member has its place; None: there will be none."""
@@ -94,7 +94,7 @@ class Sealed:
         for member in batch.members:
             try:
                 if fault is None:
-                    at = self.lane.ring.reserve(member.rows, True) if place is None else place
+                    at = self.queue.ring.reserve(member.rows, True) if place is None else place
                     place, last = None, self._send_one(batch, member, at)
             except ServeError as error:
                 fault = error  # the rest would be in rows that are not theirs
@@ -104,15 +104,15 @@ class Sealed:
             if fault is not None:
                 asyncio.get_running_loop().call_soon(batch.end, member, None, fault)
         if last >= 0:
-            self.lane.ring.seal(last)
+            self.queue.ring.seal(last)
 
     def _send_one(self, batch: Batch, member: Member, at: int) -> int:
         """The member's place. Raises ServeError when there is no room for it."""
         if at < 0:
             raise self.full()
-        lane = self.lane
-        answer, ticket = submit_request(
-            lane, self._form, member.request, dict(member.inputs), member.rows, at
+        queue = self.queue
+        answer, pending = submit_request(
+            queue, self._form, member.request, dict(member.inputs), member.rows, at
         )
 
         def settle(_: object) -> None:
@@ -126,7 +126,7 @@ class Sealed:
                 batch.end(member, None, error if isinstance(error, ServeError) else _internal())
 
         def cancel() -> None:
-            lane.cancel(ticket)
+            queue.cancel(pending)
             if not answer.done():
                 answer.cancel()
 
@@ -135,19 +135,19 @@ class Sealed:
             cancel()
         member.cancel = cancel
         if member.queued_ns:
-            lane.ring.backdate(at, max(member.queued_ns, 0))
+            queue.ring.backdate(at, max(member.queued_ns, 0))
         return at
 
-    def _read(self, member: Member, ticket: Ticket) -> tuple[Answer | None, ServeError | None]:
-        lane = self.lane
+    def _read(self, member: Member, pending: Pending) -> tuple[Answer | None, ServeError | None]:
+        queue = self.queue
         try:
             if member.request.times is not None:
-                member.request.times.extend(lane.ring.times_ns(ticket.place >> 16))
-            outputs, parameters = self._form.read(lane, ticket.place, ticket.rows)
+                member.request.times.extend(queue.ring.times_ns(pending.place >> 16))
+            outputs, parameters = self._form.read(queue, pending.place, pending.rows)
         except Exception as error:
-            lane.release(ticket)
+            queue.release(pending)
             return None, error if isinstance(error, ServeError) else _internal()
-        return Answer(outputs, partial(lane.release, ticket), parameters), None
+        return Answer(outputs, partial(queue.release, pending), parameters), None
 
 
 class Batch:

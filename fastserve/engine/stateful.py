@@ -1,4 +1,4 @@
-"""The door of a model with sequence batching: batches are formed of sequences, a request of each.
+"""The scheduler of a model with sequence batching: batches are formed of sequences, a request of each.
 
     direct   a sequence keeps its row in the batch; rows of free or silent slots say READY false
     oldest   the oldest waiting requests of the candidate sequences, in any row
@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 
 from fastserve.config.options import SequenceOptions
 from fastserve.engine.controls import Extras, Signals, empty_like
-from fastserve.engine.counts import CANCELED, OTHER, REJECTED, tally_of
-from fastserve.engine.door import Door, Runs
+from fastserve.engine.counters import CANCELED, OTHER, REJECTED, counters_of
 from fastserve.engine.rows import check_inputs
+from fastserve.engine.scheduler import Runs, Scheduler
 from fastserve.engine.sealed import NOBODY, Answer, Member, Sender
 from fastserve.engine.sequence import Asked, Phase, Sequences
 from fastserve.errors import DeadlineError, Kind, ServeError
@@ -69,7 +69,7 @@ class _Waiting:
     cancel: Callable[[], None] | None = None
 
 
-class StatefulDoor(Door):
+class SequenceScheduler(Scheduler):
     """Everything behind it runs on the event loop's thread."""
 
     def __init__(
@@ -103,7 +103,7 @@ class StatefulDoor(Door):
                 "of sequence batcher",
             )
         waiting = _Waiting(request, asyncio.get_running_loop().create_future())
-        tally, began_ns = tally_of(version), self._clock()
+        counters, began_ns = counters_of(version), self._clock()
         try:
             if self._asked >= self._most:
                 raise self._senders[0].full()
@@ -115,15 +115,15 @@ class StatefulDoor(Door):
                 now_ns=began_ns,
             )
         except ServeError:
-            tally.end(REJECTED)
+            counters.end(REJECTED)
             raise
         self._look()
         self._asked += 1
         try:
             return _respond(await self._answered(asked), request)
         except (ServeError, asyncio.CancelledError) as error:
-            if waiting.cancel is None:  # else its lane counts it
-                tally.end(_end_of(error), self._clock() - began_ns)
+            if waiting.cancel is None:  # else its queue counts it
+                counters.end(_end_of(error), self._clock() - began_ns)
             raise
         finally:
             self._asked -= 1
@@ -159,6 +159,8 @@ class StatefulDoor(Door):
 
     def pending(self) -> int:
         return self.sequences.waiting
+
+    died_with_it = SEQUENCE_DIED
 
     def instance_lost(self, instance: int) -> None:
         """The instance's process died: its sequences are over. Requests under way are told by their batch."""
@@ -286,7 +288,7 @@ class StatefulDoor(Door):
         self._look()
 
     def _expire(self, asked: Asked) -> None:
-        """Its time was up while it waited; one that runs is told by the lane."""
+        """Its time was up while it waited; one that runs is told by the queue."""
         waiting: _Waiting = asked.what
         if waiting.cancel is None and not waiting.answer.done():
             text = "the request's time was up while it waited in the queue"

@@ -1,6 +1,6 @@
-"""Answers that come in parts: from a lane's doorbell to whoever iterates, and back-pressure the other way.
+"""Answers that come in parts: from a queue's doorbell to whoever iterates, and back-pressure the other way.
 
-    lane --part(slab)--> Parts ... next() --> InferResponse --release()--> the slab goes back
+    queue --part(slab)--> Parts ... next() --> InferResponse --release()--> the slab goes back
                            |_ count_part: the worker may send one more
 
 A part counts as read when it is taken here, so a reader that stands still stops its model after a fixed
@@ -16,9 +16,9 @@ from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from fastserve.engine.counts import first_responses, tally_of
+from fastserve.engine.batch_queue import BatchQueue, Pending
+from fastserve.engine.counters import counters_of, first_responses
 from fastserve.engine.forms import form_of, read_answer
-from fastserve.engine.lane import Lane, Ticket
 from fastserve.engine.rows import check_inputs
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.version import Version
@@ -29,12 +29,12 @@ Part = tuple[int, int, bool, int]
 
 
 class Parts:
-    """What has come of one answer and was not taken yet. The context of its ticket."""
+    """What has come of one answer and was not taken yet. The context of its pending."""
 
-    def __init__(self, lane: Lane, place: int, version: Version) -> None:
-        self._lane, self._place = lane, place
-        self._tally, self._first, self._asked_ns = (
-            tally_of(version),
+    def __init__(self, queue: BatchQueue, place: int, version: Version) -> None:
+        self._queue, self._place = queue, place
+        self._counters, self._first, self._asked_ns = (
+            counters_of(version),
             first_responses(version),
             time.monotonic_ns(),
         )
@@ -47,20 +47,20 @@ class Parts:
         self._news: asyncio.Future[None] | None = None
 
     def part(self, offset: int, nbytes: int, final: bool) -> None:
-        """For the lane: one part, whose slab is ours."""
+        """For the queue: one part, whose slab is ours."""
         now_ns = time.monotonic_ns()
         if not self._last_ns:
             self._first.observe((now_ns - self._asked_ns) / 1e6)
-        before_ns = self._last_ns or self._lane.ring.times_ns(self._place >> 16)[2] or now_ns
+        before_ns = self._last_ns or self._queue.ring.times_ns(self._place >> 16)[2] or now_ns
         self._last_ns = now_ns
         self._came.append((offset, nbytes, final, now_ns - before_ns))
         self._ended = self._ended or final
         self._tell()
 
-    def done(self, ticket: Ticket, error: ServeError | None) -> None:
-        """For the lane: no more parts."""
+    def done(self, pending: Pending, error: ServeError | None) -> None:
+        """For the queue: no more parts."""
         if error is None:
-            self._lane.release(ticket)
+            self._queue.release(pending)
         self._over = True
         self._error = None if self._ended else error
         self._tell()
@@ -76,74 +76,74 @@ class Parts:
             await self._news
         part = self._came.popleft()
         if not self._over:
-            self._lane.ring.count_part(self._place)
+            self._queue.ring.count_part(self._place)
         self._read += 1
         if not part[0]:
-            self._tally.response(self._read - 1).empty_response.add(part[3])
+            self._counters.response(self._read - 1).empty_response.add(part[3])
         return part
 
     def count(self, part: Part, *, failed: bool) -> None:
         """The part taken last has been read."""
-        counts = self._tally.response(self._read - 1)
+        counts = self._counters.response(self._read - 1)
         for took in (counts.compute_infer, counts.fail if failed else counts.success):
             took.add(part[3])
         counts.compute_output.add(0)
 
-    def close(self, ticket: Ticket) -> None:
+    def close(self, pending: Pending) -> None:
         """Nobody takes any more: what came goes back, and the request is cancelled if it still runs."""
         while self._came:
             offset = self._came.popleft()[0]
             if offset:
-                self._lane.ring.return_lease(offset)
+                self._queue.ring.return_lease(offset)
         if not self._over and not self._ended:
             now_ns = time.monotonic_ns()
-            self._tally.response(self._read).cancel.add(now_ns - (self._last_ns or now_ns))
-            self._lane.cancel(ticket)
+            self._counters.response(self._read).cancel.add(now_ns - (self._last_ns or now_ns))
+            self._queue.cancel(pending)
 
     def _tell(self) -> None:
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
 
 
-async def stream_on_lane(
-    lane: Lane, version: Version, request: InferRequest
+async def stream_on_queue(
+    queue: BatchQueue, version: Version, request: InferRequest
 ) -> AsyncGenerator[InferResponse, None]:
-    """One request straight on a decoupled lane, as `Engine.stream` says."""
+    """One request straight on a decoupled queue, as `Engine.stream` says."""
     rows = max(check_inputs(version, request.inputs), 1)
-    place = await lane.reserve(_fitting(lane, rows), request.deadline_ns)
+    place = await queue.reserve(_fitting(queue, rows), request.deadline_ns)
     try:
-        form_of(lane).write_inputs(lane, place, rows, request.inputs, request)
+        form_of(queue).write_inputs(queue, place, rows, request.inputs, request)
     except BaseException:
-        lane.abandon(place, rows)
+        queue.abandon(place, rows)
         raise
-    parts = Parts(lane, place, version)
-    ticket = lane.submit(place, rows, parts.done, request.deadline_ns, parts)
+    parts = Parts(queue, place, version)
+    pending = queue.submit(place, rows, parts.done, request.deadline_ns, parts)
     try:
         while (part := await parts.next()) is not None:
             if part[0]:
-                response = _response(lane, *part[:3])
+                response = _response(queue, *part[:3])
                 parts.count(part, failed=response.error is not None)
                 yield response
     finally:
-        parts.close(ticket)
+        parts.close(pending)
 
 
-def _fitting(lane: Lane, rows: int) -> int:
-    if rows > lane.max_rows:
+def _fitting(queue: BatchQueue, rows: int) -> int:
+    if rows > queue.max_rows:
         raise ServeError(
-            Kind.INVALID_ARGUMENT, f"a request of {rows} rows is larger than a batch of {lane.max_rows}"
+            Kind.INVALID_ARGUMENT, f"a request of {rows} rows is larger than a batch of {queue.max_rows}"
         )
     return rows
 
 
-def _response(lane: Lane, offset: int, nbytes: int, final: bool) -> InferResponse:
+def _response(queue: BatchQueue, offset: int, nbytes: int, final: bool) -> InferResponse:
     try:
-        outputs, parameters, error = read_answer(lane, offset, nbytes)
+        outputs, parameters, error = read_answer(queue, offset, nbytes)
     except BaseException:
-        lane.ring.return_lease(offset)
+        queue.ring.return_lease(offset)
         raise
     response = InferResponse(
-        outputs, lambda: lane.ring.return_lease(offset), dict(parameters), final=final, error=error
+        outputs, lambda: queue.ring.return_lease(offset), dict(parameters), final=final, error=error
     )
     if error is not None:
         response.release()

@@ -1,5 +1,5 @@
-"""What the owner does for a lane every now and then: gives unused memory back, notices workers that hang, and
-ends them.
+"""What the owner does for a queue every now and then: gives unused memory back, notices workers that hang,
+and ends them.
 
 Not what answers requests: everything here is a look at shared memory on a timer of the loop.
 """
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from fastserve._ext.upkeep import Looks
-from fastserve.engine.lane import Lane
+from fastserve.engine.batch_queue import BatchQueue
 
 # Memory is given back that was free for two looks: a load that comes in waves keeps what it uses.
 TRIM_S, TRIM_ON_S = 5.0, 0.02
@@ -22,7 +22,7 @@ WATCH_MOST_S, WATCH_LEAST_S = 1.0, 0.05
 
 
 class Upkeep:
-    """Looks after one lane from `open` to `close`.
+    """Looks after one queue from `open` to `close`.
 
     `kill(worker, reason)` ends a worker whose batch has run longer than `limit_ms`; 0: however long. `stuck`
     are the workers whose batch has run longer than `stuck_s`; `on_stuck` is called whenever they are others.
@@ -31,7 +31,7 @@ class Upkeep:
 
     def __init__(
         self,
-        lane: Lane,
+        queue: BatchQueue,
         kill: Callable[[int, str], None],
         on_stuck: Callable[[], None],
         *,
@@ -39,10 +39,10 @@ class Upkeep:
     ) -> None:
         self.stuck: frozenset[int] = frozenset()
         self.stuck_s = limit_ms / 2000 if limit_ms else STUCK_S
-        self._limit_ms, self._decoupled = limit_ms, lane.decoupled
+        self._limit_ms, self._decoupled = limit_ms, queue.decoupled
         self._kill, self._on_stuck = kill, on_stuck
         self._killed: set[int] = set()
-        self._looks = Looks(lane.arena.memory)
+        self._looks = Looks(queue.arena.memory)
         self._watch_s = min(max(self.stuck_s / 4, WATCH_LEAST_S), WATCH_MOST_S)
 
     def open(self) -> None:

@@ -1,7 +1,7 @@
 """Quantiles of durations, over about the last minute, of counts in buckets that only ever grow.
 
-bucket 0: less than 1024 ns; then sixteen for every doubling (ext/include/tally.h: spread_bucket), so that a
-quantile is within 3 % of the duration it stands for
+bucket 0: less than 1024 ns; then sixteen for every doubling (ext/include/counters.h: spread_bucket), so that
+a quantile is within 3 % of the duration it stands for
 """
 
 from __future__ import annotations

@@ -42,23 +42,23 @@ class Version:
     """One version of a model. Only the catalog moves it from state to state.
 
     `inputs` and `outputs` are the model's own tensors; empty until `describe` when the model
-    tells them only once it is loaded. `lane` and `tally` belong to the engine and are opaque
+    tells them only once it is loaded. `queue` and `counters` belong to the engine and are opaque
     here.
     """
 
     __slots__ = (
         "__weakref__",
         "config",
+        "counters",
         "error",
         "folder",
         "inputs",
-        "lane",
         "model",
         "number",
         "outputs",
+        "scheduler",
         "signatures",
         "state",
-        "tally",
     )
 
     def __init__(self, model: str, number: int, folder: Path, config: ModelConfig) -> None:
@@ -71,8 +71,8 @@ class Version:
         self.inputs: dict[str, TensorSpec] = build_specs(config.inputs)
         self.outputs: dict[str, TensorSpec] = build_specs(config.outputs)
         self.signatures: dict[str, Signature] = {}
-        self.lane: object | None = None
-        self.tally: object | None = None
+        self.scheduler: object | None = None
+        self.counters: object | None = None
         if self.inputs and self.outputs:
             self.signatures = build_signatures(config, self.inputs, self.outputs)
 

@@ -1,4 +1,4 @@
-"""Another front process: the owner's listeners, dialects and lanes, without workers of its own.
+"""Another front process: the owner's listeners, dialects and queues, without workers of its own.
 
     python -m fastserve.server.follower FD      FD: the control line to the owner (fronts.py)
 
@@ -22,10 +22,11 @@ import msgspec
 import uvloop
 
 from fastserve.config import Listener, Settings
-from fastserve.engine.counts import tally_of
+from fastserve.engine.batch_queue import BatchQueue
+from fastserve.engine.counters import counters_of
 from fastserve.engine.engine import Engine
-from fastserve.engine.lane import Lane
-from fastserve.engine.meters import LaneMeters
+from fastserve.engine.meters import QueueMeters
+from fastserve.engine.plain import PlainScheduler
 from fastserve.logs import log_uncaught, setup_logs
 from fastserve.metrics import Readiness, Registry
 from fastserve.repository.catalog import Catalog
@@ -55,7 +56,7 @@ class Follower:
         self._draining = False
         self._control = control
         self._catalog = Catalog()
-        self._opened: dict[int, tuple[Version, Lane, Arena]] = {}
+        self._opened: dict[int, tuple[Version, BatchQueue, Arena]] = {}
         self._front: Front | None = None
         self._number = 0
         self._start: dict[str, Any] = {}
@@ -132,16 +133,16 @@ class Follower:
         version.describe(_read_specs(message["inputs"]), _read_specs(message["outputs"]))
         arena = Arena.join(message, fds)
         geometry = arena.geometry
-        meters = LaneMeters(
+        meters = QueueMeters(
             self._front.registry, version.model, version.number, geometry.max_delay_ns, geometry.max_rows
         )
-        lane = Lane(arena, self._number, version.inputs, version.outputs, meters)
-        lane.open()
-        version.lane = lane
-        tally = tally_of(version)
-        tally.lanes.append(lane)
-        tally.load_s = float(message["load_s"])
-        self._opened[message["id"]] = version, lane, arena
+        queue = BatchQueue(arena, self._number, version.inputs, version.outputs, meters)
+        queue.open()
+        version.scheduler = PlainScheduler(queue)
+        counters = counters_of(version)
+        counters.queues.append(queue)
+        counters.load_s = float(message["load_s"])
+        self._opened[message["id"]] = version, queue, arena
         self._control.send({"op": "opened", "id": message["id"]})
 
     async def _listen(self, message: dict[str, Any]) -> None:
@@ -155,12 +156,12 @@ class Follower:
         self._control.send({"op": "listening", "id": 0})
 
     async def _close(self, message: dict[str, Any]) -> None:
-        version, lane, arena = self._opened.pop(message["id"])
-        while lane.waiting or lane.unreleased:
-            await lane.drain()
-        version.lane = None
-        lane.close()
-        tally_of(version).close(lane)
+        version, queue, arena = self._opened.pop(message["id"])
+        while queue.waiting or queue.unreleased:
+            await queue.drain()
+        version.scheduler = None
+        queue.close()
+        counters_of(version).close(queue)
         arena.close()
         self._control.send({"op": "closed", "id": message["id"]})
 

@@ -5,7 +5,7 @@
     front -> owner   listening    opened {id}    closed {id}    ask, what its clients want loaded (loads.py)
 
 A front that dies, that cannot do what it is told, or that does not answer is replaced by one that is told
-everything anew. What the dead one held in the arenas is swept first, so that no batch waits for it.
+everything anew. What the dead one held in the arenas is reclaimed first, so that no batch waits for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fastserve.config import Listener, Settings
-from fastserve.engine.counts import tally_of
+from fastserve.engine.counters import counters_of
 from fastserve.engine.hosting import Host, Hosted
 from fastserve.errors import Kind, ServeError
 from fastserve.metrics import Readiness, Registry, names
@@ -151,7 +151,7 @@ class FrontLink:
             self._kill(error.message)
 
     async def close_version(self, hosted: Hosted) -> None:
-        """The front lets its requests on the version finish and closes its lane."""
+        """The front lets its requests on the version finish and closes its queue."""
         key = id(hosted.version)
         if key in self._given:
             self._given.discard(key)
@@ -222,7 +222,7 @@ class FrontLink:
             "config": config_json(version.config),
             "inputs": {n: [s.dtype.name, s.shape] for n, s in version.inputs.items()},
             "outputs": {n: [s.dtype.name, s.shape] for n, s in version.outputs.items()},
-            "load_s": tally_of(version).load_s,
+            "load_s": counters_of(version).load_s,
         }
         await self._ask("opened", key, message, fds, timeout_s=ANSWER_TIMEOUT_S)
 
@@ -267,13 +267,13 @@ class FrontLink:
             if future.done():
                 continue
             if answer == "closed":
-                future.set_result(None)  # what it held is swept below
+                future.set_result(None)  # what it held is reclaimed below
             else:
                 future.set_exception(
                     ServeError(Kind.UNAVAILABLE, f"front process {self.front} ended: {words}")
                 )
         for ring in self._rings():
-            ring.sweep_front(self.front)
+            ring.reclaim_front(self.front)
         if not self._draining:
             log.error("front process %d ended: %s; another is started", self.front, words)
 
@@ -292,22 +292,22 @@ class FrontLink:
             self._registry.counters(names.FRONT_RESTARTS).of().add()
             self._registry.bury(self.front)
             # Before the new one claims the same number.
-            await asyncio.gather(self._sweep(), asyncio.sleep(backoff.after_death(lived_s)))
+            await asyncio.gather(self._reclaim(), asyncio.sleep(backoff.after_death(lived_s)))
             try:
                 await self._start()
             except ServeError as error:
                 log.error("front process %d could not be started: %s", self.front, error.message)
                 self._kill(error.message)
 
-    async def _sweep(self) -> None:
+    async def _reclaim(self) -> None:
         rings = self._rings()
         before = [set(ring.lost()) for ring in rings]
         await asyncio.sleep(SWEEP_AGAIN_S)
         for ring, suspected in zip(rings, before, strict=True):
-            ring.sweep_front(self.front)
+            ring.reclaim_front(self.front)
             for lost in suspected.intersection(ring.lost()):
                 log.warning("front process %d died over %d rows of a batch", self.front, lost[2])
                 ring.forgive(*lost)
 
     def _rings(self) -> list[BatchRing]:
-        return [hosted.lane.ring for hosted in self._host.hosted.values()]
+        return [hosted.queue.ring for hosted in self._host.hosted.values()]

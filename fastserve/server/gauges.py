@@ -42,4 +42,4 @@ class FrontGauges:
         """Rows that wait, over all fronts: the owner sees the shared rings."""
         for one in hosted:
             who = (one.version.model, one.version.number)
-            self._registry.gauges(names.QUEUE_ROWS).of(*who).set(one.lane.ring.queued())
+            self._registry.gauges(names.QUEUE_ROWS).of(*who).set(one.queue.ring.queued())

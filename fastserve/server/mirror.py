@@ -33,7 +33,7 @@ def _read_error(written: list[Any] | None) -> ServeError | None:
 
 
 def apply_catalog(catalog: Catalog, message: dict[str, Any], opened: dict[int, Version]) -> None:
-    """Make `catalog` what the message says. `opened` are the versions this process has a lane for, by
+    """Make `catalog` what the message says. `opened` are the versions this process has a queue for, by
     the owner's id; others are listed with their state and cannot serve."""
     for name in set(catalog.models) - set(message["models"]):
         del catalog.models[name]

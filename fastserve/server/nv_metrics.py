@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from fastserve.config.metrics import MetricsConfig
 from fastserve.engine.cache import ResponseCache
-from fastserve.engine.counts import FIRST_RESPONSE, VersionCounts, counts_of, first_responses, tally_of
+from fastserve.engine.counters import FIRST_RESPONSE, VersionCounts, counters_of, counts_of, first_responses
 from fastserve.metrics.machine import Machine
 from fastserve.metrics.text import write_family, write_head, write_histogram, write_labels
 from fastserve.repository.catalog import Catalog
@@ -120,7 +120,7 @@ class NvMetrics:
         if self._options.summary_latencies:
             lines += self._summaries.write(seen, cached=self._cache is not None)
         lines += _write(_PENDING, seen, "gauge")
-        loads = ((write_labels(one.labels), tally_of(one.version).load_s) for one in seen)
+        loads = ((write_labels(one.labels), counters_of(one.version).load_s) for one in seen)
         lines += write_family("nv_model_load_duration_secs", "gauge", "Model load time in seconds", loads)
         lines += self._write_server()
         lines += self.custom()

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from fastserve.engine.counts import Took, VersionCounts, tally_of
+from fastserve.engine.counters import Took, VersionCounts, counters_of
 from fastserve.metrics.spread import Window, quantiles_ns
 from fastserve.metrics.text import write_head, write_summary
 from fastserve.repository.version import Version
@@ -69,13 +69,13 @@ class Summaries:
 
 
 def _spreads(one: Seen, *, cached: bool) -> Iterator[tuple[str, Took, array[int]]]:
-    counts, tally = one.counts, tally_of(one.version)
+    counts, counters = one.counts, counters_of(one.version)
     kept = cached and one.version.config.options.cached
     tooks = (counts.success, counts.queue, counts.compute_input, counts.compute_infer, counts.compute_output)
-    for (name, _), took, spread in zip(NAMES, tooks, tally.spreads(), strict=False):
+    for (name, _), took, spread in zip(NAMES, tooks, counters.spreads(), strict=False):
         # As there: with a cache in front, durations of requests are of two kinds that one summary would mix.
         if not (kept and took is counts.success):
             yield name, took, spread
     if kept:
-        yield NAMES[5][0], counts.cache_hit, array("Q", tally.hit_spread)
-        yield NAMES[6][0], counts.cache_miss, array("Q", tally.miss_spread)
+        yield NAMES[5][0], counts.cache_hit, array("Q", counters.hit_spread)
+        yield NAMES[6][0], counts.cache_miss, array("Q", counters.miss_spread)

@@ -1,6 +1,6 @@
 """One server: listeners first, then models, then signals until it is told to stop.
 
-open:   registry -> listeners, which tell clients to come again -> repository (workers, lanes)
+open:   registry -> listeners, which tell clients to come again -> repository (workers, queues)
         -> other front processes -> every call is answered
 stop:   not ready, and everything still accepted for drain_delay_s -> listeners and fronts drain
         -> versions unload -> workers stop -> exit 0

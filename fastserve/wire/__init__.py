@@ -3,7 +3,7 @@
     async def hello(call): call.reply(200, b'{"hello": "there"}')
     listener = HttpListener("127.0.0.1", 0, [dialect], Limits()); await listener.open()
 
-`fastserve.wire.grpc` is imported only when a gRPC listener is configured: grpcio costs 20 MB.
+`fastserve.wire.grpc` is imported only when a gRPC listener is configured: messages of protobuf cost some MB.
 """
 
 from fastserve.wire.call import Call, Dialect, Endpoint

@@ -71,7 +71,7 @@ class RequestRunner:
         self, arena: Arena, ring: BatchRing, backend: TritonPythonBackend, config: Mapping[str, Any]
     ) -> None:
         self._ring = ring
-        self._isolating = may_isolate(config) and not backend.decoupled
+        self._isolating = may_isolate(config)
         self._desk = open_desk(arena, ring)
         self._backend = backend
         self._batching, self._decoupled = backend.batching, backend.decoupled

@@ -15,7 +15,7 @@ from onnx import TensorProto
 from fastserve.backends import create
 from fastserve.backends.batch_io import BatchIO
 from fastserve.config.options import MadeInput, Options, Scatter
-from fastserve.engine.counts import counts_of
+from fastserve.engine.counters import counts_of
 from fastserve.errors import ConfigError, ServeError
 from fastserve.repository.model_config import config_json
 from fastserve.repository.triton_config import parse_triton_text, to_model_config

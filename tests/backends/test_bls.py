@@ -99,7 +99,7 @@ def test_a_caller_who_leaves_and_a_worker_who_dies(tmp_path):
             asking = asyncio.ensure_future(
                 at.ask("caller", {"IN": np.array([-3], np.int32)}, parameters=many)
             )
-            await until(lambda: at.lane("repeat").ring.describe(0)[0] == "running")
+            await until(lambda: at.queue("repeat").ring.describe(0)[0] == "running")
             hosted = next(h for h in at.host.hosted.values() if h.version.model == "caller")
             hosted.group.kill(0, "killed by the test")
             with pytest.raises(ServeError, match="died"):

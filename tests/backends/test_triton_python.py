@@ -248,9 +248,9 @@ def test_inputs_a_model_keeps_stay_as_they_were(tmp_path):
                 before = await at.ask("keeps", {"IN": np.full(5, value, np.int32)})
                 wanted = [value - 1] * 5 if value > 1 else list(range(5))
                 assert before["OUT"].tolist() == wanted
-            lane = at.lane("keeps")
-            assert lane.ring.outstanding() == 0
-            assert lane.ring.slab_pages_used() == 0  # what it keeps is its own
+            queue = at.queue("keeps")
+            assert queue.ring.outstanding() == 0
+            assert queue.ring.slab_pages_used() == 0  # what it keeps is its own
 
     run(work())
 

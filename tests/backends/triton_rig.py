@@ -14,9 +14,10 @@ import numpy as np
 import uvloop
 
 from fastserve.config import convert
+from fastserve.engine.batch_queue import BatchQueue
 from fastserve.engine.engine import Engine
 from fastserve.engine.hosting import Host
-from fastserve.engine.lane import Lane
+from fastserve.engine.plain import PlainScheduler
 from fastserve.metrics.registry import Registry
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.model_config import ModelConfig, TensorConfig
@@ -118,14 +119,14 @@ class Served:
         assert found is not None
         return found
 
-    def lane(self, name: str) -> Lane:
-        lane = self.version(name).lane
-        assert isinstance(lane, Lane)
-        return lane
+    def queue(self, name: str) -> BatchQueue:
+        scheduler = self.version(name).scheduler
+        assert isinstance(scheduler, PlainScheduler)
+        return scheduler.queue
 
     def leaks(self, name: str) -> tuple[int, int, int, int]:
-        lane = self.lane(name)
-        return lane.ring.outstanding(), lane.ring.slab_pages_used(), lane.waiting, lane.unreleased
+        queue = self.queue(name)
+        return queue.ring.outstanding(), queue.ring.slab_pages_used(), queue.waiting, queue.unreleased
 
 
 @contextlib.asynccontextmanager

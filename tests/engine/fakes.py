@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 
 from fastserve.config import convert
-from fastserve.engine.door import Door, Runs
 from fastserve.engine.engine import Engine
+from fastserve.engine.scheduler import Runs, Scheduler
 from fastserve.engine.sealed import Answer, Member
 from fastserve.errors import ServeError
 from fastserve.repository.catalog import Catalog
@@ -60,8 +60,8 @@ def model_config(triton: dict[str, Any], **more: Any) -> ModelConfig:
     return msgspec.structs.replace(parse_model_config(raw), options=options, triton=triton)
 
 
-class Answers(Door):
-    """A door that computes in this process; `unreleased` counts answers somebody still reads."""
+class Answers(Scheduler):
+    """A scheduler that computes in this process; `unreleased` counts answers somebody still reads."""
 
     def __init__(self, compute: Compute) -> None:
         self.compute = compute
@@ -93,13 +93,13 @@ class House:
     def __init__(self) -> None:
         self.catalog = Catalog()
         self.engine = Engine(self.catalog)
-        self.doors: list[Answers] = []
+        self.schedulers: list[Answers] = []
 
-    def put(self, name: str, triton: dict[str, Any], lane: object, number: int = 1) -> Version:
+    def put(self, name: str, triton: dict[str, Any], scheduler: object, number: int = 1) -> Version:
         version = Version(name, number, Path(), model_config(triton))
-        version.lane = lane
-        if isinstance(lane, Answers):
-            self.doors.append(lane)
+        version.scheduler = scheduler
+        if isinstance(scheduler, Answers):
+            self.schedulers.append(scheduler)
         self.catalog.put(version)
         self.catalog.move(version, VersionState.LOADING)
         self.catalog.move(version, VersionState.AVAILABLE)
@@ -108,12 +108,12 @@ class House:
     def model(
         self, name: str, inputs: list[Any], outputs: list[Any], compute: Compute, **more: Any
     ) -> Answers:
-        door = Answers(compute)
-        self.put(name, {"input": inputs, "output": outputs, "max_batch_size": 8, **more}, door)
-        return door
+        scheduler = Answers(compute)
+        self.put(name, {"input": inputs, "output": outputs, "max_batch_size": 8, **more}, scheduler)
+        return scheduler
 
     def all_released(self) -> bool:
-        return not any(door.unreleased for door in self.doors)
+        return not any(scheduler.unreleased for scheduler in self.schedulers)
 
 
 class Hand:

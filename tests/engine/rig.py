@@ -1,4 +1,4 @@
-"""A lane and its workers in one process: the test is the worker, and dies where it likes."""
+"""A queue and its workers in one process: the test is the worker, and dies where it likes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import numpy as np
 import uvloop
 
 from fastserve._ext.batch_ring import BatchRing
-from fastserve.engine.counts import tally_of
+from fastserve.engine.batch_queue import BatchQueue
+from fastserve.engine.counters import counters_of
 from fastserve.engine.engine import Engine
-from fastserve.engine.lane import Lane
-from fastserve.engine.meters import LaneMeters
+from fastserve.engine.meters import QueueMeters
+from fastserve.engine.plain import PlainScheduler
 from fastserve.errors import Kind
 from fastserve.metrics.registry import Registry
 from fastserve.repository.catalog import Catalog
@@ -49,10 +50,10 @@ class Desk:
             plan_geometry(config_json(parsed), self.version.inputs, self.version.outputs)
         )
         self.registry = Registry()
-        meters = LaneMeters(self.registry, "m", 1, 0, self.arena.geometry.max_rows)
-        self.lane = Lane(self.arena, 0, self.version.inputs, self.version.outputs, meters)
-        self.version.lane = self.lane
-        tally_of(self.version).lanes.append(self.lane)
+        meters = QueueMeters(self.registry, "m", 1, 0, self.arena.geometry.max_rows)
+        self.queue = BatchQueue(self.arena, 0, self.version.inputs, self.version.outputs, meters)
+        self.version.scheduler = PlainScheduler(self.queue)
+        counters_of(self.version).queues.append(self.queue)
         self.workers: list[BatchRing] = [self.arena.ring(worker=i) for i in range(2)]
         self.engine = Engine(Catalog())
 
@@ -91,20 +92,20 @@ class Desk:
 
     def die(self, worker: int, *, alone: bool = False) -> tuple[int, int]:
         """What the owner does once the worker is dead: (retried, failed) batches."""
-        return self.lane.ring.worker_died(worker, 1 if alone else 2, Kind.UNAVAILABLE.value, DIED)
+        return self.queue.ring.worker_died(worker, 1 if alone else 2, Kind.UNAVAILABLE.value, DIED)
 
 
 @contextlib.asynccontextmanager
 async def desk(**config: Any) -> AsyncIterator[Desk]:
     """An open desk; afterwards nothing may be outstanding."""
     made = Desk(**config)
-    made.lane.open()
+    made.queue.open()
     try:
         yield made
-        assert made.lane.ring.outstanding() == 0
-        assert made.lane.ring.slab_pages_used() == 0
-        assert (made.lane.waiting, made.lane.unreleased) == (0, 0)
+        assert made.queue.ring.outstanding() == 0
+        assert made.queue.ring.slab_pages_used() == 0
+        assert (made.queue.waiting, made.queue.unreleased) == (0, 0)
     finally:
-        made.lane.close()
+        made.queue.close()
         made.arena.close()
         made.registry.close()

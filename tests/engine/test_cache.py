@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from fastserve.engine.cache import (
     ENTRY_BYTES,
     WHOLE_BYTES,
-    CachedDoor,
+    CachedScheduler,
     Keys,
     ResponseCache,
 )
-from fastserve.engine.counts import counts_of, tally_of
+from fastserve.engine.counters import counters_of, counts_of
 from fastserve.errors import Kind, ServeError
 from fastserve.request import InferRequest
 from fastserve.tensor import DTYPES, Tensor
@@ -25,13 +25,13 @@ from tests.engine.fakes import Answers, House, array, ints, io, run
 class Stage:
     def __init__(self, compute, capacity=1 << 20):
         self.house, self.inner, self.cache = House(), Answers(compute), ResponseCache(capacity)
-        self.house.doors.append(self.inner)
+        self.house.schedulers.append(self.inner)
         self.version = self.put()
 
     def put(self, name="m", number=1):
         triton = {"input": [io("a", -1)], "output": [io("b", -1)], "max_batch_size": 8}
         version = self.house.put(name, triton, None, number)
-        version.lane = CachedDoor(self.cache, self.inner, tally_of(version))
+        version.scheduler = CachedScheduler(self.cache, self.inner, counters_of(version))
         return version
 
     async def ask(self, *values, version=None, outputs=()):
@@ -57,7 +57,7 @@ def test_hits_are_copies_and_ids_do_not_matter():
         assert (counts.cache_hit.count, counts.cache_miss.count) == (at.cache.hits, at.cache.misses) == (2, 1)
         assert counts.cache_hit.ns > 0
         assert counts.cache_miss.ns > 0
-        assert counts.success == counts.cache_hit, "nothing else was answered by a lane"
+        assert counts.success == counts.cache_hit, "nothing else was answered by a queue"
         await at.ask(4)
         await at.ask(3, outputs=("b",))
         await at.ask(3, version=at.put(number=2))
@@ -99,7 +99,7 @@ def test_the_least_recently_used_goes_first():
         assert len(at.inner.asked) == 1
         await at.ask(*range(2000))  # larger than everything
         assert 0 < at.cache.used <= at.cache.capacity
-        at.version.lane.close()
+        at.version.scheduler.close()
         assert (len(at.cache), at.cache.used) == (0, 0)
 
     run(work())

@@ -69,7 +69,7 @@ class Bench:
 
     async def bell(self) -> None:
         """The front has heard of what was published."""
-        self.batcher.lane._on_bell()
+        self.batcher.queue._on_bell()
         await self.settle()
 
     @property
@@ -81,8 +81,8 @@ class Bench:
 async def bench(rows: int, slots: int) -> AsyncIterator[Bench]:
     made = Bench(rows, slots)
     made.batcher.open()
-    made.room = made.batcher.lane.room
-    ring = made.batcher.lane.ring
+    made.room = made.batcher.queue.room
+    ring = made.batcher.queue.ring
     try:
         yield made
         assert (ring.outstanding(), ring.slab_pages_used(), made.queued) == (0, 0, 0)
@@ -110,7 +110,7 @@ def test_who_comes_as_a_place_becomes_free_does_not_overtake():
         async with bench(1, 1) as at:
             await at.ask("runs", "waits")
             at.serve()
-            at.batcher.lane._on_bell()
+            at.batcher.queue._on_bell()
             newcomer = asyncio.ensure_future(at.batcher.do_one("newcomer"))
             await at.settle()
             await at.serve_all()
@@ -148,7 +148,7 @@ def test_who_has_left_is_passed_over(leaves, when):
             tasks = await at.ask(0, 1, 2, 3)
             if when == "as its turn comes":
                 at.serve()
-                at.batcher.lane._on_bell()  # the first in the queue is told, and has not looked yet
+                at.batcher.queue._on_bell()  # the first in the queue is told, and has not looked yet
             for number in leaves:
                 tasks[number].cancel()
             await at.settle()
@@ -165,12 +165,12 @@ def test_who_cannot_be_written_lets_the_next_try():
 
     async def work() -> None:
         async with bench(1, 1) as at:
-            ring, pages = at.batcher.lane.ring, SLAB_BYTES // SLAB_PAGE
+            ring, pages = at.batcher.queue.ring, SLAB_BYTES // SLAB_PAGE
             tasks = await at.ask("runs", "no room", "no room either")
             slot, hogs = at.worker.take(), [ring.lease((pages - 1) * SLAB_PAGE)]
             at.worker.fail(slot, Kind.INTERNAL.value, "failed")
             at.worker.publish(slot)
-            at.batcher.lane._on_bell()
+            at.batcher.queue._on_bell()
             hogs.append(ring.lease(SLAB_PAGE))  # the page of the batch that failed
             await at.settle()
             await at.serve_all()
@@ -209,7 +209,7 @@ def test_closing_tells_those_in_the_queue():
     async def work() -> None:
         at = Bench(1, 1)
         at.batcher.open()
-        at.room = at.batcher.lane.room
+        at.room = at.batcher.queue.room
         tasks = await at.ask("runs", "waits", "waits too")
         at.batcher.close()
         for found in await asyncio.gather(*tasks, return_exceptions=True):
@@ -244,7 +244,7 @@ def test_whatever_happens_the_order_is_kept_and_nobody_is_forgotten(rows, slots,
                 elif verb == "cancel" and number < len(tasks):
                     tasks[number].cancel()
                 elif verb.startswith("serve") and at.serve():
-                    at.batcher.lane._on_bell()
+                    at.batcher.queue._on_bell()
                 if verb != "serve at once":
                     await at.settle()
             await at.settle()

@@ -162,7 +162,7 @@ def test_a_failing_step_is_named_and_stops_the_others():
         assert (caught.value.kind, caught.value.message) == (Kind.INTERNAL, "in ensemble 'ens', kaboom")
         assert stopped.is_set()
         assert house.all_released()
-        await ens.lane.drain()
+        await ens.scheduler.drain()
 
     run(work())
 
@@ -190,7 +190,7 @@ def test_cancelling_crosses_steps():
             await asking
         assert left.is_set()
         assert house.all_released()
-        await ens.lane.drain()
+        await ens.scheduler.drain()
 
     run(work())
 
@@ -220,7 +220,7 @@ def test_a_model_that_went_away_is_said_so_and_closing_ends_the_waiting():
         ens = put_ensemble(house, config([step("hang", {"a": "X"}, {"b": "Y"})]))
         asking = asyncio.ensure_future(ask(house, ens, X=1))
         await entered.wait()
-        ens.lane.close()
+        ens.scheduler.close()
         with pytest.raises(ServeError, match="the model version was unloaded"):
             await asking
         with pytest.raises(ServeError):

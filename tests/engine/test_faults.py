@@ -21,7 +21,7 @@ async def die_after(at: Desk, step: str) -> int:
     at.compute(0, slot)
     if step == "published":
         at.workers[0].publish(slot)
-        at.lane.ring.drain()  # the word that would have told the front is lost, and its doorbell with it
+        at.queue.ring.drain()  # the word that would have told the front is lost, and its doorbell with it
     elif step == "told":
         at.workers[0].publish(slot)
     return slot
@@ -98,7 +98,7 @@ def test_a_caller_leaves(when):
             assert await staying == [4.0]
             with pytest.raises(asyncio.CancelledError):
                 await leaving
-            await at.lane.drain()
+            await at.queue.drain()
 
     run(work())
 
@@ -140,7 +140,7 @@ def test_deadlines_say_whether_it_ran(queued):
 def test_a_full_queue_refuses_and_recovers():
     async def work() -> None:
         async with desk() as at:
-            asking = [at.ask(float(n), float(n)) for n in range(at.lane.ring.rows_left() // 2)]
+            asking = [at.ask(float(n), float(n)) for n in range(at.queue.ring.rows_left() // 2)]
             await asyncio.sleep(0)
             with pytest.raises(ServeError, match="queue of this model is full") as caught:
                 await at.ask(9.0)
@@ -157,7 +157,7 @@ def test_a_full_queue_refuses_and_recovers():
 def test_a_split_request(fault):
     async def work() -> None:
         async with desk() as at:
-            room = at.lane.ring.rows_left() // 2
+            room = at.queue.ring.rows_left() // 2
             ahead = [at.ask(50.0, 50.0) for _ in range(room if fault == "full" else room - 1)]
             await asyncio.sleep(0)
             rows = [float(n) for n in range(1, 12)]
@@ -172,7 +172,7 @@ def test_a_split_request(fault):
                 await at.take(0)
                 at.die(0, alone=True)
             while not (
-                large.done() and all(task.done() for task in ahead) and at.lane.ring.outstanding() == 0
+                large.done() and all(task.done() for task in ahead) and at.queue.ring.outstanding() == 0
             ):
                 slot = at.workers[1].take()
                 if slot >= 0:
@@ -197,7 +197,7 @@ def test_a_piece_that_fails_fails_the_request_and_frees_the_others():
                 at.workers[0].publish(slot)
             with pytest.raises(ServeError, match="no"):
                 await large
-            while at.lane.ring.outstanding():
+            while at.queue.ring.outstanding():
                 await asyncio.sleep(0)
 
     run(work())
@@ -208,11 +208,11 @@ def test_closing_tells_those_who_wait():
         async with desk() as at:
             waiting = at.ask(1.0)
             await asyncio.sleep(0)
-            at.lane.close()
+            at.queue.close()
             with pytest.raises(ServeError, match="unloaded"):
                 await waiting
             await at.answer(0)
-            at.lane.ring.release(0, 1)
+            at.queue.ring.release(0, 1)
 
     run(work())
 
@@ -222,7 +222,7 @@ def test_fail_ready_reaches_everybody():
         async with desk() as at:
             asking = [at.ask(1.0), at.ask(2.0), at.ask(3.0)]
             await asyncio.sleep(0)
-            assert at.lane.ring.fail_ready(Kind.UNAVAILABLE.value, "nobody") == 2
+            assert at.queue.ring.fail_ready(Kind.UNAVAILABLE.value, "nobody") == 2
             for task in asking:
                 with pytest.raises(ServeError, match="nobody"):
                     await task

@@ -1,6 +1,6 @@
 """Hardening I4: whatever a worker writes over the memory it shares, nobody gets another caller's numbers.
 
-Steps of a front (a lane), of two honest workers and of a mad one, in a random order. Each row asks with a
+Steps of a front (a queue), of two honest workers and of a mad one, in a random order. Each row asks with a
 number of its own and must come back with the answer to that number, with an error, or not at all.
 """
 
@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from fastserve._ext.batch_ring import BatchRing
-from fastserve.engine.lane import Lane, Ticket
-from fastserve.engine.meters import LaneMeters
+from fastserve.engine.batch_queue import BatchQueue, Pending
+from fastserve.engine.meters import QueueMeters
 from fastserve.errors import Kind, ServeError
 from fastserve.metrics.registry import Registry
 from fastserve.workers.arena import Arena, Geometry
@@ -40,19 +40,19 @@ class House:
         self.rng, self.dense = rng, bool(inputs)
         self.arena = Arena.create(geometry)
         self.registry = Registry()
-        self.lane = Lane(self.arena, 0, {}, {}, LaneMeters(self.registry, "m", 1, 0, ROWS))
+        self.queue = BatchQueue(self.arena, 0, {}, {}, QueueMeters(self.registry, "m", 1, 0, ROWS))
         self.workers = [self.arena.ring(worker=i) for i in range(2)]
         self.scrawl = Scrawl(self.arena, rng)
         self.numbers = itertools.count(1)
         self.written: list[tuple[int, list[int]]] = []  # reserved and not yet submitted
-        self.tickets: list[Ticket] = []
-        self.answered: list[Ticket] = []  # columns only: read some time later
+        self.callers: list[Pending] = []
+        self.answered: list[Pending] = []  # columns only: read some time later
         self.running: list[tuple[BatchRing, int]] = []
         self.well = self.failed = 0
 
     def close(self) -> None:
         self.scrawl.close()
-        self.lane.close()
+        self.queue.close()
         self.workers.clear()
         self.running.clear()
         self.arena.close()
@@ -62,16 +62,16 @@ class House:
 
     def reserve(self) -> None:
         rows = self.rng.randrange(1, ROWS + 1)
-        place = self.lane.ring.reserve(rows)
+        place = self.queue.ring.reserve(rows)
         if place < 0:
             return
         numbers = list(itertools.islice(self.numbers, rows))
         payload = struct.pack(f"<{rows}Q", *numbers)
-        ring = self.lane.ring
+        ring = self.queue.ring
         if self.dense:
             ring.input_rows(place, rows, 0)[:] = payload
         elif not self.put_slab(ring, place, payload):
-            self.lane.abandon(place, rows)
+            self.queue.abandon(place, rows)
             return
         self.written.append((place, numbers))
 
@@ -88,51 +88,51 @@ class House:
         if self.written:
             place, numbers = self.written.pop(self.rng.randrange(len(self.written)))
             if self.rng.random() < 0.1:
-                self.lane.abandon(place, len(numbers))
+                self.queue.abandon(place, len(numbers))
             else:
-                self.tickets.append(self.lane.submit(place, len(numbers), self.done, 0, numbers))
+                self.callers.append(self.queue.submit(place, len(numbers), self.done, 0, numbers))
 
-    def done(self, ticket: Ticket, error: ServeError | None) -> None:
-        self.tickets.remove(ticket)
+    def done(self, pending: Pending, error: ServeError | None) -> None:
+        self.callers.remove(pending)
         if error is not None:
             self.failed += 1
         elif self.dense:
-            self.answered.append(ticket)
+            self.answered.append(pending)
         else:
-            self.read(ticket)
+            self.read(pending)
 
-    def read(self, ticket: Ticket) -> None:
+    def read(self, pending: Pending) -> None:
         try:
-            got = self.outputs(ticket)
+            got = self.outputs(pending)
         except REFUSALS:
             self.failed += 1
         else:
-            assert got == [ANSWER | number for number in ticket.context], "another caller's numbers"
+            assert got == [ANSWER | number for number in pending.context], "another caller's numbers"
             self.well += 1
-        self.lane.release(ticket)
+        self.queue.release(pending)
 
-    def outputs(self, ticket: Ticket) -> list[int]:
-        ring = self.lane.ring
+    def outputs(self, pending: Pending) -> list[int]:
+        ring = self.queue.ring
         if self.dense:
-            data = bytes(ring.output_rows(ticket.place, ticket.rows, 0))
+            data = bytes(ring.output_rows(pending.place, pending.rows, 0))
         else:
-            offset, size = ring.answer_slab(ticket.place)
-            if offset == 0 or size != 8 * ticket.rows or ring.place_status(ticket.place):
+            offset, size = ring.answer_slab(pending.place)
+            if offset == 0 or size != 8 * pending.rows or ring.place_status(pending.place):
                 raise ValueError("no answer")
             data = bytes(ring.slab(offset, size))
-        return list(struct.unpack(f"<{ticket.rows}Q", data))
+        return list(struct.unpack(f"<{pending.rows}Q", data))
 
     def hear(self) -> None:
-        self.lane._on_bell()
+        self.queue._on_bell()
 
     def read_one(self) -> None:
         if self.answered:
             self.read(self.answered.pop(self.rng.randrange(len(self.answered))))
 
     def cancel(self) -> None:
-        if self.tickets and self.rng.random() < 0.3:
-            ticket = self.tickets.pop(self.rng.randrange(len(self.tickets)))
-            self.lane.cancel(ticket)
+        if self.callers and self.rng.random() < 0.3:
+            pending = self.callers.pop(self.rng.randrange(len(self.callers)))
+            self.queue.cancel(pending)
 
     # --- honest workers, and their owner
 
@@ -175,7 +175,7 @@ class House:
         if self.rng.random() < 0.1:
             number = self.rng.randrange(2)
             self.running = [(ring, slot) for ring, slot in self.running if ring is not self.workers[number]]
-            self.lane.ring.worker_died(number, 2, Kind.UNAVAILABLE.value, "gone")
+            self.queue.ring.worker_died(number, 2, Kind.UNAVAILABLE.value, "gone")
 
     def steps(self) -> list[Any]:
         front = [self.reserve, self.reserve, self.submit, self.submit, self.hear, self.read_one, self.cancel]
@@ -185,7 +185,7 @@ class House:
 async def live(house: House, steps: int, scrawled: int) -> float:
     """Some steps in peace, then with a scrawl now and then; the longest step in seconds of CPU time."""
     longest = 0.0
-    house.lane.open()
+    house.queue.open()
     verbs = house.steps()
     for number in range(steps):
         began = time.thread_time()

@@ -1,4 +1,4 @@
-"""The admission queue against an oracle, and its door over a sender the test moves by hand."""
+"""The admission queue against an oracle, and its scheduler over a sender the test moves by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fastserve.config.options import QueueOptions, QueuePolicy
 from fastserve.engine.priority import AdmissionQueue, Levels, Policy, levels_of
-from fastserve.engine.queued import Forming, QueuedDoor
+from fastserve.engine.queued import Forming, QueuedScheduler
 from fastserve.errors import DeadlineError, Kind, ServeError
 from fastserve.request import InferRequest
 from tests.engine.fakes import Hand, House, array, ints, io, run
@@ -80,9 +80,9 @@ class Stage:
         self.now = 1_000_000
         self.house, self.hand = House(), Hand(rows)
         forming = Forming(forming.pop("width", 1), **forming)
-        self.door = QueuedDoor("m", self.hand, levels, forming, gate, lambda: self.now)
+        self.scheduler = QueuedScheduler("m", self.hand, levels, forming, gate, lambda: self.now)
         triton = {"input": [io("IN")], "output": [io("OUT")], "max_batch_size": rows}
-        self.version = self.house.put("m", triton, self.door)
+        self.version = self.house.put("m", triton, self.scheduler)
 
     def ask(self, *values, **request):
         return asyncio.ensure_future(self._ask(InferRequest({"IN": ints(*values)}, **request)))
@@ -98,9 +98,9 @@ class Stage:
             await asyncio.sleep(0)
 
     async def close(self):
-        await asyncio.wait_for(self.door.drain(), 5)
+        await asyncio.wait_for(self.scheduler.drain(), 5)
         assert not self.hand.unreleased
-        assert not len(self.door.queue)
+        assert not len(self.scheduler.queue)
 
 
 async def fails(task, text, kind=Kind.UNAVAILABLE):
@@ -138,14 +138,14 @@ def test_full_and_expired():
         await fails(at.ask(4, request_id="r"), "[request id: r] Exceeds maximum queue size")
         await fails(at.ask(4), "[request id: <id_unknown>] Exceeds maximum queue size")
         at.now += 100_000_000
-        at.door._look()
+        at.scheduler._look()
         await fails(quick, "Request timeout expired")
         at.now += 299_999_999
-        at.door._look()
+        at.scheduler._look()
         await at.turns()
         assert not patient.done()
         at.now += 1
-        at.door._look()
+        at.scheduler._look()
         await fails(patient, "Request timeout expired")
         await at.hand.answer()
         assert await first == [1]
@@ -184,7 +184,7 @@ def test_preferred_sizes_and_delay():
         await at.turns()
         assert not at.hand.batches  # the fifth waits for company
         at.now += 1000
-        at.door._look()
+        at.scheduler._look()
         assert await at.hand.seen() == [4]
         await at.hand.answer()
         whole = [at.ask(*range(7)), at.ask(9, 9)]  # the second does not fit beside the first
@@ -251,7 +251,7 @@ def test_errors_closing_and_no_rows():
         await fails(failing, "kaboom", Kind.INTERNAL)
         running, queued = at.ask(1), at.ask(2)
         await at.hand.batch()
-        at.door.close()
+        at.scheduler.close()
         await fails(queued, "the model version was unloaded")
         await at.hand.answer()
         assert await running == [1]

@@ -1,4 +1,4 @@
-"""The door of a sequence model over senders that the test moves by hand."""
+"""The scheduler of a sequence model over senders that the test moves by hand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from fastserve.config import convert
 from fastserve.engine.controls import Extras, Signals, open_extras, write_id
-from fastserve.engine.stateful import SEQUENCE_DIED, StatefulDoor, strategy_of
+from fastserve.engine.stateful import SEQUENCE_DIED, SequenceScheduler, strategy_of
 from fastserve.errors import DeadlineError, Kind, ServeError
 from fastserve.repository.triton_options import options_of
 from fastserve.repository.triton_schema import TritonConfig
@@ -58,8 +58,8 @@ class Stage:
         self.house = House()
         self.hands = [Hand(triton["max_batch_size"]) for _ in range(instances)]
         strategy = strategy_of(sequences(triton), triton["max_batch_size"])
-        self.door = StatefulDoor("seq", self.hands, extras(triton, tmp), strategy, lambda: self.now)
-        self.version = self.house.put("seq", triton, self.door)
+        self.scheduler = SequenceScheduler("seq", self.hands, extras(triton, tmp), strategy, lambda: self.now)
+        self.version = self.house.put("seq", triton, self.scheduler)
 
     def ask(self, id, value=1, *, start=False, end=False, rows=1, deadline_ns=0):
         request = InferRequest({"IN": ints(*[value] * rows)}, deadline_ns=deadline_ns)
@@ -75,8 +75,8 @@ class Stage:
             response.release()
 
     async def close(self):
-        await asyncio.wait_for(self.door.drain(), 5)
-        self.door.close()
+        await asyncio.wait_for(self.scheduler.drain(), 5)
+        self.scheduler.close()
         assert not any(hand.unreleased for hand in self.hands)
 
 
@@ -157,7 +157,7 @@ def test_backlog_waits_for_an_end_and_for_the_reaper():
         await asyncio.sleep(0)
         assert not hand.batches
         at.now += 1_000_000
-        at.door._reap()
+        at.scheduler._reap()
         await hand.answer()
         assert await parked == 2
         await fails(at.ask(1), UNKNOWN.format(1))
@@ -260,12 +260,12 @@ def test_a_worker_that_dies_ends_its_sequences_only():
         assert await asyncio.gather(one, two) == [1, 1]
         running, queued = at.ask(1), at.ask(1)
         await at.hands[0].batch()
-        at.door.instance_lost(0)
+        at.scheduler.instance_lost(0)
         await at.hands[0].answer(ServeError(Kind.UNAVAILABLE, "died"))
         await fails(running, "died", Kind.UNAVAILABLE)
         await fails(queued, SEQUENCE_DIED, Kind.UNAVAILABLE)
         await fails(at.ask(1), UNKNOWN.format(1))
-        at.door.instance_back(0)
+        at.scheduler.instance_back(0)
         still = at.ask(2, end=True)
         await at.hands[1].answer()
         assert await still == 1
@@ -327,7 +327,7 @@ def test_waiting_for_company():
         late = at.ask(1, 3)
         await asyncio.sleep(0)
         at.now += 500_000
-        at.door._pump(0)
+        at.scheduler._pump(0)
         await hand.answer()
         assert await late == 3
         await at.close()
@@ -340,7 +340,7 @@ def test_closing_tells_everybody():
         at = Stage(config(rows=1))
         one, two = at.ask(1, start=True), at.ask(2, start=True)
         await at.hands[0].batch()
-        at.door.close()
+        at.scheduler.close()
         for task in (one, two):
             await fails(task, "the model version was unloaded", Kind.UNAVAILABLE)
         await at.hands[0].answer()

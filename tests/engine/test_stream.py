@@ -94,7 +94,7 @@ def test_a_caller_who_leaves_cancels(tmp_path):
             await stream.aclose()
             assert await at.listen("repeat", [9]) == [9]
             waiting = asyncio.ensure_future(at.listen("repeat", [-3]))
-            await until(lambda: at.lane("repeat").ring.describe(0)[0] == "running")
+            await until(lambda: at.queue("repeat").ring.describe(0)[0] == "running")
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
             assert await at.listen("repeat", [8]) == [8]
@@ -119,7 +119,7 @@ def test_a_slow_reader_holds_its_model_back(tmp_path):
         async with serving(tmp_path, repeating()) as at:
             stream = at.engine.stream(at.version("repeat"), repeat([-5, -6]))
             first = await anext(stream)
-            pages = at.lane("repeat").ring.slab_pages_used
+            pages = at.queue("repeat").ring.slab_pages_used
             await until(lambda: pages() >= WINDOW_PARTS)
             await asyncio.sleep(0.1)  # what would come without back-pressure would come now
             assert pages() <= WINDOW_PARTS + 3

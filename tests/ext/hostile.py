@@ -133,12 +133,12 @@ class Front:
             assert self.call(verb) >= 0
         self.call(ring.worker_died, 0, 2, 14, "gone")
         self.call(ring.fail_ready, 14, "nobody")
-        self.call(ring.sweep_front, 1)
+        self.call(ring.reclaim_front, 1)
         for lost in self.call(ring.lost):
             self.call(ring.forgive, *lost)
         self.call(ring.count_once, slot)
         self.call(ring.count, batch_ring.CANCELED, 0, slot << 16)
-        _, _, last_ns = self.call(ring.tallies)
+        _, _, last_ns = self.call(ring.counters)
         assert last_ns <= time.monotonic_ns()
         assert len(self.call(ring.runs)) <= ring.max_rows
         assert {len(spread) for spread in self.call(ring.spreads)} == {4096}

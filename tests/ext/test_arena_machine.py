@@ -211,11 +211,11 @@ class ArenaMachine(RuleBasedStateMachine):
         self.workers[worker] = BatchRing(self.memory, worker=worker)
 
     def front_dies(self, front: int) -> None:
-        while self.fronts[1 - front].sweep_front(front):
+        while self.fronts[1 - front].reclaim_front(front):
             pass
-        self.plain.sweep_front(front)
+        self.plain.reclaim_front(front)
         self.fronts[front] = BatchRing(self.memory, front=front)
-        self.fronts[front].drain()  # as a lane does that opens
+        self.fronts[front].drain()  # as a queue does that opens
         self.plain.loose -= sum(pages for _, _, pages in self.sent[front])
         self.sent[front].clear()
 

@@ -203,13 +203,13 @@ def test_agrees_with_the_oracle(events):
 
 
 def counted(ring: BatchRing) -> tuple[dict[int, int], int, int, int]:
-    tallies, rows, _ = ring.tallies()
-    by_name = dict(zip(batch_ring.TALLIES, tallies, strict=True))
+    counters, rows, _ = ring.counters()
+    by_name = dict(zip(batch_ring.TALLIES, counters, strict=True))
     assert by_name["queue"][0] == by_name["compute_infer"][0] == by_name["success"][0]
     return {run[0]: run[1] for run in ring.runs()}, by_name["success"][0], rows, by_name["BACKEND"][0]
 
 
-def test_counts_say_how_long_each_part_took():
+def test_counters_say_how_long_each_part_took():
     front, worker = rings()
     first, second = front.reserve(1), front.reserve(2)
     front.commit(first, 1)
@@ -221,8 +221,8 @@ def test_counts_say_how_long_each_part_took():
     worker.end_run(slot)
     worker.publish(slot)
     began, taken, run, ran, done = front.times_ns(slot)
-    tallies, rows, last_ns = front.tallies()
-    success, queue, inputs, infer, output = tallies[:5]
+    counters, rows, last_ns = front.counters()
+    success, queue, inputs, infer, output = counters[:5]
     assert (rows, last_ns) == (3, done)
     assert success == (2, 2 * done - began - long_ago)
     assert queue == (2, 2 * taken - began - long_ago)
@@ -242,8 +242,8 @@ def test_a_row_that_is_no_request_is_not_counted():
     slot = worker.take()
     worker.start_run(slot)
     worker.publish(slot)
-    tallies, rows, _ = front.tallies()
-    assert (tallies[0][0], rows, front.runs()[0][:2]) == (1, 1, (2, 1))
+    counters, rows, _ = front.counters()
+    assert (counters[0][0], rows, front.runs()[0][:2]) == (1, 1, (2, 1))
 
 
 def test_ends_without_an_answer_are_counted_where_they_are_known():
@@ -256,7 +256,7 @@ def test_ends_without_an_answer_are_counted_where_they_are_known():
     front.count(batch_ring.CANCELED, 0, place)
     assert front.drop(place)
     worker.publish(worker.take())
-    rejected, canceled, backend, other = front.tallies()[0][5:]
+    rejected, canceled, backend, other = front.counters()[0][5:]
     assert (rejected, backend, other) == ((1, 0), (0, 0), (1, 7))
     assert canceled[0] == 1
     assert canceled[1] >= 3_000_000_000
@@ -379,7 +379,7 @@ class Search:
         if victim.startswith("worker"):
             self.fronts[0].worker_died(int(victim[-1]), 2, GONE, "gone")
         else:
-            while self.fronts[0].sweep_front(int(victim[-1])):
+            while self.fronts[0].reclaim_front(int(victim[-1])):
                 pass
         return {**actors, "dead": victim}
 
@@ -387,7 +387,7 @@ class Search:
         self.ends += 1
         dead = actors["dead"]
         if dead.startswith("front"):
-            while self.fronts[0].sweep_front(int(dead[-1])):
+            while self.fronts[0].reclaim_front(int(dead[-1])):
                 pass
             for worker in self.workers:
                 while (slot := worker.take()) >= 0:

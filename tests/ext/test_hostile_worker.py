@@ -47,7 +47,7 @@ def test_a_front_lives_with_a_worker_gone_mad(layout):
     assert int(written) > 500_000
     assert done["reserve"] > 500
     assert done["drain"] > 500
-    assert done["sweep_front"] > 10
+    assert done["reclaim_front"] > 10
 
 
 @pytest.mark.parametrize("seed", range(40))

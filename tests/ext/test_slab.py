@@ -30,7 +30,7 @@ def make_pool(pages: int = PAGES) -> SlabPool:
 EVENTS = st.one_of(
     st.tuples(st.just("lease"), st.integers(0, 5 * PAGE_BYTES), st.integers(1, 3)),
     st.tuples(st.sampled_from(["release", "give 1", "give 2"]), st.integers(0, PAGES), st.integers(1, 3)),
-    st.tuples(st.just("sweep"), st.just(0), st.integers(1, 3)),
+    st.tuples(st.just("reclaim"), st.just(0), st.integers(1, 3)),
     st.tuples(st.just("trim"), st.just(0), st.just(9)),
 )
 
@@ -47,8 +47,8 @@ def test_agrees_with_the_oracle(events):
                 assert len(pool.view(got, number)) == number
         elif verb == "trim":
             assert pool.trim(owner) == oracle.trim()
-        elif verb == "sweep":
-            assert pool.sweep(owner) == oracle.sweep(owner)
+        elif verb == "reclaim":
+            assert pool.reclaim(owner) == oracle.reclaim(owner)
         else:
             offset = first_page + number * PAGE_BYTES
             giver = int(verb[-1]) if verb != "release" else 0
@@ -107,7 +107,7 @@ def test_a_death_while_giving_back_is_swept():
     held = 9 << 32 | 0xFFFFFFFF  # pages 1 and 2, on their way out
     struct.pack_into("<2Q", memory, WORDS_AT + 8, held, held)
     assert pool.lease(PAGES * PAGE_BYTES, 1) == 0
-    assert pool.sweep(9) == 2
+    assert pool.reclaim(9) == 2
     assert pool.lease(PAGES * PAGE_BYTES, 1)
 
 
@@ -142,7 +142,7 @@ def test_half_made_and_half_released_leases_are_swept():
     pool.release(pool.lease(3 * PAGE_BYTES, 1))
     struct.pack_into("<3Q", memory, WORDS_AT, 7 << 32 | inside, 7 << 32 | inside, 8 << 32 | 1)
     assert pool.used() == 3
-    assert pool.sweep(7) == 2
+    assert pool.reclaim(7) == 2
     assert pool.used() == 1
 
 
@@ -162,7 +162,7 @@ def test_scrawled_words_lead_nobody_outside(words, hint):
             pool.release(offset)
         pool.lease(3 * PAGE_BYTES, 2)
     pool.trim(9)
-    pool.sweep(2)
+    pool.reclaim(2)
     assert pool.used() <= PAGES
 
 
@@ -212,7 +212,7 @@ def test_two_processes_share_pages_and_the_dead_ones_are_swept():
     os.close(fd)
     held = pool.used()
     assert held > 0
-    assert pool.sweep(9) == held
+    assert pool.reclaim(9) == held
     assert pool.used() == 0
 
 

@@ -203,5 +203,5 @@ def test_a_front_that_dies_before_it_wakes_anybody() -> None:
         worker.sleeps()
         owner.seal(place)
         worker.sleeps()
-        owner.sweep_front(1)
+        owner.reclaim_front(1)
         assert worker.took() == 0

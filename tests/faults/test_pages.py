@@ -22,6 +22,7 @@ CONFIG = {
     "input": [{"name": "IN", "data_type": "TYPE_INT32", "dims": [1]}],
     "output": [{"name": "OUT", "data_type": "TYPE_INT32", "dims": [1]}],
 }
+OWN = "https://models.example"
 V2 = (
     "/v2/repository/models/sums/load",
     "/v2/repository/models/sums/unload",
@@ -100,7 +101,8 @@ def brought(mark: Path) -> dict[str, Any]:
 def test_without_being_told_to_the_server_takes_no_code_and_no_settings(models: Path, tmp_path: Path) -> None:
     """Explicit control alone, as many run it: the load of a page, and of anybody, that brings code."""
     mark = tmp_path / "ran"
-    with Running(models, tmp_path / "log", "--model-control", "explicit") as served, Http(served) as http:
+    options = ("--model-control", "explicit", "--admin-origins", OWN)
+    with Running(models, tmp_path / "log", *options) as served, Http(served) as http:
         load = "/v2/repository/models/new/load"
         page = {"Origin": "http://evil.example", "Content_Type": "text/plain"}
         assert http.post(load, brought(mark), **page).status == 403
@@ -123,6 +125,10 @@ def test_without_being_told_to_the_server_takes_no_code_and_no_settings(models: 
         answer = http.post("/v2/logging", {"log_info": False})
         assert (answer.status, "--admin-log-settings" in answer.error) == (501, True)
         assert http.ask("GET", "/v2/logging").json()["log_info"] is True
-        assert http.post("/v2/repository/models/sums/load", {}).status == 200
+        for path in ("/v2/repository/models/sums/load", "/api/modelcontrol/load/sums"):
+            assert http.post(path, {}, Origin=OWN, Content_Type="application/json").status == 200, (
+                "a page of the site it was told of"
+            )
+            assert http.ask("POST", path, b"{}", Origin=OWN, Content_Type="text/plain").status == 403
         assert http.post("/v2/models/sums/infer", pair()).status == 200
     assert not mark.exists()

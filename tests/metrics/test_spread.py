@@ -29,7 +29,7 @@ def test_the_compiled_buckets_are_these(ages: list[int]) -> None:
     front, worker = BatchRing(memory, front=0), BatchRing(memory, worker=0)
     wanted = array("Q", bytes(8 * BUCKETS))
     for age in ages:
-        before = front.tallies()[0][0][1]
+        before = front.counters()[0][0][1]
         place = front.reserve(1)
         front.commit(place, 1)
         front.backdate(place, max(time.monotonic_ns() - age, 1))
@@ -37,7 +37,7 @@ def test_the_compiled_buckets_are_these(ages: list[int]) -> None:
         worker.start_run(slot)
         worker.publish(slot)
         front.release(place, 1)
-        wanted[bucket_of(front.tallies()[0][0][1] - before)] += 1
+        wanted[bucket_of(front.counters()[0][0][1] - before)] += 1
     assert read_buckets([front.spreads()[0]]) == wanted
     assert all(sum(read_buckets([spread])) == len(ages) for spread in front.spreads())
     assert sum(read_buckets([front.spreads()[1]] * 2)) == 2 * len(ages)

@@ -117,7 +117,7 @@ class PlainArena:
                 self.publish(batch)
         return retried, failed
 
-    def sweep_front(self, front: int) -> None:
+    def reclaim_front(self, front: int) -> None:
         for batch in list(self.batches):
             for place in [p for p in batch.places if p.front == front]:
                 if place.state == "reserved":

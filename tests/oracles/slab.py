@@ -50,7 +50,7 @@ class PlainSlabs:
         self.leases[first] = pages, taker
         return True
 
-    def sweep(self, owner: int) -> int:
+    def reclaim(self, owner: int) -> int:
         gone = [first for first, (_, who) in self.leases.items() if who == owner]
         return sum(self._free(first) for first in gone)
 

@@ -10,7 +10,7 @@ from google.protobuf import descriptor_pool
 from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
 
 from fastserve.protos import load
-from fastserve.wire.grpc_reflection import make_pool
+from fastserve.wire.grpc.reflection import make_pool
 
 # What an official client does when it is imported: files and messages of our names in the default pool.
 OFFICIAL = """

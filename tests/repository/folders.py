@@ -39,12 +39,12 @@ class RecordingHooks:
         await asyncio.sleep(0)
         if key in self.failing:
             raise ServeError(Kind.INTERNAL, "the model says no")
-        version.lane = object()
+        version.scheduler = object()
 
     async def unload(self, version: Version) -> None:
         self.events.append(("unload", version.model, version.number))
         await asyncio.sleep(0)
-        version.lane = None
+        version.scheduler = None
 
 
 class Clock:

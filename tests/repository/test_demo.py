@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnxruntime
+import pytest
 
 from fastserve.config import RepositorySettings
 from fastserve.demo import demo_repository
@@ -65,6 +67,15 @@ def test_digits_on_held_out_images() -> None:
     assert (answers["scores"].argmax(1) == answers["digit"]).all()
     np.testing.assert_allclose(answers["scores"].sum(1), 1, rtol=1e-5)
     assert {name: one.dtype.name for name, one in answers.items()} == {"scores": "float32", "digit": "int64"}
+
+
+def test_the_demo_needs_nothing_that_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    for extra in ("onnxruntime", "onnx", "sklearn"):
+        monkeypatch.setitem(sys.modules, extra, None)  # importing it fails
+    images, digits = held_out()
+    assert (run_digits(images[:9])["digit"] == digits[:9]).mean() > 0.8
+    model = import_model(demo_version("half_plus_two")).Model({})
+    assert model.run({"x": np.float32([2])})["y"].tolist() == [3]
 
 
 def test_the_onnx_example_is_the_same_network() -> None:

@@ -157,7 +157,7 @@ class Lifecycle(RuleBasedStateMachine):
             if not set(wanted) & failing and goal == len(wanted):
                 assert served == set(wanted)
         for version in after:
-            assert version.lane is not None
+            assert version.scheduler is not None
 
     @invariant()
     def every_loaded_version_is_listed(self) -> None:

@@ -62,11 +62,13 @@ def test_model_defaults_say_how_it_is_run_and_nothing_else(tmp_path: Path) -> No
     (tmp_path / "bare" / "1").mkdir(parents=True)
     (tmp_path / "bare" / "1" / "model.py").write_text(MODEL)
     defaults = {"run_timeout_ms": 250, "max_queue_rows": 7, "max_batch_size": 3, "env": {"A": "b"}}
+    defaults["isolate_failures"] = False
     found = Layout(RepositorySettings(repository=str(tmp_path), model_defaults=defaults)).scan()
     for name, rows in (("m", 64), ("bare", 0)):
         config = found[name].config
         assert config is not None
         assert (config.run_timeout_ms, config.env, config.max_batch_size) == (250, {"A": "b"}, rows)
+        assert not config.isolate_failures
     assert found["m"].config is not None
     assert found["m"].config.max_queue_rows == 1024  # seven rows could not hold a batch
     wrong = RepositorySettings(repository=str(tmp_path), model_defaults={"run_timeout_ms": -1})

@@ -120,7 +120,7 @@ class Served:
         return [pid for hosted in self.server.host.hosted.values() for pid in hosted.group.pids]
 
     def is_clean(self) -> bool:
-        rings = [hosted.lane.ring for hosted in self.server.host.hosted.values()]
+        rings = [hosted.queue.ring for hosted in self.server.host.hosted.values()]
         return all(ring.outstanding() == 0 and ring.slab_pages_used() == 0 for ring in rings)
 
     async def until(self, true: Callable[[], object]) -> None:

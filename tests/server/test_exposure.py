@@ -43,6 +43,8 @@ def test_what_is_said() -> None:
     ]
     told = exposures(settings("127.0.0.1:1", ":2", "[::]:3=triton_v1", **everything))
     assert [text.split(" may ")[0] for text in told] == ["whoever reaches :2, [::]:3"] * 4
+    told = exposures(Settings(http=(), grpc=(Listener("0.0.0.0:4"),), **everything))
+    assert [text.split(" may ")[0] for text in told] == ["whoever reaches 0.0.0.0:4"] * 4
 
 
 def test_it_is_said_at_the_start(tmp_path, caplog, monkeypatch) -> None:

@@ -18,7 +18,7 @@ ENDED = "the worker process that ran this request was ended: a batch ran longer 
 
 
 def ring_of(served: Served) -> Any:
-    return next(iter(served.server.host.hosted.values())).lane.ring
+    return next(iter(served.server.host.hosted.values())).queue.ring
 
 
 def states(served: Served) -> list[str]:
@@ -86,13 +86,13 @@ def test_client_gone_while_queued(tmp_path, strings):
             leaving = [await served.client() for _ in range(2)]
             for n, client in enumerate(leaving):
                 client.send(5.0 + n)
-            lane = next(iter(served.server.host.hosted.values())).lane
-            await served.until(lambda: lane.waiting == 3)
+            queue = next(iter(served.server.host.hosted.values())).queue
+            await served.until(lambda: queue.waiting == 3)
             for client in leaving:
                 client.close()
-            await served.until(lambda: lane.waiting == 1)
+            await served.until(lambda: queue.waiting == 1)
             staying = served.asking(9.0)
-            await served.until(lambda: lane.waiting == 2)
+            await served.until(lambda: queue.waiting == 2)
             release(tmp_path)
             assert await running == (200, [HOLD * 2])
             assert await staying == (200, [18.0])
@@ -110,9 +110,9 @@ def test_client_gone_while_running(tmp_path):
             leaving.send(HOLD)
             staying = served.asking(4.0)
             await served.until(lambda: seen(tmp_path))
-            lane = next(iter(served.server.host.hosted.values())).lane
+            queue = next(iter(served.server.host.hosted.values())).queue
             leaving.close()
-            await served.until(lambda: lane.waiting == 1)
+            await served.until(lambda: queue.waiting == 1)
             release(tmp_path)
             assert await staying == (200, [8.0])
 

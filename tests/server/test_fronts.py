@@ -147,7 +147,7 @@ def test_a_killed_front_is_swept_and_replaced(tmp_path):
             await served.until(lambda: seen(tmp_path))
             clients[1].send(5.0)
             waiting = asyncio.ensure_future(others[0].predict(7.0))
-            ring = next(iter(served.server.host.hosted.values())).lane.ring
+            ring = next(iter(served.server.host.hosted.values())).queue.ring
             await served.until(lambda: ring.outstanding() >= 3)
             (link,) = served.links
             victim = link.pid

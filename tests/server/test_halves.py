@@ -38,8 +38,8 @@ def test_the_answer_of_every_dialect(tmp_path):
                 client.writer.write(request(dialect))
                 client.writer.write_eof()
             (listener,) = served.server.front.http
-            lane = next(iter(served.server.host.hosted.values())).lane
-            await served.until(lambda: lane.waiting == 3 and all(c._half for c in listener.connections))
+            queue = next(iter(served.server.host.hosted.values())).queue
+            await served.until(lambda: queue.waiting == 3 and all(c._half for c in listener.connections))
             release(tmp_path)
             for client, (dialect, (*_, answer)) in zip(clients, REQUESTS.items(), strict=True):
                 reply = await asyncio.wait_for(client.reader.read(), WAIT_S)
@@ -57,12 +57,12 @@ def test_a_place_in_the_queue_is_freed_when_the_client_has_closed_both_halves(tm
         async with serving(tmp_path) as served:
             running = served.asking(HOLD)
             await served.until(lambda: seen(tmp_path))
-            lane = next(iter(served.server.host.hosted.values())).lane
+            queue = next(iter(served.server.host.hosted.values())).queue
             client = await served.client()
             client.writer.write(request(dialect))
-            await served.until(lambda: lane.waiting == 2)
+            await served.until(lambda: queue.waiting == 2)
             client.close()
-            await served.until(lambda: lane.waiting == 1)
+            await served.until(lambda: queue.waiting == 1)
             release(tmp_path)
             assert await running == (200, [2 * HOLD])
             assert len(seen(tmp_path)) == 1

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fastserve.engine.counts import counts_of
+from fastserve.engine.counters import counts_of
 from fastserve.repository.model_config import parse_model_config
 from fastserve.workers import isolation
 from fastserve.workers.isolation import may_isolate
@@ -53,7 +53,7 @@ async def together(served: Served, folder: Path, *requests: tuple[float, ...]) -
     held = served.asking(HOLD)
     await served.until(lambda: seen(folder))
     asking = [served.asking(*rows) for rows in requests]
-    ring = next(iter(served.server.host.hosted.values())).lane.ring
+    ring = next(iter(served.server.host.hosted.values())).queue.ring
     await served.until(lambda: ring.pending() == len(requests))
     release(folder)
     assert (await held)[0] == 200

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from fastserve.config import Listener, Settings
 from fastserve.config.metrics import MetricsConfig
-from fastserve.engine.counts import FIRST_RESPONSE, counts_of
+from fastserve.engine.counters import FIRST_RESPONSE, counts_of
 from fastserve.errors import ServeError
 from fastserve.request import InferRequest
 from fastserve.server import Server, nv_metrics

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fastserve.engine.counts import counts_of
+from fastserve.engine.counters import counts_of
 from fastserve.errors import DeadlineError, Kind, ServeError
 from tests.server import test_ensembles as ensembles
 from tests.server import test_priorities as priorities

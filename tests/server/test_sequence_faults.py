@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from fastserve.engine.counts import counts_of
-from fastserve.engine.stateful import StatefulDoor
+from fastserve.engine.counters import counts_of
+from fastserve.engine.stateful import SequenceScheduler
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.version import Version
 from fastserve.workers.group import WorkerGroup
@@ -57,9 +57,9 @@ def version_of(at: Served) -> Version:
     return version
 
 
-def door_of(at: Served) -> StatefulDoor:
-    door = version_of(at).lane
-    assert isinstance(door, StatefulDoor)
+def door_of(at: Served) -> SequenceScheduler:
+    door = version_of(at).scheduler
+    assert isinstance(door, SequenceScheduler)
     return door
 
 
@@ -262,7 +262,7 @@ def test_what_a_dead_worker_had_not_taken_runs_on_no_other(tmp_path: Path, strat
                 assert (await say(at, id, 5, sequence_start=True))[:2] == [5, 5]
             first = at.pids[0]
             os.kill(first, signal.SIGSTOP)  # what is sent now it will not take
-            ring = next(iter(at.server.host.hosted.values())).lane.ring
+            ring = next(iter(at.server.host.hosted.values())).queue.ring
             late = [asyncio.ensure_future(say(at, id, 1)) for id in (1, 2, 1, 2)]
             late.append(asyncio.ensure_future(say(at, 3, 7, sequence_start=True, sequence_end=True)))
             await at.until(lambda: ring.pending() and door_of(at).pending())

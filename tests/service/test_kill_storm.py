@@ -53,8 +53,8 @@ async def storm(kills: int, callers: int, seed: int) -> tuple[int, int]:
         killing = False
         await asyncio.gather(*tasks)
         assert await service.settled()
-        lane = service._batcher.lane
-        assert (lane.waiting, lane.unreleased) == (0, 0)
+        queue = service._batcher.queue
+        assert (queue.waiting, queue.unreleased) == (0, 0)
         assert kinds <= {Kind.UNAVAILABLE}
     return well, badly
 

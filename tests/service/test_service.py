@@ -35,7 +35,7 @@ class Service(BatchedService):
 
     async def settled(self):
         """True once shared memory is free; a worker may still be letting go of what nobody waits for."""
-        ring = self._batcher.lane.ring
+        ring = self._batcher.queue.ring
         end = time.monotonic() + 5
         while (ring.outstanding(), ring.slab_pages_used()) != (0, 0):
             assert time.monotonic() < end, (ring.outstanding(), ring.slab_pages_used())
@@ -235,9 +235,9 @@ def test_a_full_queue_makes_callers_wait_in_order(tmp_path):
     async def main():
         async with Service(models.Gate, {"path": str(path)}, size=1, max_queue_size=2) as service:
             tasks = [asyncio.ensure_future(service.do_one(i)) for i in range(10)]
-            while not service._batcher.lane.room._line:
+            while not service._batcher.queue.room._line:
                 await asyncio.sleep(0)
-            waiting = len(service._batcher.lane.room._line)
+            waiting = len(service._batcher.queue.room._line)
             os.write(pipe, b"x" * 10)
             results = await asyncio.gather(*tasks)
             assert await service.settled()
@@ -257,7 +257,7 @@ def test_cancelling_a_caller_frees_its_place(tmp_path):
     async def main():
         async with Service(models.Gate, {"path": str(path)}, size=4, timeout=0.001) as service:
             blocker = asyncio.ensure_future(service.do_one("first"))
-            ring = service._batcher.lane.ring
+            ring = service._batcher.queue.ring
             while "running" not in [ring.describe(i)[0] for i in range(ring.slots)]:
                 await asyncio.sleep(0.001)
             gone = asyncio.ensure_future(service.do_one("gone"))
@@ -283,7 +283,7 @@ def test_stop_gives_waiting_callers_an_error(tmp_path):
         service = Service(models.Gate, {"path": str(path)})
         await service.start()
         waiting = asyncio.ensure_future(service.do_one(1))
-        while service._batcher.lane.waiting == 0:
+        while service._batcher.queue.waiting == 0:
             await asyncio.sleep(0)
         stopping = service.stop()
         with pytest.raises(ServeError):

@@ -308,13 +308,23 @@ def test_reflection(package: str) -> None:
                 reflection_pb2.ServerReflectionRequest(list_services=""),
                 reflection_pb2.ServerReflectionRequest(file_containing_symbol="t.T"),
                 reflection_pb2.ServerReflectionRequest(file_containing_symbol="grpc.health.v1.Health"),
+                reflection_pb2.ServerReflectionRequest(file_by_filename="t.proto"),
+                reflection_pb2.ServerReflectionRequest(all_extension_numbers_of_type="t.M"),
+                reflection_pb2.ServerReflectionRequest(file_by_filename="none.proto", host="h"),
+                reflection_pb2.ServerReflectionRequest(),
             ]
-            listed, ours, health = [reply async for reply in ask(iter(requests))]
+            listed, ours, health, by_name, extensions, none, nothing = [
+                reply async for reply in ask(iter(requests))
+            ]
             names = {service.name for service in listed.list_services_response.service}
             assert {"t.T", "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"} <= names
             (blob,) = ours.file_descriptor_response.file_descriptor_proto
             assert FileDescriptorProto.FromString(blob).service[0].name == "T"
             assert len(health.file_descriptor_response.file_descriptor_proto) == 1
+            assert by_name.file_descriptor_response == ours.file_descriptor_response
+            assert extensions.all_extension_numbers_response.base_type_name == "t.M"
+            assert (none.error_response.error_code, none.original_request.host) == (5, "h")
+            assert nothing.error_response.error_code == 3
 
     run(main())
 

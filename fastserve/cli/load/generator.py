@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 import httptools
 import msgspec
 
-from fastserve.cli.load.tally import Tally
+from fastserve.cli.load.counters import Counters
 
 if TYPE_CHECKING:
     from fastserve.cli.load.grpc_calls import GrpcConnection
@@ -45,8 +45,8 @@ class Plan(msgspec.Struct, forbid_unknown_fields=True):
 class Connection(asyncio.Protocol):
     """Asks again as soon as it is answered. `done` is set once it is closed."""
 
-    def __init__(self, requests: cycle[bytes], tally: Tally) -> None:
-        self.requests, self.tally = requests, tally
+    def __init__(self, requests: cycle[bytes], counters: Counters) -> None:
+        self.requests, self.counters = requests, counters
         self.done = asyncio.get_running_loop().create_future()
         self.sent_ns = 0  # 0: nothing under way
         self.body_bytes = 0
@@ -56,7 +56,7 @@ class Connection(asyncio.Protocol):
         self.parser = httptools.HttpResponseParser(self)
 
     def ask(self) -> None:
-        if self.tally.stopping:
+        if self.counters.stopping:
             self.transport.close()
             return
         self.body_bytes = 0
@@ -74,7 +74,7 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         latency_ns, self.sent_ns = time.perf_counter_ns() - self.sent_ns, 0
-        self.tally.answered(str(self.parser.get_status_code()), latency_ns, self.body_bytes)
+        self.counters.answered(str(self.parser.get_status_code()), latency_ns, self.body_bytes)
         if self.parser.should_keep_alive():
             self.ask()
         else:
@@ -89,12 +89,12 @@ class Connection(asyncio.Protocol):
         """End it now; what is under way has failed."""
         if self.sent_ns:
             self.sent_ns = 0
-            self.tally.failed(fault)
+            self.counters.failed(fault)
         self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self.sent_ns:
-            self.tally.failed("connection lost")
+            self.counters.failed("connection lost")
         if not self.done.done():
             self.done.set_result(None)
 
@@ -103,7 +103,7 @@ class Group:
     """All connections of this process, reopened whenever the server closes one."""
 
     def __init__(self, plan: Plan, requests: list[bytes]) -> None:
-        self.plan, self.requests, self.tally = plan, requests, Tally()
+        self.plan, self.requests, self.counters = plan, requests, Counters()
         self.open: set[Connection | GrpcConnection] = set()
 
     async def connect(self) -> Connection | GrpcConnection | None:
@@ -118,7 +118,7 @@ class Group:
         loop = asyncio.get_running_loop()
         try:
             _, made = await loop.create_connection(
-                lambda: Connection(ring, self.tally), self.plan.host, self.plan.port
+                lambda: Connection(ring, self.counters), self.plan.host, self.plan.port
             )
         except OSError:
             return None
@@ -127,19 +127,19 @@ class Group:
     async def _connect_grpc(self, ring: cycle[bytes]) -> GrpcConnection | None:
         from fastserve.cli.load.grpc_calls import GrpcConnection
 
-        made = GrpcConnection(f"{self.plan.host}:{self.plan.port}", self.plan.method, ring, self.tally)
+        made = GrpcConnection(f"{self.plan.host}:{self.plan.port}", self.plan.method, ring, self.counters)
         return made if await made.connect(CONNECT_S) else None
 
     async def keep(self, connection: Connection | GrpcConnection | None) -> None:
-        while not self.tally.stopping:
+        while not self.counters.stopping:
             if connection is None:
-                self.tally.failed("connection refused")
+                self.counters.failed("connection refused")
                 await asyncio.sleep(0.1)  # a server that is not there is not asked a million times
             else:
                 connection.ask()
                 await connection.done
                 self.open.discard(connection)
-            connection = None if self.tally.stopping else await self.connect()
+            connection = None if self.counters.stopping else await self.connect()
         if connection is not None:
             connection.close()
 
@@ -149,12 +149,12 @@ class Group:
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.buffer.readline)
         keepers = [asyncio.create_task(self.keep(connection)) for connection in first]
         await self.watch(self.plan.warm_up_s)
-        self.tally.counting = True
+        self.counters.counting = True
         began = time.monotonic()
         await self.watch(self.plan.duration_s)
         seconds = time.monotonic() - began
         await self.finish(keepers)
-        return {**self.tally.result(), "seconds": seconds}
+        return {**self.counters.result(), "seconds": seconds}
 
     async def watch(self, seconds: float) -> None:
         """Lets the load run, tells how it goes, and gives up on requests that take too long."""
@@ -166,10 +166,10 @@ class Group:
                 if 0 < connection.sent_ns < oldest:
                     connection.give_up("timed out")
             if self.plan.progress:
-                say({"done": self.tally.histogram.total})
+                say({"done": self.counters.histogram.total})
 
     async def finish(self, keepers: list[asyncio.Task[None]]) -> None:
-        self.tally.stopping = True
+        self.counters.stopping = True
         for connection in list(self.open):
             connection.close()
         await asyncio.wait(keepers, timeout=self.plan.timeout_s)

@@ -13,7 +13,7 @@ from itertools import cycle
 import grpc
 import grpc.aio
 
-from fastserve.cli.load.tally import Tally
+from fastserve.cli.load.counters import Counters
 
 # Equal channels of a process share one TCP connection unless they are told not to.
 OPTIONS = (
@@ -26,8 +26,8 @@ OPTIONS = (
 class GrpcConnection:
     """Asks again as soon as it is answered. `done` is set once it is closed."""
 
-    def __init__(self, address: str, method: str, requests: cycle[bytes], tally: Tally) -> None:
-        self.requests, self.tally = requests, tally
+    def __init__(self, address: str, method: str, requests: cycle[bytes], counters: Counters) -> None:
+        self.requests, self.counters = requests, counters
         self.done = asyncio.get_running_loop().create_future()
         self.sent_ns = 0  # 0: nothing under way
         self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
@@ -49,7 +49,7 @@ class GrpcConnection:
 
     async def _keep_asking(self) -> None:
         try:
-            while not self.tally.stopping and await self._ask_once():
+            while not self.counters.stopping and await self._ask_once():
                 pass
         finally:
             await self._channel.close()
@@ -67,7 +67,7 @@ class GrpcConnection:
         except asyncio.CancelledError:  # given up, and counted there
             return False
         if self.sent_ns:
-            self.tally.answered(status, time.perf_counter_ns() - self.sent_ns, size)
+            self.counters.answered(status, time.perf_counter_ns() - self.sent_ns, size)
             self.sent_ns = 0
         return status != "UNAVAILABLE"
 
@@ -84,6 +84,6 @@ class GrpcConnection:
         """End it now; what is under way has failed."""
         if self.sent_ns:
             self.sent_ns = 0
-            self.tally.failed(fault)
+            self.counters.failed(fault)
         if self._asking is not None:
             self._asking.cancel()

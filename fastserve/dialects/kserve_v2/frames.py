@@ -3,31 +3,42 @@
     {"id":"7","inputs":[{"name":"x","shape":[2,3],"datatype":"FP32","data":[1,2,3,4,5,6]}]}
           ^ id                               ^ rows                        ^ data
 
-A frame is made of a request that the general door has answered: what its text means was found out there.
+A frame is made of a request that the general path has answered: what its text means was found out there.
 Every byte but the id, the number of rows and the values is part of the frame, so requests that fit it mean
 the same, and nothing has to be checked again. Strings have no fixed size, and no frames.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 from math import prod
 
 from fastserve._ext.infer_frame import InferFrame, find_holes
 from fastserve._ext.infer_json import InferInput, read_infer
 from fastserve._ext.infer_reply import InferWriter, UnwritableOutput
-from fastserve.dialects.kserve_v2.answers import Asked, client_shape
+from fastserve.dialects.kserve_v2.answers import (
+    BINARY,
+    Asked,
+    Rooms,
+    client_shape,
+    hold_rooms,
+    put_outside,
+    send,
+    write_answer,
+)
 from fastserve.dialects.kserve_v2.body import InferBody
 from fastserve.dialects.kserve_v2.plans import Plan
-from fastserve.engine.cache import Sort
-from fastserve.engine.direct import open_intake, open_outlet
-from fastserve.engine.forms import note_of
-from fastserve.engine.lane import Lane
-from fastserve.request import InferRequest
+from fastserve.dialects.kserve_v2.regions import Range, Regions
+from fastserve.dialects.kserve_v2.replies import in_words
+from fastserve.dialects.kserve_v2.service import JSON
+from fastserve.engine import BatchQueue, note_of
+from fastserve.request import InferRequest, InferResponse
+from fastserve.serving.prepared import Described, Memory, PreparedRequest
 from fastserve.tensor import Tensor
+from fastserve.wire.call import Call
 
 MOST_TEXT_BYTES = 65536  # of a frame
-MOST_WRITERS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,82 +63,118 @@ class Parts:
     sources: list[Source] = field(default_factory=list)
 
 
-class Frame(InferFrame):
-    """One text with holes, and what requests of it need: a way in, a way out, writers of replies."""
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a version's frames have in common. `packing`: heads of calls whose replies are compressed."""
 
-    def __init__(self, plan: Plan, lane: Lane, request: InferRequest, asked: Asked, parts: Parts) -> None:
+    plan: Plan
+    queue: BatchQueue
+    regions: Regions
+    packing: Set[object]
+
+
+class Writer(InferWriter):
+    """Writes replies whose outputs are `described` so."""
+
+    def __init__(
+        self, plan: Plan, outputs: Sequence[tuple[str, int, tuple[int, ...], str]], described: Described
+    ) -> None:
+        super().__init__(plan.model, str(plan.version.number), outputs)
+        self.described = described
+
+
+class Frame(InferFrame, PreparedRequest):
+    """One text with holes, prepared."""
+
+    def __init__(self, about: About, request: InferRequest, asked: Asked, parts: Parts) -> None:
         """`request` has the inputs' types and shapes, in the model's order, without their data."""
+        plan, queue = about.plan, about.queue
         super().__init__(
             parts.header, parts.holes, parts.blobs, parts.targets, parts.rows, request.request_id
         )
+        self.lay_out(queue, request.inputs, request.outputs, batching=plan.max_batch_size > 0)
         self.asked = asked
-        self.sources = parts.sources
-        self.outside = bool(parts.sources or asked.ranges)  # something of it is in client memory
-        self.wanted = request.outputs
-        self.intake = open_intake(lane, request.inputs, batching=plan.max_batch_size > 0)
-        self.outlet = open_outlet(lane, request.outputs or list(lane.outputs))
-        self.noted = lane.requests
-        self._note = note_of(request, []) if lane.requests else b""
+        self.outside = bool(parts.sources or asked.ranges)
+        self.noted = queue.requests
+        self._sources = parts.sources
+        self._note = note_of(request, []) if queue.requests else b""
         self._request = request
-        self._plan = plan
-        self.writers: dict[object, InferWriter] = {}
+        self._about, self._plan = about, plan
 
-    def sorts(self, rows: int) -> tuple[Sort, ...]:
-        """Name, dtype code, shape and bytes of each input of a request of so many rows."""
-        lead = (rows,) if self._plan.max_batch_size else ()
-        found = []
-        for name, tensor in self._request.inputs.items():
-            shape = (*lead, *tensor.shape[len(lead) :])
-            found.append((name, tensor.dtype.code, shape, prod(shape) * tensor.dtype.item_bytes))
-        return tuple(found)
-
-    def note(self) -> bytes:
-        """What the model is told besides the tensors, of the request that was found; where it is `noted`."""
-        if self.id != self._request.request_id:
-            self._request.request_id = self.id
+    def note(self, request_id: str) -> bytes:
+        if request_id != self._request.request_id:
+            self._request.request_id = request_id
             self._note = note_of(self._request, [])
         return self._note
 
-    def add_writer(self, form: object) -> InferWriter | None:
-        """The writer of replies whose outputs have this form, from now on in `writers`; None when there
-        can be none."""
-        if len(self.writers) >= MOST_WRITERS:
-            self.writers.clear()
-        writer = self._make_writer(form)
-        if writer is not None:
-            self.writers[form] = writer
-        return writer
+    def fill(self, source: tuple[Memory, int], memory: list[memoryview]) -> bool:
+        """`source`: the body, and how much of it is JSON."""
+        if not self.read_into(*source, memory):
+            return False
+        for given in self._sources:
+            range = Range(given.region, given.offset, self.rows * given.row_bytes)
+            self._about.regions.read_into(range, memory[given.target])
+        return True
 
-    def _make_writer(self, form: object) -> InferWriter | None:
+    def hold(self) -> Rooms | None:
+        return hold_rooms(self._about.regions, self.asked.ranges) if self.asked.ranges else None
+
+    def make_writer(self, described: Described) -> Writer | None:
         plan = self._plan
         try:
             outputs = [
                 (name, dtype.code, client_shape(plan, name, shape), self.asked.form(name))
-                for name, dtype, shape in self.outlet.describe(form)
+                for name, dtype, shape in described
             ]
             if len({output[0] for output in outputs}) < len(outputs):
                 return None
-            return InferWriter(plan.model, str(plan.version.number), outputs)
+            return Writer(plan, outputs, described)
         except (UnwritableOutput, ValueError, LookupError):
             return None
 
+    def write(
+        self, exchange: Call, writer: Writer, memory: Sequence[Memory], request_id: str, held: Rooms | None
+    ) -> None:
+        if held:
+            self._put_outside(writer, memory, held)
+        packs = exchange.head in self._about.packing
+        head = b"" if packs else exchange.raw_head(BINARY if writer.binary else JSON)
+        try:
+            if head:
+                exchange.reply_raw(writer.write(memory, request_id, head))
+            else:
+                json_bytes, text = writer.write_body(memory, request_id)
+                send(exchange, json_bytes if writer.binary else 0, text)
+        except UnwritableOutput as fault:
+            raise in_words(fault) from None
 
-def learn(plan: Plan, lane: Lane, header: bytes, body: InferBody, request: InferRequest) -> Frame | None:
+    def _put_outside(self, writer: Writer, memory: Sequence[Memory], held: Rooms) -> None:
+        for (name, dtype, shape), view in zip(writer.described, memory, strict=True):
+            if name in held:
+                put_outside(name, Tensor(dtype, shape, view), held[name])
+
+    def write_response(
+        self, exchange: Call, response: InferResponse, request_id: str, held: Rooms | None
+    ) -> None:
+        send(exchange, *write_answer(self._plan, self.asked, response, request_id, held or {}))
+
+
+def learn(about: About, header: bytes, body: InferBody, request: InferRequest) -> Frame | None:
     """The frame of a request that was answered; None for one that has none. `header` is b"" for a raw one."""
-    asked = Asked.of(body)
+    asked, plan, queue = Asked.of(body), about.plan, about.queue
     batching = plan.max_batch_size > 0
     # Columns are all filled; the order is the model's, which may look at it.
-    inputs = {name: request.inputs[name] for name in lane.inputs if name in request.inputs}
-    all_given = len(inputs) == len(request.inputs) and (not lane.dense or len(inputs) == len(lane.inputs))
+    inputs = {name: request.inputs[name] for name in queue.inputs if name in request.inputs}
+    all_given = len(inputs) == len(request.inputs) and (not queue.dense or len(inputs) == len(queue.inputs))
     if asked.classifies or not inputs or not all_given:
         return None
     rows = next(iter(inputs.values())).shape[0] if batching else 1
-    if not 0 < rows <= lane.max_rows or any(_row_bytes(tensor, rows) < 1 for tensor in inputs.values()):
+    if not 0 < rows <= queue.max_rows or any(_row_bytes(tensor, rows) < 1 for tensor in inputs.values()):
         return None
     bare = {name: Tensor(tensor.dtype, tensor.shape, b"") for name, tensor in inputs.items()}
     try:
         parts = _take_apart(header, inputs, rows, batching=batching)
-        return None if parts is None else Frame(plan, lane, replace(request, inputs=bare), asked, parts)
+        return None if parts is None else Frame(about, replace(request, inputs=bare), asked, parts)
     except ValueError:  # more tensors or larger rows than a frame has
         return None
 

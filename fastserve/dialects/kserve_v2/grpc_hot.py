@@ -1,12 +1,12 @@
-"""The hot door of ModelInfer: a request like one that has been answered is not read again.
+"""The fast path of ModelInfer: a request like one that has been answered is not read again.
 
     message --outline--> (head, id, raw tensors)    the head is known: a version, its rows, its reply's form
             --copy--> memory reserved for its inputs ... worker ... views of its outputs --copy--> reply
 
 A head is every field but the id and the raw tensors (model, version, names, shapes, requested outputs,
-parameters), so equal heads make equal requests. Heads are learned from requests that ran on a lane with all
+parameters), so equal heads make equal requests. Heads are learned from requests that ran on a queue with all
 their inputs raw and of fixed size, and nothing of them in client memory or classified. For anything else,
-errors included, `start` returns None having left no trace, and the general door reads the message.
+errors included, `start` returns None having left no trace, and the general path reads the message.
 """
 
 from __future__ import annotations
@@ -23,9 +23,15 @@ from fastserve.dialects.kserve_v2.answers import client_shape, client_tensor
 from fastserve.dialects.kserve_v2.body import InferBody
 from fastserve.dialects.kserve_v2.plans import Plan
 from fastserve.dialects.kserve_v2.service import Service
-from fastserve.engine.direct import open_intake, open_outlet, read_response
-from fastserve.engine.forms import note_of
-from fastserve.engine.lane import Lane, Ticket
+from fastserve.engine import (
+    BatchQueue,
+    Pending,
+    fast_queue_of,
+    lay_out_inputs,
+    lay_out_outputs,
+    note_of,
+    read_response,
+)
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest
@@ -65,19 +71,19 @@ class HotDoor:
     def learn(
         self, outline: Outline, plan: Plan, message: InferMessage, body: InferBody, request: InferRequest
     ) -> None:
-        """Remember the head of a request that the general door has answered."""
-        lane = plan.version.lane
-        if not isinstance(lane, Lane) or lane.decoupled or not _is_ordinary(lane, message, body, request):
+        """Remember the head of a request that the general path has answered."""
+        queue = fast_queue_of(plan.version)
+        if queue is None or not _is_ordinary(queue, message, body, request):
             return
         rows = next(iter(request.inputs.values())).shape[0] if plan.max_batch_size else 1
-        if 0 < rows <= lane.max_rows:
+        if 0 < rows <= queue.max_rows:
             if len(self._known) >= MOST_HEADS:
                 self._known.clear()
-            self._known[outline.head] = Known(self._service, plan, lane, message, request, rows)
+            self._known[outline.head] = Known(self._service, plan, queue, message, request, rows)
 
 
-def _is_ordinary(lane: Lane, message: InferMessage, body: InferBody, request: InferRequest) -> bool:
-    """Whether a request is its head and its raw tensors, and gives the lane what it needs."""
+def _is_ordinary(queue: BatchQueue, message: InferMessage, body: InferBody, request: InferRequest) -> bool:
+    """Whether a request is its head and its raw tensors, and gives the queue what it needs."""
     inputs = request.inputs
     if not inputs or message.raw_count != len(message.inputs) or len(inputs) != len(message.inputs):
         return False
@@ -86,7 +92,7 @@ def _is_ordinary(lane: Lane, message: InferMessage, body: InferBody, request: In
     if any(not tensor.dtype.item_bytes or not len(tensor.data) for tensor in inputs.values()):
         return False
     # A model that sees arrays is given all of its inputs; one that sees requests, what was sent.
-    return set(inputs) <= set(lane.inputs) and (lane.requests or len(inputs) == len(lane.inputs))
+    return set(inputs) <= set(queue.inputs) and (queue.requests or len(inputs) == len(queue.inputs))
 
 
 class Known:
@@ -96,7 +102,7 @@ class Known:
         self,
         service: Service,
         plan: Plan,
-        lane: Lane,
+        queue: BatchQueue,
         message: InferMessage,
         request: InferRequest,
         rows: int,
@@ -104,15 +110,15 @@ class Known:
         version = plan.version
         self.version, self.model = version, version.model
         self.number = version.number if message.model_version else None
-        self._service, self._plan, self._lane, self._rows = service, plan, lane, rows
+        self._service, self._plan, self._queue, self._rows = service, plan, queue, rows
         sent = [given.name for given in message.inputs]
-        bare = {n: _without_data(request.inputs[n]) for n in lane.inputs if n in request.inputs}
-        self._raws = [sent.index(name) for name in bare]  # in the lane's order, which models may look at
+        bare = {n: _without_data(request.inputs[n]) for n in queue.inputs if n in request.inputs}
+        self._raws = [sent.index(name) for name in bare]  # in the queue's order, which models may look at
         self._sizes = tuple(message.raw(index)[1] for index in range(message.raw_count))
-        self._intake = open_intake(lane, bare, batching=plan.max_batch_size > 0)
-        self._outlet = open_outlet(lane, request.outputs or list(lane.outputs))
+        self._layout_in = lay_out_inputs(queue, bare, batching=plan.max_batch_size > 0)
+        self._layout_out = lay_out_outputs(queue, request.outputs or list(queue.outputs))
         self._request = replace(request, inputs={})
-        self._note = note_of(self._request, []) if lane.requests else b""
+        self._note = note_of(self._request, []) if queue.requests else b""
         self._before = write_infer_response(plan.model, str(version.number), "", None, (), ())
         self._after: dict[Any, bytes] = {}  # what comes between the id and the tensors, by the answer's form
         self._requests, self._duration = service.traffic.succeeded(version.model, version.number)
@@ -120,23 +126,25 @@ class Known:
     def start(self, outline: Outline, rpc: Rpc) -> Running | None:
         if outline.sizes != self._sizes:
             return None
-        intake, rows, lane = self._intake, self._rows, self._lane
-        seat = intake.reserve(rows, self._note_of(outline.id)) if lane.requests else intake.reserve(rows)
-        if seat is None:
+        layout_in, rows, queue = self._layout_in, self._rows, self._queue
+        reserved = (
+            layout_in.reserve(rows, self._note_of(outline.id)) if queue.requests else layout_in.reserve(rows)
+        )
+        if reserved is None:
             return None
-        place, memory, (offset, _) = seat
+        place, memory, (offset, _) = reserved
         try:
             for index, view in zip(self._raws, memory, strict=True):
                 outline.copy_raw(index, view)
         except BaseException:
-            intake.abandon(seat, rows)
+            layout_in.abandon(reserved, rows)
             raise
         if offset:
-            intake.settle(seat)
+            layout_in.settle(reserved)
         left_s, now_ns = rpc.seconds_left(), monotonic_ns()
         deadline_ns = 0 if left_s is None else now_ns + int(left_s * 1e9)
         running = Running(outline.id, now_ns)
-        running.ticket = lane.submit(place, rows, self._answer, deadline_ns, running, PATIENCE_NS)
+        running.pending = queue.submit(place, rows, self._answer, deadline_ns, running, PATIENCE_NS)
         return running
 
     def _note_of(self, request_id: str) -> bytes:
@@ -145,17 +153,17 @@ class Known:
             self._note = note_of(self._request, [])
         return self._note
 
-    def _answer(self, ticket: Ticket, error: ServeError | None) -> None:
-        running: Running = ticket.context
-        ticket.context = None  # and with it the circle running -> ticket -> running
+    def _answer(self, pending: Pending, error: ServeError | None) -> None:
+        running: Running = pending.context
+        pending.context = None  # and with it the circle running -> pending -> running
         answer = running.answer
         try:
             if error is not None:
                 raise error
             try:
-                reply = b"" if answer.done() else self._write(ticket, running.id)
+                reply = b"" if answer.done() else self._write(pending, running.id)
             finally:
-                self._lane.release(ticket)
+                self._queue.release(pending)
         except Exception as fault:
             if not answer.done():  # it is when the call was cancelled in the turn its answer came
                 too_large = isinstance(fault, WireFault | OverflowError)
@@ -168,10 +176,10 @@ class Known:
             self._requests.add()
             self._duration.observe_ns(monotonic_ns() - running.started_ns)
 
-    def _write(self, ticket: Ticket, request_id: str) -> bytes:
-        found = self._outlet.read(ticket.place, ticket.rows)
+    def _write(self, pending: Pending, request_id: str) -> bytes:
+        found = self._layout_out.read(pending.place, pending.rows)
         if found is None:
-            return self._write_plainly(ticket, request_id)
+            return self._write_plainly(pending, request_id)
         form, memory = found
         after = self._after.get(form) or self._describe(form)
         return write_known(self._before, request_id, after, memory)
@@ -181,14 +189,14 @@ class Known:
             self._after.clear()
         outputs = [
             (name, KSERVE_NAME[dtype.name], client_shape(self._plan, name, shape), None)
-            for name, dtype, shape in self._outlet.describe(form)
+            for name, dtype, shape in self._layout_out.describe(form)
         ]
         after = self._after[form] = write_infer_response("", "", "", None, outputs, ())
         return after
 
-    def _write_plainly(self, ticket: Ticket, request_id: str) -> bytes:
-        """As the general door does it: outputs nobody declared, parameters, one request's error."""
-        response = read_response(self._lane, ticket, self._request.outputs)
+    def _write_plainly(self, pending: Pending, request_id: str) -> bytes:
+        """As the general path does it: outputs nobody declared, parameters, one request's error."""
+        response = read_response(self._queue, pending, self._request.outputs)
         tensors = [(name, client_tensor(self._plan, name, t)) for name, t in response.outputs.items()]
         outputs = [(name, KSERVE_NAME[t.dtype.name], t.shape, None) for name, t in tensors]
         number, parameters = str(self.version.number), dict(response.parameters)
@@ -202,11 +210,11 @@ def _without_data(tensor: Tensor) -> Tensor:
 
 
 class Running:
-    """One request in its batch. Await `answer`; a caller that is cancelled cancels the ticket."""
+    """One request in its batch. Await `answer`; a caller that is cancelled cancels the pending."""
 
-    __slots__ = ("answer", "id", "started_ns", "ticket")
+    __slots__ = ("answer", "id", "pending", "started_ns")
 
-    ticket: Ticket
+    pending: Pending
 
     def __init__(self, id: str, started_ns: int) -> None:
         self.id, self.started_ns = id, started_ns

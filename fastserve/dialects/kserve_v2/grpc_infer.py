@@ -39,7 +39,7 @@ from fastserve.dialects.kserve_v2.lookup import find_version, read_version
 from fastserve.dialects.kserve_v2.plans import Plan
 from fastserve.dialects.kserve_v2.regions import Destination
 from fastserve.dialects.kserve_v2.service import Service
-from fastserve.engine.lane import QUEUED_TOO_LONG
+from fastserve.engine import QUEUED_TOO_LONG
 from fastserve.errors import Kind, ServeError
 from fastserve.request import InferRequest, InferResponse
 from fastserve.tensor import DTYPE_BY_KSERVE, KSERVE_NAME, Tensor
@@ -99,7 +99,7 @@ def _read_ahead(sent: Sent) -> None:
 
 
 class Infer:
-    """The RPC: the hot door first, and the general one for what it does not take."""
+    """The RPC: the fast path first, and the general one for what it does not take."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -117,7 +117,7 @@ class Infer:
         try:
             return await running.answer
         except asyncio.CancelledError:
-            running.ticket.lane.cancel(running.ticket)
+            running.pending.queue.cancel(running.pending)
             raise
         except ServeError as fault:
             raise self._refuse(fault, read_sent(data)) from None

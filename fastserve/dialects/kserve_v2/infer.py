@@ -11,9 +11,8 @@ from fastserve.dialects.kserve_v2.body import InferBody, read_body, read_header
 from fastserve.dialects.kserve_v2.checks import check_inputs, check_outputs, deduce_raw
 from fastserve.dialects.kserve_v2.coding import SUPPORTED, UNSUPPORTED, choose_coding, unpack
 from fastserve.dialects.kserve_v2.errors import invalid, unsupported
+from fastserve.dialects.kserve_v2.fast_http import FastHttp
 from fastserve.dialects.kserve_v2.forwarding import headers_as_sent
-from fastserve.dialects.kserve_v2.hot import HotDoor
-from fastserve.dialects.kserve_v2.hot_cached import open_hot_door
 from fastserve.dialects.kserve_v2.lookup import find_version, read_version
 from fastserve.dialects.kserve_v2.plans import Plan
 from fastserve.dialects.kserve_v2.routes import Target
@@ -23,13 +22,14 @@ from fastserve.dialects.kserve_v2.traces import Traced
 from fastserve.errors import ServeError
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest
+from fastserve.serving.paths import LastPath
 from fastserve.wire.call import Call
 from fastserve.wire.inflate import work_of
 
 HEADER_LENGTH = b"inference-header-content-length"
 _NUMBER = re.compile(rb"[ \t]*([+-]?[0-9]+)")  # and whatever follows it, as atoi reads
 MOST_HEADS = 1024
-GENERAL = -2  # a head whose calls take the general door
+GENERAL = -2  # a head whose calls take the general path
 WHOLE = -1  # the whole body is JSON
 # A number in JSON grows at most so much as a tensor (`0,` is an FP64): below it no size has to be checked.
 GROWTH = 4
@@ -40,32 +40,34 @@ class Infer:
     """The endpoint of one target."""
 
     __slots__ = (
-        "__weakref__", "_available", "_door", "_doorless", "_heads", "_most_bytes", "_number", "_packing",
-        "_service", "_target", "_traces",
+        "_available", "_fast", "_heads", "_most_bytes", "_number", "_packing", "_service", "_target",
+        "_traces",
     )  # fmt: skip
 
     def __init__(self, service: Service, target: Target) -> None:
         self._service = service
         self._traces, self._available = service.traces, service.catalog.available
         self._target = target
-        self._door: HotDoor | None = None
         self._heads: dict[object, int] = {}  # of heads met: the length of the JSON, WHOLE or GENERAL
         self._packing: set[object] = set()  # those of them whose replies are compressed
-        self._doorless: Version | None = None  # the version last found to have no hot door
+        packing = self._packing
+        self._fast: LastPath[FastHttp] = LastPath(
+            service.keepers, lambda version: FastHttp.open(service, version, packing)
+        )
         self._most_bytes = min(service.options.http_max_input_size // GROWTH, HOT_BYTES)
-        # A number too long to be one reaches no version either way; the general door says why.
+        # A number too long to be one reaches no version either way; the general path says why.
         self._number = (int(target.version) if len(target.version) < 20 else -1) if target.version else None
 
     def __call__(self, call: Call) -> Coroutine[Any, Any, None] | None:
-        door, traces = self._door, self._traces
+        fast, traces = self._fast.path, self._traces
         if traces.on and (traced := traces.sample(self._target.model)) is not None:
             return self._answer_traced(call, traced)
         if len(call.body) > self._most_bytes:
             return self._answer(call, None)
         version = self._available(self._target.model, self._number)
-        if door is None or door.version is not version:
-            door = self._open_door(version)
-            if door is None:
+        if fast is None or fast.version is not version:
+            fast = self._fast.find(version)
+            if fast is None:
                 return self._answer(call, None)
         length = self._heads.get(call.head)
         if length is None:
@@ -74,24 +76,7 @@ class Infer:
             return self._answer(call, None)
         if length == WHOLE:
             length = len(call.body)
-        return None if door.start(call, length) else self._answer(call, door)
-
-    def _open_door(self, version: Version | None) -> HotDoor | None:
-        if version is None or version is self._doorless or self._service.forward_http:
-            return None
-        self._door = open_hot_door(self._service, self._service.plans.of(version))
-        self._doorless = version if self._door is None else None
-        self._service.keepers.add(self)
-        if self._door is not None:
-            self._door.packing = self._packing
-        return self._door
-
-    def forget(self, version: Version) -> None:
-        """The version has ended, and nothing here may keep its memory."""
-        if self._door is not None and self._door.version is version:
-            self._door = None
-        if self._doorless is version:
-            self._doorless = None
+        return None if fast.start(call, length) else self._answer(call, fast)
 
     def _meet(self, call: Call) -> int:
         """Look at a head once: every connection hands equal heads on as one object."""
@@ -114,8 +99,8 @@ class Infer:
         finally:
             traced.end()
 
-    async def _answer(self, call: Call, door: HotDoor | None, traced: Traced | None = None) -> None:
-        """The general door; `door` is the hot one that did not know this request."""
+    async def _answer(self, call: Call, fast: FastHttp | None, traced: Traced | None = None) -> None:
+        """The general path; `fast` is the one that did not know this request."""
         service, target = self._service, self._target
         version: Version | None = None
         try:
@@ -147,9 +132,9 @@ class Infer:
             if traced is not None:
                 traced.stamp("HTTP_SEND_END")
             service.succeeded(call, plan)
-            if door is not None and door.version is version:
+            if fast is not None and fast.version is version:
                 length = self._heads.get(call.head, WHOLE)
-                door.learn(call.body, len(call.body) if length == WHOLE else length, body, request)
+                fast.learn(call.body, len(call.body) if length == WHOLE else length, body, request)
 
 
 def find_plan(service: Service, target: Target) -> Plan:

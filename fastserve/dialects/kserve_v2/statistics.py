@@ -1,4 +1,4 @@
-"""The statistics extension (spec 8): what `engine.counts` knows of every version, under Triton's names.
+"""The statistics extension (spec 8): what `engine.counters` knows of every version, under Triton's names.
 
 Counts start anew when a version is loaded again. Requests of every dialect count; one that never reached the
 model's queue, as its inputs were wrong, is no inference request, as in the original.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastserve.dialects.kserve_v2.errors import invalid
-from fastserve.engine.counts import BatchCounts, ResponseCounts, Took, VersionCounts, counts_of
+from fastserve.engine import BatchCounts, ResponseCounts, Took, VersionCounts, counts_of
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.version import Version
 

@@ -65,14 +65,14 @@ class Predict:
         return None if door.start(call) else self._answer(call)
 
     def _open_door(self, version: Version | None) -> HotDoor | None:
-        """The hot door of this version; labels take the general one, which looks them up."""
+        """The fast path of this version; labels take the general one, which looks them up."""
         if version is None or self._target.label is not None:
             return None
         self._door = HotDoor.of(self._service, version, self._plans_of(version).default)
         return self._door
 
     def _meet(self, call: Call) -> bool:
-        """Look at a head once (the wire hands equal heads on as one object): may it pass the hot door?"""
+        """Look at a head once (the wire hands equal heads on as one object): may it pass the fast path?"""
         if call.header(b"content-encoding"):
             return False
         self._head, self._raw = call.head, _is_raw(call)

@@ -1,10 +1,10 @@
-"""The hot door of infer: raw bytes, copied once, straight into the batch they will run in.
+"""The fast path of infer: raw bytes, copied once, straight into the batch they will run in.
 
     body bytes --copy--> memory reserved for its inputs ... worker ... views of its outputs --copy--> reply
 
 A header is understood once (known.py); requests that bring the same bytes in it are known by them. The door
-takes a request whose version runs on a lane, with a body of the right length and room in the queue. For
-anything else, errors included, `start` returns False having left no trace, and the general door finds the
+takes a request whose version runs on a queue, with a body of the right length and room in the queue. For
+anything else, errors included, `start` returns False having left no trace, and the general path finds the
 right words. No task and no future.
 """
 
@@ -24,8 +24,7 @@ from fastserve.dialects.triton_v1.inputs import Buffer, build_request
 from fastserve.dialects.triton_v1.known import Known, Rooms
 from fastserve.dialects.triton_v1.replies import answer, refuse, write_frame
 from fastserve.dialects.triton_v1.service import Served, Service, as_v1
-from fastserve.engine.forms import note_of
-from fastserve.engine.lane import Lane, Ticket
+from fastserve.engine import BatchQueue, Pending, fast_queue_of, note_of
 from fastserve.errors import ConfigError, ServeError
 from fastserve.repository.version import Version
 from fastserve.wire.call import Call
@@ -36,25 +35,25 @@ NO_ROOMS: Rooms = {}
 
 
 class HotDoor:
-    """The hot door of one version, for one target."""
+    """The fast path of one version, for one target."""
 
-    __slots__ = ("_binary", "_lane", "_met", "_served", "_service", "version")
+    __slots__ = ("_binary", "_met", "_queue", "_served", "_service", "version")
 
-    def __init__(self, service: Service, served: Served, lane: Lane, *, binary: bool) -> None:
+    def __init__(self, service: Service, served: Served, queue: BatchQueue, *, binary: bool) -> None:
         self.version = served.version
         self._service = service
         self._served = served
-        self._lane = lane
+        self._queue = queue
         self._binary = binary
         self._met: dict[bytes, Met] = {}
 
     @classmethod
     def of(cls, service: Service, version: Version, *, binary: bool) -> HotDoor | None:
         """The door of a version, None for one that does more with a request than run it."""
-        lane = version.lane
-        if not isinstance(lane, Lane) or lane.decoupled:
+        queue = fast_queue_of(version)
+        if queue is None:
             return None
-        return cls(service, service.serve(version), lane, binary=binary)
+        return cls(service, service.serve(version), queue, binary=binary)
 
     def start(self, call: Call, given: bytes) -> bool:
         """Take the call whose header is `given`, or return False: nothing has happened then."""
@@ -62,13 +61,13 @@ class HotDoor:
         if met is None:
             return False
         known, number, note = met
-        rows, body, intake = known.header.batch_size, call.body, known.intake
+        rows, body, layout_in = known.header.batch_size, call.body, known.layout_in
         if len(body) != known.nbytes or (known.places and not is_there(self._service, known)):
             return False
-        seat = intake.reserve(rows, note) if note else intake.reserve(rows)
-        if seat is None:
+        reserved = layout_in.reserve(rows, note) if note else layout_in.reserve(rows)
+        if reserved is None:
             return False
-        place, memory, (offset, _) = seat
+        place, memory, (offset, _) = reserved
         held: Held | None = None
         try:
             if known.alone:
@@ -78,16 +77,16 @@ class HotDoor:
             if known.stores:
                 held = hold_rooms(self._service, known)
         except BaseException as error:
-            intake.abandon(seat, rows)
+            layout_in.abandon(reserved, rows)
             if isinstance(error, ServeError):
-                return False  # the general door says what is wrong
+                return False  # the general path says what is wrong
             raise
         if offset:
-            intake.settle(seat)
-        ticket = self._lane.submit(place, rows, self._answer, 0, (call, known, number, held))
-        call.on_gone = ticket
+            layout_in.settle(reserved)
+        pending = self._queue.submit(place, rows, self._answer, 0, (call, known, number, held))
+        call.on_gone = pending
         if held is not None:
-            held[1].callback(ticket)
+            held[1].callback(pending)
             call.on_gone = held[1].close
         return True
 
@@ -106,28 +105,28 @@ class HotDoor:
             header = read_header(given.decode())
         except (ConfigError, UnicodeDecodeError):
             return None
-        known = self._served.know(self._lane, header)
+        known = self._served.know(self._queue, header)
         if known is None:
             return None
-        met = known, header.id, write_note(self._lane, header)
+        met = known, header.id, write_note(self._queue, header)
         if not header.id and len(given) <= REMEMBERED_CHARS:  # with an id it is used once
             if len(self._met) >= REMEMBERED_HEADERS:
                 self._met.clear()
             self._met[given] = met
         return met
 
-    def _answer(self, ticket: Ticket, error: ServeError | None) -> None:
-        call, known, number, held = ticket.context
-        call.on_gone = None  # and with it the cycle call -> ticket -> call
+    def _answer(self, pending: Pending, error: ServeError | None) -> None:
+        call, known, number, held = pending.context
+        call.on_gone = None  # and with it the cycle call -> pending -> call
         service, served, rows = self._service, self._served, known.header.batch_size
         try:
             if error is not None:
                 raise error
             try:
                 rooms = NO_ROOMS if held is None else held[0]
-                self._reply(call, known.read(served.answers, self._lane, ticket, number, rooms))
+                self._reply(call, known.read(served.answers, self._queue, pending, number, rooms))
             finally:
-                self._lane.release(ticket)
+                self._queue.release(pending)
         except ServeError as fault:
             service.count_failure(served, rows, call.received_ns, fault)
             refuse(call, service, number, as_v1(fault))
@@ -156,7 +155,7 @@ def is_there(service: Service, known: Known) -> bool:
     try:
         known.look(service.shared)
     except ServeError:
-        return False  # the general door says what is wrong
+        return False  # the general path says what is wrong
     return True
 
 
@@ -168,6 +167,6 @@ def hold_rooms(service: Service, known: Known) -> Held | None:
         return service.hold_outputs(known.header, held), held.pop_all()
 
 
-def write_note(lane: Lane, header: RequestHeader) -> bytes:
+def write_note(queue: BatchQueue, header: RequestHeader) -> bytes:
     """What a model that sees requests is told besides tensors."""
-    return note_of(build_request(header, {}), []) if lane.requests else b""
+    return note_of(build_request(header, {}), []) if queue.requests else b""

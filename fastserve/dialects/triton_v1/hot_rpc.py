@@ -1,9 +1,9 @@
-"""The hot door of Infer and StreamInfer: raw_input entries, copied once, straight into the batch.
+"""The fast path of Infer and StreamInfer: raw_input entries, copied once, straight into the batch.
 
     message --its header is known--> memory reserved for its inputs ... worker ... --outputs--> response
 
 The same as hot.py for HTTP, and the same headers are known. `start` returns None, having left no trace, for
-what needs another look; the general door finds the right words.
+what needs another look; the general path finds the right words.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from fastserve.dialects.triton_v1.hot import NO_ROOMS, Held, hold_rooms, is_ther
 from fastserve.dialects.triton_v1.known import Known
 from fastserve.dialects.triton_v1.lookup import LATEST
 from fastserve.dialects.triton_v1.service import Served, Service, as_v1
-from fastserve.engine.lane import Lane, Ticket
+from fastserve.engine import BatchQueue, Pending, fast_queue_of
 from fastserve.errors import ServeError
 
 Write = Callable[[Answer], bytes]
 
 
 class HotRpc:
-    """The hot door of all versions, for messages. `write` makes the response; it may raise ServeError."""
+    """The fast path of all versions, for messages. `write` makes the response; it may raise ServeError."""
 
     def __init__(self, service: Service, write: Write) -> None:
         self._service = service
@@ -36,15 +36,15 @@ class HotRpc:
         """Take the request, or return None: nothing has happened then."""
         number = message.model_version
         version = self._service.catalog.available(message.model_name, None if number == LATEST else number)
-        lane = None if version is None else version.lane
-        if version is None or not isinstance(lane, Lane) or lane.decoupled:
+        queue = None if version is None else fast_queue_of(version)
+        if version is None or queue is None:
             return None
         served = self._service.serve(version)
-        known = served.know(lane, header)
+        known = served.know(queue, header)
         if known is None or not _has_entries(message, known.entries) or not is_there(self._service, known):
             return None
-        running = Running(self._service, served, lane, known, header.id, self._write)
-        return running if running.begin(message, write_note(lane, header)) else None
+        running = Running(self._service, served, queue, known, header.id, self._write)
+        return running if running.begin(message, write_note(queue, header)) else None
 
 
 def _has_entries(message: V1InferMessage, entries: tuple[int, ...]) -> bool:
@@ -57,15 +57,25 @@ def _has_entries(message: V1InferMessage, entries: tuple[int, ...]) -> bool:
 class Running:
     """One request under way."""
 
-    __slots__ = ("_held", "_known", "_lane", "_number", "_response", "_served", "_service", "_since_ns",
-                 "_ticket", "_write")  # fmt: skip
+    __slots__ = (
+        "_held",
+        "_known",
+        "_number",
+        "_pending",
+        "_queue",
+        "_response",
+        "_served",
+        "_service",
+        "_since_ns",
+        "_write",
+    )  # fmt: skip
 
     def __init__(
-        self, service: Service, served: Served, lane: Lane, known: Known, number: int, write: Write
+        self, service: Service, served: Served, queue: BatchQueue, known: Known, number: int, write: Write
     ) -> None:
         self._service = service
         self._served = served
-        self._lane = lane
+        self._queue = queue
         self._known = known
         self._number = number
         self._write = write
@@ -77,10 +87,10 @@ class Running:
         """Copy the inputs into the batch; False when there is no room for them, or a region is not there."""
         known = self._known
         rows = known.header.batch_size
-        seat = known.intake.reserve(rows, note) if note else known.intake.reserve(rows)
-        if seat is None:
+        reserved = known.layout_in.reserve(rows, note) if note else known.layout_in.reserve(rows)
+        if reserved is None:
             return False
-        place, memory, (offset, _) = seat
+        place, memory, (offset, _) = reserved
         try:
             for target, source in zip(memory, known.sources, strict=True):
                 if source.place is None:
@@ -89,13 +99,13 @@ class Running:
                     self._service.shared.read_into(source.place, target)
             self._held = hold_rooms(self._service, known)
         except BaseException as error:
-            known.intake.abandon(seat, rows)
+            known.layout_in.abandon(reserved, rows)
             if isinstance(error, ServeError):
-                return False  # the general door says what is wrong
+                return False  # the general path says what is wrong
             raise
         if offset:
-            known.intake.settle(seat)
-        self._ticket = self._lane.submit(place, rows, self._answer, 0)
+            known.layout_in.settle(reserved)
+        self._pending = self._queue.submit(place, rows, self._answer, 0)
         return True
 
     async def wait(self) -> bytes:
@@ -103,7 +113,7 @@ class Running:
         try:
             return await self._response
         except asyncio.CancelledError:
-            self._ticket()
+            self._pending()
             raise
         except ServeError as fault:
             self._service.count_failure(self._served, self._known.header.batch_size, self._since_ns, fault)
@@ -113,7 +123,7 @@ class Running:
             if self._held is not None:
                 self._held[1].close()
 
-    def _answer(self, ticket: Ticket, error: ServeError | None) -> None:
+    def _answer(self, pending: Pending, error: ServeError | None) -> None:
         response = self._response
         if error is not None:
             if not response.done():
@@ -124,11 +134,11 @@ class Running:
                 return
             rooms = NO_ROOMS if self._held is None else self._held[0]
             known, answers = self._known, self._served.answers
-            response.set_result(self._write(known.read(answers, self._lane, ticket, self._number, rooms)))
+            response.set_result(self._write(known.read(answers, self._queue, pending, self._number, rooms)))
         except ServeError as fault:
             response.set_exception(fault)
             return
         finally:
             del response  # it may hold a fault, whose traceback holds this frame
-            self._lane.release(ticket)
+            self._queue.release(pending)
         self._service.count_success(self._served, self._known.header.batch_size, self._since_ns)

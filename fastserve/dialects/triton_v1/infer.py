@@ -32,7 +32,7 @@ class Infer:
         self._number = target.version
         self._binary = target.format == "binary"
         self._door: HotDoor | None = None
-        self._doorless: Version | None = None  # the version last found to have no hot door
+        self._doorless: Version | None = None  # the version last found to have no fast path
 
     def __call__(self, call: Call) -> Coroutine[Any, Any, None] | None:
         given = call.header(HEADER)

@@ -1,6 +1,6 @@
 """Headers that were understood: where the bytes of a request go, and what stands round those of its answer.
 
-A header is understood against one version and its lane; what it says besides tensors (id, flags, priority)
+A header is understood against one version and its queue; what it says besides tensors (id, flags, priority)
 belongs to a request and is not here.
 """
 
@@ -15,8 +15,15 @@ from fastserve.dialects.triton_v1.header import RequestHeader, SharedPlace
 from fastserve.dialects.triton_v1.inputs import SharedMemory, check_header, measure
 from fastserve.dialects.triton_v1.plan import Plan, count_bytes
 from fastserve.dialects.triton_v1.shared_memory import Destination
-from fastserve.engine.direct import Intake, Outlet, open_intake, open_outlet, read_response
-from fastserve.engine.lane import Lane, Ticket
+from fastserve.engine import (
+    BatchQueue,
+    InputLayout,
+    OutputLayout,
+    Pending,
+    lay_out_inputs,
+    lay_out_outputs,
+    read_response,
+)
 from fastserve.errors import ServeError
 from fastserve.tensor import Tensor
 
@@ -41,9 +48,9 @@ class Known:
     header: RequestHeader  # without the id
     nbytes: int  # of the body
     entries: tuple[int, ...]  # the bytes of each raw_input entry
-    sources: tuple[Source, ...]  # of the inputs, in the intake's order
-    intake: Intake
-    outlet: Outlet
+    sources: tuple[Source, ...]  # of the inputs, in the layout_in's order
+    layout_in: InputLayout
+    layout_out: OutputLayout
     names: tuple[str, ...]  # of the outputs
     places: tuple[SharedPlace, ...]  # of inputs: where each ends, no bytes long
     alone: bool  # the body is nothing but the one input
@@ -51,13 +58,15 @@ class Known:
     raw: bool  # every output is sent as it is
     _forms: dict[Any, tuple[HeaderForms, tuple[int, ...]] | None] = field(default_factory=dict)
 
-    def read(self, answers: Answers, lane: Lane, ticket: Ticket, number: int, rooms: Rooms) -> Answer:
+    def read(
+        self, answers: Answers, queue: BatchQueue, pending: Pending, number: int, rooms: Rooms
+    ) -> Answer:
         """The answer of a place, for the request of that id; its views are good until the place is released.
         Raises ServeError when the place failed by itself, or its outputs cannot be sent."""
-        found = self.outlet.read(ticket.place, ticket.rows) if self.raw else None
+        found = self.layout_out.read(pending.place, pending.rows) if self.raw else None
         known = None if found is None else self._find_forms(answers, found[0])
         if found is None or known is None:  # classes, shared memory, strings, errors
-            response = read_response(lane, ticket, self.names)
+            response = read_response(queue, pending, self.names)
             return answers.write(replace(self.header, id=number), response.outputs, rooms)
         forms, order = known
         views: list[Any] = found[1]
@@ -72,7 +81,7 @@ class Known:
             shared.read(place)
 
     def _find_forms(self, answers: Answers, form: Any) -> tuple[HeaderForms, tuple[int, ...]] | None:
-        """The header of answers of the outlet's form, and which of its views are sent, in order; None for
+        """The header of answers of the layout_out's form, and which of its views are sent, in order; None for
         answers that only `Answers` can write."""
         try:
             return self._forms[form]
@@ -84,7 +93,7 @@ class Known:
 
     def _learn(self, answers: Answers, form: Any) -> tuple[HeaderForms, tuple[int, ...]] | None:
         given = {
-            name: (at, dtype, shape) for at, (name, dtype, shape) in enumerate(self.outlet.describe(form))
+            name: (at, dtype, shape) for at, (name, dtype, shape) in enumerate(self.layout_out.describe(form))
         }
         order, raws = [], []
         for name in self.names:
@@ -99,7 +108,7 @@ class Known:
         return answers.forms(self.header.batch_size, raws), tuple(order)
 
 
-def understand(plan: Plan, lane: Lane, header: RequestHeader) -> Known | None:
+def understand(plan: Plan, queue: BatchQueue, header: RequestHeader) -> Known | None:
     """What a header says, or None when a request like it needs another look: errors, and strings."""
     try:
         check_header(plan, header)
@@ -107,13 +116,13 @@ def understand(plan: Plan, lane: Lane, header: RequestHeader) -> Known | None:
     except ServeError:
         return None
     sources = _find_sources(plan, header, {name: nbytes for name, (_, nbytes) in measured.items()})
-    if sources is None or header.batch_size > lane.max_rows or sources.keys() != lane.inputs.keys():
+    if sources is None or header.batch_size > queue.max_rows or sources.keys() != queue.inputs.keys():
         return None
-    inputs = {name: Tensor(plan.inputs[name].dtype, measured[name][0], b"") for name in lane.inputs}
+    inputs = {name: Tensor(plan.inputs[name].dtype, measured[name][0], b"") for name in queue.inputs}
     names = tuple(one.name for one in header.outputs)
     try:
-        intake = open_intake(lane, inputs, batching=plan.batching)
-        outlet = open_outlet(lane, names)
+        layout_in = lay_out_inputs(queue, inputs, batching=plan.batching)
+        layout_out = lay_out_outputs(queue, names)
     except ValueError:  # more axes than a slab's table has room for
         return None
     entries = tuple(one.end - one.begin for one in sources.values() if one.place is None)
@@ -121,9 +130,9 @@ def understand(plan: Plan, lane: Lane, header: RequestHeader) -> Known | None:
         header=replace(header, id=0),
         nbytes=sum(entries),
         entries=entries,
-        sources=tuple(sources[name] for name in lane.inputs),
-        intake=intake,
-        outlet=outlet,
+        sources=tuple(sources[name] for name in queue.inputs),
+        layout_in=layout_in,
+        layout_out=layout_out,
         names=names,
         places=tuple(_end_of(one.place) for one in sources.values() if one.place is not None),
         alone=len(entries) == len(sources) == 1,

@@ -28,7 +28,7 @@ from fastserve.dialects.triton_v1.service import Service
 from fastserve.dialects.triton_v1.shared_memory import list_regions, register_cuda
 from fastserve.dialects.triton_v1.status import write_status
 from fastserve.dialects.triton_v1.streams import run_ahead
-from fastserve.engine.counts import Took
+from fastserve.engine import Took
 from fastserve.errors import Kind, ServeError
 from fastserve.protos import load
 from fastserve.wire.grpc import Method, Rpc

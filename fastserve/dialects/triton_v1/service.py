@@ -21,7 +21,7 @@ from fastserve.dialects.triton_v1.plan import Plan, make_plan
 from fastserve.dialects.triton_v1.shared_memory import Destination, SharedRegions
 from fastserve.dialects.triton_v1.statistics import Statistics, VersionCounts
 from fastserve.dialects.triton_v1.text import quote
-from fastserve.engine.lane import Lane
+from fastserve.engine import BatchQueue
 from fastserve.errors import DeadlineError, Kind, ServeError
 from fastserve.metrics import Readiness, Registry
 from fastserve.metrics.traffic import Traffic
@@ -67,13 +67,13 @@ class Served:
     def version(self) -> Version:
         return self.plan.version
 
-    def know(self, lane: Lane, header: RequestHeader) -> Known | None:
-        """What a header says of tensors, for a version on this lane; None when its requests need another
+    def know(self, queue: BatchQueue, header: RequestHeader) -> Known | None:
+        """What a header says of tensors, for a version on this queue; None when its requests need another
         look."""
         meaning = (header.batch_size, header.inputs, header.outputs)
         found = self._known.get(meaning)
         if found is None:
-            found = understand(self.plan, lane, header)
+            found = understand(self.plan, queue, header)
             if found is not None:
                 if len(self._known) >= REMEMBERED_HEADERS:
                     self._known.clear()

@@ -1,7 +1,7 @@
 """What the status page says of requests (spec 4): by model version and batch size.
 
 How many there were of each batch size, and how long they took, is counted here, in each front process; what
-they were about in the engine is known of all of them together (`engine.counts`), and shared out evenly.
+they were about in the engine is known of all of them together (`engine.counters`), and shared out evenly.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from fastserve.engine.counts import Took, counts_of
+from fastserve.engine import Took, counts_of
 from fastserve.repository.version import Version
 
 # Parts of a successful request, by InferRequestStats' names.

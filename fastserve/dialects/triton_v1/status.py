@@ -12,7 +12,7 @@ from fastserve.dialects.triton_v1.inputs import invalid
 from fastserve.dialects.triton_v1.names import TYPE_OF
 from fastserve.dialects.triton_v1.service import SERVER_ID, Service
 from fastserve.dialects.triton_v1.statistics import Shown
-from fastserve.engine.counts import Took
+from fastserve.engine import Took
 from fastserve.protos import load
 from fastserve.repository.model_config import ModelConfig
 from fastserve.repository.version import Model, Version, VersionState

@@ -49,7 +49,7 @@ async def keep_busy(channel: grpc.aio.Channel, served: Served, milliseconds: int
     """`slow` with a request that runs."""
     running = infer(channel, "slow", milliseconds)
     (hosted,) = (one for key, one in served.server.host.hosted.items() if key[0] == "slow")
-    ring, slots = hosted.lane.ring, hosted.lane.arena.geometry.slots
+    ring, slots = hosted.queue.ring, hosted.queue.arena.geometry.slots
     await served.until(lambda: any(ring.describe(slot)[0] == "running" for slot in range(slots)))
     return running
 

@@ -52,15 +52,15 @@ def test_a_cancelled_call_leaves_the_queue(tmp_path: Path, hot: bool) -> None:
         async with serving(tmp_path) as served:
             if hot:
                 assert await served.infer(4) == [8]
-            lane = next(iter(served.server.host.hosted.values())).lane
+            queue = next(iter(served.server.host.hosted.values())).queue
             runs = asyncio.ensure_future(served.infer(HOLD))
             await served.until(running(tmp_path, HOLD))
             waits = asyncio.ensure_future(served.infer(5))
-            await served.until(lambda: lane.waiting == 2)
+            await served.until(lambda: queue.waiting == 2)
             waits.cancel()
-            await served.until(lambda: lane.waiting == 1)
+            await served.until(lambda: queue.waiting == 1)
             runs.cancel()
-            await served.until(lambda: lane.waiting == 0)
+            await served.until(lambda: queue.waiting == 0)
             release(tmp_path)
             assert await served.infer(6) == [12]
             assert not running(tmp_path, 5)()
@@ -74,13 +74,13 @@ def test_a_client_that_dies_in_a_stream(tmp_path: Path) -> None:
 
     async def work() -> None:
         async with serving(tmp_path) as served:
-            lane = next(iter(served.server.host.hosted.values())).lane
+            queue = next(iter(served.server.host.hosted.values())).queue
             other = await connect(served)
             other.write(open_stream("ModelStreamInfer", numbers(HOLD), numbers(5)))
             await served.until(running(tmp_path, HOLD))
-            await served.until(lambda: lane.waiting == 2)
+            await served.until(lambda: queue.waiting == 2)
             other.transport.abort()
-            await served.until(lambda: lane.waiting == 0)
+            await served.until(lambda: queue.waiting == 0)
             release(tmp_path)
             assert await served.infer(6) == [12]
             assert not running(tmp_path, 5)()

@@ -203,7 +203,7 @@ def test_a_config_has_no_field_that_came_later(told: dict[str, Any]) -> None:
 
 
 def test_what_was_unloaded_leaves_its_memory(tmp_path: Path) -> None:
-    """The hot doors know its requests, and let go of it."""
+    """The fast paths know its requests, and let go of it."""
     put(tmp_path, "one", config(0, ONE), EACH + SAME)
     body = {"inputs": [{"name": "IN", "datatype": "INT32", "shape": [1], "data": [3]}]}
     request = V2.ModelInferRequest(model_name="one", raw_input_contents=[bytes(4)])
@@ -216,7 +216,7 @@ def test_what_was_unloaded_leaves_its_memory(tmp_path: Path) -> None:
     async def work() -> None:
         before = arenas()
         async with serving(tmp_path, {"model_control": "explicit", "load_models": ("one",)}) as asked:
-            for _ in range(2):  # the second one takes the hot door
+            for _ in range(2):  # the second one takes the fast path
                 assert (await asked.http("/v2/models/one/infer", body))[0] == 200
                 await asked.rpc("ModelInfer", request)
             assert arenas() > before

@@ -197,7 +197,7 @@ def test_a_client_that_leaves(tmp_path: Path) -> None:
 
 
 def test_both_doors_say_the_same(tmp_path: Path) -> None:
-    """Space after the data closes the hot door to nothing; `parameters` do, and faults as well."""
+    """Space after the data closes the fast path to nothing; `parameters` do, and faults as well."""
     write_model(tmp_path)
 
     async def work() -> None:

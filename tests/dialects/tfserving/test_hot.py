@@ -1,4 +1,4 @@
-"""The hot door of predict gives its rows back whatever goes wrong while they are written."""
+"""The fast path of predict gives its rows back whatever goes wrong while they are written."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from fastserve.tensor import DTYPES, Tensor
 ROW = Tensor(DTYPES["float32"], (1, 1), bytes(4))
 
 
-class Lane:
-    """A lane whose rows cannot be had."""
+class BatchQueue:
+    """A queue whose rows cannot be had."""
 
     max_rows = 4
 
@@ -34,11 +34,11 @@ class Lane:
 
 @pytest.mark.parametrize("start", [HotDoor.start, HotDoor.start_raw])
 def test_whatever_goes_wrong_gives_the_rows_back(start: Any) -> None:
-    door, lane = HotDoor.__new__(HotDoor), Lane()
-    door._lane = lane  # type: ignore[assignment]
+    door, queue = HotDoor.__new__(HotDoor), BatchQueue()
+    door._queue = queue  # type: ignore[assignment]
     door._items, door._shape = 1, (1,)
     door._reader = SimpleNamespace(count_rows=lambda *_: 1, read_into=None)  # type: ignore[assignment]
     door._plan = SimpleNamespace(raw=SimpleNamespace(read=lambda _: ROW))  # type: ignore[assignment]
     with pytest.raises(OSError, match="no descriptor"):
         start(door, SimpleNamespace(body=b"1234"))
-    assert lane.abandoned == [(7, 1)]
+    assert queue.abandoned == [(7, 1)]

@@ -1,7 +1,7 @@
 """A whole server with this dialect alone on its listeners, models in both forms, and plain clients.
 
-`simple` is there twice: in Triton's form (models.py), which the general door serves, and in our own, whose
-rows are dense, so that the hot door does.
+`simple` is there twice: in Triton's form (models.py), which the general path serves, and in our own, whose
+rows are dense, so that the fast path does.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from urllib.parse import quote
 import pytest
 import yaml
 
+from fastserve.engine import fast_queue_of
 from tests.dialects.triton_v1 import models
 from tests.dialects.triton_v1.lies import BODIES, COUNT, ECHO, LIES, ONE, ONES, PAIR, one
 from tests.dialects.triton_v1.rig import V1, Result, Rig, make_request, rig, write_dense
@@ -215,8 +216,8 @@ def test_a_region_that_goes_under_a_running_request(tmp_path: Path, region: Path
             header = ECHO.replace('"IN"', f'"IN" {place(0, 4)}').replace('"OUT"', f'"OUT" {place(128, 4)}')
             with region.open("rb") as file:
                 asked = [asyncio.ensure_future(ask("held", header)) for ask in served.ways]
-                lane = lane_of(served, "held")
-                await served.served.until(lambda: lane.waiting == len(asked))
+                queue = queue_of(served, "held")
+                await served.served.until(lambda: queue.waiting == len(asked))
                 await remove(served, region, gone)
                 models.release(tmp_path, "held")
                 statuses = {result.status for result in await asyncio.gather(*asked)}
@@ -231,9 +232,9 @@ def test_a_region_that_goes_under_a_running_request(tmp_path: Path, region: Path
     run(ask())
 
 
-def lane_of(served: Rig, model: str) -> Any:
+def queue_of(served: Rig, model: str) -> Any:
     version: Any = served.server.catalog.available(model)
-    return version.lane
+    return version.scheduler.queue
 
 
 async def remove(served: Rig, region: Path, how: str) -> None:
@@ -287,9 +288,10 @@ def test_a_full_queue_by_policy(tmp_path: Path) -> None:
 async def crowd(served: Rig, folder: Path, model: str, most: int) -> list[str]:
     """One runs and the others wait; whoever comes then is refused, over every way. What the first came to."""
     asked: list[asyncio.Task[Result]] = []
-    lane = lane_of(served, model)
-    queued = getattr(lane, "pending", None) or lane.ring.queued
-    ring = getattr(lane, "ring", None)
+    version: Any = served.server.catalog.available(model)
+    queue = fast_queue_of(version)
+    ring = None if queue is None else queue.ring
+    queued = version.scheduler.pending if ring is None else ring.queued
     for count in range(most):
         asked.append(asyncio.ensure_future(served.over_http(model, ECHO, ONE)))
         if count == 0:

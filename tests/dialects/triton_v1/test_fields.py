@@ -236,9 +236,9 @@ async def note(ask: Ask, done: list[str], name: str, tail: str) -> None:
 
 
 def waiting(served: Rig, model: str) -> int:
-    """How many requests wait before the model's lane."""
+    """How many requests wait before the model's queue."""
     version: Any = served.server.catalog.available(model)
-    return version.lane.pending()
+    return version.scheduler.pending()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The hot doors: which requests they take, that they answer as the general door does, and what they leave."""
+"""The fast paths: which requests they take, that they answer as the general path does, what they leave."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ def test_the_same_answers_without_the_engines_door(tmp_path: Path, dense: bool) 
             generally = await without_doors(served, ASKED)
             assert hot == generally
             refused = await without_engine(served, PLAIN)
-            assert {result.status for result in refused} == {'INTERNAL msg: "the general door was asked"'}
+            assert {result.status for result in refused} == {'INTERNAL msg: "the general path was asked"'}
 
     run(ask())
 
 
 async def without_engine(served: Rig, asked: list[Any]) -> list[Result]:
-    """What comes of them when only the hot doors can answer."""
+    """What comes of them when only the fast paths can answer."""
 
     async def refuse(*_: object) -> None:
-        raise ServeError(Kind.INTERNAL, "the general door was asked")
+        raise ServeError(Kind.INTERNAL, "the general path was asked")
 
     engine: Any = served.server.front.engine
     engine.infer = refuse
@@ -139,10 +139,10 @@ def test_clients_that_leave(tmp_path: Path, dense: bool) -> None:
             writer.write(b"Content-Length: 4\r\n\r\n" + one)
             await served.until_running(tmp_path, "held")
             call = served.grpc.Infer(make_request("held", header, one))
-            await served.served.until(lambda: version.lane.waiting == 2)
+            await served.served.until(lambda: version.scheduler.queue.waiting == 2)
             writer.close()
             call.cancel()
-            await served.served.until(lambda: version.lane.waiting == 0)
+            await served.served.until(lambda: version.scheduler.queue.waiting == 0)
             models.release(tmp_path, "held")
             assert (await served.over_http("held", header, one)).raws == [one]
             del reader

@@ -29,7 +29,7 @@ async def status_of(served: Rig, model: str = "") -> Any:
 
 
 @pytest.mark.parametrize("dense", [False, True])
-def test_counts(tmp_path: Path, dense: bool) -> None:
+def test_counters(tmp_path: Path, dense: bool) -> None:
     write_dense(tmp_path) if dense else models.write(tmp_path, "simple")
 
     async def ask() -> None:

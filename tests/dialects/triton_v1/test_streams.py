@@ -91,9 +91,9 @@ def test_a_client_that_leaves(tmp_path: Path) -> None:
             call = served.grpc.StreamInfer()
             for _ in range(4):
                 await call.write(make_request("held", ECHO, ONE))
-            await served.served.until(lambda: version.lane.waiting == 4)
+            await served.served.until(lambda: version.scheduler.queue.waiting == 4)
             call.cancel()
-            await served.served.until(lambda: version.lane.waiting == 0)
+            await served.served.until(lambda: version.scheduler.queue.waiting == 0)
             models.release(tmp_path, "held")
             for ask in served.ways:
                 assert (await ask("held", ECHO, ONE)).raws == [ONE]

@@ -1,14 +1,14 @@
 """Straight into a place: memory for inputs whose rows are known, and views of what was answered.
 
-    intake = open_intake(lane, request.inputs)       after one request of this form was checked
-    seat = intake.reserve(rows)                      None: there is no room
-    place, memory, slab = seat
+    layout_in = lay_out_inputs(queue, request.inputs)       after one request of this form was checked
+    reserved = layout_in.reserve(rows)                      None: there is no room
+    place, memory, slab = reserved
     ...every byte of memory is written...
-    intake.settle(seat); lane.submit(place, rows, ...)             or: intake.abandon(seat, rows)
+    layout_in.settle(reserved); queue.submit(place, rows, ...)      or: layout_in.abandon(reserved, rows)
 
-    found = open_outlet(lane, names).read(place, rows)             (form, views) of an answered place
+    found = lay_out_outputs(queue, names).read(place, rows)             (form, views) of an answered place
 
-For hot doors: nothing is checked again, nothing copied. `forms` does the same for tensors of any form.
+For hot schedulers: nothing is checked again, nothing copied. `forms` does the same for tensors of any form.
 """
 
 from __future__ import annotations
@@ -18,44 +18,44 @@ from math import prod
 from typing import Any, Protocol
 
 from fastserve._ext import slab_tensors
+from fastserve.engine.batch_queue import BatchQueue, Pending
 from fastserve.engine.forms import form_of
-from fastserve.engine.lane import Lane, Ticket
 from fastserve.request import InferResponse
 from fastserve.tensor import DTYPE_BY_CODE, DType, Tensor
 
 MOST_LAYOUTS = 64
 Described = list[tuple[str, DType, tuple[int, ...]]]
 Found = tuple[Any, list[memoryview]]
-# A reserved place, memory for the rows of each input in the intake's order, and its slab's (offset, bytes).
+# A reserved place, memory for the rows of each input in the layout's order, and its slab's (offset, bytes).
 # Plain tuples: a request costs few microseconds, and an object with names is a third of one.
-Seat = tuple[int, list[memoryview], tuple[int, int]]
+Reservation = tuple[int, list[memoryview], tuple[int, int]]
 NO_SLAB = (0, 0)
 # The bytes of a slab before the first tensor, where each tensor lies, and its size without a note.
 Layout = tuple[bytes, list[slice], int]
 
 
-class Intake(Protocol):
+class InputLayout(Protocol):
     """The way in for requests with the same inputs."""
 
-    def reserve(self, rows: int, note: bytes = b"") -> Seat | None:
+    def reserve(self, rows: int, note: bytes = b"") -> Reservation | None:
         """A place, or None when there is no room. End it with settle or abandon."""
 
-    def settle(self, seat: Seat) -> None:
+    def settle(self, reserved: Reservation) -> None:
         """The memory is written: the place can be submitted."""
 
-    def abandon(self, seat: Seat, rows: int) -> None:
+    def abandon(self, reserved: Reservation, rows: int) -> None:
         """It will not be written."""
 
 
-class ColumnIntake:
+class ColumnInputs:
     """Rows of fixed size, in the columns of a batch."""
 
-    def __init__(self, lane: Lane, names: Sequence[str]) -> None:
-        columns = list(lane.inputs)
-        self._lane, self._ring = lane, lane.ring
+    def __init__(self, queue: BatchQueue, names: Sequence[str]) -> None:
+        columns = list(queue.inputs)
+        self._queue, self._ring = queue, queue.ring
         self._columns = [columns.index(name) for name in names]
 
-    def reserve(self, rows: int, note: bytes = b"") -> Seat | None:
+    def reserve(self, rows: int, note: bytes = b"") -> Reservation | None:
         ring, columns = self._ring, self._columns
         place = ring.reserve(rows)
         if place < 0:
@@ -64,25 +64,25 @@ class ColumnIntake:
             return place, [ring.input_rows(place, rows, columns[0])], NO_SLAB
         return place, [ring.input_rows(place, rows, column) for column in columns], NO_SLAB
 
-    def settle(self, seat: Seat) -> None:
+    def settle(self, reserved: Reservation) -> None:
         pass
 
-    def abandon(self, seat: Seat, rows: int) -> None:
-        self._lane.abandon(seat[0], rows)
+    def abandon(self, reserved: Reservation, rows: int) -> None:
+        self._queue.abandon(reserved[0], rows)
 
 
-class SlabIntake:
+class SlabInputs:
     """Tensors of shapes that differ only in their rows, each request in a slab of its own."""
 
-    def __init__(self, lane: Lane, inputs: Mapping[str, Tensor], *, batching: bool) -> None:
-        numbers = {name: number for number, name in enumerate(lane.inputs)}
-        self._lane = lane
+    def __init__(self, queue: BatchQueue, inputs: Mapping[str, Tensor], *, batching: bool) -> None:
+        numbers = {name: number for number, name in enumerate(queue.inputs)}
+        self._queue = queue
         self._batching = batching
         self._tensors = [(numbers[name], tensor.dtype, tensor.shape) for name, tensor in inputs.items()]
         self._layouts: dict[tuple[int, bool], Layout] = {}
 
-    def reserve(self, rows: int, note: bytes = b"") -> Seat | None:
-        lane, ring = self._lane, self._lane.ring
+    def reserve(self, rows: int, note: bytes = b"") -> Reservation | None:
+        queue, ring = self._queue, self._queue.ring
         head, cuts, size = self._layouts.get((rows, bool(note))) or self._lay_out(rows, noted=bool(note))
         tail = _tail(note) if note else b""
         size += len(tail)
@@ -91,7 +91,7 @@ class SlabIntake:
             return None
         offset = ring.lease(size)
         if not offset:
-            lane.abandon(place, rows)
+            queue.abandon(place, rows)
             return None
         slab = ring.slab(offset, size, True)
         slab[: len(head)] = head
@@ -99,14 +99,14 @@ class SlabIntake:
             slab[size - len(tail) :] = tail
         return place, [slab[cut] for cut in cuts], (offset, size)
 
-    def settle(self, seat: Seat) -> None:
-        place, _, (offset, size) = seat
-        self._lane.ring.attach_slab(place, offset, size)
+    def settle(self, reserved: Reservation) -> None:
+        place, _, (offset, size) = reserved
+        self._queue.ring.attach_slab(place, offset, size)
 
-    def abandon(self, seat: Seat, rows: int) -> None:
-        place, _, (offset, _) = seat
-        self._lane.ring.return_lease(offset)
-        self._lane.abandon(place, rows)
+    def abandon(self, reserved: Reservation, rows: int) -> None:
+        place, _, (offset, _) = reserved
+        self._queue.ring.return_lease(offset)
+        self._queue.abandon(place, rows)
 
     def _lay_out(self, rows: int, *, noted: bool) -> Layout:
         entries: list[slab_tensors.Entry] = []
@@ -134,12 +134,12 @@ def _tail(note: bytes) -> bytearray:
     return slab[slab_tensors.measure([]) :]
 
 
-def open_intake(lane: Lane, inputs: Mapping[str, Tensor], *, batching: bool) -> Intake:
-    """The way in for requests with such inputs. A lane of columns must be given all of the model's."""
-    return ColumnIntake(lane, list(inputs)) if lane.dense else SlabIntake(lane, inputs, batching=batching)
+def lay_out_inputs(queue: BatchQueue, inputs: Mapping[str, Tensor], *, batching: bool) -> InputLayout:
+    """The way in for requests with such inputs. A queue of columns must be given all of the model's."""
+    return ColumnInputs(queue, list(inputs)) if queue.dense else SlabInputs(queue, inputs, batching=batching)
 
 
-class Outlet(Protocol):
+class OutputLayout(Protocol):
     """The way out."""
 
     def read(self, place: int, rows: int) -> Found | None:
@@ -150,12 +150,12 @@ class Outlet(Protocol):
         """The outputs of answers of this form, in the order of the views."""
 
 
-class ColumnOutlet:
+class ColumnOutputs:
     """Rows of fixed size. `names` are the outputs wanted."""
 
-    def __init__(self, lane: Lane, names: Sequence[str]) -> None:
-        columns = list(lane.outputs)
-        self._lane, self._ring = lane, lane.ring
+    def __init__(self, queue: BatchQueue, names: Sequence[str]) -> None:
+        columns = list(queue.outputs)
+        self._queue, self._ring = queue, queue.ring
         self._names = names
         self._columns = [columns.index(name) for name in names]
 
@@ -166,18 +166,18 @@ class ColumnOutlet:
         return rows, [ring.output_rows(place, rows, column) for column in columns]
 
     def describe(self, form: Any) -> Described:
-        specs = [self._lane.outputs[name] for name in self._names]
+        specs = [self._queue.outputs[name] for name in self._names]
         return [(spec.name, spec.dtype, (form, *(spec.shape or ()))) for spec in specs]
 
 
-class SlabOutlet:
-    """Outputs as they came, or those of `names` where the lane does not leave the choice to the model."""
+class SlabOutputs:
+    """Outputs as they came, or those of `names` where the queue does not leave the choice to the model."""
 
-    def __init__(self, lane: Lane, names: Sequence[str]) -> None:
-        assert lane.desk is not None
-        self._ring, self._desk = lane.ring, lane.desk
-        self._names = list(lane.outputs)
-        self._wanted = None if lane.requests else [self._names.index(name) for name in names]
+    def __init__(self, queue: BatchQueue, names: Sequence[str]) -> None:
+        assert queue.desk is not None
+        self._ring, self._desk = queue.ring, queue.desk
+        self._names = list(queue.outputs)
+        self._wanted = None if queue.requests else [self._names.index(name) for name in names]
 
     def read(self, place: int, rows: int) -> Found | None:
         offset, size = self._ring.answer_slab(place)
@@ -198,15 +198,15 @@ class SlabOutlet:
         return [(self._names[number], DTYPE_BY_CODE[code], shape) for number, code, shape in form]
 
 
-def open_outlet(lane: Lane, names: Sequence[str]) -> Outlet:
+def lay_out_outputs(queue: BatchQueue, names: Sequence[str]) -> OutputLayout:
     """The way out for requests that want these outputs."""
-    return ColumnOutlet(lane, names) if lane.dense else SlabOutlet(lane, names)
+    return ColumnOutputs(queue, names) if queue.dense else SlabOutputs(queue, names)
 
 
-def read_response(lane: Lane, ticket: Ticket, wanted: Sequence[str]) -> InferResponse:
+def read_response(queue: BatchQueue, pending: Pending, wanted: Sequence[str]) -> InferResponse:
     """The answer of a place in any form, with the outputs of `wanted` where that is not the model's choice.
-    Its release is the ticket's. Raises ServeError when the place failed by itself."""
-    outputs, parameters = form_of(lane).read(lane, ticket.place, ticket.rows)
-    if wanted and not lane.requests:
+    Its release is the pending's. Raises ServeError when the place failed by itself."""
+    outputs, parameters = form_of(queue).read(queue, pending.place, pending.rows)
+    if wanted and not queue.requests:
         outputs = {name: outputs[name] for name in wanted}
     return InferResponse(outputs, None, dict(parameters))

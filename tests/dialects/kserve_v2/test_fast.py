@@ -1,6 +1,6 @@
-"""Both doors of infer: the same requests through the hot one and the general one, the same bytes back.
+"""Both paths of infer: the same requests through the fast one and the general one, the same bytes back.
 
-A request with `Content-Encoding: identity` means the same and takes the general door.
+A request with `Content-Encoding: identity` means the same and takes the general path.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from fastserve.config import Listener, Settings
-from fastserve.dialects.kserve_v2 import hot
-from fastserve.dialects.kserve_v2.hot import HotDoor
+from fastserve.dialects.kserve_v2 import fast_http
+from fastserve.dialects.kserve_v2.fast_http import FastHttp
 from fastserve.server import Server
 from tests.dialects.kserve_v2.client_models import write_native, write_sums, write_triton
 from tests.server.rig import HOLD, run, seen, write_model
@@ -208,7 +208,7 @@ def shared(name: str) -> Iterator[memoryview]:
 
 
 class Doors:
-    """A server, its client, and how many requests the hot doors took."""
+    """A server, its client, and how many requests the fast paths took."""
 
     def __init__(self, folder: Path, **more: Any) -> None:
         options = {"allow_client_shm": True, **more}
@@ -235,15 +235,15 @@ class Doors:
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """What the hot doors said, one by one."""
+    """What the fast paths said, one by one."""
     said: list[bool] = []
-    start = HotDoor.start
+    start = FastHttp.start
 
-    def noting(self: HotDoor, call: Any, header_bytes: int) -> bool:
+    def noting(self: FastHttp, call: Any, header_bytes: int) -> bool:
         said.append(start(self, call, header_bytes))
         return said[-1]
 
-    monkeypatch.setattr(HotDoor, "start", noting)
+    monkeypatch.setattr(FastHttp, "start", noting)
     return said
 
 
@@ -251,7 +251,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def test_both_doors_answer_alike(
     model: str, tmp_path: Path, taken: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hot, "MOST_UNUSED", 1000)  # every one is learned
+    monkeypatch.setattr(fast_http, "MOST_UNUSED", 1000)  # every one is learned
     maker, path = Maker(model, seed=7), f"/v2/models/{model}/infer"
     keys = [f"fastserve-doors-{os.getpid()}-{side}" for side in ("in", "out")]
 
@@ -357,7 +357,7 @@ def test_ever_new_requests_leave_the_known_ones_alone(tmp_path: Path, taken: lis
 
 
 def test_regions_that_shrink_or_go(tmp_path: Path, taken: list[bool]) -> None:
-    """A request that fits its frame, but not its memory any more, gets the general door's error."""
+    """A request that fits its frame, but not its memory any more, gets the general path's error."""
     key = f"fastserve-doors-{os.getpid()}-shrinking"
     tensor = {
         "name": "IN",
@@ -417,7 +417,7 @@ def test_a_client_that_leaves_holds_nothing(tmp_path: Path, taken: list[bool]) -
                     await asking
                 await until(lambda: os.listdir("/proc/self/fd") == before)
                 (tmp_path / "go").touch()
-                ring = next(iter(doors.server.host.hosted.values())).lane.ring
+                ring = next(iter(doors.server.host.hosted.values())).queue.ring
                 await until(lambda: ring.outstanding() == 0)
                 assert struct.unpack("<2f", memory[:8]) == (10, 2)
             assert taken == [False, True, True]

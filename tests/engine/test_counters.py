@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from fastserve.engine.counts import MOST_RESPONSES, Tally, Took, counts_of, tally_of
+from fastserve.engine.counters import MOST_RESPONSES, Counters, Took, counters_of, counts_of
 from fastserve.errors import Kind, ServeError
 from tests.engine.rig import desk, run
 
@@ -77,13 +77,13 @@ def test_a_full_queue_is_a_rejection():
     async def work():
         async with desk(max_queue_rows=1, max_batch_size=1) as at:
             held = []
-            while (place := at.lane.ring.reserve(1)) >= 0:
+            while (place := at.queue.ring.reserve(1)) >= 0:
                 held.append(place)
             with pytest.raises(ServeError, match="queue of this model is full"):
                 await at.ask(1)
             assert counts_of(at.version).failures["REJECTED"].count == 1
             for place in held:
-                at.lane.abandon(place, 1)
+                at.queue.abandon(place, 1)
             slots = [await at.take(0) for _ in held]
             for slot in slots:
                 at.workers[0].publish(slot)
@@ -91,7 +91,7 @@ def test_a_full_queue_is_a_rejection():
     run(work())
 
 
-def test_what_no_lane_ran_adds_up_with_what_lanes_ran():
+def test_what_no_queue_ran_adds_up_with_what_lanes_ran():
     async def work():
         async with desk() as at:
             asked = at.ask(1)
@@ -101,7 +101,7 @@ def test_what_no_lane_ran_adds_up_with_what_lanes_ran():
             at.workers[0].publish(slot)
             await asked
             before = counts_of(at.version)
-            tally_of(at.version).serve(4, 1000, 600)
+            counters_of(at.version).serve(4, 1000, 600)
             counts = counts_of(at.version)
             assert counts.success == Took(2, before.success.ns + 1000)
             assert counts.compute_infer == Took(2, before.compute_infer.ns + 600)
@@ -111,20 +111,20 @@ def test_what_no_lane_ran_adds_up_with_what_lanes_ran():
     run(work())
 
 
-def test_a_closed_lane_is_forgotten():
+def test_a_closed_queue_is_forgotten():
     async def work():
         async with desk() as at:
-            tally = tally_of(at.version)
-            tally.waiting = lambda: 3
-            tally.close(at.lane)
-            assert (tally.lanes, counts_of(at.version).pending) == ([], 0)
+            counters = counters_of(at.version)
+            counters.waiting = lambda: 3
+            counters.close(at.queue)
+            assert (counters.queues, counts_of(at.version).pending) == ([], 0)
 
     run(work())
 
 
 def test_endless_responses_take_bounded_room():
-    tally = Tally()
+    counters = Counters()
     for index in range(10_000):
-        tally.response(index).success.add(1)
-    assert len(tally.responses) == MOST_RESPONSES
-    assert tally.responses[MOST_RESPONSES - 1].success.count == 10_000 - MOST_RESPONSES + 1
+        counters.response(index).success.add(1)
+    assert len(counters.responses) == MOST_RESPONSES
+    assert counters.responses[MOST_RESPONSES - 1].success.count == 10_000 - MOST_RESPONSES + 1

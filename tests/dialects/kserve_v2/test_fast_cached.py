@@ -1,4 +1,4 @@
-"""The hot door of a model whose responses are kept: what it answers and keeps, and for whom it lets go."""
+"""The fast path of a model whose responses are kept: what it answers and keeps, and for whom it lets go."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from fastserve.dialects.kserve_v2.hot_cached import CachedHotDoor
+from fastserve.dialects.kserve_v2.fast_http import FastHttp
 from tests.dialects.kserve_v2.client_models import PAIR, SIMPLE, write_sums, write_triton
-from tests.dialects.kserve_v2.test_doors import Doors, Maker, shared
+from tests.dialects.kserve_v2.test_fast import Doors, Maker, shared
 from tests.server.rig import run
 
 KEPT = "response_cache { enable: true }\n"
@@ -52,7 +52,7 @@ output { name: "OUT" data_type: TYPE_INT32 dims: [ 1 ] }
 COUNTS_PATH = "/v2/models/counts/infer"
 
 
-class CachedDoors(Doors):
+class CachedSchedulers(Doors):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, response_cache_bytes=1 << 20)
 
@@ -71,13 +71,13 @@ class CachedDoors(Doors):
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """What the door said, one by one."""
     said: list[bool] = []
-    start = CachedHotDoor.start
+    start = FastHttp.start
 
-    def noting(self: CachedHotDoor, call: Any, header_bytes: int) -> bool:
+    def noting(self: FastHttp, call: Any, header_bytes: int) -> bool:
         said.append(start(self, call, header_bytes))
         return said[-1]
 
-    monkeypatch.setattr(CachedHotDoor, "start", noting)
+    monkeypatch.setattr(FastHttp, "start", noting)
     return said
 
 
@@ -87,7 +87,7 @@ def test_answers_as_without_a_cache(tmp_path: Path, taken: list[bool]) -> None:
     maker = Maker("simple", seed=5)
 
     async def work() -> None:
-        async with CachedDoors(tmp_path) as doors:
+        async with CachedSchedulers(tmp_path) as doors:
             good = 0
             for _ in range(200):
                 body, length = maker.request()
@@ -113,7 +113,7 @@ def test_what_lies_in_client_memory_is_looked_at_each_time(tmp_path: Path) -> No
 
     async def work() -> None:
         with shared(key) as memory:
-            async with CachedDoors(tmp_path) as doors:
+            async with CachedSchedulers(tmp_path) as doors:
                 await doors.register("r", key)
                 runs = []
                 for number in (1, 2, 1, 2, 3, 3):
@@ -129,7 +129,7 @@ def test_hits_run_nothing_and_errors_are_not_kept(tmp_path: Path, taken: list[bo
     write_triton(tmp_path, "counts", COUNTS, COUNTS_CONFIG)
 
     async def work() -> None:
-        async with CachedDoors(tmp_path) as doors:
+        async with CachedSchedulers(tmp_path) as doors:
             assert [await doors.count(n) for n in (1, 2, 1, 2, 3, 1)] == [1, 2, 1, 2, 3, 1]
             assert taken == [False, True, True, True, True, True]
             assert [await doors.count(1, id="a"), await doors.count(1, id="bc")] == [1, 1]
@@ -146,9 +146,9 @@ def test_a_client_that_leaves_keeps_nobody_waiting(tmp_path: Path, taken: list[b
     write_triton(tmp_path, "counts", COUNTS, COUNTS_CONFIG)
 
     async def work() -> None:
-        async with CachedDoors(tmp_path) as doors:
+        async with CachedSchedulers(tmp_path) as doors:
             assert await doors.count(5) == 1  # teaches the door
-            leaving = CachedDoors.__new__(CachedDoors)
+            leaving = CachedSchedulers.__new__(CachedSchedulers)
             leaving.client = type(doors.client)(
                 *await asyncio.open_connection(*doors.server.front.http[0].address)
             )
@@ -176,12 +176,12 @@ def test_a_client_that_leaves_keeps_nobody_waiting(tmp_path: Path, taken: list[b
 
 @pytest.mark.parametrize("queue", ["", "dynamic_batching { priority_levels: 2 default_priority_level: 1 }\n"])
 def test_parameters_of_a_response_are_kept(tmp_path: Path, queue: str) -> None:
-    """Also where the batches are formed before the lane."""
+    """Also where the batches are formed before the queue."""
     write_triton(tmp_path, "counts", COUNTS, COUNTS_CONFIG + queue)
     body = {"inputs": [{"name": "IN", "shape": [1, 1], "datatype": "INT32", "data": [7]}]}
 
     async def work() -> None:
-        async with CachedDoors(tmp_path) as doors:
+        async with CachedSchedulers(tmp_path) as doors:
             for _ in range(3):
                 _, said = await doors.client.post(COUNTS_PATH, json.dumps(body).encode(), None)
                 assert json.loads(said)["parameters"] == {"said": 1}

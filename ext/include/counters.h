@@ -14,21 +14,21 @@ static inline void bump64(const Arena *a, uint64_t *at, uint64_t n)
 }
 static inline uint64_t since_ns(uint64_t from, uint64_t to) { return from && to > from ? to - from : 0; }
 
-static inline void tally_add(const Arena *a, uint32_t kind, uint64_t count, uint64_t ns)
+static inline void counters_add(const Arena *a, uint32_t kind, uint64_t count, uint64_t ns)
 {
-    add64(&a->header->tally[kind].count, count);
-    add64(&a->header->tally[kind].ns, ns);
+    add64(&a->header->counters[kind].count, count);
+    add64(&a->header->counters[kind].ns, ns);
 }
 
-static inline void tally_bump(const Arena *a, uint32_t kind, uint64_t count, uint64_t ns)
+static inline void counters_bump(const Arena *a, uint32_t kind, uint64_t count, uint64_t ns)
 {
-    bump64(a, &a->header->tally[kind].count, count);
-    bump64(a, &a->header->tally[kind].ns, ns);
+    bump64(a, &a->header->counters[kind].count, count);
+    bump64(a, &a->header->counters[kind].ns, ns);
 }
 
-static inline RunTally *runs_of(const Arena *a, uint32_t rows)
+static inline RunCounters *runs_of(const Arena *a, uint32_t rows)
 {
-    return (RunTally *)(a->base + a->runs_offset) + (rows <= a->max_rows ? rows : a->max_rows);
+    return (RunCounters *)(a->base + a->runs_offset) + (rows <= a->max_rows ? rows : a->max_rows);
 }
 
 static inline Spread *spread_of(const Arena *a, uint32_t kind) { return (Spread *)(a->base + a->spreads_offset) + kind; }
@@ -48,10 +48,10 @@ static inline void spread_add(const Arena *a, uint32_t kind, uint64_t ns, uint64
 }
 
 // The requests of one batch, counted while its rows are walked.
-typedef struct { uint64_t well, rows, queue_ns, well_ns, badly, badly_ns; } BatchTally;
+typedef struct { uint64_t well, rows, queue_ns, well_ns, badly, badly_ns; } BatchCounters;
 
 // A place that has waited since 0 is a row its scheduler needed, and nobody's request.
-static inline void tally_place(const Arena *a, BatchTally *sum, const Slot *s, const Row *row, uint32_t rows, uint64_t now)
+static inline void counters_place(const Arena *a, BatchCounters *sum, const Slot *s, const Row *row, uint32_t rows, uint64_t now)
 {
     if (!row->queued_ns)
         return;
@@ -67,16 +67,16 @@ static inline void tally_place(const Arena *a, BatchTally *sum, const Slot *s, c
 }
 
 // Its requests each waited for the whole batch; one that never ran is no execution.
-static inline void tally_batch(const Arena *a, const Slot *s, uint32_t rows, const BatchTally *sum)
+static inline void counters_batch(const Arena *a, const Slot *s, uint32_t rows, const BatchCounters *sum)
 {
     uint64_t ran = s->ran_ns ? s->ran_ns : s->done_ns;
     uint64_t input = since_ns(s->taken_ns, s->run_ns), infer = since_ns(s->run_ns, ran), output = since_ns(ran, s->done_ns);
     if (sum->well) {
-        tally_bump(a, TALLY_SUCCESS, sum->well, sum->well_ns);
-        tally_bump(a, TALLY_QUEUE, sum->well, sum->queue_ns);
-        tally_bump(a, TALLY_INPUT, sum->well, sum->well * input);
-        tally_bump(a, TALLY_INFER, sum->well, sum->well * infer);
-        tally_bump(a, TALLY_OUTPUT, sum->well, sum->well * output);
+        counters_bump(a, TALLY_SUCCESS, sum->well, sum->well_ns);
+        counters_bump(a, TALLY_QUEUE, sum->well, sum->queue_ns);
+        counters_bump(a, TALLY_INPUT, sum->well, sum->well * input);
+        counters_bump(a, TALLY_INFER, sum->well, sum->well * infer);
+        counters_bump(a, TALLY_OUTPUT, sum->well, sum->well * output);
         spread_add(a, TALLY_INPUT, input, sum->well);
         spread_add(a, TALLY_INFER, infer, sum->well);
         spread_add(a, TALLY_OUTPUT, output, sum->well);
@@ -84,18 +84,18 @@ static inline void tally_batch(const Arena *a, const Slot *s, uint32_t rows, con
         __atomic_store_n(&a->header->served_ns, s->done_ns, __ATOMIC_RELAXED);
     }
     if (sum->badly)
-        tally_add(a, TALLY_BACKEND, sum->badly, sum->badly_ns);
+        counters_add(a, TALLY_BACKEND, sum->badly, sum->badly_ns);
     if (!s->run_ns)
         return;
-    RunTally *runs = runs_of(a, rows);
+    RunCounters *runs = runs_of(a, rows);
     bump64(a, &runs->runs, 1), bump64(a, &runs->input_ns, input);
     bump64(a, &runs->infer_ns, infer > s->rerun_ns ? infer - s->rerun_ns : 0), bump64(a, &runs->output_ns, output);
 }
 
 // The backend has run a part of a batch again: an execution of its own, whose time is not the whole batch's.
-static inline void tally_rerun(const Arena *a, Slot *s, uint32_t rows, uint64_t took_ns)
+static inline void counters_rerun(const Arena *a, Slot *s, uint32_t rows, uint64_t took_ns)
 {
-    RunTally *runs = runs_of(a, rows);
+    RunCounters *runs = runs_of(a, rows);
     bump64(a, &runs->runs, 1), bump64(a, &runs->infer_ns, took_ns);
     s->rerun_ns += took_ns;
 }

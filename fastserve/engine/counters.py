@@ -5,8 +5,8 @@
     counts.fail, counts.failures["BACKEND"] of the others, by what ended them
     counts.batches                          runs and their times by the size of the batch
 
-Nearly all of it is counted in the arena (ext/include/tally.h): by the worker as it publishes a batch, so a
-request pays nothing, and it is the sum over all front processes. A Tally holds what no batch tells, of one
+Nearly all of it is counted in the arena (ext/include/counters.h): by the worker as it publishes a batch, so a
+request pays nothing, and it is the sum over all front processes. A Counters holds what no batch tells, of one
 front process: ends in a scheduler's own queue, cache lookups, ensembles, responses of decoupled models.
 
 Where durations begin and end (Triton's InferStatistics):
@@ -39,9 +39,19 @@ from fastserve.repository.version import Version
 
 if TYPE_CHECKING:
     from fastserve._ext.response_cache import Counts
-    from fastserve.engine.lane import Lane
+    from fastserve.engine.batch_queue import BatchQueue
 
-__all__ = ["BACKEND", "CANCELED", "OTHER", "REASONS", "REJECTED", "Tally", "Took", "counts_of", "tally_of"]
+__all__ = [
+    "BACKEND",
+    "CANCELED",
+    "OTHER",
+    "REASONS",
+    "REJECTED",
+    "Counters",
+    "Took",
+    "counters_of",
+    "counts_of",
+]
 
 REASONS = batch_ring.TALLIES[REJECTED:]
 FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"
@@ -128,8 +138,8 @@ class Buckets:
         self.sum_ms += ms
 
 
-class Tally:
-    """What one version did in this front process, as far as no batch tells. `lanes` tell the rest."""
+class Counters:
+    """What one version did in this front process, as far as no batch tells. `queues` tell the rest."""
 
     __slots__ = (
         "_batches",
@@ -139,17 +149,17 @@ class Tally:
         "first_response",
         "hit",
         "hit_spread",
-        "lanes",
         "last_ns",
         "load_s",
         "miss",
         "miss_spread",
+        "queues",
         "responses",
         "waiting",
     )
 
     def __init__(self) -> None:
-        self.lanes: list[Lane] = []
+        self.queues: list[BatchQueue] = []
         self.hit, self.miss = Took(), Took()  # their times; `cached` counts them
         self.cached: Counts | None = None
         self.hit_spread, self.miss_spread = (array("Q", bytes(8 * BUCKETS)) for _ in range(2))
@@ -162,9 +172,9 @@ class Tally:
         self._served = [Took(), Took()]  # whole requests, and the time their models took
         self._batches: dict[int, list[int]] = {}
 
-    def close(self, lane: Lane) -> None:
-        """The lane closes: nothing here may keep its arena's memory."""
-        self.lanes.remove(lane)
+    def close(self, queue: BatchQueue) -> None:
+        """The queue closes: nothing here may keep its arena's memory."""
+        self.queues.remove(queue)
         self.waiting = _nobody
 
     def looked(self, ns: int, weight: int, *, hit: bool) -> None:
@@ -176,15 +186,15 @@ class Tally:
     def spreads(self) -> list[array[int]]:
         """Of success, queue, compute_input, compute_infer and compute_output: requests by how long they took
         (metrics.spread). Without cache hits, ensembles and what other fronts answered from theirs."""
-        told = [lane.ring.spreads() for lane in self.lanes]
+        told = [queue.ring.spreads() for queue in self.queues]
         return [read_buckets([spreads[kind] for spreads in told]) for kind in range(REJECTED)]
 
     def end(self, reason: int, ns: int = 0) -> None:
-        """A request ended without an answer, and no lane knew it: REJECTED, CANCELED, BACKEND or OTHER."""
+        """A request ended without an answer, and no queue knew it: REJECTED, CANCELED, BACKEND or OTHER."""
         self._ends[reason - REJECTED].add(ns)
 
     def serve(self, rows: int, ns: int, infer_ns: int) -> None:
-        """A request was answered well that no lane of this version ran: an ensemble's."""
+        """A request was answered well that no queue of this version ran: an ensemble's."""
         self._served[0].add(ns)
         self._served[1].add(infer_ns)
         one = self._batches.setdefault(rows, [0, 0])
@@ -201,8 +211,8 @@ class Tally:
         return found
 
     def read(self) -> VersionCounts:
-        """All of it together with what the lanes tell."""
-        sums, rows, last_ns = self._read_lanes()
+        """All of it together with what the queues tell."""
+        sums, rows, last_ns = self._read_queues()
         success, queue, inputs, infer, output = sums[:REJECTED]
         hit, miss, cached_ns = self._read_cached()
         success.add(self._served[0].ns + hit.ns, self._served[0].count + hit.count)
@@ -221,7 +231,7 @@ class Tally:
             cache_miss=miss,
             inferences=rows + sum(size * runs for size, (runs, _) in self._batches.items()),
             executions=sum(batch.runs for batch in batches),
-            pending=self.waiting() + sum(lane.ring.pending() for lane in self.lanes),
+            pending=self.waiting() + sum(queue.ring.pending() for queue in self.queues),
             last_ms=_unix_ms(max(last_ns, self.last_ns, cached_ns)),
             batches=batches,
             responses=self.responses,
@@ -235,20 +245,20 @@ class Tally:
         hit, miss = Took(cached.hits, self.hit.ns), Took(cached.misses, self.miss.ns + cached.insertion_ns)
         return hit, miss, cached.last_ns
 
-    def _read_lanes(self) -> tuple[list[Took], int, int]:
-        """The tallies of all lanes added up, their rows, and when one last served."""
+    def _read_queues(self) -> tuple[list[Took], int, int]:
+        """The counters of all queues added up, their rows, and when one last served."""
         sums, rows, last_ns = [Took() for _ in batch_ring.TALLIES], 0, 0
-        for lane in self.lanes:
-            tallies, served_rows, served_ns = lane.ring.tallies()
-            for took, (count, ns) in zip(sums, tallies, strict=True):
+        for queue in self.queues:
+            counters, served_rows, served_ns = queue.ring.counters()
+            for took, (count, ns) in zip(sums, counters, strict=True):
                 took.add(ns, count)
             rows, last_ns = rows + served_rows, max(last_ns, served_ns)
         return sums, rows, last_ns
 
     def _read_batches(self) -> list[BatchCounts]:
         found = {rows: [runs, 0, infer_ns, 0] for rows, (runs, infer_ns) in self._batches.items()}
-        for lane in self.lanes:
-            for rows, *run in lane.ring.runs():
+        for queue in self.queues:
+            for rows, *run in queue.ring.runs():
                 found[rows] = [a + b for a, b in zip(found.get(rows, (0, 0, 0, 0)), run, strict=True)]
         return [BatchCounts(rows, *run) for rows, run in sorted(found.items())]
 
@@ -261,25 +271,25 @@ def _unix_ms(at_ns: int) -> int:
     return (time.time_ns() - time.monotonic_ns() + at_ns) // 1_000_000 if at_ns else 0
 
 
-def tally_of(version: Version) -> Tally:
-    """The version's own tally in this front process."""
-    found = version.tally
+def counters_of(version: Version) -> Counters:
+    """The version's own counters in this front process."""
+    found = version.counters
     if found is None:
-        found = version.tally = Tally()
-    assert isinstance(found, Tally)
+        found = version.counters = Counters()
+    assert isinstance(found, Counters)
     return found
 
 
 def first_responses(version: Version) -> Buckets:
     """Milliseconds from a request to its first response, for a decoupled model; of this front process.
     The bounds are those of `model_metrics`, or Triton's."""
-    tally = tally_of(version)
-    if tally.first_response is None:
+    counters = counters_of(version)
+    if counters.first_response is None:
         bounds = version.config.options.first_response_ms
-        tally.first_response = Buckets(FIRST_RESPONSE_MS if bounds is None else tuple(bounds))
-    return tally.first_response
+        counters.first_response = Buckets(FIRST_RESPONSE_MS if bounds is None else tuple(bounds))
+    return counters.first_response
 
 
 def counts_of(version: Version) -> VersionCounts:
     """What the version has done since it was loaded; nothing for one that cannot serve here."""
-    return tally_of(version).read()
+    return counters_of(version).read()

@@ -1,10 +1,10 @@
-"""A lane: one available version as this front process sees it. Places out, batches in, answers back.
+"""A queue: one available version as this front process sees it. Places out, batches in, answers back.
 
-    ticket = lane.submit(place, rows, done, deadline_ns)     after the place was reserved and written
-    done(ticket, None)            the outputs are readable; the callee calls lane.release(ticket)
-    done(ticket, ServeError)      it failed; nothing is left to release
+    pending = queue.submit(place, rows, done, deadline_ns)     after the place was reserved and written
+    done(pending, None)            the outputs are readable; the callee calls queue.release(pending)
+    done(pending, ServeError)      it failed; nothing is left to release
 
-Everything here runs on the event loop's thread. `done` is called exactly once for every ticket that
+Everything here runs on the event loop's thread. `done` is called exactly once for every pending that
 was not cancelled, never from inside `submit`.
 """
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastserve._ext.batch_ring import CANCELED, FULL, OVER, PART, REJECTED
 from fastserve._ext.slab_tensors import SlabDesk
-from fastserve.engine.meters import LaneMeters
+from fastserve.engine.meters import QueueMeters
 from fastserve.engine.room import Room
 from fastserve.errors import DeadlineError, Kind, ModelError, ServeError
 from fastserve.tensor import TensorSpec
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Done = Callable[["Ticket", "ServeError | None"], None]
+Done = Callable[["Pending", "ServeError | None"], None]
 DEADLINE_TICK_S = 0.025
 # A turn of the loop that took longer had other calls to serve, and more may be there for this batch.
 BUSY_TURN_NS = 10_000
@@ -40,16 +40,18 @@ FAILED_ALONE = "the model failed on this request"
 GONE = "the model version was unloaded"
 
 
-class Ticket:
+class Pending:
     """One place somebody waits for; `context` is the submitter's own. Calling it cancels it.
 
     `done` is None once it was called, or cancelled.
     """
 
-    __slots__ = ("context", "deadline_ns", "done", "lane", "place", "rows")
+    __slots__ = ("context", "deadline_ns", "done", "place", "queue", "rows")
 
-    def __init__(self, lane: Lane, place: int, rows: int, done: Done, deadline_ns: int, context: Any) -> None:
-        self.lane = lane
+    def __init__(
+        self, queue: BatchQueue, place: int, rows: int, done: Done, deadline_ns: int, context: Any
+    ) -> None:
+        self.queue = queue
         self.place = place
         self.rows = rows
         self.done: Done | None = done
@@ -57,10 +59,10 @@ class Ticket:
         self.context = context
 
     def __call__(self) -> None:
-        self.lane.cancel(self)
+        self.queue.cancel(self)
 
 
-class Lane:
+class BatchQueue:
     """Reserve, submit, cancel, release; and the doorbell that brings answers."""
 
     def __init__(
@@ -69,7 +71,7 @@ class Lane:
         front: int,
         inputs: Mapping[str, TensorSpec],
         outputs: Mapping[str, TensorSpec],
-        meters: LaneMeters,
+        meters: QueueMeters,
     ) -> None:
         self.arena = arena
         self.ring: BatchRing = arena.ring(front=front)
@@ -80,11 +82,11 @@ class Lane:
         self.requests, self.decoupled = arena.geometry.requests, arena.geometry.decoupled
         self.max_rows, self.workers = arena.geometry.max_rows, arena.geometry.workers
         self.meters = meters
-        self.waiting = 0  # tickets submitted and not yet answered or cancelled
+        self.waiting = 0  # callers submitted and not yet answered or cancelled
         self.unreleased = 0  # answers handed out whose memory is still read
         self.room = Room(self.ring, arena.geometry.max_queued, self._wake_idle)
         self._bell = arena.front_bells[front]
-        self._pending: list[list[Ticket]] = [[] for _ in range(arena.geometry.slots)]
+        self._pending: list[list[Pending]] = [[] for _ in range(arena.geometry.slots)]
         self._seqs = [0] * arena.geometry.slots  # which opening of the slot the pending ones are in
         self._kicking: asyncio.Handle | None = None
         self._turn_ns = self._kick_by_ns = 0  # when this turn began, and how long the kick may wait
@@ -95,11 +97,11 @@ class Lane:
     def open(self) -> None:
         """Listen for answers on the running loop."""
         self._loop = asyncio.get_running_loop()
-        self.ring.drain()  # parts sent to a front that died in this one's place: swept with it
+        self.ring.drain()  # parts sent to a front that died in this one's place: reclaimed with it
         self._loop.add_reader(self._bell, self._on_bell)
 
     async def drain(self) -> None:
-        """Return when no ticket waits, nobody waits for a place, and no answer is being read."""
+        """Return when no pending waits, nobody waits for a place, and no answer is being read."""
         if self.busy:
             assert self._loop is not None
             idle = self._loop.create_future()
@@ -114,12 +116,12 @@ class Lane:
             self._kicking.cancel()
         self.room.close()
         gone = ServeError(Kind.UNAVAILABLE, GONE)
-        for tickets in self._pending:
-            for ticket in tickets:
-                done, ticket.done = ticket.done, None
+        for callers in self._pending:
+            for pending in callers:
+                done, pending.done = pending.done, None
                 if done is not None:
-                    self._tell(done, ticket, gone)
-            tickets.clear()
+                    self._tell(done, pending, gone)
+            callers.clear()
         if self._idle:
             self._wake_idle()
 
@@ -185,15 +187,15 @@ class Lane:
         deadline_ns: int = 0,
         context: Any = None,
         patience_ns: int = 0,
-    ) -> Ticket:
+    ) -> Pending:
         """The place's inputs are written: let it run. Workers are woken at the end of this loop turn,
         so that what arrives together runs together; with patience, after further turns while those are
         busy, so long at most."""
-        ticket = Ticket(self, place, rows, done, deadline_ns, context)
-        tickets = self._pending[place >> 16]
-        if not tickets:
+        pending = Pending(self, place, rows, done, deadline_ns, context)
+        callers = self._pending[place >> 16]
+        if not callers:
             self._seqs[place >> 16] = self.ring.seq(place >> 16)
-        tickets.append(ticket)
+        callers.append(pending)
         self.ring.commit(place, rows)
         self.waiting += 1
         if self._kicking is None:
@@ -202,7 +204,7 @@ class Lane:
             self._kick_by_ns = 0
         if deadline_ns and not self._watching:
             self._watch()
-        return ticket
+        return pending
 
     def abandon(self, place: int, rows: int) -> None:
         """The inputs could not be written."""
@@ -210,29 +212,29 @@ class Lane:
         if self._kicking is None:
             self._kick_soon()
 
-    def cancel(self, ticket: Ticket) -> None:
-        """Nobody waits any more; `done` will not be called. No effect on a ticket already answered."""
-        if ticket.done is None:
+    def cancel(self, pending: Pending) -> None:
+        """Nobody waits any more; `done` will not be called. No effect on a pending already answered."""
+        if pending.done is None:
             return
-        self.meters.cancelled("queued" if self._is_queued(ticket) else "running")
-        self._forget(ticket, CANCELED)
+        self.meters.cancelled("queued" if self._is_queued(pending) else "running")
+        self._forget(pending, CANCELED)
         self.waiting -= 1
         if self._idle or self.room.anyone:
             self._settle()
 
-    def _is_queued(self, ticket: Ticket) -> bool:
-        return self.ring.describe(ticket.place >> 16)[0] in ("open", "sealed", "ready")
+    def _is_queued(self, pending: Pending) -> bool:
+        return self.ring.describe(pending.place >> 16)[0] in ("open", "sealed", "ready")
 
-    def _forget(self, ticket: Ticket, end: int) -> None:
-        ticket.done = None
-        if self.ring.drop(ticket.place):
-            self.ring.count(end, 0, ticket.place)
-            self._pending[ticket.place >> 16].remove(ticket)
+    def _forget(self, pending: Pending, end: int) -> None:
+        pending.done = None
+        if self.ring.drop(pending.place):
+            self.ring.count(end, 0, pending.place)
+            self._pending[pending.place >> 16].remove(pending)
         # else a worker has answered and counted it: _finish releases it when the message comes
 
-    def release(self, ticket: Ticket) -> None:
-        """The outputs of an answered ticket have been read."""
-        self.ring.release(ticket.place, ticket.rows)
+    def release(self, pending: Pending) -> None:
+        """The outputs of an answered pending have been read."""
+        self.ring.release(pending.place, pending.rows)
         self.unreleased -= 1
         if self._idle or self.room.anyone:
             self._settle()
@@ -268,37 +270,37 @@ class Lane:
     def _part(self, slot: int, seq: int, row: int, offset: int, nbytes: int, final: bool) -> None:
         """One part of an answer, whose slab is this front's now: for a context that takes parts."""
         if self._seqs[slot] == seq:
-            for ticket in self._pending[slot]:
-                take = getattr(ticket.context, "part", None)
-                if ticket.place & 0xFFFF == row and ticket.done is not None and take is not None:
+            for pending in self._pending[slot]:
+                take = getattr(pending.context, "part", None)
+                if pending.place & 0xFFFF == row and pending.done is not None and take is not None:
                     take(offset, nbytes, final)
                     return
         if offset:  # its caller has left
             self.ring.return_lease(offset)
 
     def _rescan(self) -> None:
-        """A worker died, perhaps between answering and telling, or a batch ended that everybody had left:
+        """A worker died, perhaps between answering and notify, or a batch ended that everybody had left:
         look at every place waited for."""
         self.room.look_soon()
-        for slot, tickets in enumerate(self._pending):
-            if tickets and self.ring.is_done(slot, self._seqs[slot]):
+        for slot, callers in enumerate(self._pending):
+            if callers and self.ring.is_done(slot, self._seqs[slot]):
                 self._finish(slot)
 
     def _finish(self, slot: int) -> None:
-        tickets, self._pending[slot] = self._pending[slot], []
+        callers, self._pending[slot] = self._pending[slot], []
         self.meters.batch_done(self.ring, slot)
         failure = self.ring.failure(slot)
         error = None if failure is None else ModelError(_kind(failure[0]), failure[1])
-        self.unreleased += len(tickets)
-        for ticket in tickets:
-            done, ticket.done = ticket.done, None
+        self.unreleased += len(callers)
+        for pending in callers:
+            done, pending.done = pending.done, None
             fault: ServeError | None = error
-            if fault is None and (end := self.ring.answered(ticket.place, ticket.rows)) != 1:
-                fault = self._own_fault(ticket.place) if end else ServeError(Kind.INTERNAL, DAMAGED)
+            if fault is None and (end := self.ring.answered(pending.place, pending.rows)) != 1:
+                fault = self._own_fault(pending.place) if end else ServeError(Kind.INTERNAL, DAMAGED)
             if fault is not None or done is None:
-                self.release(ticket)
+                self.release(pending)
             if done is not None:
-                self._tell(done, ticket, fault)
+                self._tell(done, pending, fault)
         if self._idle or self.room.anyone:
             self._settle()
 
@@ -312,10 +314,10 @@ class Lane:
         text = bytes(ring.slab(offset, nbytes)).decode("utf-8", "replace") if offset else FAILED_ALONE
         return ModelError(_kind(ring.place_status(place)), text)
 
-    def _tell(self, done: Done, ticket: Ticket, error: ServeError | None) -> None:
+    def _tell(self, done: Done, pending: Pending, error: ServeError | None) -> None:
         self.waiting -= 1
         try:
-            done(ticket, error)
+            done(pending, error)
         except Exception:  # one caller's fault must not cost the others of the batch their answers
             log.exception("an answer could not be delivered")
 
@@ -340,27 +342,27 @@ class Lane:
         self._loop.call_later(DEADLINE_TICK_S, self._expire)
 
     def _expire(self) -> None:
-        """Runs every DEADLINE_TICK_S while tickets with a deadline wait: far cheaper than a timer each."""
+        """Runs every DEADLINE_TICK_S while callers with a deadline wait: far cheaper than a timer each."""
         now, left = time.monotonic_ns(), False
-        for tickets in self._pending:
-            for ticket in list(tickets):
-                if ticket.done is None or not ticket.deadline_ns:
+        for callers in self._pending:
+            for pending in list(callers):
+                if pending.done is None or not pending.deadline_ns:
                     continue
-                if ticket.deadline_ns <= now:
-                    self._expire_one(ticket)
+                if pending.deadline_ns <= now:
+                    self._expire_one(pending)
                 else:
                     left = True
         self._watching = False
         if left:
             self._watch()
 
-    def _expire_one(self, ticket: Ticket) -> None:
-        queued, done = self._is_queued(ticket), ticket.done
-        self._forget(ticket, REJECTED if queued else CANCELED)
+    def _expire_one(self, pending: Pending) -> None:
+        queued, done = self._is_queued(pending), pending.done
+        self._forget(pending, REJECTED if queued else CANCELED)
         self.meters.rejected("deadline")
         text = QUEUED_TOO_LONG if queued else RAN_TOO_LONG
         if done is not None:
-            self._tell(done, ticket, DeadlineError(text, queued=queued))
+            self._tell(done, pending, DeadlineError(text, queued=queued))
 
 
 def _kind(number: int) -> Kind:

@@ -36,11 +36,11 @@ class Shared:
         (word,) = struct.unpack_from("<Q", self.memory, self.slot_at(slot))
         struct.pack_into("<Q", self.memory, self.slot_at(slot), word + (reserved << 16) + settled)
 
-    def sweep(self) -> int:
+    def reclaim(self) -> int:
         """What the owner does after a front has died; the rows that were lost between the two."""
-        self.alive.sweep_front(1)
+        self.alive.reclaim_front(1)
         first = self.alive.lost()
-        self.alive.sweep_front(1)
+        self.alive.reclaim_front(1)
         lost = [found for found in self.alive.lost() if found in first]
         for found in lost:
             assert self.alive.forgive(*found)
@@ -67,7 +67,7 @@ def test_died_after_claiming_rows_and_before_saying_whose_they_are(rows):
     shared.alive.input_rows(orphan, rows, 0)[:] = b"x" * 8 * rows
     shared.set_row(orphan, EMPTY, 0, front=0)
     assert shared.worker.take() == -1
-    assert shared.sweep() == rows
+    assert shared.reclaim() == rows
     assert bytes(shared.alive.input_rows(orphan, rows, 0)) == bytes(8 * rows)
     shared.run()
     shared.alive.release(mine, 1)
@@ -79,7 +79,7 @@ def test_died_after_marking_its_rows_and_before_counting_them(state):
     shared = Shared()
     mine, theirs = commit(shared.alive, 1), shared.dying.reserve(2)
     shared.set_row(theirs, state, 2)
-    assert shared.sweep() == 2
+    assert shared.reclaim() == 2
     shared.run()
     shared.alive.release(mine, 1)
     assert shared.alive.outstanding() == 0
@@ -90,7 +90,7 @@ def test_died_after_releasing_its_rows_and_before_counting_them():
     mine, theirs = commit(shared.alive, 1), commit(shared.dying, 2)
     shared.run()
     shared.set_row(theirs, DROPPED, 2)
-    assert shared.sweep() == 2
+    assert shared.reclaim() == 2
     assert shared.alive.describe(0)[0] == "done", "the living front still reads its rows"
     shared.alive.release(mine, 1)
     assert shared.alive.outstanding() == 0
@@ -101,7 +101,7 @@ def test_what_it_had_released_is_not_released_again():
     mine, theirs = commit(shared.alive, 1), commit(shared.dying, 1)
     shared.run()
     shared.dying.release(theirs, 1)
-    assert shared.sweep() == 0
+    assert shared.reclaim() == 0
     assert shared.alive.describe(0) == ("done", 2, 1, 0), "the living front still reads its rows"
     shared.alive.release(mine, 1)
     assert shared.alive.outstanding() == 0
@@ -118,7 +118,7 @@ def test_its_rows_are_dropped_at_every_stage(stage):
     slot = shared.worker.take() if stage in ("running", "done") else -1
     if stage == "done":
         shared.worker.publish(slot)
-    assert shared.sweep() == 0
+    assert shared.reclaim() == 0
     if stage == "running":
         assert shared.worker.places(slot) == [(0, 1, 0, 0)]
         shared.worker.publish(slot)
@@ -134,7 +134,7 @@ def test_a_claimed_slot_is_freed():
     (word,) = struct.unpack_from("<Q", shared.memory, shared.slot_at(0))
     struct.pack_into("<Q", shared.memory, shared.slot_at(0), word & ~(0xFFFF << 32) | 1 << 40 | 1 << 32)
     assert shared.alive.describe(0)[0] == "claimed"
-    shared.sweep()
+    shared.reclaim()
     assert shared.alive.describe(0)[0] == "free"
 
 
@@ -148,7 +148,7 @@ def test_its_slabs_go_and_those_a_worker_reads_stay_until_then(attached, running
         shared.dying.attach_slab(place, offset, 5000)
     shared.dying.commit(place, 1)
     slot = shared.worker.take() if running else -1
-    shared.sweep()
+    shared.reclaim()
     assert shared.alive.slab_pages_used() == (2 if attached else 0)
     if running:
         shared.worker.publish(slot)

@@ -1,13 +1,13 @@
 // What a dead front leaves in the slots, and how it is let go of. The owner calls these; live fronts and
 // workers go on meanwhile.
 //
-// A front may die between any two instructions. Its rows are found in the row table (slot_sweep); where it
+// A front may die between any two instructions. Its rows are found in the row table (slot_reclaim); where it
 // died between moving the table and moving the word, the two disagree (slot_lost). Live processes make them
 // disagree too, for nanoseconds, so that only what was lost twice, a while apart, is forgiven.
 #pragma once
 #include "slots.h"
 
-static inline bool row_sweep(Arena *a, Slot *s, uint32_t r, uint32_t rows)
+static inline bool row_reclaim(Arena *a, Slot *s, uint32_t r, uint32_t rows)
 {
     Row *row = rows_of(s) + r;
     if (swap_row(row, ROW_RESERVED, ROW_DROPPED)) {
@@ -31,7 +31,7 @@ static inline bool row_sweep(Arena *a, Slot *s, uint32_t r, uint32_t rows)
 }
 
 // Let go of everything front `front` held in slot `i`, as far as the row table tells; returns how many places.
-static inline uint32_t slot_sweep(Arena *a, uint32_t i, uint32_t front)
+static inline uint32_t slot_reclaim(Arena *a, uint32_t i, uint32_t front)
 {
     Slot *s = slot_at(a, i);
     Row *rows = rows_of(s);
@@ -44,7 +44,7 @@ static inline uint32_t slot_sweep(Arena *a, uint32_t i, uint32_t front)
     for (uint32_t r = 0, span; r < reserved && r < a->max_rows; r += span) {
         span = row_span(a, rows, r);
         if (rows[r].state != ROW_EMPTY && rows[r].front == front)
-            touched += row_sweep(a, s, r, span);
+            touched += row_reclaim(a, s, r, span);
     }
     return touched;
 }

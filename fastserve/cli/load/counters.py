@@ -7,7 +7,7 @@ from typing import Any
 from fastserve.cli.load.histogram import Histogram
 
 
-class Tally:
+class Counters:
     """What all connections of this process saw after the warm-up."""
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """Both doors of ModelInfer: the same requests through the hot one and the general one, the same bytes back.
 
-A request whose id comes after its raw tensors means the same and takes the general door.
+A request whose id comes after its raw tensors means the same and takes the general path.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 
 from fastserve.dialects.kserve_v2.grpc_hot import HotDoor
 from tests.dialects.kserve_v2.grpc_rig import SERVICE, V2, GrpcServed, first_numbers, numbers, serving
-from tests.dialects.kserve_v2.test_doors import MODELS, write_models
+from tests.dialects.kserve_v2.test_fast import MODELS, write_models
 from tests.ext.wire_strategies import field
 from tests.server.rig import run, write_model
 
@@ -27,7 +27,7 @@ IDS = ["", "7", "é\n", "a" * 40]
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """What the hot door said, one by one."""
+    """What the fast path said, one by one."""
     said: list[bool] = []
     start = HotDoor.start
 

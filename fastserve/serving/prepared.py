@@ -1,0 +1,122 @@
+"""What is known of requests that are as one before: a dialect understands the first, and knows the next ones.
+
+A dialect's subclass says where inputs come from (`fill`) and how answers are told (`make_writer`, `write`);
+where they go, and everything that can go wrong on the way, is the fast path's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any, Protocol
+
+from fastserve.engine import (
+    BatchQueue,
+    Form,
+    InputLayout,
+    OutputLayout,
+    Sort,
+    lay_out_inputs,
+    lay_out_outputs,
+)
+from fastserve.request import InferResponse
+from fastserve.tensor import DType, Tensor
+
+MOST_FORMS = 64  # of the answers to requests that are as one
+Described = Sequence[tuple[str, DType, tuple[int, ...]]]
+Memory = bytes | bytearray | memoryview
+
+
+class Held(Protocol):
+    """What a request holds until it is answered or given up."""
+
+    def close(self) -> None:
+        """Let go of it."""
+
+
+class PreparedRequest:
+    """The way in of such requests, and their way out. `rows` are those of the request at hand."""
+
+    rows: int
+    layout_in: InputLayout
+    layout_out: OutputLayout
+    wanted: tuple[str, ...]
+    noted = False  # the model is told of more than tensors
+    outside = False  # some tensors are in memory of the client's
+
+    def lay_out(
+        self, queue: BatchQueue, inputs: Mapping[str, Tensor], wanted: tuple[str, ...], *, batching: bool
+    ) -> None:
+        """Where tensors go. `inputs` have types and shapes, in the model's order, and no data.
+
+        Raises ValueError for more axes than there is room for."""
+        self.layout_in = lay_out_inputs(queue, inputs, batching=batching)
+        self.layout_out = lay_out_outputs(queue, wanted or list(queue.outputs))
+        self.wanted = wanted
+        self.inputs, self.batching = inputs, batching
+        self.writers: dict[Any, Any] = {}  # by the form of an answer, as the layout tells it
+        self._kept: dict[Any, Form] = {}
+        self._heads: dict[int, bytes] = {}
+
+    # --- what a dialect says -----------------------------------------------------------------------
+
+    def fill(self, source: Any, memory: list[memoryview]) -> bool:
+        """Write the inputs; False when the request is not like the others after all. Raises ServeError."""
+        raise NotImplementedError
+
+    def note(self, request_id: Any) -> bytes:
+        """What the model is told besides tensors, where it is `noted`."""
+        return b""
+
+    def hold(self) -> Held | None:
+        """Client memory for outputs, where something is `outside`. Raises ServeError."""
+        return None
+
+    def make_writer(self, described: Described) -> Any | None:
+        """What writes answers with these outputs; None for those that `write_response` has to look at."""
+        raise NotImplementedError
+
+    def write(self, exchange: Any, writer: Any, memory: Sequence[Memory], request_id: Any, held: Any) -> None:
+        """Answer with outputs in the order of `layout_out`. Raises ServeError."""
+        raise NotImplementedError
+
+    def write_response(self, exchange: Any, response: InferResponse, request_id: Any, held: Any) -> None:
+        """The same for any response, as the general path does. Raises ServeError."""
+        raise NotImplementedError
+
+    # --- what the paths ask ------------------------------------------------------------------------
+
+    def add_writer(self, form: Any, described: Described | None = None) -> Any | None:
+        """The writer of answers of this form, from now on in `writers`; None when there can be none."""
+        if form not in self.writers:
+            if len(self.writers) >= MOST_FORMS:
+                self.writers.clear()
+            self.writers[form] = self.make_writer(described or self.layout_out.describe(form))
+        return self.writers[form]
+
+    def kept_form(self, form: Any) -> Form:
+        """An answer's form as the cache keeps it."""
+        found = self._kept.get(form)
+        if found is None:
+            if len(self._kept) >= MOST_FORMS:
+                self._kept.clear()
+            described = self.layout_out.describe(form)
+            found = self._kept[form] = tuple([(name, dtype.code, shape) for name, dtype, shape in described])
+        return found
+
+    def key_head(self, make: Any) -> bytes:
+        """What the cache's keys of the requests at hand begin with, as `make` (of a CacheStage) writes it."""
+        head = self._heads.get(self.rows)
+        if head is None:
+            if len(self._heads) >= MOST_FORMS:
+                self._heads.clear()
+            head = self._heads[self.rows] = make(self._sorts(), self.wanted)
+        return head
+
+    def _sorts(self) -> tuple[Sort, ...]:
+        lead = (self.rows,) if self.batching else ()
+        found = []
+        for name, tensor in self.inputs.items():
+            shape = (*lead, *tensor.shape[len(lead) :])
+            found.append((name, tensor.dtype.code, shape, prod(shape) * tensor.dtype.item_bytes))
+        return tuple(found)

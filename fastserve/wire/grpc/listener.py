@@ -1,0 +1,104 @@
+"""One port of gRPC, whatever carries it: the dialects' methods, and health and reflection of its own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+from fastserve.config import GrpcOptions
+from fastserve.wire.grpc.health import Health
+from fastserve.wire.grpc.method import AccessLog, Method, Rpc, Terms
+from fastserve.wire.grpc.reflection import reflection_methods
+from fastserve.wire.opening import Opening
+from fastserve.wire.scope import Scope
+
+
+class Transport(Protocol):
+    """A socket, and who answers on it."""
+
+    async def open(self) -> tuple[str, int]:
+        """Listen; where. Raises OSError when the address cannot be had."""
+
+    async def drain(self, grace_s: float) -> None:
+        """GOAWAY, stop accepting, let calls in flight finish for so long."""
+
+    async def close(self) -> None:
+        """Stop at once; calls in flight are cancelled."""
+
+
+class GrpcListener:
+    """One port. `descriptors` are serialized FileDescriptorSets that reflection shows."""
+
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        methods: Sequence[Method],
+        options: GrpcOptions,
+        *,
+        descriptors: Sequence[bytes] = (),
+        reuse_port: bool = False,
+        nameless_health: bool = False,
+        access_log: AccessLog | None = None,
+        opening: Opening | None = None,
+    ) -> None:
+        self._place = (address, port)
+        self._options = options
+        self._descriptors = descriptors
+        self._reuse_port = reuse_port
+        self._health = Health(nameless=nameless_health)
+        self._methods = (*methods, *_health_methods(self._health))
+        self._terms = Terms(options.message_bytes, access_log, opening or Opening())
+        self._transport: Transport | None = None
+
+    async def open(self) -> None:
+        """Listen. Raises OSError when the address cannot be had."""
+        transport = self._make_transport()
+        self._place = await transport.open()
+        self._transport = transport
+
+    def _make_transport(self) -> Transport:
+        from fastserve.wire.grpc.grpcio import GrpcioTransport
+
+        methods = self._methods
+        if self._options.reflection:
+            methods += tuple(reflection_methods([method.service for method in methods], self._descriptors))
+        return GrpcioTransport(self._place, methods, self._options, self._terms, self._reuse_port)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port listened on."""
+        return self._place
+
+    def set_health(self, service: str, serving: bool) -> None:
+        """What grpc.health.v1 says of a service; "" is the whole server, not serving until told."""
+        self._health.set(service, serving)
+
+    async def drain(self, grace_s: float) -> None:
+        """Say "not serving" and GOAWAY, stop accepting, let calls in flight finish for `grace_s` seconds."""
+        self._health.close()
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            await transport.drain(grace_s)
+
+    async def close(self) -> None:
+        """Stop at once; calls in flight are cancelled."""
+        self._health.close()
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            await transport.close()
+
+
+def _health_methods(health: Health) -> list[Method]:
+    prefix = "/grpc.health.v1.Health/"
+
+    async def check(service: str, rpc: Rpc) -> int:
+        return health.check(service)
+
+    def watch(service: str, rpc: Rpc) -> AsyncIterator[int]:
+        return health.watch(service)
+
+    return [
+        Method(prefix + "Check", health.read, check, health.write, scope=Scope.HEALTH),
+        Method(prefix + "Watch", health.read, watch, health.write, gives_stream=True, scope=Scope.HEALTH),
+    ]
