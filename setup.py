@@ -6,6 +6,7 @@ sanitizers; FASTSERVE_JOBS is the number of compilers at a time (default: the co
 """
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -44,12 +45,29 @@ DIRECTIVES = {
 }
 
 
+# The headers and the .pxd files that a file of ours names.
+NAMED = re.compile(
+    r'^\s*(?:#include|cdef extern from)\s*"([\w.]+)"|^\s*(?:from\s+(\w+)\s+cimport|cimport\s+(\w+))\b', re.M
+)
+
+
+def headers_of(path: Path, seen: set[Path] | None = None) -> set[Path]:
+    """Our headers that a module is compiled from: a change of any other compiles nothing anew."""
+    seen = set() if seen is None else seen
+    for header, source, module in NAMED.findall(path.read_text()):
+        named = ROOT / "ext/include" / header if header else ROOT / "ext" / f"{source or module}.pxd"
+        if named.is_file() and named not in seen:
+            seen.add(named)
+            headers_of(named, seen)
+    return {one for one in seen if one.suffix == ".h"}
+
+
 def extension(path: Path) -> Extension:
     return Extension(
         f"fastserve._ext.{path.stem}",
         [path.relative_to(ROOT).as_posix()],
         include_dirs=["ext/include"],
-        depends=[p.relative_to(ROOT).as_posix() for p in sorted((ROOT / "ext/include").glob("*.h"))],
+        depends=[p.relative_to(ROOT).as_posix() for p in sorted(headers_of(path))],
         language="c++",
         extra_compile_args=DEBUG_ARGS + SANITIZE if DEBUG else COMPILE_ARGS,
         extra_link_args=SANITIZE if DEBUG else [],
