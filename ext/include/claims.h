@@ -3,8 +3,8 @@
 // Each place has a tag, a number only its front made and only its rows carry. It travels with the place:
 //
 //   front   commit    row.tag = tag                        the inputs are written
-//   worker  take      row.echo = tag ^ TAKEN               seen before the run
-//   worker  publish   row.echo = tag ^ TAKEN ^ PUBLISHED   unless another place covers the row
+//   worker  take      row.echo = tag ^ TAKEN ^ rows               seen before the run, as so many rows
+//   worker  publish   row.echo = tag ^ TAKEN ^ rows ^ PUBLISHED   unless another place covers the row
 //   front   answered  row.tag, row.echo and row.rows are what they must be
 //
 // So the rows of a batch that was never run, was run before they were written, or was given to somebody else
@@ -98,7 +98,7 @@ static inline bool claim_answered(const Arena *a, const Claims *c, int64_t place
 {
     uint64_t tag = claim_of(a, c, place);
     const Row *row = claim_row(a, place);
-    bool whole = tag && row->tag == tag && row->echo == (tag ^ ECHO_TAKEN ^ ECHO_PUBLISHED) && row->rows == rows;
+    bool whole = tag && row->tag == tag && row->echo == (echo_of(tag, rows) ^ ECHO_PUBLISHED) && row->rows == rows;
     for (uint32_t r = 1; whole && a->fronts > 1 && r < rows; r++)    // one front's places cannot overlap
         whole = row[r].state == ROW_EMPTY;
     return whole;

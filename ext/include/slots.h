@@ -356,14 +356,19 @@ static inline uint32_t slot_pending(const Arena *a, uint32_t i)
     return found;
 }
 
+// What a worker says of a place it has taken with so many rows.
+static inline uint64_t echo_of(uint64_t tag, uint32_t rows) { return tag ^ ECHO_TAKEN ^ (uint64_t)rows << 48; }
+
 // The worker that took the slot has seen these places, whose inputs are therefore written; how many rows it runs.
 static inline uint32_t slot_see(const Arena *a, Slot *s)
 {
     uint64_t w = load64(&s->word);
     uint32_t reserved = word_reserved(w) <= a->max_rows ? word_reserved(w) : a->max_rows;
     Row *rows = rows_of(s);
-    for (uint32_t r = 0; r < reserved; r += row_span(a, rows, r))
-        rows[r].echo = r + row_span(a, rows, r) <= reserved ? rows[r].tag ^ ECHO_TAKEN : 0;
+    for (uint32_t r = 0, span; r < reserved; r += span) {
+        span = row_span(a, rows, r);
+        rows[r].echo = r + span <= reserved ? echo_of(rows[r].tag, span) : 0;
+    }
     return reserved;
 }
 
@@ -378,7 +383,7 @@ static inline uint32_t slot_answer(const Arena *a, Slot *s, uint32_t reserved, u
         swap_row(rows + r, ROW_COMMITTED, ROW_ANSWERED);
         if (__atomic_load_n(&rows[r].state, __ATOMIC_ACQUIRE) == ROW_ANSWERED) {
             live += span;
-            bool seen = r + span <= reserved && rows[r].echo == (rows[r].tag ^ ECHO_TAKEN);
+            bool seen = r + span <= reserved && rows[r].echo == echo_of(rows[r].tag, span);
             rows[r].echo = seen ? rows[r].echo ^ ECHO_PUBLISHED : 0;
             *fronts |= (uint64_t)1 << (rows[r].front & 63);
             counters_place(a, sum, s, rows + r, span, s->done_ns);

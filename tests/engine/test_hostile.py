@@ -218,6 +218,28 @@ def storm(layout: str, seeds: range, steps: int, scrawled: int) -> tuple[int, in
     return well, failed, written
 
 
+def test_rows_that_were_not_run_are_not_answered():
+    """A place was run as two of its four rows, and looks like four again by the time it is read."""
+
+    async def work():
+        house = House("columns", random.Random(0))
+        house.queue.open()
+        place, numbers = house.queue.ring.reserve(ROWS), [1, 2, 3, 4]
+        house.queue.ring.input_rows(place, ROWS, 0)[:] = struct.pack("<4Q", *numbers)
+        house.callers.append(house.queue.submit(place, ROWS, house.done, 0, numbers))
+        row = house.scrawl.hurting[1 + 3 * (place & 0xFFFF)]  # state, front and rows of slot 0
+        house.scrawl.words[row] = house.scrawl.words[row] & ~(0xFFFF << 48) | 2 << 48
+        await asyncio.sleep(0)
+        house.take()
+        house.publish()
+        house.scrawl.words[row] = house.scrawl.words[row] & ~(0xFFFF << 48) | ROWS << 48
+        house.hear()
+        assert (house.failed, house.answered, house.callers) == (1, [], [])
+        house.close()
+
+    run(work())
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nobody_gets_anothers_numbers(layout):
     well, failed, written = storm(layout, range(80), 150, 1)
