@@ -44,7 +44,7 @@ class InputLayout(Protocol):
         """The memory is written: the place can be submitted."""
 
     def abandon(self, reserved: Reservation, rows: int) -> None:
-        """It will not be written."""
+        """It will not be submitted, settled or not."""
 
 
 class ColumnInputs:
@@ -60,9 +60,13 @@ class ColumnInputs:
         place = ring.reserve(rows)
         if place < 0:
             return None
-        if len(columns) == 1:
-            return place, [ring.input_rows(place, rows, columns[0])], NO_SLAB
-        return place, [ring.input_rows(place, rows, column) for column in columns], NO_SLAB
+        try:
+            if len(columns) == 1:
+                return place, [ring.input_rows(place, rows, columns[0])], NO_SLAB
+            return place, [ring.input_rows(place, rows, column) for column in columns], NO_SLAB
+        except BaseException:  # no memory for a view: rows that nobody gives back would stop the batch
+            self._queue.abandon(place, rows)
+            raise
 
     def settle(self, reserved: Reservation) -> None:
         pass
@@ -89,15 +93,22 @@ class SlabInputs:
         place = ring.reserve(rows)
         if place < 0:
             return None
-        offset = ring.lease(size)
-        if not offset:
+        offset = 0
+        try:
+            offset = ring.lease(size)
+            if not offset:
+                queue.abandon(place, rows)
+                return None
+            slab = ring.slab(offset, size, True)
+            slab[: len(head)] = head
+            if tail:
+                slab[size - len(tail) :] = tail
+            return place, [slab[cut] for cut in cuts], (offset, size)
+        except BaseException:
+            if offset:
+                ring.return_lease(offset)
             queue.abandon(place, rows)
-            return None
-        slab = ring.slab(offset, size, True)
-        slab[: len(head)] = head
-        if tail:
-            slab[size - len(tail) :] = tail
-        return place, [slab[cut] for cut in cuts], (offset, size)
+            raise
 
     def settle(self, reserved: Reservation) -> None:
         place, _, (offset, size) = reserved

@@ -47,14 +47,12 @@ class CachedPath(FastPath):
         found: Entry | Miss | None = None
         try:
             found = self._stage.find(prepared.key_head(self._stage.head), reserved[1])
-            if isinstance(found, Miss):
-                self._submit(exchange, prepared, reserved, request_id, found, deadline_ns)
-                return True
-        except BaseException:
-            self._give_back(prepared, reserved, found if isinstance(found, Miss) else None)
-            raise
-        self._give_back(prepared, reserved, None)
-        if found is not None:
+        finally:
+            if not isinstance(found, Miss):
+                prepared.layout_in.abandon(reserved, prepared.rows)
+        if isinstance(found, Miss):
+            self._submit(exchange, prepared, reserved, request_id, found, deadline_ns)
+        elif found is not None:
             self._reply_kept(exchange, prepared, found, request_id)
         return found is not None
 

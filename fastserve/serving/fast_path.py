@@ -56,15 +56,15 @@ class FastPath:
         if reserved is None:
             return False
         held = None
-        try:
-            if prepared.outside:
+        if prepared.outside:
+            try:
                 held = prepared.hold()
-            self._submit(exchange, prepared, reserved, request_id, held, deadline_ns)
-        except BaseException as error:
-            self._give_back(prepared, reserved, held)
-            if isinstance(error, ServeError):
-                return False
-            raise
+            except BaseException as error:
+                prepared.layout_in.abandon(reserved, prepared.rows)
+                if isinstance(error, ServeError):
+                    return False
+                raise
+        self._submit(exchange, prepared, reserved, request_id, held, deadline_ns)
         return True
 
     def _fill(self, prepared: PreparedRequest, source: Any, request_id: Any) -> Reservation | None:
@@ -93,20 +93,22 @@ class FastPath:
         held: Held | None,
         deadline_ns: int,
     ) -> None:
-        place, _, (offset, _) = reserved
-        if offset:
-            prepared.layout_in.settle(reserved)
+        """Let it run; gives back what was reserved and held when that fails."""
         self._decode.observe_ns(monotonic_ns() - exchange.received_ns)
+        layout, rows = prepared.layout_in, prepared.rows
         context = exchange, prepared, request_id, held
-        pending = self.queue.submit(
-            place, prepared.rows, self._answer, deadline_ns, context, self._patience_ns
-        )
+        try:
+            if reserved[2][0]:
+                layout.settle(reserved)
+            pending = self.queue.submit(
+                reserved[0], rows, self._answer, deadline_ns, context, self._patience_ns
+            )
+        except BaseException:
+            layout.abandon(reserved, rows)
+            if held is not None:
+                held.close()
+            raise
         exchange.on_gone = pending if held is None else partial(_leave, pending, held)
-
-    def _give_back(self, prepared: PreparedRequest, reserved: Reservation, held: Held | None) -> None:
-        prepared.layout_in.abandon(reserved, prepared.rows)
-        if held is not None:
-            held.close()
 
     def _answer(self, pending: Pending, error: ServeError | None) -> None:
         exchange, prepared, request_id, held = pending.context

@@ -25,11 +25,11 @@ INPUTS = {name: Tensor(spec.dtype, (1, *(spec.shape or ())), b"") for name, spec
 ROW_BYTES = (3, 32, 2)
 
 
-MakeLane = Callable[..., BatchQueue]
+MakeQueue = Callable[..., BatchQueue]
 
 
 @pytest.fixture
-def make_queue() -> Iterator[MakeLane]:
+def make_queue() -> Iterator[MakeQueue]:
     arenas: list[Arena] = []
     registry = Registry()
 
@@ -65,7 +65,7 @@ def contents(rows: int, sizes: tuple[int, ...] = ROW_BYTES) -> list[bytes]:
 @pytest.mark.parametrize("note", [b"", b"\x81\xa1i\xa17"])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("names", ["abc", "cb", "a"])
-def test_slabs_hold_what_was_put_in(make_queue: MakeLane, names: str, rows: int, note: bytes) -> None:
+def test_slabs_hold_what_was_put_in(make_queue: MakeQueue, names: str, rows: int, note: bytes) -> None:
     queue = make_queue(dense=False, requests=True)
     layout_in = lay_out_inputs(queue, {name: INPUTS[name] for name in names}, batching=True)
     reserved = layout_in.reserve(rows, note)
@@ -88,7 +88,7 @@ def test_slabs_hold_what_was_put_in(make_queue: MakeLane, names: str, rows: int,
     assert worker.places(worker.take()) == [(0, rows, offset, size)]
 
 
-def test_columns_hold_what_was_put_in(make_queue: MakeLane) -> None:
+def test_columns_hold_what_was_put_in(make_queue: MakeQueue) -> None:
     queue = make_queue(dense=True)
     layout_in = lay_out_inputs(queue, {name: INPUTS[name] for name in "cab"}, batching=True)
     reserved = layout_in.reserve(2)
@@ -108,7 +108,7 @@ def test_columns_hold_what_was_put_in(make_queue: MakeLane) -> None:
 
 
 @pytest.mark.parametrize("dense", [True, False])
-def test_what_is_abandoned_is_free_again(make_queue: MakeLane, dense: bool) -> None:
+def test_what_is_abandoned_is_free_again(make_queue: MakeQueue, dense: bool) -> None:
     queue = make_queue(dense=dense)
     layout_in = lay_out_inputs(queue, INPUTS, batching=True)
     for _ in range(20):
@@ -118,7 +118,7 @@ def test_what_is_abandoned_is_free_again(make_queue: MakeLane, dense: bool) -> N
         assert is_clean(queue)
 
 
-def test_no_room(make_queue: MakeLane) -> None:
+def test_no_room(make_queue: MakeQueue) -> None:
     queue = make_queue(dense=True)
     layout_in = lay_out_inputs(queue, INPUTS, batching=True)
     seats = [layout_in.reserve(4) for _ in range(3)]
@@ -129,7 +129,7 @@ def test_no_room(make_queue: MakeLane) -> None:
     assert is_clean(queue)
 
 
-def test_answers_are_known_by_their_form(make_queue: MakeLane) -> None:
+def test_answers_are_known_by_their_form(make_queue: MakeQueue) -> None:
     queue = make_queue(dense=False, requests=True)
     layout_out, place = lay_out_outputs(queue, ("c",)), queue.ring.reserve(1)
     data = contents(1)
@@ -148,7 +148,7 @@ def test_answers_are_known_by_their_form(make_queue: MakeLane) -> None:
     assert list(read_response(queue, pending, ("c",)).outputs) == ["c", "a"]  # the model's own choice
 
 
-def test_errors_are_left_to_others(make_queue: MakeLane) -> None:
+def test_errors_are_left_to_others(make_queue: MakeQueue) -> None:
     queue = make_queue(dense=False, requests=True)
     place = queue.ring.reserve(1)
     queue.ring.commit(place, 1)
@@ -159,3 +159,37 @@ def test_errors_are_left_to_others(make_queue: MakeLane) -> None:
     assert lay_out_outputs(queue, ()).read(place, 1) is None
     with pytest.raises(ServeError):
         read_response(queue, Pending(queue, place, 1, lambda *_: None, 0, None), ())
+
+
+class Broken:
+    """A ring of which one thing cannot be had."""
+
+    def __init__(self, ring: object, name: str) -> None:
+        self._ring, self._name = ring, name
+
+    def __getattr__(self, name: str) -> object:
+        return self._fail if name == self._name else getattr(self._ring, name)
+
+    def _fail(self, *given: object) -> None:
+        raise MemoryError(self._name)
+
+
+@pytest.mark.parametrize(("dense", "name"), [(True, "input_rows"), (False, "slab"), (False, "lease")])
+def test_what_cannot_be_had_leaves_nothing_reserved(make_queue: MakeQueue, dense: bool, name: str) -> None:
+    queue = make_queue(dense=dense)
+    whole, queue.ring = queue.ring, Broken(queue.ring, name)  # type: ignore[assignment]
+    layout_in = lay_out_inputs(queue, INPUTS, batching=True)
+    with pytest.raises(MemoryError):
+        layout_in.reserve(2)
+    queue.ring = whole
+    assert is_clean(queue)
+
+
+def test_a_settled_place_can_be_abandoned(make_queue: MakeQueue) -> None:
+    queue = make_queue(dense=False)
+    layout_in = lay_out_inputs(queue, INPUTS, batching=True)
+    reserved = layout_in.reserve(2)
+    assert reserved is not None
+    layout_in.settle(reserved)
+    layout_in.abandon(reserved, 2)
+    assert is_clean(queue)

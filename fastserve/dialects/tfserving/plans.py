@@ -64,6 +64,10 @@ class Plans:
         self._made[DEFAULT_SIGNATURE] = self.latest = self.default
         self.raw = self.default.raw
 
+    def read_raw(self, body: bytes | bytearray) -> Tensor | None:
+        """A body of bare rows for the default signature; None for one that is not, or may not be."""
+        return None if self.raw is None else self.raw.read(body)
+
     def choose(self, name: str) -> PredictPlan | None:
         """The plan of a signature, "" for the default one, which becomes `latest`; None without one."""
         name = name or DEFAULT_SIGNATURE

@@ -15,7 +15,7 @@ from fastserve._ext.json_writer import WriterFault, write_outputs, write_predict
 from fastserve.dialects.tfserving.document import read_document, read_signature_name, to_text
 from fastserve.dialects.tfserving.errors import writer_error
 from fastserve.dialects.tfserving.explain import read_tensors
-from fastserve.dialects.tfserving.hot import HotDoor
+from fastserve.dialects.tfserving.fast import Fast
 from fastserve.dialects.tfserving.lookup import find_predict_signature, find_version, no_signature
 from fastserve.dialects.tfserving.plans import Plans, PredictPlan
 from fastserve.dialects.tfserving.routes import Target
@@ -24,6 +24,7 @@ from fastserve.dialects.tfserving.short_texts import short_error
 from fastserve.errors import ServeError
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest
+from fastserve.serving.paths import LastPath
 from fastserve.tensor import DTYPE_BY_CODE, Tensor
 from fastserve.wire.call import Call
 
@@ -38,38 +39,38 @@ Read = tuple[PredictPlan, bool, Inputs]  # the plan, whether the body is columna
 class Predict:
     """The endpoint of one target."""
 
-    __slots__ = ("_catalog", "_door", "_head", "_plans", "_raw", "_service", "_target")
+    __slots__ = ("_catalog", "_fast", "_head", "_plans", "_raw", "_service", "_target")
 
     def __init__(self, service: Service, target: Target) -> None:
         self._service = service
         self._catalog = service.catalog
         self._target = target
         self._plans: Plans | None = None
-        self._door: HotDoor | None = None
+        self._fast: LastPath[Fast] = LastPath(service.keepers, self._open)
         self._head: object = None  # of the last call; its kind of body is worked out once
         self._raw = False
 
     def __call__(self, call: Call) -> Coroutine[Any, Any, None] | None:
-        target, door = self._target, self._door
+        target, fast = self._target, self._fast.path
         version = self._catalog.available(target.name, target.version)
-        if door is None or door.version is not version:
-            door = self._open_door(version)
-            if door is None:
+        if fast is None or fast.version is not version:
+            fast = self._fast.find(version)
+            if fast is None:
                 return self._answer(call)
         if call.head is not self._head and not self._meet(call):
             return self._answer(call)
         if len(call.body) > HOT_BYTES:
             return self._answer(call)
         if self._raw:
-            return None if door.start_raw(call) else self._answer(call)
-        return None if door.start(call) else self._answer(call)
+            tensor = self._plans_of(fast.version).read_raw(call.body)
+            return None if fast.start_raw(call, tensor) else self._answer(call)
+        return None if fast.start(call) else self._answer(call)
 
-    def _open_door(self, version: Version | None) -> HotDoor | None:
+    def _open(self, version: Version) -> Fast | None:
         """The fast path of this version; labels take the general one, which looks them up."""
-        if version is None or self._target.label is not None:
+        if self._target.label is not None:
             return None
-        self._door = HotDoor.of(self._service, version, self._plans_of(version).default)
-        return self._door
+        return Fast.open(self._service, version, self._plans_of(version).default)
 
     def _meet(self, call: Call) -> bool:
         """Look at a head once (the wire hands equal heads on as one object): may it pass the fast path?"""
@@ -118,7 +119,7 @@ class Predict:
     def _read(self, version: Version, call: Call, body: bytes | bytearray) -> Read:
         plans = self._plans_of(version)
         if plans.raw is not None and not body.startswith(b'{"') and _is_raw(call):
-            tensor = plans.raw.read(body)
+            tensor = plans.read_raw(body)
             if tensor is not None:
                 default = plans.default
                 return default, False, {next(iter(default.dtypes)): tensor}

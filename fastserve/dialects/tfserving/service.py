@@ -14,6 +14,7 @@ from fastserve.errors import DeadlineError, Kind, ModelError, ServeError
 from fastserve.metrics import Registry
 from fastserve.metrics.traffic import Traffic
 from fastserve.repository.catalog import Catalog
+from fastserve.repository.keepers import Keepers
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.wire.apart import Apart
@@ -58,6 +59,7 @@ class Service:
         self.monitor = Monitor(engine.catalog.models)
         self.traffic = Traffic(registry, "tfserving", engine.catalog.models)
         self.timeout_ns = options.rest_timeout_ms * 1_000_000
+        self.keepers = Keepers(engine.catalog)
         self.apart = Apart()
 
     async def body(self, call: Call) -> bytes | bytearray:

@@ -1,0 +1,143 @@
+"""The fast path of predict: rows of numbers, parsed straight into the batch they will run in.
+
+    body bytes --parse--> rows reserved in shared memory ... worker ... output rows --print--> reply bytes
+
+It takes a body only when everything about it is ordinary: one input and one output of fixed shape, the
+default signature, row format, no gzip, a place in the queue. For anything else, errors included, `start`
+returns False having left no trace, and the general path reads the body again and finds the right words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from fastserve._ext.json_writer import RowWriter, WriterFault, write_predictions
+from fastserve.dialects.tfserving.errors import writer_error
+from fastserve.dialects.tfserving.plans import PredictPlan
+from fastserve.dialects.tfserving.service import JSON, Service
+from fastserve.errors import ServeError
+from fastserve.repository.version import Version
+from fastserve.request import InferResponse
+from fastserve.serving.fast_path import FastPath
+from fastserve.serving.paths import open_path
+from fastserve.serving.prepared import Described, Memory, PreparedRequest
+from fastserve.tensor import Tensor
+from fastserve.wire.call import Call
+
+
+class JsonRows(PreparedRequest):
+    """Bodies of rows as JSON. `rows` is set for each."""
+
+    def __init__(self, service: Service, path: FastPath, plan: PredictPlan) -> None:
+        """Raises WriterFault for an output that cannot be written."""
+        self._reader, self._headers = plan.reader, service.headers
+        spec = next(iter(plan.signature.inputs.values()))
+        self._shape = spec.shape or ()
+        self._items = prod(self._shape)
+        version = path.version
+        self._alias, name = plan.outputs[0]
+        output = version.outputs[name]
+        self._writer = RowWriter(self._alias, output.dtype.code, output.shape or ())
+        inputs = {name: Tensor(each.dtype, (1, *self._shape), b"") for name, each in version.inputs.items()}
+        self.lay_out(path.queue, inputs, (name,), batching=True)
+
+    def count_rows(self, body: bytes | bytearray) -> int:
+        """How many rows a body has if it is one of them."""
+        return self._reader.count_rows(body, self._items)
+
+    def fill(self, source: Memory, memory: list[memoryview]) -> bool:
+        return not self._reader.read_into(source, memory[0], self._shape, self.rows)
+
+    def make_writer(self, described: Described) -> tuple[RowWriter, int]:
+        return self._writer, described[0][2][0]
+
+    def write(
+        self,
+        exchange: Call,
+        writer: tuple[RowWriter, int],
+        memory: Sequence[Memory],
+        request_id: None,
+        held: None,
+    ) -> None:
+        head = b"" if self._headers else exchange.raw_head()
+        try:
+            text = writer[0].write(memory[0], writer[1], head)
+        except WriterFault as fault:
+            raise writer_error(fault) from None
+        if head:
+            exchange.reply_raw(text)
+        else:
+            exchange.reply(200, text, JSON, self._headers)
+
+    def write_response(self, exchange: Call, response: InferResponse, request_id: None, held: None) -> None:
+        found = [(self._alias, t.dtype.code, t.shape, t.data) for t in response.outputs.values()]
+        try:
+            exchange.reply(200, write_predictions(found), JSON, self._headers)
+        except WriterFault as fault:
+            raise writer_error(fault) from None
+
+
+class RawRows(JsonRows):
+    """Bodies that are nothing but little-endian rows."""
+
+    def fill(self, source: Memory, memory: list[memoryview]) -> bool:
+        memory[0][:] = source
+        return True
+
+
+class Fast:
+    """What one version's fast path takes, for its default signature."""
+
+    __slots__ = ("_json", "_max_rows", "_path", "_raw", "_service", "version")
+
+    def __init__(self, service: Service, path: FastPath, plan: PredictPlan) -> None:
+        """Raises WriterFault for an output that REST cannot write."""
+        self.version, self._path, self._service = path.version, path, service
+        self._max_rows = path.queue.max_rows
+        self._json, self._raw = JsonRows(service, path, plan), RawRows(service, path, plan)
+
+    @classmethod
+    def open(cls, service: Service, version: Version, plan: PredictPlan) -> Fast | None:
+        """That of a version; None for one whose rows are not of this kind."""
+        if not len(plan.signature.inputs) == len(version.inputs) == len(plan.outputs) == 1:
+            return None
+        path = open_path(version, service.traffic, Outcome(service, version.model))
+        if path is None or not path.queue.dense:
+            return None
+        try:
+            return cls(service, path, plan)
+        except WriterFault:
+            return None  # the general path says so
+
+    def start(self, call: Call) -> bool:
+        """Take the call, or return False: nothing has happened then."""
+        prepared = self._json
+        rows = prepared.count_rows(call.body)
+        if not 0 < rows <= self._max_rows:
+            return False
+        prepared.rows = rows
+        return self._path.start(call, prepared, call.body, None, self._service.deadline_ns(call))
+
+    def start_raw(self, call: Call, tensor: Tensor | None) -> bool:
+        """The same for a body that may be nothing but little-endian rows; JSON where it is not."""
+        if tensor is None or tensor.shape[0] > self._max_rows:
+            return self.start(call)
+        prepared = self._raw
+        prepared.rows = tensor.shape[0]
+        return self._path.start(call, prepared, tensor.data, None, self._service.deadline_ns(call))
+
+
+class Outcome:
+    """How requests of one model end."""
+
+    def __init__(self, service: Service, model: str) -> None:
+        self._service, self._model = service, model
+        self._observes = service.options.monitoring
+
+    def answered(self, prepared: JsonRows, took_ns: int) -> None:
+        if self._observes:
+            self._service.observe(self._model, "predict", took_ns)
+
+    def refused(self, exchange: Call, prepared: JsonRows, request_id: None, fault: ServeError) -> None:
+        self._service.refuse(exchange, self._model, fault)
