@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from fastserve.config import Listener, Settings
 from fastserve.config.metrics import read_metrics_config
-from fastserve.dialects.kserve_v2 import KServeV2, Regions, Service
+from fastserve.dialects.kserve_v2 import KServeV2, Service
 from fastserve.dialects.kserve_v2.repository import NoRepository, RepositoryFace
 from fastserve.dialects.kserve_v2.traces import Traces
 from fastserve.dialects.metrics_port import MetricsPort
@@ -25,7 +25,7 @@ from fastserve.errors import ConfigError
 from fastserve.metrics import Heartbeat, Readiness, Registry
 from fastserve.server.access import log_http, log_rpc
 from fastserve.server.nv_metrics import NvMetrics
-from fastserve.server.places import Places
+from fastserve.serving.shared_memory import Regions
 from fastserve.wire import Dialect, HttpListener, check_free
 from fastserve.wire.opening import Opening
 
@@ -78,6 +78,7 @@ class Front:
 
         Raises ConfigError for an unknown dialect, OSError for an address that cannot be had.
         """
+        self.regions.allowed = self.settings.allow_client_shm
         dialects = self._dialects()
         for listener in (*http, *grpc):
             _check_dialects(listener)
@@ -118,7 +119,6 @@ class Front:
     def _dialects(self) -> dict[str, MakeDialect]:
         settings = self.settings
         tfserving = TFServing(self.engine, self.registry, settings.tfserving, settings.limits, self.opening)
-        self.regions.allowed = settings.allow_client_shm
         kserve = Service(
             self.engine,
             self.registry,
@@ -135,10 +135,9 @@ class Front:
         options = read_metrics_config(settings.metrics_config)
         metrics = NvMetrics(self.engine.catalog, self.cache, options)
         metrics.custom = lambda: self.custom_metrics()
-        control = Control(self.engine.catalog, self.repository)
-        places = Places(self.regions)
+        control, origins = Control(self.engine.catalog, self.repository), settings.admin.origins
         triton_v1 = ServiceV1(
-            self.engine, self.registry, self.readiness, control, places, settings.admin.origins, self.opening
+            self.engine, self.registry, self.readiness, control, self.regions, origins, self.opening
         )
         return {
             "tfserving": lambda alone: tfserving,

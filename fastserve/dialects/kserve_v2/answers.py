@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from fastserve.dialects.kserve_v2.body import InferBody, OutputPart
 from fastserve.dialects.kserve_v2.classes import classify
 from fastserve.dialects.kserve_v2.coding import Coding, choose_coding, pack
-from fastserve.dialects.kserve_v2.errors import internal
 from fastserve.dialects.kserve_v2.parameters import Parameters
 from fastserve.dialects.kserve_v2.plans import Plan, to_client_shape
-from fastserve.dialects.kserve_v2.regions import Destination, Range, Regions
 from fastserve.dialects.kserve_v2.replies import OutputReply, write_reply
 from fastserve.dialects.kserve_v2.service import JSON
 from fastserve.request import InferResponse
+from fastserve.serving.shared_memory import Destination, Range
 from fastserve.tensor import Tensor
 from fastserve.wire.apart import Apart
 from fastserve.wire.call import Call
@@ -48,32 +47,6 @@ class Asked:
         if part is None:
             return "binary" if self.binary else "json"
         return "outside" if part.range is not None else "binary" if part.binary else "json"
-
-
-class Rooms(dict[str, Destination]):
-    """Client memory for outputs by their names, good until closed."""
-
-    def __enter__(self) -> Rooms:
-        return self
-
-    def __exit__(self, *fault: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        for room in self.values():
-            room.close()
-
-
-def hold_rooms(regions: Regions, ranges: Mapping[str, Range]) -> Rooms:
-    """Rooms for outputs; close them. Raises ServeError."""
-    rooms = Rooms()
-    try:
-        for name, range in ranges.items():
-            rooms[name] = regions.hold(range)
-    except BaseException:
-        rooms.close()
-        raise
-    return rooms
 
 
 def write_answer(
@@ -127,13 +100,7 @@ def _answer_output(
 
 def put_outside(name: str, tensor: Tensor, room: Destination) -> None:
     """Write an output into its client's memory. Raises ServeError."""
-    size = memoryview(tensor.data).nbytes
-    if size > room.byte_size:
-        raise internal(
-            f"shared memory size specified with the request for output '{name}' ({room.byte_size} bytes) "
-            f"should be at least {size} bytes to hold the results"
-        )
-    room.write(tensor.data)
+    room.put(name, tensor.data)
 
 
 def send(call: Call, header_bytes: int, reply: bytes) -> None:

@@ -29,7 +29,7 @@ from fastserve.dialects.kserve_v2.document import (
 from fastserve.dialects.kserve_v2.errors import internal, invalid, to_bytes
 from fastserve.dialects.kserve_v2.leaves import read_leaves
 from fastserve.dialects.kserve_v2.parameters import Parameters, read_parameters, set_parameter
-from fastserve.dialects.kserve_v2.regions import Range
+from fastserve.serving.shared_memory import Range
 from fastserve.tensor import DTYPE_BY_KSERVE, count_items
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from fastserve.dialects.kserve_v2.memory_calls import (
     register_cuda,
     register_system,
     system_status,
+    unregister,
 )
 from fastserve.dialects.kserve_v2.metadata import model_config, model_metadata, server_metadata
 from fastserve.dialects.kserve_v2.repository import (
@@ -101,7 +102,7 @@ def register_cuda_memory(service: Service, target: Target, call: Call) -> None:
 
 
 def unregister_system_memory(service: Service, target: Target, call: Call) -> None:
-    service.regions.unregister(target.parts.get("region", ""))
+    unregister(service.regions, target.parts.get("region", ""))
     show_nothing(call)
 
 

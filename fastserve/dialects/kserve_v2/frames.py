@@ -20,21 +20,19 @@ from fastserve._ext.infer_reply import InferWriter, UnwritableOutput
 from fastserve.dialects.kserve_v2.answers import (
     BINARY,
     Asked,
-    Rooms,
     client_shape,
-    hold_rooms,
     put_outside,
     send,
     write_answer,
 )
 from fastserve.dialects.kserve_v2.body import InferBody
 from fastserve.dialects.kserve_v2.plans import Plan
-from fastserve.dialects.kserve_v2.regions import Range, Regions
 from fastserve.dialects.kserve_v2.replies import in_words
 from fastserve.dialects.kserve_v2.service import JSON
 from fastserve.engine import BatchQueue, note_of
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.prepared import Described, Memory, PreparedRequest
+from fastserve.serving.shared_memory import Range, Regions, Rooms, hold_rooms
 from fastserve.tensor import Tensor
 from fastserve.wire.call import Call
 

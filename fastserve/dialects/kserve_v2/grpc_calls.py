@@ -13,7 +13,7 @@ from fastserve._ext.json_value import Members
 from fastserve.dialects.kserve_v2.controls import RANGES
 from fastserve.dialects.kserve_v2.errors import invalid, unsupported
 from fastserve.dialects.kserve_v2.lookup import find_version, read_version, ready_versions
-from fastserve.dialects.kserve_v2.memory_calls import cuda_status, system_status
+from fastserve.dialects.kserve_v2.memory_calls import cuda_status, system_status, unregister
 from fastserve.dialects.kserve_v2.metadata import model_config, model_metadata, server_metadata
 from fastserve.dialects.kserve_v2.plans import Plan
 from fastserve.dialects.kserve_v2.repository import (
@@ -118,7 +118,7 @@ class Calls:
         return self._messages.SystemSharedMemoryRegisterResponse()
 
     async def system_shared_memory_unregister(self, request: Any) -> Any:
-        self._service.regions.unregister(request.name)
+        unregister(self._service.regions, request.name)
         return self._messages.SystemSharedMemoryUnregisterResponse()
 
     async def cuda_shared_memory_status(self, request: Any) -> Any:

@@ -7,7 +7,7 @@ written once into memory of their own.
 from __future__ import annotations
 
 import asyncio
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic_ns
 from typing import Any
@@ -37,11 +37,11 @@ from fastserve.dialects.kserve_v2.grpc_parameters import (
 from fastserve.dialects.kserve_v2.infer import make_request
 from fastserve.dialects.kserve_v2.lookup import find_version, read_version
 from fastserve.dialects.kserve_v2.plans import Plan
-from fastserve.dialects.kserve_v2.regions import Destination
 from fastserve.dialects.kserve_v2.service import Service
 from fastserve.engine import QUEUED_TOO_LONG
 from fastserve.errors import Kind, ServeError
 from fastserve.request import InferRequest, InferResponse
+from fastserve.serving.shared_memory import Rooms, hold_rooms
 from fastserve.tensor import DTYPE_BY_KSERVE, KSERVE_NAME, Tensor
 from fastserve.wire.apart import APART_BYTES
 from fastserve.wire.grpc import Rpc
@@ -70,8 +70,7 @@ class Job:
     body: InferBody
     parameters: GrpcParameters
     request: InferRequest
-    rooms: dict[str, Destination] = field(default_factory=dict)
-    held: ExitStack = field(default_factory=ExitStack)
+    rooms: Rooms
 
 
 def read_sent(data: bytes) -> Sent:
@@ -130,7 +129,7 @@ class Infer:
             if plan.decoupled:
                 raise unsupported(DECOUPLED)
             job = make_job(service, plan, sent, rpc)
-            with job.held, service.traces.one(plan.model) as traced:
+            with job.rooms, service.traces.one(plan.model) as traced:
                 response = await service.infer(plan.version, job.request, traced)
                 try:
                     parameters = dict(reply_parameters(plan, job.parameters, response))
@@ -182,14 +181,11 @@ def make_job(service: Service, plan: Plan, sent: Sent, rpc: Rpc) -> Job:
     body = InferBody(message.id, _read_inputs(service, plan, sent), parameters=parameters)
     body.outputs = [read_output(one.name, one.parameters) for one in message.outputs]
     _check_rows(plan, body)
-    job = Job(plan, body, parameters, make_request(plan, body))
-    left_s = rpc.seconds_left()
+    request, left_s = make_request(plan, body), rpc.seconds_left()
     if left_s is not None:
-        job.request.deadline_ns = monotonic_ns() + int(left_s * 1e9)
-    for part in body.outputs:
-        if part.range is not None and part.name not in job.rooms:
-            job.rooms[part.name] = job.held.enter_context(service.regions.holding(part.range))
-    return job
+        request.deadline_ns = monotonic_ns() + int(left_s * 1e9)
+    ranges = {part.name: part.range for part in reversed(body.outputs) if part.range is not None}
+    return Job(plan, body, parameters, request, hold_rooms(service.regions, ranges))
 
 
 def _check_rows(plan: Plan, body: InferBody) -> None:

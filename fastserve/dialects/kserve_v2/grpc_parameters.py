@@ -12,8 +12,8 @@ from fastserve._ext.proto_wire import Unsigned
 from fastserve.dialects.kserve_v2.body import OutputPart
 from fastserve.dialects.kserve_v2.errors import invalid
 from fastserve.dialects.kserve_v2.parameters import Parameters, check_sequence_id
-from fastserve.dialects.kserve_v2.regions import Range
 from fastserve.errors import ServeError
+from fastserve.serving.shared_memory import Range
 
 Given = Mapping[str, str | int | float | bool | None]
 

@@ -121,7 +121,7 @@ class _Conversation:
     async def _answer_one(self, sent: Sent, job: Job) -> bytes:
         started_ns = monotonic_ns()
         service = self._service
-        with job.held, service.traces.one(job.plan.model) as traced:
+        with job.rooms, service.traces.one(job.plan.model) as traced:
             try:
                 response = await service.infer(job.plan.version, job.request, traced)
                 try:
@@ -136,7 +136,7 @@ class _Conversation:
     async def _answer_many(self, sent: Sent, job: Job) -> None:
         started_ns = monotonic_ns()
         service, ended = self._service, False
-        with job.held, service.traces.one(job.plan.model) as traced:
+        with job.rooms, service.traces.one(job.plan.model) as traced:
             try:
                 async with aclosing(service.stream(job.plan.version, job.request, traced)) as responses:
                     async for response in responses:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Coroutine
 from typing import Any
 
-from fastserve.dialects.kserve_v2.answers import Asked, hold_rooms, send_apart, write_answer
+from fastserve.dialects.kserve_v2.answers import Asked, send_apart, write_answer
 from fastserve.dialects.kserve_v2.body import InferBody, read_body, read_header
 from fastserve.dialects.kserve_v2.checks import check_inputs, check_outputs, deduce_raw
 from fastserve.dialects.kserve_v2.coding import SUPPORTED, UNSUPPORTED, choose_coding, unpack
@@ -23,6 +23,7 @@ from fastserve.errors import ServeError
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest
 from fastserve.serving.paths import LastPath
+from fastserve.serving.shared_memory import hold_rooms
 from fastserve.wire.call import Call
 from fastserve.wire.inflate import work_of
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastserve.dialects.kserve_v2.document import as_string, as_uint, find, need, read_json
 from fastserve.dialects.kserve_v2.errors import invalid, not_found
-from fastserve.dialects.kserve_v2.regions import Regions
+from fastserve.serving.shared_memory import Regions
 
 if TYPE_CHECKING:
     from fastserve._ext.json_value import Value
@@ -38,6 +38,14 @@ def register_cuda(regions: Regions, name: str, body: bytes | bytearray) -> None:
     as_uint(need(request, "byte_size"))
     as_uint(need(request, "device_id"))
     open_cuda(_decode(handle))
+
+
+def unregister(regions: Regions, name: str) -> None:
+    """One region, or all of them for "". Raises ServeError."""
+    if name:
+        regions.unregister(name)
+    else:
+        regions.unregister_all()
 
 
 def _required(request: Value, field: str) -> Value:

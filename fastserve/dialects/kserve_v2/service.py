@@ -15,7 +15,6 @@ from fastserve.dialects.kserve_v2.controls import LogSettings, TraceSettings
 from fastserve.dialects.kserve_v2.errors import HTTP_STATUS, error_body, in_own_words, unsupported
 from fastserve.dialects.kserve_v2.forwarding import Forwarding
 from fastserve.dialects.kserve_v2.plans import Plan, Plans
-from fastserve.dialects.kserve_v2.regions import Regions
 from fastserve.dialects.kserve_v2.repository import LoadOverride, RepositoryFace
 from fastserve.dialects.kserve_v2.statistics import Statistics
 from fastserve.dialects.kserve_v2.traces import Traced, Traces
@@ -26,6 +25,7 @@ from fastserve.repository.catalog import Catalog
 from fastserve.repository.keepers import Keepers
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
+from fastserve.serving.shared_memory import Regions
 from fastserve.wire.apart import Apart
 from fastserve.wire.call import Call
 from fastserve.wire.opening import Opening

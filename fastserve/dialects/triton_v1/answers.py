@@ -16,13 +16,13 @@ from fastserve.dialects.triton_v1.classes import Class, classify
 from fastserve.dialects.triton_v1.header import OutputHeader, RequestHeader
 from fastserve.dialects.triton_v1.inputs import Buffer
 from fastserve.dialects.triton_v1.plan import Dims, Plan
-from fastserve.dialects.triton_v1.shared_memory import Destination
 from fastserve.dialects.triton_v1.text import print_line, print_lines
 from fastserve.errors import Kind, ServeError
 from fastserve.protos import load
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.labels import labels_of
 from fastserve.repository.version import Version
+from fastserve.serving.shared_memory import Destination
 from fastserve.tensor import Tensor
 
 REMEMBERED_HEADERS = 64
@@ -128,7 +128,7 @@ class Answers:
                 continue
             raw = self.describe(wanted.name, tensor.shape, memoryview(tensor.data).nbytes)
             told.append(raw)
-            raws.append(_place(wanted, tensor, raw.nbytes, held))
+            raws.append(_place(wanted, tensor, held))
         return Answer(self.forms(header.batch_size, told), raws, header.id)
 
     def _find(self, outputs: Mapping[str, Tensor], name: str) -> Tensor:
@@ -173,17 +173,11 @@ class Answers:
         return forms
 
 
-def _place(wanted: OutputHeader, tensor: Tensor, nbytes: int, held: Mapping[str, Destination]) -> Buffer:
+def _place(wanted: OutputHeader, tensor: Tensor, held: Mapping[str, Destination]) -> Buffer:
     """What is sent of a raw output: everything, or nothing when it goes into shared memory."""
     if wanted.shared is None:
         return tensor.data
-    if wanted.shared.byte_size < nbytes:
-        raise ServeError(
-            Kind.INTERNAL,
-            f"shared memory size specified with the request for output '{wanted.name}' "
-            f"({wanted.shared.byte_size} bytes) should be at least {nbytes} bytes to hold the results",
-        )
-    held[wanted.name].write(tensor.data)
+    held[wanted.name].put(wanted.name, tensor.data)
     return b""
 
 

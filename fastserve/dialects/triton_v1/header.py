@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from fastserve.config.text_proto import TextField, parse_text
+from fastserve.serving.shared_memory import Range
 
 if TYPE_CHECKING:
     from fastserve._ext.proto_wire_v1 import SharedMemoryPlace, V1InferMessage
@@ -57,22 +58,13 @@ _TAIL = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class SharedPlace:
-    """Bytes of a registered region of shared memory."""
-
-    name: str
-    offset: int
-    byte_size: int
-
-
-@dataclass(frozen=True, slots=True)
 class InputHeader:
     """One input as described; what is left out (no `dims`, a size of 0) the model's configuration says."""
 
     name: str
     dims: tuple[int, ...] = ()
     batch_byte_size: int = 0
-    shared: SharedPlace | None = None
+    shared: Range | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +73,7 @@ class OutputHeader:
 
     name: str
     classes: int = 0
-    shared: SharedPlace | None = None
+    shared: Range | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +143,10 @@ def build_header(found: Mapping[str, Any]) -> RequestHeader:
     )
 
 
-def _build_shared(found: Mapping[str, Any] | None) -> SharedPlace | None:
+def _build_shared(found: Mapping[str, Any] | None) -> Range | None:
     if found is None:
         return None
-    return SharedPlace(found.get("name", ""), found.get("offset", 0), found.get("byte_size", 0))
+    return Range(found.get("name", ""), found.get("offset", 0), found.get("byte_size", 0))
 
 
 def read_message(message: V1InferMessage) -> RequestHeader:
@@ -177,5 +169,5 @@ def read_message(message: V1InferMessage) -> RequestHeader:
     )
 
 
-def _read_shared(place: SharedMemoryPlace | None) -> SharedPlace | None:
-    return None if place is None else SharedPlace(place.name, place.offset, place.byte_size)
+def _read_shared(place: SharedMemoryPlace | None) -> Range | None:
+    return None if place is None else Range(place.name, place.offset, place.byte_size)

@@ -19,11 +19,11 @@ from fastserve.dialects.triton_v1.header import (
     FLAG_START,
     InputHeader,
     RequestHeader,
-    SharedPlace,
 )
 from fastserve.dialects.triton_v1.plan import Dims, Plan, TensorPlan, count_bytes
 from fastserve.errors import Kind, ServeError
 from fastserve.request import InferRequest
+from fastserve.serving.shared_memory import Range, Regions
 from fastserve.tensor import Tensor
 
 Buffer = bytes | bytearray | memoryview
@@ -88,14 +88,7 @@ class Entries:
         """Surplus entries are ignored."""
 
 
-class SharedMemory(Protocol):
-    """The part of the shared memory registry a request needs."""
-
-    def read(self, place: SharedPlace) -> Buffer:
-        """The bytes of a place. Raises ServeError NOT_FOUND, INVALID_ARGUMENT."""
-
-
-def read_request(plan: Plan, header: RequestHeader, data: Data, shared: SharedMemory) -> InferRequest:
+def read_request(plan: Plan, header: RequestHeader, data: Data, shared: Regions) -> InferRequest:
     """The neutral request. Raises ServeError."""
     check_header(plan, header)
     measured = [measure(plan, one, header.batch_size) for one in header.inputs]
@@ -183,9 +176,7 @@ def _choose_dims(plan: Plan, tensor: TensorPlan, given: Dims) -> Dims:
     return tensor.dims
 
 
-def _check_shared_size(
-    plan: Plan, given: InputHeader, place: SharedPlace, nbytes: int, shared: SharedMemory
-) -> None:
+def _check_shared_size(plan: Plan, given: InputHeader, place: Range, nbytes: int, shared: Regions) -> None:
     if place.byte_size != nbytes:
         shared.read(replace(place, byte_size=0))  # a region that is not there is said first
         raise invalid(

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastserve.dialects.triton_v1.answers import Answer, Answers, HeaderForms
-from fastserve.dialects.triton_v1.header import RequestHeader, SharedPlace
-from fastserve.dialects.triton_v1.inputs import SharedMemory, check_header, measure
+from fastserve.dialects.triton_v1.header import RequestHeader
+from fastserve.dialects.triton_v1.inputs import check_header, measure
 from fastserve.dialects.triton_v1.plan import Plan, count_bytes
-from fastserve.dialects.triton_v1.shared_memory import Destination
 from fastserve.engine import (
     BatchQueue,
     InputLayout,
@@ -25,6 +24,9 @@ from fastserve.engine import (
     read_response,
 )
 from fastserve.errors import ServeError
+from fastserve.serving.shared_memory import Destination
+from fastserve.serving.shared_memory import Range as SharedPlace
+from fastserve.serving.shared_memory import Regions as SharedMemory
 from fastserve.tensor import Tensor
 
 MOST_FORMS = 32

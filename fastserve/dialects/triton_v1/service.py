@@ -18,7 +18,6 @@ from fastserve.dialects.triton_v1.known import Known, understand
 from fastserve.dialects.triton_v1.lookup import find_version
 from fastserve.dialects.triton_v1.names import CODE_OF, STATUS_OF, SUCCESS
 from fastserve.dialects.triton_v1.plan import Plan, make_plan
-from fastserve.dialects.triton_v1.shared_memory import Destination, SharedRegions
 from fastserve.dialects.triton_v1.statistics import Statistics, VersionCounts
 from fastserve.dialects.triton_v1.text import quote
 from fastserve.engine import BatchQueue
@@ -30,6 +29,7 @@ from fastserve.repository.catalog import Catalog
 from fastserve.repository.keepers import Keepers
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
+from fastserve.serving.shared_memory import Destination, Regions
 from fastserve.wire.opening import Opening
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Service:
         registry: Registry,
         readiness: Readiness,
         control: Control,
-        shared: SharedRegions,
+        shared: Regions,
         origins: Sequence[str] = (),
         opening: Opening | None = None,
     ) -> None:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from fastserve.dialects.kserve_v2.body import read_body, read_header, read_plainly
 from fastserve.dialects.kserve_v2.coding import choose_coding
-from fastserve.dialects.kserve_v2.regions import Range
 from fastserve.dialects.kserve_v2.replies import write_double
 from fastserve.errors import ServeError
+from fastserve.serving.shared_memory import Range
 
 NUMBERS = {
     "FP32": st.floats(width=32) | st.integers(-9, 9),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fastserve.dialects.triton_v1.answers import Answer, Classes, HeaderForms, Raw, write_id
 from fastserve.dialects.triton_v1.classes import Class, classify
-from fastserve.dialects.triton_v1.header import InputHeader, RequestHeader, SharedPlace, read_header
+from fastserve.dialects.triton_v1.header import InputHeader, RequestHeader, read_header
 from fastserve.dialects.triton_v1.inputs import Body, check_strings
 from fastserve.dialects.triton_v1.plan import TensorPlan
 from fastserve.dialects.triton_v1.service import as_v1
@@ -22,6 +22,7 @@ from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.protos import load
 from fastserve.repository.model_config import ModelConfig
 from fastserve.repository.version import Version
+from fastserve.serving.shared_memory import Range
 from fastserve.tensor import DTYPES, Tensor
 
 V1 = load("triton_v1")
@@ -35,7 +36,7 @@ def test_a_header_with_every_field() -> None:
         'output { name: "y" } correlation_id: 18446744073709551615 id: 5 flags: 3 priority: 2 '
         "timeout_microseconds: 77"
     )
-    assert header.inputs == (InputHeader("x", (), 12, SharedPlace("r", 4, 12)),)
+    assert header.inputs == (InputHeader("x", (), 12, Range("r", 4, 12)),)
     assert (header.correlation_id, header.id, header.flags) == (2**64 - 1, 5, 3)
     assert (header.priority, header.timeout_us) == (2, 77)
 

@@ -1,4 +1,6 @@
-"""Client shared memory (spec 6): regions that clients register, read and written through their file.
+"""Client shared memory: regions that clients register, read and written through their file.
+
+One registry serves every dialect, and refuses in the words that Triton's APIs share (spec 6).
 
 A region is an open file under /dev/shm with a range of it. Data goes through pread and pwrite, never a
 mapping: a client that shrinks its file makes a short read, which is an error, and never a signal. Every
@@ -13,11 +15,10 @@ from __future__ import annotations
 import mmap
 import os
 import stat
-from contextlib import AbstractContextManager, closing
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fastserve.dialects.kserve_v2.errors import internal, invalid, not_found, unsupported
 from fastserve.errors import Kind, ServeError
 
 if TYPE_CHECKING:
@@ -72,24 +73,27 @@ class Regions:
         except ServeError:
             os.close(fd)
             if any(region.key == key for region in self._regions.values()):
-                raise internal(f"Invalid shared memory region: '{key}'") from None  # as 24.10 tells it
+                raise _internal(f"Invalid shared memory region: '{key}'") from None  # as 24.10 tells it
             raise
         self._regions[name] = Region(name, key, offset, byte_size, fd)
 
-    def unregister(self, name: str = "") -> None:
-        """Forget one region, or all; an unknown name is no fault."""
+    def unregister(self, name: str) -> None:
+        """Forget one region; an unknown name is no fault."""
         self.must_be_allowed()
-        for region in [self._regions[name]] if name in self._regions else []:
-            self._forget(region)
-        if not name:
-            self.close()
+        if name in self._regions:
+            self._forget(self._regions[name])
+
+    def unregister_all(self) -> None:
+        """Forget every region, as a client asks for it."""
+        self.must_be_allowed()
+        self.close()
 
     def list(self, name: str = "") -> list[Region]:
         """All regions, or one. Raises ServeError NOT_FOUND."""
         if not name:
             return [self._regions[known] for known in sorted(self._regions)]
         if name not in self._regions:
-            raise not_found(f"Unable to find system shared memory region: '{name}'")
+            raise ServeError(Kind.NOT_FOUND, f"Unable to find system shared memory region: '{name}'")
         return [self._regions[name]]
 
     def __contains__(self, name: object) -> bool:
@@ -98,31 +102,31 @@ class Regions:
     def must_be_allowed(self) -> None:
         """Raises ServeError UNIMPLEMENTED unless the server was told to allow client memory."""
         if not self.allowed:
-            raise unsupported(DISABLED)
+            raise ServeError(Kind.UNIMPLEMENTED, DISABLED)
 
     def read(self, range: Range) -> bytes:
         """The bytes of a range as they are now. Raises ServeError."""
         region = self._find(range)
         data = os.pread(region.fd, range.byte_size, region.offset + range.offset)
         if len(data) != range.byte_size:
-            raise invalid(f"Invalid offset + byte size for shared memory region: '{region.name}'")
+            raise _beyond(region.name)
         return data
 
     def read_into(self, range: Range, memory: memoryview) -> None:
         """Fill `memory`, as many bytes as the range has, with the only copy there is. Raises ServeError."""
         region = self._find(range)
         if os.preadv(region.fd, [memory], region.offset + range.offset) != range.byte_size:
-            raise invalid(f"Invalid offset + byte size for shared memory region: '{region.name}'")
+            raise _beyond(region.name)
 
     def hold(self, range: Range) -> Destination:
         """Where an output will be written, to be closed; stays good if the region is unregistered meanwhile.
         Raises ServeError."""
         region = self._find(range)
-        return Destination(region.name, os.dup(region.fd), region.offset + range.offset, range.byte_size)
-
-    def holding(self, range: Range) -> AbstractContextManager[Destination]:
-        """The same for a `with`. Raises ServeError."""
-        return closing(self.hold(range))
+        try:
+            fd = os.dup(region.fd)
+        except OSError as error:  # no descriptor is left
+            raise _broken(region.name, error) from None
+        return Destination(region.name, fd, region.offset + range.offset, range.byte_size)
 
     def close(self) -> None:
         """Forget every region."""
@@ -136,17 +140,17 @@ class Regions:
     def _find(self, range: Range) -> Region:
         region = self._regions.get(range.region)
         if region is None:
-            raise not_found(f"Unable to find shared memory region: '{range.region}'")
+            raise ServeError(Kind.NOT_FOUND, f"Unable to find shared memory region: '{range.region}'")
         if range.offset > region.byte_size:
-            raise invalid(f"Invalid offset for shared memory region: '{region.name}'")
+            raise _invalid(f"Invalid offset for shared memory region: '{region.name}'")
         if range.offset + range.byte_size > region.byte_size:
-            raise invalid(f"Invalid offset + byte size for shared memory region: '{region.name}'")
+            raise _beyond(region.name)
         return region
 
     def _open(self, name: str, key: str) -> int:
         bare = key.lstrip("/")
         if bare.startswith(RESERVED):
-            raise invalid(
+            raise _invalid(
                 f"cannot register shared memory region '{name}' with key '{key}' as the key contains "
                 f"the reserved prefix '{RESERVED}'"
             )
@@ -157,20 +161,20 @@ class Regions:
             or "\0" in bare
             or len(os.fsencode(bare)) > KEY_BYTES
         ):
-            raise invalid(f"cannot register shared memory region '{name}' - invalid shm key '{key}'")
+            raise _invalid(f"cannot register shared memory region '{name}' - invalid shm key '{key}'")
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         try:
             fd = os.open(os.path.join(self._folder, bare), flags)
         except OSError:
-            raise internal(f"Unable to open shared memory region: '{key}'") from None
+            raise _internal(f"Unable to open shared memory region: '{key}'") from None
         if not stat.S_ISREG(os.fstat(fd).st_mode):  # a pipe or a device has no range of bytes
             os.close(fd)
-            raise internal(f"Unable to open shared memory region: '{key}'")
+            raise _internal(f"Unable to open shared memory region: '{key}'")
         return fd
 
 
 class Destination:
-    """Room for one output in a client's memory."""
+    """Room for one output in a client's memory, good until closed."""
 
     __slots__ = ("_fd", "_offset", "_region", "byte_size")
 
@@ -180,23 +184,85 @@ class Destination:
         self._offset = offset
         self.byte_size = byte_size
 
+    def __enter__(self) -> Destination:
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """It will not be written any more."""
         os.close(self._fd)
+
+    def put(self, output: str, data: Buffer) -> None:
+        """Write an output that has to fit. Raises ServeError."""
+        size = memoryview(data).nbytes
+        if size > self.byte_size:
+            raise _internal(
+                f"shared memory size specified with the request for output '{output}' ({self.byte_size} "
+                f"bytes) should be at least {size} bytes to hold the results"
+            )
+        self.write(data)
 
     def write(self, data: Buffer) -> None:
         """Write into the client's memory. Raises ServeError when its file has shrunk: it is never grown."""
         view = memoryview(data).cast("B")
         if self._offset + len(view) > os.fstat(self._fd).st_size:
-            raise invalid(f"Invalid offset + byte size for shared memory region: '{self._region}'")
+            raise _beyond(self._region)
         at = 0
-        while at < len(view):
-            at += os.pwrite(self._fd, view[at:], self._offset + at)
+        try:
+            while at < len(view):
+                at += os.pwrite(self._fd, view[at:], self._offset + at)
+        except OSError as error:  # a file with holes, and no memory is left to fill them
+            raise _broken(self._region, error) from None
+
+
+class Rooms(dict[str, Destination]):
+    """Client memory for outputs by their names, good until closed."""
+
+    def __enter__(self) -> Rooms:
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """None of them will be written any more; a second time is none."""
+        while self:
+            self.popitem()[1].close()
+
+
+def hold_rooms(regions: Regions, ranges: Mapping[str, Range]) -> Rooms:
+    """Rooms for outputs; close them. Raises ServeError."""
+    rooms = Rooms()
+    try:
+        for name, range in ranges.items():
+            rooms[name] = regions.hold(range)
+    except BaseException:
+        rooms.close()
+        raise
+    return rooms
 
 
 def _check_range(name: str, fd: int, offset: int, byte_size: int) -> None:
     failed = f"failed to register shared memory region '{name}'"
     if offset % mmap.ALLOCATIONGRANULARITY:  # the original maps from there
-        raise invalid(f"{failed}: unable to process address spaceInvalid argument")
+        raise _invalid(f"{failed}: unable to process address spaceInvalid argument")
     if byte_size < 1 or offset + byte_size > min(os.fstat(fd).st_size, UINT64_MAX):
-        raise invalid(f"{failed}: invalid args")
+        raise _invalid(f"{failed}: invalid args")
+
+
+def _invalid(message: str) -> ServeError:
+    return ServeError(Kind.INVALID_ARGUMENT, message)
+
+
+def _internal(message: str) -> ServeError:
+    return ServeError(Kind.INTERNAL, message)
+
+
+def _beyond(region: str) -> ServeError:
+    return _invalid(f"Invalid offset + byte size for shared memory region: '{region}'")
+
+
+def _broken(region: str, error: OSError) -> ServeError:
+    return ServeError(Kind.UNAVAILABLE, f"shared memory region '{region}' cannot be used: {error.strerror}")

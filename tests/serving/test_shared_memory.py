@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from fastserve.dialects.kserve_v2.regions import REGIONS_MAX, Range, Regions
 from fastserve.errors import Kind, ServeError
+from fastserve.serving.shared_memory import REGIONS_MAX, Range, Regions, hold_rooms
 
 PAGE = 4096
 
@@ -67,7 +68,7 @@ def test_a_second_region_on_one_key(regions: Regions) -> None:
     for offset, size in ((0, 3 * PAGE), (64, 64)):
         fault = refused(regions.register, "c", "/two_pages", offset, size)
         assert (fault.kind, fault.message) == (Kind.INTERNAL, "Invalid shared memory region: '/two_pages'")
-    regions.unregister()
+    regions.unregister_all()
     fault = refused(regions.register, "c", "/two_pages", 64, 64)
     assert fault.message.endswith("unable to process address spaceInvalid argument")
 
@@ -83,7 +84,7 @@ def test_offsets_count_from_the_region(regions: Regions) -> None:
 
 def test_a_file_that_shrank_is_an_error(regions: Regions, tmp_path: Path) -> None:
     regions.register("r", "/two_pages", 0, 2 * PAGE)
-    with regions.holding(Range("r", PAGE, 16)) as room:
+    with regions.hold(Range("r", PAGE, 16)) as room:
         os.truncate(tmp_path / "two_pages", PAGE + 8)
         assert refused(room.write, bytes(16)).kind is Kind.INVALID_ARGUMENT
         assert refused(regions.read, Range("r", PAGE, 16)).kind is Kind.INVALID_ARGUMENT
@@ -92,7 +93,7 @@ def test_a_file_that_shrank_is_an_error(regions: Regions, tmp_path: Path) -> Non
 
 def test_unregistered_while_a_request_runs(regions: Regions, tmp_path: Path) -> None:
     regions.register("r", "/two_pages", 0, PAGE)
-    with regions.holding(Range("r", 8, 4)) as room:
+    with regions.hold(Range("r", 8, 4)) as room:
         regions.unregister("r")
         room.write(b"done")
     assert (tmp_path / "two_pages").read_bytes()[8:12] == b"done"
@@ -105,12 +106,12 @@ def test_descriptors_are_given_back(regions: Regions) -> None:
         regions.register(name, "/two_pages", 0, PAGE)
     refused(regions.register, "a", "/two_pages", 0, PAGE)
     refused(regions.register, "d", "/two_pages", 0, 3 * PAGE)
-    regions.unregister()
+    regions.unregister_all()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_regions_are_counted(regions: Regions, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastserve.dialects.kserve_v2.regions.REGIONS_MAX", 1)
+    monkeypatch.setattr("fastserve.serving.shared_memory.REGIONS_MAX", 1)
     assert REGIONS_MAX > 1
     regions.register("a", "/two_pages", 0, PAGE)
     assert refused(regions.register, "b", "/two_pages", 0, PAGE).kind is Kind.UNAVAILABLE
@@ -122,3 +123,50 @@ def test_off_unless_allowed() -> None:
         fault = refused(call, *args)
         assert fault.kind is Kind.UNIMPLEMENTED
         assert fault.message.startswith("Client shared memory is disabled.")
+
+
+def test_no_descriptor_is_left(regions: Regions, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rooms held before are given back, and the client hears why."""
+    regions.register("r", "/two_pages", 0, PAGE)
+    real, made = os.dup, []
+
+    def dup(fd: int) -> int:
+        if made:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        made.append(real(fd))
+        return made[0]
+
+    monkeypatch.setattr(os, "dup", dup)
+    fault = refused(hold_rooms, regions, {"a": Range("r", 0, 8), "b": Range("r", 8, 8)})
+    assert (fault.kind, fault.message) == (
+        Kind.UNAVAILABLE,
+        "shared memory region 'r' cannot be used: Too many open files",
+    )
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(made[0])
+
+
+def test_a_file_that_cannot_take_what_is_written(regions: Regions, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One with holes, where memory is short."""
+    regions.register("r", "/two_pages", 0, PAGE)
+
+    def pwrite(fd: int, data: object, at: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    with regions.hold(Range("r", 0, 4)) as room:
+        assert refused(room.write, b"data").kind is Kind.UNAVAILABLE
+
+
+def test_outputs_must_fit_their_rooms(regions: Regions, tmp_path: Path) -> None:
+    regions.register("r", "/two_pages", 0, PAGE)
+    with hold_rooms(regions, {"out": Range("r", 0, 4)}) as rooms:
+        fault = refused(rooms["out"].put, "out", bytes(5))
+        assert fault.message == (
+            "shared memory size specified with the request for output 'out' (4 bytes) "
+            "should be at least 5 bytes to hold the results"
+        )
+        rooms["out"].put("out", b"\0abc")
+        rooms.close()  # once is enough: the numbers may be another's by now
+        rooms.close()
+    assert (tmp_path / "two_pages").read_bytes()[:4] == b"\0abc"
