@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from fastserve.wire.listener import HttpListener
 
 ACK = 1
+LOW_WINDOW = CONNECTION_WINDOW // 2  # from which the client is given back what it has sent
 DRAIN = b"draining"  # the PING whose answer says that the client has heard of the end
 
 _U32 = struct.Struct(">I")
@@ -117,7 +118,9 @@ class Http2Connection(asyncio.BufferedProtocol):
         try:
             for kind, flags, number, payload, value in self._reader.read(data, nbytes):
                 if kind == REQUEST:
-                    self._spend_window(value)
+                    self._credit -= value
+                    if self._credit < LOW_WINDOW:
+                        self._spend_window(0)
                     intake.request(number, payload, flags)
                 elif kind == DATA:
                     self._spend_window(value)
@@ -191,7 +194,7 @@ class Http2Connection(asyncio.BufferedProtocol):
     def _spend_window(self, counted: int) -> None:
         """Bytes have come. Memory for them is the streams' matter: the connection gives them back at once."""
         self._credit -= counted
-        if self._credit < CONNECTION_WINDOW // 2:
+        if self._credit < LOW_WINDOW:
             if self._credit < 0:
                 raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, "DATA beyond the connection's window")
             self.write(frame(WINDOW_UPDATE, 0, 0, _U32.pack(CONNECTION_WINDOW - self._credit)))
@@ -200,7 +203,8 @@ class Http2Connection(asyncio.BufferedProtocol):
     def widen(self, stream: Stream, nbytes: int) -> None:
         """Let the client send so many bytes more on this stream."""
         if not stream.closed and not stream.complete:
-            stream.credit += nbytes
+            assert stream.inlet is not None
+            stream.inlet.credit += nbytes
             self.write(frame(WINDOW_UPDATE, 0, stream.id, _U32.pack(nbytes)))
 
     # ---- what goes out
@@ -253,10 +257,19 @@ class Http2Connection(asyncio.BufferedProtocol):
         self.send_reset(stream.id, code)
         self._look_for_end()
 
+    def send_last(self, stream: Stream, data: bytes) -> None:
+        """Send the end of a reply, or all of it."""
+        if self._out is not None:
+            self._out.append(data)
+        else:
+            self._transport.write(data)
+        self.sent_end(stream)
+
     def sent_end(self, stream: Stream) -> None:
         """The last byte of a reply is handed over."""
         self._served += 1
-        self.earn(calm.ANSWERED)
+        if self._calm < calm.BURST:
+            self._calm += calm.ANSWERED
         self.intake.sent_end(stream)
         if self._leaving or self._half is not None:
             self._look_for_end()
@@ -287,14 +300,14 @@ class Http2Connection(asyncio.BufferedProtocol):
         """The connection cannot go on: say why, and hang up."""
         if not self.over:
             self.listener.count_refusal(f"http2_{code.name.lower()}")
-            self._goodbye(self.intake.last, code, text)
+            self._goodbye(max(self.intake.last, 0), code, text)
             self._end()
 
     def refuse(self, fault: WireFault) -> None:
         """End a connection that breaks a limit of its own."""
         if not self.over:
             self.listener.count_refusal(fault.cause)
-            self._goodbye(self.intake.last, ErrorCode.ENHANCE_YOUR_CALM, str(fault))
+            self._goodbye(max(self.intake.last, 0), ErrorCode.ENHANCE_YOUR_CALM, str(fault))
             self._end()
 
     def close(self) -> None:
@@ -302,7 +315,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         if self.over:
             self._transport.close()
         else:
-            self._goodbye(self.intake.last, ErrorCode.NO_ERROR, "")
+            self._goodbye(max(self.intake.last, 0), ErrorCode.NO_ERROR, "")
             self._end()
 
     def abort(self) -> None:
@@ -329,7 +342,7 @@ class Http2Connection(asyncio.BufferedProtocol):
     def _stop_streams(self) -> None:
         self._leaving = 2
         self.intake.stop()
-        self._goodbye(self.intake.last, ErrorCode.NO_ERROR, "")
+        self._goodbye(max(self.intake.last, 0), ErrorCode.NO_ERROR, "")
         self._look_for_end()
 
     def _look_for_end(self) -> None:

@@ -7,7 +7,7 @@ request costs its stream alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 from fastserve._ext.slab import blank_bytes, grow_bytes
 from fastserve.wire.bulk import CLAIMED_BYTES
@@ -16,6 +16,7 @@ from fastserve.wire.faults import JSON, WireFault, over_limit
 from fastserve.wire.head import Head
 from fastserve.wire.http2.errors import ErrorCode
 from fastserve.wire.http2.heads import CONTINUE, write_fields
+from fastserve.wire.http2.states import State
 from fastserve.wire.http2.stream import Piece
 from fastserve.wire.http2.stream import Stream as Http2Stream
 from fastserve.wire.pace import Verdict, slowness
@@ -23,7 +24,6 @@ from fastserve.wire.replies import BODILESS
 from fastserve.wire.stream import Stream, Turns
 
 if TYPE_CHECKING:
-    from fastserve.wire.connection import Connection
     from fastserve.wire.listener import HttpListener
 
 
@@ -71,8 +71,9 @@ class Exchanges:
         if len(body) > self._listener.limits.body_bytes:
             self._refuse_length(stream)
             return
-        call = Exchange(stream, head, body)
-        stream.context = call
+        connection: Any = stream.connection
+        stream.context = call = Exchange(connection, head, body)
+        call.carrier = stream
         try:
             work = head.endpoint(call)
         except Exception as error:
@@ -85,15 +86,15 @@ class Exchanges:
         """The body follows; a client that asked before sending it is told to."""
         if stream.head.expects_continue:
             stream.send_head(CONTINUE)
-        stream.context = Body(stream.missing)
-        stream.expect(stream.missing)
+        stream.context = Body(stream.head.body_bytes)
+        stream.expect(stream.head.body_bytes)
 
     def data(self, stream: Http2Stream, piece: Piece) -> None:
         """Some of the body."""
         have = stream.context.add(piece)
         if have > self._listener.limits.body_bytes:
             self._refuse_length(stream)
-        elif stream.missing < 0:
+        elif stream.head.body_bytes < 0:
             stream.expect(2 * have)
 
     def end(self, stream: Http2Stream) -> None:
@@ -120,8 +121,9 @@ class Exchanges:
     def refuse(self, stream: Http2Stream, fault: WireFault) -> None:
         """Answer what cannot be served."""
         self._listener.count_refusal(fault.cause)
-        call = Exchange(stream, Head(b""), b"")
-        stream.context = call
+        connection: Any = stream.connection
+        stream.context = call = Exchange(connection, Head(b""), b"")
+        call.carrier = stream
         self._listener.router.refuse(call, fault)
 
     def _refuse_length(self, stream: Http2Stream) -> None:
@@ -158,28 +160,47 @@ class Refusal:
 
 
 class Exchange(Call):
-    """A Call whose reply goes out on a stream."""
+    """A Call whose reply goes out on a stream. Of its connection it knows the listener; what else HTTP/1.1
+    does with one is done with `carrier` here."""
 
-    __slots__ = ("_carrier",)
+    __slots__ = ("carrier",)
 
-    def __init__(self, carrier: Http2Stream, head: Head, body: bytes | bytearray) -> None:
-        # Of the connection a call knows its listener; what else HTTP/1.1 does with it is done otherwise here.
-        super().__init__(cast("Connection", carrier.connection), head, body)
-        self._carrier = carrier
+    carrier: Http2Stream
 
     def raw_head(self, content_type: bytes = JSON) -> bytes:
         """There are none: a reply is framed here."""
         return b""
 
+    def reply(
+        self,
+        status: int,
+        body: bytes = b"",
+        content_type: bytes = JSON,
+        headers: Sequence[tuple[bytes, bytes]] = (),
+        close: bool = False,
+        even_to_head: bool = False,
+    ) -> None:
+        """Send the reply. What nothing is special about takes a shorter way."""
+        listener, head = self._connection.listener, self.head
+        special = status != 200 or headers or self._replied or head.bodiless or head.routed_anew
+        if special or not listener.plain:
+            super().reply(status, body, content_type, headers, close, even_to_head)
+            return
+        self._replied = True
+        block = listener.http2.blocks.find(status, content_type, len(body))
+        stream = self.carrier
+        if stream.state is not State.CLOSED:
+            stream.connection.sending.reply(stream, block, body, b"")
+
     def _frame(
         self, status: int, content_type: bytes, headers: Sequence[tuple[bytes, bytes]], nbytes: int, mode: int
     ) -> bytes:
         length = -1 if status in BODILESS else nbytes
-        block = self._carrier.connection.listener.http2.blocks.find(status, content_type, length)
+        block = self._connection.listener.http2.blocks.find(status, content_type, length)
         return block + write_fields(headers) if headers else block
 
     def _send(self, framed: bytes, body: bytes, mode: int) -> None:
-        self._carrier.reply(framed, body)
+        self.carrier.reply(framed, body)
 
     def stream(
         self, status: int, content_type: bytes, headers: Sequence[tuple[bytes, bytes]] = ()
@@ -189,7 +210,7 @@ class Exchange(Call):
             self._refuse_second()
         block = self._frame(status, content_type, headers, -1, self.head.mode)
         self._replied = True
-        self._stream = reply = StreamedReply(self, status, block, self._carrier)
+        self._stream = reply = StreamedReply(self, status, block, self.carrier)
         return reply
 
     def wake(self) -> None:
@@ -208,7 +229,8 @@ class StreamedReply(Stream):
     __slots__ = ("_carrier", "_turns")
 
     def __init__(self, call: Exchange, status: int, block: bytes, carrier: Http2Stream) -> None:
-        super().__init__(call, cast("Connection", carrier.connection), status, block, False)
+        connection: Any = carrier.connection
+        super().__init__(call, connection, status, block, False)
         self._carrier = carrier
         self._turns = Turns()
 

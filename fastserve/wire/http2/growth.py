@@ -27,22 +27,25 @@ class Growth:
 
     def ask(self, stream: Stream, nbytes: int) -> None:
         """Let this stream have so many bytes beyond its window in all, now or later."""
-        more = nbytes - stream.grown
-        if more <= 0:
+        inlet = stream.inlet
+        if inlet is None or nbytes <= inlet.grown:
             return
+        more = nbytes - inlet.grown
         if self._out and self._out + more > GROWTH_BYTES:
             if self._waiting is None:
                 self._waiting = deque()
             self._waiting.append((stream, nbytes))
             return
         self._out += more
-        stream.grown = nbytes
+        inlet.grown = nbytes
         stream.connection.widen(stream, more)
 
     def release(self, stream: Stream) -> None:
         """The stream's body is complete, or dropped."""
-        self._out -= stream.grown
-        stream.grown = 0
+        if stream.inlet is None or not stream.inlet.grown:
+            return
+        self._out -= stream.inlet.grown
+        stream.inlet.grown = 0
         waiting, self._waiting = self._waiting, None
         while waiting:
             other, nbytes = waiting.popleft()

@@ -137,11 +137,11 @@ class ReplyBlocks:
     They insert nothing into a client's table, so that each is right for every connection.
     """
 
-    __slots__ = ("_blocks", "_date", "_lengths", "_second")
+    __slots__ = ("_blocks", "_date", "_second", "_whole")
 
     def __init__(self) -> None:
         self._blocks: dict[tuple[int, bytes], bytes] = {}
-        self._lengths: dict[int, bytes] = {}
+        self._whole: dict[tuple[int, bytes, int], bytes] = {}
         self._second = -1
         self._date: Sequence[tuple[bytes, bytes]] = ()
 
@@ -151,27 +151,27 @@ class ReplyBlocks:
             self._second = int(unix_s)
             self._date = ((b"date", formatdate(self._second, usegmt=True).encode()),)
             self._blocks.clear()
+            self._whole.clear()
 
     def find(self, status: int, content_type: bytes, nbytes: int) -> bytes:
         """The block of a reply with a body of `nbytes`, -1 for a length that is not told."""
+        key = (status, content_type, nbytes)
+        block = self._whole.get(key)
+        if block is None:
+            if len(self._whole) >= _CACHED_BLOCKS:
+                self._whole.clear()
+            length = static_block([(b"content-length", b"%d" % nbytes)]) if nbytes >= 0 else b""
+            block = self._whole[key] = self._begin(status, content_type) + length
+        return block
+
+    def _begin(self, status: int, content_type: bytes) -> bytes:
         block = self._blocks.get((status, content_type))
         if block is None:
-            block = self._make(status, content_type)
-        if nbytes < 0:
-            return block
-        length = self._lengths.get(nbytes)
-        if length is None:
-            if len(self._lengths) >= _CACHED_BLOCKS:
-                self._lengths.clear()
-            length = self._lengths[nbytes] = static_block([(b"content-length", b"%d" % nbytes)])
-        return block + length
-
-    def _make(self, status: int, content_type: bytes) -> bytes:
-        if len(self._blocks) >= _CACHED_BLOCKS:
-            self._blocks.clear()
-        kind = write_fields([(b"content-type", content_type)]) if content_type else b""
-        block = static_block([(b":status", b"%d" % status), *self._date]) + kind
-        self._blocks[status, content_type] = block
+            if len(self._blocks) >= _CACHED_BLOCKS:
+                self._blocks.clear()
+            kind = write_fields([(b"content-type", content_type)]) if content_type else b""
+            block = static_block([(b":status", b"%d" % status), *self._date]) + kind
+            self._blocks[status, content_type] = block
         return block
 
 

@@ -16,19 +16,20 @@ from typing import TYPE_CHECKING
 
 from fastserve._ext.hpack import Fault, HpackDecoder, HpackFault
 from fastserve.wire.faults import over_limit
-from fastserve.wire.head import Head
+from fastserve.wire.head import CHUNKED, Head
 from fastserve.wire.http2 import calm
 from fastserve.wire.http2.errors import ConnectionFault, ErrorCode, StreamFault, malformed
 from fastserve.wire.http2.heads import Fields, check_fields
 from fastserve.wire.http2.settings import MOST_WINDOW
 from fastserve.wire.http2.states import RECEIVING, TRANSITIONS, Event, State
-from fastserve.wire.http2.stream import Piece, Stream
+from fastserve.wire.http2.stream import Inlet, Piece, Stream
 
 if TYPE_CHECKING:
     from fastserve.wire.http2.connection import Http2Connection
 
 WHOLE = TRANSITIONS[State.IDLE, Event.WHOLE]
 OPENED = TRANSITIONS[State.IDLE, Event.HEADERS]
+DONE = TRANSITIONS[WHOLE, Event.SENT_END]
 TABLE_BYTES = 4096  # of the decoder's dynamic table: what clients may count on without asking (RFC 7541)
 KNOWN_BLOCKS = 64
 CUT_STREAMS = 256
@@ -40,7 +41,8 @@ class Intake:
     """One connection's."""
 
     __slots__ = (
-        "_blocks", "_connection", "_cut", "_decoder", "_generation", "_skipped", "_stop", "last", "streams"
+        "_blocks", "_connection", "_cut", "_decoder", "_generation", "_most", "_skipped", "_stop", "last",
+        "streams",
     )  # fmt: skip
 
     def __init__(self, connection: Http2Connection, header_bytes: int) -> None:
@@ -51,13 +53,28 @@ class Intake:
         self._cut: OrderedDict[int, None] | None = None  # closed by us before the client was done
         self._skipped: list[tuple[int, int]] | None = None  # numbers a client has left out
         self._stop = MOST_WINDOW  # numbers above are not begun any more
-        self.last = 0  # highest number of a stream begun
+        self._most = connection.listener.limits.streams
+        self.last = -1  # highest number of a stream begun
         self.streams: dict[int, Stream] = {}
 
     # ---- requests
 
     def request(self, number: int, block: bytes, body: bytes) -> None:
         """HEADERS, and the only frame of DATA."""
+        head = self._blocks.get(block)
+        if head is None or number != self.last + 2 or len(self.streams) >= self._most or self._stop < number:
+            self._request_anew(number, block, body)
+            return
+        self.last = number
+        length = head.body_bytes
+        if length >= 0 and length != len(body):
+            self.refuse(number, WHOLE, ErrorCode.PROTOCOL_ERROR, calm.MALFORMED)
+            return
+        stream = self.streams[number] = Stream(self._connection, number, head, WHOLE)
+        head.service.answer(stream, body)
+
+    def _request_anew(self, number: int, block: bytes, body: bytes) -> None:
+        """One that has something to it."""
         if number <= self.last or not number & 1:
             self.headers(number, False, block, False)
             self.data(number, True, body, len(body))
@@ -65,10 +82,9 @@ class Intake:
         stream = self._open(number, block, WHOLE, False)
         if stream is None:
             return
-        if stream.missing >= 0 and stream.missing != len(body):
+        if stream.head.body_bytes not in (CHUNKED, len(body)):
             self._connection.reset(stream, ErrorCode.PROTOCOL_ERROR)
             return
-        stream.missing = 0
         stream.service.answer(stream, body)
 
     def headers(self, number: int, ends: bool, block: bytes, own_parent: bool) -> None:
@@ -85,11 +101,11 @@ class Intake:
         if stream is None:
             return
         if not ends:
+            stream.inlet = Inlet(stream.head.body_bytes)
             stream.service.begin(stream)
-        elif stream.missing > 0:
+        elif stream.head.body_bytes > 0:
             self._connection.reset(stream, ErrorCode.PROTOCOL_ERROR)
         else:
-            stream.missing = 0
             stream.service.answer(stream, b"")
 
     def _open(self, number: int, block: bytes, state: State, own_parent: bool) -> Stream | None:
@@ -107,8 +123,11 @@ class Intake:
             self.refuse(number, state, fault.code, calm.MALFORMED)
             return None
         connection = self._connection
-        full = len(self.streams) >= connection.listener.limits.streams
-        if full or number > self._stop or connection.sending.queued > MOST_QUEUED_BYTES:
+        if (
+            len(self.streams) >= self._most
+            or number > self._stop
+            or connection.sending.queued > MOST_QUEUED_BYTES
+        ):
             self.refuse(number, state, ErrorCode.REFUSED_STREAM, calm.REFUSED)
             return None
         stream = self.streams[number] = Stream(connection, number, head, state)
@@ -157,7 +176,6 @@ class Intake:
         """A request that came by HTTP/1.1 is stream 1."""
         self.last = 1
         stream = self.streams[1] = Stream(self._connection, 1, head, WHOLE)
-        stream.missing = 0
         stream.service.answer(stream, body)
 
     # ---- the rest of a request
@@ -176,19 +194,20 @@ class Intake:
             self._fail(stream, fault)
 
     def _take_data(self, stream: Stream, ends: bool, piece: Piece, counted: int) -> None:
-        if stream.state not in RECEIVING:
+        inlet = stream.inlet
+        if inlet is None or stream.state not in RECEIVING:
             raise StreamFault(ErrorCode.STREAM_CLOSED, "DATA after END_STREAM")
         size = len(piece)
-        stream.credit -= counted
-        stream.received += size
-        if stream.credit < 0:
+        inlet.credit -= counted
+        inlet.received += size
+        if inlet.credit < 0:
             raise StreamFault(ErrorCode.FLOW_CONTROL_ERROR, "DATA beyond the stream's window")
         if counted > size:
             stream.consume(counted - size)  # padding
-        if stream.missing >= 0:
-            if size > stream.missing or (ends and size < stream.missing):
+        if inlet.missing >= 0:
+            if size > inlet.missing or (ends and size < inlet.missing):
                 raise malformed("the body's length is not its content-length")
-            stream.missing -= size
+            inlet.missing -= size
         if size:
             stream.service.data(stream, piece)
         elif not ends:
@@ -197,7 +216,6 @@ class Intake:
             self._complete(stream)
 
     def _complete(self, stream: Stream) -> None:
-        stream.missing = 0
         stream.move(Event.RECEIVED_END)
         self._connection.growth.release(stream)
         stream.service.end(stream)
@@ -209,7 +227,7 @@ class Intake:
                 raise StreamFault(ErrorCode.STREAM_CLOSED, "HEADERS after END_STREAM")
             if not ends:
                 raise malformed("HEADERS after the first without END_STREAM")
-            if stream.missing > 0:
+            if stream.inlet is not None and stream.inlet.missing > 0:
                 raise malformed("the body's length is not its content-length")
             check_fields(fields, 0)
             self._complete(stream)
@@ -269,7 +287,7 @@ class Intake:
         """Hold bodies to their rate."""
         limits = self._connection.listener.limits
         for stream in [stream for stream in self.streams.values() if not stream.complete]:
-            if stream.is_slow(now, limits):
+            if stream.inlet is not None and stream.inlet.is_slow(now, limits):
                 stream.service.too_slow(stream)
 
     # ---- the end of a stream
@@ -286,29 +304,27 @@ class Intake:
         if not stream.complete:
             self._connection.growth.release(stream)
         stream.move(Event.RESET)
-        self._forget(stream)
+        self._connection.sending.drop(stream)
 
     def sent_end(self, stream: Stream) -> None:
         """Its reply has gone out whole. A client that is still sending is told that nobody listens."""
-        stream.move(Event.SENT_END)
         del self.streams[stream.id]
-        if stream.state is not State.CLOSED:
+        if stream.state is WHOLE:
+            stream.state = DONE
+        else:
+            stream.move(Event.SENT_END)
             self._connection.growth.release(stream)
             self._note_cut(stream.id)
             self._connection.send_reset(stream.id, ErrorCode.NO_ERROR)
             stream.move(Event.RESET)
-        self._forget(stream)
+        if stream.outbox is not None:
+            self._connection.sending.drop(stream)
 
     def cut(self, stream: Stream) -> None:
         """Reset by us."""
         if stream.state in RECEIVING:
             self._note_cut(stream.id)
         self.drop(stream)
-
-    def _forget(self, stream: Stream) -> None:
-        stream.closed = True
-        if stream.queue:
-            self._connection.sending.drop(stream)
 
     # ---- frames of streams that are closed
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from fastserve._ext.http2_frames import CONTINUATION, DATA, HEADERS, frame, frame_head, reply_frames
 from fastserve.wire.http2 import calm
 from fastserve.wire.http2.settings import FIRST_WINDOW, LEAST_FRAME_BYTES
-from fastserve.wire.http2.stream import Piece, Stream
+from fastserve.wire.http2.stream import Outbox, Piece, Stream
 
 if TYPE_CHECKING:
     from fastserve.wire.http2.connection import Http2Connection
@@ -48,12 +48,9 @@ class Sending:
         """A whole reply."""
         size = len(body)
         room = size <= stream.window and size <= self.window and not self.queued and not self.choked
-        if room and size <= LEAST_FRAME_BYTES and len(block) + len(trailers) <= LEAST_FRAME_BYTES:
+        if room and size + len(block) + len(trailers) <= LEAST_FRAME_BYTES and not self._prefix:
             self.window -= size
-            if self._prefix:
-                block, self._prefix = self._prefix + block, b""
-            self._connection.write(reply_frames(stream.id, block, body, trailers))
-            self._connection.sent_end(stream)
+            self._connection.send_last(stream, reply_frames(stream.id, block, body, trailers))
             return
         self.head(stream, block)
         if body:
@@ -74,27 +71,29 @@ class Sending:
 
     def data(self, stream: Stream, data: Piece) -> None:
         """DATA, now or later."""
-        queue = stream.queue
-        if queue is None:
-            queue = stream.queue = deque()
-        queue.append(data)
+        outbox = stream.outbox
+        if outbox is None:
+            outbox = stream.outbox = Outbox()
+        outbox.pieces.append(data)
         size = len(data)
-        stream.queued += size
+        outbox.nbytes += size
         self.queued += size
         self.wait_turn(stream)
         self.pump()
-        stream.full = stream.queued > FULL_BYTES
+        outbox.full = outbox.nbytes > FULL_BYTES
 
     def finish(self, stream: Stream, trailers: bytes) -> None:
         """The end of a reply, when all before it has gone out."""
-        stream.ends = True
-        stream.trailers = trailers
-        if not stream.queue:
-            self._end(stream)
+        outbox = stream.outbox
+        if outbox is None or not outbox.pieces:
+            self._end(stream, trailers)
+        else:
+            outbox.ends = True
+            outbox.trailers = trailers
 
-    def _end(self, stream: Stream) -> None:
-        if stream.trailers:
-            self.head(stream, stream.trailers, END_STREAM)
+    def _end(self, stream: Stream, trailers: bytes) -> None:
+        if trailers:
+            self.head(stream, trailers, END_STREAM)
         else:
             self._connection.write(frame_head(0, DATA, END_STREAM, stream.id))
         self._connection.sent_end(stream)
@@ -107,8 +106,9 @@ class Sending:
 
     def wait_turn(self, stream: Stream) -> None:
         """Take a place in the row, if there is something to send and it may be sent."""
-        if stream.queue and stream.window > 0 and not stream.in_turn:
-            stream.in_turn = True
+        outbox = stream.outbox
+        if outbox is not None and outbox.pieces and stream.window > 0 and not outbox.in_turn:
+            outbox.in_turn = True
             if self._turns is None:
                 self._turns = deque()
             self._turns.append(stream)
@@ -118,41 +118,40 @@ class Sending:
         turns = self._turns
         while turns and self.window > 0 and not self.choked:
             stream = turns.popleft()
-            stream.in_turn = False
-            if stream.queue:  # not cut off meanwhile
-                self._send_frame(stream)
+            if stream.outbox is not None:  # not cut off meanwhile
+                stream.outbox.in_turn = False
+                self._send_frame(stream, stream.outbox)
                 self.wait_turn(stream)
 
-    def _send_frame(self, stream: Stream) -> None:
-        queue = stream.queue
-        assert queue
-        piece = queue[0]
+    def _send_frame(self, stream: Stream, outbox: Outbox) -> None:
+        pieces = outbox.pieces
+        piece = pieces[0]
         size = min(len(piece), self.window, stream.window, self.frame_bytes, FRAME_BYTES)
         whole = size == len(piece)
         if whole:
-            queue.popleft()
+            pieces.popleft()
         else:
             view = memoryview(piece)
-            piece, queue[0] = view[:size], view[size:]
+            piece, pieces[0] = view[:size], view[size:]
         stream.window -= size
-        stream.queued -= size
+        outbox.nbytes -= size
         self.window -= size
         self.queued -= size
-        last = stream.ends and not queue and not stream.trailers
+        last = outbox.ends and not pieces and not outbox.trailers
         connection = self._connection
         connection.write_parts(frame_head(size, DATA, END_STREAM if last else 0, stream.id), piece)
         if whole or size >= calm.USEFUL_BYTES:
             connection.earn(calm.DATA_SENT)
         if last:
             connection.sent_end(stream)
-        elif stream.ends and not queue:
-            self._end(stream)
-        elif stream.full and stream.queued <= FULL_BYTES // 2:
-            stream.full = False
+        elif outbox.ends and not pieces:
+            self._end(stream, outbox.trailers)
+        elif outbox.full and outbox.nbytes <= FULL_BYTES // 2:
+            outbox.full = False
             stream.service.writable(stream)
 
     def drop(self, stream: Stream) -> None:
-        """The stream is cut off: what it has queued goes nowhere."""
-        self.queued -= stream.queued
-        stream.queued = 0
-        stream.queue = None
+        """The stream is closed: what it has queued goes nowhere."""
+        outbox, stream.outbox = stream.outbox, None
+        if outbox is not None:
+            self.queued -= outbox.nbytes

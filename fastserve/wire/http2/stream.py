@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fastserve.wire.http2.errors import ErrorCode
 from fastserve.wire.http2.settings import STREAM_WINDOW
-from fastserve.wire.http2.states import TRANSITIONS, Event, State
+from fastserve.wire.http2.states import RECEIVING, TRANSITIONS, Event, State
 
 if TYPE_CHECKING:
     from fastserve.config import Limits
@@ -59,58 +59,18 @@ class Service(Protocol):
         """The body comes more slowly than limits.body_bytes_per_s; a service of long streams lets it be."""
 
 
-class Stream:
-    """One request and its reply. `context` is the service's own; once `closed`, nothing can be sent."""
+class Inlet:
+    """What is left to come of a request whose body did not come at once."""
 
-    __slots__ = (
-        "closed", "connection", "context", "credit", "ends", "full", "grown", "head", "id", "in_turn",
-        "missing", "owed", "queue", "queued", "received", "seen", "service", "since_s", "state", "trailers",
-        "window",
-    )  # fmt: skip
+    __slots__ = ("credit", "grown", "missing", "owed", "received", "seen", "since_s")
 
-    def __init__(self, connection: Http2Connection, number: int, head: Head, state: State) -> None:
-        self.connection = connection
-        self.id = number
-        self.head = head
-        self.service: Service = head.service
-        self.state = state
-        self.closed = False
-        self.context: Any = None
-        self.window = connection.client_window  # bytes the client will take
-        self.queue: deque[Piece] | None = None  # what waits to be sent
-        self.queued = 0
-        self.full = self.in_turn = False
-        self.ends = False  # after the queue: the end of the reply
-        self.trailers = b""
-        self.missing = head.body_bytes  # of the body, below 0 when its length is not known
-        self.received = self.seen = 0  # bytes of the body: all, and those of the last look at its rate
-        self.since_s = -1.0  # when that was
+    def __init__(self, missing: int) -> None:
+        self.missing = missing  # bytes, below 0 when the length is not known
         self.credit = STREAM_WINDOW  # what the client may still send
         self.owed = 0  # consumed, and not yet given back
         self.grown = 0  # given beyond STREAM_WINDOW for what is held
-
-    @property
-    def complete(self) -> bool:
-        """Whether the client has sent its last byte."""
-        return self.state in (State.HALF_CLOSED_REMOTE, State.CLOSED)
-
-    def move(self, event: Event) -> None:
-        """Take the step of the table. KeyError would be a fault of ours."""
-        self.state = TRANSITIONS[self.state, event]
-
-    # ---- what comes
-
-    def consume(self, nbytes: int) -> None:
-        """So many bytes of the body are done with: as many more may come."""
-        self.owed += nbytes
-        if self.owed >= STREAM_WINDOW // 2 and self.missing:
-            nbytes, self.owed = self.owed, 0
-            self.connection.widen(self, nbytes)
-
-    def expect(self, nbytes: int) -> None:
-        """A body, or message, of so many bytes from its first one on has a place: let it come unhindered."""
-        if nbytes > STREAM_WINDOW:
-            self.connection.growth.ask(self, nbytes - STREAM_WINDOW)
+        self.received = self.seen = 0  # bytes: all, and those of the last look at their rate
+        self.since_s = -1.0  # when that was
 
     def is_slow(self, now: float, limits: Limits) -> bool:
         """Whether the body has not kept its rate over the last limits.header_timeout_s."""
@@ -123,11 +83,82 @@ class Stream:
         self.since_s, self.seen = now, self.received
         return slow
 
+
+class Outbox:
+    """What waits to be sent of a reply that did not go out at once."""
+
+    __slots__ = ("ends", "full", "in_turn", "nbytes", "pieces", "trailers")
+
+    def __init__(self) -> None:
+        self.pieces: deque[Piece] = deque()
+        self.nbytes = 0
+        self.full = False  # its service should wait
+        self.in_turn = False  # Sending has it in its row
+        self.ends = False  # after the pieces: the end of the reply
+        self.trailers = b""
+
+
+class Stream:
+    """One request and its reply. `context` is the service's own; once `closed`, nothing can be sent.
+
+    A request that came at once and is answered at once needs no more than this; the rest is made when needed.
+    """
+
+    __slots__ = ("connection", "context", "head", "id", "inlet", "outbox", "state", "window")
+
+    def __init__(self, connection: Http2Connection, number: int, head: Head, state: State) -> None:
+        self.connection = connection
+        self.id = number
+        self.head = head
+        self.state = state
+        self.context: Any = None
+        self.window = connection.client_window  # bytes the client will take
+        self.inlet: Inlet | None = None
+        self.outbox: Outbox | None = None
+
+    @property
+    def service(self) -> Service:
+        return self.head.service
+
+    @property
+    def closed(self) -> bool:
+        return self.state is State.CLOSED
+
+    @property
+    def complete(self) -> bool:
+        """Whether the client has sent its last byte."""
+        return self.state not in RECEIVING
+
+    @property
+    def full(self) -> bool:
+        """Whether so much waits to be sent that its service should wait for `writable`."""
+        return self.outbox is not None and self.outbox.full
+
+    def move(self, event: Event) -> None:
+        """Take the step of the table. KeyError would be a fault of ours."""
+        self.state = TRANSITIONS[self.state, event]
+
+    # ---- what comes
+
+    def consume(self, nbytes: int) -> None:
+        """So many bytes of the body are done with: as many more may come."""
+        inlet = self.inlet
+        if inlet is not None and not self.complete:
+            inlet.owed += nbytes
+            if inlet.owed >= STREAM_WINDOW // 2 and inlet.missing:
+                nbytes, inlet.owed = inlet.owed, 0
+                self.connection.widen(self, nbytes)
+
+    def expect(self, nbytes: int) -> None:
+        """A body, or message, of so many bytes from its first one on has a place: let it come unhindered."""
+        if nbytes > STREAM_WINDOW and not self.complete:
+            self.connection.growth.ask(self, nbytes - STREAM_WINDOW)
+
     # ---- what goes
 
     def reply(self, block: bytes, body: bytes, trailers: bytes = b"") -> None:
         """A whole reply at once; blocks are whole header blocks, `trailers` ends the stream unless empty."""
-        if not self.closed:
+        if self.state is not State.CLOSED:
             self.connection.sending.reply(self, block, body, trailers)
 
     def send_head(self, block: bytes) -> None:
@@ -143,7 +174,7 @@ class Stream:
 
     def finish(self, trailers: bytes = b"") -> None:
         """End the reply, after what is queued."""
-        if not self.closed and not self.ends:
+        if not self.closed:
             self.connection.sending.finish(self, trailers)
 
     def reset(self, code: ErrorCode) -> None:
