@@ -6,8 +6,10 @@ Whatever is wrong with a request's JSON is INTERNAL here, as it is in the origin
 from __future__ import annotations
 
 from fastserve._ext.json_writer import write_string
+from fastserve.engine import QUEUED_TOO_LONG
 from fastserve.errors import DeadlineError, Kind, ServeError
 
+QUEUE_FULL = "Exceeds maximum queue size"
 HTTP_STATUS: dict[Kind, int] = {
     Kind.CANCELLED: 400,
     Kind.UNKNOWN: 400,
@@ -51,6 +53,17 @@ def in_own_words(fault: ServeError) -> ServeError:
     if isinstance(fault, DeadlineError) and fault.queued:
         return ServeError(Kind.UNAVAILABLE, "Request timeout expired")
     return fault
+
+
+def tell(fault: ServeError, request_id: str) -> ServeError:
+    """The same over gRPC, where a full queue's words name the request."""
+    if fault.message == QUEUED_TOO_LONG:  # the call's own deadline, not one of the model's queue policy
+        return fault
+    told = in_own_words(fault)
+    if told.kind is Kind.UNAVAILABLE and (told.retry_after_s is not None or told.message == QUEUE_FULL):
+        text = f"[request id: {request_id or '<id_unknown>'}] {QUEUE_FULL}"
+        return ServeError(Kind.UNAVAILABLE, text, retry_after_s=told.retry_after_s)
+    return told
 
 
 def error_body(message: str) -> bytes:

@@ -6,7 +6,6 @@ written once into memory of their own.
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic_ns
@@ -26,8 +25,8 @@ from fastserve._ext.slab import blank_bytes
 from fastserve.dialects.kserve_v2.answers import client_tensor, put_outside, reply_parameters
 from fastserve.dialects.kserve_v2.body import InferBody, InputPart, Memory, OutputPart, refuse_double
 from fastserve.dialects.kserve_v2.classes import classify
-from fastserve.dialects.kserve_v2.errors import in_own_words, internal, invalid, unsupported
-from fastserve.dialects.kserve_v2.grpc_hot import TOO_LARGE, HotDoor
+from fastserve.dialects.kserve_v2.errors import internal, invalid, tell, unsupported
+from fastserve.dialects.kserve_v2.grpc_fast import TOO_LARGE, FastGrpc
 from fastserve.dialects.kserve_v2.grpc_parameters import (
     GrpcParameters,
     read_output,
@@ -38,9 +37,9 @@ from fastserve.dialects.kserve_v2.infer import make_request
 from fastserve.dialects.kserve_v2.lookup import find_version, read_version
 from fastserve.dialects.kserve_v2.plans import Plan
 from fastserve.dialects.kserve_v2.service import Service
-from fastserve.engine import QUEUED_TOO_LONG
 from fastserve.errors import Kind, ServeError
 from fastserve.request import InferRequest, InferResponse
+from fastserve.serving.exchange import Awaited
 from fastserve.serving.shared_memory import Rooms, hold_rooms
 from fastserve.tensor import DTYPE_BY_KSERVE, KSERVE_NAME, Tensor
 from fastserve.wire.apart import APART_BYTES
@@ -48,7 +47,6 @@ from fastserve.wire.grpc import Rpc
 
 # Fields of InferTensorContents by their numbers, named as the original names what they hold.
 _CONTENTS = ("", "BOOL", "INT32", "INT64", "UINT32", "UINT64", "FP32", "FP64", "BYTES")
-QUEUE_FULL = "Exceeds maximum queue size"
 DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
 Output = tuple[str, str, tuple[int, ...], None]
 
@@ -102,24 +100,17 @@ class Infer:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._door = HotDoor(service)
+        self._fast = FastGrpc(service)
 
     async def __call__(self, data: bytes, rpc: Rpc) -> bytes:
         """A serialized ModelInferResponse. Raises ServeError."""
         service = self._service
         outline = None if service.traces.on or service.forward_grpc else read_outline(data)
-        if outline is None:
-            return await self._infer(None, await service.apart(len(data), read_sent, data), rpc)
-        running = self._door.start(outline, rpc)
-        if running is None:
-            return await self._infer(outline, await service.apart(len(data), read_sent, data), rpc)
-        try:
-            return await running.answer
-        except asyncio.CancelledError:
-            running.pending.queue.cancel(running.pending)
-            raise
-        except ServeError as fault:
-            raise self._refuse(fault, read_sent(data)) from None
+        if outline is not None:
+            exchange = Awaited(rpc.received_ns)
+            if self._fast.start(outline, exchange, deadline_of(rpc)):
+                return await exchange.answer()
+        return await self._infer(outline, await service.apart(len(data), read_sent, data), rpc)
 
     async def _infer(self, outline: Outline | None, sent: Sent, rpc: Rpc) -> bytes:
         started_ns = monotonic_ns()
@@ -144,24 +135,19 @@ class Infer:
             raise self._refuse(fault, sent) from None
         service.traffic.count(plan.model, plan.version.number, monotonic_ns() - started_ns)
         if outline is not None:
-            self._door.learn(outline, plan, sent.message, job.body, job.request)
+            self._fast.learn(outline, plan, sent.message, job.body, job.request)
         return reply
 
     def _refuse(self, fault: ServeError, sent: Sent) -> ServeError:
-        told = tell(fault, sent)
+        told = tell(fault, sent.message.id)
         self._service.traffic.refused(sent.message.model_name, told.kind.name)
         return told
 
 
-def tell(fault: ServeError, sent: Sent) -> ServeError:
-    """A fault in the original's words; a full queue's name the request."""
-    if fault.message == QUEUED_TOO_LONG:  # the call's own deadline, not one of the model's queue policy
-        return fault
-    told = in_own_words(fault)
-    if told.kind is Kind.UNAVAILABLE and (told.retry_after_s is not None or told.message == QUEUE_FULL):
-        text = f"[request id: {sent.message.id or '<id_unknown>'}] {QUEUE_FULL}"
-        return ServeError(Kind.UNAVAILABLE, text, retry_after_s=told.retry_after_s)
-    return told
+def deadline_of(rpc: Rpc) -> int:
+    """When the client's time is up, 0 for never."""
+    left_s = rpc.seconds_left()
+    return 0 if left_s is None else monotonic_ns() + int(left_s * 1e9)
 
 
 def find_sent(service: Service, sent: Sent) -> Plan:
@@ -181,9 +167,8 @@ def make_job(service: Service, plan: Plan, sent: Sent, rpc: Rpc) -> Job:
     body = InferBody(message.id, _read_inputs(service, plan, sent), parameters=parameters)
     body.outputs = [read_output(one.name, one.parameters) for one in message.outputs]
     _check_rows(plan, body)
-    request, left_s = make_request(plan, body), rpc.seconds_left()
-    if left_s is not None:
-        request.deadline_ns = monotonic_ns() + int(left_s * 1e9)
+    request = make_request(plan, body)
+    request.deadline_ns = deadline_of(rpc)
     ranges = {part.name: part.range for part in reversed(body.outputs) if part.range is not None}
     return Job(plan, body, parameters, request, hold_rooms(service.regions, ranges))
 

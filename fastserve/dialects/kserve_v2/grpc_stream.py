@@ -17,7 +17,8 @@ from typing import Any
 
 from fastserve._ext.proto_wire import write_stream_response
 from fastserve.dialects.kserve_v2.answers import reply_parameters
-from fastserve.dialects.kserve_v2.grpc_infer import Job, Sent, collect_outputs, find_sent, make_job, tell
+from fastserve.dialects.kserve_v2.errors import tell
+from fastserve.dialects.kserve_v2.grpc_infer import Job, Sent, collect_outputs, find_sent, make_job
 from fastserve.dialects.kserve_v2.service import Service
 from fastserve.errors import ServeError
 from fastserve.request import InferResponse
@@ -114,7 +115,7 @@ class _Conversation:
         try:
             return make_job(self._service, find_sent(self._service, sent), sent, self._rpc)
         except ServeError as fault:
-            told = tell(fault, sent)
+            told = tell(fault, sent.message.id)
             self._service.traffic.refused(sent.message.model_name, told.kind.name)
             return write_stream_response(told.message, id=sent.message.id)
 
@@ -175,7 +176,7 @@ class _Conversation:
 
     def _write_fault(self, sent: Sent, job: Job, fault: ServeError, *, final: bool) -> bytes:
         """A model's error as a response. Raises ModelFault where it ends the stream."""
-        told = tell(fault, sent)
+        told = tell(fault, sent.message.id)
         self._service.traffic.refused(job.plan.model, told.kind.name)
         if self._ends_on_fault:
             raise ModelFault(told)

@@ -11,8 +11,8 @@ from fastserve.dialects.kserve_v2.body import InferBody, read_body, read_header
 from fastserve.dialects.kserve_v2.checks import check_inputs, check_outputs, deduce_raw
 from fastserve.dialects.kserve_v2.coding import SUPPORTED, UNSUPPORTED, choose_coding, unpack
 from fastserve.dialects.kserve_v2.errors import invalid, unsupported
-from fastserve.dialects.kserve_v2.fast_http import FastHttp
 from fastserve.dialects.kserve_v2.forwarding import headers_as_sent
+from fastserve.dialects.kserve_v2.http_fast import FastHttp
 from fastserve.dialects.kserve_v2.lookup import find_version, read_version
 from fastserve.dialects.kserve_v2.plans import Plan
 from fastserve.dialects.kserve_v2.routes import Target

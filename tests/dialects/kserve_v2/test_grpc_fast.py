@@ -14,7 +14,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from fastserve.dialects.kserve_v2.grpc_hot import HotDoor
+from fastserve.dialects.kserve_v2.grpc_fast import FastGrpc
 from tests.dialects.kserve_v2.grpc_rig import SERVICE, V2, GrpcServed, first_numbers, numbers, serving
 from tests.dialects.kserve_v2.test_fast import MODELS, write_models
 from tests.ext.wire_strategies import field
@@ -29,14 +29,13 @@ IDS = ["", "7", "é\n", "a" * 40]
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """What the fast path said, one by one."""
     said: list[bool] = []
-    start = HotDoor.start
+    start = FastGrpc.start
 
-    def noting(self: HotDoor, *given: Any) -> Any:
-        running = start(self, *given)
-        said.append(running is not None)
-        return running
+    def noting(self: FastGrpc, *given: Any) -> Any:
+        said.append(start(self, *given))
+        return said[-1]
 
-    monkeypatch.setattr(HotDoor, "start", noting)
+    monkeypatch.setattr(FastGrpc, "start", noting)
     return said
 
 
