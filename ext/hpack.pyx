@@ -80,13 +80,14 @@ class HpackFault(ValueError):
     MALFORMED is no HPACK. TABLE_SIZE: a size of the table that is not allowed, stands in the wrong place, or
     is missing after `limit_table`. After both the decoder is of no more use, and neither is the connection
     (RFC 9113 4.3: COMPRESSION_ERROR). LIST_TOO_LARGE: the list would have more than `list_bytes`; the block
-    was read to its end, and the next one can be decoded.
+    was read to its end, and the next one can be decoded. `fields` are the first ones of that list.
     """
 
-    def __init__(self, code: int, offset: int) -> None:
+    def __init__(self, code: int, offset: int, fields=()) -> None:
         super().__init__(f"{Fault(code).name} at byte {offset}")
         self.code = Fault(code)
         self.offset = offset
+        self.fields = list(fields)
 
 
 cdef tuple STATIC = tuple([
@@ -241,12 +242,10 @@ cdef class HpackDecoder:
             block.list_bytes += size_of(field)
             if block.list_bytes <= self.list_most:
                 fields.append(field)
-            else:
-                fields.clear()
         if not block.begun:
             self.begin(&block)
         if block.list_bytes > self.list_most:
-            raise HpackFault(Fault.LIST_TOO_LARGE, size)
+            raise HpackFault(Fault.LIST_TOO_LARGE, size, fields)
         return fields
 
     cdef int begin(self, Block* block) except -1:

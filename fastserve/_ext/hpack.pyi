@@ -13,7 +13,8 @@ class Fault(IntEnum):
 class HpackFault(ValueError):
     code: Fault
     offset: int
-    def __init__(self, code: int, offset: int) -> None: ...
+    fields: list[tuple[bytes, bytes]]
+    def __init__(self, code: int, offset: int, fields: Iterable[tuple[bytes, bytes]] = ()) -> None: ...
 
 class HpackDecoder:
     generation: int

@@ -91,6 +91,10 @@ class GrpcOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         7200.0
     )
     reflection: Annotated[bool, Meta(description="Answer gRPC reflection.")] = True
+    transport: Annotated[
+        Literal["native", "grpcio"],
+        Meta(description="What speaks HTTP/2: the server itself, or the library grpcio."),
+    ] = "grpcio"
 
 
 class TFServingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -187,6 +187,7 @@ class Front:
             nameless_health=names == ("kserve_v2",),  # as the original, which looks at no name
             access_log=log_rpc if self.settings.log.access else None,
             opening=self.opening,
+            limits=self.settings.limits,
         )
         if self.owner:
             check_free(listener.host, listener.port)

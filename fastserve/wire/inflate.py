@@ -22,30 +22,34 @@ def work_of(body: bytes | bytearray, limits: Limits) -> int:
     return len(body) * limits.inflate_ratio
 
 
-def inflate(body: bytes | bytearray, limits: Limits) -> bytes:
+def inflate(body: bytes | bytearray, limits: Limits, *, setting: str = "limits.inflated_bytes") -> bytes:
     """Decompress a whole body. Raises ServeError: INVALID_ARGUMENT for a broken or truncated one,
-    RESOURCE_EXHAUSTED (naming the limit) for one that grows too large."""
+    RESOURCE_EXHAUSTED for one that grows too large, which names the limit: `setting` is what
+    limits.inflated_bytes is called where it stands for another."""
     ceiling = min(limits.inflated_bytes, max(RATIO_FLOOR_BYTES, limits.inflate_ratio * len(body)))
     pieces: list[bytes] = []
     try:
-        _inflate_members(body, limits, ceiling, pieces)
+        _inflate_members(body, limits, ceiling, pieces, setting)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
     finally:
         pieces.clear()  # an error's traceback must not keep a bomb's output alive
 
 
-def _inflate_members(body: bytes | bytearray, limits: Limits, ceiling: int, pieces: list[bytes]) -> None:
+def _inflate_members(
+    body: bytes | bytearray, limits: Limits, ceiling: int, pieces: list[bytes], setting: str
+) -> None:
     view = memoryview(body)
     size = members = start = 0
     while start < len(view) or not members:
         members += 1
         if members > limits.body_chunks:
-            raise _too_large("Members of the compressed body", limits, "body_chunks")
+            raise _too_large("Members of the compressed body", limits.body_chunks, "limits.body_chunks")
         start, grown = _inflate_member(view, start, ceiling - size, pieces)
         size += grown
         if size > ceiling:
-            name = "inflated_bytes" if ceiling == limits.inflated_bytes else "inflate_ratio"
-            raise _too_large("Decompressed body", limits, name)
+            if ceiling == limits.inflated_bytes:
+                raise _too_large("Decompressed body", ceiling, setting)
+            raise _too_large("Decompressed body", limits.inflate_ratio, "limits.inflate_ratio")
         while start < len(view) and view[start] == 0:  # gzip allows zero padding after a member
             start += 1
 
@@ -72,6 +76,5 @@ def _inflate_member(view: memoryview, start: int, room: int, pieces: list[bytes]
     return start, size
 
 
-def _too_large(what: str, limits: Limits, name: str) -> ServeError:
-    limit = getattr(limits, name)
-    return ServeError(Kind.RESOURCE_EXHAUSTED, f"{what} over the limit of {limit} (setting limits.{name})")
+def _too_large(what: str, limit: int, setting: str) -> ServeError:
+    return ServeError(Kind.RESOURCE_EXHAUSTED, f"{what} over the limit of {limit} (setting {setting})")

@@ -29,7 +29,7 @@ from fastserve.wire.halves import Hangups
 from fastserve.wire.head import Head
 from fastserve.wire.http2.connection import Http2Connection
 from fastserve.wire.http2.shared import Shared
-from fastserve.wire.http2.stream import Service
+from fastserve.wire.http2.stream import Finder
 from fastserve.wire.http2.upgrade import Upgrade, offered_settings
 from fastserve.wire.pace import Verdict, slowness
 from fastserve.wire.replies import ReplyHeads
@@ -62,7 +62,7 @@ class HttpListener:
         reuse_port: bool = False,
         access_log: AccessLog | None = None,
         clock: Callable[[], float] = time.monotonic,
-        services: Sequence[Service] = (),
+        services: Sequence[Finder] = (),
         only_http2: bool = False,
     ) -> None:
         self.limits = limits

@@ -245,7 +245,9 @@ def test_a_list_of_just_its_limit() -> None:
     block = literal(*field, 0x00) * 3
     size = 3 * (ENTRY_BYTES + 9)
     assert HpackDecoder(list_bytes=size).decode(block) == [field] * 3
-    assert decode(HpackDecoder(list_bytes=size - 1), block) == "LIST_TOO_LARGE"
+    with pytest.raises(HpackFault) as fault:
+        HpackDecoder(list_bytes=size - 1).decode(block)
+    assert (fault.value.code, fault.value.fields) == (Fault.LIST_TOO_LARGE, [field] * 2)
 
 
 def test_the_table_never_holds_more_than_it_may() -> None:

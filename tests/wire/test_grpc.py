@@ -1,4 +1,4 @@
-"""The gRPC listener with real clients of grpcio."""
+"""The gRPC listener with real clients of grpcio, on both transports."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from grpc_reflection.v1alpha import reflection_pb2
 from fastserve.config import GrpcOptions
 from fastserve.errors import Kind, ServeError
 from fastserve.wire.grpc import GrpcListener, Method, Rpc
+from tests.transports import both_transports as both_transports
+from tests.transports import transport
 from tests.wire.kit import WAIT_S, until
 
 pytestmark = pytest.mark.lingers  # grpcio keeps its poller's thread and pipe
@@ -87,7 +89,7 @@ METHODS = [
 @contextlib.asynccontextmanager
 async def serving(*more: Method, **options: Any) -> AsyncIterator[tuple[GrpcListener, grpc.aio.Channel]]:
     descriptors, access_log = options.pop("descriptors", ()), options.pop("access_log", None)
-    usual = msgspec.structs.replace(GrpcOptions(), **options)
+    usual = msgspec.structs.replace(GrpcOptions(transport=transport()), **options)
     listener = GrpcListener(
         "127.0.0.1", 0, [*METHODS, *more], usual, descriptors=descriptors, access_log=access_log
     )
@@ -357,7 +359,7 @@ async def _await(call: Any) -> bytes:
 def test_a_taken_port_is_an_os_error() -> None:
     async def main() -> None:
         async with serving() as (listener, _):
-            second = GrpcListener("127.0.0.1", listener.address[1], [], GrpcOptions())
+            second = GrpcListener("127.0.0.1", listener.address[1], [], GrpcOptions(transport=transport()))
             with pytest.raises(OSError):
                 await second.open()
 

@@ -64,4 +64,4 @@ def _restrict(method: Method, wanted: tuple[str, str] | None) -> Method:
         async for piece in method.run(request, rpc):
             yield piece
 
-    return replace(method, run=stream if method.gives_stream else run)
+    return replace(method, run=stream if method.gives_stream else run, start=None)

@@ -77,6 +77,9 @@ class GrpcioRpc:
     def set_trailing(self, metadata: Sequence[tuple[str, str | bytes]]) -> None:
         self._context.set_trailing_metadata(tuple(metadata))
 
+    def compress(self) -> None:
+        self._context.set_compression(grpc.Compression.Gzip)
+
 
 def _as_bytes(value: str | bytes) -> bytes:
     return value if isinstance(value, bytes) else value.encode()

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
-from fastserve.config import GrpcOptions
+import msgspec
+
+from fastserve.config import GrpcOptions, Limits
 from fastserve.wire.grpc.health import Health
 from fastserve.wire.grpc.method import AccessLog, Method, Rpc, Terms
 from fastserve.wire.grpc.reflection import reflection_methods
@@ -41,6 +43,7 @@ class GrpcListener:
         nameless_health: bool = False,
         access_log: AccessLog | None = None,
         opening: Opening | None = None,
+        limits: Limits | None = None,
     ) -> None:
         self._place = (address, port)
         self._options = options
@@ -48,7 +51,9 @@ class GrpcListener:
         self._reuse_port = reuse_port
         self._health = Health(nameless=nameless_health)
         self._methods = (*methods, *_health_methods(self._health))
-        self._terms = Terms(options.message_bytes, access_log, opening or Opening())
+        most = options.message_bytes
+        limits = msgspec.structs.replace(limits or Limits(), inflated_bytes=most)
+        self._terms = Terms(most, limits, access_log, opening or Opening())
         self._transport: Transport | None = None
 
     async def open(self) -> None:
@@ -58,12 +63,17 @@ class GrpcListener:
         self._transport = transport
 
     def _make_transport(self) -> Transport:
-        from fastserve.wire.grpc.grpcio import GrpcioTransport
-
         methods = self._methods
         if self._options.reflection:
             methods += tuple(reflection_methods([method.service for method in methods], self._descriptors))
-        return GrpcioTransport(self._place, methods, self._options, self._terms, self._reuse_port)
+        given = self._place, methods, self._options, self._terms, self._reuse_port
+        if self._options.transport == "native":
+            from fastserve.wire.grpc.native import NativeTransport
+
+            return NativeTransport(*given)
+        from fastserve.wire.grpc.grpcio import GrpcioTransport
+
+        return GrpcioTransport(*given)
 
     @property
     def address(self) -> tuple[str, int]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from fastserve.config import Limits
 from fastserve.errors import Kind, ServeError
 from fastserve.wire.apart import Apart
 from fastserve.wire.opening import Opening
@@ -47,13 +48,38 @@ class Rpc(Protocol):
     def set_trailing(self, metadata: Sequence[tuple[str, str | bytes]]) -> None:
         """Metadata sent after the reply."""
 
+    def compress(self) -> None:
+        """Before the first message of the answer: compress them, if the client takes that."""
+
+
+class Exchange(Rpc, Protocol):
+    """A call that `Method.start` has taken, and answers once: with `reply`, or with `fail`. After the client
+    has gone both do nothing."""
+
+    deadline_ns: int
+    """As time.monotonic_ns counts; 0 without one."""
+    on_gone: Callable[[], object] | None
+    """Called once if the client leaves, or its time is up, before the answer."""
+
+    def reply(self, message: bytes | Sequence[bytes]) -> None:
+        """A serialized response, in one part or several."""
+
+    def fail(self, error: BaseException) -> None:
+        """A ServeError becomes the status of its kind; anything else is logged and not told."""
+
+    def refuse(self, fault: ServeError) -> None:
+        """End it with an error the client may read."""
+
 
 @dataclass(frozen=True, slots=True)
 class Method:
     """One RPC over bytes. `run` is a coroutine function of (request, rpc), or with `gives_stream` an
     async generator function; with `takes_stream` its request is an async iterator of what `read` gives.
     A client that leaves cancels `run`. One in the scope ADMIN is refused to what says that it comes from
-    a web page, as a proxy of gRPC-Web does."""
+    a web page, as a proxy of gRPC-Web does.
+
+    `start`, where there is one, is asked before `run` by a transport that can: it takes a serialized request
+    and says so, or returns False without a trace. It costs no task and no future."""
 
     path: str
     read: Callable[[bytes], Any]
@@ -62,6 +88,7 @@ class Method:
     takes_stream: bool = False
     gives_stream: bool = False
     scope: Scope | None = None
+    start: Callable[[bytes, Exchange], bool] | None = None
 
     @property
     def service(self) -> str:
@@ -72,7 +99,8 @@ class Method:
 class Terms:
     """What one listener holds all its methods to."""
 
-    most_bytes: int  # of a reply
+    most_bytes: int  # of a message
+    limits: Limits  # inflated_bytes are those of a message
     access_log: AccessLog | None
     opening: Opening
     apart: Apart = field(default_factory=Apart)

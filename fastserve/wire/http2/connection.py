@@ -63,7 +63,8 @@ class Http2Connection(asyncio.BufferedProtocol):
     def __init__(self, listener: HttpListener) -> None:
         limits = listener.limits
         self.listener = listener
-        self._reader = FrameReader(settings.FRAME_BYTES, limits.header_bytes, settings.CONTINUATIONS)
+        block_bytes = max(limits.header_bytes, settings.BLOCK_BYTES)
+        self._reader = FrameReader(settings.FRAME_BYTES, block_bytes, settings.CONTINUATIONS)
         self.intake = Intake(self, limits.header_bytes)
         self.sending = Sending(self)
         self.growth = Growth()

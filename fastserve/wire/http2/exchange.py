@@ -138,9 +138,6 @@ class Refusal:
         self._exchanges = exchanges
         self._fault = fault
 
-    def find(self, head: Head) -> Refusal:
-        return self
-
     def answer(self, stream: Http2Stream, body: bytes) -> None:
         self._exchanges.refuse(stream, self._fault)
 

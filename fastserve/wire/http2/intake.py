@@ -138,9 +138,10 @@ class Intake:
         listener = self._connection.listener
         try:
             fields = self._decode(block)
-        except HpackFault:
+        except HpackFault as fault:
             limit = listener.limits.header_bytes
-            return listener.http2.refusal(over_limit(431, "Header bytes", "header_bytes", limit))
+            refused = over_limit(431, "Header bytes", "header_bytes", limit)
+            return listener.http2.refusal(refused, fault.fields)
         head = listener.http2.find(fields)
         if generation == self._generation:
             if len(self._blocks) >= KNOWN_BLOCKS:

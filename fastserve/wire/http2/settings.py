@@ -17,6 +17,8 @@ LEAST_FRAME_BYTES = 16384
 STREAM_WINDOW = 1 << 20
 CONNECTION_WINDOW = 16 << 20
 FRAME_BYTES = 16384  # longest frame taken; longer ones would only keep a client's other streams waiting
+# A block is read to its end even when what it says is too large: then its request alone is refused.
+BLOCK_BYTES = 65536
 CONTINUATIONS = 16  # of one header block; a frame of it has room for 16 KiB
 
 _PAIR = struct.Struct(">HI")

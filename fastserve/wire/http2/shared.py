@@ -9,7 +9,7 @@ from fastserve.wire.faults import WireFault
 from fastserve.wire.head import Head
 from fastserve.wire.http2.exchange import Exchanges, Refusal
 from fastserve.wire.http2.heads import Fields, ReplyBlocks, read_head
-from fastserve.wire.http2.stream import Service
+from fastserve.wire.http2.stream import Finder
 
 if TYPE_CHECKING:
     from fastserve.wire.listener import HttpListener
@@ -22,10 +22,10 @@ KNOWN_HEAD_BYTES = 2048  # longer ones are read anew: what clients send must not
 class Shared:
     """One listener's. `services` are asked in turn who serves a head; plain HTTP takes what is left."""
 
-    def __init__(self, listener: HttpListener, services: Sequence[Service]) -> None:
+    def __init__(self, listener: HttpListener, services: Sequence[Finder]) -> None:
         self._listener = listener
         self.exchanges = Exchanges(listener)
-        self.services: list[Service] = [*services, self.exchanges]
+        self._services = tuple(services)
         self.blocks = ReplyBlocks()
         self.scratch = bytearray()
         self._heads: dict[tuple[tuple[bytes, bytes], ...], Head] = {}
@@ -51,17 +51,19 @@ class Shared:
         try:
             head = read_head(fields, self._listener.limits)
         except WireFault as fault:
-            return self.refusal(fault)
+            return self.refusal(fault, fields)
         self.serve(head)
         return head
 
     def serve(self, head: Head) -> None:
         """Find who serves it."""
-        head.service = next(found for service in self.services if (found := service.find(head)) is not None)
+        found = (service.find(head) for service in self._services)
+        head.service = next(filter(None, found), None) or self.exchanges.find(head)
 
-    def refusal(self, fault: WireFault) -> Head:
+    def refusal(self, fault: WireFault, fields: Fields) -> Head:
         """The head of requests that are answered with a fault."""
         head = Head(b"")
         head.body_bytes = -1
-        head.service = Refusal(self.exchanges, fault)
+        found = (service.refuse(fields, fault) for service in self._services)
+        head.service = next(filter(None, found), None) or Refusal(self.exchanges, fault)
         return head

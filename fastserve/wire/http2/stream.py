@@ -16,6 +16,7 @@ by the connection as bytes come.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fastserve.wire.http2.errors import ErrorCode
@@ -24,18 +25,27 @@ from fastserve.wire.http2.states import RECEIVING, TRANSITIONS, Event, State
 
 if TYPE_CHECKING:
     from fastserve.config import Limits
+    from fastserve.wire.faults import WireFault
     from fastserve.wire.head import Head
     from fastserve.wire.http2.connection import Http2Connection
 
 Piece = bytes | memoryview
 
 
+class Finder(Protocol):
+    """Who knows the services of some requests."""
+
+    def find(self, head: Head) -> Service | None:
+        """Who serves such requests, None when they are not its own. Asked once for each head."""
+
+    def refuse(self, fields: Sequence[tuple[bytes, bytes]], fault: WireFault) -> Service | None:
+        """Who answers requests that cannot be served, None when they are not its own. `fields` may be the
+        first ones only."""
+
+
 class Service(Protocol):
     """What streams carry. `head` and `stream.head` are shared by streams whose header blocks are equal; its
     `memo` is the service's own."""
-
-    def find(self, head: Head) -> Service | None:
-        """Who serves such requests, None when it is not this service's. Asked once for each head."""
 
     def answer(self, stream: Stream, body: bytes) -> None:
         """A whole request."""

@@ -1,0 +1,109 @@
+"""grpc_messages against its oracle: every split of a stream gives the same messages."""
+
+from __future__ import annotations
+
+import itertools
+import tracemalloc
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastserve._ext.grpc_messages import (
+    CLAIMED_BYTES,
+    PREFIX_BYTES,
+    MessageFault,
+    MessageReader,
+    frame_message,
+    message_prefix,
+    whole_message,
+)
+from tests.effort import examples
+from tests.oracles import grpc_messages as oracle
+
+MOST = 300
+FRAMED = st.builds(oracle.write, st.binary(max_size=60), st.booleans())
+STREAMS = st.lists(FRAMED, max_size=6).map(b"".join)
+ODD = st.binary(max_size=40) | st.builds(lambda n: oracle.write(bytes(n), False), st.integers(290, 310))
+
+
+def cut(stream: bytes, cuts: list[int]) -> list[bytes]:
+    places = [0, *sorted(at % (len(stream) + 1) for at in cuts), len(stream)]
+    return [stream[a:b] for a, b in itertools.pairwise(places)]
+
+
+def read(
+    pieces: list[bytes], most_bytes: int = MOST
+) -> tuple[list[tuple[bytes, bool]], int | None, bool, int]:
+    reader, messages, refused = MessageReader(most_bytes), [], None
+    for piece in pieces:
+        try:
+            messages += reader.feed(memoryview(piece))
+        except MessageFault as fault:
+            refused = fault.size
+            break
+    return messages, refused, reader.partial, reader.wanted
+
+
+@examples(300)
+@given(STREAMS | st.builds(bytes.__add__, STREAMS, ODD), st.lists(st.integers(0, 400), max_size=8))
+def test_any_split_gives_the_same_messages(stream: bytes, cuts: list[int]) -> None:
+    wanted, fault, left = oracle.read(stream, MOST)
+    messages, refused, partial, under_way = read(cut(stream, cuts))
+    assert refused == fault
+    if fault is None:
+        assert (messages, partial) == (wanted, bool(left))
+        length = int.from_bytes(left[1:5], "big") + PREFIX_BYTES if len(left) >= PREFIX_BYTES else 0
+        assert under_way == length
+    else:  # those of the refused piece are not handed out
+        assert messages == wanted[: len(messages)]
+
+
+@given(st.binary(max_size=80), st.booleans())
+def test_what_is_framed_is_read(message: bytes, compressed: bool) -> None:
+    framed = frame_message(message, compressed)
+    assert framed == oracle.write(message, compressed) == message_prefix(len(message), compressed) + message
+    assert read([framed])[0] == [(message, compressed)]
+    assert whole_message(framed, len(message)) == (None if compressed else message)
+    assert whole_message(framed, len(message) - 1 if message else 0) == (
+        b"" if not message and not compressed else None
+    )
+
+
+@given(STREAMS | ODD)
+def test_a_body_that_is_no_single_message_is_none(body: bytes) -> None:
+    messages, fault, left = oracle.read(body, MOST)
+    single = fault is None and not left and len(messages) == 1 and not messages[0][1]
+    assert whole_message(body, MOST) == (messages[0][0] if single else None)
+
+
+def test_every_split_of_a_large_message() -> None:
+    stream = oracle.write(bytes(range(256)) * 3, False) * 2
+    for at in range(len(stream)):
+        assert read([stream[:at], stream[at:]], 1000)[0] == oracle.read(stream, 1000)[0]
+
+
+def test_a_claimed_length_takes_no_memory_until_bytes_come() -> None:
+    reader = MessageReader(1 << 31)
+    tracemalloc.start()
+    reader.feed(message_prefix((1 << 31) - 1) + b"some")
+    claimed = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert claimed < CLAIMED_BYTES + 100_000
+    assert reader.wanted == (1 << 31) + PREFIX_BYTES - 1
+
+
+def test_a_message_beyond_the_claim_is_whole() -> None:
+    message = bytes(range(251)) * ((CLAIMED_BYTES + 5_000_000) // 251)
+    reader, piece, found = MessageReader(len(message)), 300_000, []
+    stream = memoryview(oracle.write(message, False))
+    for at in range(0, len(stream), piece):
+        found += reader.feed(stream[at : at + piece])
+    assert found == [(message, False)]
+
+
+def test_a_refused_length_takes_nothing() -> None:
+    reader = MessageReader(10)
+    with pytest.raises(MessageFault, match="a message of 11 bytes") as fault:
+        reader.feed(message_prefix(11))
+    assert fault.value.size == 11
