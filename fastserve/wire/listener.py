@@ -95,6 +95,7 @@ class HttpListener:
             listening.close()
             raise
         self.hangups.open()
+        self.http2.loop = loop
         self._listening = listening
         self._tick()
 

@@ -114,7 +114,8 @@ class Http2Connection(asyncio.BufferedProtocol):
     def _take(self, data: bytes | bytearray, nbytes: int) -> None:
         if self.over:
             return
-        self._out = []
+        if self._out is None:
+            self._out = []
         intake = self.intake
         try:
             for kind, flags, number, payload, value in self._reader.read(data, nbytes):
@@ -135,7 +136,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         except ConnectionFault as fault:
             self.fail(fault.code, fault.text)
         finally:
-            self._flush()
+            self.flush()
 
     def _control(self, kind: int, flags: int, number: int, payload: Any, value: int) -> None:
         if kind == WINDOW_UPDATE:
@@ -226,7 +227,8 @@ class Http2Connection(asyncio.BufferedProtocol):
         else:
             self._transport.write(piece)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Hand what was gathered to the socket in one piece."""
         out, self._out = self._out, None
         parts, self._parts = self._parts, False
         if out and not self._transport.is_closing():
@@ -262,8 +264,11 @@ class Http2Connection(asyncio.BufferedProtocol):
         """Send the end of a reply, or all of it."""
         if self._out is not None:
             self._out.append(data)
-        else:
+        elif len(self.intake.streams) == 1:
             self._transport.write(data)
+        else:  # others are likely to end in this turn of the loop too
+            self._out = [data]
+            self.listener.http2.flush_soon(self)
         self.sent_end(stream)
 
     def sent_end(self, stream: Stream) -> None:

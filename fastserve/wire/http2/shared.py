@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from fastserve.wire.http2.heads import Fields, ReplyBlocks, read_head
 from fastserve.wire.http2.stream import Finder
 
 if TYPE_CHECKING:
+    from fastserve.wire.http2.connection import Http2Connection
     from fastserve.wire.listener import HttpListener
 
 SCRATCH_BYTES = 1 << 18
@@ -28,12 +30,28 @@ class Shared:
         self._services = tuple(services)
         self.blocks = ReplyBlocks()
         self.scratch = bytearray()
+        self.loop: asyncio.AbstractEventLoop | None = None  # of an open listener
+        self._gathering: list[Http2Connection] = []
         self._heads: dict[tuple[tuple[bytes, bytes], ...], Head] = {}
 
     def open(self) -> None:
         """Before the first connection: a listener that has none needs no buffer."""
         if not self.scratch:
             self.scratch = bytearray(SCRATCH_BYTES)
+
+    def flush_soon(self, connection: Http2Connection) -> None:
+        """Flush this connection at the end of the loop's turn, with all the others that ask for it."""
+        if self.loop is None:
+            connection.flush()
+            return
+        if not self._gathering:
+            self.loop.call_soon(self._flush)
+        self._gathering.append(connection)
+
+    def _flush(self) -> None:
+        gathering, self._gathering = self._gathering, []
+        for connection in gathering:
+            connection.flush()
 
     def find(self, fields: Fields) -> Head:
         """The head of a request and who serves it: the same one for equal fields. Raises StreamFault."""
