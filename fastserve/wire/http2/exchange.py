@@ -186,6 +186,7 @@ class Exchange(Call):
         self._replied = True
         block = listener.http2.blocks.find(status, content_type, len(body))
         stream = self.carrier
+        stream.context = None  # or the two would wait for the collector
         if stream.state is not State.CLOSED:
             stream.connection.sending.reply(stream, block, body, b"")
 
@@ -197,6 +198,7 @@ class Exchange(Call):
         return block + write_fields(headers) if headers else block
 
     def _send(self, framed: bytes, body: bytes, mode: int) -> None:
+        self.carrier.context = None
         self.carrier.reply(framed, body)
 
     def stream(
@@ -246,6 +248,7 @@ class StreamedReply(Stream):
 
     def _send_end(self) -> None:
         self._send_piece(b"")
+        self._carrier.context = None
         self._carrier.finish()
 
     def _cut(self) -> None:

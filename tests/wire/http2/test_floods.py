@@ -25,6 +25,7 @@ from tests.wire.kit import Held, echo, limits
 END, HEADS = "END_STREAM", "END_HEADERS"
 HELD = [*GET[:3], (":path", "/held")]
 BIG = [*GET[:3], (":path", "/big")]
+PLAIN_GET = b"\x82\x86\x84\x41\x01a"  # GET http / with an authority that is indexed
 Flood = Callable[[Raw], Iterator[bytes]]
 
 
@@ -159,12 +160,16 @@ def test_a_bomb_of_indexed_headers_is_431_and_holds_little() -> None:
 
 def test_a_bomb_that_stays_in_the_table() -> None:
     raw = Raw({"/echo": echo}).greet()
+    raw.feed(raw.headers(1, GET, END, HEADS))
+    block = raw.encoder.encode(GET)
     tracemalloc.start()
-    for number in range(1, 401, 2):
-        raw.feed(raw.headers(number, [*GET, (f"x{number}", "y" * 4000)], END, HEADS))
+    for number in range(3, 1203, 2):
+        entry = b"\x40\x05x%04d\x7f\xa1\x1e" % number + b"y" * 4000  # a name, 4000 octets, to be indexed
+        raw.feed(raw.headers(number, [], END, HEADS, block=(block if number == 3 else PLAIN_GET) + entry))
         raw.pipe.sent = b""
     grown = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
+    assert not raw.pipe.ended
     assert grown < 100_000
 
 
