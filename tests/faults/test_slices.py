@@ -1,0 +1,195 @@
+"""How long the event loop is kept from everybody else by one large request: the longest turn, in CPU time.
+
+A server inside this process, whose loop is asked again and again how much of the processor it has used since.
+CPU time of one thread is neither the clients' nor the neighbours' on a busy machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import http.client
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+
+from fastserve.config import GrpcOptions, Limits, Listener, Settings
+from fastserve.server import Server
+from tests.dialects.kserve_v2 import client_models
+from tests.faults.rig import MESSAGES, SERVICE
+from tests.faults.test_counts import BACK
+from tests.server.rig import run
+
+MB = 1 << 20
+COUNT = 4 * MB  # numbers of a request or of a reply: 16 MB
+# Measured on a busy machine: 2 to 30 ms, and 130 for what the fast path prints (docs/security.md).
+# Strings that are read on the loop take 130.
+SLICE_S, PRINTED_S = 0.1, 0.8
+SUMS = """
+class Model:
+    def __init__(self, config): pass
+    def run(self, inputs):
+        return {"y": inputs["x"].sum(axis=1, keepdims=True)}
+"""
+FIRSTS = """
+class Model:
+    def __init__(self, config): pass
+    def run(self, inputs):
+        return {"y": inputs["x"][:, :1]}
+"""
+GROWS = """
+import numpy as np
+
+class Model:
+    def __init__(self, config): pass
+    def run(self, inputs):
+        return {"y": np.full((len(inputs["x"]), int(inputs["x"][0, 0])), 0.25, np.float32)}
+"""
+
+
+class Turns:
+    """The longest turn of the running loop since it was asked last."""
+
+    def __init__(self) -> None:
+        self._longest, self._began, self._over = 0.0, time.thread_time(), False
+        asyncio.get_running_loop().call_soon(self._turn)
+
+    def _turn(self) -> None:
+        now = time.thread_time()
+        self._longest, self._began = max(self._longest, now - self._began), now
+        if not self._over:
+            asyncio.get_running_loop().call_later(0.0005, self._turn)
+
+    def longest_s(self) -> float:
+        self._turn()
+        found, self._longest = self._longest, 0.0
+        return found
+
+    def close(self) -> None:
+        self._over = True
+
+
+@asynccontextmanager
+async def serving(folder: Path) -> AsyncIterator[tuple[str, str]]:
+    """Where HTTP and gRPC are served."""
+    settings = Settings(
+        repository=str(folder),
+        http=(Listener("127.0.0.1:0"),),
+        grpc=(Listener("127.0.0.1:0"),),
+        limits=Limits(body_bytes=256 * MB),
+        grpc_options=GrpcOptions(message_bytes=256 * MB),
+    )
+    server = Server(settings)
+    await server.open()
+    try:
+        http, grpc = (found[0].address[1] for found in (server.front.http, server.front.grpc))
+        yield f"127.0.0.1:{http}", f"127.0.0.1:{grpc}"
+    finally:
+        await server.drain(5)
+
+
+def post(place: str, path: str, body: bytes, **headers: str) -> bytes:
+    link = http.client.HTTPConnection(place, timeout=60)
+    try:
+        link.request("POST", path, body, {name.replace("_", "-"): value for name, value in headers.items()})
+        reply = link.getresponse()
+        data = reply.read()
+        assert reply.status == 200, data[:500]
+        return data
+    finally:
+        link.close()
+
+
+NUMBERS = b",".join([b"0.12345"] * (COUNT // 2))
+STRINGS = b",".join([b'"1\\u00e4345"'] * (COUNT // 2))
+
+
+Ask = Callable[[str, str], None]
+
+
+def v2(path: str, *, floats: int = 0, text: bytes = b"", binary: bool = False) -> Ask:
+    """A request over HTTP: `floats` zeros as raw bytes, or the text of numbers or strings."""
+
+    def ask(http_place: str, grpc_place: str) -> None:
+        datatype = "BYTES" if text.startswith(b'"') else "FP32"
+        one = {"name": "x", "datatype": datatype, "shape": [1, floats or text.count(b",") + 1]}
+        if floats:
+            said = {"inputs": [{**one, "parameters": {"binary_data_size": 4 * floats}}]}
+            header = json.dumps({**said, "parameters": {"binary_data_output": True}}).encode()
+            data = header + bytes(4 * floats)
+            post(http_place, path, data, Inference_Header_Content_Length=str(len(header)))
+            return
+        whole = json.dumps({"inputs": [{**one, "data": [0]}], "parameters": {"binary_data_output": binary}})
+        post(http_place, path, whole.encode().replace(b'"data": [0]', b'"data": [%b]' % text))
+
+    return ask
+
+
+def v1(http_place: str, grpc_place: str) -> None:
+    header = f'batch_size: 1 input {{ name: "x" dims: {COUNT} }} output {{ name: "y" }}'
+    post(http_place, "/api/infer/sums", bytes(4 * COUNT), NV_InferRequest=header)
+
+
+def predict(model: str, text: bytes) -> Ask:
+    def ask(http_place: str, grpc_place: str) -> None:
+        post(http_place, f"/v1/models/{model}:predict", text)
+
+    return ask
+
+
+def rpc(http_place: str, grpc_place: str) -> None:
+    made = MESSAGES.ModelInferRequest(model_name="sums", raw_input_contents=[bytes(4 * COUNT)])
+    made.inputs.add(name="x", datatype="FP32", shape=[1, COUNT])
+    options = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+    with grpc.insecure_channel(grpc_place, options=options) as channel:
+        assert channel.unary_unary(f"{SERVICE}ModelInfer")(made.SerializeToString(), timeout=60)
+
+
+INFER = "/v2/models/%s/infer"
+CASES = {
+    "v2, 16 MB raw": v2(INFER % "sums", floats=COUNT),
+    "v2, 16 MB raw both ways": v2(INFER % "free", floats=COUNT),
+    "v2, a long text of numbers": v2(INFER % "sums", text=NUMBERS),
+    "v2, a long text of strings": v2(INFER % "firsts", text=STRINGS),
+    "v2, 4 million numbers back": v2(INFER % "grows", text=b"%d" % COUNT),
+    "v2, 16 MB back": v2(INFER % "grows", text=b"%d" % COUNT, binary=True),
+    "v1, 16 MB raw": v1,
+    "predict, a long text of numbers": predict("sums", b'{"instances":[[%b]]}' % NUMBERS),
+    "predict, 4 million numbers back": predict("grows", b'{"instances":[[%d]]}' % COUNT),
+    "gRPC, 16 MB raw": rpc,
+}
+
+
+def write_repository(folder: Path) -> None:
+    side, one = {"dtype": "float32", "shape": [-1]}, {"dtype": "float32", "shape": [1]}
+    for name, source, output in (("sums", SUMS, one), ("grows", GROWS, side), ("free", BACK, side)):
+        client_models.write_native(folder, name, source, inputs={"x": side}, outputs={"y": output})
+    texts = {"dtype": "bytes", "shape": [-1]}
+    client_models.write_native(folder, "firsts", FIRSTS, inputs={"x": texts}, outputs={"y": texts})
+
+
+def test_no_turn_of_the_loop_is_long(tmp_path: Path) -> None:
+    """Each kind twice, since the second may meet what the first has taught."""
+    took: dict[str, float] = {}
+
+    async def work() -> None:
+        async with serving(tmp_path) as places:
+            turns = Turns()
+            for name, ask in [(name, ask) for name, ask in CASES.items() for _ in range(2)]:
+                turns.longest_s()
+                await asyncio.to_thread(ask, *places)
+                took[name] = max(took.get(name, 0.0), turns.longest_s())
+            turns.close()
+
+    write_repository(tmp_path)
+    gc.disable()  # this process holds all of the suite's objects, a server few
+    try:
+        run(work(), 120)
+    finally:
+        gc.enable()
+    for name, longest_s in took.items():
+        assert longest_s < (PRINTED_S if "numbers back" in name else SLICE_S), took
