@@ -94,7 +94,7 @@ class GrpcOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transport: Annotated[
         Literal["native", "grpcio"],
         Meta(description="What speaks HTTP/2: the server itself, or the library grpcio."),
-    ] = "grpcio"
+    ] = "native"
 
 
 class TFServingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

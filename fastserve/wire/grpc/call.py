@@ -149,7 +149,8 @@ class Call:
         if fault.size < 0:
             return ServeError(Kind.INTERNAL, "the flag of a message is neither 0 nor 1")
         most = self.head.calls.terms.most_bytes
-        text = f"the message has {fault.size} bytes, grpc_options.message_bytes allows {most}"
+        sizes = f"({fault.size} vs. {most})"  # in the words of gRPC's own library, which clients may look for
+        text = f"Received message larger than max {sizes}: grpc_options.message_bytes"
         return ServeError(Kind.RESOURCE_EXHAUSTED, text)
 
     def end_input(self) -> None:

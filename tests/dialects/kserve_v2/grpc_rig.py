@@ -10,10 +10,11 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from fastserve.config import AdminOptions, Listener, Settings
+from fastserve.config import AdminOptions, GrpcOptions, Listener, Settings
 from fastserve.protos import load
 from fastserve.server import Server
 from tests.server.rig import Served
+from tests.transports import transport
 
 V2 = load("kserve_v2")
 SERVICE = "/inference.GRPCInferenceService/"
@@ -54,6 +55,7 @@ async def serving(
 ) -> AsyncIterator[GrpcServed]:
     """An open server; afterwards nothing may be outstanding in any arena."""
     settings: dict[str, Any] = {"model_control": "explicit", "load_models": ("*",), "drain_s": 5.0, **changes}
+    settings.setdefault("grpc_options", GrpcOptions(transport=transport()))
     settings.setdefault("admin", AdminOptions(file_overrides=True, log_settings=True))
     here = (Listener("127.0.0.1:0"),)
     server = Server(Settings(repository=str(folder), http=here, grpc=here, **settings))

@@ -19,6 +19,7 @@ from tests.dialects.kserve_v2.grpc_rig import SERVICE, V2, GrpcServed, first_num
 from tests.dialects.kserve_v2.test_fast import MODELS, write_models
 from tests.ext.wire_strategies import field
 from tests.server.rig import run, write_model
+from tests.transports import both_transports as both_transports
 
 pytestmark = pytest.mark.lingers  # grpcio keeps its poller's thread and pipe
 VALUES = [0, 1, -7, 300, 13]

@@ -15,6 +15,8 @@ from fastserve.config import GrpcOptions
 from tests.dialects.kserve_v2.grpc_rig import SERVICE, V2, GrpcServed, numbers, refused, serving
 from tests.ext.wire_strategies import field, varint
 from tests.server.rig import HOLD, WAIT_S, release, run, seen, write_model
+from tests.transports import both_transports as both_transports
+from tests.transports import transport
 
 pytestmark = pytest.mark.lingers  # grpcio keeps its poller's thread and pipe
 SHORT_S, LONG_S = 0.2, 4.0  # the second has time to begin to run
@@ -208,7 +210,9 @@ def test_limits_of_messages(tmp_path: Path) -> None:
     write_model(tmp_path, max_batch_size=1000)
 
     async def work() -> None:
-        async with serving(tmp_path, grpc_options=GrpcOptions(message_bytes=4000)) as served:
+        async with serving(
+            tmp_path, grpc_options=GrpcOptions(message_bytes=4000, transport=transport())
+        ) as served:
             assert await served.infer(*[1.0] * 480) == [2.0] * 480
             large = numbers(*[1.0] * 900)
             code, text = await refused(served.send(large))

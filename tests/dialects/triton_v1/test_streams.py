@@ -16,6 +16,7 @@ from fastserve.dialects.triton_v1.streams import run_ahead
 from tests.dialects.triton_v1 import models
 from tests.dialects.triton_v1.rig import V1, make_request, read_response, rig, write_dense
 from tests.server.rig import run
+from tests.transports import both_transports as both_transports
 
 ONE = struct.pack("<i", 1)
 ECHO = 'batch_size: 1 input { name: "IN" } output { name: "OUT" }'
