@@ -18,6 +18,7 @@ from fastserve.errors import ConfigError
 NAMED: dict[str, dict[str, Any]] = {
     "http": {"names": ["--http"], "multiple": True, "metavar": "HOST:PORT[=DIALECT,...]"},
     "grpc": {"names": ["--grpc"], "multiple": True, "metavar": "HOST:PORT[=DIALECT,...]"},
+    "dialects": {"names": ["--dialect"], "multiple": True, "metavar": "MODULE:NAME"},
     "load_models": {"names": ["--load-model"], "multiple": True, "metavar": "NAME|*"},
     "keep_going": {"names": ["--keep-going"], "is_flag": True},
     "rate_limit_resources": {"names": ["--rate-limit-resource"], "multiple": True, "metavar": "NAME:COUNT"},
@@ -26,7 +27,7 @@ NAMED: dict[str, dict[str, Any]] = {
     "triton.trace_config": {"multiple": True, "metavar": "[triton,]SETTING=VALUE"},
 }
 SETTINGS_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-NO_FLAG = ("repository", "models", "model_defaults")
+NO_FLAG = ("repository", "models", "model_defaults", "dialect_options")
 COMMON = (
     "http",
     "grpc",

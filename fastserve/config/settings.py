@@ -246,6 +246,14 @@ class Settings(RepositorySettings, frozen=True, forbid_unknown_fields=True, kw_o
     allow_client_shm: Annotated[
         bool, Meta(description="Clients may name shared memory that tensors are read from and written to.")
     ] = False
+    dialects: Annotated[
+        tuple[Annotated[str, Meta(pattern=r"^[\w.]+:\w+$")], ...],
+        Meta(description="Dialects of your own: MODULE:NAME of a DialectSpec."),
+    ] = ()
+    dialect_options: Annotated[
+        dict[str, dict[str, Any]],
+        Meta(description="Options of dialects without a section here, by the dialect's name."),
+    ] = {}
     admin: AdminOptions = AdminOptions()
     limits: Limits = Limits()
     grpc_options: GrpcOptions = GrpcOptions()

@@ -8,8 +8,12 @@ another verb          405
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+from fastserve.config import Settings
+from fastserve.serving.dialect import Dialect, DialectSpec, HttpRoute, NoOptions, ServingContext
+from fastserve.wire.dialect import Route
+from fastserve.wire.scope import Scope
 
 if TYPE_CHECKING:
     from fastserve.wire import Call
@@ -18,21 +22,29 @@ if TYPE_CHECKING:
 CONTENT_TYPE = b"text/plain; charset=utf-8"
 
 
-class MetricsPort:
-    """Answers every target of its listener. `prepare` is asked on the loop for what writes the page."""
+ROUTE = HttpRoute("metrics", "/metrics[/]", {"GET": Scope.METRICS})
 
-    name = "metrics"
 
-    def __init__(self, prepare: Callable[[], Callable[[], bytes]]) -> None:
-        self._prepare = prepare
+class MetricsPort(Dialect):
+    """Answers every target of its listener."""
 
-    def route(self, method: str, target: str) -> Endpoint:
+    def __init__(self, context: ServingContext, options: NoOptions) -> None:
+        self._model_metrics = context.model_metrics
+
+    def route(self, method: str, target: str) -> Route:
         if method != "GET":
-            return refuse_method
-        return self.show if target.partition("?")[0] in ("/metrics", "/metrics/") else show_nothing
+            return Route(refuse_method, Scope.METRICS)
+        known = target.partition("?")[0] in ("/metrics", "/metrics/")
+        return Route(self.show if known else show_nothing, ROUTE.scopes[method])
+
+    def answer_unknown(self, call: Call) -> None:
+        show_nothing(call)
+
+    def route_unknown(self, method: str, target: str) -> Endpoint | None:
+        return refuse_method
 
     async def show(self, call: Call) -> None:
-        page = await asyncio.get_running_loop().run_in_executor(None, self._prepare())
+        page = await asyncio.get_running_loop().run_in_executor(None, self._model_metrics())
         call.reply(200, page, CONTENT_TYPE)
 
 
@@ -42,3 +54,19 @@ def show_nothing(call: Call) -> None:
 
 def refuse_method(call: Call) -> None:
     call.reply(405, b"", CONTENT_TYPE)
+
+
+def find_port(settings: Settings) -> int:
+    return settings.metrics_port if settings.allow_metrics else 0
+
+
+SPEC = DialectSpec(
+    name="metrics",
+    options=NoOptions,
+    build=MetricsPort,
+    routes=(ROUTE,),
+    unasked=False,
+    stands_in=True,
+    never_mixed=True,
+    own_port=find_port,
+)

@@ -12,12 +12,13 @@ while the server is full (hardening R15); a scrape is rendered beside the loop, 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from fastserve.metrics import CONTENT_TYPE, Heartbeat, Readiness, Registry
+from fastserve.metrics import CONTENT_TYPE
+from fastserve.serving.dialect import Dialect, DialectSpec, HttpRoute, NoOptions, ServingContext
+from fastserve.wire.dialect import Route
 from fastserve.wire.scope import Scope
 
 if TYPE_CHECKING:
@@ -27,39 +28,34 @@ if TYPE_CHECKING:
 JSON = b"application/json"
 METHODS = ("GET", "HEAD")
 NO_STORE = ((b"Cache-Control", b"no-store"),)
-SCOPES = {"/healthz/live": Scope.HEALTH, "/healthz/ready": Scope.HEALTH, "/metrics": Scope.METRICS}
+LIVE = HttpRoute("live", "/healthz/live", dict.fromkeys(METHODS, Scope.HEALTH))
+READY = HttpRoute("ready", "/healthz/ready", dict.fromkeys(METHODS, Scope.HEALTH))
+METRICS = HttpRoute("metrics", "/metrics", dict.fromkeys(METHODS, Scope.METRICS))
 
 
-class Ops:
-    """Routes of the `ops` dialect. All three objects stay the server's, and are only read. Without a registry
-    there is no page of metrics."""
+class Ops(Dialect):
+    """Routes of the `ops` dialect. What it shows of the context stays the server's, and is only read."""
 
-    name = "ops"
-
-    def __init__(
-        self,
-        readiness: Readiness,
-        heartbeat: Heartbeat,
-        registry: Registry | None,
-        more: Callable[[], Callable[[], bytes]] | None = None,
-    ) -> None:
-        self._readiness = readiness
-        self._heartbeat = heartbeat
-        self._registry = registry
-        self._more = more  # asked on the loop for what writes more of the page beside it
+    def __init__(self, context: ServingContext, options: NoOptions) -> None:
+        self._readiness = context.readiness
+        self._heartbeat = context.heartbeat
+        self._registry = context.registry
+        self._model_metrics = context.model_metrics
         self._render: asyncio.Future[bytes] | None = None
-        self._endpoints: dict[str, Endpoint] = {
-            "/healthz/live": self.show_live,
-            "/healthz/ready": self.show_ready,
+        self._routes: dict[str, tuple[HttpRoute, Endpoint]] = {
+            LIVE.path: (LIVE, self.show_live),
+            READY.path: (READY, self.show_ready),
         }
-        if registry is not None:
-            self._endpoints["/metrics"] = self.show_metrics
+        if context.settings.allow_metrics:
+            self._routes[METRICS.path] = METRICS, self.show_metrics
 
-    def route(self, method: str, target: str) -> Endpoint | None:
-        endpoint = self._endpoints.get(target.partition("?")[0])
-        if endpoint is None or method in METHODS:
-            return endpoint
-        return refuse_method
+    def route(self, method: str, target: str) -> Route | None:
+        row, endpoint = self._routes.get(target.partition("?")[0], (None, refuse_method))
+        if row is None:
+            return None
+        if method not in row.scopes:
+            return Route(refuse_method, Scope.HEALTH)
+        return Route(endpoint, row.scopes[method])
 
     def show_live(self, call: Call) -> None:
         heart = self._heartbeat
@@ -80,9 +76,7 @@ class Ops:
         """Scrapes that overlap share one rendering, which outlives a scraper that hangs up."""
         if self._render is None:
             loop = asyncio.get_running_loop()
-            more = self._more() if self._more is not None else bytes
-            registry = self._registry
-            assert registry is not None
+            more, registry = self._model_metrics(), self._registry
             self._render = loop.run_in_executor(None, lambda: registry.expose() + more())
             self._render.add_done_callback(self._forget_render)
         return await asyncio.shield(self._render)
@@ -97,3 +91,13 @@ def write_json(call: Call, status: int, body: object) -> None:
 
 def refuse_method(call: Call) -> None:
     call.reply(405, b'{"error":"use GET or HEAD"}', JSON, ((b"Allow", b"GET, HEAD"),))
+
+
+SPEC = DialectSpec(
+    name="ops",
+    options=NoOptions,
+    build=Ops,
+    routes=(LIVE, READY, METRICS),
+    unasked=False,
+    beside_others=True,
+)

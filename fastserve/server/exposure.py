@@ -6,9 +6,10 @@ import ipaddress
 import logging
 
 from fastserve.config import Listener, Settings
+from fastserve.server.speaking import find_specs
+from fastserve.wire.scope import Scope
 
 log = logging.getLogger(__name__)
-ADMINISTERED = ("kserve_v2", "triton_v1")  # the dialects that have calls for it
 
 
 def is_public(listener: Listener) -> bool:
@@ -23,10 +24,11 @@ def is_public(listener: Listener) -> bool:
 
 def exposures(settings: Settings) -> list[str]:
     """A sentence for each thing that whoever reaches a public address may do."""
+    administered = {spec.name for spec in find_specs(settings) if Scope.ADMIN in spec.scopes}
     open_to_all = [
         listener.address
         for listener in (*settings.http, *settings.grpc)
-        if is_public(listener) and (not listener.dialects or set(listener.dialects) & set(ADMINISTERED))
+        if is_public(listener) and (not listener.dialects or administered.intersection(listener.dialects))
     ]
     allowed = {
         "load and unload models": settings.model_control == "explicit",

@@ -12,10 +12,10 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fastserve.dialects.kserve_v2.repository import LoadOverride
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.overrides import Override
 from fastserve.repository.repository import Repository
+from fastserve.serving.model_control import LoadOverride
 
 
 class ClientLoads:

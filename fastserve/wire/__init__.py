@@ -6,7 +6,8 @@
 `fastserve.wire.grpc` is imported only when a gRPC listener is configured: messages of protobuf cost some MB.
 """
 
-from fastserve.wire.call import Call, Dialect, Endpoint
+from fastserve.wire.call import Call, Endpoint
+from fastserve.wire.dialect import HttpDialect, Route
 from fastserve.wire.inflate import inflate
 from fastserve.wire.listener import HttpListener, check_free
 from fastserve.wire.memory import keep_freed_memory
@@ -14,9 +15,10 @@ from fastserve.wire.stream import Stream
 
 __all__ = [
     "Call",
-    "Dialect",
     "Endpoint",
+    "HttpDialect",
     "HttpListener",
+    "Route",
     "Stream",
     "check_free",
     "inflate",

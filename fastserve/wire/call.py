@@ -14,7 +14,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from fastserve.tracing import choose_request_id
 from fastserve.wire.faults import JSON, error_body
@@ -263,12 +263,3 @@ class Call:
 
 
 Endpoint = Callable[[Call], Coroutine[Any, Any, None] | None]
-
-
-class Dialect(Protocol):
-    """One client API as the wire sees it: a name, and which targets are its own."""
-
-    name: str
-
-    def route(self, method: str, target: str) -> Endpoint | None:
-        """The endpoint of a target, None when it is not this dialect's. Depends on its arguments only."""

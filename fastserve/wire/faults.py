@@ -9,18 +9,16 @@ from __future__ import annotations
 import msgspec
 
 JSON = b"application/json"
-HTML = b"text/html"
 
 
 class WireFault(Exception):
     """One refusal. `cause` is a short fixed word, counted by the listener."""
 
-    def __init__(self, status: int, message: str, cause: str, content_type: bytes = JSON) -> None:
+    def __init__(self, status: int, message: str, cause: str) -> None:
         super().__init__(message)
         self.status = status
         self.cause = cause
-        self.content_type = content_type
-        self.body = message.encode() if content_type is HTML else error_body(message)
+        self.body = error_body(message)
 
 
 def error_body(message: str) -> bytes:
@@ -48,18 +46,11 @@ def too_slow(what: str, name: str, limit: float) -> WireFault:
     return WireFault(408, f"{what}: the limit is {limit:g} (setting limits.{name})", name)
 
 
-def html_page(status: int, phrase: str) -> str:
-    """The page TensorFlow Serving answers outside its API (spec/tfserving.md 1.2)."""
-    return (
-        f"<HTML><HEAD>\n<TITLE>{status} {phrase}</TITLE>\n</HEAD><BODY>\n<H1>{phrase}</H1>\n</BODY></HTML>\n"
-    )
-
-
 class UnknownMethod(WireFault):
-    """A well-formed method this server does not have, TRACE and CONNECT included. The dialect of a listener
-    that has no other may answer it as its original does."""
+    """A well-formed method this server does not have, TRACE and CONNECT included. A dialect that is by itself
+    on its listener may answer it as its original does."""
 
     def __init__(self, method: str, target: str) -> None:
-        super().__init__(501, html_page(501, "Not Implemented"), "method", HTML)
+        super().__init__(501, f"the method {method} is not implemented", "method")
         self.method = method
         self.target = target

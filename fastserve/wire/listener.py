@@ -21,8 +21,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from fastserve.config import Limits
-from fastserve.wire.call import Call, Dialect
+from fastserve.wire.call import Call
 from fastserve.wire.connection import Connection
+from fastserve.wire.dialect import HttpDialect
 from fastserve.wire.faults import over_limit
 from fastserve.wire.gate import shut_gate
 from fastserve.wire.halves import Hangups
@@ -31,6 +32,7 @@ from fastserve.wire.http2.connection import Http2Connection
 from fastserve.wire.http2.shared import Shared
 from fastserve.wire.http2.stream import Finder
 from fastserve.wire.http2.upgrade import Upgrade, offered_settings
+from fastserve.wire.opening import Opening
 from fastserve.wire.pace import Verdict, slowness
 from fastserve.wire.replies import ReplyHeads
 from fastserve.wire.router import Router
@@ -49,14 +51,15 @@ class HttpListener:
 
     `address` "" is every interface; "::" takes IPv4 as well. `clock` is in seconds and only ever
     compared with itself. `services` have the first choice of HTTP/2's streams (fastserve.wire.http2.stream);
-    with `only_http2` a connection has to begin with HTTP/2's preface.
+    with `only_http2` a connection has to begin with HTTP/2's preface. `origins` are of web pages that may use
+    the routes that administer.
     """
 
     def __init__(
         self,
         address: str,
         port: int,
-        dialects: Sequence[Dialect],
+        dialects: Sequence[HttpDialect],
         limits: Limits,
         *,
         reuse_port: bool = False,
@@ -64,9 +67,11 @@ class HttpListener:
         clock: Callable[[], float] = time.monotonic,
         services: Sequence[Finder] = (),
         only_http2: bool = False,
+        opening: Opening | None = None,
+        origins: Sequence[str] = (),
     ) -> None:
         self.limits = limits
-        self.router = Router(dialects)
+        self.router = Router(dialects, opening, origins)
         self.heads = ReplyHeads()
         self.access_log = access_log
         self.clock = clock

@@ -1,5 +1,5 @@
-"""The time in which a server listens and has no models yet: calls about health are answered, others are told
-to come again, in their dialect's form.
+"""The time in which a server listens and has no models yet: calls about health and scrapes of metrics are
+answered, others are told to come again, in their dialect's form.
 
 It listens first, so that an address that cannot be had is known before minutes of loading, and whoever asks
 meanwhile hears what is going on.
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 Refuse = Callable[["Call", ServeError], None]
 RETRY_AFTER_S = 1.0
+AT_ONCE = (Scope.HEALTH, Scope.METRICS)
 
 
 class Opening:
@@ -30,12 +31,12 @@ class Opening:
 
     def check(self, scope: Scope | None) -> None:
         """Raises ServeError UNAVAILABLE for what cannot be answered yet."""
-        if not self.done and scope is not Scope.HEALTH:
+        if not self.done and scope not in AT_ONCE:
             raise starting()
 
     def hold(self, endpoint: Endpoint, scope: Scope | None, refuse: Refuse) -> Endpoint:
         """The endpoint, which `refuse` stands in for until the server has opened."""
-        return endpoint if self.done or scope is Scope.HEALTH else Held(self, endpoint, refuse)
+        return endpoint if self.done or scope in AT_ONCE else Held(self, endpoint, refuse)
 
 
 class Held:

@@ -3,47 +3,43 @@
 A dialect's route() must depend on nothing but its arguments: what a model or a version is right now is
 for the endpoint to look up. Only targets that were answered 200 are remembered, so random paths
 neither fill the memory nor push good ones out.
+
+What a route's scope asks for is done here, for every dialect: before the server has opened, and to web pages
+of other sites, the dialect's own refusal stands in for the endpoint.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
-from fastserve.wire.call import Call, Dialect, Endpoint
-from fastserve.wire.faults import HTML, UnknownMethod, WireFault, html_page
+from fastserve.wire.call import Call, Endpoint
+from fastserve.wire.dialect import HttpDialect, KnowsTheUnknown, Route, answer_not_found
+from fastserve.wire.faults import UnknownMethod, WireFault
+from fastserve.wire.opening import Opening
 from fastserve.wire.replies import CLOSE
+from fastserve.wire.scope import guard
 
 if TYPE_CHECKING:
     from fastserve.wire.head import Head
 
 REMEMBERED_TARGETS = 1024
-_NOT_FOUND = html_page(404, "Not Found").encode()
-
-
-def answer_not_found(call: Call) -> None:
-    """The endpoint of targets no dialect of the listener knows (spec/tfserving.md 1.2)."""
-    call.reply(404, _NOT_FOUND, HTML, close=True)
-
-
-@runtime_checkable
-class AnswersAnyMethod(Protocol):
-    """A dialect that, alone on its listener, answers methods that are not HTTP's."""
-
-    def route_unknown(self, method: str, target: str) -> Endpoint | None:
-        """The endpoint, None for the wire's own refusal."""
 
 
 class Router:
-    """Targets to endpoints, over the dialects of one listener in their order."""
+    """Targets to endpoints, over the dialects of one listener in their order. `origins` are of web pages that
+    may administer."""
 
-    __slots__ = ("_alone", "_dialects", "_remembered")
+    __slots__ = ("_dialects", "_opening", "_origins", "_remembered", "_spokesman")
 
-    def __init__(self, dialects: Sequence[Dialect]) -> None:
+    def __init__(
+        self, dialects: Sequence[HttpDialect], opening: Opening | None = None, origins: Sequence[str] = ()
+    ) -> None:
         self._dialects = tuple(dialects)
-        self._alone = (
-            dialects[0] if len(dialects) == 1 and isinstance(dialects[0], AnswersAnyMethod) else None
-        )
+        self._opening = opening or Opening()
+        self._origins = origins
+        knowing = [dialect for dialect in dialects if isinstance(dialect, KnowsTheUnknown)]
+        self._spokesman = knowing[0] if len(knowing) == 1 else None
         self._remembered: dict[tuple[str, str], Endpoint] = {}
 
     def find(self, method: str, target: str) -> tuple[Endpoint, bool]:
@@ -52,20 +48,26 @@ class Router:
         if endpoint is not None:
             return endpoint, False
         for dialect in self._dialects:
-            endpoint = dialect.route(method, target)
-            if endpoint is not None:
-                return endpoint, True
+            route = dialect.route(method, target)
+            if route is not None:
+                return self._admit(dialect, route), True
+        if self._spokesman is not None:
+            return self._spokesman.answer_unknown, False
         return answer_not_found, False
+
+    def _admit(self, dialect: HttpDialect, route: Route) -> Endpoint:
+        guarded = guard(route.endpoint, route.scope, self._origins, dialect.refuse)
+        return self._opening.hold(guarded, route.scope, dialect.refuse)
 
     def refuse(self, call: Call, fault: WireFault) -> None:
         """Answer what the wire refuses, and close; an unknown method may be a dialect's to answer."""
         call.head.mode = CLOSE
-        if isinstance(fault, UnknownMethod) and self._alone is not None:
-            endpoint = self._alone.route_unknown(fault.method, fault.target)
+        if isinstance(fault, UnknownMethod) and self._spokesman is not None:
+            endpoint = self._spokesman.route_unknown(fault.method, fault.target)
             if endpoint is not None:
                 endpoint(call)
                 return
-        call.reply(fault.status, fault.body, fault.content_type)
+        call.reply(fault.status, fault.body)
 
     def remember(self, head: Head) -> None:
         """A target was answered 200: keep its route."""

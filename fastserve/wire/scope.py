@@ -18,10 +18,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from fastserve.errors import Kind, ServeError
+
 if TYPE_CHECKING:
     from fastserve.wire.call import Call, Endpoint
 
-Refuse = Callable[["Call", str], None]
+Refuse = Callable[["Call", ServeError], None]
 FROM_A_PAGE = "this call is refused to web pages of another site (admin.origins)"
 NOT_JSON = "this call is refused to web pages unless its Content-Type is application/json"
 
@@ -49,7 +51,7 @@ class Guarded:
     def __call__(self, call: Call) -> Coroutine[Any, Any, None] | None:
         fault = find_fault(call.header, self._origins)
         if fault:
-            self._refuse(call, fault)
+            self._refuse(call, ServeError(Kind.PERMISSION_DENIED, fault))
             return None
         return self._endpoint(call)
 

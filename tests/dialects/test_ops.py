@@ -8,11 +8,13 @@ import json
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
 from fastserve.dialects.ops import Ops
 from fastserve.metrics import Heartbeat, ModelReadiness, Readiness, Registry
+from fastserve.serving.dialect import NoOptions, ServingContext
 
 
 @dataclass
@@ -36,16 +38,22 @@ def registry() -> Iterator[Registry]:
     found.close()
 
 
+def make_ops(readiness: Readiness, heartbeat: Heartbeat, registry: Registry) -> Ops:
+    engine: Any = None  # of no interest here
+    context = ServingContext(engine=engine, registry=registry, readiness=readiness, heartbeat=heartbeat)
+    return Ops(context, NoOptions())
+
+
 @pytest.fixture
 def ops(registry: Registry) -> Ops:
-    return Ops(Readiness(), Heartbeat(), registry)
+    return make_ops(Readiness(), Heartbeat(), registry)
 
 
 async def ask_in_loop(ops: Ops, target: str, method: str = "GET") -> SpokenCall:
     call = SpokenCall()
-    endpoint = ops.route(method, target)
-    assert endpoint is not None
-    waits = endpoint(call)  # type: ignore[arg-type]
+    route = ops.route(method, target)
+    assert route is not None
+    waits = route.endpoint(call)  # type: ignore[arg-type]
     if inspect.isawaitable(waits):
         await waits
     return call
@@ -64,7 +72,7 @@ def test_a_server_nobody_declared_ready_is_not(ops: Ops) -> None:
 
 def test_ready_follows_the_servers_word_at_once(registry: Registry) -> None:
     readiness = Readiness()
-    ops = Ops(readiness, Heartbeat(), registry)
+    ops = make_ops(readiness, Heartbeat(), registry)
     readiness.ready, readiness.reason = True, ""
     readiness.models["digits"] = ModelReadiness(True, "", 2, 2)
     call = ask(ops, "/healthz/ready")
@@ -77,7 +85,7 @@ def test_ready_follows_the_servers_word_at_once(registry: Registry) -> None:
 
 def test_live_until_the_heart_stops(registry: Registry) -> None:
     heart = Heartbeat(stale_after_s=5.0)
-    ops = Ops(Readiness(), heart, registry)
+    ops = make_ops(Readiness(), heart, registry)
     assert ask(ops, "/healthz/live").status == 200
     heart.beat()
     assert json.loads(ask(ops, "/healthz/live").body) == {"live": True}

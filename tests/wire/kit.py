@@ -16,8 +16,10 @@ import msgspec
 import uvloop
 
 from fastserve.config import Limits
-from fastserve.wire import Call, Endpoint, HttpListener
+from fastserve.errors import ServeError
+from fastserve.wire import Call, Endpoint, HttpListener, Route
 from fastserve.wire.connection import Connection
+from fastserve.wire.scope import Scope
 
 T = TypeVar("T")
 WAIT_S = 10.0  # how long a test waits for something that must happen
@@ -56,15 +58,17 @@ class Clock:
 class Paths:
     """A dialect made of a dict from path to endpoint; other paths are not its own."""
 
-    name = "paths"
-
     def __init__(self, endpoints: Mapping[str, Endpoint]) -> None:
         self.endpoints = endpoints
         self.asked: list[tuple[str, str]] = []
 
-    def route(self, method: str, target: str) -> Endpoint | None:
+    def route(self, method: str, target: str) -> Route | None:
         self.asked.append((method, target))
-        return self.endpoints.get(target.partition("?")[0])
+        endpoint = self.endpoints.get(target.partition("?")[0])
+        return None if endpoint is None else Route(endpoint, Scope.INFER)
+
+    def refuse(self, call: Call, fault: ServeError) -> None:
+        call.reply(503, fault.message.encode(), b"text/plain")
 
 
 def echo(call: Call) -> None:

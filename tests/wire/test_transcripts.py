@@ -104,11 +104,12 @@ def test_an_upgrade_with_a_body_is_an_ordinary_request() -> None:
     assert [r.body for r in pipe.replies()] == [ANSWERS[POST], ANSWERS[GET]]
 
 
-def test_no_dialect_answers_404_as_a_page() -> None:
-    pipe = exchange(b"GET /nowhere HTTP/1.1\r\nHost: a\r\n\r\n")
-    (reply,) = pipe.replies()
-    assert (reply.status, reply.headers["content-type"], reply.closes) == (404, "text/html", True)
-    assert b"<H1>Not Found</H1>" in reply.body
+def test_what_nobody_has_a_path_or_words_for() -> None:
+    pipe = exchange(b"GET /nowhere HTTP/1.1\r\nHost: a\r\n\r\n" + GET)
+    reply, more = pipe.replies()
+    assert (reply.status, reply.headers["content-type"]) == (404, "application/json")
+    assert reply.body == b'{"error":"no API of this listener has this path"}'
+    assert more.status == 200
 
 
 def test_head_has_headers_and_no_body() -> None:

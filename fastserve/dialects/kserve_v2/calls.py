@@ -188,10 +188,6 @@ class AskSlowly:
             self._service.refuse(call, fault, self._target.model)
 
 
-def answer_forbidden(call: Call, text: str) -> None:
-    call.reply(403, error_body(text))
-
-
 def answer_not_found(call: Call) -> None:
     call.reply(404, error_body("Not Found"), TEXT)
 

@@ -17,7 +17,6 @@ from fastserve.dialects.kserve_v2.memory_calls import cuda_status, system_status
 from fastserve.dialects.kserve_v2.metadata import model_config, model_metadata, server_metadata
 from fastserve.dialects.kserve_v2.plans import Plan
 from fastserve.dialects.kserve_v2.repository import (
-    LoadOverride,
     check_repository,
     list_models,
     load_model,
@@ -25,6 +24,7 @@ from fastserve.dialects.kserve_v2.repository import (
 )
 from fastserve.dialects.kserve_v2.service import Service
 from fastserve.protos import Messages
+from fastserve.serving.model_control import LoadOverride
 
 _LOG_KINDS = {
     "log_info": ("bool_param", "boolean"),

@@ -14,53 +14,55 @@ from fastserve.dialects.kserve_v2.grpc_calls import Calls
 from fastserve.dialects.kserve_v2.grpc_infer import Infer, read_sent
 from fastserve.dialects.kserve_v2.grpc_restricted import restrict_methods
 from fastserve.dialects.kserve_v2.grpc_stream import stream
+from fastserve.dialects.kserve_v2.routes import RPCS, SERVICE
 from fastserve.dialects.kserve_v2.service import Service
 from fastserve.errors import ServeError
 from fastserve.protos import load
 from fastserve.wire.grpc import Method, Rpc
-from fastserve.wire.scope import Scope
-
-SERVICE = "/inference.GRPCInferenceService/"
 
 
 def make_methods(service: Service) -> list[Method]:
     """Every RPC, over bytes."""
     messages = load("kserve_v2")
     calls = Calls(service, messages)
-    plain: dict[str, tuple[Scope, Callable[[Any], Awaitable[Any]]]] = {
-        "ServerLive": (Scope.HEALTH, calls.server_live),
-        "ServerReady": (Scope.HEALTH, calls.server_ready),
-        "ModelReady": (Scope.HEALTH, calls.model_ready),
-        "ServerMetadata": (Scope.METADATA, calls.server_metadata),
-        "ModelMetadata": (Scope.METADATA, calls.model_metadata),
-        "ModelConfig": (Scope.METADATA, calls.model_config),
-        "ModelStatistics": (Scope.METADATA, calls.model_statistics),
-        "RepositoryIndex": (Scope.METADATA, calls.repository_index),
-        "RepositoryModelLoad": (Scope.ADMIN, calls.repository_model_load),
-        "RepositoryModelUnload": (Scope.ADMIN, calls.repository_model_unload),
-        "SystemSharedMemoryStatus": (Scope.METADATA, calls.system_shared_memory_status),
-        "SystemSharedMemoryRegister": (Scope.ADMIN, calls.system_shared_memory_register),
-        "SystemSharedMemoryUnregister": (Scope.ADMIN, calls.system_shared_memory_unregister),
-        "CudaSharedMemoryStatus": (Scope.METADATA, calls.cuda_shared_memory_status),
-        "CudaSharedMemoryRegister": (Scope.ADMIN, calls.cuda_shared_memory_register),
-        "CudaSharedMemoryUnregister": (Scope.ADMIN, calls.cuda_shared_memory_unregister),
-        "TraceSetting": (Scope.ADMIN, calls.trace_setting),  # the same calls show and change
-        "LogSettings": (Scope.ADMIN, calls.log_settings),
+    plain: dict[str, Callable[[Any], Awaitable[Any]]] = {
+        "ServerLive": calls.server_live,
+        "ServerReady": calls.server_ready,
+        "ModelReady": calls.model_ready,
+        "ServerMetadata": calls.server_metadata,
+        "ModelMetadata": calls.model_metadata,
+        "ModelConfig": calls.model_config,
+        "ModelStatistics": calls.model_statistics,
+        "RepositoryIndex": calls.repository_index,
+        "RepositoryModelLoad": calls.repository_model_load,
+        "RepositoryModelUnload": calls.repository_model_unload,
+        "SystemSharedMemoryStatus": calls.system_shared_memory_status,
+        "SystemSharedMemoryRegister": calls.system_shared_memory_register,
+        "SystemSharedMemoryUnregister": calls.system_shared_memory_unregister,
+        "CudaSharedMemoryStatus": calls.cuda_shared_memory_status,
+        "CudaSharedMemoryRegister": calls.cuda_shared_memory_register,
+        "CudaSharedMemoryUnregister": calls.cuda_shared_memory_unregister,
+        "TraceSetting": calls.trace_setting,
+        "LogSettings": calls.log_settings,
     }
     methods = [
-        Method(SERVICE + name, _reader(f"{name}Request"), _runner(run), _serialize, scope=scope)
-        for name, (scope, run) in plain.items()
+        _method(name, _reader(f"{name}Request"), _runner(run), _serialize) for name, run in plain.items()
     ]
-    methods.append(Method(SERVICE + "ModelInfer", bytes, Infer(service), bytes, scope=Scope.INFER))
-    run = partial(stream, service)
-    methods.append(Method(SERVICE + "ModelStreamInfer", read_sent, run, bytes, True, True, scope=Scope.INFER))
+    methods.append(_method("ModelInfer", bytes, Infer(service), bytes))
+    methods.append(_method("ModelStreamInfer", read_sent, partial(stream, service), bytes, streams=True))
     restricted = service.options.grpc_restricted_protocol
     return restrict_methods(methods, parse_restrictions("grpc_restricted_protocol", restricted))
 
 
-def descriptors() -> list[bytes]:
-    """What reflection shows: serialized FileDescriptorSets."""
-    return [load("kserve_v2").descriptor_set]
+def _method(
+    name: str,
+    read: Callable[[bytes], Any],
+    run: Callable[[Any, Any], Any],
+    write: Callable[[Any], bytes],
+    streams: bool = False,
+) -> Method:
+    path = SERVICE + name
+    return Method(path, read, run, write, streams, streams, scope=RPCS[path])
 
 
 def _reader(name: str) -> Callable[[bytes], Any]:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import base64
 import binascii
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from fastserve.dialects.kserve_v2.document import as_bool, as_string, find, members_of, read_json
 from fastserve.dialects.kserve_v2.errors import internal, invalid, unsupported
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.version import Version, VersionState
+from fastserve.serving.model_control import NOT_EXPLICIT, LoadOverride, RepositoryFace
 
-NOT_EXPLICIT = "explicit model load / unload is not allowed if polling is enabled"
 _STATES = {
     VersionState.START: "LOADING",
     VersionState.LOADING: "LOADING",
@@ -21,50 +20,6 @@ _STATES = {
     VersionState.UNLOADING: "UNLOADING",
     VersionState.END: "UNAVAILABLE",
 }
-
-
-@dataclass(slots=True)
-class LoadOverride:
-    """What a client loads in place of what is on disk. `config` is a ModelConfig as JSON text."""
-
-    config: str | None = None
-    files: dict[str, bytes] = field(default_factory=dict)
-
-
-class RepositoryFace(Protocol):
-    """The part of the server's repository a dialect sees. Every call raises ServeError."""
-
-    @property
-    def explicit(self) -> bool:
-        """Whether models are loaded and unloaded by clients."""
-        ...
-
-    async def names(self) -> list[str]:
-        """Every model there is a folder of."""
-        ...
-
-    async def load(self, name: str, override: LoadOverride | None) -> None:
-        """Returns when the model is up. NOT_FOUND when there is no such model or the override is unusable."""
-        ...
-
-    async def unload(self, name: str, dependents: bool) -> None:
-        """The versions are gone from the catalog at once; NOT_FOUND when the model was never loaded."""
-        ...
-
-
-class NoRepository:
-    """Where models cannot be loaded by clients: the library, and tests."""
-
-    explicit = False
-
-    async def names(self) -> list[str]:
-        return []
-
-    async def load(self, name: str, override: LoadOverride | None) -> None:
-        raise ServeError(Kind.UNAVAILABLE, NOT_EXPLICIT)
-
-    async def unload(self, name: str, dependents: bool) -> None:
-        raise ServeError(Kind.UNAVAILABLE, NOT_EXPLICIT)
 
 
 def read_index_request(body: bytes | bytearray) -> bool:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from fastserve.serving.dialect import HttpRoute
 from fastserve.wire.scope import Scope
 
 _MODEL = r"/v2/models/(?P<model>[^/]+)"
@@ -26,7 +27,7 @@ _ASK, _TEND = {"GET": Scope.METADATA}, {"GET": Scope.METADATA, "POST": Scope.ADM
 _PROBE, _INFER, _CHANGE = {"GET": Scope.HEALTH}, {"POST": Scope.INFER}, {"POST": Scope.ADMIN}
 
 # name of what is asked -> its pattern, and its verbs with their scopes, in the order they are tried
-ROUTES: tuple[tuple[str, str, Mapping[str, Scope]], ...] = (
+_TABLE: tuple[tuple[str, str, Mapping[str, Scope]], ...] = (
     ("server_metadata", r"/v2", _ASK),
     ("live", r"/v2/health/live", _PROBE),
     ("ready", r"/v2/health/ready", _PROBE),
@@ -50,7 +51,31 @@ ROUTES: tuple[tuple[str, str, Mapping[str, Scope]], ...] = (
         for verb in ("status", "register", "unregister")
     ),
 )
-_PATTERNS = tuple((name, re.compile(pattern), verbs) for name, pattern, verbs in ROUTES)
+_PATTERNS = tuple((name, re.compile(pattern), verbs) for name, pattern, verbs in _TABLE)
+
+
+def _readable(pattern: str) -> str:
+    """`/v2/models/MODEL[/versions/VERSION]/infer`"""
+    named = re.sub(r"\(\?P<(\w+)>[^)]*\)", lambda match: match[1].upper(), pattern)
+    return re.sub(r"\(\?:([^)]*)\)\?", r"[\1]", named)
+
+
+ROUTES = tuple(HttpRoute(name, _readable(pattern), verbs) for name, pattern, verbs in _TABLE)
+SERVICE = "/inference.GRPCInferenceService/"
+RPCS = {
+    SERVICE + name: scope
+    for scope, names in (
+        (Scope.HEALTH, ("ServerLive", "ServerReady", "ModelReady")),
+        (Scope.METADATA, ("ServerMetadata", "ModelMetadata", "ModelConfig", "ModelStatistics")),
+        (Scope.METADATA, ("RepositoryIndex", "SystemSharedMemoryStatus", "CudaSharedMemoryStatus")),
+        (Scope.INFER, ("ModelInfer", "ModelStreamInfer")),
+        (Scope.ADMIN, ("RepositoryModelLoad", "RepositoryModelUnload")),
+        (Scope.ADMIN, ("SystemSharedMemoryRegister", "SystemSharedMemoryUnregister")),
+        (Scope.ADMIN, ("CudaSharedMemoryRegister", "CudaSharedMemoryUnregister")),
+        (Scope.ADMIN, ("TraceSetting", "LogSettings")),  # the same calls show and change
+    )
+    for name in names
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,78 +5,52 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from time import monotonic_ns
-from typing import Protocol
 
 import msgspec
 
-from fastserve.config import AdminOptions, Limits, TritonOptions
+from fastserve.config import TritonOptions
 from fastserve.config.triton import parse_trace_config
 from fastserve.dialects.kserve_v2.controls import LogSettings, TraceSettings
 from fastserve.dialects.kserve_v2.errors import HTTP_STATUS, error_body, in_own_words, unsupported
 from fastserve.dialects.kserve_v2.forwarding import Forwarding
 from fastserve.dialects.kserve_v2.plans import Plan, Plans
-from fastserve.dialects.kserve_v2.repository import LoadOverride, RepositoryFace
 from fastserve.dialects.kserve_v2.statistics import Statistics
 from fastserve.dialects.kserve_v2.traces import Traced, Traces
 from fastserve.errors import ServeError
-from fastserve.metrics import Readiness, Registry, names
+from fastserve.metrics import names
 from fastserve.metrics.traffic import Traffic
-from fastserve.repository.catalog import Catalog
 from fastserve.repository.keepers import Keepers
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
-from fastserve.serving.shared_memory import Regions
+from fastserve.serving.dialect import ServingContext
+from fastserve.serving.model_control import LoadOverride
 from fastserve.wire.apart import Apart
 from fastserve.wire.call import Call
-from fastserve.wire.opening import Opening
 
 JSON = b"application/json"
 TEXT = b"text/plain"
 _OFF = "disabled. Start the server with '--admin-%s' to enable."
 
 
-class EngineFace(Protocol):
-    """The part of the engine a dialect sees."""
-
-    @property
-    def catalog(self) -> Catalog: ...
-
-    async def infer(self, version: Version, request: InferRequest) -> InferResponse: ...
-
-    def stream(self, version: Version, request: InferRequest) -> AsyncGenerator[InferResponse, None]: ...
-
-
 class Service:
     """One dialect's state in one front process, shared by its HTTP and gRPC halves."""
 
-    def __init__(
-        self,
-        engine: EngineFace,
-        registry: Registry,
-        limits: Limits,
-        regions: Regions,
-        repository: RepositoryFace,
-        readiness: Readiness,
-        options: TritonOptions | None = None,
-        log_level: str = "info",
-        admin: AdminOptions = AdminOptions(),  # noqa: B008 -- frozen
-        opening: Opening | None = None,
-    ) -> None:
+    def __init__(self, context: ServingContext, options: TritonOptions) -> None:
+        engine, registry, settings = context.engine, context.registry, context.settings
         self.engine = engine
         self.catalog = engine.catalog
         self._requests = registry.counters(names.REQUESTS)
-        self.limits = limits
-        self.regions = regions
-        self.repository = repository
-        self.opening = opening or Opening()
-        self.readiness = readiness  # of the server: every dialect says the same
+        self.limits = settings.limits
+        self.regions = context.regions
+        self.repository = context.repository
+        self.readiness = context.readiness  # of the server: every dialect says the same
         self.apart = Apart()
         self.plans = Plans(engine.catalog)
-        self.options = options or TritonOptions()
-        self.admin = admin
+        self.options = options
+        self.admin = settings.admin
         self.traces = Traces()
         self.trace = TraceSettings(parse_trace_config(self.options.trace_config), self.traces)
-        self.log = LogSettings(log_level)
+        self.log = LogSettings(settings.log.level)
         self.forward_http = Forwarding(self.options.http_header_forward_pattern)
         self.forward_grpc = Forwarding(self.options.grpc_header_forward_pattern)
         self.keepers = Keepers(engine.catalog)

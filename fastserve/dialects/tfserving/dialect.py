@@ -7,63 +7,71 @@ there comes before it on a listener.
 
 from __future__ import annotations
 
-from fastserve.config import Limits, TFServingOptions
+from fastserve.config import TFServingOptions
 from fastserve.dialects.tfserving.classify import VERBS, Examples
-from fastserve.dialects.tfserving.errors import invalid
+from fastserve.dialects.tfserving.errors import html_page, invalid
 from fastserve.dialects.tfserving.metadata import find_described, write_metadata
 from fastserve.dialects.tfserving.predict import Predict
-from fastserve.dialects.tfserving.routes import Target, VersionOverflow, is_api, parse_target, target_text
-from fastserve.dialects.tfserving.service import EngineFace, Service
+from fastserve.dialects.tfserving.routes import (
+    MONITORING,
+    PREFLIGHT,
+    Target,
+    VersionOverflow,
+    is_api,
+    parse_target,
+    target_text,
+)
+from fastserve.dialects.tfserving.service import Service
 from fastserve.dialects.tfserving.status import find_versions, write_status
 from fastserve.errors import ServeError
-from fastserve.metrics import Registry
+from fastserve.serving.dialect import Dialect, ServingContext
 from fastserve.wire.call import Call, Endpoint
-from fastserve.wire.opening import Opening
+from fastserve.wire.dialect import Route
+from fastserve.wire.scope import Scope
 
 HTML = b"text/html; charset=ISO-8859-1"
+PAGE = b"text/html"
 TEXT = b"text/plain"
 
 
-class TFServing:
-    """The dialect. Build one per engine; it holds no state but counters."""
+class TFServing(Dialect):
+    """The dialect of one front process. It holds no state but counters."""
 
-    name = "tfserving"
+    def __init__(self, context: ServingContext, options: TFServingOptions) -> None:
+        self._service = Service(context, options)
 
-    def __init__(
-        self,
-        engine: EngineFace,
-        registry: Registry,
-        options: TFServingOptions | None = None,
-        limits: Limits | None = None,
-        opening: Opening | None = None,
-    ) -> None:
-        self._service = Service(engine, options or TFServingOptions(), limits or Limits(), registry)
-        self._opening = opening or Opening()
-
-    def route(self, method: str, target: str) -> Endpoint | None:
-        """The endpoint of a target, None when it is not under /v1/ and not the metrics page."""
+    def route(self, method: str, target: str) -> Route | None:
+        """The route of a target, None when it is not under /v1/ and not the metrics page."""
         if is_api(target):
-            return self._opening.hold(self._route_api(method, target), None, self._put_off)
+            return self._route_api(method, target)
         options = self._service.options
         if options.monitoring and target.partition("?")[0].partition("#")[0] == options.monitoring_path:
-            return self._page if target == options.monitoring_path else self._wrong_page
+            page = self._page if target == options.monitoring_path else self._wrong_page
+            return Route(page, MONITORING.scopes[method])
         return None
 
-    def _route_api(self, method: str, target: str) -> Endpoint:
+    def _route_api(self, method: str, target: str) -> Route:
         if method == "OPTIONS":
-            return self._preflight
+            return Route(self._preflight, PREFLIGHT.scopes[method])
         try:
             parsed = parse_target(method, target)
         except VersionOverflow:
-            return self._overflow
+            return Route(self._overflow, Scope.METADATA)
         if parsed is None or (method == "POST" and parsed.verb not in ("predict", *VERBS)):
-            return Malformed(self._service, f"Malformed request: {method} {target_text(target)}")
+            text = f"Malformed request: {method} {target_text(target)}"
+            return Route(Malformed(self._service, text), Scope.METADATA)
         if method == "GET":
-            return Describe(self._service, parsed)
-        return (Predict if parsed.verb == "predict" else Examples)(self._service, parsed)
+            return Route(Describe(self._service, parsed), parsed.scope)
+        return Route((Predict if parsed.verb == "predict" else Examples)(self._service, parsed), parsed.scope)
 
-    def _put_off(self, call: Call, fault: ServeError) -> None:
+    def refuse(self, call: Call, fault: ServeError) -> None:
         self._service.refuse(call, "", fault)
+
+    def answer_unknown(self, call: Call) -> None:
+        call.reply(404, html_page(404, "Not Found"), PAGE, close=True)
+
+    def route_unknown(self, method: str, target: str) -> Endpoint | None:
+        return answer_not_implemented
 
     def _preflight(self, call: Call) -> None:
         origin = call.header(b"origin")
@@ -80,6 +88,11 @@ class TFServing:
         given = call.target.encode("latin-1")
         wanted = self._service.options.monitoring_path.encode()
         call.reply(400, b"Unexpected path: " + given + b". Should be " + wanted, TEXT)
+
+
+def answer_not_implemented(call: Call) -> None:
+    """A method that is none of HTTP's (spec 1.2)."""
+    call.reply(501, html_page(501, "Not Implemented"), PAGE, close=True)
 
 
 class Malformed:

@@ -36,6 +36,13 @@ def error_body(message: str) -> bytes:
     return write_error(message.encode("utf-8", "surrogateescape"))
 
 
+def html_page(status: int, phrase: str) -> bytes:
+    """What the original answers outside of its API (spec 1.2)."""
+    return (
+        f"<HTML><HEAD>\n<TITLE>{status} {phrase}</TITLE>\n</HEAD><BODY>\n<H1>{phrase}</H1>\n</BODY></HTML>\n"
+    ).encode()
+
+
 def writer_error(fault: WriterFault) -> ServeError:
     """Why outputs cannot be written, in the original's words (spec 3.1)."""
     if fault.code is WriterCode.NO_OUTPUTS:

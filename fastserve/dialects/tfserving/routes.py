@@ -12,11 +12,19 @@ import re
 from dataclasses import dataclass
 from urllib.parse import unquote_to_bytes
 
+from fastserve.serving.dialect import HttpRoute
 from fastserve.wire.scope import Scope
 
 _WHICH = rb"(?:(?:/versions/(\d+))|(?:/labels/([^/:]+)))?"
 _POST = re.compile(rb"/v1/models/([^/:]+)" + _WHICH + rb":(classify|regress|predict)", re.IGNORECASE)
 _GET = re.compile(rb"/v1/models(?:/([^/:]+))?" + _WHICH + rb"(?:/(metadata))?", re.IGNORECASE)
+_ANY = ("GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH")
+_MODEL = "/v1/models/NAME[/versions/N or /labels/L]"
+DESCRIBE = HttpRoute("describe", _MODEL + "[/metadata]", {"GET": Scope.METADATA})
+INFER = HttpRoute("infer", _MODEL + ":predict|classify|regress", {"POST": Scope.INFER})
+PREFLIGHT = HttpRoute("preflight", "/v1/...", {"OPTIONS": Scope.METADATA})
+MONITORING = HttpRoute("monitoring", "tfserving.monitoring_path", dict.fromkeys(_ANY, Scope.METRICS))
+ROUTES = (DESCRIBE, INFER, PREFLIGHT, MONITORING)
 INT64_MAX = 2**63 - 1
 INT64_DIGITS = 19
 
@@ -36,8 +44,9 @@ class Target:
 
     @property
     def scope(self) -> Scope:
-        """GETs describe, POSTs infer; nothing here administers."""
-        return Scope.METADATA if self.verb in ("", "metadata") else Scope.INFER
+        """What it lets its caller do."""
+        describes = self.verb in ("", "metadata")
+        return DESCRIBE.scopes["GET"] if describes else INFER.scopes["POST"]
 
 
 def is_api(target: str) -> bool:

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from time import monotonic_ns
-from typing import Protocol
 
 from fastserve.backends.base import wrong_rows_rank
-from fastserve.config import Limits, TFServingOptions
+from fastserve.config import TFServingOptions
 from fastserve.dialects.tfserving.errors import HTTP_STATUS, error_body
 from fastserve.dialects.tfserving.monitoring import Monitor
 from fastserve.errors import DeadlineError, Kind, ModelError, ServeError
-from fastserve.metrics import Registry
 from fastserve.metrics.traffic import Traffic
-from fastserve.repository.catalog import Catalog
 from fastserve.repository.keepers import Keepers
-from fastserve.repository.version import Version
-from fastserve.request import InferRequest, InferResponse
+from fastserve.serving.dialect import ServingContext
 from fastserve.wire.apart import Apart
 from fastserve.wire.call import Call
 from fastserve.wire.inflate import inflate, work_of
@@ -36,28 +32,18 @@ CORS_HEADERS: tuple[tuple[bytes, bytes], ...] = (
 )
 
 
-class EngineFace(Protocol):
-    """The part of the engine a dialect sees."""
-
-    @property
-    def catalog(self) -> Catalog: ...
-
-    async def infer(self, version: Version, request: InferRequest) -> InferResponse: ...
-
-
 class Service:
     """Reads what all bodies have in common and sends what all replies have in common."""
 
-    def __init__(
-        self, engine: EngineFace, options: TFServingOptions, limits: Limits, registry: Registry
-    ) -> None:
+    def __init__(self, context: ServingContext, options: TFServingOptions) -> None:
+        engine = context.engine
         self.engine = engine
         self.catalog = engine.catalog
         self.options = options
-        self.limits = limits
+        self.limits = context.settings.limits
         self.headers = CORS_HEADERS if options.cors else ()
         self.monitor = Monitor(engine.catalog.models)
-        self.traffic = Traffic(registry, "tfserving", engine.catalog.models)
+        self.traffic = Traffic(context.registry, "tfserving", engine.catalog.models)
         self.timeout_ns = options.rest_timeout_ms * 1_000_000
         self.keepers = Keepers(engine.catalog)
         self.apart = Apart()

@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.version import VersionState
-
-NOT_EXPLICIT = "explicit model load / unload is not allowed if polling is enabled"
-
-
-class Repository(Protocol):
-    """The part of the repository model control needs. Raises ServeError."""
-
-    @property
-    def explicit(self) -> bool:
-        """Whether models are loaded and unloaded by clients."""
-
-    async def names(self) -> list[str]:
-        """Every model folder, loaded or not."""
-
-    async def load(self, name: str, override: None) -> None: ...
-
-    async def unload(self, name: str, dependents: bool) -> None: ...
+from fastserve.serving.model_control import NOT_EXPLICIT, RepositoryFace
 
 
 class Control:
     """Loads and unloads where models are loaded by clients, and says so where not."""
 
-    def __init__(self, catalog: Catalog, repository: Repository) -> None:
+    def __init__(self, catalog: Catalog, repository: RepositoryFace) -> None:
         self._catalog = catalog
         self._repository = repository
 

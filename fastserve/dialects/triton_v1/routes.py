@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from urllib.parse import parse_qsl
 
+from fastserve.serving.dialect import HttpRoute
 from fastserve.wire.scope import Scope
 
 _TOP = re.compile(r"/api/(health|infer|status|modelcontrol|sharedmemorycontrol|repository)(.*)")
@@ -27,16 +28,27 @@ _REST = {
     ),
     "repository": re.compile(r"/(?P<action>index)"),
 }
-# place -> the verb it takes, and its scope
-PLACES = {
-    "health": ("GET", Scope.HEALTH),
-    "infer": ("POST", Scope.INFER),
-    "status": ("GET", Scope.METADATA),
-    "modelcontrol": ("POST", Scope.ADMIN),
-    "sharedmemorycontrol": ("POST", Scope.ADMIN),
-    "repository": ("GET", Scope.METADATA),
+_SHARED_STATUS = "sharedmemorycontrol/status"
+ROUTES = (
+    HttpRoute("health", "/api/health/live|ready", {"GET": Scope.HEALTH}),
+    HttpRoute("infer", "/api/infer/MODEL[/VERSION]", {"POST": Scope.INFER}),
+    HttpRoute("status", "/api/status[/MODEL]", {"GET": Scope.METADATA}),
+    HttpRoute("modelcontrol", "/api/modelcontrol/load|unload/MODEL", {"POST": Scope.ADMIN}),
+    HttpRoute("sharedmemorycontrol", "/api/sharedmemorycontrol/...", {"POST": Scope.ADMIN}),
+    HttpRoute(_SHARED_STATUS, "/api/sharedmemorycontrol/status", {"GET": Scope.METADATA}),
+    HttpRoute("repository", "/api/repository/index", {"GET": Scope.METADATA}),
+)
+_SCOPES = {route.name: route.scopes for route in ROUTES}
+SERVICE = "/nvidia.inferenceserver.GRPCService/"
+RPCS = {
+    SERVICE + "Health": Scope.HEALTH,
+    SERVICE + "Status": Scope.METADATA,
+    SERVICE + "Repository": Scope.METADATA,
+    SERVICE + "Infer": Scope.INFER,
+    SERVICE + "StreamInfer": Scope.INFER,
+    SERVICE + "ModelControl": Scope.ADMIN,
+    SERVICE + "SharedMemoryControl": Scope.ADMIN,
 }
-_SHARED_STATUS = ("GET", Scope.METADATA)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +80,8 @@ def parse_target(method: str, target: str) -> Target | int:
     place = top[1]
     found = _REST[place].fullmatch(top[2])
     shows = place == "sharedmemorycontrol" and top[2] == "/status"
-    verb, scope = _SHARED_STATUS if shows else PLACES[place]
-    if method != verb:
+    scopes = _SCOPES[_SHARED_STATUS if shows else place]
+    if method not in scopes:
         return 405
     if found is None:
         return 400
@@ -84,5 +96,5 @@ def parse_target(method: str, target: str) -> Target | int:
         int(given.get("offset", 0)),
         int(given.get("r_size") or given.get("c_size") or 0),
         dict(parse_qsl(query)).get("format", "") if query else "",
-        scope,
+        scopes[method],
     )

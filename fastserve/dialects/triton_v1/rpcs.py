@@ -24,6 +24,7 @@ from fastserve.dialects.triton_v1.hot_rpc import HotRpc
 from fastserve.dialects.triton_v1.inputs import Buffer, Entries, invalid
 from fastserve.dialects.triton_v1.names import CODE_OF, SUCCESS
 from fastserve.dialects.triton_v1.pages import write_index
+from fastserve.dialects.triton_v1.routes import RPCS, SERVICE
 from fastserve.dialects.triton_v1.service import Service
 from fastserve.dialects.triton_v1.shared_memory import list_regions, register_cuda
 from fastserve.dialects.triton_v1.status import write_status
@@ -32,32 +33,39 @@ from fastserve.engine import Took
 from fastserve.errors import Kind, ServeError
 from fastserve.protos import load
 from fastserve.wire.grpc import Method, Rpc
-from fastserve.wire.scope import Scope
 
 Run = Callable[[Any, Rpc], Awaitable[Any]]
 AHEAD = 16  # requests of one stream that are under way at once
-SERVICE = "/nvidia.inferenceserver.GRPCService/"
 
 
 def make_methods(service: Service) -> list[Method]:
     """Every RPC, over bytes."""
     rpcs, counts = Rpcs(service), service.statistics
     plain = {
-        "Status": (Scope.METADATA, _timed(rpcs.status, counts.status)),
-        "Health": (Scope.HEALTH, _timed(rpcs.health, counts.health)),
-        "ModelControl": (Scope.ADMIN, _timed(rpcs.control, counts.control)),
-        "SharedMemoryControl": (Scope.ADMIN, rpcs.shared_memory),
-        "Repository": (Scope.METADATA, _timed(rpcs.repository, counts.repository)),
+        "Status": _timed(rpcs.status, counts.status),
+        "Health": _timed(rpcs.health, counts.health),
+        "ModelControl": _timed(rpcs.control, counts.control),
+        "SharedMemoryControl": rpcs.shared_memory,
+        "Repository": _timed(rpcs.repository, counts.repository),
     }
     methods = [
-        Method(SERVICE + name, partial(read_message_of, f"{name}Request"), run, _serialize, scope=scope)
-        for name, (scope, run) in plain.items()
+        _method(name, partial(read_message_of, f"{name}Request"), run, _serialize)
+        for name, run in plain.items()
     ]
-    methods.append(Method(SERVICE + "Infer", read_sent, rpcs.infer, bytes, scope=Scope.INFER))
-    methods.append(
-        Method(SERVICE + "StreamInfer", read_sent, rpcs.stream, bytes, True, True, scope=Scope.INFER)
-    )
+    methods.append(_method("Infer", read_sent, rpcs.infer, bytes))
+    methods.append(_method("StreamInfer", read_sent, rpcs.stream, bytes, streams=True))
     return methods
+
+
+def _method(
+    name: str,
+    read: Callable[[bytes], Any],
+    run: Callable[[Any, Any], Any],
+    write: Callable[[Any], bytes],
+    streams: bool = False,
+) -> Method:
+    path = SERVICE + name
+    return Method(path, read, run, write, streams, streams, scope=RPCS[path])
 
 
 def _timed(run: Run, took: Took) -> Run:

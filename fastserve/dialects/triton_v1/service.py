@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from fastserve.dialects.triton_v1.answers import Answer, Answers
 from fastserve.dialects.triton_v1.control import Control
@@ -22,15 +22,12 @@ from fastserve.dialects.triton_v1.statistics import Statistics, VersionCounts
 from fastserve.dialects.triton_v1.text import quote
 from fastserve.engine import BatchQueue
 from fastserve.errors import DeadlineError, Kind, ServeError
-from fastserve.metrics import Readiness, Registry
 from fastserve.metrics.traffic import Traffic
 from fastserve.protos import load
-from fastserve.repository.catalog import Catalog
 from fastserve.repository.keepers import Keepers
 from fastserve.repository.version import Version
-from fastserve.request import InferRequest, InferResponse
-from fastserve.serving.shared_memory import Destination, Regions
-from fastserve.wire.opening import Opening
+from fastserve.serving.dialect import ServingContext
+from fastserve.serving.shared_memory import Destination
 
 if TYPE_CHECKING:
     from fastserve._ext.meter import Counter, Histogram
@@ -41,15 +38,6 @@ QUEUE_FULL = "Exceeds maximum queue size"
 NO_SEQUENCE = "non-zero or non-empty correlation ID"  # V1 has no sequences named by a string
 _V2_PREFIX = re.compile(r"\A\[request id: [^\]]*\] ")
 TOO_LATE = "Request timeout expired"
-
-
-class EngineFace(Protocol):
-    """The part of the engine a dialect sees."""
-
-    @property
-    def catalog(self) -> Catalog: ...
-
-    async def infer(self, version: Version, request: InferRequest) -> InferResponse: ...
 
 
 @dataclass(slots=True)
@@ -84,25 +72,15 @@ class Served:
 class Service:
     """One per front process, shared by all listeners."""
 
-    def __init__(
-        self,
-        engine: EngineFace,
-        registry: Registry,
-        readiness: Readiness,
-        control: Control,
-        shared: Regions,
-        origins: Sequence[str] = (),
-        opening: Opening | None = None,
-    ) -> None:
+    def __init__(self, context: ServingContext) -> None:
+        engine = context.engine
         self.engine = engine
         self.catalog = engine.catalog
-        self.readiness = readiness
-        self.opening = opening or Opening()
-        self.control = control
-        self.shared = shared
-        self.origins = origins  # of web pages that may use the routes that administer
+        self.readiness = context.readiness
+        self.control = Control(engine.catalog, context.repository)
+        self.shared = context.regions
         self.statistics = Statistics()
-        self.traffic = Traffic(registry, "triton_v1", engine.catalog.models)
+        self.traffic = Traffic(context.registry, "triton_v1", engine.catalog.models)
         self.started_ns = monotonic_ns()
         self.next_id: Callable[[], int] = itertools.count(1).__next__
         self._served: dict[tuple[str, int], Served] = {}

@@ -51,6 +51,7 @@ class GrpcListener:
         self._reuse_port = reuse_port
         self._health = Health(nameless=nameless_health)
         self._methods = (*methods, *_health_methods(self._health))
+        self.services = tuple(dict.fromkeys(method.service for method in methods))
         most = options.message_bytes
         limits = msgspec.structs.replace(limits or Limits(), inflated_bytes=most)
         self._terms = Terms(most, limits, access_log, opening or Opening())

@@ -211,7 +211,7 @@ def test_traces(tmp_path: Path) -> None:
             assert (await asked.http("/v2/models/twice/trace/setting", change))[0] == 200
             for _ in range(3):
                 assert (await asked.http(infer, TWO))[0] == 200
-            assert asked.server.front.traces.on  # for the other models
+            assert asked.server.front.dialects["kserve_v2"].traces.on  # for the other models
             (one,) = traced(tmp_path / "trace.1").values()
             given = {"name": "x", "data": "1.0,2.0", "shape": "1,2", "dtype": "FP32"}
             assert one["tensors"] == [
@@ -226,7 +226,7 @@ def test_traces(tmp_path: Path) -> None:
             for _ in range(2):
                 await asked.rpc("ModelInfer", request)
             assert (await asked.http(setting, {"trace_level": ["OFF"]}))[0] == 200
-            assert not asked.server.front.traces.on
+            assert not asked.server.front.dialects["kserve_v2"].traces.on
             assert (await asked.http(infer, TWO))[0] == 200
 
         assert [one["request_id"] for one in traced(file).values()] == ["rpc", "rpc"]

@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from fastserve.config import TFServingOptions
-from fastserve.dialects.tfserving import TFServing
+from fastserve.config import Settings, TFServingOptions
+from fastserve.dialects.tfserving.dialect import TFServing
 from fastserve.metrics import Registry
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.model_config import parse_model_config
 from fastserve.repository.version import Version, VersionState
 from fastserve.request import InferRequest, InferResponse
+from fastserve.serving.dialect import ServingContext
 from fastserve.tensor import DTYPES, Tensor
 
 REGISTRY = Registry()  # counts of every test; none is read back
@@ -150,7 +151,11 @@ def standard_engine() -> FakeEngine:
 
 
 def dialect_of(engine: FakeEngine, **options: Any) -> TFServing:
-    return TFServing(engine, REGISTRY, TFServingOptions(**{"result_keys": ("results",), **options}))
+    return TFServing(context_of(engine), TFServingOptions(**{"result_keys": ("results",), **options}))
+
+
+def context_of(engine: FakeEngine, **settings: Any) -> ServingContext:
+    return ServingContext(engine=engine, registry=REGISTRY, settings=Settings(**settings))  # type: ignore[arg-type]
 
 
 def ask(
@@ -163,9 +168,9 @@ def ask(
     """One call straight into the dialect. The target must be one of its own."""
     pairs = [(key.lower().encode(), value.encode()) for key, value in (headers or {}).items()]
     call = FakeCall(method, target, body.encode() if isinstance(body, str) else body, pairs)
-    endpoint = dialect.route(method, target)
-    assert endpoint is not None, "not a target of this dialect"
-    work = endpoint(call)  # type: ignore[arg-type]
+    route = dialect.route(method, target)
+    assert route is not None, "not a target of this dialect"
+    work = route.endpoint(call)  # type: ignore[arg-type]
     if inspect.iscoroutine(work):
         asyncio.run(work)
     assert call.answer is not None

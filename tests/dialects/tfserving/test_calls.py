@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 
 from fastserve.config import Limits, TFServingOptions
-from fastserve.dialects.tfserving import TFServing, classify, predict
+from fastserve.dialects.tfserving import classify, predict
+from fastserve.dialects.tfserving.dialect import TFServing
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.version import VersionState
 from fastserve.request import InferRequest, InferResponse
 from tests.dialects.tfserving.fakes import (
     HALF_PLUS_TWO,
-    REGISTRY,
     FakeCall,
     FakeEngine,
     ask,
+    context_of,
     dialect_of,
     half_plus_two,
     standard_engine,
@@ -70,7 +71,7 @@ def test_vector(vector: Vector) -> None:
 
 
 def test_results_under_both_keys_by_default() -> None:
-    dialect = TFServing(standard_engine(), REGISTRY)
+    dialect = TFServing(context_of(standard_engine()), TFServingOptions())
     body = '{"signature_name": "regress_x_to_y", "examples": [{"x": 2.0}]}'
     assert json.loads(ask(dialect, "POST", "/v1/models/m:regress", body).body) == {
         "results": [3.0],
@@ -93,7 +94,7 @@ def test_signatures_choose_inputs_and_outputs() -> None:
 
 
 def test_one_endpoint_serves_signatures_in_turn() -> None:
-    endpoint = dialect_of(dense_engine()).route("POST", "/v1/models/dense:predict")
+    endpoint = dialect_of(dense_engine()).route("POST", "/v1/models/dense:predict").endpoint
     assert endpoint is not None
 
     def send(body: bytes) -> Any:
@@ -233,7 +234,7 @@ def test_versions_come_and_go_under_one_endpoint() -> None:
     engine = FakeEngine()
     engine.serve("m", HALF_PLUS_TWO, half_plus_two, [1, 2])
     dialect = dialect_of(engine)
-    endpoint = dialect.route("POST", "/v1/models/m:predict")
+    endpoint = dialect.route("POST", "/v1/models/m:predict").endpoint
     assert endpoint is not None
     two = engine.catalog.models["m"].versions[2]
     engine.catalog.move(two, VersionState.UNLOADING)
@@ -300,7 +301,7 @@ def test_a_model_without_fixed_rows_takes_no_raw_body() -> None:
 def test_gzip_beyond_a_limit_is_an_empty_body() -> None:
     body = gzip.compress(b'{"instances": [1.0]}' + b" " * 100_000)
     headers = {"Content-Encoding": "gzip"}
-    small = TFServing(standard_engine(), REGISTRY, limits=Limits(inflated_bytes=1000))
+    small = TFServing(context_of(standard_engine(), limits=Limits(inflated_bytes=1000)), TFServingOptions())
     reply = ask(small, "POST", "/v1/models/m:predict", body, headers)
     assert error_of(reply.body) == "JSON Parse error: The document is empty"
     assert ask(dialect_of(standard_engine()), "POST", "/v1/models/m:predict", body, headers).status == 200
@@ -392,7 +393,7 @@ def test_a_depth_of_100_is_read() -> None:
 def test_the_metrics_page_is_opt_in_and_exact() -> None:
     path = "/monitoring/prometheus/metrics"
     assert dialect_of(standard_engine(), monitoring=False).route("GET", path) is None
-    dialect = TFServing(standard_engine(), REGISTRY, TFServingOptions(monitoring=True))
+    dialect = TFServing(context_of(standard_engine()), TFServingOptions(monitoring=True))
     ask(dialect, "POST", "/v1/models/m:predict", '{"instances": [1]}')
     ask(dialect, "GET", "/v1/models/nobody")
     for method in ("GET", "POST", "DELETE"):

@@ -1,0 +1,12 @@
+"""TensorFlow Serving's API, as the server knows it."""
+
+from __future__ import annotations
+
+from fastserve.config import TFServingOptions
+from fastserve.dialects.tfserving.dialect import TFServing
+from fastserve.dialects.tfserving.routes import ROUTES
+from fastserve.serving.dialect import DialectSpec
+
+SPEC = DialectSpec(
+    name="tfserving", options=TFServingOptions, section="tfserving", build=TFServing, routes=ROUTES
+)

@@ -1,0 +1,152 @@
+"""What a dialect says of itself, and what a front process gives the dialects it builds.
+
+    SPEC = DialectSpec(name="echo", options=NoOptions, build=Echo, routes=ROUTES)      echo/spec.py
+    SPECS = (..., ECHO)                                                                dialects/__init__.py
+
+The server knows specs, and nothing else of any dialect. The scope of every route and RPC stands in a spec's
+tables and nowhere else: the dialect reads it there, and the wire does what it asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+import msgspec
+
+from fastserve.config import Settings
+from fastserve.config.fields import convert
+from fastserve.metrics import Heartbeat, Readiness, Registry
+from fastserve.repository.catalog import Catalog
+from fastserve.repository.version import Version
+from fastserve.request import InferRequest, InferResponse
+from fastserve.serving.model_control import NoRepository, RepositoryFace
+from fastserve.serving.shared_memory import Regions
+from fastserve.wire.dialect import Route, refuse_plainly
+from fastserve.wire.scope import Scope
+
+if TYPE_CHECKING:
+    from fastserve.errors import ServeError
+    from fastserve.wire import Call
+    from fastserve.wire.grpc import Method
+
+Options = TypeVar("Options")
+# Called on the loop for what writes the page beside it.
+Page = Callable[[], Callable[[], bytes]]
+
+
+class EngineFace(Protocol):
+    """The part of the engine a dialect sees."""
+
+    @property
+    def catalog(self) -> Catalog: ...
+
+    async def infer(self, version: Version, request: InferRequest) -> InferResponse: ...
+
+    def stream(self, version: Version, request: InferRequest) -> AsyncGenerator[InferResponse, None]: ...
+
+
+@dataclass(kw_only=True)
+class ServingContext:
+    """What one front process has for all its dialects. They keep what they need of it and change nothing."""
+
+    engine: EngineFace
+    registry: Registry
+    settings: Settings = Settings()  # noqa: RUF009 -- frozen
+    repository: RepositoryFace = field(default_factory=NoRepository)
+    regions: Regions = field(default_factory=lambda: Regions(False))
+    readiness: Readiness = field(default_factory=Readiness)
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    model_metrics: Page = lambda: bytes
+    """What is measured of models: Triton's nv_* metrics, and those of the models' own."""
+
+
+class NoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of a dialect that has nothing to set."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpRoute:
+    """One row of a dialect's table. In `path` capitals stand for a client's words, brackets are round what
+    may be left out; the dialect matches as it likes. `scopes` are by verb."""
+
+    name: str
+    path: str
+    scopes: Mapping[str, Scope]
+
+
+class Dialect:
+    """A dialect as built for one front process, shared by its listeners. With `answer_unknown` and
+    `route_unknown` (wire.dialect.KnowsTheUnknown) it has words for what is nobody's."""
+
+    def route(self, method: str, target: str) -> Route | None:
+        """The route of an HTTP target, None when it is not this dialect's. Depends on its arguments only."""
+        return None
+
+    def refuse(self, call: Call, fault: ServeError) -> None:
+        """Answer a call that its scope holds back."""
+        refuse_plainly(call, fault)
+
+    def grpc_methods(self) -> list[Method]:
+        """The RPCs that the spec lists. Called where a gRPC listener speaks this dialect."""
+        return []
+
+    def close(self) -> None:
+        """The listeners are closed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DialectSpec(Generic[Options]):
+    """All that the server knows of a dialect."""
+
+    name: str
+    """In the configuration of listeners, and in metrics."""
+    options: type[Options]
+    """What can be set of it; NoOptions for nothing."""
+    build: Callable[[ServingContext, Options], Dialect]
+    """Called once per front process, if a listener speaks it."""
+    section: str = ""
+    """The field of the settings that holds the options; "": they are in `dialect_options`, under its name."""
+    routes: tuple[HttpRoute, ...] = ()
+    rpcs: Mapping[str, Scope] = field(default_factory=dict)
+    """By path, "/package.Service/Name". Reflection and grpc.health.v1 know the services from here."""
+    descriptors: Callable[[], list[bytes]] = list
+    """What reflection shows of the RPCs: serialized FileDescriptorSets."""
+    unasked: bool = True
+    """Spoken by listeners that name no dialect."""
+    beside_others: bool = False
+    """Spoken by every HTTP listener besides, but where one that stands in is alone."""
+    stands_in: bool = False
+    """Alone on a listener it is what its original is there: nothing is spoken beside it."""
+    never_mixed: bool = False
+    """Answers every path, so it has its listeners for itself."""
+    own_port: Callable[[Settings], int] = lambda settings: 0
+    """A port beside that of the first HTTP listener, on which this is spoken alone; 0 for none."""
+    any_health_name: bool = False
+    """Alone on a gRPC listener, grpc.health.v1 answers for the server under whatever name it is asked."""
+
+    @property
+    def services(self) -> tuple[str, ...]:
+        """The names of its gRPC services."""
+        return tuple(dict.fromkeys(path.split("/")[1] for path in self.rpcs))
+
+    @property
+    def scopes(self) -> set[Scope]:
+        """What its calls let clients do."""
+        return {*self.rpcs.values(), *(scope for route in self.routes for scope in route.scopes.values())}
+
+    def read_options(self, settings: Settings) -> Options:
+        """Its options as the settings have them. Raises ConfigError."""
+        if self.section:
+            options: Options = getattr(settings, self.section)
+            return options
+        given = settings.dialect_options.get(self.name, {})
+        return convert(given, self.options, f"dialect_options.{self.name}")
+
+    def methods_of(self, dialect: Dialect) -> list[Method]:
+        """The RPCs of what `build` gave. Raises RuntimeError when they are not those of the table."""
+        methods = dialect.grpc_methods()
+        if {method.path: method.scope for method in methods} != dict(self.rpcs):
+            raise RuntimeError(f"{self.name}: the RPCs, or their scopes, are not those of its spec")
+        return methods

@@ -1,0 +1,58 @@
+"""What the wire asks of a client API: which targets are its own, what each lets its caller do, and how it
+says no. Not what any of them answers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+
+from fastserve.errors import Kind, ServeError
+from fastserve.wire.faults import error_body
+
+if TYPE_CHECKING:
+    from fastserve.wire.call import Call, Endpoint
+    from fastserve.wire.scope import Scope
+
+
+class Route(NamedTuple):
+    """Where a target leads. What its scope asks for, the wire sees to before the endpoint is called."""
+
+    endpoint: Endpoint
+    scope: Scope
+
+
+class HttpDialect(Protocol):
+    """One client API on the listeners of one process."""
+
+    def route(self, method: str, target: str) -> Route | None:
+        """The route of a target, None when it is not this dialect's. Depends on its arguments only."""
+
+    def refuse(self, call: Call, fault: ServeError) -> None:
+        """Answer a call that its scope holds back: UNAVAILABLE before the server has opened,
+        PERMISSION_DENIED for pages of other sites."""
+
+
+@runtime_checkable
+class KnowsTheUnknown(Protocol):
+    """A dialect with words of its own for what is nobody's. They are used where no other dialect of the
+    listener has some."""
+
+    def answer_unknown(self, call: Call) -> None:
+        """The endpoint of targets that no dialect has a route for."""
+
+    def route_unknown(self, method: str, target: str) -> Endpoint | None:
+        """The endpoint of a method that is none of HTTP's (fastserve.wire.head.METHODS), None for the wire's
+        own refusal. Nothing of the request is read but its first line, and the connection closes."""
+
+
+def answer_not_found(call: Call) -> None:
+    """What nobody has words for."""
+    call.reply(404, error_body("no API of this listener has this path"))
+
+
+def refuse_plainly(call: Call, fault: ServeError) -> None:
+    """`HttpDialect.refuse` for who has no form of its own."""
+    again = fault.retry_after_s
+    headers = () if again is None else ((b"Retry-After", b"%d" % max(1, round(again))),)
+    status = 403 if fault.kind is Kind.PERMISSION_DENIED else 503
+    call.reply(status, error_body(fault.message), headers=headers)

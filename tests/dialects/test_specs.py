@@ -1,0 +1,133 @@
+"""What dialects say of themselves: every route and RPC has a scope, and calls have those of the tables."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+import pytest
+
+from fastserve.config import Settings
+from fastserve.config.settings import TFServingOptions
+from fastserve.dialects import SPECS
+from fastserve.metrics import Registry
+from fastserve.repository.catalog import Catalog
+from fastserve.serving.dialect import Dialect, DialectSpec, ServingContext
+from fastserve.wire.grpc import Method
+from fastserve.wire.scope import Scope
+
+ADMINISTERS = {
+    "kserve_v2": {
+        "POST /v2/logging", "POST /v2/trace/setting", "POST /v2/models/MODEL/trace/setting",
+        "POST /v2/repository[/REPOSITORY]/models/MODEL/load",
+        "POST /v2/repository[/REPOSITORY]/models/MODEL/unload",
+        *(
+            f"POST /v2/{kind}sharedmemory[/region/REGION]/{verb}"
+            for kind in ("system", "cuda")
+            for verb in ("register", "unregister")
+        ),
+        "RepositoryModelLoad", "RepositoryModelUnload", "TraceSetting", "LogSettings",
+        "SystemSharedMemoryRegister", "SystemSharedMemoryUnregister",
+        "CudaSharedMemoryRegister", "CudaSharedMemoryUnregister",
+    },
+    "triton_v1": {
+        "POST /api/modelcontrol/load|unload/MODEL", "POST /api/sharedmemorycontrol/...",
+        "ModelControl", "SharedMemoryControl",
+    },
+}  # fmt: skip
+# A word of a path -> what a client may write for it.
+SAID = {
+    "/...": "/unregisterall", "[/metadata]": "/metadata", "[/versions/N or /labels/L]": "/labels/new",
+    "live|ready": "ready", "load|unload": "load", ":predict|classify|regress": ":classify",
+    "tfserving.monitoring_path": "/monitoring/prometheus/metrics", "/v1/unregisterall": "/v1/anything",
+    "MODEL": "m", "NAME": "m", "VERSION": "7", "REPOSITORY": "r", "REGION": "x",
+}  # fmt: skip
+
+
+class NoEngine:
+    """What dialects are built over when nothing will be inferred."""
+
+    def __init__(self) -> None:
+        self.catalog = Catalog()
+
+    infer: Any = None
+    stream: Any = None
+
+
+@pytest.fixture(scope="module")
+def context() -> Any:
+    registry = Registry()
+    options = TFServingOptions(monitoring=True)
+    yield ServingContext(engine=NoEngine(), registry=registry, settings=Settings(tfserving=options))
+    registry.close()
+
+
+def built(spec: DialectSpec[Any], context: ServingContext) -> Dialect:
+    return spec.build(context, spec.read_options(context.settings))
+
+
+def targets(path: str) -> list[str]:
+    """What clients write for a path of the tables: with all that may be left out, and without."""
+    for word, said in SAID.items():
+        path = path.replace(word, said)
+    return [re.sub(r"\[([^]]*)\]", r"\1", path), re.sub(r"\[([^]]*)\]", "", path)]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_every_route_has_the_scope_of_its_row(spec: DialectSpec[Any], context: ServingContext) -> None:
+    dialect = built(spec, context)
+    for row in spec.routes:
+        assert row.scopes
+        for verb, scope in row.scopes.items():
+            assert isinstance(scope, Scope)
+            for target in targets(row.path):
+                route = dialect.route(verb, target)
+                assert route is not None, (verb, target)
+                assert route.scope is scope, (verb, target)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_every_rpc_has_the_scope_of_its_row(spec: DialectSpec[Any], context: ServingContext) -> None:
+    methods = spec.methods_of(built(spec, context))
+    assert {method.path: method.scope for method in methods} == spec.rpcs
+    assert all(isinstance(scope, Scope) for scope in spec.rpcs.values())
+    assert set(spec.services) == {method.service for method in methods}
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_what_administers_is_known(spec: DialectSpec[Any]) -> None:
+    """A new route that changes the server for everybody is written down here as well."""
+    routes = {
+        f"{verb} {row.path}"
+        for row in spec.routes
+        for verb, scope in row.scopes.items()
+        if scope is Scope.ADMIN
+    }
+    rpcs = {path.rpartition("/")[2] for path, scope in spec.rpcs.items() if scope is Scope.ADMIN}
+    assert routes | rpcs == ADMINISTERS.get(spec.name, set())
+
+
+def test_rpcs_that_are_not_those_of_the_spec_are_not_served(context: ServingContext) -> None:
+    class Forgetful(Dialect):
+        def grpc_methods(self) -> list[Method]:
+            return [Method("/a.B/Load", bytes, bytes, bytes, scope=Scope.INFER)]
+
+    told = {"/a.B/Load": Scope.ADMIN}
+    spec = DialectSpec(name="f", options=TFServingOptions, build=lambda *_: Forgetful(), rpcs=told)
+    with pytest.raises(RuntimeError, match="the RPCs, or their scopes, are not those of its spec"):
+        spec.methods_of(Forgetful())
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_options_are_those_of_the_settings(spec: DialectSpec[Any]) -> None:
+    assert type(spec.read_options(Settings())) is spec.options
+    if spec.section:
+        fields = {field.name: field.type for field in msgspec.structs.fields(Settings)}
+        assert fields[spec.section] is spec.options
+
+
+def test_names_are_told_apart() -> None:
+    assert len({spec.name for spec in SPECS}) == len(SPECS)
+    services = [service for spec in SPECS for service in spec.services]
+    assert sorted(services) == ["inference.GRPCInferenceService", "nvidia.inferenceserver.GRPCService"]
