@@ -206,7 +206,7 @@ def test_tensors_that_lie(tmp_path: Path, hot: bool) -> None:
 
 
 def test_limits_of_messages(tmp_path: Path) -> None:
-    """One that is too large, or unpacks to it. The words are grpcio's."""
+    """One that is too large, or unpacks to it."""
     write_model(tmp_path, max_batch_size=1000)
 
     async def work() -> None:
@@ -218,7 +218,7 @@ def test_limits_of_messages(tmp_path: Path) -> None:
             code, text = await refused(served.send(large))
             assert (code, f"({len(large)} vs. 4000)" in text) == ("RESOURCE_EXHAUSTED", True), text
             code, text = await refused(served.send(large, compression=grpc.Compression.Gzip))
-            assert (code, text) == ("RESOURCE_EXHAUSTED", "Decompressed message larger than max")
+            assert (code, text[:13]) == ("RESOURCE_EXHAUSTED", "Decompressed "), text
             bomb = bytes(50_000_000)  # 50 kB packed
             assert (await refused(served.send(bomb, compression=grpc.Compression.Gzip)))[0] == code
             assert await served.infer(3) == [6]
