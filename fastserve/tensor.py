@@ -57,6 +57,13 @@ DTYPES: dict[str, DType] = {
 }
 DTYPE_BY_CODE: dict[int, DType] = {dtype.code: dtype for dtype in DTYPES.values()}
 
+ARRAY_CODE: dict[str, str] = {
+    "uint8": "B", "uint16": "H", "uint32": "I", "uint64": "Q",
+    "int8": "b", "int16": "h", "int32": "i", "int64": "q",
+    "float32": "f", "float64": "d",
+}  # fmt: skip
+"""DType.name -> the typecode of `array` and of memoryviews, for the numbers that Python has."""
+
 _KSERVE_OWN = {"float16": "FP16", "bfloat16": "BF16", "float32": "FP32", "float64": "FP64"}
 KSERVE_NAME: dict[str, str] = {
     name: _KSERVE_OWN.get(name, name.upper()) for name in DTYPES if not name.startswith("complex")

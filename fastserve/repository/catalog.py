@@ -58,6 +58,8 @@ class Catalog:
             raise ValueError(f"{version!r} cannot become {to.name}")
         version.state = to
         version.error = error
+        if to is VersionState.END:
+            version.view = None
         self._changed(version)
 
     def _changed(self, version: Version) -> None:

@@ -171,7 +171,13 @@ def with_tensors(
     if config.triton is None:
         return config
     completed = complete(triton_view(config, ""), inputs, outputs)
-    return msgspec.structs.replace(config, options=options_of(completed), triton=to_json(completed))
+    return msgspec.structs.replace(
+        config,
+        inputs=_tensors(completed.input),
+        outputs=_tensors(completed.output),
+        options=options_of(completed),
+        triton=to_json(completed),
+    )
 
 
 def amend(config: ModelConfig, fields: Mapping[str, Any]) -> ModelConfig:

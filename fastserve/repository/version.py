@@ -42,8 +42,8 @@ class Version:
     """One version of a model. Only the catalog moves it from state to state.
 
     `inputs` and `outputs` are the model's own tensors; empty until `describe` when the model
-    tells them only once it is loaded. `queue` and `counters` belong to the engine and are opaque
-    here.
+    tells them only once it is loaded. `scheduler` and `counters` belong to the engine, `view` to the
+    serving floor: they are opaque here.
     """
 
     __slots__ = (
@@ -59,6 +59,7 @@ class Version:
         "scheduler",
         "signatures",
         "state",
+        "view",
     )
 
     def __init__(self, model: str, number: int, folder: Path, config: ModelConfig) -> None:
@@ -73,6 +74,7 @@ class Version:
         self.signatures: dict[str, Signature] = {}
         self.scheduler: object | None = None
         self.counters: object | None = None
+        self.view: object | None = None
         if self.inputs and self.outputs:
             self.signatures = build_signatures(config, self.inputs, self.outputs)
 

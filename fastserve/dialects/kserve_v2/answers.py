@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 from fastserve.dialects.kserve_v2.body import InferBody, OutputPart
-from fastserve.dialects.kserve_v2.classes import classify
 from fastserve.dialects.kserve_v2.coding import Coding, choose_coding, pack
+from fastserve.dialects.kserve_v2.metadata import datatype_of
 from fastserve.dialects.kserve_v2.parameters import Parameters
-from fastserve.dialects.kserve_v2.plans import Plan, to_client_shape
 from fastserve.dialects.kserve_v2.replies import OutputReply, write_reply
 from fastserve.dialects.kserve_v2.service import JSON
 from fastserve.request import InferResponse
+from fastserve.serving.classification import Class, check_order, classify
+from fastserve.serving.model_view import ModelView
 from fastserve.serving.shared_memory import Destination, Range
-from fastserve.tensor import Tensor
+from fastserve.tensor import DTYPES, Tensor
 from fastserve.wire.apart import Apart
 from fastserve.wire.call import Call
 
@@ -50,7 +52,7 @@ class Asked:
 
 
 def write_answer(
-    plan: Plan, asked: Asked, response: InferResponse, request_id: str, rooms: Mapping[str, Destination]
+    plan: ModelView, asked: Asked, response: InferResponse, request_id: str, rooms: Mapping[str, Destination]
 ) -> tuple[int, bytes]:
     """The reply, and how much of it is JSON when that is not all. Raises ServeError."""
     outputs = [_answer_output(plan, asked, name, t, rooms) for name, t in response.outputs.items()]
@@ -59,21 +61,34 @@ def write_answer(
     return (len(header), b"".join((header, *blobs))) if any(map(len, blobs)) else (0, header)
 
 
-def client_tensor(plan: Plan, name: str, tensor: Tensor) -> Tensor:
+def client_tensor(plan: ModelView, name: str, tensor: Tensor) -> Tensor:
     """An output in the shape clients see."""
     shape = client_shape(plan, name, tensor.shape)
     return tensor if shape is tensor.shape else Tensor(tensor.dtype, shape, tensor.data)
 
 
-def client_shape(plan: Plan, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+def client_shape(plan: ModelView, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape clients see of an output."""
-    side = plan.outputs.get(name)
-    if side is None or side.dims == side.model_dims:
-        return shape
-    return to_client_shape(side, shape, plan.max_batch_size > 0)
+    return plan.client_shape(name, shape)
 
 
-def reply_parameters(plan: Plan, asked: Parameters, response: InferResponse) -> Mapping[str, object]:
+def best_classes(plan: ModelView, name: str, tensor: Tensor, most: int) -> Tensor:
+    """The classification extension (spec 5): `VALUE:INDEX` or `VALUE:INDEX:LABEL` as BYTES [rows?, classes].
+    Raises ServeError for a type that has no order."""
+    check_order(tensor, "output", datatype_of(tensor.dtype))
+    rows = classify(tensor, most, plan.labels(name), batching=plan.batching)
+    shape = (len(rows), min(most, prod(tensor.shape[plan.batching :])))
+    texts = [_describe(one) for row in rows for one in row]
+    packed = b"".join(len(text).to_bytes(4, "little") + text for text in texts)
+    return Tensor(DTYPES["bytes"], shape if plan.batching else shape[1:], packed)
+
+
+def _describe(one: Class) -> bytes:
+    number = str(one.value) if isinstance(one.value, int) else f"{one.value:f}"
+    return f"{number}:{one.idx}:{one.label}".encode() if one.label else f"{number}:{one.idx}".encode()
+
+
+def reply_parameters(plan: ModelView, asked: Parameters, response: InferResponse) -> Mapping[str, object]:
     """The reply's own parameters; an ensemble's say again what sequence the request was of."""
     if not plan.ensemble:
         return response.parameters
@@ -86,12 +101,12 @@ def reply_parameters(plan: Plan, asked: Parameters, response: InferResponse) -> 
 
 
 def _answer_output(
-    plan: Plan, asked: Asked, name: str, tensor: Tensor, rooms: Mapping[str, Destination]
+    plan: ModelView, asked: Asked, name: str, tensor: Tensor, rooms: Mapping[str, Destination]
 ) -> OutputReply:
     tensor = client_tensor(plan, name, tensor)
     part = asked.parts.get(name)
     if part is not None and part.classes:
-        tensor = classify(plan, name, tensor, part.classes)
+        tensor = best_classes(plan, name, tensor, part.classes)
     form = asked.form(name)
     if form == "outside":
         put_outside(name, tensor, rooms[name])

@@ -8,7 +8,7 @@ from typing import Any
 from fastserve.dialects.kserve_v2.document import read_object
 from fastserve.dialects.kserve_v2.errors import error_body, invalid
 from fastserve.dialects.kserve_v2.infer import find_plan
-from fastserve.dialects.kserve_v2.lookup import find_version, read_version, ready_versions
+from fastserve.dialects.kserve_v2.lookup import read_version, ready_versions
 from fastserve.dialects.kserve_v2.memory_calls import (
     cuda_status,
     register_cuda,
@@ -29,6 +29,7 @@ from fastserve.dialects.kserve_v2.repository import (
 from fastserve.dialects.kserve_v2.routes import Target
 from fastserve.dialects.kserve_v2.service import TEXT, Service, show, show_nothing
 from fastserve.errors import ServeError
+from fastserve.serving.model_view import find_version
 from fastserve.wire.call import Call
 
 Plain = Callable[[Service, Target, Call], None]

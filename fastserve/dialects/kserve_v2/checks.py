@@ -12,8 +12,9 @@ from math import prod
 from fastserve._ext.flatten import walk_bytes
 from fastserve.dialects.kserve_v2.body import InputPart, Memory
 from fastserve.dialects.kserve_v2.errors import invalid
-from fastserve.dialects.kserve_v2.plans import Plan, Side, full_dims, to_model_shape
+from fastserve.dialects.kserve_v2.metadata import datatype_of
 from fastserve.errors import Kind, ModelError
+from fastserve.serving.model_view import ModelView, TensorView
 from fastserve.tensor import DTYPE_BY_KSERVE, KSERVE_NAME, Tensor, count_items
 
 _LENGTH_BYTES = 4
@@ -25,7 +26,7 @@ _NOTE = (
 )
 
 
-def check_outputs(plan: Plan, names: Sequence[str]) -> tuple[str, ...]:
+def check_outputs(plan: ModelView, names: Sequence[str]) -> tuple[str, ...]:
     """The outputs to ask for, in the model's order; empty for all. Raises ServeError."""
     for name in names:
         if name not in plan.outputs:
@@ -34,7 +35,7 @@ def check_outputs(plan: Plan, names: Sequence[str]) -> tuple[str, ...]:
     return () if len(wanted) == len(plan.outputs) else tuple(n for n in plan.outputs if n in wanted)
 
 
-def check_inputs(plan: Plan, parts: Sequence[InputPart], request_id: str) -> dict[str, Tensor]:
+def check_inputs(plan: ModelView, parts: Sequence[InputPart], request_id: str) -> dict[str, Tensor]:
     """The tensors for the engine, in the model's own shapes. Raises ServeError."""
     told = f"[request id: {request_id or '<id_unknown>'}] "
     latest_first = parts[::-1]
@@ -47,16 +48,15 @@ def check_inputs(plan: Plan, parts: Sequence[InputPart], request_id: str) -> dic
     _check_required(plan, parts, told)
     for part in latest_first:
         _check_part(plan, plan.inputs[part.name], part, told)
-    batching = plan.max_batch_size > 0
     sent = {part.name: part for part in parts}
     return {
-        name: Tensor(side.dtype, to_model_shape(side, sent[name].shape, batching), sent[name].data)
+        name: Tensor(side.dtype, side.to_model(sent[name].shape, batching=plan.batching), sent[name].data)
         for name, side in plan.inputs.items()
         if name in sent
     }
 
 
-def _check_count(plan: Plan, parts: Sequence[InputPart], told: str) -> None:
+def _check_count(plan: ModelView, parts: Sequence[InputPart], told: str) -> None:
     required, most, count = len(plan.required), len(plan.inputs), len(parts)
     if required <= count <= most:
         return
@@ -72,7 +72,7 @@ def _check_count(plan: Plan, parts: Sequence[InputPart], told: str) -> None:
     )
 
 
-def _check_required(plan: Plan, parts: Sequence[InputPart], told: str) -> None:
+def _check_required(plan: ModelView, parts: Sequence[InputPart], told: str) -> None:
     """The original counts only, and lets the model find out: an exception of the model's."""
     given = {part.name for part in parts}
     for name in plan.required:
@@ -81,7 +81,7 @@ def _check_required(plan: Plan, parts: Sequence[InputPart], told: str) -> None:
             raise ModelError(Kind.INTERNAL, text)
 
 
-def _check_batch(plan: Plan, parts: Sequence[InputPart], told: str) -> None:
+def _check_batch(plan: ModelView, parts: Sequence[InputPart], told: str) -> None:
     rows = -1
     for part in parts:
         if not part.shape:
@@ -94,17 +94,17 @@ def _check_batch(plan: Plan, parts: Sequence[InputPart], told: str) -> None:
                 f"{told}input '{part.name}' batch size does not match other inputs for '{plan.model}'"
             )
         rows = part.shape[0]
-    if plan.batch_limit and rows > plan.batch_limit:
-        raise invalid(f"{told}inference request batch-size must be <= {plan.batch_limit} for '{plan.model}'")
+    if plan.row_limit and rows > plan.row_limit:
+        raise invalid(f"{told}inference request batch-size must be <= {plan.row_limit} for '{plan.model}'")
 
 
-def _check_part(plan: Plan, side: Side, part: InputPart, told: str) -> None:
+def _check_part(plan: ModelView, side: TensorView, part: InputPart, told: str) -> None:
     dtype = DTYPE_BY_KSERVE.get(part.datatype)
     if dtype is not side.dtype:
         given = KSERVE_NAME[dtype.name] if dtype is not None else "<invalid>"
         raise invalid(
             f"{told}inference input '{part.name}' data-type is '{given}', "
-            f"but model '{plan.model}' expects '{side.datatype}'"
+            f"but model '{plan.model}' expects '{datatype_of(side.dtype)}'"
         )
     _check_shape(plan, side, part, told)
     if side.dtype.item_bytes:
@@ -113,10 +113,10 @@ def _check_part(plan: Plan, side: Side, part: InputPart, told: str) -> None:
         check_strings(part.data, count_items(part.shape), part.name, plan.model, told)
 
 
-def _check_shape(plan: Plan, side: Side, part: InputPart, told: str) -> None:
+def _check_shape(plan: ModelView, side: TensorView, part: InputPart, told: str) -> None:
     if side.dims is None:
         return
-    dims = full_dims(plan, side)
+    dims = plan.full_dims(side)
     if len(dims) == len(part.shape) and all(w in (-1, n) for w, n in zip(dims, part.shape, strict=True)):
         return
     wanted, given = ",".join(map(str, dims)), ",".join(map(str, part.shape))
@@ -126,7 +126,7 @@ def _check_shape(plan: Plan, side: Side, part: InputPart, told: str) -> None:
     )
 
 
-def _check_size(plan: Plan, side: Side, part: InputPart, told: str) -> None:
+def _check_size(plan: ModelView, side: TensorView, part: InputPart, told: str) -> None:
     shape = part.shape
     if plan.max_batch_size and shape[0] == 0:
         shape = (1, *shape[1:])  # the original wants one row for none
@@ -166,7 +166,7 @@ def check_strings(data: Memory, count: int, name: str, model: str, told: str) ->
         )
 
 
-def deduce_raw(plan: Plan, body: Memory) -> InputPart:
+def deduce_raw(plan: ModelView, body: Memory) -> InputPart:
     """The one input a raw binary request brings (spec 3.1): batch 1, one free axis deduced.
 
     Raises ServeError.
@@ -185,7 +185,7 @@ def deduce_raw(plan: Plan, body: Memory) -> InputPart:
                 f"{told}For BYTE datatype raw input '{side.name}', the model must have input shape [1]"
             )
         packed = len(body).to_bytes(_LENGTH_BYTES, "little") + bytes(body)
-        return InputPart(side.name, side.datatype, tuple(1 for _ in dims), packed)
+        return InputPart(side.name, datatype_of(side.dtype), tuple(1 for _ in dims), packed)
     free = dims.count(-1)
     if free > 1:
         raise invalid(
@@ -194,4 +194,4 @@ def deduce_raw(plan: Plan, body: Memory) -> InputPart:
         )
     unit = side.dtype.item_bytes * prod(size for size in dims if size != -1)
     deduced = len(body) // unit if free and unit else 0
-    return InputPart(side.name, side.datatype, tuple(deduced if n == -1 else n for n in dims), body)
+    return InputPart(side.name, datatype_of(side.dtype), tuple(deduced if n == -1 else n for n in dims), body)

@@ -26,11 +26,11 @@ from fastserve.dialects.kserve_v2.answers import (
     write_answer,
 )
 from fastserve.dialects.kserve_v2.body import InferBody
-from fastserve.dialects.kserve_v2.plans import Plan
 from fastserve.dialects.kserve_v2.replies import in_words
 from fastserve.dialects.kserve_v2.service import JSON
 from fastserve.engine import BatchQueue, note_of
 from fastserve.request import InferRequest, InferResponse
+from fastserve.serving.model_view import ModelView
 from fastserve.serving.prepared import Described, Memory, PreparedRequest
 from fastserve.serving.shared_memory import Range, Regions, Rooms, hold_rooms
 from fastserve.tensor import Tensor
@@ -65,7 +65,7 @@ class Parts:
 class About:
     """What a version's frames have in common. `packing`: heads of calls whose replies are compressed."""
 
-    plan: Plan
+    plan: ModelView
     queue: BatchQueue
     regions: Regions
     packing: Set[object]
@@ -75,7 +75,7 @@ class Writer(InferWriter):
     """Writes replies whose outputs are `described` so."""
 
     def __init__(
-        self, plan: Plan, outputs: Sequence[tuple[str, int, tuple[int, ...], str]], described: Described
+        self, plan: ModelView, outputs: Sequence[tuple[str, int, tuple[int, ...], str]], described: Described
     ) -> None:
         super().__init__(plan.model, str(plan.version.number), outputs)
         self.described = described
@@ -90,7 +90,7 @@ class Frame(InferFrame, PreparedRequest):
         super().__init__(
             parts.header, parts.holes, parts.blobs, parts.targets, parts.rows, request.request_id
         )
-        self.lay_out(queue, request.inputs, request.outputs, batching=plan.max_batch_size > 0)
+        self.lay_out(queue, request.inputs, request.outputs, batching=plan.batching)
         self.asked = asked
         self.outside = bool(parts.sources or asked.ranges)
         self.noted = queue.requests
@@ -160,7 +160,7 @@ class Frame(InferFrame, PreparedRequest):
 def learn(about: About, header: bytes, body: InferBody, request: InferRequest) -> Frame | None:
     """The frame of a request that was answered; None for one that has none. `header` is b"" for a raw one."""
     asked, plan, queue = Asked.of(body), about.plan, about.queue
-    batching = plan.max_batch_size > 0
+    batching = plan.batching
     # Columns are all filled; the order is the model's, which may look at it.
     inputs = {name: request.inputs[name] for name in queue.inputs if name in request.inputs}
     all_given = len(inputs) == len(request.inputs) and (not queue.dense or len(inputs) == len(queue.inputs))

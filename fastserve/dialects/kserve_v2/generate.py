@@ -29,8 +29,8 @@ from fastserve.dialects.kserve_v2.errors import (
 from fastserve.dialects.kserve_v2.forwarding import headers_as_sent
 from fastserve.dialects.kserve_v2.infer import find_plan, make_request
 from fastserve.dialects.kserve_v2.leaves import read_leaves
+from fastserve.dialects.kserve_v2.metadata import datatype_of
 from fastserve.dialects.kserve_v2.parameters import read_own
-from fastserve.dialects.kserve_v2.plans import Plan, Side, full_dims
 from fastserve.dialects.kserve_v2.replies import write_items
 from fastserve.dialects.kserve_v2.routes import Target
 from fastserve.dialects.kserve_v2.service import JSON, Service
@@ -38,6 +38,7 @@ from fastserve.dialects.kserve_v2.sizes import check_json
 from fastserve.dialects.kserve_v2.traces import Traced
 from fastserve.errors import ModelError, ServeError
 from fastserve.request import InferRequest, InferResponse
+from fastserve.serving.model_view import ModelView, TensorView
 from fastserve.wire.call import Call
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class Generate:
         except ServeError as fault:  # nothing has been sent yet
             service.refuse(call, fault, target.model)
 
-    async def _send_one(self, call: Call, plan: Plan, answers: Answers) -> None:
+    async def _send_one(self, call: Call, plan: ModelView, answers: Answers) -> None:
         status, reply = 200, b""
         async with aclosing(answers):
             async for answer in answers:
@@ -95,7 +96,7 @@ class Generate:
         if status == 200:
             self._service.succeeded(call, plan)
 
-    async def _send_events(self, call: Call, plan: Plan, answers: Answers) -> None:
+    async def _send_events(self, call: Call, plan: ModelView, answers: Answers) -> None:
         """The first answer decides the status; an error after it is one more event."""
         stream, well = None, True
         async with aclosing(answers):
@@ -106,7 +107,7 @@ class Generate:
         if well:
             self._service.succeeded(call, plan)
 
-    async def _answers(self, plan: Plan, body: InferBody, traced: Traced | None) -> Answers:
+    async def _answers(self, plan: ModelView, body: InferBody, traced: Traced | None) -> Answers:
         """Every answer as JSON, with the status it has when it is the first. Raises ServeError before any
         answer, for what never reached the model."""
         service, begun = self._service, False
@@ -136,7 +137,7 @@ class Generate:
         return status, error_body(fault.message)
 
 
-def _write_and_release(plan: Plan, request: InferRequest, response: InferResponse) -> bytes:
+def _write_and_release(plan: ModelView, request: InferRequest, response: InferResponse) -> bytes:
     """The response as JSON; b"" for one without outputs. Raises ServeError."""
     try:
         return write_generated(plan, request, response) if response.outputs else b""
@@ -144,7 +145,7 @@ def _write_and_release(plan: Plan, request: InferRequest, response: InferRespons
         response.release()
 
 
-def read_generate(plan: Plan, data: bytes | bytearray) -> InferBody:
+def read_generate(plan: ModelView, data: bytes | bytearray) -> InferBody:
     """A generate body as an infer body. Raises ServeError."""
     body = InferBody()
     document = read_json(data, MOST_VALUES)
@@ -160,7 +161,7 @@ def read_generate(plan: Plan, data: bytes | bytearray) -> InferBody:
     return body
 
 
-def _take_nested(plan: Plan, body: InferBody, value: Value) -> None:
+def _take_nested(plan: ModelView, body: InferBody, value: Value) -> None:
     for inner, item in as_object(value, "Expected JSON object for keyword: 'parameters'"):
         try:
             _take(plan, body, to_text(inner), item)
@@ -168,7 +169,7 @@ def _take_nested(plan: Plan, body: InferBody, value: Value) -> None:
             raise ServeError(fault.kind, f"Converting keyword: 'parameters': {fault.message}") from None
 
 
-def _take(plan: Plan, body: InferBody, name: str, value: Value) -> None:
+def _take(plan: ModelView, body: InferBody, name: str, value: Value) -> None:
     """A tensor of the model's, or else a parameter of its own: none has another meaning here."""
     side = plan.inputs.get(name)
     if side is None:
@@ -181,12 +182,12 @@ def _take(plan: Plan, body: InferBody, name: str, value: Value) -> None:
     shape = shape_of(plan, side, len(leaves))
     data = texts if texts is not None else read_leaves(leaves, side.dtype, len(leaves), name)
     refuse_double(name, {part.name for part in body.inputs}, body.request_id)
-    body.inputs.append(InputPart(name, side.datatype, shape, data))
+    body.inputs.append(InputPart(name, datatype_of(side.dtype), shape, data))
 
 
-def shape_of(plan: Plan, side: Side, count: int) -> tuple[int, ...]:
+def shape_of(plan: ModelView, side: TensorView, count: int) -> tuple[int, ...]:
     """The shape `count` elements have: the innermost free axis takes what the fixed ones leave."""
-    dims = full_dims(plan, side)
+    dims = plan.full_dims(side)
     fixed = prod(size for size in dims if size != -1)
     free = [axis for axis, size in enumerate(dims) if size == -1]
     rest, odd = divmod(count, fixed) if fixed else (0, count)
@@ -195,7 +196,7 @@ def shape_of(plan: Plan, side: Side, count: int) -> tuple[int, ...]:
     return tuple(rest if free and axis == free[-1] else abs(size) for axis, size in enumerate(dims))
 
 
-def write_generated(plan: Plan, request: InferRequest, response: InferResponse) -> bytes:
+def write_generated(plan: ModelView, request: InferRequest, response: InferResponse) -> bytes:
     """One response as a flat object, keys in the order of their bytes. Raises ServeError."""
     members = {to_bytes(key): msgspec.json.encode(value) for key, value in response.parameters.items()}
     members[b"model_name"] = write_string(to_bytes(plan.model))

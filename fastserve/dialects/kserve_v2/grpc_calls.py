@@ -12,10 +12,9 @@ from google.protobuf.json_format import ParseDict
 from fastserve._ext.json_value import Members
 from fastserve.dialects.kserve_v2.controls import RANGES
 from fastserve.dialects.kserve_v2.errors import invalid, unsupported
-from fastserve.dialects.kserve_v2.lookup import find_version, read_version, ready_versions
+from fastserve.dialects.kserve_v2.lookup import read_version, ready_versions
 from fastserve.dialects.kserve_v2.memory_calls import cuda_status, system_status, unregister
 from fastserve.dialects.kserve_v2.metadata import model_config, model_metadata, server_metadata
-from fastserve.dialects.kserve_v2.plans import Plan
 from fastserve.dialects.kserve_v2.repository import (
     check_repository,
     list_models,
@@ -25,6 +24,7 @@ from fastserve.dialects.kserve_v2.repository import (
 from fastserve.dialects.kserve_v2.service import Service
 from fastserve.protos import Messages
 from fastserve.serving.model_control import LoadOverride
+from fastserve.serving.model_view import ModelView, find_version
 
 _LOG_KINDS = {
     "log_info": ("bool_param", "boolean"),
@@ -70,7 +70,7 @@ class Calls:
         ParseDict(dict(model_config(plan.version)), response.config, ignore_unknown_fields=True)
         return response
 
-    def _plan(self, name: str, number: int | None) -> Plan:
+    def _plan(self, name: str, number: int | None) -> ModelView:
         return self._service.plans.of(find_version(self._service.catalog, name, number))
 
     async def model_statistics(self, request: Any) -> Any:

@@ -20,12 +20,12 @@ from fastserve._ext.proto_wire import InferMessage, WireFault, write_infer_respo
 from fastserve.dialects.kserve_v2.answers import client_shape, client_tensor
 from fastserve.dialects.kserve_v2.body import InferBody
 from fastserve.dialects.kserve_v2.errors import tell
-from fastserve.dialects.kserve_v2.plans import Plan
 from fastserve.dialects.kserve_v2.service import Service
 from fastserve.engine import BatchQueue, note_of
 from fastserve.errors import Kind, ServeError
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.exchange import Awaited
+from fastserve.serving.model_view import ModelView
 from fastserve.serving.paths import open_path
 from fastserve.serving.prepared import Described, Memory, PreparedRequest
 from fastserve.serving.prepared_cache import PreparedCache
@@ -42,7 +42,7 @@ class Head(PreparedRequest):
     """Messages with one head."""
 
     def __init__(
-        self, plan: Plan, queue: BatchQueue, message: InferMessage, request: InferRequest, rows: int
+        self, plan: ModelView, queue: BatchQueue, message: InferMessage, request: InferRequest, rows: int
     ) -> None:
         self.rows, self.model = rows, plan.model
         self.number = plan.version.number if message.model_version else None
@@ -137,7 +137,7 @@ class FastGrpc:
         return path.start(exchange, head, outline, outline.id, deadline_ns)
 
     def learn(
-        self, outline: Outline, plan: Plan, message: InferMessage, body: InferBody, request: InferRequest
+        self, outline: Outline, plan: ModelView, message: InferMessage, body: InferBody, request: InferRequest
     ) -> None:
         """Remember the head of a request that the general path has answered."""
         service, version = self._service, plan.version

@@ -22,9 +22,8 @@ from fastserve._ext.proto_wire import (
     write_infer_response,
 )
 from fastserve._ext.slab import blank_bytes
-from fastserve.dialects.kserve_v2.answers import client_tensor, put_outside, reply_parameters
+from fastserve.dialects.kserve_v2.answers import best_classes, client_tensor, put_outside, reply_parameters
 from fastserve.dialects.kserve_v2.body import InferBody, InputPart, Memory, OutputPart, refuse_double
-from fastserve.dialects.kserve_v2.classes import classify
 from fastserve.dialects.kserve_v2.errors import internal, invalid, tell, unsupported
 from fastserve.dialects.kserve_v2.grpc_fast import TOO_LARGE, FastGrpc
 from fastserve.dialects.kserve_v2.grpc_parameters import (
@@ -34,12 +33,12 @@ from fastserve.dialects.kserve_v2.grpc_parameters import (
     read_range,
 )
 from fastserve.dialects.kserve_v2.infer import make_request
-from fastserve.dialects.kserve_v2.lookup import find_version, read_version
-from fastserve.dialects.kserve_v2.plans import Plan
+from fastserve.dialects.kserve_v2.lookup import read_version
 from fastserve.dialects.kserve_v2.service import Service
 from fastserve.errors import Kind, ServeError
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.exchange import Awaited
+from fastserve.serving.model_view import ModelView, find_version
 from fastserve.serving.shared_memory import Rooms, hold_rooms
 from fastserve.tensor import DTYPE_BY_KSERVE, KSERVE_NAME, Tensor
 from fastserve.wire.apart import APART_BYTES
@@ -64,7 +63,7 @@ class Sent:
 class Job:
     """One request that passed its checks. `rooms` are held until the job is closed."""
 
-    plan: Plan
+    plan: ModelView
     body: InferBody
     parameters: GrpcParameters
     request: InferRequest
@@ -150,7 +149,7 @@ def deadline_of(rpc: Rpc) -> int:
     return 0 if left_s is None else monotonic_ns() + int(left_s * 1e9)
 
 
-def find_sent(service: Service, sent: Sent) -> Plan:
+def find_sent(service: Service, sent: Sent) -> ModelView:
     """The plan of the version a request names. Raises ServeError."""
     message = sent.message
     return service.plans.of(
@@ -158,7 +157,7 @@ def find_sent(service: Service, sent: Sent) -> Plan:
     )
 
 
-def make_job(service: Service, plan: Plan, sent: Sent, rpc: Rpc) -> Job:
+def make_job(service: Service, plan: ModelView, sent: Sent, rpc: Rpc) -> Job:
     """Read and check a request (spec 3.3, 11). Raises ServeError."""
     message = sent.message
     parameters = read_parameters(message.parameters)
@@ -173,7 +172,7 @@ def make_job(service: Service, plan: Plan, sent: Sent, rpc: Rpc) -> Job:
     return Job(plan, body, parameters, request, hold_rooms(service.regions, ranges))
 
 
-def _check_rows(plan: Plan, body: InferBody) -> None:
+def _check_rows(plan: ModelView, body: InferBody) -> None:
     """The original takes a negative batch axis for one that differs."""
     if plan.max_batch_size and len(body.inputs) > 1:
         first = body.inputs[0]
@@ -184,7 +183,7 @@ def _check_rows(plan: Plan, body: InferBody) -> None:
             )
 
 
-def _read_inputs(service: Service, plan: Plan, sent: Sent) -> list[InputPart]:
+def _read_inputs(service: Service, plan: ModelView, sent: Sent) -> list[InputPart]:
     names: set[str] = set()
     for given in sent.message.inputs:  # the original looks at names first, at data later
         refuse_double(given.name, names, sent.message.id)
@@ -198,7 +197,7 @@ def _read_inputs(service: Service, plan: Plan, sent: Sent) -> list[InputPart]:
 
 
 def _read_memory(
-    service: Service, plan: Plan, sent: Sent, index: int, given: WireInput, raw_at: int
+    service: Service, plan: ModelView, sent: Sent, index: int, given: WireInput, raw_at: int
 ) -> tuple[Memory, bool]:
     """The bytes of one input, and whether they were the next raw entry."""
     message = sent.message
@@ -226,7 +225,7 @@ def _read_memory(
     return sent.data[offset : offset + size], True
 
 
-def _read_contents(plan: Plan, message: InferMessage, index: int, given: WireInput) -> Memory:
+def _read_contents(plan: ModelView, message: InferMessage, index: int, given: WireInput) -> Memory:
     where = f"unexpected explicit tensor data for input tensor '{given.name}' for model '{plan.model}'"
     kinds = given.kinds
     if len(kinds) > 1:
@@ -269,7 +268,7 @@ def collect_outputs(job: Job, response: InferResponse) -> tuple[list[Output], li
     for name, given in response.outputs.items():
         tensor, part = client_tensor(job.plan, name, given), parts.get(name)
         if part is not None and part.classes:
-            tensor = classify(job.plan, name, tensor, part.classes)
+            tensor = best_classes(job.plan, name, tensor, part.classes)
         outputs.append((name, KSERVE_NAME[tensor.dtype.name], tensor.shape, None))
         raws.append(_send_or_put(job, name, tensor))
     return outputs, raws

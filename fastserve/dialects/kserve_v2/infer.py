@@ -13,8 +13,7 @@ from fastserve.dialects.kserve_v2.coding import SUPPORTED, UNSUPPORTED, choose_c
 from fastserve.dialects.kserve_v2.errors import invalid, unsupported
 from fastserve.dialects.kserve_v2.forwarding import headers_as_sent
 from fastserve.dialects.kserve_v2.http_fast import FastHttp
-from fastserve.dialects.kserve_v2.lookup import find_version, read_version
-from fastserve.dialects.kserve_v2.plans import Plan
+from fastserve.dialects.kserve_v2.lookup import read_version
 from fastserve.dialects.kserve_v2.routes import Target
 from fastserve.dialects.kserve_v2.service import Service
 from fastserve.dialects.kserve_v2.sizes import check_json, check_raw, check_tensors
@@ -22,6 +21,7 @@ from fastserve.dialects.kserve_v2.traces import Traced
 from fastserve.errors import ServeError
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest
+from fastserve.serving.model_view import ModelView, find_version
 from fastserve.serving.paths import LastPath
 from fastserve.serving.shared_memory import hold_rooms
 from fastserve.wire.call import Call
@@ -138,13 +138,13 @@ class Infer:
                 fast.learn(call.body, len(call.body) if length == WHOLE else length, body, request)
 
 
-def find_plan(service: Service, target: Target) -> Plan:
+def find_plan(service: Service, target: Target) -> ModelView:
     """The plan of the version a URL names. Raises ServeError."""
     version = find_version(service.catalog, target.model, read_version(target.version))
     return service.plans.of(version)
 
 
-async def read_call(service: Service, plan: Plan, call: Call) -> InferBody:
+async def read_call(service: Service, plan: ModelView, call: Call) -> InferBody:
     """The body of a call, raw ones as well. Raises ServeError."""
     most, limits, apart = service.options.http_max_input_size, service.limits, service.apart
     data, coding = call.body, call.header(b"content-encoding")
@@ -188,7 +188,7 @@ def _header_length(text: bytes, body_bytes: int) -> int | None:
     return length
 
 
-def make_request(plan: Plan, body: InferBody) -> InferRequest:
+def make_request(plan: ModelView, body: InferBody) -> InferRequest:
     """The neutral request of a body that fits the model. Raises ServeError."""
     parameters = body.parameters
     wanted = check_outputs(plan, [part.name for part in body.outputs])

@@ -12,17 +12,12 @@ from typing import TYPE_CHECKING
 
 from fastserve.dialects.kserve_v2.document import as_bool, as_double, as_int, as_uint
 from fastserve.dialects.kserve_v2.errors import internal, invalid
-from fastserve.tensor import DType
+from fastserve.tensor import ARRAY_CODE, DType
 
 if TYPE_CHECKING:
     from fastserve._ext.json_value import Value
 
 WHERE = "Unable to parse 'data'"
-_TYPECODE = {"bool": "B", "float32": "f", "float64": "d"} | {
-    f"{sign}int{bits}": code if sign else code.lower()
-    for bits, code in ((8, "B"), (16, "H"), (32, "I"), (64, "Q"))
-    for sign in ("u", "")
-}
 _READ = {"bool": as_bool, "float32": as_double, "float64": as_double}
 
 
@@ -63,7 +58,7 @@ def _collect(data: list[Value], leaves: list[Value], most: int) -> None:
 
 
 def _flat(dtype: DType, numbers: list[int | float | bool]) -> bytearray:
-    code = _TYPECODE[dtype.name]
+    code = ARRAY_CODE.get(dtype.name, "B")  # for bool
     if code in "fd":
         return bytearray(array(code, numbers).tobytes())
     mask = (1 << 8 * dtype.item_bytes) - 1

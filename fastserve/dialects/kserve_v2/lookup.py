@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from fastserve.dialects.kserve_v2.errors import invalid, not_found
+from fastserve.dialects.kserve_v2.errors import invalid
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.version import Version
 
@@ -26,22 +26,6 @@ def read_version(text: str) -> int | None:
     if number < 0:
         raise invalid(f"invalid model version specified '{text}' , version should be an integral value > 0")
     return number
-
-
-def find_version(catalog: Catalog, name: str, number: int | None) -> Version:
-    """The ready version. Raises ServeError NOT_FOUND in the words of every call but statistics."""
-    version = catalog.available(name, number)
-    if version is not None:
-        return version
-    model = catalog.models.get(name)
-    unknown = f"Request for unknown model: '{name}'"
-    if model is None:
-        raise not_found(f"{unknown} is not found")
-    if number is None:
-        raise not_found(f"{unknown} has no available versions")
-    if number in model.versions:
-        raise not_found(f"{unknown} version {number} is not at ready state")
-    raise not_found(f"{unknown} version {number} is not found")
 
 
 def ready_versions(catalog: Catalog, name: str) -> list[Version]:

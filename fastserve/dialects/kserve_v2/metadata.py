@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastserve import __version__
-from fastserve.dialects.kserve_v2.plans import Plan, Side, full_dims
 from fastserve.repository.triton_config import config_json
 from fastserve.repository.version import Version
+from fastserve.serving.model_view import ModelView, TensorView
+from fastserve.tensor import KSERVE_NAME, DType
 
 SERVER_NAME = "triton"
 """What clients of the original look for; `version` says which server this is."""
@@ -33,19 +34,30 @@ def server_metadata() -> dict[str, Any]:
     return {"name": SERVER_NAME, "version": __version__, "extensions": list(EXTENSIONS)}
 
 
-def model_metadata(plan: Plan, versions: list[int]) -> dict[str, Any]:
+def model_metadata(plan: ModelView, versions: list[int]) -> dict[str, Any]:
     """`versions` are the ready ones, or the one that was asked for."""
     return {
         "name": plan.model,
         "versions": [str(number) for number in versions],
-        "platform": plan.platform,
+        "platform": _platform(plan),
         "inputs": [_describe(plan, side) for side in plan.inputs.values()],
         "outputs": [_describe(plan, side) for side in plan.outputs.values()],
     }
 
 
-def _describe(plan: Plan, side: Side) -> dict[str, Any]:
-    return {"name": side.name, "datatype": side.datatype, "shape": list(full_dims(plan, side))}
+def _platform(plan: ModelView) -> str:
+    config = plan.version.config
+    triton = config.triton or {}
+    return str(triton.get("platform") or triton.get("backend") or config.backend)
+
+
+def datatype_of(dtype: DType) -> str:
+    """This API's name of an element type."""
+    return KSERVE_NAME.get(dtype.name, "INVALID")
+
+
+def _describe(plan: ModelView, side: TensorView) -> dict[str, Any]:
+    return {"name": side.name, "datatype": datatype_of(side.dtype), "shape": list(plan.full_dims(side))}
 
 
 def model_config(version: Version) -> Mapping[str, Any]:

@@ -15,16 +15,10 @@ from fastserve._ext.json_writer import write_string
 from fastserve.dialects.kserve_v2.errors import internal, invalid
 from fastserve.dialects.kserve_v2.leaves import refuse_json
 from fastserve.errors import ServeError
-from fastserve.tensor import Tensor
+from fastserve.tensor import ARRAY_CODE, Tensor
 
 Memory = bytes | bytearray | memoryview
 Scalar = str | int | float | bool
-
-_TYPECODE = {
-    "uint8": "B", "uint16": "H", "uint32": "I", "uint64": "Q",
-    "int8": "b", "int16": "h", "int32": "i", "int64": "q",
-    "float32": "f", "float64": "d",
-}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -85,7 +79,7 @@ def write_items(tensor: Tensor) -> list[bytes]:
         return [write_string(item) for item in unpack_bytes(tensor.data, size)]
     if name == "bool":
         return [b"true" if item else b"false" for item in bytes(tensor.data)]
-    items = array(_TYPECODE[name])
+    items = array(ARRAY_CODE[name])
     items.frombytes(tensor.data)
     if name.startswith("float"):
         return [write_double(item) for item in items]

@@ -13,7 +13,6 @@ from fastserve.config.triton import parse_trace_config
 from fastserve.dialects.kserve_v2.controls import LogSettings, TraceSettings
 from fastserve.dialects.kserve_v2.errors import HTTP_STATUS, error_body, in_own_words, unsupported
 from fastserve.dialects.kserve_v2.forwarding import Forwarding
-from fastserve.dialects.kserve_v2.plans import Plan, Plans
 from fastserve.dialects.kserve_v2.statistics import Statistics
 from fastserve.dialects.kserve_v2.traces import Traced, Traces
 from fastserve.errors import ServeError
@@ -24,6 +23,7 @@ from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.dialect import ServingContext
 from fastserve.serving.model_control import LoadOverride
+from fastserve.serving.model_view import ModelView, Views
 from fastserve.wire.apart import Apart
 from fastserve.wire.call import Call
 
@@ -45,7 +45,7 @@ class Service:
         self.repository = context.repository
         self.readiness = context.readiness  # of the server: every dialect says the same
         self.apart = Apart()
-        self.plans = Plans(engine.catalog)
+        self.plans = Views(engine.catalog)
         self.options = options
         self.admin = settings.admin
         self.traces = Traces()
@@ -101,7 +101,7 @@ class Service:
         else:
             self._requests.of(model, version.number, "kserve_v2", fault.kind.name).add()
 
-    def succeeded(self, call: Call, plan: Plan) -> None:
+    def succeeded(self, call: Call, plan: ModelView) -> None:
         """Count an inference that was answered well."""
         self.traffic.count(plan.model, plan.version.number, monotonic_ns() - call.received_ns)
 

@@ -8,10 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from fastserve.dialects.kserve_v2.errors import invalid
-from fastserve.engine import BatchCounts, ResponseCounts, Took, VersionCounts, counts_of
+from fastserve.engine import BatchCounts, VersionCounts, counts_of
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.version import Version
+
+# InferStatistics' fields, which VersionCounts has by the same names.
+KINDS = (
+    "success", "fail", "queue", "compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss",
+)  # fmt: skip
 
 
 class Statistics:
@@ -41,37 +48,16 @@ class Statistics:
 
 
 def _show(version: Version, counts: VersionCounts) -> dict[str, Any]:
-    durations = {
-        "success": counts.success,
-        "fail": counts.fail,
-        "queue": counts.queue,
-        "compute_input": counts.compute_input,
-        "compute_infer": counts.compute_infer,
-        "compute_output": counts.compute_output,
-        "cache_hit": counts.cache_hit,
-        "cache_miss": counts.cache_miss,
-    }
     return {
         "name": version.model,
         "version": str(version.number),
         "last_inference": counts.last_ms,
         "inference_count": counts.inferences,
         "execution_count": counts.executions,
-        "inference_stats": {name: _duration(took) for name, took in durations.items()},
-        "response_stats": {str(index): _show_response(one) for index, one in counts.responses.items()},
+        "inference_stats": {kind: msgspec.to_builtins(getattr(counts, kind)) for kind in KINDS},
+        "response_stats": msgspec.to_builtins(counts.responses, str_keys=True),
         "batch_stats": [_show_batch(batch) for batch in counts.batches],
         "memory_usage": [],
-    }
-
-
-def _show_response(counts: ResponseCounts) -> dict[str, Any]:
-    return {
-        "compute_infer": _duration(counts.compute_infer),
-        "compute_output": _duration(counts.compute_output),
-        "success": _duration(counts.success),
-        "fail": _duration(counts.fail),
-        "empty_response": _duration(counts.empty_response),
-        "cancel": _duration(counts.cancel),
     }
 
 
@@ -82,7 +68,3 @@ def _show_batch(batch: BatchCounts) -> dict[str, Any]:
         "compute_infer": {"count": batch.runs, "ns": batch.infer_ns},
         "compute_output": {"count": batch.runs, "ns": batch.output_ns},
     }
-
-
-def _duration(took: Took) -> dict[str, int]:
-    return {"count": took.count, "ns": took.ns}

@@ -12,16 +12,15 @@ from functools import cached_property
 from typing import Any
 
 from fastserve._ext.proto_wire_v1 import write_v1_header
-from fastserve.dialects.triton_v1.classes import Class, classify
 from fastserve.dialects.triton_v1.header import OutputHeader, RequestHeader
 from fastserve.dialects.triton_v1.inputs import Buffer
-from fastserve.dialects.triton_v1.plan import Dims, Plan
+from fastserve.dialects.triton_v1.names import TYPE_OF
 from fastserve.dialects.triton_v1.text import print_line, print_lines
 from fastserve.errors import Kind, ServeError
 from fastserve.protos import load
-from fastserve.repository.catalog import Catalog
-from fastserve.repository.labels import labels_of
 from fastserve.repository.version import Version
+from fastserve.serving.classification import Class, check_order, classify
+from fastserve.serving.model_view import Dims, ModelView
 from fastserve.serving.shared_memory import Destination
 from fastserve.tensor import Tensor
 
@@ -106,9 +105,8 @@ class Answer:
 class Answers:
     """Writes the answers of one version."""
 
-    def __init__(self, plan: Plan, catalog: Catalog) -> None:
+    def __init__(self, plan: ModelView) -> None:
         self._plan = plan
-        self._catalog = catalog
         self._remembered: dict[tuple[int, tuple[Raw, ...]], HeaderForms] = {}
 
     def write(
@@ -123,7 +121,7 @@ class Answers:
         for wanted in header.outputs:
             tensor = self._find(outputs, wanted.name)
             if wanted.classes:
-                told.append(self._classify(wanted, tensor, header.batch_size))
+                told.append(self._classify(wanted, tensor))
                 raws.append(b"")
                 continue
             raw = self.describe(wanted.name, tensor.shape, memoryview(tensor.data).nbytes)
@@ -141,7 +139,7 @@ class Answers:
     def describe(self, name: str, shape: Dims, nbytes: int) -> Raw:
         """An output of this shape, batch axis included. Raises ServeError for one the model must
         not answer."""
-        dims = shape[1:] if self._plan.batching else shape
+        dims = self._plan.client_shape(name, shape)[self._plan.batching :]
         output = self._plan.outputs[name]
         if output.dims is not None and not output.fits(dims):
             raise ServeError(
@@ -151,13 +149,11 @@ class Answers:
             )
         return Raw(name, dims, nbytes)
 
-    def _classify(self, wanted: OutputHeader, tensor: Tensor, batch_size: int) -> Classes:
-        rows = batch_size if self._plan.batching else 1
-        plan, labels = (
-            self._plan.outputs[wanted.name],
-            labels_of(self._plan.version, wanted.name, self._catalog),
-        )
-        return Classes(wanted.name, classify(plan, tensor, rows, wanted.classes, labels))
+    def _classify(self, wanted: OutputHeader, tensor: Tensor) -> Classes:
+        plan, name = self._plan, wanted.name
+        check_order(tensor, f"output '{name}'", TYPE_OF.get(tensor.dtype.name, tensor.dtype.name))
+        rows = classify(tensor, wanted.classes, plan.labels(name), batching=plan.batching)
+        return Classes(name, rows)
 
     def forms(self, batch_size: int, told: Sequence[Raw | Classes]) -> HeaderForms:
         """The header of these outputs."""

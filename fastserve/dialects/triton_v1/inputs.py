@@ -20,11 +20,11 @@ from fastserve.dialects.triton_v1.header import (
     InputHeader,
     RequestHeader,
 )
-from fastserve.dialects.triton_v1.plan import Dims, Plan, TensorPlan, count_bytes
 from fastserve.errors import Kind, ServeError
 from fastserve.request import InferRequest
+from fastserve.serving.model_view import Dims, ModelView, TensorView
 from fastserve.serving.shared_memory import Range, Regions
-from fastserve.tensor import Tensor
+from fastserve.tensor import DType, Tensor
 
 Buffer = bytes | bytearray | memoryview
 
@@ -88,7 +88,7 @@ class Entries:
         """Surplus entries are ignored."""
 
 
-def read_request(plan: Plan, header: RequestHeader, data: Data, shared: Regions) -> InferRequest:
+def read_request(plan: ModelView, header: RequestHeader, data: Data, shared: Regions) -> InferRequest:
     """The neutral request. Raises ServeError."""
     check_header(plan, header)
     measured = [measure(plan, one, header.batch_size) for one in header.inputs]
@@ -122,7 +122,7 @@ def build_request(header: RequestHeader, inputs: dict[str, Tensor]) -> InferRequ
     )
 
 
-def check_header(plan: Plan, header: RequestHeader) -> None:
+def check_header(plan: ModelView, header: RequestHeader) -> None:
     """Everything about a header but its inputs' own shapes. Raises ServeError INVALID_ARGUMENT."""
     _check_twice([one.name for one in header.inputs], "input '{}' already exists in request")
     _check_twice([one.name for one in header.outputs], "output '{}' already requested")
@@ -144,13 +144,13 @@ def _check_twice(names: Sequence[str], words: str) -> None:
         raise invalid(words.format(twice))
 
 
-def measure(plan: Plan, given: InputHeader, batch_size: int) -> tuple[Dims, int]:
-    """The full shape, and the bytes the tensor must have. Raises ServeError."""
+def measure(plan: ModelView, given: InputHeader, batch_size: int) -> tuple[Dims, int]:
+    """The full shape as the model takes it, and the bytes the tensor must have. Raises ServeError."""
     tensor = plan.inputs.get(given.name)
     if tensor is None:
         raise invalid(f"unexpected inference input '{given.name}' for model '{plan.model}'")
     dims = _choose_dims(plan, tensor, given.dims)
-    shape = (batch_size, *dims) if plan.batching else dims
+    shape = tensor.to_model((batch_size, *dims) if plan.batching else dims, batching=plan.batching)
     if not tensor.dtype.item_bytes:
         return shape, given.batch_byte_size
     nbytes = count_bytes(shape, tensor.dtype)
@@ -162,7 +162,12 @@ def measure(plan: Plan, given: InputHeader, batch_size: int) -> tuple[Dims, int]
     return shape, nbytes
 
 
-def _choose_dims(plan: Plan, tensor: TensorPlan, given: Dims) -> Dims:
+def count_bytes(shape: Dims, dtype: DType) -> int:
+    """Bytes of a tensor of fixed-size elements."""
+    return prod(shape) * dtype.item_bytes
+
+
+def _choose_dims(plan: ModelView, tensor: TensorView, given: Dims) -> Dims:
     if given:
         if not tensor.fits(given):
             words = f"Expected {write_dims(tensor.dims or ())}, got {write_dims(given)}"
@@ -176,7 +181,9 @@ def _choose_dims(plan: Plan, tensor: TensorPlan, given: Dims) -> Dims:
     return tensor.dims
 
 
-def _check_shared_size(plan: Plan, given: InputHeader, place: Range, nbytes: int, shared: Regions) -> None:
+def _check_shared_size(
+    plan: ModelView, given: InputHeader, place: Range, nbytes: int, shared: Regions
+) -> None:
     if place.byte_size != nbytes:
         shared.read(replace(place, byte_size=0))  # a region that is not there is said first
         raise invalid(

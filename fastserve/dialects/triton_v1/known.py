@@ -12,8 +12,7 @@ from typing import Any
 
 from fastserve.dialects.triton_v1.answers import Answer, Answers, HeaderForms
 from fastserve.dialects.triton_v1.header import RequestHeader
-from fastserve.dialects.triton_v1.inputs import check_header, measure
-from fastserve.dialects.triton_v1.plan import Plan, count_bytes
+from fastserve.dialects.triton_v1.inputs import check_header, count_bytes, measure
 from fastserve.engine import (
     BatchQueue,
     InputLayout,
@@ -24,6 +23,7 @@ from fastserve.engine import (
     read_response,
 )
 from fastserve.errors import ServeError
+from fastserve.serving.model_view import ModelView
 from fastserve.serving.shared_memory import Destination
 from fastserve.serving.shared_memory import Range as SharedPlace
 from fastserve.serving.shared_memory import Regions as SharedMemory
@@ -110,7 +110,7 @@ class Known:
         return answers.forms(self.header.batch_size, raws), tuple(order)
 
 
-def understand(plan: Plan, queue: BatchQueue, header: RequestHeader) -> Known | None:
+def understand(plan: ModelView, queue: BatchQueue, header: RequestHeader) -> Known | None:
     """What a header says, or None when a request like it needs another look: errors, and strings."""
     try:
         check_header(plan, header)
@@ -143,7 +143,9 @@ def understand(plan: Plan, queue: BatchQueue, header: RequestHeader) -> Known | 
     )
 
 
-def _find_sources(plan: Plan, header: RequestHeader, sizes: Mapping[str, int]) -> dict[str, Source] | None:
+def _find_sources(
+    plan: ModelView, header: RequestHeader, sizes: Mapping[str, int]
+) -> dict[str, Source] | None:
     """Where each input is, in the header's order; None when one has no known size, or a place of another."""
     found: dict[str, Source] = {}
     at = entry = 0

@@ -5,23 +5,14 @@ from __future__ import annotations
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.version import Version
+from fastserve.serving import model_view
 
 LATEST = -1
 
 
 def find_version(catalog: Catalog, name: str, number: int) -> Version:
     """The available version; LATEST for the highest. Raises ServeError UNAVAILABLE."""
-    version = catalog.available(name, None if number == LATEST else number)
-    if version is not None:
-        return version
-    model = catalog.models.get(name)
-    if model is None:
-        raise _unknown(name, " is not found")
-    if number == LATEST:
-        raise _unknown(name, " has no available versions")
-    known = number in model.versions
-    raise _unknown(name, f" version {number} is not {'at ready state' if known else 'found'}")
-
-
-def _unknown(name: str, words: str) -> ServeError:
-    return ServeError(Kind.UNAVAILABLE, f"Request for unknown model: '{name}'{words}")
+    try:
+        return model_view.find_version(catalog, name, None if number == LATEST else number)
+    except ServeError as fault:
+        raise ServeError(Kind.UNAVAILABLE, fault.message) from None

@@ -17,7 +17,6 @@ from fastserve.dialects.triton_v1.inputs import Data, read_request
 from fastserve.dialects.triton_v1.known import Known, understand
 from fastserve.dialects.triton_v1.lookup import find_version
 from fastserve.dialects.triton_v1.names import CODE_OF, STATUS_OF, SUCCESS
-from fastserve.dialects.triton_v1.plan import Plan, make_plan
 from fastserve.dialects.triton_v1.statistics import Statistics, VersionCounts
 from fastserve.dialects.triton_v1.text import quote
 from fastserve.engine import BatchQueue
@@ -27,6 +26,7 @@ from fastserve.protos import load
 from fastserve.repository.keepers import Keepers
 from fastserve.repository.version import Version
 from fastserve.serving.dialect import ServingContext
+from fastserve.serving.model_view import ModelView, Views
 from fastserve.serving.shared_memory import Destination
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ TOO_LATE = "Request timeout expired"
 class Served:
     """A version this API has been asked for: what it says of it, and its meters."""
 
-    plan: Plan
+    plan: ModelView
     answers: Answers
     counts: VersionCounts
     requests: Counter
@@ -83,6 +83,7 @@ class Service:
         self.traffic = Traffic(context.registry, "triton_v1", engine.catalog.models)
         self.started_ns = monotonic_ns()
         self.next_id: Callable[[], int] = itertools.count(1).__next__
+        self._views = Views(engine.catalog)
         self._served: dict[tuple[str, int], Served] = {}
         self.keepers = Keepers(engine.catalog)
         self.keepers.add(self)
@@ -131,11 +132,9 @@ class Service:
         key = (version.model, version.number)
         found = self._served.get(key)
         if found is None or found.version is not version:
-            plan = make_plan(version)
+            plan = self._views.of(version)
             meters = self.traffic.succeeded(*key)
-            found = self._served[key] = Served(
-                plan, Answers(plan, self.catalog), self.statistics.of(version), *meters
-            )
+            found = self._served[key] = Served(plan, Answers(plan), self.statistics.of(version), *meters)
         return found
 
     def count_success(self, served: Served, batch_size: int, since_ns: int) -> None:

@@ -12,18 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastserve.dialects.triton_v1.answers import Answer, Classes, HeaderForms, Raw, write_id
-from fastserve.dialects.triton_v1.classes import Class, classify
 from fastserve.dialects.triton_v1.header import InputHeader, RequestHeader, read_header
 from fastserve.dialects.triton_v1.inputs import Body, check_strings
-from fastserve.dialects.triton_v1.plan import TensorPlan
 from fastserve.dialects.triton_v1.service import as_v1
 from fastserve.dialects.triton_v1.text import print_float, print_line, print_lines
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.protos import load
 from fastserve.repository.model_config import ModelConfig
 from fastserve.repository.version import Version
+from fastserve.serving.classification import Class
 from fastserve.serving.shared_memory import Range
-from fastserve.tensor import DTYPES, Tensor
 
 V1 = load("triton_v1")
 FRONT = 'batch_size: 2 input { name: "x" dims: 3 dims: -1 } output { name: "y" cls { count: 2 } }'
@@ -104,18 +102,6 @@ def test_floats_as_the_original_prints_them() -> None:
 @given(st.integers(0, 2**64 - 1))
 def test_an_id_is_the_last_field(number: int) -> None:
     assert V1.InferResponseHeader.FromString(write_id(number)).id == number
-
-
-def test_classes_in_order() -> None:
-    plan = TensorPlan("y", DTYPES["float32"], (3,))
-    data = struct.pack("<6f", 1, 3, 3, float("nan"), -1, 2)
-    found = classify(plan, Tensor(DTYPES["float32"], (2, 3), data), 2, 2, ("a", "b"))
-    assert [[(c.idx, c.value, c.label) for c in row] for row in found] == [
-        [(1, 3.0, "b"), (2, 3.0, "")],
-        [(2, 2.0, ""), (1, -1.0, "b")],
-    ]
-    with pytest.raises(ServeError, match="unsupported type 'TYPE_STRING'"):
-        classify(TensorPlan("s", DTYPES["bytes"], (1,)), Tensor(DTYPES["bytes"], (1, 1), b""), 1, 1, ())
 
 
 @pytest.mark.parametrize("raw", [b"", b"\1\0\0\0", b"\0\0\0\0" * 3, b"\xff\xff\xff\xffab"])

@@ -1,0 +1,172 @@
+"""What a client sees of a loaded version, worked out once: tensors, batch axis, limits, labels.
+
+    view = views.of(version)
+    view.inputs["x"].dims       without the batch axis; None for any rank
+
+Dialects turn it into words of their own. A view holds no memory of a version's, and ends with it. Where a
+config reshapes, the worker does; what is left is a tensor without axes, which such a config cannot name: its
+clients see one axis of one element (`to_model`, `to_client`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fastserve.errors import Kind, ServeError
+from fastserve.repository.catalog import Catalog
+from fastserve.repository.labels import labels_of
+from fastserve.repository.model_config import TensorConfig
+from fastserve.repository.version import Version
+from fastserve.tensor import MOST_AXES, DType, TensorSpec
+
+Dims = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorView:
+    """One input or output. `dims` are the client's, without the batch axis, -1 for any length; None for any
+    rank."""
+
+    name: str
+    dtype: DType
+    dims: Dims | None
+    model_dims: Dims | None
+    optional: bool = False
+
+    def fits(self, dims: Dims) -> bool:
+        """True when a client may send these axes."""
+        if self.dims is None:
+            return len(dims) <= MOST_AXES and all(size >= 0 for size in dims)
+        pairs = zip(dims, self.dims, strict=False)
+        return len(dims) == len(self.dims) and all(
+            size >= 0 and wanted in (-1, size) for size, wanted in pairs
+        )
+
+    def to_model(self, shape: Dims, *, batching: bool) -> Dims:
+        """A client's full shape as the model takes it."""
+        return (
+            shape if self.dims == self.model_dims else _reshaped(shape, self.dims, self.model_dims, batching)
+        )
+
+    def to_client(self, shape: Dims, *, batching: bool) -> Dims:
+        """A full shape the model gave as clients see it."""
+        return (
+            shape if self.dims == self.model_dims else _reshaped(shape, self.model_dims, self.dims, batching)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelView:
+    """One version. `max_batch_size` 0: tensors have no batch axis. `row_limit`: most rows of a request, 0 for
+    any number."""
+
+    version: Version
+    catalog: Catalog
+    inputs: Mapping[str, TensorView]
+    outputs: Mapping[str, TensorView]
+    required: tuple[str, ...]
+    max_batch_size: int
+    row_limit: int
+    decoupled: bool
+    ensemble: bool
+
+    @property
+    def model(self) -> str:
+        return self.version.model
+
+    @property
+    def batching(self) -> bool:
+        return self.max_batch_size > 0
+
+    def full_dims(self, tensor: TensorView) -> Dims:
+        """As metadata shows them: with the batch axis as -1 when there is one."""
+        dims = (-1,) if tensor.dims is None else tensor.dims
+        return (-1, *dims) if self.batching else dims
+
+    def client_shape(self, output: str, shape: Dims) -> Dims:
+        """The full shape clients see of an output; one that nobody declared is shown as it is."""
+        tensor = self.outputs.get(output)
+        return shape if tensor is None else tensor.to_client(shape, batching=self.batching)
+
+    def labels(self, output: str) -> Sequence[str]:
+        """Names of an output's classes, by index; empty for none."""
+        return labels_of(self.version, output, self.catalog)
+
+
+class Views:
+    """The views of a catalog's versions."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+
+    def of(self, version: Version) -> ModelView:
+        """That of an available version, the same one for every dialect."""
+        found = version.view
+        if found is None:
+            found = version.view = _view(version, self._catalog)
+        assert isinstance(found, ModelView)
+        return found
+
+
+def _view(version: Version, catalog: Catalog) -> ModelView:
+    config, options = version.config, version.config.options
+    # A native config repeats what the model says; that of a config.pbtxt goes before it.
+    shown_in, shown_out = ({}, {}) if config.triton is None else (config.inputs, config.outputs)
+    inputs = _tensors(version.inputs, shown_in, options.optional_inputs)
+    return ModelView(
+        version,
+        catalog,
+        inputs,
+        _tensors(version.outputs, shown_out),
+        required=tuple(name for name, tensor in inputs.items() if not tensor.optional),
+        max_batch_size=config.max_batch_size,
+        row_limit=0 if config.split_large_requests else config.max_batch_size,
+        decoupled=options.decoupled,
+        ensemble=options.ensemble is not None,
+    )
+
+
+def _tensors(
+    specs: Mapping[str, TensorSpec], shown: Mapping[str, TensorConfig], optional: Sequence[str] = ()
+) -> dict[str, TensorView]:
+    """The config's own order is the one replies and metadata keep; its axes may be narrower than the
+    model's."""
+    ordered = [name for name in shown if name in specs] + [name for name in specs if name not in shown]
+    found = {}
+    for name in ordered:
+        spec, dims = specs[name], shown[name].shape if name in shown else None
+        own = spec.shape if dims is None else tuple(dims)
+        found[name] = TensorView(name, spec.dtype, own, spec.shape, name in optional)
+    return found
+
+
+def _reshaped(shape: Dims, have: Dims | None, want: Dims | None, batching: bool) -> Dims:
+    """`shape` is of the form `have`: in the form `want`, or as it is where the two do not go together."""
+    if have is None or want is None or len(shape) - batching != len(have):
+        return shape
+    free = [size for size, fixed in zip(shape[batching:], have, strict=True) if fixed == -1]
+    if len(free) != want.count(-1):
+        return shape
+    variable = iter(free)
+    return (*shape[:batching], *(next(variable) if size == -1 else size for size in want))
+
+
+def find_version(catalog: Catalog, name: str, number: int | None) -> Version:
+    """The available version, the highest for None. Raises ServeError NOT_FOUND, in the words of Triton's
+    APIs."""
+    version = catalog.available(name, number)
+    if version is not None:
+        return version
+    model = catalog.models.get(name)
+    if model is None:
+        raise _unknown(name, "is not found")
+    if number is None:
+        raise _unknown(name, "has no available versions")
+    raise _unknown(
+        name, f"version {number} is not {'at ready state' if number in model.versions else 'found'}"
+    )
+
+
+def _unknown(name: str, why: str) -> ServeError:
+    return ServeError(Kind.NOT_FOUND, f"Request for unknown model: '{name}' {why}")
