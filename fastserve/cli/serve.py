@@ -16,6 +16,7 @@ from fastserve.errors import ConfigError
 
 # Field path -> how the flag is written; the rest are derived from the field's path.
 NAMED: dict[str, dict[str, Any]] = {
+    "listen": {"names": ["--listen"], "multiple": True, "metavar": "HOST:PORT[=DIALECT,...]"},
     "http": {"names": ["--http"], "multiple": True, "metavar": "HOST:PORT[=DIALECT,...]"},
     "grpc": {"names": ["--grpc"], "multiple": True, "metavar": "HOST:PORT[=DIALECT,...]"},
     "dialects": {"names": ["--dialect"], "multiple": True, "metavar": "MODULE:NAME"},
@@ -29,6 +30,7 @@ NAMED: dict[str, dict[str, Any]] = {
 SETTINGS_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 NO_FLAG = ("repository", "models", "model_defaults", "dialect_options")
 COMMON = (
+    "listen",
     "http",
     "grpc",
     "frontends",
@@ -65,7 +67,7 @@ class ServeCommand(click.Command):
             return super().parse_args(ctx, args)
         except click.NoSuchOption as fault:
             if fault.option_name in ("--port", "--host", "--rest-port", "--grpc-port", "-p"):
-                where = "listeners are given as --http HOST:PORT and --grpc HOST:PORT"
+                where = "listeners are given as --listen HOST:PORT, or --http HOST:PORT and --grpc HOST:PORT"
                 raise click.UsageError(f"No such option {fault.option_name}; {where}", ctx) from None
             raise
 
@@ -101,6 +103,7 @@ def serve(repository: str | None, config: Path | None, **flags: Any) -> None:
     \b
     Examples:
       fastserve serve demo
+      fastserve serve models/ --listen 0.0.0.0:8000
       fastserve serve models/ --http 0.0.0.0:8501=tfserving --grpc off
       fastserve serve models/ --model-control explicit --load-model resnet
     """

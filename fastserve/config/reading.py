@@ -10,7 +10,7 @@ from fastserve.config.fields import convert, fault_text, hint, list_fields
 from fastserve.config.settings import Settings
 from fastserve.errors import ConfigError
 
-LISTENER_FIELDS = ("http", "grpc")
+LISTENER_FIELDS = ("listen", "http", "grpc")
 
 
 def load_settings(file: Path | None = None, overrides: Mapping[str, object] | None = None) -> Settings:
@@ -53,6 +53,9 @@ def _open_listeners(tree: dict[str, Any], origin: str) -> None:
             wanted = "a list of HOST:PORT[=dialect,...], or off"
             raise ConfigError(f"{origin}: {fault_text(name, given, wanted)}")
         tree[name] = [parse_listener(i) if isinstance(i, str) else i for i in items if i != "off"]
+    if tree.get("listen"):  # in place of the two ports that are there when nothing is said
+        tree.setdefault("http", [])
+        tree.setdefault("grpc", [])
 
 
 def _put(tree: dict[str, Any], path: str, value: object) -> None:

@@ -208,6 +208,10 @@ class RepositorySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 class Settings(RepositorySettings, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The whole configuration of one server."""
 
+    listen: Annotated[
+        tuple[Listener, ...],
+        Meta(description="Ports for HTTP and gRPC alike: HOST:PORT[=dialect,...]; http and grpc add others."),
+    ] = ()
     http: Annotated[
         tuple[Listener, ...], Meta(description="HTTP listeners: HOST:PORT[=dialect,...], or `off`.")
     ] = (Listener("127.0.0.1:8000"),)

@@ -27,7 +27,7 @@ def exposures(settings: Settings) -> list[str]:
     administered = {spec.name for spec in find_specs(settings) if Scope.ADMIN in spec.scopes}
     open_to_all = [
         listener.address
-        for listener in (*settings.http, *settings.grpc)
+        for listener in (*settings.listen, *settings.http, *settings.grpc)
         if is_public(listener) and (not listener.dialects or administered.intersection(listener.dialects))
     ]
     allowed = {

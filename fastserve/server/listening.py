@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fastserve.config import Listener, Settings
+import msgspec
+
+from fastserve.config import Limits, Listener, Settings
 from fastserve.config.metrics import read_metrics_config
 from fastserve.engine.cache import ResponseCache
 from fastserve.engine.engine import Engine
@@ -46,10 +48,12 @@ class Front:
     opening: Opening = field(default_factory=Opening)
     owner: bool = False  # of the ports: the other fronts share them with it
     dialects: dict[str, Dialect] = field(default_factory=dict)  # those that a listener speaks, once built
-    _asked: tuple[Listener, ...] = ()
+    _asked_http: list[Listener] = field(default_factory=list)
+    _asked_grpc: list[Listener] = field(default_factory=list)
 
     async def open(self, http: Sequence[Listener], grpc: Sequence[Listener], *, shared: bool) -> None:
-        """Open listeners at these addresses; `shared` ports are shared with other front processes.
+        """Open listeners at these addresses; `shared` ports are shared with other front processes. An address
+        that is among both is one port.
 
         Raises ConfigError for an unknown dialect, OSError for an address that cannot be had.
         """
@@ -60,10 +64,12 @@ class Front:
         for spec in specs:
             if any(spec in spoken for spoken in (*spoken_http, *spoken_grpc)):
                 self.dialects[spec.name] = spec.build(context, spec.read_options(self.settings))
-        self._asked = tuple(http)
+        alone = list(zip(grpc, spoken_grpc, strict=True))
         for listener, spoken in zip(http, spoken_http, strict=True):
-            await self._open_http(listener, spoken, shared)
-        for listener, spoken in zip(grpc, spoken_grpc, strict=True):
+            beside = [pair for pair in alone if is_same(pair[0], listener)]
+            alone = [pair for pair in alone if pair not in beside]
+            await self._open_http(listener, spoken, shared, beside)
+        for listener, spoken in alone:
             await self._open_grpc(listener, spoken, shared)
 
     def begin(self) -> None:
@@ -81,8 +87,8 @@ class Front:
 
     def addresses(self) -> tuple[tuple[Listener, ...], tuple[Listener, ...]]:
         """The HTTP and gRPC listeners with the ports they really have."""
-        http = [_listed(o.address, s) for o, s in zip(self.http, self._asked, strict=True)]
-        grpc = [_listed(o.address, s) for o, s in zip(self.grpc, self.settings.grpc, strict=True)]
+        http = [_listed(o.address, s) for o, s in zip(self.http, self._asked_http, strict=True)]
+        grpc = [_listed(o.address, s) for o, s in zip(self.grpc, self._asked_grpc, strict=True)]
         return tuple(http), tuple(grpc)
 
     async def drain(self, grace_s: float) -> int:
@@ -111,26 +117,55 @@ class Front:
             model_metrics=metrics.prepare,
         )
 
-    async def _open_http(self, listener: Listener, spoken: Sequence[Spec], shared: bool) -> None:
+    async def _open_http(
+        self,
+        listener: Listener,
+        spoken: Sequence[Spec],
+        shared: bool,
+        beside: Sequence[tuple[Listener, Sequence[Spec]]],
+    ) -> None:
+        """`beside` is gRPC on the same port."""
         opened = HttpListener(
             listener.host,
             listener.port,
             [self.dialects[spec.name] for spec in spoken],
-            self.settings.limits,
+            self._limits(bool(beside)),
             reuse_port=shared,
             access_log=log_http if self.settings.log.access else None,
             opening=self.opening,
             origins=self.settings.admin.origins,
         )
+        guests = [self._make_grpc(asked, specs, shared, opened) for asked, specs in beside]
         if self.owner:
             check_free(listener.host, listener.port)
         await opened.open()
         self.http.append(opened)
+        self._asked_http.append(listener)
+        for guest, (asked, _) in zip(guests, beside, strict=True):
+            await self._add_grpc(guest, asked)
+
+    def _limits(self, with_grpc: bool) -> Limits:
+        limits = self.settings.limits
+        streams = max(limits.streams, self.settings.grpc_options.concurrent_streams)
+        return msgspec.structs.replace(limits, streams=streams) if with_grpc else limits
 
     async def _open_grpc(self, listener: Listener, spoken: Sequence[Spec], shared: bool) -> None:
+        opened = self._make_grpc(listener, spoken, shared)
+        if self.owner:
+            check_free(listener.host, listener.port)
+        await self._add_grpc(opened, listener)
+
+    async def _add_grpc(self, opened: GrpcListener, asked: Listener) -> None:
+        await opened.open()
+        self.grpc.append(opened)
+        self._asked_grpc.append(asked)
+
+    def _make_grpc(
+        self, listener: Listener, spoken: Sequence[Spec], shared: bool, host: HttpListener | None = None
+    ) -> GrpcListener:
         from fastserve.wire.grpc import GrpcListener
 
-        opened = GrpcListener(
+        return GrpcListener(
             listener.host,
             listener.port,
             [method for spec in spoken for method in spec.methods_of(self.dialects[spec.name])],
@@ -141,19 +176,22 @@ class Front:
             access_log=log_rpc if self.settings.log.access else None,
             opening=self.opening,
             limits=self.settings.limits,
+            host=host,
         )
-        if self.owner:
-            check_free(listener.host, listener.port)
-        await opened.open()
-        self.grpc.append(opened)
 
 
-def with_own_ports(settings: Settings) -> tuple[Listener, ...]:
-    """The HTTP listeners, and those of dialects with a port of their own: beside the first of them. Raises
-    ConfigError."""
-    host = settings.http[0].address.rpartition(":")[0] if settings.http else "127.0.0.1"
+def is_same(one: Listener, other: Listener) -> bool:
+    """Whether they are one port. Port 0 is another one each time, unless `listen` asks for both at once."""
+    return one is other or (one.port != 0 and one.address == other.address)
+
+
+def all_listeners(settings: Settings) -> tuple[tuple[Listener, ...], tuple[Listener, ...]]:
+    """The HTTP and the gRPC listeners. Dialects with a port of their own have it beside the first that speaks
+    HTTP. Raises ConfigError."""
+    http, grpc = (*settings.listen, *settings.http), (*settings.listen, *settings.grpc)
+    host = http[0].address.rpartition(":")[0] if http else "127.0.0.1"
     ports = ((spec.name, spec.own_port(settings)) for spec in find_specs(settings))
-    return (*settings.http, *(Listener(f"{host}:{port}", (name,)) for name, port in ports if port))
+    return (*http, *(Listener(f"{host}:{port}", (name,)) for name, port in ports if port)), grpc
 
 
 def _listed(address: tuple[str, int], listener: Listener) -> Listener:

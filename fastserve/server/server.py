@@ -32,7 +32,7 @@ from fastserve.server.exposure import warn_of_exposures
 from fastserve.server.fronts import Fronts
 from fastserve.server.gauges import FrontGauges
 from fastserve.server.health import judge
-from fastserve.server.listening import Front, with_own_ports
+from fastserve.server.listening import Front, all_listeners
 from fastserve.server.loads import ClientLoads
 from fastserve.server.welcome import announce, fill_standard_streams, welcome_text
 from fastserve.wire import keep_freed_memory
@@ -87,7 +87,7 @@ class Server:
         self._beat_on()
         try:
             shared = self.settings.frontends > 1
-            await self.front.open(with_own_ports(self.settings), self.settings.grpc, shared=shared)
+            await self.front.open(*all_listeners(self.settings), shared=shared)
             await self.repository.open()
             await self.fronts.open(*self.front.addresses())
         except BaseException:

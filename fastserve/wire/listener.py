@@ -81,6 +81,7 @@ class HttpListener:
         self.http2 = Shared(self, services)
         self.connections: set[Connection | Http2Connection] = set()
         self.hangups = Hangups()
+        self.on_closed: list[Callable[[], object]] = []  # when no connection is left
         self._place = (address, port)
         self._reuse_port = reuse_port
         self._only_http2 = only_http2
@@ -154,6 +155,8 @@ class HttpListener:
         while self.connections:
             await asyncio.sleep(0)  # connection_lost comes with the loop's next turn
         self.hangups.close()
+        for closed in self.on_closed:
+            closed()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

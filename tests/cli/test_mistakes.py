@@ -99,9 +99,8 @@ def test_arguments_nobody_hands_over(tmp_path: Path, code: str, said: str) -> No
 
 def test_flags_of_other_servers() -> None:
     told = refused("demo", "--port", "8080")
-    assert (
-        told == "Error: No such option --port; listeners are given as --http HOST:PORT and --grpc HOST:PORT"
-    )
+    where = "listeners are given as --listen HOST:PORT, or --http HOST:PORT and --grpc HOST:PORT"
+    assert told == f"Error: No such option --port; {where}"
 
 
 def test_a_model_the_server_does_not_have(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from fastserve.engine.counters import FIRST_RESPONSE, counts_of
 from fastserve.errors import ServeError
 from fastserve.request import InferRequest
 from fastserve.server import Server, nv_metrics
-from fastserve.server.listening import with_own_ports
+from fastserve.server.listening import all_listeners
 from fastserve.server.nv_metrics import NvMetrics
 from fastserve.server.nv_summaries import NAMES
 from fastserve.tensor import DTYPES, Tensor
@@ -175,10 +175,10 @@ def test_durations_may_be_left_out_and_metrics_switched_off(tmp_path: Path) -> N
 
 def test_where_the_metrics_port_is() -> None:
     asked = Settings(http=(Listener("[::1]:80"),), metrics_port=8002)
-    assert with_own_ports(asked)[1:] == (Listener("[::1]:8002", ("metrics",)),)
-    assert with_own_ports(Settings(http=(), metrics_port=9))[0].address == "127.0.0.1:9"
+    assert all_listeners(asked)[0][1:] == (Listener("[::1]:8002", ("metrics",)),)
+    assert all_listeners(Settings(http=(), metrics_port=9))[0][0].address == "127.0.0.1:9"
     off = Settings(metrics_port=8002, allow_metrics=False)
-    assert with_own_ports(off) == off.http
+    assert all_listeners(off)[0] == off.http
 
 
 def test_families_of_models_need_a_model() -> None:

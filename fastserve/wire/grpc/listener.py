@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -13,6 +13,9 @@ from fastserve.wire.grpc.method import AccessLog, Method, Rpc, Terms
 from fastserve.wire.grpc.reflection import reflection_methods
 from fastserve.wire.opening import Opening
 from fastserve.wire.scope import Scope
+
+if TYPE_CHECKING:
+    from fastserve.wire.listener import HttpListener
 
 
 class Transport(Protocol):
@@ -29,7 +32,8 @@ class Transport(Protocol):
 
 
 class GrpcListener:
-    """One port. `descriptors` are serialized FileDescriptorSets that reflection shows."""
+    """One port. `descriptors` are serialized FileDescriptorSets that reflection shows. With `host` it is that
+    listener's port: what is gRPC there is answered here, from before it is open until it is closed."""
 
     def __init__(
         self,
@@ -44,6 +48,7 @@ class GrpcListener:
         access_log: AccessLog | None = None,
         opening: Opening | None = None,
         limits: Limits | None = None,
+        host: HttpListener | None = None,
     ) -> None:
         self._place = (address, port)
         self._options = options
@@ -55,19 +60,27 @@ class GrpcListener:
         most = options.message_bytes
         limits = msgspec.structs.replace(limits or Limits(), inflated_bytes=most)
         self._terms = Terms(most, limits, access_log, opening or Opening())
-        self._transport: Transport | None = None
+        self._transport: Transport | None = None if host is None else self._make_guest(host)
 
     async def open(self) -> None:
         """Listen. Raises OSError when the address cannot be had."""
-        transport = self._make_transport()
+        transport = self._transport or self._make_transport()
         self._place = await transport.open()
         self._transport = transport
 
+    def _all_methods(self) -> Sequence[Method]:
+        if not self._options.reflection:
+            return self._methods
+        services = [method.service for method in self._methods]
+        return (*self._methods, *reflection_methods(services, self._descriptors))
+
+    def _make_guest(self, host: HttpListener) -> Transport:
+        from fastserve.wire.grpc.native import GuestTransport
+
+        return GuestTransport(host, self._all_methods(), self._options, self._terms)
+
     def _make_transport(self) -> Transport:
-        methods = self._methods
-        if self._options.reflection:
-            methods += tuple(reflection_methods([method.service for method in methods], self._descriptors))
-        given = self._place, methods, self._options, self._terms, self._reuse_port
+        given = self._place, self._all_methods(), self._options, self._terms, self._reuse_port
         if self._options.transport == "native":
             from fastserve.wire.grpc.native import NativeTransport
 

@@ -43,6 +43,27 @@ class NativeTransport:
         self._calls.deadlines.close()
 
 
+class GuestTransport:
+    """A port that plain HTTP is served on too: its listener opens and drains it, by limits of its own."""
+
+    def __init__(
+        self, host: HttpListener, methods: Sequence[Method], options: GrpcOptions, terms: Terms
+    ) -> None:
+        self._host = host
+        calls = Calls({method.path: method for method in methods}, terms, options.concurrent_calls)
+        host.http2.add(calls)
+        host.on_closed.append(calls.deadlines.close)
+
+    async def open(self) -> tuple[str, int]:
+        return self._host.address
+
+    async def drain(self, grace_s: float) -> None:
+        """The host's part."""
+
+    async def close(self) -> None:
+        """The host's part."""
+
+
 def grpc_limits(limits: Limits, options: GrpcOptions) -> Limits:
     """What the options say of connections. Bodies have no limit of their own: their messages do."""
     return msgspec.structs.replace(

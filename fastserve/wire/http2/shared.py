@@ -39,6 +39,10 @@ class Shared:
         if not self.scratch:
             self.scratch = bytearray(SCRATCH_BYTES)
 
+    def add(self, service: Finder) -> None:
+        """One more service, asked before the others. Before the listener is open."""
+        self._services = (service, *self._services)
+
     def flush_soon(self, connection: Http2Connection) -> None:
         """Flush this connection at the end of the loop's turn, with all the others that ask for it."""
         if self.loop is None:
