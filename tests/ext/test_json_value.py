@@ -67,6 +67,11 @@ def test_vectors(case: dict[str, Any]) -> None:
     assert not error.startswith(whole[:14]) or error.startswith(whole) or "64" in error or "Type:" in error
 
 
+@pytest.mark.parametrize("rest", [b"\0", b" \0x", b"\n\0{"])
+def test_a_nul_behind_the_value_ends_the_text(rest: bytes) -> None:
+    assert parse(b"[1]" + rest, alone=True) == oracle.parse(b"[1]" + rest, alone=True) == [1]
+
+
 @examples(150)
 @given(broken(values), st.booleans())
 def test_agrees_with_oracle(body: bytes, alone: bool) -> None:
