@@ -61,7 +61,7 @@ cdef inline tuple read_counters(const Arena* arena):
     cdef ArenaHeader* header = arena.header
     cdef int i
     found = []
-    for i in range(TALLY_KINDS):
+    for i in range(COUNT_KINDS):
         found.append((header.counters[i].count, header.counters[i].ns))
     return tuple(found), header.served_rows, min(header.served_ns, monotonic_ns())
 

@@ -7,7 +7,7 @@
     front:   for slot, seq in ring.drain(): ...ring.output_rows(place, 2, 0)...; ring.release(place, 2)
 
 The memory and the state machine are in include/arena.h and slots.h, what guards a front in claims.h; this module
-only opens the doors. Views are borrowed until the place is committed (inputs) or released (outputs).
+only makes them callable. Views are borrowed until the place is committed (inputs) or released (outputs).
 """
 
 from cpython.buffer cimport PyBUF_READ, PyBUF_WRITE
@@ -366,7 +366,7 @@ cdef class BatchRing:
                 failed += 1
         slab_reclaim(&self.arena.slabs, WORKER_OWNER + worker)
         desk_exchange(&self.arena.header.worker[worker].asleep, AWAKE)
-        ask_to_look(&self.arena, self.front_bells, ~<uint64_t>0)    # it may have died between publishing and notify
+        ask_to_look(&self.arena, self.front_bells, ~<uint64_t>0)    # it may have died between publishing and telling them
         self.kick_all()                                             # or been woken for what another must now take
         return retried, failed
 
@@ -453,7 +453,7 @@ cdef class BatchRing:
 
     def count(self, uint32_t kind, uint64_t ns=0, int64_t place=-1) -> None:
         """A request ended so (REJECTED .. OTHER), after `ns`, or as long as its place has waited."""
-        if not TALLY_REJECTED <= kind < TALLY_KINDS:
+        if not COUNT_REJECTED <= kind < COUNT_KINDS:
             raise ValueError(f"no such end of a request: {kind}")
         if place >= 0 and self.check(place, 1) == 0:
             ns = since_ns(rows_of(slot_at(&self.arena, <uint32_t>(place >> 16)))[place & 0xffff].queued_ns, monotonic_ns())

@@ -6,7 +6,7 @@
     ...or...
     reader.read(body).tensors["x"]                  # (dtype code, shape, memory)
 
-Two doors: `read_into` for dense rows of one numeric input, into memory the caller reserved, and
+Two ways in: `read_into` for dense rows of one numeric input, into memory the caller reserved, and
 `read` for everything section 2 allows. Neither makes a Python object per value or recurses, and
 both look at each byte about once. The words of an error are not made here: the dialect reads a
 refused body again with json_value and explains.
@@ -212,7 +212,7 @@ cdef class PredictReader:
 
 
 cdef int64_t set_shape(Rows* r, tuple row_shape, int64_t rows) except -1:
-    # Bytes the whole needs; 0 when there is nothing to read or this door cannot.
+    # Bytes the whole needs; 0 when there is nothing to read or read_into cannot.
     cdef int64_t need = r.item_bytes * max(rows, 0)
     cdef int64_t length
     if len(row_shape) >= MAX_RANK:

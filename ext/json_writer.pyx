@@ -5,7 +5,7 @@
 No Python object is made per number: an upper bound of the text's size is computed first, and
 the text is written without another look at its end. Texts beyond 16 KiB are written without the
 GIL. The layouts live in reply_text.h and tensor_text.h, the
-numbers in float32_text.h and float64_text.h; this file is the doors. It reads no JSON (json_reader does).
+numbers in float32_text.h and float64_text.h; this file is the way in. It reads no JSON (json_reader does).
 """
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer

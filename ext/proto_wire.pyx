@@ -1,4 +1,4 @@
-"""The hot protobuf messages of the Triton dialects: requests read in place, replies written at once.
+"""The protobuf messages of inference of the Triton dialects: requests read in place, replies written at once.
 
     message = read_infer_request(data)              # a ModelInferRequest
     message.inputs[0].name, message.inputs[0].shape
@@ -76,7 +76,7 @@ class Fault(IntEnum):
 class WireFault(ValueError):
     """Bytes that are no such message: `code` (a Fault), and `offset`, the byte that showed it.
 
-    From the doors that copy (OTHER_KIND, WRONG_SIZE) the offset is that of the values.
+    From the methods that copy (OTHER_KIND, WRONG_SIZE) the offset is that of the values.
     """
 
     def __init__(self, code: int, offset: int) -> None:
@@ -177,7 +177,7 @@ cdef class WireOutput:
 @cython.freelist(16)
 cdef class InferMessage:
     """A ModelInferRequest. Its tensors' bytes stay in the buffer it was read from and holds on to,
-    which must not change; the `copy_` doors bring them out."""
+    which must not change; the `copy_` methods bring them out."""
 
     cdef Py_buffer view
     cdef vector[Span] raws

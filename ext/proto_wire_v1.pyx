@@ -1,4 +1,4 @@
-"""The hot protobuf messages of the V1 Triton dialect: InferRequest read in place, InferResponse at once.
+"""The protobuf messages of inference of the V1 Triton dialect: InferRequest read in place, InferResponse at once.
 
     message = read_v1_request(data)
     message.batch_size, message.inputs[0].dims

@@ -1,11 +1,11 @@
-"""The C side of the batch ring, for whoever opens doors to it: include/reclaim.h and doorbell.h. Header only."""
+"""The C side of the batch ring, for the modules that call it: include/reclaim.h and doorbell.h. Header only."""
 
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
 cdef extern from "reclaim.h" nogil:
     enum: MAX_WORKERS, MAX_FRONTS, MAX_COLUMNS, MAX_BATCH_ROWS, ERROR_BYTES, NO_WORKER, SLAB_PAGE
     enum: SLOT_FREE, SLOT_OPEN, SLOT_SEALED, SLOT_READY, SLOT_RUNNING, SLOT_DONE, SLOT_STATES, SLOT_EVENTS
-    enum: TALLY_SUCCESS, TALLY_REJECTED, TALLY_KINDS, SPREADS, SPREAD_BUCKETS
+    enum: COUNT_SUCCESS, COUNT_REJECTED, COUNT_KINDS, SPREADS, SPREAD_BUCKETS
     enum: ROW_COMMITTED, ROW_ANSWERED, AWAKE, ASLEEP, ASLEEP_UNTIL_DUE
     const uint8_t SLOT_MOVES[7][10]
     ctypedef struct Row:

@@ -96,12 +96,12 @@ typedef struct {
 // What became of requests, and how long that took in all; counters.h counts. Kept with the arena: a version that
 // is loaded again begins at nothing, and every process of a version counts in the same place.
 enum CounterKind : uint32_t {
-    TALLY_SUCCESS, TALLY_QUEUE, TALLY_INPUT, TALLY_INFER, TALLY_OUTPUT,         // of requests answered well
-    TALLY_REJECTED, TALLY_CANCELED, TALLY_BACKEND, TALLY_OTHER, TALLY_KINDS,
+    COUNT_SUCCESS, COUNT_QUEUE, COUNT_INPUT, COUNT_INFER, COUNT_OUTPUT,         // of requests answered well
+    COUNT_REJECTED, COUNT_CANCELED, COUNT_BACKEND, COUNT_OTHER, COUNT_KINDS,
 };
 typedef struct { uint64_t count, ns; } Counters;
 typedef struct { uint64_t runs, input_ns, infer_ns, output_ns; } RunCounters;      // batches of one size
-// How many requests answered well took about how long, for each of TALLY_SUCCESS .. TALLY_OUTPUT: bucket 0 is less than
+// How many requests answered well took about how long, for each of COUNT_SUCCESS .. COUNT_OUTPUT: bucket 0 is less than
 // 1024 ns; sixteen buckets for every doubling after that (counters.h: spread_bucket).
 enum { SPREADS = 5, SPREAD_BUCKETS = 512 };
 typedef struct { uint64_t bucket[SPREAD_BUCKETS]; } Spread;
@@ -124,7 +124,7 @@ typedef struct {
     alignas(64) uint64_t next_seq;
     WorkerDesk worker[MAX_WORKERS];
     FrontDesk front[MAX_FRONTS];
-    alignas(64) Counters counters[TALLY_KINDS];
+    alignas(64) Counters counters[COUNT_KINDS];
     uint64_t served_rows, served_ns;        // rows of requests answered well, and when the last of them was
 } ArenaHeader;
 

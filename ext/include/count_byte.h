@@ -1,4 +1,4 @@
-// How often one byte occurs in a span, at the speed memory is read: 64 queues of byte counters,
+// How often one byte occurs in a span, at the speed memory is read: 64 lanes of byte counters,
 // emptied before they can wrap. Plain loops; the compiler makes vectors of them.
 #pragma once
 #include <stdint.h>

@@ -62,8 +62,8 @@ static inline void counters_place(const Arena *a, BatchCounters *sum, const Slot
     }
     sum->well++, sum->rows += rows, sum->well_ns += took;
     sum->queue_ns += queued;
-    spread_add(a, TALLY_SUCCESS, took, 1);
-    spread_add(a, TALLY_QUEUE, queued, 1);
+    spread_add(a, COUNT_SUCCESS, took, 1);
+    spread_add(a, COUNT_QUEUE, queued, 1);
 }
 
 // Its requests each waited for the whole batch; one that never ran is no execution.
@@ -72,19 +72,19 @@ static inline void counters_batch(const Arena *a, const Slot *s, uint32_t rows, 
     uint64_t ran = s->ran_ns ? s->ran_ns : s->done_ns;
     uint64_t input = since_ns(s->taken_ns, s->run_ns), infer = since_ns(s->run_ns, ran), output = since_ns(ran, s->done_ns);
     if (sum->well) {
-        counters_bump(a, TALLY_SUCCESS, sum->well, sum->well_ns);
-        counters_bump(a, TALLY_QUEUE, sum->well, sum->queue_ns);
-        counters_bump(a, TALLY_INPUT, sum->well, sum->well * input);
-        counters_bump(a, TALLY_INFER, sum->well, sum->well * infer);
-        counters_bump(a, TALLY_OUTPUT, sum->well, sum->well * output);
-        spread_add(a, TALLY_INPUT, input, sum->well);
-        spread_add(a, TALLY_INFER, infer, sum->well);
-        spread_add(a, TALLY_OUTPUT, output, sum->well);
+        counters_bump(a, COUNT_SUCCESS, sum->well, sum->well_ns);
+        counters_bump(a, COUNT_QUEUE, sum->well, sum->queue_ns);
+        counters_bump(a, COUNT_INPUT, sum->well, sum->well * input);
+        counters_bump(a, COUNT_INFER, sum->well, sum->well * infer);
+        counters_bump(a, COUNT_OUTPUT, sum->well, sum->well * output);
+        spread_add(a, COUNT_INPUT, input, sum->well);
+        spread_add(a, COUNT_INFER, infer, sum->well);
+        spread_add(a, COUNT_OUTPUT, output, sum->well);
         bump64(a, &a->header->served_rows, sum->rows);
         __atomic_store_n(&a->header->served_ns, s->done_ns, __ATOMIC_RELAXED);
     }
     if (sum->badly)
-        counters_add(a, TALLY_BACKEND, sum->badly, sum->badly_ns);
+        counters_add(a, COUNT_BACKEND, sum->badly, sum->badly_ns);
     if (!s->run_ns)
         return;
     RunCounters *runs = runs_of(a, rows);

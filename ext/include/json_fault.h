@@ -42,5 +42,5 @@ enum JsonFault : int {
     BODY_UNSUPPORTED_DTYPE,
     BODY_BAD_BASE64,
 
-    BODY_OTHER_FORM = 64,   // read_into only: good or bad, but not the form this door is for
+    BODY_OTHER_FORM = 64,   // read_into only: good or bad, but not the form that read_into is for
 };

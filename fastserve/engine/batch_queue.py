@@ -82,7 +82,7 @@ class BatchQueue:
         self.requests, self.decoupled = arena.geometry.requests, arena.geometry.decoupled
         self.max_rows, self.workers = arena.geometry.max_rows, arena.geometry.workers
         self.meters = meters
-        self.waiting = 0  # callers submitted and not yet answered or cancelled
+        self.waiting = 0  # requests submitted and not yet answered or cancelled
         self.unreleased = 0  # answers handed out whose memory is still read
         self.room = Room(self.ring, arena.geometry.max_queued, self._wake_idle)
         self._bell = arena.front_bells[front]
@@ -116,12 +116,12 @@ class BatchQueue:
             self._kicking.cancel()
         self.room.close()
         gone = ServeError(Kind.UNAVAILABLE, GONE)
-        for callers in self._pending:
-            for pending in callers:
+        for waiting_here in self._pending:
+            for pending in waiting_here:
                 done, pending.done = pending.done, None
                 if done is not None:
                     self._tell(done, pending, gone)
-            callers.clear()
+            waiting_here.clear()
         if self._idle:
             self._wake_idle()
 
@@ -192,10 +192,10 @@ class BatchQueue:
         so that what arrives together runs together; with patience, after further turns while those are
         busy, so long at most."""
         pending = Pending(self, place, rows, done, deadline_ns, context)
-        callers = self._pending[place >> 16]
-        if not callers:
+        waiting_here = self._pending[place >> 16]
+        if not waiting_here:
             self._seqs[place >> 16] = self.ring.seq(place >> 16)
-        callers.append(pending)
+        waiting_here.append(pending)
         self.ring.commit(place, rows)
         self.waiting += 1
         if self._kicking is None:
@@ -279,20 +279,20 @@ class BatchQueue:
             self.ring.return_lease(offset)
 
     def _rescan(self) -> None:
-        """A worker died, perhaps between answering and notify, or a batch ended that everybody had left:
+        """A worker died, perhaps between answering and telling so, or a batch ended that everybody had left:
         look at every place waited for."""
         self.room.look_soon()
-        for slot, callers in enumerate(self._pending):
-            if callers and self.ring.is_done(slot, self._seqs[slot]):
+        for slot, waiting_here in enumerate(self._pending):
+            if waiting_here and self.ring.is_done(slot, self._seqs[slot]):
                 self._finish(slot)
 
     def _finish(self, slot: int) -> None:
-        callers, self._pending[slot] = self._pending[slot], []
+        waiting_here, self._pending[slot] = self._pending[slot], []
         self.meters.batch_done(self.ring, slot)
         failure = self.ring.failure(slot)
         error = None if failure is None else ModelError(_kind(failure[0]), failure[1])
-        self.unreleased += len(callers)
-        for pending in callers:
+        self.unreleased += len(waiting_here)
+        for pending in waiting_here:
             done, pending.done = pending.done, None
             fault: ServeError | None = error
             if fault is None and (end := self.ring.answered(pending.place, pending.rows)) != 1:
@@ -342,10 +342,10 @@ class BatchQueue:
         self._loop.call_later(DEADLINE_TICK_S, self._expire)
 
     def _expire(self) -> None:
-        """Runs every DEADLINE_TICK_S while callers with a deadline wait: far cheaper than a timer each."""
+        """Runs every DEADLINE_TICK_S while somebody with a deadline waits: far cheaper than a timer each."""
         now, left = time.monotonic_ns(), False
-        for callers in self._pending:
-            for pending in list(callers):
+        for waiting_here in self._pending:
+            for pending in list(waiting_here):
                 if pending.done is None or not pending.deadline_ns:
                     continue
                 if pending.deadline_ns <= now:

@@ -1,14 +1,14 @@
 """Straight into a place: memory for inputs whose rows are known, and views of what was answered.
 
-    layout_in = lay_out_inputs(queue, request.inputs)       after one request of this form was checked
-    reserved = layout_in.reserve(rows)                      None: there is no room
-    place, memory, slab = reserved
+    layout = lay_out_inputs(queue, request.inputs)          after one request of this form was checked
+    reservation = layout.reserve(rows)                      None: there is no room
+    place, memory, slab = reservation
     ...every byte of memory is written...
-    layout_in.settle(reserved); queue.submit(place, rows, ...)      or: layout_in.abandon(reserved, rows)
+    layout.settle(reservation); queue.submit(place, rows, ...)          or: layout.abandon(reservation, rows)
 
     found = lay_out_outputs(queue, names).read(place, rows)             (form, views) of an answered place
 
-For hot schedulers: nothing is checked again, nothing copied. `forms` does the same for tensors of any form.
+For the fast path: nothing is checked again, nothing copied. `forms` does the same for tensors of any form.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class InputLayout(Protocol):
     def reserve(self, rows: int, note: bytes = b"") -> Reservation | None:
         """A place, or None when there is no room. End it with settle or abandon."""
 
-    def settle(self, reserved: Reservation) -> None:
+    def settle(self, reservation: Reservation) -> None:
         """The memory is written: the place can be submitted."""
 
-    def abandon(self, reserved: Reservation, rows: int) -> None:
+    def abandon(self, reservation: Reservation, rows: int) -> None:
         """It will not be submitted, settled or not."""
 
 
@@ -68,11 +68,11 @@ class ColumnInputs:
             self._queue.abandon(place, rows)
             raise
 
-    def settle(self, reserved: Reservation) -> None:
+    def settle(self, reservation: Reservation) -> None:
         pass
 
-    def abandon(self, reserved: Reservation, rows: int) -> None:
-        self._queue.abandon(reserved[0], rows)
+    def abandon(self, reservation: Reservation, rows: int) -> None:
+        self._queue.abandon(reservation[0], rows)
 
 
 class SlabInputs:
@@ -110,12 +110,12 @@ class SlabInputs:
             queue.abandon(place, rows)
             raise
 
-    def settle(self, reserved: Reservation) -> None:
-        place, _, (offset, size) = reserved
+    def settle(self, reservation: Reservation) -> None:
+        place, _, (offset, size) = reservation
         self._queue.ring.attach_slab(place, offset, size)
 
-    def abandon(self, reserved: Reservation, rows: int) -> None:
-        place, _, (offset, _) = reserved
+    def abandon(self, reservation: Reservation, rows: int) -> None:
+        place, _, (offset, _) = reservation
         self._queue.ring.return_lease(offset)
         self._queue.abandon(place, rows)
 

@@ -2,7 +2,7 @@
 
     plain        the queue itself: batches form in shared memory as rows arrive
     queued       `queued`: priority levels, queue policies, preferred batch sizes, kept order
-    cached       `cache`, before a queue or a queue
+    cached       `cache`, before a queue or a scheduler with a queue
     sequences    `stateful`: control inputs, states, a slot for each sequence
     ensemble     no queue at all, see `ensemble` and `hosting`
 

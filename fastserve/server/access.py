@@ -2,7 +2,7 @@
 
     fastserve.access: POST /v2/models/m/infer protocol=http status=200 bytes=31 duration_ms=0.4 request_id=4f
 
-It costs a formatted line a reply, and the hot schedulers stay closed while it is on.
+It costs a formatted line a reply, and replies are not sent raw while it is on.
 """
 
 from __future__ import annotations

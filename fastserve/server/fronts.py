@@ -42,7 +42,7 @@ ANSWER_TIMEOUT_S = 60.0
 FIRST_RESTART_S, LONGEST_RESTART_S = 0.2, 10.0
 # Rows that nobody answers for now and this much later were lost by the dead front: a living one is only
 # some instructions between claiming rows and saying whose they are.
-SWEEP_AGAIN_S = 0.2
+RECLAIM_AGAIN_S = 0.2
 
 
 class Fronts:
@@ -302,7 +302,7 @@ class FrontLink:
     async def _reclaim(self) -> None:
         rings = self._rings()
         before = [set(ring.lost()) for ring in rings]
-        await asyncio.sleep(SWEEP_AGAIN_S)
+        await asyncio.sleep(RECLAIM_AGAIN_S)
         for ring, suspected in zip(rings, before, strict=True):
             ring.reclaim_front(self.front)
             for lost in suspected.intersection(ring.lost()):

@@ -1,7 +1,7 @@
 """One HTTP request as framed, and the one reply it gets.
 
 An endpoint is `def f(call)` that arranges for `call.reply` some time later, or `async def f(call)`,
-which the wire runs as a task. The first costs no task and no future, so hot paths use it.
+which the wire runs as a task. The first costs no task and no future, so fast paths use it.
 
     async def show(call):            def fast(call):
         body = await compute()           engine.submit(..., done=lambda body: call.reply(200, body))

@@ -43,7 +43,7 @@ def header_lines(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
 class ReplyHeads:
     """Heads without their length line, with the date of the last `tick`. One per listener.
 
-    `ok_json` is the head of a plain 200: what a hot path puts before "Content-Length: N".
+    `ok_json` is the head of a plain 200: what a fast path puts before "Content-Length: N".
     """
 
     __slots__ = ("_date", "_heads", "_second", "ok_json")

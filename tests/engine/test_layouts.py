@@ -121,8 +121,8 @@ def test_what_is_abandoned_is_free_again(make_queue: MakeQueue, dense: bool) -> 
 def test_no_room(make_queue: MakeQueue) -> None:
     queue = make_queue(dense=True)
     layout_in = lay_out_inputs(queue, INPUTS, batching=True)
-    seats = [layout_in.reserve(4) for _ in range(3)]
-    assert [reserved is None for reserved in seats] == [False, False, True]
+    found = [layout_in.reserve(4) for _ in range(3)]
+    assert [reservation is None for reservation in found] == [False, False, True]
     queue = make_queue(dense=False, pages=1)
     large = {"a": Tensor(DTYPES["int8"], (1, 10_000), b"")}
     assert lay_out_inputs(queue, large, batching=True).reserve(1) is None

@@ -22,7 +22,7 @@ from fastserve._ext import batch_ring
 from fastserve._ext.batch_ring import FULL, BatchRing
 
 LONGEST_CALL_S = 0.1
-EXPECTED = (ValueError, IndexError, OverflowError)  # refusals at the door
+EXPECTED = (ValueError, IndexError, OverflowError)  # refusals of what is given
 
 
 def words(count: int, rng: random.Random) -> list[int]:

@@ -1,4 +1,4 @@
-"""json_reader against its oracle and the vectors, through both doors, and bodies meant to break it."""
+"""json_reader against its oracle and the vectors, through both ways in, and bodies meant to break it."""
 
 from __future__ import annotations
 

@@ -57,10 +57,10 @@ def version_of(at: Served) -> Version:
     return version
 
 
-def door_of(at: Served) -> SequenceScheduler:
-    door = version_of(at).scheduler
-    assert isinstance(door, SequenceScheduler)
-    return door
+def scheduler_of(at: Served) -> SequenceScheduler:
+    scheduler = version_of(at).scheduler
+    assert isinstance(scheduler, SequenceScheduler)
+    return scheduler
 
 
 def test_the_backlog_moves_up_when_an_idle_sequence_is_forgotten(
@@ -155,9 +155,9 @@ def test_a_client_that_dies_frees_its_slot_and_nobody_gets_its_state(
             client = await post(at, 0, sequence_id=1)
             await at.until((tmp_path / "held").exists)
             waits = asyncio.ensure_future(say(at, 2, 1, sequence_start=True))
-            await at.until(lambda: door_of(at).sequences.outstanding == 2)
+            await at.until(lambda: scheduler_of(at).sequences.outstanding == 2)
             client.transport.abort()
-            await at.until(lambda: door_of(at).sequences.outstanding == 1)
+            await at.until(lambda: scheduler_of(at).sequences.outstanding == 1)
             with pytest.raises(ServeError, match=r"sequence 1 .* must specify the START flag"):
                 await say(at, 1, 1)
             (tmp_path / "go").touch()
@@ -186,15 +186,15 @@ def test_a_parked_client_that_dies_leaves_the_backlog(
             held = asyncio.ensure_future(say(at, 1, 0, sequence_end=True))
             await at.until((tmp_path / "held").exists)
             client = await post(at, 5, sequence_id=2, sequence_start=True)
-            await at.until(lambda: door_of(at).sequences.outstanding == 2)
+            await at.until(lambda: scheduler_of(at).sequences.outstanding == 2)
             last = asyncio.ensure_future(say(at, 3, 6, sequence_start=True, sequence_end=True))
-            await at.until(lambda: door_of(at).sequences.outstanding == 3)
+            await at.until(lambda: scheduler_of(at).sequences.outstanding == 3)
             client.transport.abort()
-            await at.until(lambda: door_of(at).sequences.outstanding == 2)
+            await at.until(lambda: scheduler_of(at).sequences.outstanding == 2)
             (tmp_path / "go").touch()
             assert (await held)[:2] == [1, 1]
             assert (await last)[:2] == [6, 6]
-            assert door_of(at).sequences.outstanding == 0
+            assert scheduler_of(at).sequences.outstanding == 0
 
     run(work())
 
@@ -265,7 +265,7 @@ def test_what_a_dead_worker_had_not_taken_runs_on_no_other(tmp_path: Path, strat
             ring = next(iter(at.server.host.hosted.values())).queue.ring
             late = [asyncio.ensure_future(say(at, id, 1)) for id in (1, 2, 1, 2)]
             late.append(asyncio.ensure_future(say(at, 3, 7, sequence_start=True, sequence_end=True)))
-            await at.until(lambda: ring.pending() and door_of(at).pending())
+            await at.until(lambda: ring.pending() and scheduler_of(at).pending())
             os.kill(first, signal.SIGKILL)
             ends = await asyncio.gather(*late, return_exceptions=True)
             for end in ends[:4]:

@@ -34,7 +34,7 @@ GENERAL = -2  # a head whose calls take the general path
 WHOLE = -1  # the whole body is JSON
 # A number in JSON grows at most so much as a tensor (`0,` is an FP64): below it no size has to be checked.
 GROWTH = 4
-HOT_BYTES = 8 << 20  # up to 20 ms; larger bodies are read apart from the event loop
+FAST_BYTES = 8 << 20  # up to 20 ms; larger bodies are read apart from the event loop
 
 
 class Infer:
@@ -55,7 +55,7 @@ class Infer:
         self._fast: LastPath[FastHttp] = LastPath(
             service.keepers, lambda version: FastHttp.open(service, version, packing)
         )
-        self._most_bytes = min(service.options.http_max_input_size // GROWTH, HOT_BYTES)
+        self._most_bytes = min(service.options.http_max_input_size // GROWTH, FAST_BYTES)
         # A number too long to be one reaches no version either way; the general path says why.
         self._number = (int(target.version) if len(target.version) < 20 else -1) if target.version else None
 

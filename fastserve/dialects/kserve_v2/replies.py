@@ -1,6 +1,6 @@
 """A reply to infer as bytes: JSON, then the outputs that go as they are (spec 3.1, 3.2).
 
-For outputs of any kind; `hot` writes the plain ones.
+For outputs of any kind; `http_fast` writes the plain ones.
 """
 
 from __future__ import annotations

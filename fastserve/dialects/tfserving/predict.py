@@ -28,7 +28,7 @@ from fastserve.serving.paths import LastPath
 from fastserve.tensor import DTYPE_BY_CODE, Tensor
 from fastserve.wire.call import Call
 
-HOT_BYTES = 8 << 20  # up to 20 ms; larger bodies are read apart from the event loop
+FAST_BYTES = 8 << 20  # up to 20 ms; larger bodies are read apart from the event loop
 EXPLAIN_BYTES = 1 << 18  # reading and explaining cost up to 0.35 us a byte, in which nobody else is served
 RAW_TYPE = b"application/octet-stream"
 
@@ -59,7 +59,7 @@ class Predict:
                 return self._answer(call)
         if call.head is not self._head and not self._meet(call):
             return self._answer(call)
-        if len(call.body) > HOT_BYTES:
+        if len(call.body) > FAST_BYTES:
             return self._answer(call)
         if self._raw:
             tensor = self._plans_of(fast.version).read_raw(call.body)

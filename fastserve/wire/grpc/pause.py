@@ -1,4 +1,4 @@
-"""The moment in which a gRPC server shuts its door: replies wait, so that nobody is turned away in it.
+"""The moment in which a gRPC server stops: replies wait, so that nobody is turned away in it.
 
 A server of grpcio's that is told to stop answers CANCELLED to every call it has received and not yet looked
 at. Clients that wait for a reply send nothing new, and what they have sent gets looked at meanwhile; then the

@@ -207,7 +207,7 @@ def shared(name: str) -> Iterator[memoryview]:
         os.unlink(path)
 
 
-class Doors:
+class Served:
     """A server, its client, and how many requests the fast paths took."""
 
     def __init__(self, folder: Path, **more: Any) -> None:
@@ -216,7 +216,7 @@ class Doors:
             Settings(repository=str(folder), http=(Listener("127.0.0.1:0"),), grpc=(), **options)
         )
 
-    async def __aenter__(self) -> Doors:
+    async def __aenter__(self) -> Served:
         await self.server.open()
         self.client = Client(*await asyncio.open_connection(*self.server.front.http[0].address))
         return self
@@ -248,25 +248,25 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_both_doors_answer_alike(
+def test_both_paths_answer_alike(
     model: str, tmp_path: Path, taken: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_fast, "MOST_UNUSED", 1000)  # every one is learned
     maker, path = Maker(model, seed=7), f"/v2/models/{model}/infer"
-    keys = [f"fastserve-doors-{os.getpid()}-{side}" for side in ("in", "out")]
+    keys = [f"fastserve-paths-{os.getpid()}-{side}" for side in ("in", "out")]
 
     async def work() -> None:
         with shared(keys[0]), shared(keys[1]) as out:
-            async with Doors(write_models(tmp_path)) as doors:
-                await doors.register("in", keys[0])
-                await doors.register("out", keys[1])
+            async with Served(write_models(tmp_path)) as served:
+                await served.register("in", keys[0])
+                await served.register("out", keys[1])
                 good = 0
                 for _ in range(250):
                     body, length = maker.request()
                     answers = []
                     for lines in (["Content-Encoding: identity"], [], []):
                         out[:] = bytes(REGION_BYTES)
-                        answer = await doors.client.post(path, body, length, *lines)
+                        answer = await served.client.post(path, body, length, *lines)
                         answers.append((*answer, bytes(out)))
                     assert answers[1] == answers[0], body
                     assert answers[2] == answers[0], body
@@ -279,13 +279,13 @@ def test_both_doors_answer_alike(
 
 def test_raw_bodies(tmp_path: Path, taken: list[bool]) -> None:
     async def work() -> None:
-        async with Doors(write_models(tmp_path)) as doors:
+        async with Served(write_models(tmp_path)) as served:
             for values in ([1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0]):
                 body = struct.pack(f"<{len(values)}f", *values)
                 path = "/v2/models/turn/infer"
-                general = await doors.client.post(path, body, 0, "Content-Encoding: identity")
+                general = await served.client.post(path, body, 0, "Content-Encoding: identity")
                 for _ in range(2):
-                    assert await doors.client.post(path, body, 0) == general
+                    assert await served.client.post(path, body, 0) == general
             assert taken == [False, True, True, True, False, True]
 
     run(work())
@@ -295,14 +295,14 @@ def test_odd_answers(tmp_path: Path, taken: list[bool]) -> None:
     """Outputs twice, none at all, one that nobody declared."""
 
     async def work() -> None:
-        async with Doors(write_models(tmp_path)) as doors:
+        async with Served(write_models(tmp_path)) as served:
             tensor = {"name": "IN", "shape": [1, 1], "datatype": "FP32"}
             for value in (3, 0, 1, 2, 3):
                 body = json.dumps({"inputs": [tensor | {"data": [value]}]}).encode()
                 path = "/v2/models/odd/infer"
-                general = await doors.client.post(path, body, None, "Content-Encoding: identity")
+                general = await served.client.post(path, body, None, "Content-Encoding: identity")
                 for _ in range(2):
-                    assert await doors.client.post(path, body, None) == general
+                    assert await served.client.post(path, body, None) == general
             assert taken == [False] + [True] * 9
 
     run(work())
@@ -310,17 +310,17 @@ def test_odd_answers(tmp_path: Path, taken: list[bool]) -> None:
 
 def test_packed_replies(tmp_path: Path, taken: list[bool]) -> None:
     async def work() -> None:
-        async with Doors(write_models(tmp_path)) as doors:
+        async with Served(write_models(tmp_path)) as served:
             tensor = {"shape": [1, 16], "datatype": "INT32", "data": list(range(16))}
             body = {"inputs": [{"name": name, **tensor} for name in ("INPUT1", "INPUT0")]}
             for binary in (False, True):
                 body["parameters"] = {"binary_data_output": binary}
                 sent, path = json.dumps(body).encode(), "/v2/models/sums/infer"
                 lines = ["Accept-Encoding: gzip, deflate"]
-                general = await doors.client.post(path, sent, None, "Content-Encoding: identity", *lines)
+                general = await served.client.post(path, sent, None, "Content-Encoding: identity", *lines)
                 assert "Content-Encoding: gzip" in general[0]
                 for _ in range(2):
-                    assert await doors.client.post(path, sent, None, *lines) == general
+                    assert await served.client.post(path, sent, None, *lines) == general
             assert taken == [False, True, False, True]
 
     run(work())
@@ -328,11 +328,13 @@ def test_packed_replies(tmp_path: Path, taken: list[bool]) -> None:
 
 def test_rows_come_and_go_in_one_frame(tmp_path: Path, taken: list[bool]) -> None:
     async def work() -> None:
-        async with Doors(write_models(tmp_path)) as doors:
+        async with Served(write_models(tmp_path)) as served:
             for rows in (2, 1, 4, 8, 3):
                 tensor = {"shape": [rows, 16], "datatype": "INT32", "data": list(range(16 * rows))}
                 body = {"inputs": [{"name": name, **tensor} for name in ("INPUT1", "INPUT0")]}
-                _, reply = await doors.client.post("/v2/models/simple/infer", json.dumps(body).encode(), None)
+                _, said = await served.client.post(
+                    "/v2/models/simple/infer", json.dumps(body).encode(), None
+                )
                 data = [output["data"] for output in json.loads(reply)["outputs"]]
                 assert data == [[2 * n for n in range(16 * rows)], [0] * 16 * rows]
             assert taken == [False, True, True, True, True]
@@ -344,11 +346,11 @@ def test_ever_new_requests_leave_the_known_ones_alone(tmp_path: Path, taken: lis
     tensor = {"name": "IN", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}
 
     async def work() -> None:
-        async with Doors(write_models(tmp_path)) as doors:
+        async with Served(write_models(tmp_path)) as served:
             for number in range(150):
                 for parameters in ({}, {"number": number}):
                     body = json.dumps({"inputs": [tensor], "parameters": parameters}).encode()
-                    head, _ = await doors.client.post("/v2/models/said/infer", body, None)
+                    head, _ = await served.client.post("/v2/models/said/infer", body, None)
                     assert " 200 " in head
             assert taken[::2] == [False] + [True] * 149
             assert not any(taken[1::2])
@@ -358,7 +360,7 @@ def test_ever_new_requests_leave_the_known_ones_alone(tmp_path: Path, taken: lis
 
 def test_regions_that_shrink_or_go(tmp_path: Path, taken: list[bool]) -> None:
     """A request that fits its frame, but not its memory any more, gets the general path's error."""
-    key = f"fastserve-doors-{os.getpid()}-shrinking"
+    key = f"fastserve-paths-{os.getpid()}-shrinking"
     tensor = {
         "name": "IN",
         "shape": [1, 3],
@@ -369,9 +371,9 @@ def test_regions_that_shrink_or_go(tmp_path: Path, taken: list[bool]) -> None:
 
     async def work() -> None:
         with shared(key):
-            async with Doors(write_models(tmp_path)) as doors:
-                await doors.register("r", key)
-                ask = doors.client.post
+            async with Served(write_models(tmp_path)) as served:
+                await served.register("r", key)
+                ask = served.client.post
                 path = "/v2/models/turn/infer"
                 good = await ask(path, body, None)
                 assert await ask(path, body, None) == good
@@ -391,7 +393,7 @@ def test_regions_that_shrink_or_go(tmp_path: Path, taken: list[bool]) -> None:
 
 def test_a_client_that_leaves_holds_nothing(tmp_path: Path, taken: list[bool]) -> None:
     """Its place is free again, and so is what its output's region was held with."""
-    key = f"fastserve-doors-{os.getpid()}-left"
+    key = f"fastserve-paths-{os.getpid()}-left"
     tensor = {"name": "x", "shape": [1, 2], "datatype": "FP32"}
     room = {"shared_memory_region": "r", "shared_memory_byte_size": 8}
 
@@ -402,14 +404,14 @@ def test_a_client_that_leaves_holds_nothing(tmp_path: Path, taken: list[bool]) -
     async def work() -> None:
         write_model(tmp_path)
         with shared(key) as memory:
-            async with Doors(tmp_path) as doors:
-                await doors.register("r", key)
+            async with Served(tmp_path) as served:
+                await served.register("r", key)
                 path = "/v2/models/twice/infer"
                 for _ in range(2):
-                    await doors.client.post(path, body(5), None)
+                    await served.client.post(path, body(5), None)
                 assert struct.unpack("<2f", memory[:8]) == (10, 2)
                 before = os.listdir("/proc/self/fd")
-                leaver = Client(*await asyncio.open_connection(*doors.server.front.http[0].address))
+                leaver = Client(*await asyncio.open_connection(*served.server.front.http[0].address))
                 asking = asyncio.create_task(leaver.post(path, body(HOLD), None))
                 await until(lambda: seen(tmp_path)[-1:] == [[HOLD]])
                 leaver.writer.close()
@@ -417,7 +419,7 @@ def test_a_client_that_leaves_holds_nothing(tmp_path: Path, taken: list[bool]) -
                     await asking
                 await until(lambda: os.listdir("/proc/self/fd") == before)
                 (tmp_path / "go").touch()
-                ring = next(iter(doors.server.host.hosted.values())).queue.ring
+                ring = next(iter(served.server.host.hosted.values())).queue.ring
                 await until(lambda: ring.outstanding() == 0)
                 assert struct.unpack("<2f", memory[:8]) == (10, 2)
             assert taken == [False, True, True]

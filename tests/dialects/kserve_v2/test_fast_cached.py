@@ -12,7 +12,7 @@ import pytest
 
 from fastserve.dialects.kserve_v2.http_fast import FastHttp
 from tests.dialects.kserve_v2.client_models import PAIR, SIMPLE, write_sums, write_triton
-from tests.dialects.kserve_v2.test_fast import Doors, Maker, shared
+from tests.dialects.kserve_v2.test_fast import Maker, Served, shared
 from tests.server.rig import run
 
 KEPT = "response_cache { enable: true }\n"
@@ -52,7 +52,7 @@ output { name: "OUT" data_type: TYPE_INT32 dims: [ 1 ] }
 COUNTS_PATH = "/v2/models/counts/infer"
 
 
-class CachedSchedulers(Doors):
+class ServedCached(Served):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, response_cache_bytes=1 << 20)
 
@@ -69,7 +69,7 @@ class CachedSchedulers(Doors):
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """What the door said, one by one."""
+    """What the fast path said, one by one."""
     said: list[bool] = []
     start = FastHttp.start
 
@@ -87,13 +87,13 @@ def test_answers_as_without_a_cache(tmp_path: Path, taken: list[bool]) -> None:
     maker = Maker("simple", seed=5)
 
     async def work() -> None:
-        async with CachedSchedulers(tmp_path) as doors:
+        async with ServedCached(tmp_path) as served:
             good = 0
             for _ in range(200):
                 body, length = maker.request()
-                plain = await doors.client.post("/v2/models/simple/infer", body, length)
+                plain = await served.client.post("/v2/models/simple/infer", body, length)
                 for _ in range(3):
-                    head, said = await doors.client.post("/v2/models/kept/infer", body, length)
+                    head, said = await served.client.post("/v2/models/kept/infer", body, length)
                     assert said.replace(b'"kept"', b'"simple"').replace(b"'kept'", b"'simple'") == plain[1]
                     assert head.split("\r\n")[0] == plain[0].split("\r\n")[0]
                 good += " 200 " in plain[0]
@@ -109,16 +109,16 @@ def test_what_lies_in_client_memory_is_looked_at_each_time(tmp_path: Path) -> No
     tensor = {"name": "IN", "shape": [1, 1], "datatype": "INT32", "parameters": place}
     body = json.dumps({"inputs": [tensor]}).encode()
 
-    key = f"fastserve-doors-{os.getpid()}-kept"
+    key = f"fastserve-paths-{os.getpid()}-kept"
 
     async def work() -> None:
         with shared(key) as memory:
-            async with CachedSchedulers(tmp_path) as doors:
-                await doors.register("r", key)
+            async with ServedCached(tmp_path) as served:
+                await served.register("r", key)
                 runs = []
                 for number in (1, 2, 1, 2, 3, 3):
                     memory[:4] = number.to_bytes(4, "little")
-                    _, said = await doors.client.post(COUNTS_PATH, body, None)
+                    _, said = await served.client.post(COUNTS_PATH, body, None)
                     runs.append(json.loads(said)["outputs"][0]["data"][0])
                 assert runs == [1, 2, 1, 2, 3, 3]
 
@@ -129,13 +129,13 @@ def test_hits_run_nothing_and_errors_are_not_kept(tmp_path: Path, taken: list[bo
     write_triton(tmp_path, "counts", COUNTS, COUNTS_CONFIG)
 
     async def work() -> None:
-        async with CachedSchedulers(tmp_path) as doors:
-            assert [await doors.count(n) for n in (1, 2, 1, 2, 3, 1)] == [1, 2, 1, 2, 3, 1]
+        async with ServedCached(tmp_path) as served:
+            assert [await served.count(n) for n in (1, 2, 1, 2, 3, 1)] == [1, 2, 1, 2, 3, 1]
             assert taken == [False, True, True, True, True, True]
-            assert [await doors.count(1, id="a"), await doors.count(1, id="bc")] == [1, 1]
-            assert [await doors.count(n) for n in (13, 13, 4, 3)] == ["unlucky", "unlucky", 6, 3]
-            assert [await doors.count(n) for n in (7, 7)] == [7, 7]
-            counts = doors.server.host.cache
+            assert [await served.count(1, id="a"), await served.count(1, id="bc")] == [1, 1]
+            assert [await served.count(n) for n in (13, 13, 4, 3)] == ["unlucky", "unlucky", 6, 3]
+            assert [await served.count(n) for n in (7, 7)] == [7, 7]
+            counts = served.server.host.cache
             assert counts is not None
             assert (counts.misses, counts.hits) == (7, 7)
 
@@ -146,18 +146,18 @@ def test_a_client_that_leaves_keeps_nobody_waiting(tmp_path: Path, taken: list[b
     write_triton(tmp_path, "counts", COUNTS, COUNTS_CONFIG)
 
     async def work() -> None:
-        async with CachedSchedulers(tmp_path) as doors:
-            assert await doors.count(5) == 1  # teaches the door
-            leaving = CachedSchedulers.__new__(CachedSchedulers)
-            leaving.client = type(doors.client)(
-                *await asyncio.open_connection(*doors.server.front.http[0].address)
+        async with ServedCached(tmp_path) as served:
+            assert await served.count(5) == 1  # teaches the fast path
+            leaving = ServedCached.__new__(ServedCached)
+            leaving.client = type(served.client)(
+                *await asyncio.open_connection(*served.server.front.http[0].address)
             )
             first = asyncio.ensure_future(leaving.count(0))
-            cache = doors.server.host.cache
+            cache = served.server.host.cache
             assert cache is not None
             while not cache.waiting():
                 await asyncio.sleep(0.001)
-            second = asyncio.ensure_future(doors.count(0))
+            second = asyncio.ensure_future(served.count(0))
             while not any(cache.waiting().values()):  # until the second waits for the first
                 await asyncio.sleep(0.001)
             assert taken == [False, True, False]
@@ -168,7 +168,7 @@ def test_a_client_that_leaves_keeps_nobody_waiting(tmp_path: Path, taken: list[b
             assert await second in (2, 3)
             first.cancel()
             await asyncio.gather(first, return_exceptions=True)
-            assert await doors.count(6) > 2
+            assert await served.count(6) > 2
             assert not cache.waiting()
 
     run(work())
@@ -181,9 +181,9 @@ def test_parameters_of_a_response_are_kept(tmp_path: Path, queue: str) -> None:
     body = {"inputs": [{"name": "IN", "shape": [1, 1], "datatype": "INT32", "data": [7]}]}
 
     async def work() -> None:
-        async with CachedSchedulers(tmp_path) as doors:
+        async with ServedCached(tmp_path) as served:
             for _ in range(3):
-                _, said = await doors.client.post(COUNTS_PATH, json.dumps(body).encode(), None)
+                _, said = await served.client.post(COUNTS_PATH, json.dumps(body).encode(), None)
                 assert json.loads(said)["parameters"] == {"said": 1}
                 assert json.loads(said)["outputs"][0]["data"] == [1]
 

@@ -1,4 +1,4 @@
-"""Both doors of ModelInfer: the same requests through the hot one and the general one, the same bytes back.
+"""Both paths of ModelInfer: the same requests through the fast one and the general one, the same bytes back.
 
 A request whose id comes after its raw tensors means the same and takes the general path.
 """
@@ -79,7 +79,7 @@ async def ask(served: GrpcServed, data: bytes) -> Any:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_both_doors_answer_alike(model: str, tmp_path: Path, taken: list[bool]) -> None:
+def test_both_paths_answer_alike(model: str, tmp_path: Path, taken: list[bool]) -> None:
     write_models(tmp_path)
     maker = Maker(model, seed=11)
 

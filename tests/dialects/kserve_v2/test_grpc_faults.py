@@ -26,14 +26,14 @@ def running(folder: Path, value: float) -> Callable[[], bool]:
     return lambda: any(value in batch for batch in seen(folder))
 
 
-@pytest.mark.parametrize("hot", [False, True])
-def test_a_deadline_in_the_queue_and_while_running(tmp_path: Path, hot: bool) -> None:
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_deadline_in_the_queue_and_while_running(tmp_path: Path, fast: bool) -> None:
     """What waited is not run; what ran leaves its place."""
     write_model(tmp_path, max_batch_size=1)
 
     async def work() -> None:
         async with serving(tmp_path) as served:
-            if hot:
+            if fast:
                 assert await served.infer(4) == [8]  # the head is known from now on
             runs = asyncio.ensure_future(served.infer(HOLD, timeout=LONG_S))
             await served.until(running(tmp_path, HOLD))
@@ -46,13 +46,13 @@ def test_a_deadline_in_the_queue_and_while_running(tmp_path: Path, hot: bool) ->
     run(work())
 
 
-@pytest.mark.parametrize("hot", [False, True])
-def test_a_cancelled_call_leaves_the_queue(tmp_path: Path, hot: bool) -> None:
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_cancelled_call_leaves_the_queue(tmp_path: Path, fast: bool) -> None:
     write_model(tmp_path, max_batch_size=1)
 
     async def work() -> None:
         async with serving(tmp_path) as served:
-            if hot:
+            if fast:
                 assert await served.infer(4) == [8]
             queue = next(iter(served.server.host.hosted.values())).queue
             runs = asyncio.ensure_future(served.infer(HOLD))
@@ -130,14 +130,14 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("hot", [False, True])
+@pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("name", LIES)
-def test_messages_that_are_none(tmp_path: Path, name: str, hot: bool) -> None:
+def test_messages_that_are_none(tmp_path: Path, name: str, fast: bool) -> None:
     write_model(tmp_path)
 
     async def work() -> None:
         async with serving(tmp_path) as served:
-            if hot:
+            if fast:
                 assert await served.infer(1) == [2]
             code, text = await refused(served.send(LIES[name]))
             assert (code, text.partition(":")[0]) == ("INTERNAL", "malformed ModelInferRequest")
@@ -174,8 +174,8 @@ def test_what_nests_deep_is_unknown_fields(tmp_path: Path) -> None:
     run(work())
 
 
-@pytest.mark.parametrize("hot", [False, True])
-def test_tensors_that_lie(tmp_path: Path, hot: bool) -> None:
+@pytest.mark.parametrize("fast", [False, True])
+def test_tensors_that_lie(tmp_path: Path, fast: bool) -> None:
     """Of the right message: other sizes than the shape says, contents beside raw tensors, one tensor less."""
     write_model(tmp_path)
     mixed = V2.ModelInferRequest.FromString(numbers(1))
@@ -189,7 +189,7 @@ def test_tensors_that_lie(tmp_path: Path, hot: bool) -> None:
 
     async def work() -> None:
         async with serving(tmp_path) as served:
-            if hot:
+            if fast:
                 assert await served.infer(1) == [2]
             for request, said in (
                 (mixed, "contents field must not be specified"),

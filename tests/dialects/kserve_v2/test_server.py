@@ -203,9 +203,9 @@ def test_both_doors_say_the_same(tmp_path: Path) -> None:
     async def work() -> None:
         async with Served(tmp_path) as served:
             path = "/v2/models/twice/infer"
-            hot = await served.ask("POST", path, {"id": 'a"b', **BODY})
+            fast = await served.ask("POST", path, {"id": 'a"b', **BODY})
             general = await served.ask("POST", path, {"id": 'a"b', **BODY, "parameters": {}})
-            assert (hot[0], hot[2]) == (general[0], general[2])
+            assert (fast[0], fast[2]) == (general[0], general[2])
             short = {"inputs": [{"name": "x", "shape": [1, 2], "datatype": "FP32", "data": [1]}]}
             status, _, body = await served.ask("POST", path, short)
             assert (status, json.loads(body)["error"]) == (
