@@ -332,7 +332,7 @@ def test_rows_come_and_go_in_one_frame(tmp_path: Path, taken: list[bool]) -> Non
             for rows in (2, 1, 4, 8, 3):
                 tensor = {"shape": [rows, 16], "datatype": "INT32", "data": list(range(16 * rows))}
                 body = {"inputs": [{"name": name, **tensor} for name in ("INPUT1", "INPUT0")]}
-                _, said = await served.client.post(
+                _, reply = await served.client.post(
                     "/v2/models/simple/infer", json.dumps(body).encode(), None
                 )
                 data = [output["data"] for output in json.loads(reply)["outputs"]]
