@@ -16,6 +16,10 @@ from typing import Protocol
 
 from fastserve.errors import ServeError
 
+# grpcio hands over one call a turn of the loop, so that batches under load would have one row each: a worker
+# is woken for those of a few busy turns together.
+AWAITED_PATIENCE_NS = 500_000
+
 
 class Exchange(Protocol):
     """What the paths need of a request besides its body: no task, no future."""

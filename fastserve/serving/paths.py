@@ -50,6 +50,25 @@ class LastPath(Generic[Path]):
             self._without = None
 
 
+class Paths(Generic[Path]):
+    """Those of an endpoint for all versions, each opened when it is first asked for."""
+
+    def __init__(self, keepers: Keepers, open: Callable[[Version], Path | None]) -> None:
+        self._open = open
+        self._paths: dict[Version, Path | None] = {}
+        keepers.add(self)
+
+    def find(self, version: Version) -> Path | None:
+        """The path of an available version; None when it has none."""
+        if version not in self._paths:
+            self._paths[version] = self._open(version)
+        return self._paths[version]
+
+    def forget(self, version: Version) -> None:
+        """The version has ended, and nothing here may keep its memory."""
+        self._paths.pop(version, None)
+
+
 def open_path(version: Version, traffic: Traffic, outcome: Outcome, patience_ns: int = 0) -> FastPath | None:
     """The fast path of a version; None for one that does more with a request than run or keep it."""
     stage = cache_stage_of(version)

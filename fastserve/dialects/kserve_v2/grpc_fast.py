@@ -24,7 +24,7 @@ from fastserve.dialects.kserve_v2.service import Service
 from fastserve.engine import BatchQueue, note_of
 from fastserve.errors import Kind, ServeError
 from fastserve.request import InferRequest, InferResponse
-from fastserve.serving.exchange import Awaited
+from fastserve.serving.exchange import AWAITED_PATIENCE_NS, Awaited
 from fastserve.serving.model_view import ModelView
 from fastserve.serving.paths import open_path
 from fastserve.serving.prepared import Described, Memory, PreparedRequest
@@ -32,9 +32,6 @@ from fastserve.serving.prepared_cache import PreparedCache
 from fastserve.tensor import KSERVE_NAME, Tensor
 
 MOST_HEADS = 256
-# grpcio hands over one call a turn of the loop, so that batches under load would have one row each: a worker
-# is woken for those of a few busy turns together.
-PATIENCE_NS = 500_000
 TOO_LARGE = "the response is too large for a gRPC message"
 
 
@@ -141,7 +138,7 @@ class FastGrpc:
     ) -> None:
         """Remember the head of a request that the general path has answered."""
         service, version = self._service, plan.version
-        path = open_path(version, service.traffic, Outcome(service, version.model), PATIENCE_NS)
+        path = open_path(version, service.traffic, Outcome(service, version.model), AWAITED_PATIENCE_NS)
         if path is None or not _is_ordinary(path.queue, message, body, request):
             return
         rows = next(iter(request.inputs.values())).shape[0] if plan.max_batch_size else 1

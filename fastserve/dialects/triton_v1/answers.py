@@ -54,6 +54,11 @@ class HeaderForms:
         self._batch_size = batch_size
         self._told = told
 
+    @property
+    def nbytes(self) -> int:
+        """Of its raw outputs."""
+        return sum(one.nbytes for one in self._told if isinstance(one, Raw))
+
     @cached_property
     def binary(self) -> bytes:
         version = self._version

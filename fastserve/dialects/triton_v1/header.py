@@ -89,6 +89,11 @@ class RequestHeader:
     priority: int = 0
     timeout_us: int = 0
 
+    @property
+    def destinations(self) -> dict[str, Range]:
+        """Where outputs into shared memory go; looked up before the model runs (spec 3.4)."""
+        return {one.name: one.shared for one in self.outputs if one.shared is not None}
+
 
 def read_header(text: str) -> RequestHeader:
     """A header in text format. Raises ConfigError when it is not one."""

@@ -1,32 +1,83 @@
-"""The HTTP replies of infer: the original's headers in the original's order (spec 3)."""
+"""How infer is answered: over HTTP with the original's headers in the original's order (spec 3), over gRPC
+with a message (spec 8). Both paths answer here; faults are told in the original's words."""
 
 from __future__ import annotations
 
-from fastserve.dialects.triton_v1.service import Service
+from typing import Any, Protocol
+
+from fastserve._ext.proto_wire import WireFault
+from fastserve._ext.proto_wire_v1 import write_v1_response
+from fastserve.dialects.triton_v1.answers import Answer, HeaderForms, write_id
+from fastserve.dialects.triton_v1.inputs import invalid
+from fastserve.dialects.triton_v1.service import GOOD, Service, as_v1
 from fastserve.errors import ServeError
+from fastserve.serving.exchange import Awaited
 from fastserve.wire.call import Call
 
 NV_RESPONSE = b"NV-InferResponse"
 NV_STATUS = b"NV-Status"
 BINARY = b"application/octet-stream"
 CONTENT_TYPE = (b"Content-Type", BINARY)
-_FRAME = (
-    b"%bNV-InferResponse: %b\r\nNV-Status: %b\r\n"
-    b"Content-Type: application/octet-stream\r\nContent-Length: %d\r\n\r\n"
-)
+_BEFORE = b"NV-InferResponse: %b\r\nNV-Status: "
+_AFTER = b"\r\nContent-Type: application/octet-stream\r\nContent-Length: %d\r\n\r\n"
 
 
-def write_frame(service: Service, head: bytes, line: bytes, nbytes: int) -> bytes:
-    """All of a good answer but its body of `nbytes`; nothing when `head`, from `call.raw_head(b"")`, is."""
-    return _FRAME % (head, line, service.status_line(None), nbytes) if head else b""
+class Replies(Protocol):
+    """A transport's. `exchange` is what it makes of a request."""
+
+    def answer(self, exchange: Any, answer: Answer) -> None:
+        """Send an answer, copied. Raises ServeError when it cannot be sent."""
+
+    def refuse(self, exchange: Any, request_id: int, fault: ServeError) -> None:
+        """Send a fault, with nothing but the request's id beside it."""
 
 
-def answer(call: Call, service: Service, line: bytes, body: bytes) -> None:
-    """Raw outputs and their trailer in `body`, the header that describes them in `line`."""
-    call.reply(200, body, b"", ((NV_RESPONSE, line), (NV_STATUS, service.status_line(None)), CONTENT_TYPE))
+class HttpReplies:
+    """Raw outputs and their header behind them; `binary`: as a message, else in text."""
+
+    def __init__(self, service: Service, *, binary: bool) -> None:
+        self._service, self._binary = service, binary
+        self.next_id = service.next_id
+
+    def frame(self, forms: HeaderForms) -> tuple[bytes, bytes, bytes]:
+        """What stands round the number and the outputs of a good answer without an id, all of them sent."""
+        trailer = Answer(forms, [], 0).trailer(binary=self._binary)
+        return _BEFORE % forms.line + GOOD, _AFTER % (forms.nbytes + len(trailer)), trailer
+
+    def answer(self, call: Call, answer: Answer) -> None:
+        trailer, status = answer.trailer(binary=self._binary), self._service.status_line(None)
+        head = call.raw_head(b"")
+        if not head:
+            headers = ((NV_RESPONSE, answer.line), (NV_STATUS, status), CONTENT_TYPE)
+            call.reply(200, b"".join((*answer.raws, trailer)), b"", headers)
+            return
+        nbytes = len(trailer)
+        for raw in answer.raws:
+            nbytes += len(raw)
+        call.reply_raw(
+            b"".join((head, _BEFORE % answer.line, status, _AFTER % nbytes, *answer.raws, trailer))
+        )
+
+    def refuse(self, call: Call, request_id: int, fault: ServeError) -> None:
+        line = b"id: %d" % request_id if request_id else b""
+        status = self._service.status_line(as_v1(fault))
+        call.reply(400, b"", b"", ((NV_RESPONSE, line), (NV_STATUS, status), CONTENT_TYPE))
 
 
-def refuse(call: Call, service: Service, request_id: int, fault: ServeError) -> None:
-    """A fault, in the original's words, with nothing but the request's id beside it."""
-    line = b"id: %d" % request_id if request_id else b""
-    call.reply(400, b"", b"", ((NV_RESPONSE, line), (NV_STATUS, service.status_line(fault)), CONTENT_TYPE))
+class RpcReplies:
+    """InferResponses; the status of the RPC itself is always OK."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def answer(self, exchange: Awaited, answer: Answer) -> None:
+        try:
+            exchange.reply(write_v1_response(self._service.status(None), answer.binary, answer.raws))
+        except (WireFault, OverflowError):
+            size = sum(memoryview(raw).nbytes for raw in answer.raws)
+            raise invalid(
+                f"Response has byte size {size} which exceeds gRPC's byte size limit {2**31}."
+            ) from None
+
+    def refuse(self, exchange: Awaited, request_id: int, fault: ServeError) -> None:
+        exchange.reply(write_v1_response(self._service.status(as_v1(fault)), write_id(request_id), ()))

@@ -17,13 +17,14 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from fastserve._ext.proto_wire import WireFault
-from fastserve._ext.proto_wire_v1 import V1InferMessage, read_v1_request, write_v1_response
-from fastserve.dialects.triton_v1.answers import Answer, write_id
+from fastserve._ext.proto_wire_v1 import V1InferMessage, read_v1_request
+from fastserve.dialects.triton_v1.general import GeneralRequest
+from fastserve.dialects.triton_v1.grpc_fast import FastGrpc
 from fastserve.dialects.triton_v1.header import read_message
-from fastserve.dialects.triton_v1.hot_rpc import HotRpc
 from fastserve.dialects.triton_v1.inputs import Buffer, Entries, invalid
 from fastserve.dialects.triton_v1.names import CODE_OF, SUCCESS
 from fastserve.dialects.triton_v1.pages import write_index
+from fastserve.dialects.triton_v1.replies import RpcReplies
 from fastserve.dialects.triton_v1.routes import RPCS, SERVICE
 from fastserve.dialects.triton_v1.service import Service
 from fastserve.dialects.triton_v1.shared_memory import list_regions, register_cuda
@@ -32,6 +33,8 @@ from fastserve.dialects.triton_v1.streams import run_ahead
 from fastserve.engine import Took
 from fastserve.errors import Kind, ServeError
 from fastserve.protos import load
+from fastserve.serving.exchange import Awaited
+from fastserve.serving.slow_path import answer_slowly
 from fastserve.wire.grpc import Method, Rpc
 
 Run = Callable[[Any, Rpc], Awaitable[Any]]
@@ -121,32 +124,20 @@ class Rpcs:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._messages = load("triton_v1")
-        self._hot = HotRpc(service, self._write_answer)
+        self._replies = RpcReplies(service)
+        self._fast = FastGrpc(service, self._replies)
 
     # --- inference --------------------------------------------------------------------------------
 
     async def infer(self, request: Sent, rpc: Rpc) -> bytes:
         """InferRequest -> serialized InferResponse."""
-        message, header = request.message, read_message(request.message)
-        try:
-            running = self._hot.start(message, header)
-            if running is not None:
-                return await running.wait()
+        message, header, exchange = request.message, read_message(request.message), Awaited()
+        if not self._fast.start(exchange, message, header):
+            model, number = message.model_name, message.model_version
             make_data = partial(Entries, request.raws())
-            answering = self._service.infer(message.model_name, message.model_version, header, make_data)
-            async with answering as answer:
-                return self._write_answer(answer)
-        except ServeError as fault:
-            return write_v1_response(self._service.status(fault), write_id(header.id), ())
-
-    def _write_answer(self, answer: Answer) -> bytes:
-        try:
-            return write_v1_response(self._service.status(None), answer.binary, answer.raws)
-        except (WireFault, OverflowError):
-            size = sum(memoryview(raw).nbytes for raw in answer.raws)
-            raise invalid(
-                f"Response has byte size {size} which exceeds gRPC's byte size limit {2**31}."
-            ) from None
+            general = GeneralRequest(self._service, self._replies, exchange, model, number, header, make_data)
+            await answer_slowly(exchange, general, self._service.traffic)
+        return await exchange.answer()
 
     async def stream(self, requests: AsyncIterator[Sent], rpc: Rpc) -> AsyncIterator[bytes]:
         """One response for each request, in order; an error is a response like any other. Requests begin in

@@ -1,25 +1,18 @@
-"""What HTTP and gRPC share: one inference from header to answer, and the status of every reply."""
+"""What HTTP and gRPC share: what is kept of versions, and the status of every reply."""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from time import monotonic_ns
-from typing import TYPE_CHECKING
 
-from fastserve.dialects.triton_v1.answers import Answer, Answers
+from fastserve.dialects.triton_v1.answers import Answers
 from fastserve.dialects.triton_v1.control import Control
-from fastserve.dialects.triton_v1.header import REMEMBERED_HEADERS, RequestHeader
-from fastserve.dialects.triton_v1.inputs import Data, read_request
-from fastserve.dialects.triton_v1.known import Known, understand
-from fastserve.dialects.triton_v1.lookup import find_version
 from fastserve.dialects.triton_v1.names import CODE_OF, STATUS_OF, SUCCESS
 from fastserve.dialects.triton_v1.statistics import Statistics, VersionCounts
 from fastserve.dialects.triton_v1.text import quote
-from fastserve.engine import BatchQueue
 from fastserve.errors import DeadlineError, Kind, ServeError
 from fastserve.metrics.traffic import Traffic
 from fastserve.protos import load
@@ -27,13 +20,9 @@ from fastserve.repository.keepers import Keepers
 from fastserve.repository.version import Version
 from fastserve.serving.dialect import ServingContext
 from fastserve.serving.model_view import ModelView, Views
-from fastserve.serving.shared_memory import Destination
-
-if TYPE_CHECKING:
-    from fastserve._ext.meter import Counter, Histogram
 
 SERVER_ID = "inference:0"
-_GOOD = f'code: {SUCCESS} server_id: "{SERVER_ID}" request_id: %d'.encode()
+GOOD = f'code: {SUCCESS} server_id: "{SERVER_ID}" request_id: '.encode()
 QUEUE_FULL = "Exceeds maximum queue size"
 NO_SEQUENCE = "non-zero or non-empty correlation ID"  # V1 has no sequences named by a string
 _V2_PREFIX = re.compile(r"\A\[request id: [^\]]*\] ")
@@ -42,31 +31,15 @@ TOO_LATE = "Request timeout expired"
 
 @dataclass(slots=True)
 class Served:
-    """A version this API has been asked for: what it says of it, and its meters."""
+    """A version this API has been asked for: what it says of it, and its counts."""
 
     plan: ModelView
     answers: Answers
     counts: VersionCounts
-    requests: Counter
-    duration: Histogram
-    _known: dict[object, Known] = field(default_factory=dict)
 
     @property
     def version(self) -> Version:
         return self.plan.version
-
-    def know(self, queue: BatchQueue, header: RequestHeader) -> Known | None:
-        """What a header says of tensors, for a version on this queue; None when its requests need another
-        look."""
-        meaning = (header.batch_size, header.inputs, header.outputs)
-        found = self._known.get(meaning)
-        if found is None:
-            found = understand(self.plan, queue, header)
-            if found is not None:
-                if len(self._known) >= REMEMBERED_HEADERS:
-                    self._known.clear()
-                self._known[meaning] = found
-        return found
 
 
 class Service:
@@ -94,55 +67,14 @@ class Service:
         if served is not None and served.version is version:
             del self._served[version.model, version.number]
 
-    @asynccontextmanager
-    async def infer(
-        self, model: str, number: int, header: RequestHeader, make_data: Callable[[str], Data]
-    ) -> AsyncIterator[Answer]:
-        """Run one request; its raw outputs are valid inside the block. Raises ServeError."""
-        started_ns = monotonic_ns()
-        served = None
-        try:
-            with ExitStack() as holding:
-                served = self.serve(find_version(self.catalog, model, number))
-                request = read_request(served.plan, header, make_data(model), self.shared)
-                held = self.hold_outputs(header, holding)
-                response = await self.engine.infer(served.version, request)
-                holding.callback(response.release)
-                answer = served.answers.write(header, response.outputs, held)
-                self.count_success(served, header.batch_size, started_ns)
-                yield answer
-        except ServeError as fault:
-            if served is None:
-                self.traffic.refused(model, fault.kind.name)
-            else:
-                self.count_failure(served, header.batch_size, started_ns, fault)
-            raise as_v1(fault) from None
-
-    def hold_outputs(self, header: RequestHeader, holding: ExitStack) -> dict[str, Destination]:
-        """Where outputs into shared memory go; looked up before the model runs (spec 3.4). Raises
-        ServeError."""
-        return {
-            one.name: holding.enter_context(self.shared.hold(one.shared))
-            for one in header.outputs
-            if one.shared is not None
-        }
-
     def serve(self, version: Version) -> Served:
         """What this API keeps of a version, made when it is first asked for."""
         key = (version.model, version.number)
         found = self._served.get(key)
         if found is None or found.version is not version:
             plan = self._views.of(version)
-            meters = self.traffic.succeeded(*key)
-            found = self._served[key] = Served(plan, Answers(plan), self.statistics.of(version), *meters)
+            found = self._served[key] = Served(plan, Answers(plan), self.statistics.of(version))
         return found
-
-    def count_success(self, served: Served, batch_size: int, since_ns: int) -> None:
-        """One request was answered well."""
-        took_ns = monotonic_ns() - since_ns
-        served.requests.add()
-        served.duration.observe_ns(took_ns)
-        served.counts.of(batch_size).success.add(took_ns)
 
     def count_failure(self, served: Served, batch_size: int, since_ns: int, fault: ServeError) -> None:
         """One request to a version was answered with an error."""
@@ -153,7 +85,7 @@ class Service:
     def status_line(self, fault: ServeError | None) -> bytes:
         """RequestStatus in one line of text: the value of NV-Status."""
         if fault is None:
-            return _GOOD % self.next_id()
+            return b"%b%d" % (GOOD, self.next_id())
         text = quote(fault.message)
         word = STATUS_OF[fault.kind]
         return f'code: {word} msg: {text} server_id: "{SERVER_ID}" request_id: {self.next_id()}'.encode()

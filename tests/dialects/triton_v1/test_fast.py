@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import struct
 import uuid
 from pathlib import Path
@@ -42,16 +43,16 @@ async def ask_all(served: Rig, asked: list[Any]) -> list[Result]:
 
 
 @pytest.mark.parametrize("dense", [False, True])
-def test_the_same_answers_without_the_engines_door(tmp_path: Path, dense: bool) -> None:
+def test_the_same_answers_by_both_paths(tmp_path: Path, dense: bool) -> None:
     write_dense(tmp_path) if dense else models.write(tmp_path, "simple")
     models.write(tmp_path, "reshaped", "free", "unbatched", "text")
 
     async def ask() -> None:
         async with rig(tmp_path) as served:
-            hot = await without_engine(served, ASKED)
-            assert {result.status for result in hot} == {"SUCCESS"}
-            generally = await without_doors(served, ASKED)
-            assert hot == generally
+            fast = await without_engine(served, ASKED)
+            assert {result.status for result in fast} == {"SUCCESS"}
+            generally = await without_fast_paths(served, ASKED)
+            assert fast == generally
             refused = await without_engine(served, PLAIN)
             assert {result.status for result in refused} == {'INTERNAL msg: "the general path was asked"'}
 
@@ -72,11 +73,11 @@ async def without_engine(served: Rig, asked: list[Any]) -> list[Result]:
         del engine.infer
 
 
-async def without_doors(served: Rig, asked: list[Any]) -> list[Result]:
+async def without_fast_paths(served: Rig, asked: list[Any]) -> list[Result]:
     """What comes of them when no header is known."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fastserve.dialects.triton_v1.hot.HotDoor.start", lambda *_: False)
-        patch.setattr("fastserve.dialects.triton_v1.hot_rpc.HotRpc.start", lambda *_: None)
+        patch.setattr("fastserve.dialects.triton_v1.http_fast.FastHttp.start", lambda *_: False)
+        patch.setattr("fastserve.dialects.triton_v1.grpc_fast.FastGrpc.start", lambda *_: False)
         return await ask_all(served, asked)
 
 
@@ -178,8 +179,8 @@ def test_whatever_goes_wrong_gives_the_rows_back(
     async def ask() -> None:
         async with rig(tmp_path) as served:
             with monkeypatch.context() as patch:
-                patch.setattr("fastserve.dialects.triton_v1.hot.HotDoor._copy", fail)
-                patch.setattr("fastserve.dialects.triton_v1.hot_rpc.hold_rooms", fail)
+                patch.setattr("fastserve.dialects.triton_v1.http_fast.PreparedBody.fill", fail)
+                patch.setattr("fastserve.dialects.triton_v1.grpc_fast.PreparedMessage.fill", fail)
                 status, _, _ = await served.ask(
                     "POST", "/api/infer/simple?format=binary", COUNT + ONES, NV_InferRequest=PAIR
                 )
@@ -191,3 +192,49 @@ def test_whatever_goes_wrong_gives_the_rows_back(
 
     run(ask())
     caplog.clear()  # its tracebacks hold the server
+
+
+def test_what_is_kept_is_answered_by_both_paths(tmp_path: Path) -> None:
+    """Before a response cache too: a hit runs nothing, and is what the model answered."""
+    config, source = models.MODELS["simple"]
+    models.MODELS["kept"] = (config + " response_cache { enable: true }", source)
+    try:
+        models.write(tmp_path, "kept")
+    finally:
+        del models.MODELS["kept"]
+    asked = [("kept", header, inputs) for model, header, inputs in ASKED if model == "simple"]
+
+    async def ask() -> None:
+        async with rig(tmp_path, response_cache_bytes=1 << 20) as served:
+            counts = served.server.host.cache
+            assert counts is not None
+            first = await without_engine(served, asked)
+            assert {result.status for result in first} == {"SUCCESS"}
+            # The same rows are one key, whatever is asked besides: an id, and classes of outputs.
+            assert (counts.misses, counts.hits) == (4, len(first) - 4)
+            assert await without_engine(served, asked) == first
+            assert await without_fast_paths(served, asked) == first
+            assert (counts.misses, counts.hits) == (4, 3 * len(first) - 4)
+
+    run(ask())
+
+
+def test_what_was_unloaded_leaves_its_memory(tmp_path: Path) -> None:
+    """The fast paths know its requests, and let go of it."""
+    write_dense(tmp_path)
+
+    def arenas() -> int:
+        links = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
+        return sum("fastserve-arena" in os.readlink(link) for link in links if os.path.islink(link))
+
+    async def ask() -> None:
+        before = arenas()
+        async with rig(tmp_path) as served:
+            for _ in range(2):
+                await without_engine(served, ASKED[:2])
+                assert arenas() > before
+                await served.ask("POST", "/api/modelcontrol/unload/simple")
+                await served.served.until(lambda: arenas() == before)
+                await served.ask("POST", "/api/modelcontrol/load/simple")
+
+    run(ask())

@@ -1,0 +1,87 @@
+"""The general path: what the fast one did not know, errors included. Any scheduler, any request.
+
+    read -> run -> write -> release -> send -> count     or refuse, or fail: the client always hears
+
+A dialect says how a request is read and its answer written; everything else is the same for all of them,
+and done here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable
+from time import monotonic_ns
+
+from fastserve.errors import ServeError
+from fastserve.metrics.traffic import Traffic
+from fastserve.repository.version import Version
+from fastserve.request import InferRequest, InferResponse
+from fastserve.serving.exchange import Exchange
+
+
+class SlowRequest(ABC):
+    """One request as its dialect reads it. The steps are called in this order; what raises is refused."""
+
+    version: Version
+    """Whose it is, from `read` on."""
+
+    @abstractmethod
+    async def read(self) -> InferRequest:
+        """Find the version, check what was sent, hold client memory. Raises ServeError."""
+
+    @abstractmethod
+    def run(self, request: InferRequest) -> Awaitable[InferResponse]:
+        """The engine's answer. Raises ServeError."""
+
+    @abstractmethod
+    async def write(self, response: InferResponse) -> None:
+        """Write the answer, and send it unless `send` does. The response is valid until here. Raises
+        ServeError."""
+
+    async def send(self) -> None:  # noqa: B027
+        """Send what was written."""
+
+    def close(self) -> None:  # noqa: B027
+        """Let go of client memory; in any case."""
+
+    def answered(self, took_ns: int) -> None:  # noqa: B027
+        """It was answered well, and is counted."""
+
+    @abstractmethod
+    def refused(self, fault: ServeError) -> None:
+        """Tell the client what is wrong, in the dialect's words, and count it."""
+
+
+async def answer_slowly(exchange: Exchange, request: SlowRequest, traffic: Traffic) -> None:
+    """Answer a request; when this returns, it was, unless its client is gone."""
+    try:
+        try:
+            decoded_ns, encode_ns = await _run(request)
+        finally:
+            request.close()
+        await request.send()
+    except ServeError as fault:
+        request.refused(fault)
+    except Exception as fault:
+        exchange.fail(fault)
+    else:
+        version = request.version
+        decode, encode = traffic.stages(version.model, version.number)
+        decode.observe_ns(decoded_ns - exchange.received_ns)
+        encode.observe_ns(encode_ns)
+        took_ns = monotonic_ns() - exchange.received_ns
+        traffic.count(version.model, version.number, took_ns)
+        request.answered(took_ns)
+
+
+async def _run(request: SlowRequest) -> tuple[int, int]:
+    """When it was read, and how long its answer was written."""
+    asked = await request.read()
+    decoded_ns = monotonic_ns()
+    response = await request.run(asked)
+    try:
+        began_ns = monotonic_ns()
+        await request.write(response)
+        return decoded_ns, monotonic_ns() - began_ns
+    finally:
+        response.release()
