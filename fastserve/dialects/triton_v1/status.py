@@ -9,14 +9,12 @@ from google.protobuf.json_format import ParseDict
 
 from fastserve.backends.registry import find_backend
 from fastserve.dialects.triton_v1.inputs import invalid
-from fastserve.dialects.triton_v1.names import TYPE_OF
 from fastserve.dialects.triton_v1.service import SERVER_ID, Service
 from fastserve.dialects.triton_v1.statistics import Shown
 from fastserve.engine import Took
 from fastserve.protos import load
-from fastserve.repository.model_config import ModelConfig
+from fastserve.repository.triton_config import config_json
 from fastserve.repository.version import Model, Version, VersionState
-from fastserve.tensor import TensorSpec
 
 # The last release with this API; its clients print it and act on nothing in it.
 API_VERSION = "1.15.0"
@@ -91,27 +89,6 @@ def _fill_version(target: Any, version: Version, shown: Shown) -> None:
 def fill_config(target: Any, version: Version) -> None:
     """The ModelConfig message of a version: the Triton one as given, or what a native model comes to."""
     config = version.config
-    given = getattr(config, "triton", None)
-    if given is not None:
-        ParseDict(given, target, ignore_unknown_fields=True)  # newer fields and types than V1 knows
-        target.platform = target.platform or find_backend(config.backend).triton_platform or CUSTOM
-    else:
-        _fill_native(target, version, config)
-
-
-def _fill_native(target: Any, version: Version, config: ModelConfig) -> None:
-    messages = load("triton_v1")
-    target.platform = find_backend(config.backend).triton_platform or CUSTOM
-    target.max_batch_size = config.max_batch_size
-    target.version_policy.latest.num_versions = 1
-    target.instance_group.add(name=f"{version.model}_0", count=config.instances, kind=2)
-    if config.batching:
-        target.dynamic_batching.max_queue_delay_microseconds = config.max_queue_delay_us
-    for specs, tensors in ((version.inputs, target.input), (version.outputs, target.output)):
-        for spec in specs.values():
-            tensors.add(name=spec.name, data_type=_data_type(messages, spec), dims=spec.shape or ())
-
-
-def _data_type(messages: Any, spec: TensorSpec) -> int:
-    number: int = messages.DataType.Value(TYPE_OF.get(spec.dtype.name, "TYPE_INVALID"))
-    return number
+    shown = config_json(config, version) if config.triton is None else config.triton
+    ParseDict(shown, target, ignore_unknown_fields=True)  # newer fields and types than V1 knows
+    target.platform = target.platform or find_backend(config.backend).triton_platform or CUSTOM
