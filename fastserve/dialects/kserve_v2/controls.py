@@ -128,6 +128,12 @@ _READ: dict[str, Callable[..., bool | int | str]] = {
 }
 
 
+def _as_level(given: int) -> int:
+    """24.10 keeps the low 32 bits, and takes those below zero for none."""
+    low = given & 0xFFFFFFFF
+    return low if low < 1 << 31 else 0
+
+
 class LogSettings:
     """What this process writes to its log, as switches; `level` is what it was started with."""
 
@@ -158,5 +164,6 @@ class LogSettings:
             raise ServeError(Kind.UNAVAILABLE, f"invalid argument for {format_name}, got: {chosen}")
         if changes:
             self._values.update(changes)
+            self._values["log_verbose_level"] = _as_level(int(self._values["log_verbose_level"]))
             levels = frozenset(level for name, level in _LEVELS.items() if self._values[name])
             switch_logs(levels, iso8601=self._values["log_format"] == "ISO8601")

@@ -278,3 +278,30 @@ def test_log_settings_change_the_log(tmp_path: Path, log_text: io.StringIO) -> N
             assert [line.split()[1] for line in written()] == ["INFO", "WARNING", "ERROR"]
 
     run(work())
+
+
+def test_levels_of_the_log_as_the_original_keeps_them(tmp_path: Path, log_text: io.StringIO) -> None:
+    """The low 32 bits, none below zero; one over HTTP that no message can hold is no trouble to gRPC."""
+    write_model(tmp_path)
+
+    async def work() -> None:
+        async with serving(tmp_path) as asked:
+            given = {
+                2**31 - 1: 2**31 - 1,
+                2**31: 0,
+                2**32: 0,
+                2**32 + 1: 1,
+                5 * 10**9: 705032704,
+                2**64 - 1: 0,
+            }
+            for level, kept in given.items():
+                shown = await asked.http("/v2/logging", {"log_verbose_level": level})
+                assert shown[1]["log_verbose_level"] == kept
+                told = await asked.rpc("LogSettings", V2.LogSettingsRequest())
+                assert told.settings["log_verbose_level"].uint32_param == kept
+            request = V2.LogSettingsRequest()
+            request.settings["log_verbose_level"].uint32_param = 2**31
+            told = await asked.rpc("LogSettings", request)
+            assert told.settings["log_verbose_level"].uint32_param == 0
+
+    run(work())
