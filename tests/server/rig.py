@@ -172,20 +172,21 @@ class Client:
 
     async def get(self, target: str) -> tuple[int, bytes]:
         self.writer.write(b"GET %b HTTP/1.1\r\nHost: t\r\n\r\n" % target.encode())
-        return await self._read()
+        return await self.page()
 
     async def post(self, target: str, body: bytes = b"") -> tuple[int, bytes]:
         head = b"POST %b HTTP/1.1\r\nHost: t\r\nContent-Length: %d\r\n\r\n" % (target.encode(), len(body))
         self.writer.write(head + body)
-        return await self._read()
+        return await self.page()
 
     async def reply(self) -> tuple[int, Any]:
         """The status and the first number of each row, or the error's text."""
-        status, body = await self._read()
+        status, body = await self.page()
         answer = json.loads(body)
         return status, [row[0] for row in answer["predictions"]] if status == 200 else answer["error"]
 
-    async def _read(self) -> tuple[int, bytes]:
+    async def page(self) -> tuple[int, bytes]:
+        """A reply as it is; its headers are in `headers`."""
         head = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), WAIT_S)
         first, *lines = head.decode().split("\r\n")[:-2]
         self.headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}

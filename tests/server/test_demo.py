@@ -19,7 +19,7 @@ async def post(client: Client, target: str, body: object) -> dict:
     client.writer.write(
         b"POST %b HTTP/1.1\r\nHost: t\r\nContent-Length: %d\r\n\r\n%b" % (target.encode(), len(raw), raw)
     )
-    status, answer = await client._read()
+    status, answer = await client.page()
     assert status == 200, answer
     return json.loads(answer)
 

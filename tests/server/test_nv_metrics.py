@@ -150,7 +150,7 @@ def test_the_port_answers_nothing_else(tmp_path: Path) -> None:
             assert b"nv_cache" not in (await at.get("/metrics"))[1], "there is no cache"
             client = Client(*await asyncio.open_connection(*at.server.front.http[1].address))
             client.writer.write(b"POST /metrics HTTP/1.1\r\nHost: t\r\nContent-Length: 0\r\n\r\n")
-            assert (await client._read())[0] == 405
+            assert (await client.page())[0] == 405
             client.close()
             page = (await at.get("/metrics", listener=0))[1]
             assert b"nv_inference_count" in page

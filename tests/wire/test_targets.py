@@ -1,10 +1,17 @@
-"""Request targets and the places they name: what is one resource and what is not (hardening list H7)."""
+"""Request targets: which places they name (hardening list H7), and who answers for what is nobody's."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from tests.wire.kit import Pipe, echo
+from fastserve.wire import Call, Endpoint, Route
+from fastserve.wire.faults import UnknownMethod
+from fastserve.wire.opening import Opening
+from fastserve.wire.router import Router
+from fastserve.wire.scope import FROM_A_PAGE, Scope
+from tests.wire.kit import Paths, Pipe, echo
 
 
 @pytest.mark.parametrize(
@@ -37,3 +44,65 @@ def test_targets_are_neither_decoded_nor_folded(target: str) -> None:
     pipe = Pipe({"/echo": echo})
     pipe.feed(f"GET {target} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
     assert [r.status for r in pipe.replies()] == [404]
+
+
+class Told(Paths):
+    """With words of its own for what is nobody's."""
+
+    def answer_unknown(self, call: Call) -> None:
+        call.reply(404, b"mine", b"text/plain")
+
+    def route_unknown(self, method: str, target: str) -> Endpoint | None:
+        return None if method == "BAR" else self.answer_unknown
+
+
+@pytest.mark.parametrize(
+    ("dialects", "words"),
+    [
+        ([Told({})], b"mine"),
+        ([Paths({}), Told({})], b"mine"),
+        ([Told({}), Told({})], b""),
+        ([Paths({})], b""),
+        ([], b""),
+    ],
+)
+def test_words_for_what_is_nobodys_are_those_of_the_one_that_has_some(
+    dialects: list[Paths], words: bytes
+) -> None:
+    router = Router(dialects)
+    endpoint, anew = router.find("GET", "/nowhere")
+    assert not anew  # never remembered
+    plain = b'{"error":"no API of this listener has this path"}'
+    assert answer_of(endpoint) == (404, words or plain)
+    plain = b'{"error":"the method FOO is not implemented"}'
+    foo = answer_of(lambda call: router.refuse(call, UnknownMethod("FOO", "/nowhere")))
+    assert foo == ((404, words) if words else (501, plain))
+    bar = answer_of(lambda call: router.refuse(call, UnknownMethod("BAR", "/nowhere")))
+    assert bar == (501, plain.replace(b"FOO", b"BAR"))
+
+
+def answer_of(endpoint: Callable[[Call], object]) -> tuple[int, bytes]:
+    """What an endpoint says on a connection of its own."""
+    pipe = Pipe({"/": endpoint})  # type: ignore[dict-item]
+    pipe.feed(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+    (reply,) = pipe.replies()
+    return reply.status, reply.body
+
+
+@pytest.mark.parametrize("scope", Scope)
+def test_what_a_scope_asks_for_is_seen_to_for_every_dialect(scope: Scope) -> None:
+    class One(Paths):
+        def route(self, method: str, target: str) -> Route | None:
+            return Route(echo, scope)
+
+    opening = Opening(done=False)
+    endpoint, _ = Router([One({})], opening).find("GET", "/")
+    at_once = scope in (Scope.HEALTH, Scope.METRICS)
+    assert answer_of(endpoint) == (
+        (200, b"GET / ") if at_once else (503, b"The server is starting: its models are loading")
+    )
+    opening.done = True
+    assert answer_of(endpoint) == (200, b"GET / ")
+    pipe = Pipe({"/": Router([One({})], opening).find("GET", "/")[0]})
+    pipe.feed(b"GET / HTTP/1.1\r\nHost: a\r\nOrigin: http://evil.example\r\n\r\n")
+    assert pipe.replies()[0].body == (FROM_A_PAGE.encode() if scope is Scope.ADMIN else b"GET / ")

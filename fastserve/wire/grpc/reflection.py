@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from fastserve.errors import Kind, ServeError
 from fastserve.wire.grpc.method import Method, Rpc
+from fastserve.wire.scope import Scope
 
 _NAMES = ("grpc.reflection.v1alpha.ServerReflection", "grpc.reflection.v1.ServerReflection")
 
@@ -27,7 +28,15 @@ def reflection_methods(services: Sequence[str], descriptors: Sequence[bytes]) ->
     reflection = Reflection([*services, _NAMES[0]], make_pool(descriptors))
     # v1 differs from v1alpha in nothing but its package's name.
     return [
-        Method(f"/{name}/ServerReflectionInfo", read_request, reflection.run, write_response, True, True)
+        Method(
+            f"/{name}/ServerReflectionInfo",
+            read_request,
+            reflection.run,
+            write_response,
+            takes_stream=True,
+            gives_stream=True,
+            scope=Scope.METADATA,
+        )
         for name in _NAMES
     ]
 
