@@ -24,12 +24,13 @@ from fastserve.dialects.kserve_v2.service import Service
 from fastserve.engine import BatchQueue, note_of
 from fastserve.errors import Kind, ServeError
 from fastserve.request import InferRequest, InferResponse
-from fastserve.serving.exchange import AWAITED_PATIENCE_NS, Awaited
+from fastserve.serving.exchange import AWAITED_PATIENCE_NS
 from fastserve.serving.model_view import ModelView
 from fastserve.serving.paths import open_path
 from fastserve.serving.prepared import Described, Memory, PreparedRequest
 from fastserve.serving.prepared_cache import PreparedCache
 from fastserve.tensor import KSERVE_NAME, Tensor
+from fastserve.wire.grpc import Exchange
 
 MOST_HEADS = 256
 TOO_LARGE = "the response is too large for a gRPC message"
@@ -78,7 +79,7 @@ class Head(PreparedRequest):
         return write_infer_response("", "", "", None, outputs, ())
 
     def write(
-        self, exchange: Awaited, writer: bytes, memory: Sequence[Memory], request_id: str, held: None
+        self, exchange: Exchange, writer: bytes, memory: Sequence[Memory], request_id: str, held: None
     ) -> None:
         try:
             message = write_known(self._before, request_id, writer, memory)
@@ -86,7 +87,9 @@ class Head(PreparedRequest):
             raise ServeError(Kind.INVALID_ARGUMENT, TOO_LARGE) from None
         exchange.reply(message)
 
-    def write_response(self, exchange: Awaited, response: InferResponse, request_id: str, held: None) -> None:
+    def write_response(
+        self, exchange: Exchange, response: InferResponse, request_id: str, held: None
+    ) -> None:
         tensors = [(name, client_tensor(self._plan, name, t)) for name, t in response.outputs.items()]
         outputs = [(name, KSERVE_NAME[t.dtype.name], t.shape, None) for name, t in tensors]
         number, parameters = str(self._plan.version.number), dict(response.parameters)
@@ -107,7 +110,7 @@ class Outcome:
     def answered(self, prepared: Head, took_ns: int) -> None:
         pass
 
-    def refused(self, exchange: Awaited, prepared: Head, request_id: str, fault: ServeError) -> None:
+    def refused(self, exchange: Exchange, prepared: Head, request_id: str, fault: ServeError) -> None:
         told = tell(fault, request_id)
         self._traffic.refused(self._model, told.kind.name)
         exchange.refuse(told)
@@ -120,7 +123,7 @@ class FastGrpc:
         self._service = service
         self._heads: PreparedCache[Head] = PreparedCache(service.keepers, MOST_HEADS)
 
-    def start(self, outline: Outline, exchange: Awaited, deadline_ns: int) -> bool:
+    def start(self, outline: Outline, exchange: Exchange, deadline_ns: int) -> bool:
         """Take the request, or return False: nothing has happened then."""
         known = self._heads.find(outline.head)
         if known is None:

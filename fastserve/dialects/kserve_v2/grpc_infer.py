@@ -37,12 +37,11 @@ from fastserve.dialects.kserve_v2.lookup import read_version
 from fastserve.dialects.kserve_v2.service import Service
 from fastserve.errors import Kind, ServeError
 from fastserve.request import InferRequest, InferResponse
-from fastserve.serving.exchange import Awaited
 from fastserve.serving.model_view import ModelView, find_version
 from fastserve.serving.shared_memory import Rooms, hold_rooms
 from fastserve.tensor import DTYPE_BY_KSERVE, KSERVE_NAME, Tensor
 from fastserve.wire.apart import APART_BYTES
-from fastserve.wire.grpc import Rpc
+from fastserve.wire.grpc import Exchange, Rpc
 
 # Fields of InferTensorContents by their numbers, named as the original names what they hold.
 _CONTENTS = ("", "BOOL", "INT32", "INT64", "UINT32", "UINT64", "FP32", "FP64", "BYTES")
@@ -101,14 +100,18 @@ class Infer:
         self._service = service
         self._fast = FastGrpc(service)
 
+    def start(self, data: bytes, exchange: Exchange) -> bool:
+        """Take a request that the fast path knows, or leave it to the coroutine below."""
+        service = self._service
+        outline = None if service.traces.on or service.forward_grpc else read_outline(data)
+        if outline is None:
+            return False
+        return self._fast.start(outline, exchange, exchange.deadline_ns)
+
     async def __call__(self, data: bytes, rpc: Rpc) -> bytes:
         """A serialized ModelInferResponse. Raises ServeError."""
         service = self._service
         outline = None if service.traces.on or service.forward_grpc else read_outline(data)
-        if outline is not None:
-            exchange = Awaited(rpc.received_ns)
-            if self._fast.start(outline, exchange, deadline_of(rpc)):
-                return await exchange.answer()
         return await self._infer(outline, await service.apart(len(data), read_sent, data), rpc)
 
     async def _infer(self, outline: Outline | None, sent: Sent, rpc: Rpc) -> bytes:

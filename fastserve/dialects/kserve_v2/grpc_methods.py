@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -48,7 +49,8 @@ def make_methods(service: Service) -> list[Method]:
     methods = [
         _method(name, _reader(f"{name}Request"), _runner(run), _serialize) for name, run in plain.items()
     ]
-    methods.append(_method("ModelInfer", bytes, Infer(service), bytes))
+    infer = Infer(service)
+    methods.append(replace(_method("ModelInfer", bytes, infer, bytes), start=infer.start))
     methods.append(_method("ModelStreamInfer", read_sent, partial(stream, service), bytes, streams=True))
     restricted = service.options.grpc_restricted_protocol
     return restrict_methods(methods, parse_restrictions("grpc_restricted_protocol", restricted))

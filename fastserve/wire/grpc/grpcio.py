@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import sys
-from asyncio import CancelledError
+from asyncio import CancelledError, Future, get_running_loop
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from time import monotonic_ns
 from typing import Any
@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 
 from fastserve.config import GrpcOptions
-from fastserve.errors import Kind
+from fastserve.errors import Kind, ServeError
 from fastserve.tracing import choose_request_id
 from fastserve.wire.apart import APART_BYTES, Apart
 from fastserve.wire.grpc.method import (
@@ -79,6 +79,42 @@ class GrpcioRpc:
 
     def compress(self) -> None:
         self._context.set_compression(grpc.Compression.Gzip)
+
+
+class GrpcioExchange(GrpcioRpc):
+    """Exchange of grpcio's calls, whose handlers are coroutines: `await answer()`, once."""
+
+    __slots__ = ("_answer", "deadline_ns", "on_gone")
+
+    def __init__(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        super().__init__(context)
+        left_s = self.seconds_left()
+        self.deadline_ns = 0 if left_s is None else self.received_ns + int(left_s * 1e9)
+        self.on_gone: Callable[[], object] | None = None
+        self._answer: Future[bytes] = get_running_loop().create_future()
+
+    def reply(self, message: bytes | Sequence[bytes]) -> None:
+        if not self._answer.done():  # it is when the call was cancelled in the turn its answer came
+            self._answer.set_result(message if isinstance(message, bytes) else b"".join(message))
+
+    def fail(self, error: BaseException) -> None:
+        if not self._answer.done():
+            self._answer.set_exception(error)
+
+    def refuse(self, fault: ServeError) -> None:
+        self.fail(fault)
+
+    async def answer(self) -> bytes:
+        """The message. Raises what the exchange failed with; who is cancelled leaves."""
+        try:
+            return await self._answer
+        except CancelledError:
+            gone, self.on_gone = self.on_gone, None
+            if gone is not None:
+                gone()
+            raise
+        finally:
+            del self._answer  # with it the circle of an error, the frames in its traceback and the future
 
 
 def _as_bytes(value: str | bytes) -> bytes:
@@ -186,19 +222,21 @@ def _answer_one(method: Method, terms: Terms, pause: Pause) -> Callable[..., Awa
     """What seldom has to be done stands behind a test: as calls and coroutines it cost a tiny call 3 %."""
     most_bytes, access_log = terms.most_bytes, terms.access_log
     apart, opening = terms.apart, terms.opening
-    admin, streamed = method.scope is Scope.ADMIN, method.takes_stream
+    admin, streamed, start = method.scope is Scope.ADMIN, method.takes_stream, method.start
 
     async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
-        rpc = GrpcioRpc(context)
+        exchange = None if start is None else GrpcioExchange(context)
+        rpc = exchange or GrpcioRpc(context)
         pause.begun += 1
         try:
             if admin or not opening.done:
                 check_call(method, opening, rpc)
-            if streamed or len(request) >= APART_BYTES:
-                read = await _read(method, apart, request)
+            if start is not None and exchange is not None and start(request, exchange):
+                reply = await exchange.answer()
             else:
-                read = method.read(request)
-            reply = method.write(await method.run(read, rpc))
+                large = streamed or len(request) >= APART_BYTES
+                read = await _read(method, apart, request) if large else method.read(request)
+                reply = method.write(await method.run(read, rpc))
             rpc.sent_bytes = len(reply)
             if pause.holds:
                 await pause.wait()
