@@ -13,19 +13,8 @@ import asyncio
 import struct
 from typing import TYPE_CHECKING, Any, cast
 
-from fastserve._ext.http2_frames import (
-    DATA,
-    FAULT,
-    GOAWAY,
-    HEADERS,
-    PING,
-    REQUEST,
-    RST_STREAM,
-    SETTINGS,
-    WINDOW_UPDATE,
-    FrameReader,
-    frame,
-)
+from fastserve._ext import http2_frames as kinds
+from fastserve._ext.http2_frames import DATA, HEADERS, REQUEST, FrameReader, frame
 from fastserve.wire.faults import WireFault
 from fastserve.wire.halves import HalfOpen
 from fastserve.wire.http2 import calm, settings
@@ -43,6 +32,7 @@ if TYPE_CHECKING:
 
 ACK = 1
 LOW_WINDOW = CONNECTION_WINDOW // 2  # from which the client is given back what it has sent
+PATIENCE_S = 2.0
 DRAIN = b"draining"  # the PING whose answer says that the client has heard of the end
 
 _U32 = struct.Struct(">I")
@@ -53,9 +43,9 @@ class Http2Connection(asyncio.BufferedProtocol):
     """The protocol of one socket, and the owner of its streams."""
 
     __slots__ = (
-        "_calm", "_credit", "_ended", "_half", "_leaving", "_out", "_pace", "_parts", "_reader", "_served",
-        "_settings_due", "_since_s", "_transport", "_unsent_answers", "client_window", "growth", "intake",
-        "listener", "over", "sending",
+        "_calm", "_credit", "_drain_s", "_ended", "_half", "_leaving", "_out", "_pace", "_parts", "_reader",
+        "_served", "_settings_due", "_since_s", "_transport", "_unsent_answers", "client_window", "growth",
+        "intake", "listener", "over", "sending",
     )  # fmt: skip
 
     _transport: asyncio.Transport
@@ -78,7 +68,8 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._calm = calm.BURST
         self._unsent_answers = 0
         self._settings_due = True
-        self._served, self._pace, self._since_s = 0, Pace(), -1.0
+        self._served, self._pace = 0, Pace()
+        self._since_s = self._drain_s = -1.0  # when it was first looked at, and first when draining
         self._half: HalfOpen | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -94,8 +85,8 @@ class Http2Connection(asyncio.BufferedProtocol):
     def start(self, data: bytes | bytearray) -> None:
         """Begin with the bytes that have come, from the preface on."""
         limits = self.listener.limits
-        self.write(frame(SETTINGS, 0, 0, settings.write_settings(limits.streams, limits.header_bytes)))
-        self.write(frame(WINDOW_UPDATE, 0, 0, _U32.pack(CONNECTION_WINDOW - FIRST_WINDOW)))
+        self.write(frame(kinds.SETTINGS, 0, 0, settings.write_settings(limits.streams, limits.header_bytes)))
+        self.write(frame(kinds.WINDOW_UPDATE, 0, 0, _U32.pack(CONNECTION_WINDOW - FIRST_WINDOW)))
         self._take(data, len(data))
 
     def start_upgraded(self, payload: bytes, head: Head, body: bytes) -> None:
@@ -139,23 +130,23 @@ class Http2Connection(asyncio.BufferedProtocol):
             self.flush()
 
     def _control(self, kind: int, flags: int, number: int, payload: Any, value: int) -> None:
-        if kind == WINDOW_UPDATE:
+        if kind == kinds.WINDOW_UPDATE:
             self.spend(calm.UPDATE)
             if number:
                 self.intake.window(number, value)
             else:
                 self._widened(value)
-        elif kind == RST_STREAM:
+        elif kind == kinds.RST_STREAM:
             self.intake.reset(number)
-        elif kind == SETTINGS:
+        elif kind == kinds.SETTINGS:
             self._take_settings(flags, payload)
-        elif kind == PING:
+        elif kind == kinds.PING:
             self._ping(flags, payload)
-        elif kind == FAULT:
+        elif kind == kinds.FAULT:
             if number == 0:
                 raise ConnectionFault(ErrorCode(value), payload)
             self.intake.fail(number, ErrorCode(value))
-        elif kind != GOAWAY:  # PRIORITY, and what nobody knows
+        elif kind != kinds.GOAWAY:  # PRIORITY, and what nobody knows
             self.spend(calm.UNKNOWN)
 
     def _take_settings(self, flags: int, payload: bytes) -> None:
@@ -164,7 +155,7 @@ class Http2Connection(asyncio.BufferedProtocol):
             return
         self.spend(calm.SETTINGS)
         self._settings(payload)
-        self.answer(frame(SETTINGS, ACK, 0, b""))
+        self.answer(frame(kinds.SETTINGS, ACK, 0, b""))
         self.sending.pump()
 
     def _settings(self, payload: bytes) -> None:
@@ -187,7 +178,7 @@ class Http2Connection(asyncio.BufferedProtocol):
     def _ping(self, flags: int, payload: bytes) -> None:
         if not flags & ACK:
             self.spend(calm.PING)
-            self.answer(frame(PING, ACK, 0, payload))
+            self.answer(frame(kinds.PING, ACK, 0, payload))
         elif payload == DRAIN and self._leaving == 1:
             self._stop_streams()
 
@@ -199,7 +190,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         if self._credit < LOW_WINDOW:
             if self._credit < 0:
                 raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, "DATA beyond the connection's window")
-            self.write(frame(WINDOW_UPDATE, 0, 0, _U32.pack(CONNECTION_WINDOW - self._credit)))
+            self.write(frame(kinds.WINDOW_UPDATE, 0, 0, _U32.pack(CONNECTION_WINDOW - self._credit)))
             self._credit = CONNECTION_WINDOW
 
     def widen(self, stream: Stream, nbytes: int) -> None:
@@ -207,7 +198,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         if not stream.closed and not stream.complete:
             assert stream.inlet is not None
             stream.inlet.credit += nbytes
-            self.write(frame(WINDOW_UPDATE, 0, stream.id, _U32.pack(nbytes)))
+            self.write(frame(kinds.WINDOW_UPDATE, 0, stream.id, _U32.pack(nbytes)))
 
     # ---- what goes out
 
@@ -252,7 +243,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         return False
 
     def send_reset(self, number: int, code: ErrorCode) -> None:
-        self.answer(frame(RST_STREAM, 0, number, _U32.pack(code)))
+        self.answer(frame(kinds.RST_STREAM, 0, number, _U32.pack(code)))
 
     def reset(self, stream: Stream, code: ErrorCode) -> None:
         """Cut a stream off."""
@@ -329,7 +320,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._transport.abort()
 
     def _goodbye(self, last: int, code: ErrorCode, text: str) -> None:
-        self.write(frame(GOAWAY, 0, 0, _LAST_AND_CODE.pack(last, code) + text.encode()))
+        self.write(frame(kinds.GOAWAY, 0, 0, _LAST_AND_CODE.pack(last, code) + text.encode()))
 
     def _end(self) -> None:
         """Nothing more is read or begun; the client is given a moment to hang up (Phase.END)."""
@@ -338,12 +329,15 @@ class Http2Connection(asyncio.BufferedProtocol):
         if self._out is None and not self._transport.is_closing():
             self._transport.write_eof()
 
-    def _drain(self) -> None:
-        """Two steps, so that no request is lost that is on its way (RFC 9113 6.8)."""
-        if self._leaving == 0:
+    def _drain(self, now: float) -> None:
+        """Two steps, so that no request is lost that is on its way (RFC 9113 6.8). Clients on Python's h2
+        take GOAWAY for the end of what they are owed, so it waits a little for a moment without streams."""
+        if self._drain_s < 0:
+            self._drain_s = now
+        if self._leaving == 0 and (not self.intake.streams or now - self._drain_s >= PATIENCE_S):
             self._leaving = 1
             self._goodbye(MOST_WINDOW, ErrorCode.NO_ERROR, "")
-            self.write(frame(PING, 0, 0, DRAIN))
+            self.write(frame(kinds.PING, 0, 0, DRAIN))
 
     def _stop_streams(self) -> None:
         self._leaving = 2
@@ -359,7 +353,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         """The client has sent its last byte; it may still read replies."""
         if self.over or not self.intake.streams:
             return False
-        self.write(frame(PING, 0, 0, DRAIN))  # is anybody there? A closed socket answers with a reset
+        self.write(frame(kinds.PING, 0, 0, DRAIN))  # is anybody there? A closed socket answers with a reset
         self._transport = self._half = HalfOpen(self._transport, 0)
         self.listener.hangups.watch(self._half.fileno(), self.abort)
         return True
@@ -384,7 +378,7 @@ class Http2Connection(asyncio.BufferedProtocol):
             if self._settings_due and now - self._since_s >= limits.header_timeout_s and self._reader.settled:
                 self.fail(ErrorCode.SETTINGS_TIMEOUT, "SETTINGS were not acknowledged")
             elif self.listener.draining:
-                self._drain()
+                self._drain(now)
             self.intake.look(now)
         unsent = self._transport.get_write_buffer_size() + self.sending.queued
         return self._pace.judge(self._phase(), self._served, 0, unsent, now, limits)

@@ -1,0 +1,186 @@
+"""How connections end: draining in two steps, quiet and half-open ones, clients that stop halfway."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+
+import pytest
+from hyperframe.frame import GoAwayFrame, PingFrame, SettingsFrame
+
+from fastserve.wire.http2 import ErrorCode
+from tests.wire.http2.kit import GET, POST, PREFACE, Peer, Raw
+from tests.wire.kit import Held, client, echo, limits, run, serving, until
+
+END, HEADS = "END_STREAM", "END_HEADERS"
+HELD = [*GET[:3], (":path", "/held")]
+LAST = (1 << 31) - 1
+QUICK = limits(header_timeout_s=10.0, idle_timeout_s=75.0, write_stall_s=30.0, body_bytes_per_s=100)
+
+
+def goaways(raw: Raw) -> list[tuple[int, int]]:
+    return [(one.last_stream_id, one.error_code) for one in raw.frames() if isinstance(one, GoAwayFrame)]
+
+
+def test_a_drain_loses_no_request_that_is_on_its_way() -> None:
+    held = Held()
+    raw = Raw({"/held": held, "/echo": echo}).greet()
+    raw.feed(raw.headers(1, HELD, END, HEADS))
+    raw.pipe.listener.draining = True
+    raw.pipe.scan(1.0)
+    assert not raw.frames()  # it may be answered in a moment, and the client never learn of it
+    raw.pipe.scan(3.0)
+    frames = raw.frames()
+    assert [(type(one).__name__, getattr(one, "last_stream_id", None)) for one in frames] == [
+        ("GoAwayFrame", LAST),
+        ("PingFrame", None),
+    ]
+    raw.feed(raw.headers(3, GET, END, HEADS))  # sent before the client has heard
+    assert {one.stream_id for one in raw.frames()} == {3}
+    raw.feed(PingFrame(0, opaque_data=frames[1].opaque_data, flags=["ACK"]).serialize())
+    assert goaways(raw) == [(3, ErrorCode.NO_ERROR)]
+    raw.feed(raw.headers(5, GET, END, HEADS))
+    (refused,) = raw.frames()
+    assert (refused.stream_id, refused.error_code) == (5, ErrorCode.REFUSED_STREAM)
+    assert not raw.pipe.ended
+    held.calls[0].reply(200)
+    assert {one.stream_id for one in raw.frames()} >= {1}
+    assert raw.pipe.ended
+
+
+def test_a_listener_drains() -> None:
+    async def slow(call: object) -> None:
+        await asyncio.sleep(0.05)
+        call.reply(200, b"late")  # type: ignore[attr-defined]
+
+    async def main() -> None:
+        from httpx import AsyncClient
+
+        async with serving({"/slow": slow, "/echo": echo}, clock=time.monotonic) as listener:
+            base = "http://{}:{}".format(*listener.address)
+            async with AsyncClient(http1=False, http2=True, base_url=base, trust_env=False) as peer:
+                await peer.get("/echo")
+                asked = asyncio.ensure_future(peer.get("/slow"))
+                await until(lambda: any(c.intake.streams for c in listener.connections))
+                draining = asyncio.ensure_future(listener.drain(10.0))
+                assert (await asked).content == b"late"
+            assert await draining == 0
+
+    run(main())
+
+
+def test_a_quiet_connection_is_told_and_closed() -> None:
+    raw = Raw({"/echo": echo}, QUICK).greet()
+    raw.feed(raw.headers(1, GET, END, HEADS))
+    raw.pipe.scan(0.0)
+    raw.pipe.scan(74.0)
+    raw.frames()
+    raw.pipe.scan(75.0)
+    assert goaways(raw) == [(1, ErrorCode.NO_ERROR)]
+    assert raw.pipe.ended
+    raw.pipe.scan(76.0)
+    raw.pipe.scan(77.1)
+    assert raw.pipe.closed
+
+
+@pytest.mark.parametrize("sent", [PREFACE[:20], PREFACE, PREFACE + SettingsFrame(0).serialize()[:5]])
+def test_a_preface_that_stops(sent: bytes) -> None:
+    raw = Raw({"/echo": echo}, QUICK)
+    raw.feed(sent)
+    raw.pipe.scan(0.0)
+    raw.pipe.scan(10.0)
+    assert goaways(raw) == [(0, ErrorCode.ENHANCE_YOUR_CALM)]
+    assert raw.pipe.listener.refusals == {"header_timeout_s": 1}
+
+
+def test_settings_that_are_not_acknowledged() -> None:
+    raw = Raw({"/echo": echo}, QUICK)
+    raw.feed(PREFACE + SettingsFrame(0).serialize())
+    raw.pipe.scan(0.0)
+    raw.pipe.scan(9.0)
+    assert goaways(raw) == []
+    raw.pipe.scan(10.0)
+    assert goaways(raw) == [(0, ErrorCode.SETTINGS_TIMEOUT)]
+
+
+def test_a_header_block_that_stops() -> None:
+    raw = Raw({"/echo": echo}, QUICK).greet()
+    raw.feed(raw.headers(1, GET, END, HEADS))
+    raw.feed(raw.headers(3, GET, END))
+    raw.pipe.scan(0.0)
+    raw.pipe.scan(10.0)
+    assert goaways(raw) == [(1, ErrorCode.ENHANCE_YOUR_CALM)]
+
+
+def test_a_body_that_drips() -> None:
+    peer = Peer({"/echo": echo}, QUICK)
+    number = peer.send(POST, b"x", end=False)
+    peer.flush()
+    for second in range(1, 21):
+        if not peer.answers:
+            peer.h2.send_data(number, b"x" * 50)
+        peer.flush()
+        peer.pipe.scan(float(second))
+        peer.hear()
+    answer = peer.answers[number]
+    assert (answer.status, answer.ended) == (408, True)
+    assert b"limits.body_bytes_per_s" in answer.body
+    assert peer.ask(GET).status == 200
+
+
+def test_a_body_that_keeps_its_rate() -> None:
+    peer = Peer({"/echo": echo}, QUICK)
+    number = peer.send(POST, b"x", end=False)
+    for second in range(1, 60):
+        peer.h2.send_data(number, b"x" * 150)
+        peer.flush()
+        peer.pipe.scan(float(second))
+    peer.h2.send_data(number, b"", end_stream=True)
+    peer.flush()
+    assert peer.answers[number].status == 200
+
+
+def test_a_client_that_shuts_its_side_gets_its_replies() -> None:
+    async def main() -> None:
+        held = Held()
+        async with serving({"/held": held}) as listener, client(listener) as peer:
+            raw = Raw({})
+            peer.send(PREFACE + SettingsFrame(0).serialize() + raw.headers(1, HELD, END, HEADS))
+            await until(lambda: held.calls)
+            peer.writer.write_eof()
+            await until(lambda: any(c._half is not None for c in listener.connections))
+            held.calls[0].reply(200, b"still there")
+            assert b"still there" in await peer.rest()
+            await until(lambda: not listener.connections)
+
+    run(main())
+
+
+def test_a_client_that_vanishes_after_it_shut_its_side() -> None:
+    async def main() -> None:
+        held = Held()
+        async with serving({"/held": held}) as listener:
+            link = socket.create_connection(listener.address)
+            raw = Raw({})
+            link.sendall(PREFACE + SettingsFrame(0).serialize() + raw.headers(1, HELD, END, HEADS))
+            await until(lambda: held.calls)
+            link.close()
+            await until(lambda: held.left)
+            await until(lambda: not listener.connections)
+
+    run(main())
+
+
+def test_more_connections_than_allowed() -> None:
+    async def main() -> None:
+        async with (
+            serving({"/echo": echo}, limits(connections=1), only_http2=True) as listener,
+            client(listener) as first,
+            client(listener) as second,
+        ):
+            assert b"limits.connections" in await second.rest()
+            first.send(PREFACE + SettingsFrame(0).serialize())
+            assert await first.reader.read(9)
+
+    run(main())
