@@ -94,6 +94,49 @@ def check(told: list[Event], expected: list[Event]) -> None:
     assert told == expected
 
 
+def parts(count: int, last: bool = True) -> bytes:
+    more = [ext.frame(ext.CONTINUATION, 4 if last and i == count - 1 else 0, 1, b"b") for i in range(count)]
+    return ext.frame(ext.HEADERS, 0, 1, b"a") + b"".join(more)
+
+
+# Each rule at its bound, and one beyond it.
+BOUNDS = {
+    "padding is all of DATA": ext.frame(ext.DATA, 8, 1, b"\x04abcd"),
+    "padding is more than DATA": ext.frame(ext.DATA, 8, 1, b"\x05abcd"),
+    "padding is all of HEADERS": ext.frame(ext.HEADERS, 12, 1, b"\x04abcd"),
+    "padding is more than HEADERS": ext.frame(ext.HEADERS, 12, 1, b"\x05abcd"),
+    "HEADERS is priority alone": ext.frame(ext.HEADERS, 36, 1, b"\0\0\0\x03\x10"),
+    "HEADERS is less than priority": ext.frame(ext.HEADERS, 36, 1, b"\0\0\0\x03"),
+    "HEADERS is padding and priority": ext.frame(ext.HEADERS, 44, 1, b"\x01\0\0\0\x03\x10-"),
+    "HEADERS depends on itself": ext.frame(ext.HEADERS, 36, 1, b"\x80\0\0\x01\x10block"),
+    "as many parts as may be": parts(MOST_PARTS),
+    "a part too many": parts(MOST_PARTS + 1),
+    "as long a block as may be": ext.frame(ext.HEADERS, 4, 1, bytes(MOST_BLOCK)),
+    "a block too long": ext.frame(ext.HEADERS, 4, 1, bytes(MOST_BLOCK + 1)),
+    "a block too long in parts": ext.frame(ext.HEADERS, 0, 1, bytes(MOST_BLOCK)) + ext.frame(9, 4, 1, b"b"),
+    "as long a frame as may be": ext.frame(ext.DATA, 0, 1, bytes(MOST_FRAME)),
+    "a frame too long": ext.frame(ext.DATA, 0, 1, bytes(MOST_FRAME + 1)),
+    "PRIORITY on itself": ext.frame(ext.PRIORITY, 0, 1, b"\0\0\0\x01\x10"),
+    "PRIORITY too short": ext.frame(ext.PRIORITY, 0, 1, b"\0\0\0\x03"),
+    "GOAWAY as short as may be": ext.frame(ext.GOAWAY, 0, 0, bytes(8)),
+    "GOAWAY too short": ext.frame(ext.GOAWAY, 0, 0, bytes(7)),
+    "no increment of a stream": ext.frame(ext.WINDOW_UPDATE, 0, 1, b"\x80\0\0\0"),
+    "no increment of the connection": ext.frame(ext.WINDOW_UPDATE, 0, 0, b"\x80\0\0\0"),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_bounds(name: str) -> None:
+    data = PREFACE + SETTINGS + BOUNDS[name] + ext.frame(ext.PING, 0, 0, bytes(8))
+    expected = oracle.read(data, MOST_FRAME, MOST_BLOCK, MOST_PARTS)
+    assert len(expected) > 1
+    for size in (len(data), 1, 5):
+        reader = ext.FrameReader(MOST_FRAME, MOST_BLOCK, MOST_PARTS)
+        pieces = [data[start : start + size] for start in range(0, len(data), size)]
+        told = [one for piece in pieces for event in reader.read(piece, len(piece)) for one in plain(event)]
+        assert joined(told) == joined(expected)
+
+
 @pytest.mark.parametrize("size", [1, 2, 9, 10, 23, 24, 25, 100])
 def test_a_request_in_one_piece_and_in_many(size: int) -> None:
     headers = HeadersFrame(1, data=b"block", flags=["END_HEADERS"]).serialize()
