@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,8 @@ from fastserve.dialects.kserve_v2.service import JSON, Service
 from fastserve.dialects.kserve_v2.sizes import check_json
 from fastserve.dialects.kserve_v2.traces import Traced
 from fastserve.errors import ModelError, ServeError
-from fastserve.request import InferRequest, InferResponse
+from fastserve.request import InferResponse
+from fastserve.serving.generate import Event, alone, generate
 from fastserve.serving.model_view import ModelView, TensorView
 from fastserve.wire.call import Call
 
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
     from fastserve._ext.json_value import Value
 
 Answer = tuple[int, bytes]
-Answers = AsyncGenerator[Answer, None]
+Events = AsyncGenerator[Event, None]
 WORK = 16  # times a body read into memory: an object is made for each value
 MOST_VALUES = 1 << 18
 MOST_PARAMETERS = 16384
@@ -82,52 +84,47 @@ class Generate:
         except ServeError as fault:  # nothing has been sent yet
             service.refuse(call, fault, target.model)
 
-    async def _send_one(self, call: Call, plan: ModelView, answers: Answers) -> None:
+    async def _send_one(self, call: Call, plan: ModelView, events: Events) -> None:
         status, reply = 200, b""
-        async with aclosing(answers):
-            async for answer in answers:
+        async with aclosing(events):
+            async for event in events:
                 if reply:
                     status, reply = 200, error_body(NOT_ONE)  # as in the original
                     break
-                status, reply = answer
+                status, reply = self._tell(event)
         stream = call.stream(status, JSON)
         await stream.write(reply or error_body(NOT_ONE))
         await stream.close()
         if status == 200:
             self._service.succeeded(call, plan)
 
-    async def _send_events(self, call: Call, plan: ModelView, answers: Answers) -> None:
-        """The first answer decides the status; an error after it is one more event."""
+    async def _send_events(self, call: Call, plan: ModelView, events: Events) -> None:
+        """The first event decides the status; an error after it is one more."""
         stream, well = None, True
-        async with aclosing(answers):
-            async for status, text in answers:
+        async with aclosing(events):
+            async for event in events:
+                status, text = self._tell(event)
                 stream, well = stream or call.stream(status, EVENTS), well and status == 200
                 await stream.write(b"data: %b\n\n" % text)
         await (stream or call.stream(200, EVENTS)).close()
         if well:
             self._service.succeeded(call, plan)
 
-    async def _answers(self, plan: ModelView, body: InferBody, traced: Traced | None) -> Answers:
-        """Every answer as JSON, with the status it has when it is the first. Raises ServeError before any
-        answer, for what never reached the model."""
-        service, begun = self._service, False
-        try:
+    def _answers(self, plan: ModelView, body: InferBody, traced: Traced | None) -> Events:
+        """Every answer as JSON. Raises ServeError."""
+        service, version = self._service, plan.version
+
+        def start() -> AsyncGenerator[InferResponse, None]:
             request = make_request(plan, body)
-            if not plan.decoupled:
-                response = await service.infer(plan.version, request, traced)
-                yield 200, _write_and_release(plan, request, response)
-                return
-            async with aclosing(service.stream(plan.version, request, traced)) as responses:
-                async for response in responses:
-                    begun = True
-                    if response.error is not None:
-                        yield self._refused(response.error)
-                    elif text := _write_and_release(plan, request, response):
-                        yield 200, text
-        except ServeError as fault:
-            if not (begun or isinstance(fault, ModelError)):
-                raise
-            yield self._refused(fault)
+            if plan.decoupled:
+                return service.stream(version, request, traced)
+            return alone(partial(service.infer, version, request, traced))
+
+        return generate(start, partial(write_generated, plan, body.request_id))
+
+    def _tell(self, event: Event) -> Answer:
+        """An event, with the status it has when it is the first."""
+        return (200, event.text) if event.fault is None else self._refused(event.fault)
 
     def _refused(self, fault: ServeError) -> Answer:
         fault = in_own_words(fault)
@@ -135,14 +132,6 @@ class Generate:
         # A model's error is 400 here whatever its code; what never reached the model keeps its own.
         status = 400 if isinstance(fault, ModelError) else HTTP_STATUS[fault.kind]
         return status, error_body(fault.message)
-
-
-def _write_and_release(plan: ModelView, request: InferRequest, response: InferResponse) -> bytes:
-    """The response as JSON; b"" for one without outputs. Raises ServeError."""
-    try:
-        return write_generated(plan, request, response) if response.outputs else b""
-    finally:
-        response.release()
 
 
 def read_generate(plan: ModelView, data: bytes | bytearray) -> InferBody:
@@ -196,13 +185,13 @@ def shape_of(plan: ModelView, side: TensorView, count: int) -> tuple[int, ...]:
     return tuple(rest if free and axis == free[-1] else abs(size) for axis, size in enumerate(dims))
 
 
-def write_generated(plan: ModelView, request: InferRequest, response: InferResponse) -> bytes:
+def write_generated(plan: ModelView, request_id: str, response: InferResponse) -> bytes:
     """One response as a flat object, keys in the order of their bytes. Raises ServeError."""
     members = {to_bytes(key): msgspec.json.encode(value) for key, value in response.parameters.items()}
     members[b"model_name"] = write_string(to_bytes(plan.model))
     members[b"model_version"] = b'"%d"' % plan.version.number
-    if request.request_id:
-        members[b"id"] = write_string(to_bytes(request.request_id))
+    if request_id:
+        members[b"id"] = write_string(to_bytes(request_id))
     for name, tensor in response.outputs.items():
         items = write_items(client_tensor(plan, name, tensor))
         members[to_bytes(name)] = items[0] if len(items) == 1 else b"[%b]" % b",".join(items)
