@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from bench.load.servers import Server, fastserve, healthy, wait_ready
+from tests.running import until
 
 pytestmark = pytest.mark.torture
 COMMAND = str(Path(sys.executable).with_name("fastserve"))
@@ -61,24 +62,21 @@ def test_errors_leave_nothing_either(server: Server) -> None:
     assert server.rss_mb() - before < GROWTH_MB
 
 
+def answers(server: Server) -> bool:
+    """Whether it has answered requests to the model."""
+    with urllib.request.urlopen(f"{server.origin}/metrics", timeout=30) as page:
+        text = page.read().decode()
+    return re.search(r"^fastserve_requests_total{.*half_plus_two.*} [1-9]", text, re.MULTILINE) is not None
+
+
 def test_stops_under_load_lose_nothing_but_connections() -> None:
     """Every stop exits 0 while a load runs; what was answered was answered well."""
     for _ in range(20):
         with fastserve("demo", [0, 1]) as server:
             wait_ready(server, lambda server=server: healthy(server))
-            arguments = [
-                "bench",
-                "half_plus_two",
-                "--url",
-                server.origin,
-                "-d",
-                "2",
-                "--warm-up",
-                "0",
-                "--json",
-            ]
-            running = subprocess.Popen([COMMAND, *arguments], stdout=subprocess.PIPE)
-            time.sleep(1)
+            options = ["--url", server.origin, "-d", "2", "--warm-up", "0", "--json"]
+            running = subprocess.Popen([COMMAND, "bench", "half_plus_two", *options], stdout=subprocess.PIPE)
+            until(lambda server=server: answers(server), "the load has begun", 60)
             server.process.send_signal(signal.SIGTERM)
             assert server.process.wait(30) == 0
             out, _ = running.communicate(timeout=60)
