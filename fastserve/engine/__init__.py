@@ -1,6 +1,7 @@
 """The engine's face: what dialects and the serving floor may know of it; its modules are its own."""
 
-from fastserve.engine.batch_queue import QUEUED_TOO_LONG, BatchQueue, Pending
+from fastserve._ext.fast_path import Pending
+from fastserve.engine.batch_queue import QUEUED_TOO_LONG, BatchQueue
 from fastserve.engine.cache import CacheStage, Entry, Form, Miss, ResponseCache, Sort, keep_response, respond
 from fastserve.engine.counters import BatchCounts, ResponseCounts, Took, VersionCounts, counts_of
 from fastserve.engine.engine import Engine

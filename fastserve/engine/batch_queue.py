@@ -14,18 +14,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
 
 from fastserve._ext.batch_ring import CANCELED, FULL, OVER, PART, REJECTED
+from fastserve._ext.fast_path import Pending, Pendings
 from fastserve._ext.slab_tensors import SlabDesk
 from fastserve.engine.meters import QueueMeters
 from fastserve.engine.room import Room
 from fastserve.errors import DeadlineError, Kind, ModelError, ServeError
 from fastserve.tensor import TensorSpec
 from fastserve.workers.arena import Arena
-
-if TYPE_CHECKING:
-    from fastserve._ext.batch_ring import BatchRing
 
 log = logging.getLogger(__name__)
 
@@ -40,29 +37,7 @@ FAILED_ALONE = "the model failed on this request"
 GONE = "the model version was unloaded"
 
 
-class Pending:
-    """One place somebody waits for; `context` is the submitter's own. Calling it cancels it.
-
-    `done` is None once it was called, or cancelled.
-    """
-
-    __slots__ = ("context", "deadline_ns", "done", "place", "queue", "rows")
-
-    def __init__(
-        self, queue: BatchQueue, place: int, rows: int, done: Done, deadline_ns: int, context: Any
-    ) -> None:
-        self.queue = queue
-        self.place = place
-        self.rows = rows
-        self.done: Done | None = done
-        self.deadline_ns = deadline_ns
-        self.context = context
-
-    def __call__(self) -> None:
-        self.queue.cancel(self)
-
-
-class BatchQueue:
+class BatchQueue(Pendings):
     """Reserve, submit, cancel, release; and the doorbell that brings answers."""
 
     def __init__(
@@ -73,8 +48,8 @@ class BatchQueue:
         outputs: Mapping[str, TensorSpec],
         meters: QueueMeters,
     ) -> None:
+        super().__init__(arena.ring(front=front), arena.geometry.slots)
         self.arena = arena
-        self.ring: BatchRing = arena.ring(front=front)
         self.desk = None if arena.geometry.dense else SlabDesk(arena.memory, front=front)
         self.inputs = dict(inputs)
         self.outputs = dict(outputs)
@@ -82,16 +57,9 @@ class BatchQueue:
         self.requests, self.decoupled = arena.geometry.requests, arena.geometry.decoupled
         self.max_rows, self.workers = arena.geometry.max_rows, arena.geometry.workers
         self.meters = meters
-        self.waiting = 0  # requests submitted and not yet answered or cancelled
-        self.unreleased = 0  # answers handed out whose memory is still read
         self.room = Room(self.ring, arena.geometry.max_queued, self._wake_idle)
         self._bell = arena.front_bells[front]
-        self._pending: list[list[Pending]] = [[] for _ in range(arena.geometry.slots)]
-        self._seqs = [0] * arena.geometry.slots  # which opening of the slot the pending ones are in
-        self._kicking: asyncio.Handle | None = None
-        self._turn_ns = self._kick_by_ns = 0  # when this turn began, and how long the kick may wait
-        self._watching = False
-        self._idle: list[asyncio.Future[None]] = []
+        self._turn_ns = 0  # when this turn began
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def open(self) -> None:
@@ -105,24 +73,24 @@ class BatchQueue:
         if self.busy:
             assert self._loop is not None
             idle = self._loop.create_future()
-            self._idle.append(idle)
+            self.idle.append(idle)
             await idle
 
     def close(self) -> None:
         """Stop listening. Whoever still waits is told that the version is gone."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._bell)
-        if self._kicking is not None:
-            self._kicking.cancel()
+        if self.kicking is not None:
+            self.kicking.cancel()
         self.room.close()
         gone = ServeError(Kind.UNAVAILABLE, GONE)
-        for waiting_here in self._pending:
+        for waiting_here in self.by_slot:
             for pending in waiting_here:
                 done, pending.done = pending.done, None
                 if done is not None:
-                    self._tell(done, pending, gone)
+                    self.tell(done, pending, gone)
             waiting_here.clear()
-        if self._idle:
+        if self.idle:
             self._wake_idle()
 
     @property
@@ -179,38 +147,11 @@ class BatchQueue:
         self.meters.rejected(cause)
         self.ring.count(REJECTED)
 
-    def submit(
-        self,
-        place: int,
-        rows: int,
-        done: Done,
-        deadline_ns: int = 0,
-        context: Any = None,
-        patience_ns: int = 0,
-    ) -> Pending:
-        """The place's inputs are written: let it run. Workers are woken at the end of this loop turn,
-        so that what arrives together runs together; with patience, after further turns while those are
-        busy, so long at most."""
-        pending = Pending(self, place, rows, done, deadline_ns, context)
-        waiting_here = self._pending[place >> 16]
-        if not waiting_here:
-            self._seqs[place >> 16] = self.ring.seq(place >> 16)
-        waiting_here.append(pending)
-        self.ring.commit(place, rows)
-        self.waiting += 1
-        if self._kicking is None:
-            self._kick_soon(patience_ns)
-        elif not patience_ns:
-            self._kick_by_ns = 0
-        if deadline_ns and not self._watching:
-            self._watch()
-        return pending
-
     def abandon(self, place: int, rows: int) -> None:
         """The inputs could not be written."""
         self.ring.abandon(place, rows)
-        if self._kicking is None:
-            self._kick_soon()
+        if self.kicking is None:
+            self.kick_soon()
 
     def cancel(self, pending: Pending) -> None:
         """Nobody waits any more; `done` will not be called. No effect on a pending already answered."""
@@ -219,8 +160,8 @@ class BatchQueue:
         self.meters.cancelled("queued" if self._is_queued(pending) else "running")
         self._forget(pending, CANCELED)
         self.waiting -= 1
-        if self._idle or self.room.anyone:
-            self._settle()
+        if self.idle or self.room.anyone:
+            self.settle()
 
     def _is_queued(self, pending: Pending) -> bool:
         return self.ring.describe(pending.place >> 16)[0] in ("open", "sealed", "ready")
@@ -229,35 +170,28 @@ class BatchQueue:
         pending.done = None
         if self.ring.drop(pending.place):
             self.ring.count(end, 0, pending.place)
-            self._pending[pending.place >> 16].remove(pending)
+            self.by_slot[pending.place >> 16].remove(pending)
         # else a worker has answered and counted it: _finish releases it when the message comes
-
-    def release(self, pending: Pending) -> None:
-        """The outputs of an answered pending have been read."""
-        self.ring.release(pending.place, pending.rows)
-        self.unreleased -= 1
-        if self._idle or self.room.anyone:
-            self._settle()
 
     # --- answers ---------------------------------------------------------------------------------
 
-    def _kick_soon(self, patience_ns: int = 0) -> None:
+    def kick_soon(self, patience_ns: int = 0) -> None:
         assert self._loop is not None
         if patience_ns:
             self._turn_ns = time.monotonic_ns()
-            self._kick_by_ns = self._turn_ns + patience_ns
-        self._kicking = self._loop.call_soon(self._kick)
+            self.kick_by_ns = self._turn_ns + patience_ns
+        self.kicking = self._loop.call_soon(self._kick)
 
     def _kick(self) -> None:
-        if self._kick_by_ns:
+        if self.kick_by_ns:
             now, turn_ns = time.monotonic_ns(), self._turn_ns
-            if now - turn_ns > BUSY_TURN_NS and now < self._kick_by_ns:
+            if now - turn_ns > BUSY_TURN_NS and now < self.kick_by_ns:
                 self._turn_ns = now
                 assert self._loop is not None
-                self._kicking = self._loop.call_soon(self._kick)
+                self.kicking = self._loop.call_soon(self._kick)
                 return
-            self._kick_by_ns = 0
-        self._kicking = None
+            self.kick_by_ns = 0
+        self.kicking = None
         self.ring.kick()
 
     def _on_bell(self) -> None:
@@ -265,12 +199,12 @@ class BatchQueue:
             if slot < 0:
                 self._part(*seq) if slot == PART else self._rescan()
             elif self.ring.is_done(slot, seq):
-                self._finish(slot)
+                self.finish(slot)
 
     def _part(self, slot: int, seq: int, row: int, offset: int, nbytes: int, final: bool) -> None:
         """One part of an answer, whose slab is this front's now: for a context that takes parts."""
-        if self._seqs[slot] == seq:
-            for pending in self._pending[slot]:
+        if self.seqs[slot] == seq:
+            for pending in self.by_slot[slot]:
                 take = getattr(pending.context, "part", None)
                 if pending.place & 0xFFFF == row and pending.done is not None and take is not None:
                     take(offset, nbytes, final)
@@ -282,69 +216,56 @@ class BatchQueue:
         """A worker died, perhaps between answering and telling so, or a batch ended that everybody had left:
         look at every place waited for."""
         self.room.look_soon()
-        for slot, waiting_here in enumerate(self._pending):
-            if waiting_here and self.ring.is_done(slot, self._seqs[slot]):
-                self._finish(slot)
+        for slot, waiting_here in enumerate(self.by_slot):
+            if waiting_here and self.ring.is_done(slot, self.seqs[slot]):
+                self.finish(slot)
 
-    def _finish(self, slot: int) -> None:
-        waiting_here, self._pending[slot] = self._pending[slot], []
+    def failure(self, slot: int) -> ServeError | None:
+        """What a whole batch failed of, once it is done and counted."""
         self.meters.batch_done(self.ring, slot)
         failure = self.ring.failure(slot)
-        error = None if failure is None else ModelError(_kind(failure[0]), failure[1])
-        self.unreleased += len(waiting_here)
-        for pending in waiting_here:
-            done, pending.done = pending.done, None
-            fault: ServeError | None = error
-            if fault is None and (end := self.ring.answered(pending.place, pending.rows)) != 1:
-                fault = self._own_fault(pending.place) if end else ServeError(Kind.INTERNAL, DAMAGED)
-            if fault is not None or done is None:
-                self.release(pending)
-            if done is not None:
-                self._tell(done, pending, fault)
-        if self._idle or self.room.anyone:
-            self._settle()
+        return None if failure is None else ModelError(_kind(failure[0]), failure[1])
 
-    def _own_fault(self, place: int) -> ServeError | None:
+    def own_fault(self, place: int, end: int) -> ServeError | None:
         """Of a place that failed by itself, where answers are columns: words in a slab. Elsewhere whoever
-        reads the answer finds it."""
+        reads the answer finds it. `end` 0: something has written where only the ring may."""
         ring = self.ring
+        if not end:
+            return ServeError(Kind.INTERNAL, DAMAGED)
         if not ring.outputs:
             return None
         offset, nbytes = ring.answer_slab(place)
         text = bytes(ring.slab(offset, nbytes)).decode("utf-8", "replace") if offset else FAILED_ALONE
         return ModelError(_kind(ring.place_status(place)), text)
 
-    def _tell(self, done: Done, pending: Pending, error: ServeError | None) -> None:
-        self.waiting -= 1
-        try:
-            done(pending, error)
-        except Exception:  # one caller's fault must not cost the others of the batch their answers
-            log.exception("an answer could not be delivered")
+    def undelivered(self) -> None:
+        """A callee has raised."""
+        log.exception("an answer could not be delivered")
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Somebody has gone: there may be room, or nobody left."""
         self.room.look_soon()
-        if self._idle:
+        if self.idle:
             self._wake_idle()
 
     def _wake_idle(self) -> None:
         if not self.busy:
-            for idle in self._idle:
+            for idle in self.idle:
                 if not idle.done():
                     idle.set_result(None)
-            self._idle.clear()
+            self.idle.clear()
 
     # --- deadlines -------------------------------------------------------------------------------
 
-    def _watch(self) -> None:
+    def watch(self) -> None:
         assert self._loop is not None
-        self._watching = True
+        self.watching = True
         self._loop.call_later(DEADLINE_TICK_S, self._expire)
 
     def _expire(self) -> None:
         """Runs every DEADLINE_TICK_S while somebody with a deadline waits: far cheaper than a timer each."""
         now, left = time.monotonic_ns(), False
-        for waiting_here in self._pending:
+        for waiting_here in self.by_slot:
             for pending in list(waiting_here):
                 if pending.done is None or not pending.deadline_ns:
                     continue
@@ -352,9 +273,9 @@ class BatchQueue:
                     self._expire_one(pending)
                 else:
                     left = True
-        self._watching = False
+        self.watching = False
         if left:
-            self._watch()
+            self.watch()
 
     def _expire_one(self, pending: Pending) -> None:
         queued, done = self._is_queued(pending), pending.done
@@ -362,7 +283,7 @@ class BatchQueue:
         self.meters.rejected("deadline")
         text = QUEUED_TOO_LONG if queued else RAN_TOO_LONG
         if done is not None:
-            self._tell(done, pending, DeadlineError(text, queued=queued))
+            self.tell(done, pending, DeadlineError(text, queued=queued))
 
 
 def _kind(number: int) -> Kind:

@@ -14,8 +14,9 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
+from fastserve._ext.fast_path import Pending
 from fastserve.codec.wireable import decode, encode
-from fastserve.engine.batch_queue import BatchQueue, Pending
+from fastserve.engine.batch_queue import BatchQueue
 from fastserve.engine.meters import QueueMeters
 from fastserve.errors import Kind, ServeError
 from fastserve.metrics.registry import Registry

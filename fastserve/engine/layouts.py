@@ -18,7 +18,8 @@ from math import prod
 from typing import Any, Protocol
 
 from fastserve._ext import slab_tensors
-from fastserve.engine.batch_queue import BatchQueue, Pending
+from fastserve._ext.fast_path import Columns, Pending
+from fastserve.engine.batch_queue import BatchQueue
 from fastserve.engine.forms import form_of
 from fastserve.request import InferResponse
 from fastserve.tensor import DTYPE_BY_CODE, DType, Tensor
@@ -47,26 +48,13 @@ class InputLayout(Protocol):
         """It will not be submitted, settled or not."""
 
 
-class ColumnInputs:
+class ColumnInputs(Columns):
     """Rows of fixed size, in the columns of a batch."""
 
     def __init__(self, queue: BatchQueue, names: Sequence[str]) -> None:
         columns = list(queue.inputs)
-        self._queue, self._ring = queue, queue.ring
-        self._columns = [columns.index(name) for name in names]
-
-    def reserve(self, rows: int, note: bytes = b"") -> Reservation | None:
-        ring, columns = self._ring, self._columns
-        place = ring.reserve(rows)
-        if place < 0:
-            return None
-        try:
-            if len(columns) == 1:
-                return place, [ring.input_rows(place, rows, columns[0])], NO_SLAB
-            return place, [ring.input_rows(place, rows, column) for column in columns], NO_SLAB
-        except BaseException:  # no memory for a view: rows that nobody gives back would stop the batch
-            self._queue.abandon(place, rows)
-            raise
+        super().__init__(queue.ring, [columns.index(name) for name in names])
+        self._queue = queue
 
     def settle(self, reservation: Reservation) -> None:
         pass
@@ -161,20 +149,13 @@ class OutputLayout(Protocol):
         """The outputs of answers of this form, in the order of the views."""
 
 
-class ColumnOutputs:
+class ColumnOutputs(Columns):
     """Rows of fixed size. `names` are the outputs wanted."""
 
     def __init__(self, queue: BatchQueue, names: Sequence[str]) -> None:
         columns = list(queue.outputs)
-        self._queue, self._ring = queue, queue.ring
-        self._names = names
-        self._columns = [columns.index(name) for name in names]
-
-    def read(self, place: int, rows: int) -> Found | None:
-        ring, columns = self._ring, self._columns
-        if len(columns) == 1:
-            return rows, [ring.output_rows(place, rows, columns[0])]
-        return rows, [ring.output_rows(place, rows, column) for column in columns]
+        super().__init__(queue.ring, [columns.index(name) for name in names])
+        self._queue, self._names = queue, names
 
     def describe(self, form: Any) -> Described:
         specs = [self._queue.outputs[name] for name in self._names]

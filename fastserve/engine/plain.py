@@ -11,7 +11,8 @@ import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from functools import partial
 
-from fastserve.engine.batch_queue import BatchQueue, Pending
+from fastserve._ext.fast_path import Pending
+from fastserve.engine.batch_queue import BatchQueue
 from fastserve.engine.forms import Form, form_of, join_parts
 from fastserve.engine.rows import RowSlices, check_inputs, empty_outputs
 from fastserve.engine.scheduler import Runs, Scheduler

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from fastserve.engine.batch_queue import GONE, BatchQueue, Pending
+from fastserve._ext.fast_path import Pending
+from fastserve.engine.batch_queue import GONE, BatchQueue
 from fastserve.engine.forms import form_of
 from fastserve.engine.plain import submit_request
 from fastserve.errors import Kind, ServeError

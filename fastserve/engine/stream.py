@@ -16,7 +16,8 @@ from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from fastserve.engine.batch_queue import BatchQueue, Pending
+from fastserve._ext.fast_path import Pending
+from fastserve.engine.batch_queue import BatchQueue
 from fastserve.engine.counters import counters_of, first_responses
 from fastserve.engine.forms import form_of, read_answer
 from fastserve.engine.rows import check_inputs

@@ -27,7 +27,7 @@ class CachedPath(FastPath):
     def __init__(
         self, version: Version, stage: CacheStage, traffic: Traffic, outcome: Outcome, patience_ns: int = 0
     ) -> None:
-        super().__init__(version, stage.queue, traffic, outcome, patience_ns)
+        super().__init__(version, stage.queue, traffic, outcome, patience_ns, replies=True)
         self._stage = stage
 
     def start(
@@ -41,7 +41,7 @@ class CachedPath(FastPath):
         """Take the request, or return False: nothing has happened then."""
         if prepared.outside:
             return False
-        reserved = self._fill(prepared, source, request_id)
+        reserved = self.fill(prepared, source, request_id)
         if reserved is None:
             return False
         found: Entry | Miss | None = None
@@ -51,7 +51,7 @@ class CachedPath(FastPath):
             if not isinstance(found, Miss):
                 prepared.layout_in.abandon(reserved, prepared.rows)
         if isinstance(found, Miss):
-            self._submit(exchange, prepared, reserved, request_id, found, deadline_ns)
+            self.submit(exchange, prepared, reserved, request_id, found, deadline_ns)
         elif found is not None:
             self._reply_kept(exchange, prepared, found, request_id)
         return found is not None
@@ -69,23 +69,22 @@ class CachedPath(FastPath):
                 prepared.write_response(exchange, respond(entry), request_id, None)
             else:
                 prepared.write(exchange, writer, entry.memory, request_id, None)
-            self._count(exchange, prepared, began_ns)
+            self.count(exchange, prepared, began_ns)
         except ServeError as fault:
-            self._outcome.refused(exchange, prepared, request_id, fault)
+            self.refuse(exchange, prepared, request_id, fault)
         except Exception as fault:
             exchange.fail(fault)
 
-    def _reply(
+    def reply(
         self, exchange: Exchange, prepared: PreparedRequest, pending: Pending, request_id: Any, held: Any
     ) -> None:
-        began_ns, miss = monotonic_ns(), held
+        """Answer, and keep the answer: what is held is the miss."""
         found = prepared.layout_out.read(pending.place, pending.rows)
         writer = None if found is None else prepared.writers.get(found[0]) or prepared.add_writer(found[0])
         if found is None or writer is None:
             response = read_response(self.queue, pending, prepared.wanted)
-            keep_response(miss, response)
+            keep_response(held, response)
             prepared.write_response(exchange, response, request_id, None)
         else:
-            miss.keep(prepared.kept_form(found[0]), found[1])
+            held.keep(prepared.kept_form(found[0]), found[1])
             prepared.write(exchange, writer, found[1], request_id, None)
-        self._count(exchange, prepared, began_ns)

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from fastserve._ext.batch_ring import BatchRing
-from fastserve.engine.batch_queue import BatchQueue, Pending
+from fastserve._ext.fast_path import Pending
+from fastserve.engine.batch_queue import BatchQueue
 from fastserve.engine.meters import QueueMeters
 from fastserve.errors import Kind, ServeError
 from fastserve.metrics.registry import Registry

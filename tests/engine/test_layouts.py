@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from fastserve._ext import slab_tensors
-from fastserve.engine.batch_queue import BatchQueue, Pending
+from fastserve._ext.fast_path import Pending
+from fastserve.engine.batch_queue import BatchQueue
 from fastserve.engine.layouts import lay_out_inputs, lay_out_outputs, read_response
 from fastserve.engine.meters import QueueMeters
 from fastserve.errors import ServeError
@@ -39,7 +40,7 @@ def make_queue() -> Iterator[MakeQueue]:
             Arena.create(Geometry(2, 4, columns, columns, 0 if dense else pages, 0, 1, 1, requests))
         )
         queue = BatchQueue(arenas[-1], 0, SPECS, SPECS, QueueMeters(registry, "m", 1, 0, 4))
-        queue._kick_soon = lambda: None  # type: ignore[method-assign]  # there is no loop
+        queue.kick_soon = lambda: None  # type: ignore[method-assign]  # there is no loop
         return queue
 
     yield make

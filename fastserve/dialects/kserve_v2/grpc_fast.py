@@ -104,11 +104,10 @@ class Head(PreparedRequest):
 class Outcome:
     """How RPCs of one model end."""
 
+    answered = None
+
     def __init__(self, service: Service, model: str) -> None:
         self._traffic, self._model = service.traffic, model
-
-    def answered(self, prepared: Head, took_ns: int) -> None:
-        pass
 
     def refused(self, exchange: Exchange, prepared: Head, request_id: str, fault: ServeError) -> None:
         told = tell(fault, request_id)

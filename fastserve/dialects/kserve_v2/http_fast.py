@@ -29,11 +29,10 @@ MOST_UNUSED, LEARN_AGAIN = 8, 64
 class Outcome:
     """How requests of this target end."""
 
+    answered = None
+
     def __init__(self, service: Service, version: Version) -> None:
         self._service, self._version = service, version
-
-    def answered(self, prepared: Frame, took_ns: int) -> None:
-        pass
 
     def refused(self, exchange: Call, prepared: Frame, request_id: str, fault: ServeError) -> None:
         self._service.refuse(exchange, fault, self._version.model, version=self._version)

@@ -9,8 +9,9 @@ returns False having left no trace, and the general path reads the body again an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
+from typing import Any
 
 from fastserve._ext.json_writer import RowWriter, WriterFault, write_predictions
 from fastserve.dialects.tfserving.errors import writer_error
@@ -133,11 +134,12 @@ class Outcome:
 
     def __init__(self, service: Service, model: str) -> None:
         self._service, self._model = service, model
-        self._observes = service.options.monitoring
+        self.answered: Callable[[Any, int], None] | None = (
+            self._observe if service.options.monitoring else None
+        )
 
-    def answered(self, prepared: JsonRows, took_ns: int) -> None:
-        if self._observes:
-            self._service.observe(self._model, "predict", took_ns)
+    def _observe(self, prepared: JsonRows, took_ns: int) -> None:
+        self._service.observe(self._model, "predict", took_ns)
 
     def refused(self, exchange: Call, prepared: JsonRows, request_id: None, fault: ServeError) -> None:
         self._service.refuse(exchange, self._model, fault)

@@ -1,0 +1,268 @@
+"""The moving parts of the fast path and of the queue it goes through: what runs for each request, and no more.
+
+    Lifecycle.start   reserve -> fill -> hold -> submit          or False, having left no trace
+    Pendings.finish   answered? -> Lifecycle.answer: read -> write -> release -> count, or refuse, or fail
+
+The classes are bases: fastserve/serving/fast_path.py and engine/batch_queue.py say the rest, which seldom runs.
+What was two dozen Python frames a request is C between the calls to the ring, the prepared request and the exchange;
+see docs/decisions/0013.
+"""
+
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+
+
+cdef extern from "arena.h" nogil:
+    uint64_t monotonic_ns()
+
+
+cdef tuple NO_SLAB = (0, 0)
+
+
+cdef class Pending:
+    """One place somebody waits for; `context` is the submitter's own. Calling it cancels it.
+
+    `done` is None once it was called, or cancelled.
+    """
+
+    cdef readonly object queue
+    cdef readonly int64_t place, deadline_ns
+    cdef readonly uint32_t rows
+    cdef public object done, context
+
+    def __call__(self) -> None:
+        self.queue.cancel(self)
+
+
+cdef class Pendings:
+    """Who waits for an answer from which slot. A subclass has `ring`, `room`, and what to do in turns of its loop:
+    kick_soon, watch, settle, failure, own_fault, undelivered."""
+
+    cdef public object ring, room
+    cdef public int64_t waiting                 # submitted, and not yet answered or cancelled
+    cdef public int64_t unreleased              # answers handed out whose memory is still read
+    cdef public list by_slot                    # of Pending
+    cdef public list seqs                       # which opening of the slot they are in
+    cdef public object kicking                  # the handle of what will wake the workers
+    cdef public int64_t kick_by_ns              # how long it may wait for more
+    cdef public bint watching                   # deadlines
+    cdef public list idle                       # futures of who waits until nobody waits
+
+    def __init__(self, ring, slots: int) -> None:
+        self.ring, self.room, self.kicking = ring, None, None
+        self.by_slot, self.seqs, self.idle = [[] for _ in range(slots)], [0] * slots, []
+
+    def submit(self, int64_t place, uint32_t rows, done, int64_t deadline_ns=0, context=None, int64_t patience_ns=0):
+        """The place's inputs are written: let it run. Workers are woken at the end of this loop turn,
+        so that what arrives together runs together; with patience, after further turns while those are
+        busy, so long at most."""
+        cdef Pending pending = Pending.__new__(Pending)
+        cdef Py_ssize_t slot = <Py_ssize_t>(place >> 16)
+        pending.queue, pending.place, pending.rows, pending.deadline_ns = self, place, rows, deadline_ns
+        pending.done, pending.context = done, context
+        cdef list waiting_here = <list?>self.by_slot[slot]
+        if not waiting_here:
+            self.seqs[slot] = self.ring.seq(slot)
+        waiting_here.append(pending)
+        try:
+            self.ring.commit(place, rows)
+        except BaseException:
+            waiting_here.remove(pending)
+            raise
+        self.waiting += 1
+        if self.kicking is None:
+            self.kick_soon(patience_ns)
+        elif not patience_ns:
+            self.kick_by_ns = 0
+        if deadline_ns and not self.watching:
+            self.watch()
+        return pending
+
+    def release(self, Pending pending not None) -> None:
+        """The outputs of an answered pending have been read."""
+        self.ring.release(pending.place, pending.rows)
+        self.unreleased -= 1
+        if self.idle or self.room.anyone:
+            self.settle()
+
+    def finish(self, Py_ssize_t slot) -> None:
+        """The slot's batch is done: everybody who waits for it is told, each exactly once."""
+        cdef list waiting_here = <list?>self.by_slot[slot]
+        cdef Pending pending
+        self.by_slot[slot] = []
+        error = self.failure(slot)
+        self.unreleased += len(waiting_here)
+        for pending in waiting_here:
+            done, fault = pending.done, error
+            pending.done = None
+            if fault is None:
+                end = self.ring.answered(pending.place, pending.rows)
+                if end != 1:
+                    fault = self.own_fault(pending.place, end)
+            if fault is not None or done is None:
+                self.release(pending)
+            if done is not None:
+                self.tell(done, pending, fault)
+        if self.idle or self.room.anyone:
+            self.settle()
+
+    def tell(self, done, Pending pending not None, error) -> None:
+        """Nobody's fault may cost the others of the batch their answers."""
+        self.waiting -= 1
+        try:
+            if isinstance(done, Lifecycle):
+                (<Lifecycle>done).answer(pending, error)
+            else:
+                done(pending, error)
+        except Exception:
+            self.undelivered()
+
+
+cdef class Lifecycle:
+    """One version's requests from start to end. `refusals`: the exceptions that a client may read. A subclass has
+    `respond`, for answers without a writer, and `refuse`; with `replies`, a `reply` of its own too."""
+
+    cdef readonly object queue
+    cdef object refusals, counted, duration, decoded, encoded, answered
+    cdef int64_t patience_ns
+    cdef bint replies
+
+    def __init__(self, queue, refusals: type, meters: tuple, answered, int64_t patience_ns=0, bint replies=False) -> None:
+        """`meters`: what counts a request, and what observes how long it, its reading and its writing took;
+        `answered` is called with the prepared request and that time, None: nobody wants to know."""
+        self.queue, self.refusals, self.patience_ns, self.replies = queue, refusals, patience_ns, replies
+        self.counted, self.duration, self.decoded, self.encoded = meters
+        self.answered = answered
+
+    def start(self, exchange, prepared, source, request_id=None, int64_t deadline_ns=0) -> bool:
+        """Take the request, or return False: nothing has happened then; the general path finds the words."""
+        reserved = self.fill(prepared, source, request_id)
+        if reserved is None:
+            return False
+        held = None
+        if prepared.outside:
+            try:
+                held = prepared.hold()
+            except BaseException as error:
+                prepared.layout_in.abandon(reserved, prepared.rows)
+                if isinstance(error, self.refusals):
+                    return False
+                raise
+        self.submit(exchange, prepared, reserved, request_id, held, deadline_ns)
+        return True
+
+    cpdef tuple fill(self, prepared, source, request_id):
+        """A place with the inputs written; None when there is none, or they cannot be."""
+        layout, rows = prepared.layout_in, prepared.rows
+        reserved = layout.reserve(rows, prepared.note(request_id)) if prepared.noted else layout.reserve(rows)
+        if reserved is None:
+            return None
+        try:
+            if prepared.fill(source, (<tuple?>reserved)[1]):
+                return <tuple>reserved
+        except BaseException as error:
+            layout.abandon(reserved, rows)
+            if isinstance(error, self.refusals):    # of client memory
+                return None
+            raise
+        layout.abandon(reserved, rows)
+        return None
+
+    cpdef submit(self, exchange, prepared, tuple reserved, request_id, held, int64_t deadline_ns):
+        """Let it run; gives back what was reserved and held when that fails."""
+        cdef int64_t received_ns = exchange.received_ns
+        self.decoded(<int64_t>monotonic_ns() - received_ns)
+        try:
+            if (<tuple?>reserved[2])[0]:
+                prepared.layout_in.settle(reserved)
+            pending = self.queue.submit(
+                reserved[0], prepared.rows, self, deadline_ns, (exchange, prepared, request_id, held), self.patience_ns
+            )
+        except BaseException:
+            prepared.layout_in.abandon(reserved, prepared.rows)
+            if held is not None:
+                held.close()
+            raise
+        exchange.on_gone = pending if held is None else Leaving(pending, held)
+
+    cdef answer(self, Pending pending, error):
+        exchange, prepared, request_id, held = <tuple?>pending.context
+        exchange.on_gone = None     # and with it the circle exchange -> pending -> exchange
+        try:
+            if error is None:
+                try:
+                    try:
+                        self.write(exchange, prepared, pending, request_id, held)
+                    finally:
+                        self.queue.release(pending)
+                except self.refusals as fault:
+                    error = fault
+            if error is not None:
+                self.refuse(exchange, prepared, request_id, error)
+        except Exception as fault:
+            exchange.fail(fault)
+        finally:
+            if held is not None:
+                held.close()
+
+    cdef write(self, exchange, prepared, Pending pending, request_id, held):
+        cdef uint64_t began_ns = monotonic_ns()
+        if self.replies:
+            self.reply(exchange, prepared, pending, request_id, held)
+        else:
+            found = prepared.layout_out.read(pending.place, pending.rows)
+            writer = None if found is None else prepared.writers.get((<tuple?>found)[0])
+            if writer is None and found is not None:
+                writer = prepared.add_writer((<tuple>found)[0])
+            if writer is None:      # strings, outputs nobody declared, parameters, one request's error
+                self.respond(exchange, prepared, pending, request_id, held)
+            else:
+                prepared.write(exchange, writer, (<tuple>found)[1], request_id, held)
+        self.count(exchange, prepared, began_ns)
+
+    cpdef count(self, exchange, prepared, uint64_t began_ns):
+        """A request was answered well, whose answer was begun then."""
+        cdef int64_t now_ns = <int64_t>monotonic_ns(), received_ns = exchange.received_ns
+        self.encoded(now_ns - <int64_t>began_ns)
+        self.counted()
+        self.duration(now_ns - received_ns)
+        if self.answered is not None:
+            self.answered(prepared, now_ns - received_ns)
+
+
+cdef class Columns:
+    """Rows of fixed size, in columns of a batch. A subclass gives back what was reserved (`abandon`)."""
+
+    cdef readonly object ring
+    cdef list columns
+
+    def __init__(self, ring, columns: list) -> None:
+        self.ring, self.columns = ring, columns
+
+    def reserve(self, uint32_t rows, bytes note=b""):
+        """A place, memory for its rows in each column, and no slab; None when there is no room."""
+        place = self.ring.reserve(rows)
+        if <int64_t>place < 0:
+            return None
+        try:
+            return place, [self.ring.input_rows(place, rows, column) for column in self.columns], NO_SLAB
+        except BaseException:       # no memory for a view: rows that nobody gives back would stop the batch
+            self.abandon((place, (), NO_SLAB), rows)
+            raise
+
+    def read(self, place, uint32_t rows):
+        """The rows, which are all that tells one answer from another, and views of the outputs."""
+        return rows, [self.ring.output_rows(place, rows, column) for column in self.columns]
+
+
+cdef class Leaving:
+    """What a client does that leaves while something is held for it."""
+
+    cdef Pending pending
+    cdef object held
+
+    def __cinit__(self, Pending pending not None, held):
+        self.pending, self.held = pending, held
+
+    def __call__(self) -> None:
+        self.pending.queue.cancel(self.pending)
+        self.held.close()

@@ -1,0 +1,79 @@
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from fastserve._ext.batch_ring import BatchRing
+
+class Pending:
+    queue: Any
+    place: int
+    deadline_ns: int
+    rows: int
+    done: Callable[[Pending, Any], object] | None
+    context: Any
+    def __call__(self) -> None: ...
+
+class Pendings:
+    ring: BatchRing
+    room: Any
+    waiting: int
+    unreleased: int
+    by_slot: list[list[Pending]]
+    seqs: list[int]
+    kicking: asyncio.Handle | None
+    kick_by_ns: int
+    watching: bool
+    idle: list[asyncio.Future[None]]
+    def __init__(self, ring: BatchRing, slots: int) -> None: ...
+    def submit(
+        self,
+        place: int,
+        rows: int,
+        done: Callable[[Pending, Any], object] | Lifecycle,
+        deadline_ns: int = 0,
+        context: Any = None,
+        patience_ns: int = 0,
+    ) -> Pending: ...
+    def release(self, pending: Pending) -> None: ...
+    def finish(self, slot: int) -> None: ...
+    def tell(self, done: Callable[[Pending, Any], object], pending: Pending, error: Any) -> None: ...
+
+class Lifecycle:
+    queue: Any
+    def __init__(
+        self,
+        queue: Any,
+        refusals: type[Exception],
+        meters: tuple[
+            Callable[[], None], Callable[[int], None], Callable[[int], None], Callable[[int], None]
+        ],
+        answered: Callable[[Any, int], None] | None,
+        patience_ns: int = 0,
+        replies: bool = False,
+    ) -> None: ...
+    def start(
+        self, exchange: Any, prepared: Any, source: Any, request_id: Any = None, deadline_ns: int = 0
+    ) -> bool: ...
+    def fill(self, prepared: Any, source: Any, request_id: Any) -> tuple[Any, ...] | None: ...
+    def submit(
+        self,
+        exchange: Any,
+        prepared: Any,
+        reserved: tuple[Any, ...],
+        request_id: Any,
+        held: Any,
+        deadline_ns: int,
+    ) -> None: ...
+    def count(self, exchange: Any, prepared: Any, began_ns: int) -> None: ...
+
+class Columns:
+    ring: BatchRing
+    def __init__(self, ring: BatchRing, columns: list[int]) -> None: ...
+    def reserve(
+        self, rows: int, note: bytes = b""
+    ) -> tuple[int, list[memoryview], tuple[int, int]] | None: ...
+    def read(self, place: int, rows: int) -> tuple[Any, list[memoryview]]: ...
+
+class Leaving:
+    def __init__(self, pending: Pending, held: Any) -> None: ...
+    def __call__(self) -> None: ...

@@ -1,0 +1,162 @@
+"""The compiled fast path does what its oracle does, step by step, whatever any step raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import monotonic_ns
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastserve._ext import fast_path
+from tests.oracles import fast_path as oracle
+
+
+class RefusedError(Exception):
+    """What a client may read."""
+
+
+FAULTS: dict[str, type[BaseException]] = {
+    "refused": RefusedError,
+    "broken": RuntimeError,
+    "memory": MemoryError,
+    "stopped": KeyboardInterrupt,
+}
+STEPS = ["reserve", "note", "fill", "hold", "settle", "seq", "commit", "answered", "read", "add_writer"]
+OUTCOMES = ["write", "respond", "reply", "release", "refuse", "fail", "close"]
+
+
+class Story:
+    """One request on one implementation: what was called, in order; `raises`: what each step raises."""
+
+    def __init__(self, of: Any, shape: dict[str, Any], raises: dict[str, str]) -> None:
+        self.told: list[Any] = []
+        self._raises, self._shape = raises, shape
+        ring = SimpleNamespace(
+            **{name: self.step(name) for name in ("seq", "commit", "release")},
+            answered=self.step("answered", shape["end"]),
+        )
+        story = self
+
+        class Queue(of.Pendings):  # type: ignore[misc]
+            kick_soon, watch, settle = (story.method(name) for name in ("kick_soon", "watch", "settle"))
+            failure = story.method("failure", RefusedError("batch") if shape["failed"] else None)
+            own_fault = story.method("own_fault", RefusedError("own") if shape["end"] == 2 else None)
+            undelivered, cancel = story.method("undelivered"), story.method("cancel")
+
+        class Path(of.Lifecycle):  # type: ignore[misc]
+            respond, reply = story.method("respond"), story.method("reply")
+            refuse = story.method("refuse")
+
+        self.queue = Queue(ring, 2)
+        self.queue.room = SimpleNamespace(anyone=shape["anyone"])
+        meters = tuple(self.step(name, times=True) for name in ("counted", "duration", "decoded", "encoded"))
+        answered = self.step("after", times=True) if shape["after"] else None
+        self.path = Path(self.queue, RefusedError, meters, answered, shape["patience"], shape["replies"])
+        self.exchange = SimpleNamespace(received_ns=monotonic_ns(), on_gone="nobody", fail=self.step("fail"))
+
+    def step(self, name: str, gives: Any = None, *, times: bool = False) -> Callable[..., Any]:
+        """A function that notes its call, but not the times it is given, and raises what it is to raise."""
+
+        def run(*given: Any) -> Any:
+            self.told.append(name if times else (name, *map(plain, given)))
+            if name in self._raises:
+                raise FAULTS[self._raises[name]](name)
+            return gives
+
+        return run
+
+    def method(self, name: str, gives: Any = None) -> Callable[..., Any]:
+        run = self.step(name, gives)
+        return lambda _, *given: run(*given)
+
+    def prepared(self) -> Any:
+        shape, held = self._shape, SimpleNamespace(close=self.step("close"))
+        offset = 64 if shape["slab"] else 0
+        return SimpleNamespace(
+            rows=3,
+            noted=shape["noted"],
+            outside=shape["outside"],
+            note=self.step("note", b"note"),
+            fill=self.step("fill", shape["fills"]),
+            hold=self.step("hold", held),
+            layout_in=SimpleNamespace(
+                reserve=self.step("reserve", (65543, ["memory"], (offset, 9)) if shape["room"] else None),
+                settle=self.step("settle"),
+                abandon=self.step("abandon"),
+            ),
+            layout_out=SimpleNamespace(
+                read=self.step("read", ("form", ["views"]) if shape["plain"] else None)
+            ),
+            writers={"form": "known"} if shape["known"] else {},
+            add_writer=self.step("add_writer", "new" if shape["writable"] else None),
+            write=self.step("write"),
+        )
+
+    def run(self) -> list[Any]:
+        """Begin and end it; what came of it is the last that is told."""
+        shape = self._shape
+        try:
+            taken = self.path.start(self.exchange, self.prepared(), b"body", "id", shape["deadline"])
+            self.told.append(("taken", taken, plain(self.exchange.on_gone)))
+            if shape["leaves"] and taken:
+                self.exchange.on_gone()
+                self.queue.by_slot[1][0].done = None  # as a queue's cancel does it
+            self.queue.finish(1)
+        except BaseException as error:
+            self.told.append(("raised", plain(error)))
+        queue = self.queue
+        left = queue.waiting, queue.unreleased, list(map(len, queue.by_slot))
+        self.told.append(("left", left, plain(self.exchange.on_gone)))
+        return self.told
+
+
+def plain(value: Any) -> Any:
+    """What can be compared of it."""
+    if isinstance(value, BaseException):
+        return repr(value)
+    return value if isinstance(value, str | bytes | int | tuple | list | None) else callable(value)
+
+
+FLAGS = ["anyone", "after", "replies", "failed", "slab", "noted", "outside", "known", "writable", "leaves"]
+flags = {name: st.booleans() for name in FLAGS}
+mostly = dict.fromkeys(("fills", "room", "plain"), st.sampled_from([True, True, True, False]))
+shapes = st.fixed_dictionaries(
+    {
+        **flags,
+        **mostly,
+        "end": st.sampled_from([1, 1, 0, 2]),
+        "patience": st.sampled_from([0, 5]),
+        "deadline": st.sampled_from([0, 7]),
+    }
+)
+faults = st.dictionaries(st.sampled_from(STEPS + OUTCOMES), st.sampled_from(sorted(FAULTS)), max_size=2)
+
+
+@given(shape=shapes, raises=faults)
+def test_step_by_step_as_the_oracle(shape: dict[str, Any], raises: dict[str, str]) -> None:
+    assert Story(fast_path, shape, raises).run() == Story(oracle, shape, raises).run()
+
+
+ORDINARY: dict[str, Any] = {**dict.fromkeys(flags, False), **dict.fromkeys(mostly, True)}
+ORDINARY |= {"end": 1, "patience": 0, "deadline": 0}
+
+
+@pytest.mark.parametrize("fault", ["refused", "broken", "memory"])
+@pytest.mark.parametrize("step", [*STEPS, *OUTCOMES])
+@pytest.mark.parametrize("kind", [{}, {"slab": True, "noted": True, "outside": True}, {"replies": True}])
+def test_each_step_can_fail_by_itself(kind: dict[str, Any], step: str, fault: str) -> None:
+    shape, raises = {**ORDINARY, "writable": True, **kind}, {step: fault}
+    assert Story(fast_path, shape, raises).run() == Story(oracle, shape, raises).run()
+
+
+def test_a_whole_story() -> None:
+    told = Story(fast_path, ORDINARY | {"known": True}, {}).run()
+    assert [one[0] if isinstance(one, tuple) else one for one in told] == [
+        "reserve", "fill", "decoded", "seq", "commit", "kick_soon", "taken",
+        "failure", "answered", "read", "write", "encoded", "counted", "duration", "release", "left",
+    ]  # fmt: skip
+    assert told[-1] == ("left", (0, 0, [0, 0]), None)

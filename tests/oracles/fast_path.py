@@ -1,0 +1,165 @@
+"""The fast path's moving parts in plain Python: what _ext.fast_path has to do, in that order."""
+
+from __future__ import annotations
+
+from time import monotonic_ns
+from typing import Any
+
+
+class Pending:
+    def __init__(self, queue: Any, place: int, rows: int, done: Any, deadline_ns: int, context: Any) -> None:
+        self.queue, self.place, self.rows, self.done = queue, place, rows, done
+        self.deadline_ns, self.context = deadline_ns, context
+
+    def __call__(self) -> None:
+        self.queue.cancel(self)
+
+
+class Pendings:
+    def __init__(self, ring: Any, slots: int) -> None:
+        self.ring, self.room, self.kicking = ring, None, None
+        self.by_slot: list[list[Pending]] = [[] for _ in range(slots)]
+        self.seqs, self.idle = [0] * slots, []
+        self.waiting = self.unreleased = self.kick_by_ns = 0
+        self.watching = False
+
+    def submit(
+        self,
+        place: int,
+        rows: int,
+        done: Any,
+        deadline_ns: int = 0,
+        context: Any = None,
+        patience_ns: int = 0,
+    ) -> Pending:
+        pending = Pending(self, place, rows, done, deadline_ns, context)
+        if not self.by_slot[place >> 16]:
+            self.seqs[place >> 16] = self.ring.seq(place >> 16)
+        self.ring.commit(place, rows)
+        self.by_slot[place >> 16].append(pending)
+        self.waiting += 1
+        if self.kicking is None:
+            self.kick_soon(patience_ns)
+        elif not patience_ns:
+            self.kick_by_ns = 0
+        if deadline_ns and not self.watching:
+            self.watch()
+        return pending
+
+    def release(self, pending: Pending) -> None:
+        self.ring.release(pending.place, pending.rows)
+        self.unreleased -= 1
+        if self.idle or self.room.anyone:
+            self.settle()
+
+    def finish(self, slot: int) -> None:
+        callers, self.by_slot[slot] = self.by_slot[slot], []
+        error = self.failure(slot)
+        self.unreleased += len(callers)
+        for pending in callers:
+            done, pending.done = pending.done, None
+            fault = error
+            if fault is None and (end := self.ring.answered(pending.place, pending.rows)) != 1:
+                fault = self.own_fault(pending.place, end)
+            if fault is not None or done is None:
+                self.release(pending)
+            if done is not None:
+                self.tell(done, pending, fault)
+        if self.idle or self.room.anyone:
+            self.settle()
+
+    def tell(self, done: Any, pending: Pending, error: Any) -> None:
+        self.waiting -= 1
+        try:
+            done(pending, error)
+        except Exception:
+            self.undelivered()
+
+
+class Lifecycle:
+    def __init__(
+        self,
+        queue: Any,
+        refusals: Any,
+        meters: Any,
+        answered: Any,
+        patience_ns: int = 0,
+        replies: bool = False,
+    ) -> None:
+        self.queue, self.refusals, self.patience_ns, self.replies = queue, refusals, patience_ns, replies
+        self.counted, self.duration, self.decoded, self.encoded = meters
+        self.answered = answered
+
+    def start(
+        self, exchange: Any, prepared: Any, source: Any, request_id: Any = None, deadline_ns: int = 0
+    ) -> bool:
+        layout, rows = prepared.layout_in, prepared.rows
+        reserved = layout.reserve(rows, prepared.note(request_id)) if prepared.noted else layout.reserve(rows)
+        if reserved is None:
+            return False
+        held = None
+        try:
+            filled = prepared.fill(source, reserved[1])
+            if filled and prepared.outside:
+                held = prepared.hold()
+        except BaseException as error:
+            layout.abandon(reserved, rows)
+            if isinstance(error, self.refusals):
+                return False
+            raise
+        if not filled:
+            layout.abandon(reserved, rows)
+            return False
+        self.decoded(monotonic_ns() - exchange.received_ns)
+        try:
+            if reserved[2][0]:
+                layout.settle(reserved)
+            context = exchange, prepared, request_id, held
+            pending = self.queue.submit(reserved[0], rows, self, deadline_ns, context, self.patience_ns)
+        except BaseException:
+            layout.abandon(reserved, rows)
+            if held is not None:
+                held.close()
+            raise
+        exchange.on_gone = pending if held is None else lambda: (pending(), held.close())
+        return True
+
+    def __call__(self, pending: Pending, error: Any) -> None:
+        exchange, prepared, request_id, held = pending.context
+        exchange.on_gone = None
+        try:
+            if error is None:
+                try:
+                    try:
+                        self.write(exchange, prepared, pending, request_id, held)
+                    finally:
+                        self.queue.release(pending)
+                except self.refusals as fault:
+                    error = fault
+            if error is not None:
+                self.refuse(exchange, prepared, request_id, error)
+        except Exception as fault:
+            exchange.fail(fault)
+        finally:
+            if held is not None:
+                held.close()
+
+    def write(self, exchange: Any, prepared: Any, pending: Pending, request_id: Any, held: Any) -> None:
+        began_ns = monotonic_ns()
+        if self.replies:
+            self.reply(exchange, prepared, pending, request_id, held)
+        else:
+            found = prepared.layout_out.read(pending.place, pending.rows)
+            writer = None
+            if found is not None:
+                writer = prepared.writers.get(found[0]) or prepared.add_writer(found[0])
+            if writer is None:
+                self.respond(exchange, prepared, pending, request_id, held)
+            else:
+                prepared.write(exchange, writer, found[1], request_id, held)
+        now_ns = monotonic_ns()
+        self.encoded(now_ns - began_ns)
+        self.counted()
+        self.duration(now_ns - exchange.received_ns)
+        if self.answered is not None:
+            self.answered(prepared, now_ns - exchange.received_ns)
