@@ -1,8 +1,7 @@
-"""The list of backends; and a user's own in a whole server, the class of docs/writing-a-backend.md."""
+"""The list of backends, and what is said of one that is not there; tests/examples has a user's own."""
 
 from __future__ import annotations
 
-import json
 import re
 from importlib import import_module
 from pathlib import Path
@@ -14,7 +13,6 @@ from fastserve.backends.registry import BACKENDS, BY_TRITON_NAME, find_backend
 from fastserve.errors import ConfigError, ServeError
 from tests.server.rig import run, serving
 
-GUIDE = Path(__file__).parents[2] / "docs" / "writing-a-backend.md"
 TENSOR = {"dtype": "float32", "shape": [4]}
 
 
@@ -39,34 +37,12 @@ def test_anything_else_is_none(name: str) -> None:
         find_backend(name)
 
 
-def guide_class() -> str:
-    found = re.search(r"```python\n# my_package/halves.py\n(.*?)```", GUIDE.read_text(), re.DOTALL)
-    assert found is not None
-    return found[1]
-
-
 def write_model(folder: Path, backend: str) -> Path:
     models = folder / "models"
     (models / "half" / "1").mkdir(parents=True)
-    (models / "half" / "1" / "factor.txt").write_text("0.5")
     config = {"backend": backend, "inputs": {"x": TENSOR}, "outputs": {"y": TENSOR}}
     (models / "half" / "model.yaml").write_text(yaml.safe_dump(config))
     return models
-
-
-def test_the_guides_backend_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_package").mkdir()
-    (tmp_path / "my_package" / "halves.py").write_text(guide_class())
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    models = write_model(tmp_path, "my_package.halves:Halves")
-
-    async def work() -> None:
-        async with serving(models) as at:
-            client = await at.client()
-            status, body = await client.post("/v1/models/half:predict", b'{"instances": [[2, 4, 6, 8]]}')
-            assert (status, json.loads(body)) == (200, {"predictions": [[1, 2, 3, 4]]})
-
-    run(work())
 
 
 @pytest.mark.parametrize(
