@@ -67,6 +67,12 @@ def client_tensor(plan: ModelView, name: str, tensor: Tensor) -> Tensor:
     return tensor if shape is tensor.shape else Tensor(tensor.dtype, shape, tensor.data)
 
 
+def shown_tensor(plan: ModelView, name: str, tensor: Tensor, part: OutputPart | None) -> Tensor:
+    """An output as it was asked for: in its clients' shape, or its best classes. Raises ServeError."""
+    tensor = client_tensor(plan, name, tensor)
+    return best_classes(plan, name, tensor, part.classes) if part is not None and part.classes else tensor
+
+
 def client_shape(plan: ModelView, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape clients see of an output."""
     return plan.client_shape(name, shape)
@@ -103,19 +109,11 @@ def reply_parameters(plan: ModelView, asked: Parameters, response: InferResponse
 def _answer_output(
     plan: ModelView, asked: Asked, name: str, tensor: Tensor, rooms: Mapping[str, Destination]
 ) -> OutputReply:
-    tensor = client_tensor(plan, name, tensor)
-    part = asked.parts.get(name)
-    if part is not None and part.classes:
-        tensor = best_classes(plan, name, tensor, part.classes)
+    tensor = shown_tensor(plan, name, tensor, asked.parts.get(name))
     form = asked.form(name)
     if form == "outside":
-        put_outside(name, tensor, rooms[name])
+        rooms[name].put(name, tensor.data)
     return OutputReply(name, tensor, binary=form == "binary", outside=form == "outside")
-
-
-def put_outside(name: str, tensor: Tensor, room: Destination) -> None:
-    """Write an output into its client's memory. Raises ServeError."""
-    room.put(name, tensor.data)
 
 
 def send(call: Call, header_bytes: int, reply: bytes) -> None:

@@ -20,8 +20,6 @@ from fastserve._ext.infer_reply import InferWriter, UnwritableOutput
 from fastserve.dialects.kserve_v2.answers import (
     BINARY,
     Asked,
-    client_shape,
-    put_outside,
     send,
     write_answer,
 )
@@ -121,7 +119,7 @@ class Frame(InferFrame, PreparedRequest):
         plan = self._plan
         try:
             outputs = [
-                (name, dtype.code, client_shape(plan, name, shape), self.asked.form(name))
+                (name, dtype.code, plan.client_shape(name, shape), self.asked.form(name))
                 for name, dtype, shape in described
             ]
             if len({output[0] for output in outputs}) < len(outputs):
@@ -147,9 +145,9 @@ class Frame(InferFrame, PreparedRequest):
             raise in_words(fault) from None
 
     def _put_outside(self, writer: Writer, memory: Sequence[Memory], held: Rooms) -> None:
-        for (name, dtype, shape), view in zip(writer.described, memory, strict=True):
+        for (name, _, _), view in zip(writer.described, memory, strict=True):
             if name in held:
-                put_outside(name, Tensor(dtype, shape, view), held[name])
+                held[name].put(name, view)
 
     def write_response(
         self, exchange: Call, response: InferResponse, request_id: str, held: Rooms | None

@@ -22,7 +22,7 @@ from fastserve._ext.proto_wire import (
     write_infer_response,
 )
 from fastserve._ext.slab import blank_bytes
-from fastserve.dialects.kserve_v2.answers import best_classes, client_tensor, put_outside, reply_parameters
+from fastserve.dialects.kserve_v2.answers import reply_parameters, shown_tensor
 from fastserve.dialects.kserve_v2.body import InferBody, InputPart, Memory, OutputPart, refuse_double
 from fastserve.dialects.kserve_v2.errors import internal, invalid, tell, unsupported
 from fastserve.dialects.kserve_v2.grpc_fast import TOO_LARGE, FastGrpc
@@ -269,9 +269,7 @@ def collect_outputs(job: Job, response: InferResponse) -> tuple[list[Output], li
     outputs: list[Output] = []
     raws: list[Memory] = []
     for name, given in response.outputs.items():
-        tensor, part = client_tensor(job.plan, name, given), parts.get(name)
-        if part is not None and part.classes:
-            tensor = best_classes(job.plan, name, tensor, part.classes)
+        tensor = shown_tensor(job.plan, name, given, parts.get(name))
         outputs.append((name, KSERVE_NAME[tensor.dtype.name], tensor.shape, None))
         raws.append(_send_or_put(job, name, tensor))
     return outputs, raws
@@ -281,5 +279,5 @@ def _send_or_put(job: Job, name: str, tensor: Tensor) -> Memory:
     room = job.rooms.get(name)
     if room is None:
         return tensor.data
-    put_outside(name, tensor, room)
+    room.put(name, tensor.data)
     return b""
