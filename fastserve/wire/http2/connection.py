@@ -375,10 +375,10 @@ class Http2Connection(asyncio.BufferedProtocol):
             self._since_s = now
         self.earn(calm.PER_LOOK)
         if not self.over:
-            if self._settings_due and now - self._since_s >= limits.header_timeout_s and self._reader.settled:
-                self.fail(ErrorCode.SETTINGS_TIMEOUT, "SETTINGS were not acknowledged")
-            elif self.listener.draining:
+            if self.listener.draining:
                 self._drain(now)
+            elif self._settings_due and self._reader.settled and now - self._since_s >= limits.idle_timeout_s:
+                self.fail(ErrorCode.SETTINGS_TIMEOUT, "SETTINGS were not acknowledged")
             self.intake.look(now)
         unsent = self._transport.get_write_buffer_size() + self.sending.queued
         return self._pace.judge(self._phase(), self._served, 0, unsent, now, limits)

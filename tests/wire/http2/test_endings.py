@@ -95,13 +95,14 @@ def test_a_preface_that_stops(sent: bytes) -> None:
 
 
 def test_settings_that_are_not_acknowledged() -> None:
-    raw = Raw({"/echo": echo}, QUICK)
+    raw = Raw({"/held": Held()}, QUICK)
     raw.feed(PREFACE + SettingsFrame(0).serialize())
+    raw.feed(raw.headers(1, HELD, END, HEADS))
     raw.pipe.scan(0.0)
-    raw.pipe.scan(9.0)
+    raw.pipe.scan(74.0)
     assert goaways(raw) == []
-    raw.pipe.scan(10.0)
-    assert goaways(raw) == [(0, ErrorCode.SETTINGS_TIMEOUT)]
+    raw.pipe.scan(75.0)
+    assert goaways(raw) == [(1, ErrorCode.SETTINGS_TIMEOUT)]
 
 
 def test_a_header_block_that_stops() -> None:
