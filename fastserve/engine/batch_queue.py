@@ -213,7 +213,7 @@ class BatchQueue(Pendings):
             self.ring.return_lease(offset)
 
     def _rescan(self) -> None:
-        """A worker died, perhaps between answering and telling so, or a batch ended that everybody had left:
+        """A worker died, perhaps between answering and saying so, or a batch ended that everybody had left:
         look at every place waited for."""
         self.room.look_soon()
         for slot, waiting_here in enumerate(self.by_slot):

@@ -163,7 +163,7 @@ FORMS = [
     st.integers(0, 3),
     st.data(),
 )
-def test_hot_door_agrees_with_general(
+def test_read_into_agrees_with_read(
     form: str, dtype: str, row_shape: Any, rows: int, data: st.DataObject
 ) -> None:
     leaf = st.integers(-9, 300).map(str) if "int" in dtype else number_texts
@@ -190,7 +190,7 @@ def test_hot_door_agrees_with_general(
 @pytest.mark.parametrize("form", FORMS[:3])
 @pytest.mark.parametrize("shape", [(1, 4), (3, 784), (1000,), (2, 5, 7, 3), (20_000, 1)])
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
-def test_common_forms_take_the_hot_door(
+def test_common_forms_are_taken_by_read_into(
     form: str, shape: tuple[int, ...], separators: tuple[str, str]
 ) -> None:
     array = np.random.default_rng(1).standard_normal(shape).astype(np.float32)

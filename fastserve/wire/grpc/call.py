@@ -3,7 +3,7 @@
     unary request    head, message, end --> begin --> Method.start, or a task of Method.run
     streamed         head --> a task of Method.run, whose request is the call's Inbox
 
-`start` is for hot paths: no task and no future. It takes the call or leaves it without a trace, and answers
+`start` is for fast paths: no task and no future. It takes the call or leaves it without a trace, and answers
 some time later with `reply` or `fail`; both do nothing once the client has gone.
 """
 

@@ -32,7 +32,7 @@ def channels(tmp_path: Path) -> Iterator[list[grpc.Channel]]:
             channel.close()
 
 
-def test_health_reflection_and_the_hot_door(channels: list[grpc.Channel]) -> None:
+def test_health_reflection_and_the_fast_path(channels: list[grpc.Channel]) -> None:
     for channel in channels:
         health = health_pb2_grpc.HealthStub(channel)
         reply = health.Check(health_pb2.HealthCheckRequest(), timeout=WAIT_S, wait_for_ready=True)
