@@ -16,10 +16,6 @@ from typing import Protocol
 
 from fastserve.errors import ServeError
 
-# grpcio hands over one call a turn of the loop, so that batches under load would have one row each: a worker
-# is woken for those of a few busy turns together.
-AWAITED_PATIENCE_NS = 500_000
-
 
 class Exchange(Protocol):
     """What the paths need of a request besides its body: no task, no future."""
@@ -30,6 +26,16 @@ class Exchange(Protocol):
 
     def fail(self, error: BaseException) -> None:
         """End it with an internal error."""
+
+
+class RpcExchange(Exchange, Protocol):
+    """That of an RPC, whose answer is one message."""
+
+    def reply(self, message: bytes) -> None:
+        """Answer with a message."""
+
+    def refuse(self, fault: ServeError) -> None:
+        """Answer with an error the client may read."""
 
 
 class Awaited:

@@ -24,13 +24,12 @@ from fastserve.dialects.kserve_v2.service import Service
 from fastserve.engine import BatchQueue, note_of
 from fastserve.errors import Kind, ServeError
 from fastserve.request import InferRequest, InferResponse
-from fastserve.serving.exchange import AWAITED_PATIENCE_NS
+from fastserve.serving.exchange import RpcExchange
 from fastserve.serving.model_view import ModelView
 from fastserve.serving.paths import open_path
 from fastserve.serving.prepared import Described, Memory, PreparedRequest
 from fastserve.serving.prepared_cache import PreparedCache
 from fastserve.tensor import KSERVE_NAME, Tensor
-from fastserve.wire.grpc import Exchange
 
 MOST_HEADS = 256
 TOO_LARGE = "the response is too large for a gRPC message"
@@ -79,7 +78,7 @@ class Head(PreparedRequest):
         return write_infer_response("", "", "", None, outputs, ())
 
     def write(
-        self, exchange: Exchange, writer: bytes, memory: Sequence[Memory], request_id: str, held: None
+        self, exchange: RpcExchange, writer: bytes, memory: Sequence[Memory], request_id: str, held: None
     ) -> None:
         try:
             message = write_known(self._before, request_id, writer, memory)
@@ -88,7 +87,7 @@ class Head(PreparedRequest):
         exchange.reply(message)
 
     def write_response(
-        self, exchange: Exchange, response: InferResponse, request_id: str, held: None
+        self, exchange: RpcExchange, response: InferResponse, request_id: str, held: None
     ) -> None:
         tensors = [(name, client_tensor(self._plan, name, t)) for name, t in response.outputs.items()]
         outputs = [(name, KSERVE_NAME[t.dtype.name], t.shape, None) for name, t in tensors]
@@ -109,7 +108,7 @@ class Outcome:
     def __init__(self, service: Service, model: str) -> None:
         self._traffic, self._model = service.traffic, model
 
-    def refused(self, exchange: Exchange, prepared: Head, request_id: str, fault: ServeError) -> None:
+    def refused(self, exchange: RpcExchange, prepared: Head, request_id: str, fault: ServeError) -> None:
         told = tell(fault, request_id)
         self._traffic.refused(self._model, told.kind.name)
         exchange.refuse(told)
@@ -122,7 +121,7 @@ class FastGrpc:
         self._service = service
         self._heads: PreparedCache[Head] = PreparedCache(service.keepers, MOST_HEADS)
 
-    def start(self, outline: Outline, exchange: Exchange, deadline_ns: int) -> bool:
+    def start(self, outline: Outline, exchange: RpcExchange, deadline_ns: int) -> bool:
         """Take the request, or return False: nothing has happened then."""
         known = self._heads.find(outline.head)
         if known is None:
@@ -136,11 +135,17 @@ class FastGrpc:
         return path.start(exchange, head, outline, outline.id, deadline_ns)
 
     def learn(
-        self, outline: Outline, plan: ModelView, message: InferMessage, body: InferBody, request: InferRequest
+        self,
+        outline: Outline,
+        plan: ModelView,
+        message: InferMessage,
+        body: InferBody,
+        request: InferRequest,
+        patience_ns: int,
     ) -> None:
         """Remember the head of a request that the general path has answered."""
         service, version = self._service, plan.version
-        path = open_path(version, service.traffic, Outcome(service, version.model), AWAITED_PATIENCE_NS)
+        path = open_path(version, service.traffic, Outcome(service, version.model), patience_ns)
         if path is None or not _is_ordinary(path.queue, message, body, request):
             return
         rows = next(iter(request.inputs.values())).shape[0] if plan.max_batch_size else 1

@@ -137,7 +137,7 @@ class Infer:
             raise self._refuse(fault, sent) from None
         service.traffic.count(plan.model, plan.version.number, monotonic_ns() - started_ns)
         if outline is not None:
-            self._fast.learn(outline, plan, sent.message, job.body, job.request)
+            self._fast.learn(outline, plan, sent.message, job.body, job.request, rpc.patience_ns)
         return reply
 
     def _refuse(self, fault: ServeError, sent: Sent) -> ServeError:

@@ -13,7 +13,7 @@ from fastserve.dialects.triton_v1.prepared import About, Outcome, PreparedHeader
 from fastserve.dialects.triton_v1.replies import RpcReplies
 from fastserve.dialects.triton_v1.service import Service
 from fastserve.repository.version import Version
-from fastserve.serving.exchange import AWAITED_PATIENCE_NS, Awaited
+from fastserve.serving.exchange import RpcExchange
 from fastserve.serving.fast_path import FastPath
 from fastserve.serving.paths import Paths, open_path
 
@@ -43,7 +43,7 @@ class FastRpc:
         self.version = path.version
         self._path, self._headers = path, headers
 
-    def start(self, exchange: Awaited, message: V1InferMessage, header: RequestHeader) -> bool:
+    def start(self, exchange: RpcExchange, message: V1InferMessage, header: RequestHeader) -> bool:
         """Take the request, or return False: nothing has happened then."""
         prepared = self._headers.find(header)
         if prepared is None:
@@ -61,7 +61,7 @@ class FastGrpc:
         self._service, self._replies = service, replies
         self._paths: Paths[FastRpc] = Paths(service.keepers, self._open)
 
-    def start(self, exchange: Awaited, message: V1InferMessage, header: RequestHeader) -> bool:
+    def start(self, exchange: RpcExchange, message: V1InferMessage, header: RequestHeader) -> bool:
         """Take the request, or return False: nothing has happened then."""
         number = message.model_version
         version = self._service.catalog.available(message.model_name, None if number == LATEST else number)
@@ -71,7 +71,7 @@ class FastGrpc:
     def _open(self, version: Version) -> FastRpc | None:
         service, replies = self._service, self._replies
         served = service.serve(version)
-        path = open_path(version, service.traffic, Outcome(service, served, replies), AWAITED_PATIENCE_NS)
+        path = open_path(version, service.traffic, Outcome(service, served, replies))
         if path is None:
             return None
         return FastRpc(path, PreparedHeaders(About(service, served, path.queue, replies), PreparedMessage))

@@ -11,7 +11,7 @@ from fastserve.dialects.triton_v1.answers import Answer, HeaderForms, write_id
 from fastserve.dialects.triton_v1.inputs import invalid
 from fastserve.dialects.triton_v1.service import GOOD, Service, as_v1
 from fastserve.errors import ServeError
-from fastserve.serving.exchange import Awaited
+from fastserve.serving.exchange import RpcExchange
 from fastserve.wire.call import Call
 
 NV_RESPONSE = b"NV-InferResponse"
@@ -70,7 +70,7 @@ class RpcReplies:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    def answer(self, exchange: Awaited, answer: Answer) -> None:
+    def answer(self, exchange: RpcExchange, answer: Answer) -> None:
         try:
             exchange.reply(write_v1_response(self._service.status(None), answer.binary, answer.raws))
         except (WireFault, OverflowError):
@@ -79,5 +79,5 @@ class RpcReplies:
                 f"Response has byte size {size} which exceeds gRPC's byte size limit {2**31}."
             ) from None
 
-    def refuse(self, exchange: Awaited, request_id: int, fault: ServeError) -> None:
+    def refuse(self, exchange: RpcExchange, request_id: int, fault: ServeError) -> None:
         exchange.reply(write_v1_response(self._service.status(as_v1(fault)), write_id(request_id), ()))

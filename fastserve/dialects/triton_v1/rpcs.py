@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic_ns
 from typing import Any
@@ -35,7 +35,7 @@ from fastserve.errors import Kind, ServeError
 from fastserve.protos import load
 from fastserve.serving.exchange import Awaited
 from fastserve.serving.slow_path import answer_slowly
-from fastserve.wire.grpc import Method, Rpc
+from fastserve.wire.grpc import Exchange, Method, Rpc
 
 Run = Callable[[Any, Rpc], Awaitable[Any]]
 AHEAD = 16  # requests of one stream that are under way at once
@@ -55,7 +55,7 @@ def make_methods(service: Service) -> list[Method]:
         _method(name, partial(read_message_of, f"{name}Request"), run, _serialize)
         for name, run in plain.items()
     ]
-    methods.append(_method("Infer", read_sent, rpcs.infer, bytes))
+    methods.append(replace(_method("Infer", read_sent, rpcs.infer, bytes), start=rpcs.start))
     methods.append(_method("StreamInfer", read_sent, rpcs.stream, bytes, streams=True))
     return methods
 
@@ -128,6 +128,15 @@ class Rpcs:
         self._fast = FastGrpc(service, self._replies)
 
     # --- inference --------------------------------------------------------------------------------
+
+    def start(self, data: bytes, exchange: Exchange) -> bool:
+        """Take a request that the fast path knows, or leave it to the coroutine below."""
+        try:
+            message = read_sent(data).message
+            header = read_message(message)
+        except ServeError:
+            return False
+        return self._fast.start(exchange, message, header)
 
     async def infer(self, request: Sent, rpc: Rpc) -> bytes:
         """InferRequest -> serialized InferResponse."""

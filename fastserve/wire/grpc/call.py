@@ -60,6 +60,8 @@ class Call:
     `on_gone` is called once if the client leaves, or its time is up, before the answer; with a coroutine it
     cancels the task."""
 
+    patience_ns = 0  # calls of one turn of the loop come together
+
     __slots__ = (
         "_asked", "_begun", "_coding", "_inbox", "_message", "_reader", "_request_id", "_trailing",
         "_writable", "deadline_ns", "head", "on_gone", "over", "received_ns", "sent_bytes", "stream",

@@ -38,11 +38,15 @@ HANDSHAKE_MS = 10_000  # until a new connection has said that it speaks HTTP/2
 # cancel new ones at random, whosever they are: a client that opened streams and sent nothing ended the calls
 # of others. What bounds them is connections times concurrent_streams.
 PENDING_CALLS = 1 << 30
+# grpcio hands over one call a turn of the loop, so that batches under load would have one row each: a worker
+# is woken for those of a few busy turns together.
+PATIENCE_NS = 500_000
 
 
 class GrpcioRpc:
     """Rpc of grpcio's calls."""
 
+    patience_ns = PATIENCE_NS
     __slots__ = ("_context", "_request_id", "received_ns", "sent_bytes")
 
     def __init__(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:

@@ -33,6 +33,8 @@ class Rpc(Protocol):
 
     received_ns: int
     """When it came, as time.monotonic_ns counts."""
+    patience_ns: int
+    """How long a batch may wait for more calls of a busy loop, where they come one by one."""
 
     @property
     def request_id(self) -> str:

@@ -18,4 +18,5 @@ DATA_SENT = 2  # earned: a client tells of two windows for it
 USEFUL_BYTES = 1024  # a frame of DATA that is neither this long nor the end of something earns nothing
 RESET, REFUSED, MALFORMED, SETTINGS = 3, 2, 3, 4
 PING = UPDATE = PRIORITY = EMPTY = LATE = UNKNOWN = 1
+TOO_MANY_PINGS = "too_many_pings"  # what clients of gRPC look for, to ping less often from then on
 MOST_UNSENT_ANSWERS = 1000  # acknowledgements and resets that wait for a client that does not read

@@ -177,7 +177,7 @@ class Http2Connection(asyncio.BufferedProtocol):
 
     def _ping(self, flags: int, payload: bytes) -> None:
         if not flags & ACK:
-            self.spend(calm.PING)
+            self.spend(calm.PING, calm.TOO_MANY_PINGS)
             self.answer(frame(kinds.PING, ACK, 0, payload))
         elif payload == DRAIN and self._leaving == 1:
             self._stop_streams()
@@ -281,11 +281,11 @@ class Http2Connection(asyncio.BufferedProtocol):
 
     # ---- floods
 
-    def spend(self, cost: int) -> None:
+    def spend(self, cost: int, what: str = "too many frames of no use") -> None:
         """The client has caused work without use. Raises ConnectionFault when it did too often."""
         self._calm -= cost
         if self._calm < 0:
-            raise ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, "too many frames of no use")
+            raise ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, what)
 
     def earn(self, gain: int) -> None:
         """Something of use was done."""
