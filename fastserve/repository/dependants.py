@@ -5,7 +5,7 @@ An ensemble can be loaded once the models of its steps are available, and is wit
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.catalog import Catalog
@@ -20,6 +20,18 @@ def needs(config: ModelConfig | None) -> dict[str, set[int | None]]:
     ensemble = config.options.ensemble if config is not None else None
     for step in ensemble.steps if ensemble is not None else ():
         found.setdefault(step.model, set()).add(step.version)
+    return found
+
+
+def with_steps(names: Iterable[str], folders: Mapping[str, ModelFolder]) -> set[str]:
+    """These models, and of the ensembles among them the models of their steps that there are."""
+    found, left = set[str](), list(names)
+    while left:
+        name = left.pop()
+        if name not in found:
+            found.add(name)
+            config = folders[name].config if name in folders else None
+            left += [step for step in needs(config) if step in folders]
     return found
 
 

@@ -17,7 +17,7 @@ import msgspec
 from fastserve.config import ModelEntry, RepositorySettings
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.repository.catalog import Catalog
-from fastserve.repository.dependants import dependants, in_waves, missing, needs, served_by
+from fastserve.repository.dependants import dependants, in_waves, missing, needs, served_by, with_steps
 from fastserve.repository.layout import Layout, ModelFolder, is_model_name
 from fastserve.repository.overrides import Override
 from fastserve.repository.succession import Succession, VersionHooks
@@ -75,6 +75,7 @@ class Repository:
     async def _load_all(self) -> tuple[dict[str, ModelFolder], dict[str, list[str]]]:
         await asyncio.to_thread(self._layout.check)
         found = await asyncio.to_thread(self._layout.scan)
+        self._wanted = with_steps(self._wanted, found)  # as a load of an ensemble does
         problems = await self._apply(found.values(), eager=True)
         for name in sorted(self._wanted - set(found)):
             problems[name] = ["there is no such model in the repository"]

@@ -78,15 +78,18 @@ def test_an_ensemble_follows_its_models(tmp_path: Path) -> None:
     run(work())
 
 
-def test_loading_an_ensemble_loads_its_models(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_start", [True, False], ids=["at the start", "later"])
+def test_loading_an_ensemble_loads_its_models(tmp_path: Path, at_start: bool) -> None:
     write_ensemble(tmp_path)
-    write_model(tmp_path, "twice")
-    write_model(tmp_path, "other")
+    for name in ("twice", "other", "apart"):
+        write_model(tmp_path, name)
 
     async def work() -> None:
-        async with serving(tmp_path, load_models=()) as at:
-            await at.server.repository.load("ens")
+        async with serving(tmp_path, load_models=("ens",) if at_start else ()) as at:
+            if not at_start:
+                await at.server.repository.load("ens")
             assert await ask(at.server, "ens", 1.0, 2.0) == [4.0, 8.0]
+            assert at.server.catalog.available("apart") is None
 
     run(work())
 
