@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from typing import Any
 
 from fastserve.dialects.kserve_v2.answers import Asked, send_apart, write_answer
@@ -19,11 +19,11 @@ from fastserve.dialects.kserve_v2.service import Service
 from fastserve.dialects.kserve_v2.sizes import check_json, check_raw, check_tensors
 from fastserve.dialects.kserve_v2.traces import Traced
 from fastserve.errors import ServeError
-from fastserve.repository.version import Version
-from fastserve.request import InferRequest
+from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.model_view import ModelView, find_version
 from fastserve.serving.paths import LastPath
-from fastserve.serving.shared_memory import hold_rooms
+from fastserve.serving.shared_memory import Rooms, hold_rooms
+from fastserve.serving.slow_path import SlowRequest, answer_slowly
 from fastserve.wire.call import Call
 from fastserve.wire.inflate import work_of
 
@@ -100,42 +100,76 @@ class Infer:
         finally:
             traced.end()
 
-    async def _answer(self, call: Call, fast: FastHttp | None, traced: Traced | None = None) -> None:
-        """The general path; `fast` is the one that did not know this request."""
-        service, target = self._service, self._target
-        version: Version | None = None
-        try:
-            plan = find_plan(service, target)
-            version = plan.version
-            if plan.decoupled:
-                raise unsupported("HTTP end point doesn't support models with decoupled transaction policy")
-            body = await read_call(service, plan, call)
-            if service.forward_http:
-                service.forward_http.add(headers_as_sent(call), body.parameters)
-            asked = Asked.of(body)
-            with hold_rooms(service.regions, asked.ranges) as rooms:
-                request = await service.apart(strings_bytes(body), make_request, plan, body)
-                response = await service.infer(plan.version, request, traced)
-                try:
-                    size = sum(memoryview(tensor.data).nbytes for tensor in response.outputs.values())
-                    header_bytes, reply = await service.apart(
-                        size, write_answer, plan, asked, response, body.request_id, rooms
-                    )
-                finally:
-                    response.release()
-        except ServeError as fault:
-            headers = SUPPORTED if fault.message == UNSUPPORTED else ()
-            service.refuse(call, fault, target.model, headers, version)
-        else:
-            if traced is not None:
-                traced.stamp("HTTP_SEND_START")
-            await send_apart(service.apart, call, header_bytes, reply)
-            if traced is not None:
-                traced.stamp("HTTP_SEND_END")
-            service.succeeded(call, plan)
-            if fast is not None and fast.version is version:
-                length = self._heads.get(call.head, WHOLE)
-                fast.learn(call.body, len(call.body) if length == WHOLE else length, body, request)
+    def _answer(
+        self, call: Call, fast: FastHttp | None, traced: Traced | None = None
+    ) -> Coroutine[Any, Any, None]:
+        """The general path; `fast` is the one that did not know this request, and learns it."""
+        length = self._heads.get(call.head, WHOLE)
+        header_bytes = len(call.body) if length == WHOLE else length
+        request = GeneralInfer(self._service, self._target, call, fast, header_bytes, traced)
+        return answer_slowly(call, request, self._service.traffic)
+
+
+class GeneralInfer(SlowRequest):
+    """A request as the general path answers it."""
+
+    def __init__(
+        self,
+        service: Service,
+        target: Target,
+        call: Call,
+        fast: FastHttp | None,
+        header_bytes: int,
+        traced: Traced | None,
+    ) -> None:
+        self._service, self._target, self._call, self._traced = service, target, call, traced
+        self._fast, self._header_bytes = fast, header_bytes
+        self._plan: ModelView | None = None
+        self._rooms = Rooms()
+
+    async def read(self) -> InferRequest:
+        service = self._service
+        plan = self._plan = find_plan(service, self._target)
+        self.version = plan.version
+        if plan.decoupled:
+            raise unsupported("HTTP end point doesn't support models with decoupled transaction policy")
+        body = self._body = await read_call(service, plan, self._call)
+        if service.forward_http:
+            service.forward_http.add(headers_as_sent(self._call), body.parameters)
+        self._asked = Asked.of(body)
+        self._rooms = hold_rooms(service.regions, self._asked.ranges)
+        self._request = await service.apart(strings_bytes(body), make_request, plan, body)
+        return self._request
+
+    def run(self, request: InferRequest) -> Awaitable[InferResponse]:
+        return self._service.infer(self.version, request, self._traced)
+
+    async def write(self, response: InferResponse) -> None:
+        assert self._plan is not None
+        size = sum(memoryview(tensor.data).nbytes for tensor in response.outputs.values())
+        self._reply = await self._service.apart(
+            size, write_answer, self._plan, self._asked, response, self._body.request_id, self._rooms
+        )
+
+    def close(self) -> None:
+        self._rooms.close()
+
+    async def send(self) -> None:
+        if self._traced is not None:
+            self._traced.stamp("HTTP_SEND_START")
+        await send_apart(self._service.apart, self._call, *self._reply)
+        if self._traced is not None:
+            self._traced.stamp("HTTP_SEND_END")
+
+    def answered(self, took_ns: int) -> None:
+        fast = self._fast
+        if fast is not None and fast.version is self.version:
+            fast.learn(self._call.body, self._header_bytes, self._body, self._request)
+
+    def refused(self, fault: ServeError) -> None:
+        headers = SUPPORTED if fault.message == UNSUPPORTED else ()
+        version = None if self._plan is None else self._plan.version
+        self._service.refuse(self._call, fault, self._target.model, headers, version)
 
 
 def find_plan(service: Service, target: Target) -> ModelView:

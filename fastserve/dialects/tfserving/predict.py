@@ -7,7 +7,7 @@ the answer is the compiled reader's own short text.
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping
+from collections.abc import Awaitable, Coroutine, Mapping
 from typing import Any
 
 from fastserve._ext.json_reader import Fault, JSONFault, PredictBody
@@ -19,12 +19,13 @@ from fastserve.dialects.tfserving.fast import Fast
 from fastserve.dialects.tfserving.lookup import find_predict_signature, find_version, no_signature
 from fastserve.dialects.tfserving.plans import Plans, PredictPlan
 from fastserve.dialects.tfserving.routes import Target
-from fastserve.dialects.tfserving.service import MAX_DEPTH, Service
+from fastserve.dialects.tfserving.service import JSON, MAX_DEPTH, Service
 from fastserve.dialects.tfserving.short_texts import short_error
 from fastserve.errors import ServeError
 from fastserve.repository.version import Version
-from fastserve.request import InferRequest
+from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.paths import LastPath
+from fastserve.serving.slow_path import SlowRequest, answer_slowly
 from fastserve.tensor import DTYPE_BY_CODE, Tensor
 from fastserve.wire.call import Call
 
@@ -79,28 +80,17 @@ class Predict:
         self._head, self._raw = call.head, _is_raw(call)
         return True
 
-    async def _answer(self, call: Call) -> None:
-        service, name = self._service, self._target.name
-        try:
-            body = await service.body(call)
-            version = self._find_version(body)
-            plan, columnar, inputs = await service.apart(len(body), self._read, version, call, body)
-            request = InferRequest(
-                {plan.signature.input_names[alias]: tensor for alias, tensor in inputs.items()},
-                plan.wanted,
-                deadline_ns=service.deadline_ns(call),
-            )
-            response = await service.engine.infer(version, request)
-            try:
-                outputs = response.outputs
-                size = sum(memoryview(tensor.data).nbytes for tensor in outputs.values())
-                reply = await service.apart(size, write_predict, plan, outputs, columnar=columnar)
-            finally:
-                response.release()
-        except ServeError as fault:
-            service.refuse(call, name, fault)
-        else:
-            service.answer(call, name, reply, "predict", version.number)
+    def _answer(self, call: Call) -> Coroutine[Any, Any, None]:
+        return answer_slowly(
+            call, GeneralPredict(self, self._service, self._target.name, call), self._service.traffic
+        )
+
+    async def read(self, call: Call) -> tuple[Version, Read]:
+        """The general path's look at a call. Raises ServeError."""
+        service = self._service
+        body = await service.body(call)
+        version = self._find_version(body)
+        return version, await service.apart(len(body), self._read, version, call, body)
 
     def _find_version(self, body: bytes | bytearray) -> Version:
         try:
@@ -124,6 +114,42 @@ class Predict:
                 default = plans.default
                 return default, False, {next(iter(default.dtypes)): tensor}
         return read_predict(plans, body)
+
+
+class GeneralPredict(SlowRequest):
+    """A predict as the general path answers it."""
+
+    def __init__(self, predict: Predict, service: Service, model: str, call: Call) -> None:
+        self._predict, self._service, self._model, self._call = predict, service, model, call
+
+    async def read(self) -> InferRequest:
+        self.version, (plan, self._columnar, inputs) = await self._predict.read(self._call)
+        self._plan = plan
+        return InferRequest(
+            {plan.signature.input_names[alias]: tensor for alias, tensor in inputs.items()},
+            plan.wanted,
+            deadline_ns=self._service.deadline_ns(self._call),
+        )
+
+    def run(self, request: InferRequest) -> Awaitable[InferResponse]:
+        return self._service.engine.infer(self.version, request)
+
+    async def write(self, response: InferResponse) -> None:
+        outputs = response.outputs
+        size = sum(memoryview(tensor.data).nbytes for tensor in outputs.values())
+        self._reply = await self._service.apart(
+            size, write_predict, self._plan, outputs, columnar=self._columnar
+        )
+
+    async def send(self) -> None:
+        self._call.reply(200, self._reply, JSON, self._service.headers)
+
+    def answered(self, took_ns: int) -> None:
+        if self._service.options.monitoring:
+            self._service.observe(self._model, "predict", took_ns)
+
+    def refused(self, fault: ServeError) -> None:
+        self._service.refuse(self._call, self._model, fault)
 
 
 def _is_raw(call: Call) -> bool:
