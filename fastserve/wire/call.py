@@ -205,6 +205,7 @@ class Call:
     def run(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine endpoint as a task that this call keeps alive."""
         self._task = asyncio.get_running_loop().create_task(self._conclude(work))
+        self._task.add_done_callback(lambda _: work.close())  # one that is cancelled before it began
         self.on_gone = self._task.cancel
 
     async def _conclude(self, work: Coroutine[Any, Any, None]) -> None:

@@ -16,6 +16,7 @@ PER_LOOK = 100
 ANSWERED = 5  # earned
 DATA_SENT = 2  # earned: a client tells of two windows for it
 USEFUL_BYTES = 1024  # a frame of DATA that is neither this long nor the end of something earns nothing
+BOMB = 100  # a header list over the limit: it was read to its end for the table's sake
 RESET, REFUSED, MALFORMED, SETTINGS = 3, 2, 3, 4
 PING = UPDATE = PRIORITY = EMPTY = LATE = UNKNOWN = 1
 TOO_MANY_PINGS = "too_many_pings"  # what clients of gRPC look for, to ping less often from then on

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 ACK = 1
 LOW_WINDOW = CONNECTION_WINDOW // 2  # from which the client is given back what it has sent
 PATIENCE_S = 2.0
+LINGER_BYTES = 1 << 20
 DRAIN = b"draining"  # the PING whose answer says that the client has heard of the end
 
 _U32 = struct.Struct(">I")
@@ -104,6 +105,7 @@ class Http2Connection(asyncio.BufferedProtocol):
 
     def _take(self, data: bytes | bytearray, nbytes: int) -> None:
         if self.over:
+            self._drop(nbytes)
             return
         if self._out is None:
             self._out = []
@@ -128,6 +130,12 @@ class Http2Connection(asyncio.BufferedProtocol):
             self.fail(fault.code, fault.text)
         finally:
             self.flush()
+
+    def _drop(self, nbytes: int) -> None:
+        """Read off what comes after the end: a reset could eat GOAWAY. Who goes on and on is cut off."""
+        self._credit -= nbytes
+        if self._credit < CONNECTION_WINDOW - LINGER_BYTES:
+            self.abort()
 
     def _control(self, kind: int, flags: int, number: int, payload: Any, value: int) -> None:
         if kind == kinds.WINDOW_UPDATE:
@@ -325,6 +333,7 @@ class Http2Connection(asyncio.BufferedProtocol):
     def _end(self) -> None:
         """Nothing more is read or begun; the client is given a moment to hang up (Phase.END)."""
         self.over = self._ended = True
+        self._credit = CONNECTION_WINDOW
         self.intake.leave()
         if self._out is None and not self._transport.is_closing():
             self._transport.write_eof()

@@ -156,6 +156,7 @@ class Intake:
         except HpackFault as fault:
             if fault.code != Fault.LIST_TOO_LARGE:
                 raise ConnectionFault(ErrorCode.COMPRESSION_ERROR, "a header block cannot be read") from None
+            self._connection.spend(calm.BOMB)
             raise
         finally:
             if self._decoder.generation != self._generation:
