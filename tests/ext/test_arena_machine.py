@@ -34,7 +34,7 @@ class ArenaMachine(RuleBasedStateMachine):
         self.plain = PlainArena(SHAPE["slots"], SHAPE["max_rows"], ATTEMPTS)
         self.place_of: dict[PlainPlace, int] = {}
         self.slot_of: dict[PlainBatch, int] = {}
-        self.sent: list[list[tuple[int, int, int]]] = [[], []]  # parts on their way to each front
+        self.sent: list[list[tuple[int, int, int, int]]] = [[], []]  # parts on their way to each front
         self.kept: list[list[tuple[int, int]]] = [[], []]  # slabs each worker holds: offset, pages
 
     # --- what there is to choose from
@@ -110,21 +110,22 @@ class ArenaMachine(RuleBasedStateMachine):
 
     @rule(front=WHICH)
     def drain(self, front: int) -> None:
-        """Every part arrives in the order it was sent; one whose caller has left may go back by itself."""
+        """A worker's parts arrive in the order it sent them; where the caller has left they may go back."""
         ring, sent = self.fronts[front], self.sent[front]
         arrived = [told for slot, told in ring.drain() if slot == PART]
-        for _, _, _, offset, nbytes, _ in arrived:
-            at = next(i for i, part in enumerate(sent) if part[1] == offset)
-            for _, missed, pages in sent[:at]:
+        for slot, _, _, offset, nbytes, _ in arrived:
+            found = next(part for part in sent if part[1:3] == (slot, offset))
+            assert found[3] * PAGE == nbytes
+            for part in [part for part in sent[: sent.index(found)] if part[0] == found[0]]:
                 with pytest.raises(ValueError, match="leased"):
-                    ring.slab(missed, pages * PAGE)
-            assert sent[at][2] * PAGE == nbytes
-            del sent[: at + 1]
+                    ring.slab(part[2], part[3] * PAGE)
+                sent.remove(part)
+            sent.remove(found)
             if offset:
                 ring.return_lease(offset)
         sent.clear()
         self.plain.loose = sum(p for held in self.kept for _, p in held)
-        self.plain.loose += sum(p for parts in self.sent for _, _, p in parts)
+        self.plain.loose += sum(p for parts in self.sent for *_, p in parts)
 
     # --- workers
 
@@ -158,7 +159,7 @@ class ArenaMachine(RuleBasedStateMachine):
         assert ring.waits(slot, plain.start)
         offset = ring.lease(pages * PAGE) if pages else 0
         if ring.send_part(slot, plain.start, offset, pages * PAGE, final):
-            self.sent[plain.front].append((slot, offset, pages))
+            self.sent[plain.front].append((plain.batch.worker, slot, offset, pages))
             self.plain.loose += pages
         elif offset:
             ring.return_lease(offset)
@@ -216,7 +217,7 @@ class ArenaMachine(RuleBasedStateMachine):
         self.plain.reclaim_front(front)
         self.fronts[front] = BatchRing(self.memory, front=front)
         self.fronts[front].drain()  # as a queue does that opens
-        self.plain.loose -= sum(pages for _, _, pages in self.sent[front])
+        self.plain.loose -= sum(pages for *_, pages in self.sent[front])
         self.sent[front].clear()
 
     @invariant()
