@@ -69,8 +69,10 @@ class HttpListener:
         only_http2: bool = False,
         opening: Opening | None = None,
         origins: Sequence[str] = (),
+        keepalive_s: float = 0.0,
     ) -> None:
         self.limits = limits
+        self.keepalive_s = keepalive_s  # of HTTP/2 connections on which nothing comes; 0: they are not asked
         self.router = Router(dialects, opening, origins)
         self.heads = ReplyHeads()
         self.access_log = access_log

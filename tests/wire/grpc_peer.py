@@ -57,6 +57,7 @@ class Peer:
         self.h2.initiate_connection()
         self.answers: dict[int, Answer] = {}
         self.goodbye: h2.events.ConnectionTerminated | None = None
+        self.pings = 0  # of the server; h2 answers them
         self.flush()
 
     def flush(self) -> None:
@@ -92,6 +93,7 @@ class Peer:
                 self.flush()
 
     def _take(self, event: Any) -> None:
+        self.pings += isinstance(event, h2.events.PingReceived)
         if isinstance(event, h2.events.ConnectionTerminated):
             self.goodbye = event
         answer = self.answers.get(getattr(event, "stream_id", None) or 0)

@@ -26,7 +26,7 @@ from fastserve.errors import Kind, ServeError
 from fastserve.wire.grpc import Exchange, Method
 from fastserve.wire.grpc.metadata import read_metadata, read_timeout, write_message, write_metadata
 from tests.wire.grpc_peer import Answer, frame, send_all, serving
-from tests.wire.kit import until
+from tests.wire.kit import WAIT_S, until
 from tests.wire.test_grpc import echo, run
 
 # -- requests ------------------------------------------------------------------------------------
@@ -331,6 +331,23 @@ def test_too_many_pings_end_the_connection_in_words_that_clients_know() -> None:
             assert peer.goodbye is not None
             assert peer.goodbye.error_code == h2.errors.ErrorCodes.ENHANCE_YOUR_CALM
             assert peer.goodbye.additional_data == b"too_many_pings"
+
+    run(main())
+
+
+def test_a_quiet_client_is_asked_whether_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastserve.wire.http2.keepalive.ANSWER_S", 0.3)
+
+    async def main() -> None:
+        async with serving(keepalive_s=0.2) as (listener, peer):
+            assert (await peer.ask("/t.T/Echo", frame(b"x"))).messages == [b"x"]
+            await peer.read(lambda: peer.pings >= 2)  # answers them
+            silent = asyncio.open_connection(*listener.address)
+            reader, writer = await silent
+            writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\4" + bytes(5))
+            with contextlib.suppress(ConnectionResetError):
+                await asyncio.wait_for(reader.read(), WAIT_S)  # until it is cut off
+            writer.close()
 
     run(main())
 

@@ -28,7 +28,14 @@ class NativeTransport:
     ) -> None:
         self._calls = Calls({method.path: method for method in methods}, terms, options.concurrent_calls)
         limits = grpc_limits(terms.limits, options)
-        self._listener = HttpListener(*place, [], limits, reuse_port=reuse_port, services=[self._calls])
+        self._listener = HttpListener(
+            *place,
+            [],
+            limits,
+            reuse_port=reuse_port,
+            services=[self._calls],
+            keepalive_s=options.keepalive_s,
+        )
 
     async def open(self) -> tuple[str, int]:
         await self._listener.open()

@@ -21,6 +21,7 @@ from fastserve.wire.http2 import calm, settings
 from fastserve.wire.http2.errors import ConnectionFault, ErrorCode
 from fastserve.wire.http2.growth import Growth
 from fastserve.wire.http2.intake import Intake
+from fastserve.wire.http2.keepalive import Keepalive
 from fastserve.wire.http2.sending import Sending
 from fastserve.wire.http2.settings import CONNECTION_WINDOW, FIRST_WINDOW, MOST_WINDOW
 from fastserve.wire.pace import Pace, Phase, Verdict
@@ -44,9 +45,9 @@ class Http2Connection(asyncio.BufferedProtocol):
     """The protocol of one socket, and the owner of its streams."""
 
     __slots__ = (
-        "_calm", "_credit", "_drain_s", "_ended", "_half", "_leaving", "_out", "_pace", "_parts", "_reader",
-        "_served", "_settings_due", "_since_s", "_transport", "_unsent_answers", "client_window", "growth",
-        "intake", "listener", "over", "sending",
+        "_calm", "_credit", "_drain_s", "_ended", "_half", "_keepalive", "_leaving", "_out", "_pace",
+        "_parts", "_reader", "_served", "_settings_due", "_since_s", "_transport", "_unsent_answers",
+        "client_window", "growth", "intake", "listener", "over", "sending",
     )  # fmt: skip
 
     _transport: asyncio.Transport
@@ -72,6 +73,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._served, self._pace = 0, Pace()
         self._since_s = self._drain_s = -1.0  # when it was first looked at, and first when draining
         self._half: HalfOpen | None = None
+        self._keepalive = Keepalive(listener.keepalive_s) if listener.keepalive_s else None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Of a listener that has nothing but HTTP/2."""
@@ -109,6 +111,8 @@ class Http2Connection(asyncio.BufferedProtocol):
             return
         if self._out is None:
             self._out = []
+        if self._keepalive is not None:
+            self._keepalive.heard = True
         intake = self.intake
         try:
             for kind, flags, number, payload, value in self._reader.read(data, nbytes):
@@ -389,6 +393,8 @@ class Http2Connection(asyncio.BufferedProtocol):
             elif self._settings_due and self._reader.settled and now - self._since_s >= limits.idle_timeout_s:
                 self.fail(ErrorCode.SETTINGS_TIMEOUT, "SETTINGS were not acknowledged")
             self.intake.look(now)
+            if self._keepalive is not None:
+                self._keepalive.look(now, self)
         unsent = self._transport.get_write_buffer_size() + self.sending.queued
         return self._pace.judge(self._phase(), self._served, 0, unsent, now, limits)
 
