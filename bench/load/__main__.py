@@ -11,14 +11,14 @@ from pathlib import Path
 
 import click
 
-from bench.load import measure, table, v2_load, wrk
+from bench.load import h2_load, measure, table, v2_load, wrk
 from bench.load.measure import Plan
 from bench.workloads import WORKLOADS
 
 BUSY_LOAD = 0.7
 GRPC = ["grpc-tiny", "grpc-image"]
 V1 = ["v1-tiny", "v1-image"]
-PARTS = [*WORKLOADS, *v2_load.PARTS, *GRPC, *V1, "latency", "frontends", "memory", "codec"]
+PARTS = [*WORKLOADS, *h2_load.PARTS, *v2_load.PARTS, *GRPC, *V1, "latency", "frontends", "memory", "codec"]
 
 
 def cores() -> tuple[int, int]:
@@ -34,6 +34,8 @@ def rows(part: str, plan: Plan, subject: measure.Start, soak: int) -> list[table
         return [table.load_row(WORKLOADS[part], *measure.versus(WORKLOADS[part], plan, subject))]
     if part in v2_load.PARTS:
         return [v2_load.row(part, plan)]
+    if part in h2_load.PARTS:
+        return [h2_load.row(part, plan)]
     if part in GRPC:
         from bench.load import grpc_load
 

@@ -161,6 +161,8 @@ def verify(server: Server, workload: Workload, body: bytes) -> None:
     try:
         text = post(server.origin + workload.path, body, workload.content_type)
     except urllib.error.HTTPError as fault:
+        if fault.code == 503:  # it listens first and loads then
+            raise
         raise server.fail(f"{workload.name}: {fault.code} {fault.read()[:300]!r}") from None
     got = np.array(json.loads(text)["predictions"], np.float32).reshape(-1)
     want = expected(workload.model).reshape(-1)
