@@ -34,6 +34,7 @@ class NativeTransport:
             limits,
             reuse_port=reuse_port,
             services=[self._calls],
+            only_http2=True,
             keepalive_s=options.keepalive_s,
         )
 
