@@ -118,11 +118,11 @@ cdef class BatchRing:
         claim_row(&self.arena, place).queued_ns = queued_ns
 
     def abandon(self, int64_t place, uint32_t rows) -> None:
-        """The rows will not be written."""
+        """The rows will not be written, or not run; a slab of theirs is given back."""
         self.check(place, rows)
         claim_row(&self.arena, place).tag = claim_of(&self.arena, &self.claims, place)
         claim_end(&self.arena, &self.claims, place, 0)
-        place_abandon(&self.arena, place, rows)
+        place_give_back(&self.arena, place, rows)
         self.news = True
 
     def drop(self, int64_t place) -> bool:

@@ -119,7 +119,7 @@ cdef class Pendings:
 
 cdef class Lifecycle:
     """One version's requests from start to end. `refusals`: the exceptions that a client may read. A subclass has
-    `respond`, for answers without a writer, and `refuse`; with `replies`, a `reply` of its own too."""
+    `respond`, for answers without a writer, `refuse`, and `failed`, for what nobody foresaw; with `replies`, `reply` too."""
 
     cdef readonly object queue
     cdef object refusals, counted, duration, decoded, encoded, answered
@@ -135,19 +135,22 @@ cdef class Lifecycle:
 
     def start(self, exchange, prepared, source, request_id=None, int64_t deadline_ns=0) -> bool:
         """Take the request, or return False: nothing has happened then; the general path finds the words."""
-        reserved = self.fill(prepared, source, request_id)
-        if reserved is None:
+        try:
+            reserved = self.fill(prepared, source, request_id)
+            if reserved is None:
+                return False
+            held = None
+            if prepared.outside:
+                try:
+                    held = prepared.hold()
+                except BaseException:
+                    prepared.layout_in.abandon(reserved, prepared.rows)
+                    raise
+            self.submit(exchange, prepared, reserved, request_id, held, deadline_ns)
+        except self.refusals:
             return False
-        held = None
-        if prepared.outside:
-            try:
-                held = prepared.hold()
-            except BaseException as error:
-                prepared.layout_in.abandon(reserved, prepared.rows)
-                if isinstance(error, self.refusals):
-                    return False
-                raise
-        self.submit(exchange, prepared, reserved, request_id, held, deadline_ns)
+        except Exception as fault:
+            self.failed(exchange, prepared, request_id, fault)
         return True
 
     cpdef tuple fill(self, prepared, source, request_id):
@@ -159,10 +162,8 @@ cdef class Lifecycle:
         try:
             if prepared.fill(source, (<tuple?>reserved)[1]):
                 return <tuple>reserved
-        except BaseException as error:
+        except BaseException:
             layout.abandon(reserved, rows)
-            if isinstance(error, self.refusals):    # of client memory
-                return None
             raise
         layout.abandon(reserved, rows)
         return None
@@ -199,7 +200,7 @@ cdef class Lifecycle:
             if error is not None:
                 self.refuse(exchange, prepared, request_id, error)
         except Exception as fault:
-            exchange.fail(fault)
+            self.failed(exchange, prepared, request_id, fault)
         finally:
             if held is not None:
                 held.close()

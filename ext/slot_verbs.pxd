@@ -75,7 +75,7 @@ cdef extern from "reclaim.h" nogil:
     uint32_t rows_left(const Arena*)
     int64_t place_reserve(Arena*, uint32_t, uint32_t)
     void place_commit(Arena*, int64_t, uint32_t, uint64_t, uint64_t tag)
-    void place_abandon(Arena*, int64_t, uint32_t)
+    void place_give_back(Arena*, int64_t, uint32_t)
     bint place_drop(const Arena*, int64_t)
     void place_release(const Arena*, int64_t, uint32_t)
     bint slot_count_once(Slot*)

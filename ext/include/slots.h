@@ -240,6 +240,14 @@ static inline void release_slabs(const Arena *a, Row *row)
     release_slab(a, &row->out_offset, row->tag);
 }
 
+// The same with the slab of inputs that was attached to it: what could not be submitted.
+static inline void place_give_back(Arena *a, int64_t place, uint32_t rows)
+{
+    Row *row = rows_of(slot_at(a, (uint32_t)(place >> 16))) + (place & 0xffff);
+    release_slab(a, &row->in_offset, row->tag);
+    place_abandon(a, place, rows);
+}
+
 // `rows` rows of a done batch need it no longer. The last release frees its slot.
 static inline void slot_release(const Arena *a, Slot *s, uint32_t rows)
 {

@@ -109,10 +109,10 @@ def submit_request(
 
     try:
         form.write_inputs(queue, place, rows, inputs, request)
+        return answer, queue.submit(place, rows, done, request.deadline_ns)
     except BaseException:
         queue.abandon(place, rows)
         raise
-    return answer, queue.submit(place, rows, done, request.deadline_ns)
 
 
 def _respond(queue: BatchQueue, form: Form, pending: Pending, request: InferRequest) -> InferResponse:

@@ -41,6 +41,17 @@ class CachedPath(FastPath):
         """Take the request, or return False: nothing has happened then."""
         if prepared.outside:
             return False
+        try:
+            return self._start(exchange, prepared, source, request_id, deadline_ns)
+        except ServeError:
+            return False
+        except Exception as error:
+            self.failed(exchange, prepared, request_id, error)
+            return True
+
+    def _start(
+        self, exchange: Exchange, prepared: PreparedRequest, source: Any, request_id: Any, deadline_ns: int
+    ) -> bool:
         reserved = self.fill(prepared, source, request_id)
         if reserved is None:
             return False
@@ -72,8 +83,8 @@ class CachedPath(FastPath):
             self.count(exchange, prepared, began_ns)
         except ServeError as fault:
             self.refuse(exchange, prepared, request_id, fault)
-        except Exception as fault:
-            exchange.fail(fault)
+        except Exception as error:
+            self.failed(exchange, prepared, request_id, error)
 
     def reply(
         self, exchange: Exchange, prepared: PreparedRequest, pending: Pending, request_id: Any, held: Any

@@ -10,11 +10,16 @@ HTTP calls (`wire.call.Call`) are exchanges. An RPC whose method is a coroutine 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from time import monotonic_ns
 from typing import Protocol
 
-from fastserve.errors import ServeError
+from fastserve.errors import Kind, ServeError
+
+log = logging.getLogger(__name__)
+
+INTERNAL_ERROR = "Internal error"
 
 
 class Exchange(Protocol):
@@ -36,6 +41,13 @@ class RpcExchange(Exchange, Protocol):
 
     def refuse(self, fault: ServeError) -> None:
         """Answer with an error the client may read."""
+
+
+def unforeseen(exchange: object, error: Exception) -> ServeError:
+    """What a client is told of an error that is nobody's business; it is logged."""
+    more = {"request_id": getattr(exchange, "request_id", "")}
+    log.error("a request failed", exc_info=error, extra=more)
+    return ServeError(Kind.INTERNAL, INTERNAL_ERROR)
 
 
 class Awaited:

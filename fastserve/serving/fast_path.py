@@ -20,7 +20,7 @@ from fastserve.engine import BatchQueue, Pending, read_response
 from fastserve.errors import ServeError
 from fastserve.metrics.traffic import Traffic
 from fastserve.repository.version import Version
-from fastserve.serving.exchange import Exchange
+from fastserve.serving.exchange import Exchange, unforeseen
 from fastserve.serving.prepared import PreparedRequest
 
 
@@ -63,3 +63,12 @@ class FastPath(Lifecycle):
         """Answer as the general path does."""
         response = read_response(self.queue, pending, prepared.wanted)
         prepared.write_response(exchange, response, request_id, held)
+
+    def failed(
+        self, exchange: Exchange, prepared: PreparedRequest, request_id: Any, error: Exception
+    ) -> None:
+        """What nobody foresaw ended the request: it is logged, and told in the dialect's words."""
+        try:
+            self.refuse(exchange, prepared, request_id, unforeseen(exchange, error))
+        except Exception:  # it was answered before
+            exchange.fail(error)

@@ -107,7 +107,10 @@ class Regions:
     def read(self, range: Range) -> bytes:
         """The bytes of a range as they are now. Raises ServeError."""
         region = self._find(range)
-        data = os.pread(region.fd, range.byte_size, region.offset + range.offset)
+        try:
+            data = os.pread(region.fd, range.byte_size, region.offset + range.offset)
+        except OSError as error:
+            raise _broken(region.name, error) from None
         if len(data) != range.byte_size:
             raise _beyond(region.name)
         return data
@@ -115,7 +118,11 @@ class Regions:
     def read_into(self, range: Range, memory: memoryview) -> None:
         """Fill `memory`, as many bytes as the range has, with the only copy there is. Raises ServeError."""
         region = self._find(range)
-        if os.preadv(region.fd, [memory], region.offset + range.offset) != range.byte_size:
+        try:
+            count = os.preadv(region.fd, [memory], region.offset + range.offset)
+        except OSError as error:
+            raise _broken(region.name, error) from None
+        if count != range.byte_size:
             raise _beyond(region.name)
 
     def hold(self, range: Range) -> Destination:

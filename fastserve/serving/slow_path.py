@@ -16,7 +16,7 @@ from fastserve.errors import ServeError
 from fastserve.metrics.traffic import Traffic
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
-from fastserve.serving.exchange import Exchange
+from fastserve.serving.exchange import Exchange, unforeseen
 
 
 class SlowRequest(ABC):
@@ -62,8 +62,11 @@ async def answer_slowly(exchange: Exchange, request: SlowRequest, traffic: Traff
         await request.send()
     except ServeError as fault:
         request.refused(fault)
-    except Exception as fault:
-        exchange.fail(fault)
+    except Exception as error:
+        try:
+            request.refused(unforeseen(exchange, error))
+        except Exception:  # it was answered before
+            exchange.fail(error)
     else:
         version = request.version
         decode, encode = traffic.stages(version.model, version.number)

@@ -26,7 +26,7 @@ FAULTS: dict[str, type[BaseException]] = {
     "stopped": KeyboardInterrupt,
 }
 STEPS = ["reserve", "note", "fill", "hold", "settle", "seq", "commit", "answered", "read", "add_writer"]
-OUTCOMES = ["write", "respond", "reply", "release", "refuse", "fail", "close"]
+OUTCOMES = ["write", "respond", "reply", "release", "refuse", "failed", "close"]
 
 
 class Story:
@@ -49,14 +49,14 @@ class Story:
 
         class Path(of.Lifecycle):  # type: ignore[misc]
             respond, reply = story.method("respond"), story.method("reply")
-            refuse = story.method("refuse")
+            refuse, failed = story.method("refuse"), story.method("failed")
 
         self.queue = Queue(ring, 2)
         self.queue.room = SimpleNamespace(anyone=shape["anyone"])
         meters = tuple(self.step(name, times=True) for name in ("counted", "duration", "decoded", "encoded"))
         answered = self.step("after", times=True) if shape["after"] else None
         self.path = Path(self.queue, RefusedError, meters, answered, shape["patience"], shape["replies"])
-        self.exchange = SimpleNamespace(received_ns=monotonic_ns(), on_gone="nobody", fail=self.step("fail"))
+        self.exchange = SimpleNamespace(received_ns=monotonic_ns(), on_gone="nobody")
 
     def step(self, name: str, gives: Any = None, *, times: bool = False) -> Callable[..., Any]:
         """A function that notes its call, but not the times it is given, and raises what it is to raise."""

@@ -93,6 +93,15 @@ class Lifecycle:
     def start(
         self, exchange: Any, prepared: Any, source: Any, request_id: Any = None, deadline_ns: int = 0
     ) -> bool:
+        try:
+            return self._start(exchange, prepared, source, request_id, deadline_ns)
+        except self.refusals:
+            return False
+        except Exception as fault:
+            self.failed(exchange, prepared, request_id, fault)
+            return True
+
+    def _start(self, exchange: Any, prepared: Any, source: Any, request_id: Any, deadline_ns: int) -> bool:
         layout, rows = prepared.layout_in, prepared.rows
         reserved = layout.reserve(rows, prepared.note(request_id)) if prepared.noted else layout.reserve(rows)
         if reserved is None:
@@ -102,10 +111,8 @@ class Lifecycle:
             filled = prepared.fill(source, reserved[1])
             if filled and prepared.outside:
                 held = prepared.hold()
-        except BaseException as error:
+        except BaseException:
             layout.abandon(reserved, rows)
-            if isinstance(error, self.refusals):
-                return False
             raise
         if not filled:
             layout.abandon(reserved, rows)
@@ -139,7 +146,7 @@ class Lifecycle:
             if error is not None:
                 self.refuse(exchange, prepared, request_id, error)
         except Exception as fault:
-            exchange.fail(fault)
+            self.failed(exchange, prepared, request_id, fault)
         finally:
             if held is not None:
                 held.close()

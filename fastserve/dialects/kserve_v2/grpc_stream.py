@@ -22,6 +22,7 @@ from fastserve.dialects.kserve_v2.grpc_infer import Job, Sent, collect_outputs, 
 from fastserve.dialects.kserve_v2.service import Service
 from fastserve.errors import ServeError
 from fastserve.request import InferResponse
+from fastserve.serving.exchange import unforeseen
 from fastserve.wire.grpc import Rpc
 
 MOST_AT_ONCE = 256
@@ -129,8 +130,8 @@ class _Conversation:
                     reply = self._write(job, response, final=True)
                 finally:
                     response.release()
-            except ServeError as fault:
-                return self._write_fault(sent, job, fault, final=True)
+            except Exception as error:
+                return self._write_fault(sent, job, self._told(error), final=True)
         service.traffic.count(job.plan.model, job.plan.version.number, monotonic_ns() - started_ns)
         return reply
 
@@ -148,8 +149,8 @@ class _Conversation:
                         if piece:
                             ended = response.final
                             await self.out.put(piece)
-            except ServeError as fault:
-                await self.out.put(self._write_fault(sent, job, fault, final=True))
+            except Exception as error:
+                await self.out.put(self._write_fault(sent, job, self._told(error), final=True))
                 return
         if job.parameters.empty_final and not ended:
             message = sent.message
@@ -159,6 +160,13 @@ class _Conversation:
                 )
             )
         service.traffic.count(job.plan.model, job.plan.version.number, monotonic_ns() - started_ns)
+
+    def _told(self, error: Exception) -> ServeError:
+        """What a client is told of what went wrong with one request, which ends no stream: the others of it
+        are answered."""
+        if isinstance(error, ServeError):
+            return error
+        return unforeseen(self._rpc, error)
 
     def _write_part(self, sent: Sent, job: Job, response: InferResponse) -> bytes:
         """One response of several, which may be an error that others follow; b"" for a bare final flag."""

@@ -73,7 +73,7 @@ class PreparedHeader(PreparedRequest):
         try:
             for end in self._ends:
                 self._shared.read(end)
-        except ServeError:
+        except Exception:
             return False  # the general path says what is wrong
         return True
 

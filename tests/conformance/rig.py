@@ -1,0 +1,210 @@
+"""One server inside the tests' own loop, with every model there is, for all tests of a process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc.aio
+import uvloop
+
+from fastserve.config import Listener, Settings
+from fastserve.engine.batch_queue import BatchQueue
+from fastserve.server import Server
+from tests.conformance import models
+from tests.conformance.ways import KEY, REGION, SLOT_BYTES, SLOTS, Answer, Line, Way, region_path
+
+WAIT_S = 5.0
+Found = TypeVar("Found")
+
+
+class Rig:
+    """An open server. Everything of it runs inside `run`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.loop = uvloop.new_event_loop()
+        here = (Listener("127.0.0.1:0"),)
+        self.server = Server(
+            Settings(
+                repository=str(folder),
+                http=here,
+                grpc=here,
+                model_control="explicit",
+                load_models=("*",),
+                drain_s=5.0,
+                allow_client_shm=True,
+                response_cache_bytes=1 << 20,
+                model_defaults={"max_queue_rows": models.QUEUE_ROWS, "restart_backoff_s": 0.01},
+            )
+        )
+        self.general = 0  # requests the general path was asked for
+        self.lines: list[Line] = []  # opened and perhaps not closed
+        self._numbers = itertools.count(10)
+        self._learned: set[tuple[str, Any, int]] = set()
+
+    def run(self, work: Coroutine[Any, Any, Found], limit_s: float = 60.0) -> Found:
+        """Run a test; afterwards nothing may be outstanding, and its connections are closed."""
+        return self.loop.run_until_complete(self._run(work, limit_s))
+
+    async def _run(self, work: Coroutine[Any, Any, Found], limit_s: float) -> Found:
+        try:
+            found = await asyncio.wait_for(work, limit_s)
+        finally:
+            for line in self.lines:
+                line.leave()
+            self.lines.clear()
+        await self.settled()
+        return found
+
+    async def open(self) -> None:
+        """Also what grpcio opens for good."""
+        await self.server.open()
+        self.http = self.server.front.http[0].address
+        self.channel = grpc.aio.insecure_channel("{}:{}".format(*self.server.front.grpc[0].address))
+        self.server.front.regions.register(REGION, f"{KEY}-{os.getpid()}", 0, SLOTS * SLOT_BYTES)
+        await self.channel.channel_ready()
+        await self.channel.unary_unary("/inference.GRPCInferenceService/ServerLive")(b"")
+        self.standing = len(self.server.front.http[0].connections)  # gRPC's may be one of them
+        self._note_general_requests()
+        for form in models.FORMS:
+            self.take_fast_path_away(f"{form}-slow")
+
+    async def close(self) -> None:
+        await self.channel.close()
+        await self.server.drain(5)
+
+    def _note_general_requests(self) -> None:
+        engine: Any = self.server.front.engine
+        infer = engine.infer
+
+        async def noting(*args: Any) -> Any:
+            self.general += 1
+            return await infer(*args)
+
+        engine.infer = noting
+
+    def take_fast_path_away(self, model: str) -> None:
+        scheduler: Any = self.version(model).scheduler
+        scheduler.fast_queue = scheduler.cache_stage = lambda: None
+
+    def version(self, model: str) -> Any:
+        found = self.server.catalog.available(model)
+        assert found is not None
+        return found
+
+    def queue(self, model: str) -> BatchQueue:
+        (found,) = [h.queue for h in self.server.host.hosted.values() if h.version is self.version(model)]
+        return found
+
+    def worker(self, model: str) -> int:
+        """The process id of the model's worker."""
+        hosted = self.server.host.hosted.values()
+        (found,) = [pid for h in hosted if h.version is self.version(model) for pid in h.group.pids]
+        return found
+
+    def is_settled(self) -> bool:
+        """Nothing is outstanding in any arena, nobody waits, no connection is open."""
+        queues = [hosted.queue for hosted in self.server.host.hosted.values()]
+        return (
+            all(
+                q.ring.outstanding() == 0 and q.ring.slab_pages_used() == 0 and q.waiting == q.unreleased == 0
+                for q in queues
+            )
+            and len(self.server.front.http[0].connections) <= self.standing
+        )
+
+    async def settled(self) -> None:
+        try:
+            await self.until(self.is_settled)
+        except TimeoutError:
+            raise AssertionError(f"never given back: {self.holds()}") from None
+
+    def holds(self) -> dict[str, Any]:
+        """What is outstanding, by model."""
+        found: dict[str, Any] = {"connections": len(self.server.front.http[0].connections)}
+        for hosted in self.server.host.hosted.values():
+            queue = hosted.queue
+            held = queue.ring.outstanding(), queue.ring.slab_pages_used(), queue.waiting, queue.unreleased
+            if any(held):
+                found[hosted.version.model] = held
+        return found
+
+    async def until(self, true: Callable[[], object], limit_s: float = WAIT_S) -> None:
+        """Let the loop turn until something is so."""
+        end = self.loop.time() + limit_s
+        while not true():
+            if self.loop.time() > end:
+                raise TimeoutError
+            await asyncio.sleep(0.0005)
+
+    # --- what the models do --------------------------------------------------------------------------
+
+    def seen(self, model: str) -> list[list[float]]:
+        """The first number of each row, for every batch that the worker began to run."""
+        path = self.folder / model / "seen"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [[float(value) for value in line.split(",")] for line in lines]
+
+    @contextlib.contextmanager
+    def holding(self, model: str) -> Iterator[Callable[[], None]]:
+        """Batches with HOLD run until the block ends, or what it gives is called."""
+        go = self.folder / model / "go"
+        go.unlink(missing_ok=True)
+        try:
+            yield go.touch
+        finally:
+            go.touch()
+
+    async def until_running(self, model: str, value: float = models.HOLD) -> None:
+        """A batch with this number has begun since the last one seen."""
+        await self.until(lambda: value in [v for batch in self.seen(model)[-1:] for v in batch])
+
+    def forget_seen(self, model: str) -> None:
+        (self.folder / model / "seen").unlink(missing_ok=True)
+
+    def kill(self, model: str) -> None:
+        os.kill(self.worker(model), signal.SIGKILL)
+
+    def fresh(self) -> float:
+        """A number no request has had."""
+        return float(next(self._numbers))
+
+    async def learn(self, way: Way, model: str, slots: int = 1) -> None:
+        """Ask until a fast path would know such requests."""
+        for slot in range(slots):
+            known = (way.name, self.version(model), slot if way.outside else 0)
+            if known not in self._learned:
+                self._learned.add(known)
+                for _ in range(2):
+                    rows = [self.fresh()]
+                    answer = await way.ask(self, way.build(model, rows, slot=slot))
+                    assert is_right(answer, way, rows), answer
+
+
+@contextlib.contextmanager
+def open_rig(folder: Path) -> Iterator[Rig]:
+    models.write_all(folder)
+    with open(region_path(), "wb") as file:
+        file.truncate(SLOTS * SLOT_BYTES)
+    rig = Rig(folder)
+    try:
+        rig.loop.run_until_complete(rig.open())
+        try:
+            yield rig
+        finally:
+            rig.loop.run_until_complete(rig.close())
+    finally:
+        rig.loop.close()
+        os.unlink(region_path())
+
+
+def is_right(answer: Answer, way: Way, rows: list[float]) -> bool:
+    """Whether this answers those rows."""
+    return (answer.status, answer.rows) == (way.status("OK"), [2 * row for row in rows])
