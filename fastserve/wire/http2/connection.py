@@ -61,15 +61,15 @@ class Http2Connection(asyncio.BufferedProtocol):
         self.sending = Sending(self)
         self.growth = Growth()
         self.client_window = FIRST_WINDOW  # of the client for each new stream
-        self.over = False  # GOAWAY for a fault, or the last reply, is out: what comes is dropped
-        self._ended = False
+        self.over = self._ended = (
+            False  # GOAWAY for a fault, or the last reply, is out: what comes is dropped
+        )
         self._leaving = 0  # 1: the client was told to begin no more streams soon, 2: it may not
         self._out: list[Piece] | None = None  # what is written while input is read
         self._parts = False  # some of it is large
         self._credit = CONNECTION_WINDOW  # what the client may send on all streams
         self._calm = calm.BURST
-        self._unsent_answers = 0
-        self._settings_due = True
+        self._unsent_answers, self._settings_due = 0, True
         self._served, self._pace = 0, Pace()
         self._since_s = self._drain_s = -1.0  # when it was first looked at, and first when draining
         self._half: HalfOpen | None = None
@@ -181,11 +181,10 @@ class Http2Connection(asyncio.BufferedProtocol):
                 self.sending.shrink_table(value)
 
     def _widened(self, increment: int) -> None:
-        sending = self.sending
-        if sending.window + increment > MOST_WINDOW:
+        self.sending.window += increment
+        if self.sending.window > MOST_WINDOW:
             raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, "the connection's window above 2^31-1")
-        sending.window += increment
-        sending.pump()
+        self.sending.pump()
 
     def _ping(self, flags: int, payload: bytes) -> None:
         if not flags & ACK:
@@ -232,8 +231,7 @@ class Http2Connection(asyncio.BufferedProtocol):
 
     def flush(self) -> None:
         """Hand what was gathered to the socket in one piece."""
-        out, self._out = self._out, None
-        parts, self._parts = self._parts, False
+        out, parts, self._out, self._parts = self._out, self._parts, None, False
         if out and not self._transport.is_closing():
             if parts:
                 self._transport.writelines(out)
@@ -246,8 +244,9 @@ class Http2Connection(asyncio.BufferedProtocol):
         """Send what a client makes the server send, however little it reads."""
         if self.sending.choked:
             self._unsent_answers += 1
-            if self._unsent_answers > calm.MOST_UNSENT_ANSWERS:
-                raise ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, "answers wait that are not read")
+            if self._unsent_answers > calm.MOST_UNSENT_ANSWERS:  # not raised: services come here too
+                self.fail(ErrorCode.ENHANCE_YOUR_CALM, "answers wait that are not read")
+                return
         self.write(data)
 
     def is_last(self, call: object) -> bool:
@@ -287,8 +286,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         self.sending.choked = True
 
     def resume_writing(self) -> None:
-        self.sending.choked = False
-        self._unsent_answers = 0
+        self.sending.choked, self._unsent_answers = False, 0
         self.sending.pump()
 
     # ---- floods
@@ -307,24 +305,24 @@ class Http2Connection(asyncio.BufferedProtocol):
 
     def fail(self, code: ErrorCode, text: str) -> None:
         """The connection cannot go on: say why, and hang up."""
-        if not self.over:
-            self.listener.count_refusal(f"http2_{code.name.lower()}")
-            self._goodbye(max(self.intake.last, 0), code, text)
-            self._end()
+        self._hang_up(code, text, f"http2_{code.name.lower()}")
 
     def refuse(self, fault: WireFault) -> None:
         """End a connection that breaks a limit of its own."""
-        if not self.over:
-            self.listener.count_refusal(fault.cause)
-            self._goodbye(max(self.intake.last, 0), ErrorCode.ENHANCE_YOUR_CALM, str(fault))
-            self._end()
+        self._hang_up(ErrorCode.ENHANCE_YOUR_CALM, str(fault), fault.cause)
 
     def close(self) -> None:
         """It was quiet for long enough, or has lingered: hang up."""
         if self.over:
             self._transport.close()
         else:
-            self._goodbye(max(self.intake.last, 0), ErrorCode.NO_ERROR, "")
+            self._hang_up(ErrorCode.NO_ERROR, "")
+
+    def _hang_up(self, code: ErrorCode, text: str, cause: str = "") -> None:
+        if not self.over:
+            if cause:
+                self.listener.count_refusal(cause)
+            self._goodbye(max(self.intake.last, 0), code, text)
             self._end()
 
     def abort(self) -> None:
@@ -336,11 +334,10 @@ class Http2Connection(asyncio.BufferedProtocol):
 
     def _end(self) -> None:
         """Nothing more is read or begun; the client is given a moment to hang up (Phase.END)."""
-        self.over = self._ended = True
-        self._credit = CONNECTION_WINDOW
+        self.over, self._ended, self._credit = True, True, CONNECTION_WINDOW
         self.intake.leave()
-        if self._out is None and not self._transport.is_closing():
-            self._transport.write_eof()
+        if self._out is None:
+            self.flush()
 
     def _drain(self, now: float) -> None:
         """Two steps, so that no request is lost that is on its way (RFC 9113 6.8). Clients on Python's h2
@@ -372,8 +369,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.over = True
-        self._out = None
+        self.over, self._out = True, None
         self.intake.leave()
         if self._half is not None:
             self.listener.hangups.forget(self._half.fileno())
@@ -399,8 +395,6 @@ class Http2Connection(asyncio.BufferedProtocol):
         return self._pace.judge(self._phase(), self._served, 0, unsent, now, limits)
 
     def _phase(self) -> Phase:
-        if self.over:
-            return Phase.END
-        if self._reader.waits:
-            return Phase.HEAD
+        if self.over or self._reader.waits:
+            return Phase.END if self.over else Phase.HEAD
         return Phase.REPLY if self.intake.streams else Phase.REQUEST

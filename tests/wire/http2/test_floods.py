@@ -207,6 +207,21 @@ def test_answers_nobody_reads_end_the_connection() -> None:
     assert isinstance(raw.frames()[-1], GoAwayFrame)
 
 
+def test_resets_nobody_reads_fail_no_endpoint() -> None:
+    """Early replies make resets too, from wherever the endpoint replies."""
+    raw = Raw({"/held": Held()}, limits(streams=5000)).greet()
+    protocol = raw.pipe.protocol
+    for number in range(1, 2400, 2):
+        raw.feed(raw.headers(number, HELD, HEADS))
+    streams = list(protocol.intake.streams.values())
+    assert len(streams) == 1200
+    protocol.pause_writing()
+    for stream in streams:
+        stream.reset(ErrorCode.INTERNAL_ERROR)
+    assert raw.pipe.ended
+    assert raw.pipe.listener.refusals == {"http2_enhance_your_calm": 1}
+
+
 def test_a_stalled_reader_is_cut_off() -> None:
     peer = Peer({"/big": lambda call: call.reply(200, bytes(1 << 20))}, limits(write_stall_s=30.0))
     peer.credits = False
