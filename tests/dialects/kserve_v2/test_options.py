@@ -97,6 +97,23 @@ def test_restricted_apis(tmp_path: Path) -> None:
     run(work())
 
 
+def test_what_is_known_is_as_restricted_as_what_is_new(tmp_path: Path) -> None:
+    """A request like one that was answered takes the fast path, which must not lead around the restriction."""
+    write_model(tmp_path)
+    request = V2.ModelInferRequest(model_name="twice", raw_input_contents=[bytes(8)])
+    request.inputs.add(name="x", datatype="FP32", shape=[1, 2])
+
+    async def work() -> None:
+        async with serving(tmp_path, grpc_restricted_protocol=("inference:key=secret",)) as asked:
+            for _ in range(3):
+                await asked.rpc("ModelInfer", request, ("triton-grpc-protocol-key", "secret"))
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await asked.rpc("ModelInfer", request)
+                assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+    run(work())
+
+
 def test_headers_become_parameters(tmp_path: Path) -> None:
     put(tmp_path, "params", config(0, TEXT), EACH + SHOW_PARAMETERS)
 
