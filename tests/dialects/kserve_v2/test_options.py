@@ -98,7 +98,7 @@ def test_restricted_apis(tmp_path: Path) -> None:
 
 
 def test_what_is_known_is_as_restricted_as_what_is_new(tmp_path: Path) -> None:
-    """A request like one that was answered takes the fast path, which must not lead around the restriction."""
+    """A request like one that was answered takes the fast path, which must lead around nothing."""
     write_model(tmp_path)
     request = V2.ModelInferRequest(model_name="twice", raw_input_contents=[bytes(8)])
     request.inputs.add(name="x", datatype="FP32", shape=[1, 2])
