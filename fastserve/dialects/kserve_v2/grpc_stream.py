@@ -149,6 +149,8 @@ class _Conversation:
                         if piece:
                             ended = response.final
                             await self.out.put(piece)
+            except ModelFault:
+                raise
             except Exception as error:
                 await self.out.put(self._write_fault(sent, job, self._told(error), final=True))
                 return
