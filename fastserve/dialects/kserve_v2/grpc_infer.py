@@ -6,6 +6,7 @@ written once into memory of their own.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic_ns
@@ -35,10 +36,13 @@ from fastserve.dialects.kserve_v2.grpc_parameters import (
 from fastserve.dialects.kserve_v2.infer import make_request
 from fastserve.dialects.kserve_v2.lookup import read_version
 from fastserve.dialects.kserve_v2.service import Service
+from fastserve.dialects.kserve_v2.traces import Traced
 from fastserve.errors import Kind, ServeError
 from fastserve.request import InferRequest, InferResponse
+from fastserve.serving.exchange import Awaited
 from fastserve.serving.model_view import ModelView, find_version
 from fastserve.serving.shared_memory import Rooms, hold_rooms
+from fastserve.serving.slow_path import SlowRequest, answer_slowly
 from fastserve.tensor import DTYPE_BY_KSERVE, KSERVE_NAME, Tensor
 from fastserve.wire.apart import APART_BYTES
 from fastserve.wire.grpc import Exchange, Rpc
@@ -110,40 +114,79 @@ class Infer:
 
     async def __call__(self, data: bytes, rpc: Rpc) -> bytes:
         """A serialized ModelInferResponse. Raises ServeError."""
-        service = self._service
+        service, exchange = self._service, Awaited(rpc.received_ns)
         outline = None if service.traces.on or service.forward_grpc else read_outline(data)
-        return await self._infer(outline, await service.apart(len(data), read_sent, data), rpc)
+        sent = await service.apart(len(data), read_sent, data)
+        request = GeneralInfer(service, exchange, sent, rpc, outline, self._fast)
+        await answer_slowly(exchange, request, service.traffic)
+        return await exchange.answer()
 
-    async def _infer(self, outline: Outline | None, sent: Sent, rpc: Rpc) -> bytes:
-        started_ns = monotonic_ns()
+
+class GeneralInfer(SlowRequest):
+    """A request as the general path answers it; the fast one learns it."""
+
+    def __init__(
+        self,
+        service: Service,
+        exchange: Awaited,
+        sent: Sent,
+        rpc: Rpc,
+        outline: Outline | None,
+        fast: FastGrpc,
+    ) -> None:
+        self._service, self._exchange, self._sent, self._rpc = service, exchange, sent, rpc
+        self._outline, self._fast = outline, fast
+        self._job: Job | None = None
+        self._traced: Traced | None = None
+
+    async def read(self) -> InferRequest:
         service = self._service
-        try:
-            plan = find_sent(service, sent)
-            if plan.decoupled:
-                raise unsupported(DECOUPLED)
-            job = make_job(service, plan, sent, rpc)
-            with job.rooms, service.traces.one(plan.model) as traced:
-                response = await service.infer(plan.version, job.request, traced)
-                try:
-                    parameters = dict(reply_parameters(plan, job.parameters, response))
-                    size = sum(memoryview(tensor.data).nbytes for tensor in response.outputs.values())
-                    reply = await service.apart(size, write_response, job, response, parameters)
-                finally:
-                    response.release()
-                if traced is not None:
-                    traced.stamp("GRPC_WAITREAD_START", "GRPC_WAITREAD_END", ns=started_ns)
-                    traced.stamp("GRPC_SEND_START", "GRPC_SEND_END")
-        except ServeError as fault:
-            raise self._refuse(fault, sent) from None
-        service.traffic.count(plan.model, plan.version.number, monotonic_ns() - started_ns)
-        if outline is not None:
-            self._fast.learn(outline, plan, sent.message, job.body, job.request, rpc.patience_ns)
-        return reply
+        plan = find_sent(service, self._sent)
+        self.version = plan.version
+        if plan.decoupled:
+            raise unsupported(DECOUPLED)
+        job = self._job = make_job(service, plan, self._sent, self._rpc)
+        self._traced = service.traces.sample(plan.model) if service.traces.on else None
+        return job.request
 
-    def _refuse(self, fault: ServeError, sent: Sent) -> ServeError:
-        told = tell(fault, sent.message.id)
-        self._service.traffic.refused(sent.message.model_name, told.kind.name)
-        return told
+    def run(self, request: InferRequest) -> Awaitable[InferResponse]:
+        return self._service.infer(self.version, request, self._traced)
+
+    async def write(self, response: InferResponse) -> None:
+        job, traced = self._job, self._traced
+        assert job is not None
+        parameters = dict(reply_parameters(job.plan, job.parameters, response))
+        size = sum(memoryview(tensor.data).nbytes for tensor in response.outputs.values())
+        self._reply = await self._service.apart(size, write_response, job, response, parameters)
+        if traced is not None:
+            traced.stamp("GRPC_WAITREAD_START", "GRPC_WAITREAD_END", ns=self._exchange.received_ns)
+            traced.stamp("GRPC_SEND_START", "GRPC_SEND_END")
+
+    def close(self) -> None:
+        if self._traced is not None:
+            self._traced.end()
+        if self._job is not None:
+            self._job.rooms.close()
+
+    async def send(self) -> None:
+        self._exchange.reply(self._reply)
+
+    def answered(self, took_ns: int) -> None:
+        job = self._job
+        if self._outline is not None and job is not None:
+            self._fast.learn(
+                self._outline,
+                job.plan,
+                self._sent.message,
+                job.body,
+                job.request,
+                self._rpc.patience_ns,
+            )
+
+    def refused(self, fault: ServeError) -> None:
+        told = tell(fault, self._sent.message.id)
+        self._service.traffic.refused(self._sent.message.model_name, told.kind.name)
+        self._exchange.refuse(told)
 
 
 def deadline_of(rpc: Rpc) -> int:
