@@ -57,25 +57,28 @@ def isolate(
     the client calls a request, where that is known here: columns and plain slabs carry none."""
     until, runs, fruitless = time.monotonic() + LONGEST_S, 0, 0
     waiting = [(half, error) for half in reversed(_halves(parts))]
-    while waiting:
-        group, error = waiting.pop()
-        if runs >= MOST_RUNS or fruitless == FRUITLESS or time.monotonic() > until:
-            for part in group:
-                fail(part, error)
-            continue
-        began_ns, runs = time.monotonic_ns(), runs + 1
-        try:
-            run(group)
-            fruitless = -MOST_RUNS  # some can be answered: the bound on all runs is the one that counts
-        except Exception as fault:
-            fruitless += 1
-            if len(group) > 1:
-                waiting += [(half, fault) for half in reversed(_halves(group))]
-            else:
-                _log(fault, len(parts), id(group[0]))
-                fail(group[0], fault)
-        finally:
-            ring.count_rerun(slot, sum(map(rows, group)), began_ns)
+    try:
+        while waiting:
+            group, error = waiting.pop()
+            if runs >= MOST_RUNS or fruitless == FRUITLESS or time.monotonic() > until:
+                for part in group:
+                    fail(part, error)
+                continue
+            began_ns, runs = time.monotonic_ns(), runs + 1
+            try:
+                run(group)
+                fruitless = -MOST_RUNS  # some can be answered: the bound on all runs is the one that counts
+            except Exception as fault:
+                fruitless += 1
+                if len(group) > 1:
+                    waiting += [(half, fault) for half in reversed(_halves(group))]
+                else:
+                    _log(fault, len(parts), id(group[0]))
+                    fail(group[0], fault)
+            finally:
+                ring.count_rerun(slot, sum(map(rows, group)), began_ns)
+    finally:
+        del error  # its traceback holds this frame: a circle, and in its frames requests with their slabs
 
 
 def _halves(parts: Sequence[Part]) -> list[Sequence[Part]]:

@@ -86,8 +86,6 @@ def test_who_is_in_the_same_batch_is_not_hurt(rig: Rig, way: Way, form: str, pat
 
 def test_a_model_that_fails(rig: Rig, way: Way, form: str, path: str) -> None:
     """At one request's numbers: only that one fails."""
-    if form in ("whole", "cached"):
-        pytest.skip("a batch of whole requests whose run raises keeps a page of a slab")
     model = f"{form}-{path}"
 
     async def work() -> None:
