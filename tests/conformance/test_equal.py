@@ -40,7 +40,7 @@ def test_both_paths_answer_alike(rig: Rig, way: Way, form: str) -> None:
             wanted = await way.ask(rig, slow)
             for _ in range(2):
                 found = await way.ask(rig, fast)
-                assert (found.status, found.raw) == (wanted.status, of_slow(wanted.raw))
+                assert (found.status, found.raw) == (wanted.status, of_slow(wanted.raw)), (found, wanted)
                 assert found.text == wanted.text.replace("-slow", "-fast")
 
     rig.run(work())
