@@ -32,10 +32,9 @@ class JsonRows(PreparedRequest):
 
     def __init__(self, service: Service, path: FastPath, plan: PredictPlan) -> None:
         """Raises WriterFault for an output that cannot be written."""
-        self._reader, self._headers = plan.reader, service.headers
+        self._read, self._headers = plan.reader.read_into, service.headers
         spec = next(iter(plan.signature.inputs.values()))
         self._shape = spec.shape or ()
-        self._items = prod(self._shape)
         version = path.version
         self._alias, name = plan.outputs[0]
         output = version.outputs[name]
@@ -43,12 +42,8 @@ class JsonRows(PreparedRequest):
         inputs = {name: Tensor(each.dtype, (1, *self._shape), b"") for name, each in version.inputs.items()}
         self.lay_out(path.queue, inputs, (name,), batching=True)
 
-    def count_rows(self, body: bytes | bytearray) -> int:
-        """How many rows a body has if it is one of them."""
-        return self._reader.count_rows(body, self._items)
-
     def fill(self, source: Memory, memory: list[memoryview]) -> bool:
-        return not self._reader.read_into(source, memory[0], self._shape, self.rows)
+        return not self._read(source, memory[0], self._shape, self.rows)
 
     def make_writer(self, described: Described) -> tuple[RowWriter, int]:
         return self._writer, described[0][2][0]
@@ -90,12 +85,14 @@ class RawRows(JsonRows):
 class Fast:
     """What one version's fast path takes, for its default signature."""
 
-    __slots__ = ("_json", "_max_rows", "_path", "_raw", "_service", "version")
+    __slots__ = ("_count", "_items", "_json", "_max_rows", "_path", "_raw", "_timeout_ns", "version")
 
     def __init__(self, service: Service, path: FastPath, plan: PredictPlan) -> None:
         """Raises WriterFault for an output that REST cannot write."""
-        self.version, self._path, self._service = path.version, path, service
+        self.version, self._path, self._timeout_ns = path.version, path, service.timeout_ns
         self._max_rows = path.queue.max_rows
+        spec = next(iter(plan.signature.inputs.values()))
+        self._count, self._items = plan.reader.count_rows, prod(spec.shape or ())
         self._json, self._raw = JsonRows(service, path, plan), RawRows(service, path, plan)
 
     @classmethod
@@ -113,12 +110,13 @@ class Fast:
 
     def start(self, call: Call) -> bool:
         """Take the call, or return False: nothing has happened then."""
-        prepared = self._json
-        rows = prepared.count_rows(call.body)
+        body, prepared = call.body, self._json
+        rows = self._count(body, self._items)
         if not 0 < rows <= self._max_rows:
             return False
         prepared.rows = rows
-        return self._path.start(call, prepared, call.body, None, self._service.deadline_ns(call))
+        deadline_ns = call.received_ns + self._timeout_ns if self._timeout_ns else 0
+        return self._path.start(call, prepared, body, None, deadline_ns)
 
     def start_raw(self, call: Call, tensor: Tensor | None) -> bool:
         """The same for a body that may be nothing but little-endian rows; JSON where it is not."""
@@ -126,7 +124,8 @@ class Fast:
             return self.start(call)
         prepared = self._raw
         prepared.rows = tensor.shape[0]
-        return self._path.start(call, prepared, tensor.data, None, self._service.deadline_ns(call))
+        deadline_ns = call.received_ns + self._timeout_ns if self._timeout_ns else 0
+        return self._path.start(call, prepared, tensor.data, None, deadline_ns)
 
 
 class Outcome:
