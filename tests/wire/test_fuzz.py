@@ -6,7 +6,7 @@ import asyncio
 import random
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.wire.kit import Pipe, client, echo, read_replies, run, serving
@@ -70,6 +70,7 @@ def answers(data: bytes, cuts: list[int]) -> list[tuple[int, bytes]]:
 
 @given(st.binary(max_size=300))
 def test_noise_is_never_served(data: bytes) -> None:
+    assume(not data.startswith(b"PRI * HTTP/2.0"))  # which is spoken here too
     assert all(status >= 400 for status, _ in answers(data, []))
 
 

@@ -382,7 +382,8 @@ def test_connections_and_metadata_have_a_limit() -> None:
                 "{}:{}".format(*listener.address), options=[("grpc.use_local_subchannel_pool", 1)]
             ) as second:
                 fault = await refused(second.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=20))
-                assert fault.code() is grpc.StatusCode.UNAVAILABLE
+                # A client tries again for as long as it may: on a busy machine its time is up first.
+                assert fault.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
             assert await check(b"") is not None
             fault = await refused(check(b"", metadata=[("a", "b" * 8000)], timeout=20))
             assert fault.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
