@@ -91,7 +91,12 @@ def test_messages_split_at_every_byte(path: str) -> None:
         (frame(b"a"), (("grpc-timeout", "1x"),), Kind.INTERNAL, "grpc-timeout"),
         (frame(b"a"), (("grpc-timeout", "123456789S"),), Kind.INTERNAL, "grpc-timeout"),
         (struct.pack(">BI", 0, 1001), (), Kind.RESOURCE_EXHAUSTED, "(1001 vs. 1000)"),
-        (frame(gzip.compress(bytes(1001), mtime=0), 1), (("grpc-encoding", "gzip"),), Kind.RESOURCE_EXHAUSTED, "1000"),
+        (
+            frame(gzip.compress(bytes(1001), mtime=0), 1),
+            (("grpc-encoding", "gzip"),),
+            Kind.RESOURCE_EXHAUSTED,
+            "1000",
+        ),
     ],
 )
 def test_a_bad_request_fails_alone(body: bytes, headers: Any, status: Kind, words: str) -> None:
