@@ -1,4 +1,4 @@
-"""Which path an endpoint's requests take: that of the version it last served, dropped when it ends."""
+"""What is kept of a version to be quick the next time, and dropped when it ends; a path above all."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class HasVersion(Protocol):
 
 
 Path = TypeVar("Path", bound=HasVersion)
+Made = TypeVar("Made")
 
 
 class LastPath(Generic[Path]):
@@ -50,23 +51,25 @@ class LastPath(Generic[Path]):
             self._without = None
 
 
-class Paths(Generic[Path]):
-    """Those of an endpoint for all versions, each opened when it is first asked for."""
+class Kept(Generic[Made]):
+    """What a dialect keeps of each version, made when it is first asked for: a path, a view of its own."""
 
-    def __init__(self, keepers: Keepers, open: Callable[[Version], Path | None]) -> None:
-        self._open = open
-        self._paths: dict[Version, Path | None] = {}
+    __slots__ = ("__weakref__", "_made", "_make")
+
+    def __init__(self, keepers: Keepers, make: Callable[[Version], Made]) -> None:
+        self._make = make
+        self._made: dict[Version, Made] = {}
         keepers.add(self)
 
-    def find(self, version: Version) -> Path | None:
-        """The path of an available version; None when it has none."""
-        if version not in self._paths:
-            self._paths[version] = self._open(version)
-        return self._paths[version]
+    def of(self, version: Version) -> Made:
+        """That of an available version."""
+        if version not in self._made:
+            self._made[version] = self._make(version)
+        return self._made[version]
 
     def forget(self, version: Version) -> None:
         """The version has ended, and nothing here may keep its memory."""
-        self._paths.pop(version, None)
+        self._made.pop(version, None)
 
 
 def open_path(version: Version, traffic: Traffic, outcome: Outcome, patience_ns: int = 0) -> FastPath | None:

@@ -6,23 +6,25 @@ Examples are read the general way, an object per value, so these bodies have a b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Coroutine, Mapping
+from typing import Any
 
-from fastserve.dialects.tfserving.errors import invalid
+from fastserve._ext.json_writer import WriterCode, WriterFault, write_classifications, write_regressions
+from fastserve.dialects.tfserving.errors import invalid, writer_error
 from fastserve.dialects.tfserving.examples import read_examples
 from fastserve.dialects.tfserving.features import feed
-from fastserve.dialects.tfserving.lookup import find_example_signature, find_version
 from fastserve.dialects.tfserving.results import (
     ResultPlan,
+    classify_results,
     plan_classify,
     plan_regress,
-    write_classify,
-    write_regress,
+    regress_results,
 )
 from fastserve.dialects.tfserving.routes import Target
-from fastserve.dialects.tfserving.service import MAX_DEPTH, Service
-from fastserve.errors import ServeError
-from fastserve.request import InferRequest
+from fastserve.dialects.tfserving.service import GeneralRequest, Service
+from fastserve.dialects.tfserving.signatures import find_signature, find_version
+from fastserve.request import InferRequest, InferResponse
+from fastserve.serving.slow_path import answer_slowly
 from fastserve.tensor import Tensor
 from fastserve.wire.call import Call
 
@@ -32,12 +34,7 @@ EXAMPLES_BYTES = 4 << 20
 WORK = 16
 """Times a body read into memory: what a byte of examples takes."""
 
-PlanResult = Callable[..., ResultPlan]
-WriteResult = Callable[[ResultPlan, Mapping[str, Tensor], int, tuple[str, ...]], bytes]
-VERBS: dict[str, tuple[PlanResult, WriteResult]] = {
-    "classify": (plan_classify, write_classify),
-    "regress": (plan_regress, write_regress),
-}
+VERBS = {"classify": plan_classify, "regress": plan_regress}
 
 
 class Examples:
@@ -46,40 +43,46 @@ class Examples:
     __slots__ = ("_service", "_target")
 
     def __init__(self, service: Service, target: Target) -> None:
-        self._service = service
-        self._target = target
+        self._service, self._target = service, target
 
-    async def __call__(self, call: Call) -> None:
-        service, target = self._service, self._target
-        try:
-            reply = await self._run(call)
-        except ServeError as fault:
-            service.refuse(call, target.name, fault)
-        else:
-            service.answer(call, target.name, reply, target.verb)
-
-    async def _run(self, call: Call) -> bytes:
+    def __call__(self, call: Call) -> Coroutine[Any, Any, None]:
         service = self._service
-        make_plan, write = VERBS[self._target.verb]
-        body = _bounded(await service.body(call))
+        return answer_slowly(call, ExamplesRequest(service, self._target, call), service.traffic)
+
+
+class ExamplesRequest(GeneralRequest):
+    """One call of either verb."""
+
+    async def read(self) -> InferRequest:
+        service = self.service
+        body = await service.body(self.call)
+        if len(body) > EXAMPLES_BYTES:
+            text = f"Request body of {len(body)} bytes is over the limit of {EXAMPLES_BYTES} for examples"
+            raise invalid(text)
         work = len(body) * WORK
-        examples = await service.apart(work, read_examples, body, MAX_DEPTH)
-        version = find_version(service.catalog, self._target)
-        signature = find_example_signature(version, examples.signature_name)
-        plan = make_plan(signature, batching=version.batching)
-        request = InferRequest(
-            await service.apart(work, feed, examples, signature, batching=version.batching),
-            tuple(plan.outputs.values()),
-            deadline_ns=service.deadline_ns(call),
-        )
-        response = await service.engine.infer(version, request)
-        try:
-            return write(plan, response.outputs, len(examples.examples), service.options.result_keys)
-        finally:
-            response.release()
+        examples = await service.apart(work, read_examples, body)
+        version = self.version = find_version(service.catalog, self.target)
+        signature = find_signature(version, examples.signature_name)
+        self._plan = VERBS[self.target.verb](signature, batching=version.batching)
+        self._count = len(examples.examples)
+        inputs = await service.apart(work, feed, examples, signature, batching=version.batching)
+        return InferRequest(inputs, tuple(self._plan.outputs.values()))
+
+    async def write(self, response: InferResponse) -> None:
+        keys = self.service.options.result_keys
+        self.body = write_results(self.target.verb, self._plan, response.outputs, self._count, keys)
 
 
-def _bounded(body: bytes | bytearray) -> bytes | bytearray:
-    if len(body) > EXAMPLES_BYTES:
-        raise invalid(f"Request body of {len(body)} bytes is over the limit of {EXAMPLES_BYTES} for examples")
-    return body
+def write_results(
+    verb: str, plan: ResultPlan, outputs: Mapping[str, Tensor], examples: int, keys: tuple[str, ...]
+) -> bytes:
+    """The body of a reply; `keys` are what the results are called. Raises ServeError."""
+    try:
+        if verb == "classify":
+            return write_classifications(examples, *classify_results(plan, outputs, examples), keys)
+        return write_regressions(regress_results(plan, outputs, examples), keys)
+    except WriterFault as fault:
+        if fault.code is not WriterCode.NO_RESULTS:
+            raise writer_error(fault) from None
+        noun = "ClassificationResults" if verb == "classify" else "RegressionResults"
+        raise invalid(f"Cannot convert empty {noun} to JSON") from None

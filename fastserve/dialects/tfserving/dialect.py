@@ -7,10 +7,12 @@ there comes before it on a listener.
 
 from __future__ import annotations
 
+from functools import partial
+
 from fastserve.config import TFServingOptions
 from fastserve.dialects.tfserving.classify import VERBS, Examples
+from fastserve.dialects.tfserving.describe import find_versions, write_metadata, write_status
 from fastserve.dialects.tfserving.errors import html_page, invalid
-from fastserve.dialects.tfserving.metadata import find_described, write_metadata
 from fastserve.dialects.tfserving.predict import Predict
 from fastserve.dialects.tfserving.routes import (
     MONITORING,
@@ -22,7 +24,7 @@ from fastserve.dialects.tfserving.routes import (
     target_text,
 )
 from fastserve.dialects.tfserving.service import Service
-from fastserve.dialects.tfserving.status import find_versions, write_status
+from fastserve.dialects.tfserving.signatures import find_version
 from fastserve.errors import ServeError
 from fastserve.serving.dialect import Dialect, ServingContext
 from fastserve.wire.call import Call, Endpoint
@@ -58,10 +60,10 @@ class TFServing(Dialect):
         except VersionOverflow:
             return Route(self._overflow, Scope.METADATA)
         if parsed is None or (method == "POST" and parsed.verb not in ("predict", *VERBS)):
-            text = f"Malformed request: {method} {target_text(target)}"
-            return Route(Malformed(self._service, text), Scope.METADATA)
+            fault = invalid(f"Malformed request: {method} {target_text(target)}")
+            return Route(partial(self.refuse, fault=fault), Scope.METADATA)
         if method == "GET":
-            return Route(Describe(self._service, parsed), parsed.scope)
+            return Route(partial(self._describe, target=parsed), parsed.scope)
         return Route((Predict if parsed.verb == "predict" else Examples)(self._service, parsed), parsed.scope)
 
     def refuse(self, call: Call, fault: ServeError) -> None:
@@ -72,6 +74,22 @@ class TFServing(Dialect):
 
     def route_unknown(self, method: str, target: str) -> Endpoint | None:
         return answer_not_implemented
+
+    def _describe(self, call: Call, target: Target) -> None:
+        """A model's status, or a version's metadata."""
+        service = self._service
+        try:
+            if not target.name:
+                raise invalid("Missing model name in request.")
+            # `/METADATA` matches the URL and is then not the word that was meant: status (spec 1.1).
+            if target.verb == "metadata":
+                body = write_metadata(find_version(service.catalog, target))
+            else:
+                body = write_status(find_versions(service.catalog, target))
+        except ServeError as fault:
+            service.refuse(call, target.name, fault)
+        else:
+            service.answer(call, target.name, body)
 
     def _preflight(self, call: Call) -> None:
         origin = call.header(b"origin")
@@ -93,39 +111,3 @@ class TFServing(Dialect):
 def answer_not_implemented(call: Call) -> None:
     """A method that is none of HTTP's (spec 1.2)."""
     call.reply(501, html_page(501, "Not Implemented"), PAGE, close=True)
-
-
-class Malformed:
-    """The endpoint of a target under /v1/ that means nothing."""
-
-    __slots__ = ("_service", "_text")
-
-    def __init__(self, service: Service, text: str) -> None:
-        self._service = service
-        self._text = text
-
-    def __call__(self, call: Call) -> None:
-        self._service.refuse(call, "", invalid(self._text))
-
-
-class Describe:
-    """The endpoint of GET: a model's status, or a version's metadata."""
-
-    __slots__ = ("_service", "_target")
-
-    def __init__(self, service: Service, target: Target) -> None:
-        self._service = service
-        self._target = target
-
-    def __call__(self, call: Call) -> None:
-        service, target = self._service, self._target
-        try:
-            # `/METADATA` matches the URL and is then not the word that was meant: status (spec 1.1).
-            if target.verb == "metadata":
-                body = write_metadata(find_described(service.catalog, target))
-            else:
-                body = write_status(find_versions(service.catalog, target))
-        except ServeError as fault:
-            service.refuse(call, target.name, fault)
-        else:
-            service.answer(call, target.name, body)

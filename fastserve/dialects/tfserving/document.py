@@ -19,18 +19,20 @@ if TYPE_CHECKING:
 
 _BASE64_SPACE = re.compile(rb"[ \t\n\v\f\r]+")
 _BASE64 = re.compile(rb"([A-Za-z0-9+/]*)(=*)")
+_KIND_WORD = {type(None): "Null", Members: "Object", list: "Array", bytes: "String"}
 
-
+MAX_DEPTH = 100
+"""Nesting of a JSON body; the original has no bound (a deliberate deviation)."""
 MOST_VALUES = 1 << 19
 """Objects of up to 100 bytes that one body may become."""
 
 
-def read_document(body: bytes | bytearray, max_depth: int) -> Members:
+def read_document(body: bytes | bytearray) -> Members:
     """The body's top-level object. Raises ServeError with the text of the first syntax error."""
     if not body:
         raise invalid("JSON Parse error: The document is empty")
     try:
-        document = parse(body, max_depth=max_depth, max_values=MOST_VALUES)
+        document = parse(body, max_depth=MAX_DEPTH, max_values=MOST_VALUES)
     except JSONSyntaxError as fault:
         raise invalid(f"JSON Parse error: {fault.reason} at offset: {fault.offset}") from None
     if not isinstance(document, Members):
@@ -53,15 +55,9 @@ def format_error(value: Value, words: str) -> ServeError:
 
 def kind_word(value: Value) -> str:
     """The kind of a JSON value in the words of the error texts."""
-    if value is None:
-        return "Null"
     if isinstance(value, bool):
         return "True" if value else "False"
-    if isinstance(value, Members):
-        return "Object"
-    if isinstance(value, list):
-        return "Array"
-    return "String" if isinstance(value, bytes) else "Number"
+    return _KIND_WORD.get(type(value), "Number")
 
 
 def is_base64_object(value: Value) -> bool:

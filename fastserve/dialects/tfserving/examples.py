@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastserve._ext.json_value import Members
+from fastserve.codec.packing import pack_values
 from fastserve.dialects.tfserving.document import (
     decode_base64_object,
     format_error,
@@ -24,16 +25,14 @@ from fastserve.dialects.tfserving.document import (
     to_text,
 )
 from fastserve.dialects.tfserving.errors import invalid
-from fastserve.dialects.tfserving.explain import pack
 from fastserve.tensor import DTYPES
 
 if TYPE_CHECKING:
     from fastserve._ext.json_value import Value
 
 FeatureKind = Literal["", "int64", "float", "bytes"]
+_KIND_OF: dict[type, FeatureKind] = {int: "int64", bool: "int64", float: "float", bytes: "bytes"}
 INT64_MAX = 2**63 - 1
-
-
 MOST_REPEATED = 1 << 22
 """Values that a body is made into by repetition: what it says once, for every example."""
 REPEATED_BYTES = 16
@@ -78,9 +77,9 @@ class ExampleList:
         return [head + serialize_example(example) for example in self.examples]
 
 
-def read_examples(body: bytes | bytearray, max_depth: int) -> ExampleList:
+def read_examples(body: bytes | bytearray) -> ExampleList:
     """A classify or regress body. Raises ServeError with the original's text."""
-    document = read_document(body, max_depth)
+    document = read_document(body)
     name = read_signature_name(document)
     context = _read_example(document.get(b"context")) if b"context" in document else None
     if b"examples" not in document:
@@ -105,39 +104,29 @@ def _read_example(value: Value) -> Example:
 
 
 def _read_feature(name: str, given: Value) -> Feature:
-    values = given if isinstance(given, list) else [given]
-    if values and set(map(type, values)) == {float}:
-        return Feature("float", _float32(values))
+    values: list[Any] = given if isinstance(given, list) else [given]
+    if set(map(type, values)) == {float}:
+        return Feature("float", array("f", values).tolist())  # beyond the range of float32: infinite
     kind: FeatureKind = ""
-    read: list[int | float | bytes] = []
+    read: list[Any] = []
     for value in values:
-        element_kind, element = _read_element(name, value)
-        if kind and element_kind != kind:
-            raise invalid(f"Unexpected element type in feature: {name} expecting type: {kind}")
-        kind = element_kind
-        read.append(decode_base64_object(element) if isinstance(element, Members) else element)
-    if kind == "float":
-        return Feature(kind, _float32(read))
-    return Feature(kind, read)  # type: ignore[arg-type]
+        kind = _kind_of(name, value, kind)
+        if isinstance(value, Members):
+            read.append(decode_base64_object(value))
+        else:
+            read.append(int(value) if isinstance(value, bool) else value)
+    return Feature(kind, read)
 
 
-def _float32(values: Sequence[Any]) -> list[float]:
-    """The values rounded to float32; beyond its range they become infinite."""
-    return array("f", values).tolist()
-
-
-def _read_element(name: str, value: Value) -> tuple[FeatureKind, int | float | bytes | Members]:
-    if isinstance(value, int):  # true and false too
-        if value > INT64_MAX:
-            raise invalid(f"Feature: {name} has uint64_t element. Only int64_t is supported.")
-        return "int64", int(value)
-    if isinstance(value, float):
-        return "float", value
-    if isinstance(value, bytes):
-        return "bytes", value
-    if isinstance(value, Members) and is_base64_object(value):
-        return "bytes", value
-    raise invalid(f"Feature: {name} has element with unexpected JSON type: {kind_word(value)}")
+def _kind_of(name: str, value: Value, expected: FeatureKind) -> FeatureKind:
+    kind = _KIND_OF.get(type(value)) or ("bytes" if is_base64_object(value) else "")
+    if not kind:
+        raise invalid(f"Feature: {name} has element with unexpected JSON type: {kind_word(value)}")
+    if isinstance(value, int) and value > INT64_MAX:
+        raise invalid(f"Feature: {name} has uint64_t element. Only int64_t is supported.")
+    if expected and kind != expected:
+        raise invalid(f"Unexpected element type in feature: {name} expecting type: {expected}")
+    return kind
 
 
 # tf.Example on the wire: Example{1: Features{1: map<string, Feature>}}; Feature is one of the lists,
@@ -157,15 +146,14 @@ def serialize_example(example: Mapping[str, Feature]) -> bytes:
 def _serialize_feature(feature: Feature) -> bytes:
     if not feature.kind:
         return b""
-    return _field(_LIST_FIELD[feature.kind], _serialize_values(feature))
-
-
-def _serialize_values(feature: Feature) -> bytes:
+    values: Sequence[Any] = feature.values
     if feature.kind == "float":
-        return _field(1, pack(feature.values, DTYPES["float32"]))
-    if feature.kind == "int64":
-        return _field(1, b"".join(_varint(int(value)) for value in feature.values))
-    return b"".join(_field(1, value) for value in feature.values if isinstance(value, bytes))
+        data = _field(1, pack_values(values, DTYPES["float32"]))
+    elif feature.kind == "int64":
+        data = _field(1, b"".join(map(_varint, values)))
+    else:
+        data = b"".join(_field(1, value) for value in values)
+    return _field(_LIST_FIELD[feature.kind], data)
 
 
 def _field(number: int, data: bytes) -> bytes:

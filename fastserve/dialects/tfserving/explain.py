@@ -7,14 +7,14 @@ one the original would name. Where both succeed, both give the same tensors.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from fastserve._ext.json_value import Members, debug_text
+from fastserve.codec.packing import pack_values
 from fastserve.dialects.tfserving.document import (
     decode_base64_object,
     format_error,
@@ -32,54 +32,20 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 BULK_ITEMS = 256
-INTEGER_RANGES: dict[str, tuple[int, int]] = {
+RANGES: dict[str, tuple[int, int]] = {
     # Narrow types take any int32 literal and wrap afterwards (spec 2.6).
-    **dict.fromkeys(("int8", "int16", "int32", "uint8"), (-(2**31), 2**31 - 1)),
+    **dict.fromkeys(("int8", "int16", "int32", "uint8", "uint16"), (-(2**31), 2**31 - 1)),
     "int64": (-(2**63), 2**63 - 1),
     "uint32": (0, 2**32 - 1),
     "uint64": (0, 2**64 - 1),
 }
-_ARRAY_CODE = {
-    "float32": "f",
-    "float64": "d",
-    "bool": "B",
-    "int8": "B",
-    "uint8": "B",
-    "int16": "H",
-    "uint16": "H",
-    "int32": "i",
-    "int64": "q",
-    "uint32": "I",
-    "uint64": "Q",
+# Dtype -> the kinds of values it takes. What is not here has no JSON form; bytes take base64 objects too.
+TAKES: dict[str, frozenset[type]] = {
+    **dict.fromkeys(("float32", "float64"), frozenset({int, float})),
+    **dict.fromkeys(RANGES, frozenset({int})),
+    "bool": frozenset({bool}),
+    "bytes": frozenset({bytes}),
 }
-_WRAP = {"int8": 0xFF, "uint8": 0xFF, "int16": 0xFFFF}
-
-
-@dataclass(slots=True)
-class Column:
-    """One input while its rows are collected. `size` and `shape` are those of its first row."""
-
-    dtype: DType
-    values: list[Value] = field(default_factory=list)
-    size: int = -1
-    shape: Shape = ()
-
-    def add_row(self, row: Value) -> None:
-        """Take one more row. Raises ServeError with the inner text of spec 2.3."""
-        shape = dense_shape(row)
-        before = len(self.values)
-        fill(row, shape, 0, self.dtype, self.values)
-        size = len(self.values) - before
-        if self.size < 0:
-            self.size, self.shape = size, shape
-        elif size != self.size:
-            raise invalid(f"Expecting tensor size: {self.size} but got: {size}")
-        elif shape != self.shape:
-            raise invalid(f"Expecting shape {shape_text(self.shape)} but got: {shape_text(shape)}")
-
-    def tensor(self, shape: Shape) -> Tensor:
-        """The tensor of that full shape. Values beyond it (duplicate keys in a row) are dropped."""
-        return Tensor(self.dtype, shape, pack(self.values[: prod(shape)], self.dtype))
 
 
 def read_tensors(document: Members, inputs: Mapping[str, DType]) -> tuple[bool, dict[str, Tensor]]:
@@ -99,6 +65,48 @@ def read_tensors(document: Members, inputs: Mapping[str, DType]) -> tuple[bool, 
     raise invalid("Missing 'inputs' or 'instances' key")
 
 
+# --- rows ------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Column:
+    """One input while its rows are collected. `size` and `shape` are those of its first row."""
+
+    dtype: DType
+    values: list[Value] = field(default_factory=list)
+    size: int = -1
+    shape: Shape = ()
+
+    def add_row(self, row: Value, place: str) -> None:
+        """Take one more row. Raises ServeError: the inner text of spec 2.3, wrapped."""
+        try:
+            self._add_row(row)
+        except ServeError as fault:
+            raise wrapped(place, fault) from None
+
+    def _add_row(self, row: Value) -> None:
+        shape, before = dense_shape(row), len(self.values)
+        fill(row, shape, 0, self.dtype, self.values)
+        size = len(self.values) - before
+        if self.size < 0:
+            self.size, self.shape = size, shape
+        elif size != self.size:
+            raise invalid(f"Expecting tensor size: {self.size} but got: {size}")
+        elif shape != self.shape:
+            raise invalid(f"Expecting shape {shape_text(self.shape)} but got: {shape_text(shape)}")
+
+    def tensor(self, rows: int) -> Tensor:
+        """The tensor of so many rows. Values beyond it (duplicate keys in a row) are dropped."""
+        shape = (rows, *self.shape)
+        return Tensor(self.dtype, shape, pack_values(self.values[: prod(shape)], self.dtype))
+
+
+def wrapped(place: str, fault: ServeError) -> ServeError:
+    """A fault of one row with its place; INVALID_ARGUMENT whatever is inside (spec 2.3)."""
+    inner = f"Error: {fault.kind.name}: {fault.message}"
+    return invalid(f"Failed to process element: {place} of 'instances' list. {inner}")
+
+
 def _read_rows(document: Members, inputs: Mapping[str, DType]) -> dict[str, Tensor]:
     rows = document.get(b"instances")
     if not isinstance(rows, list):
@@ -106,15 +114,12 @@ def _read_rows(document: Members, inputs: Mapping[str, DType]) -> dict[str, Tens
     if not rows:
         raise format_error(document, "No values in 'instances' array")
     if not isinstance(rows[0], Members) and len(inputs) > 1:
-        raise invalid(
-            "instances is a plain list, but expecting list of objects as "
-            "multiple input tensors required as per tensorinfo_map"
-        )
+        raise needs_names("instances is a plain list, but expecting list of objects")
     columns = {name: Column(dtype) for name, dtype in inputs.items()}
     if _is_named(rows[0]):
         _collect_named(rows, columns)
     else:
-        _collect_plain(rows, columns)
+        _collect_plain(rows, next(iter(columns.values())))
     missing = [name for name, column in columns.items() if column.size < 0]
     if missing:  # base64 objects where several inputs need names: seen only when the request is run (4.3)
         sent = [name for name in columns if name not in missing]
@@ -123,7 +128,7 @@ def _read_rows(document: Members, inputs: Mapping[str, DType]) -> dict[str, Tens
             f"len({{{','.join(sorted(sent))}}}) != len({{{','.join(sorted(columns))}}}). "
             f"Sent extra: {{}}. Missing but required: {{{','.join(sorted(missing))}}}."
         )
-    return {name: column.tensor((len(rows), *column.shape)) for name, column in columns.items()}
+    return {name: column.tensor(len(rows)) for name, column in columns.items()}
 
 
 def _collect_named(rows: Sequence[Value], columns: Mapping[str, Column]) -> None:
@@ -134,10 +139,10 @@ def _collect_named(rows: Sequence[Value], columns: Mapping[str, Column]) -> None
         for key, value in row:
             name = to_text(key)
             given.add(name)
-            with _Wrapped(f"{index} key: {name}"):
-                if name not in columns:
-                    raise invalid(f"JSON object: does not have named input: {name}")
-                columns[name].add_row(value)
+            place = f"{index} key: {name}"
+            if name not in columns:
+                raise wrapped(place, invalid(f"JSON object: does not have named input: {name}"))
+            columns[name].add_row(value, place)
         if given != columns.keys():
             raise invalid(
                 f"Failed to process element: {index} of 'instances' list. "
@@ -145,48 +150,31 @@ def _collect_named(rows: Sequence[Value], columns: Mapping[str, Column]) -> None
             )
 
 
-def _collect_plain(rows: Sequence[Value], columns: Mapping[str, Column]) -> None:
-    column = next(iter(columns.values()))
+def _collect_plain(rows: Sequence[Value], column: Column) -> None:
     start = 0
     if len(rows) > BULK_ITEMS and not _is_named(rows[0]):
-        with _Wrapped("0"):
-            column.add_row(rows[0])
+        column.add_row(rows[0], "0")
         start = 1 + take_plain(rows[1:], column.shape, column.dtype, column.values)
     for index, row in enumerate(rows[start:], start):
         if _is_named(row):
             raise invalid(f"Expecting value/list but got object at item {index} of input list")
-        with _Wrapped(str(index)):
-            column.add_row(row)
+        column.add_row(row, str(index))
 
 
-class _Wrapped:
-    """Wraps an error of one row's value; the wrapper is INVALID_ARGUMENT whatever is inside (spec 2.3)."""
-
-    __slots__ = ("_place",)
-
-    def __init__(self, place: str) -> None:
-        self._place = place
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, fault: BaseException | None, trace: object) -> None:
-        if isinstance(fault, ServeError):
-            raise invalid(
-                f"Failed to process element: {self._place} of 'instances' list. "
-                f"Error: {fault.kind.name}: {fault.message}"
-            ) from None
+# --- columns ---------------------------------------------------------------------------------------
 
 
 def _read_columns(given: Value, inputs: Mapping[str, DType]) -> dict[str, Tensor]:
     if _is_named(given) and isinstance(given, Members):
         return {name: _column(_named_input(given, name), dtype) for name, dtype in inputs.items()}
     if len(inputs) > 1:
-        raise invalid(
-            "inputs is a plain value/list, but expecting an object as "
-            "multiple input tensors required as per tensorinfo_map"
-        )
+        raise needs_names("inputs is a plain value/list, but expecting an object")
     return {name: _column(given, dtype) for name, dtype in inputs.items()}
+
+
+def needs_names(what: str) -> ServeError:
+    """What is said of values without names for several inputs."""
+    return invalid(f"{what} as multiple input tensors required as per tensorinfo_map")
 
 
 def _named_input(given: Members, name: str) -> Value:
@@ -200,11 +188,14 @@ def _column(value: Value, dtype: DType) -> Tensor:
     shape = dense_shape(value)
     values: list[Value] = []
     fill(value, shape, 0, dtype, values)
-    return Tensor(dtype, shape, pack(values, dtype))
+    return Tensor(dtype, shape, pack_values(values, dtype))
 
 
 def _is_named(value: Value) -> bool:
     return isinstance(value, Members) and not is_base64_object(value)
+
+
+# --- values ----------------------------------------------------------------------------------------
 
 
 def dense_shape(value: Value) -> Shape:
@@ -234,10 +225,8 @@ def fill(value: Value, shape: Shape, level: int, dtype: DType, into: list[Value]
     if level >= len(shape):
         raise invalid(f"Encountered list at unexpected level: {level} expected < {len(shape)}")
     if len(value) != shape[level]:
-        raise invalid(
-            f"Encountered list at unexpected size: {len(value)} at level: {level} "
-            f"expected size: {shape[level]}"
-        )
+        where = f"unexpected size: {len(value)} at level: {level} expected size: {shape[level]}"
+        raise invalid(f"Encountered list at {where}")
     taken = take_plain(value, shape[level + 1 :], dtype, into)
     for item in value[taken:]:
         fill(item, shape, level + 1, dtype, into)
@@ -257,64 +246,28 @@ def take_plain(items: Sequence[Value], shape: Shape, dtype: DType, into: list[Va
             if set(map(type, part)) != {list} or set(map(len, part)) != {shape[0]}:
                 return start
             part = list(chain.from_iterable(part))
-        if not _all_plain(part, dtype):
+        if not _fit(part, dtype):
             return start
         into.extend(part)
     return len(items)
 
 
-def _all_plain(values: Sequence[Any], dtype: DType) -> bool:
-    """Whether no element needs a look of its own. Types and bounds are compared at C speed."""
-    kinds = set(map(type, values))
-    if dtype.name in ("float32", "float64"):
-        return kinds <= {int, float}
-    if dtype.name in ("bool", "bytes"):
-        return kinds == {bool if dtype.name == "bool" else bytes}
-    span = INTEGER_RANGES.get(dtype.name)
-    if span is None or kinds != {int}:
+def _fit(values: Sequence[Any], dtype: DType) -> bool:
+    """Whether values are stored as they are. Types and bounds are compared at C speed."""
+    if not set(map(type, values)) <= TAKES.get(dtype.name, frozenset()):
         return False
-    return bool(span[0] <= min(values) and max(values) <= span[1])
+    span = RANGES.get(dtype.name)
+    return span is None or not values or (span[0] <= min(values) and max(values) <= span[1])
 
 
 def leaf(value: Value, dtype: DType) -> Value:
     """One element as it is stored, or the ServeError of spec 2.6."""
-    if dtype.name in ("float32", "float64"):
-        fits = isinstance(value, (int, float)) and not isinstance(value, bool)
-    elif dtype.name in INTEGER_RANGES:
-        low, high = INTEGER_RANGES[dtype.name]
-        fits = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-    elif dtype.name == "bool":
-        fits = isinstance(value, bool)
-    elif dtype.name == "bytes":
-        if isinstance(value, Members):
-            return decode_base64_object(value)
-        fits = isinstance(value, bytes)
-    else:
-        raise ServeError(
-            Kind.UNIMPLEMENTED,
-            f"Conversion of JSON Value: {debug_text(value)} to type: {TF_WORD[dtype.code]}",
-        )
-    if not fits:
-        raise invalid(
-            f"JSON Value: {debug_text(value)} Type: {kind_word(value)} "
-            f"is not of expected type: {TF_WORD[dtype.code]}"
-        )
-    return value
-
-
-def pack(values: Sequence[Any], dtype: DType) -> bytes:
-    """Checked elements as tensor memory: little-endian, strings in BYTES packing."""
-    if dtype.name == "bytes":
-        return b"".join(_packed_strings(values))
-    code = _ARRAY_CODE.get(dtype.name)
-    if code is None:  # a dtype JSON cannot fill, so there are no elements
-        return b""
-    mask = _WRAP.get(dtype.name)
-    return array(code, [value & mask for value in values] if mask else values).tobytes()
-
-
-def _packed_strings(values: Sequence[Value]) -> Iterator[bytes]:
-    for value in values:
-        if isinstance(value, bytes):
-            yield len(value).to_bytes(4, "little")
-            yield value
+    if _fit((value,), dtype):
+        return value
+    if dtype.name not in TAKES:
+        shown = f"JSON Value: {debug_text(value)} to type: {TF_WORD[dtype.code]}"
+        raise ServeError(Kind.UNIMPLEMENTED, f"Conversion of {shown}")
+    if dtype.name == "bytes" and isinstance(value, Members):
+        return decode_base64_object(value)
+    shown = f"JSON Value: {debug_text(value)} Type: {kind_word(value)}"
+    raise invalid(f"{shown} is not of expected type: {TF_WORD[dtype.code]}")

@@ -15,8 +15,8 @@ from typing import Any
 
 from fastserve._ext.json_writer import RowWriter, WriterFault, write_predictions
 from fastserve.dialects.tfserving.errors import writer_error
-from fastserve.dialects.tfserving.plans import PredictPlan
 from fastserve.dialects.tfserving.service import JSON, Service
+from fastserve.dialects.tfserving.signatures import SignatureView
 from fastserve.errors import ServeError
 from fastserve.repository.version import Version
 from fastserve.request import InferResponse
@@ -30,13 +30,12 @@ from fastserve.wire.call import Call
 class JsonRows(PreparedRequest):
     """Bodies of rows as JSON. `rows` is set for each."""
 
-    def __init__(self, service: Service, path: FastPath, plan: PredictPlan) -> None:
+    def __init__(self, service: Service, path: FastPath, view: SignatureView) -> None:
         """Raises WriterFault for an output that cannot be written."""
-        self._read, self._headers = plan.reader.read_into, service.headers
-        spec = next(iter(plan.signature.inputs.values()))
-        self._shape = spec.shape or ()
+        self._read, self._headers = view.reader.read_into, service.headers
+        self._shape = shape_of(view)
         version = path.version
-        self._alias, name = plan.outputs[0]
+        self._alias, name = next(iter(view.signature.output_names.items()))
         output = version.outputs[name]
         self._writer = RowWriter(self._alias, output.dtype.code, output.shape or ())
         inputs = {name: Tensor(each.dtype, (1, *self._shape), b"") for name, each in version.inputs.items()}
@@ -82,50 +81,48 @@ class RawRows(JsonRows):
         return True
 
 
+def shape_of(view: SignatureView) -> tuple[int, ...]:
+    """That of a row of the one input of a signature."""
+    return next(iter(view.signature.inputs.values())).shape or ()
+
+
 class Fast:
     """What one version's fast path takes, for its default signature."""
 
-    __slots__ = ("_count", "_items", "_json", "_max_rows", "_path", "_raw", "_timeout_ns", "version")
+    __slots__ = ("_count", "_items", "_json", "_max_rows", "_path", "_raw", "_rows", "_timeout_ns", "version")
 
-    def __init__(self, service: Service, path: FastPath, plan: PredictPlan) -> None:
+    def __init__(self, service: Service, path: FastPath, view: SignatureView) -> None:
         """Raises WriterFault for an output that REST cannot write."""
         self.version, self._path, self._timeout_ns = path.version, path, service.timeout_ns
         self._max_rows = path.queue.max_rows
-        spec = next(iter(plan.signature.inputs.values()))
-        self._count, self._items = plan.reader.count_rows, prod(spec.shape or ())
-        self._json, self._raw = JsonRows(service, path, plan), RawRows(service, path, plan)
+        self._count, self._items, self._rows = view.reader.count_rows, prod(shape_of(view)), view.rows
+        self._json, self._raw = JsonRows(service, path, view), RawRows(service, path, view)
 
     @classmethod
-    def open(cls, service: Service, version: Version, plan: PredictPlan) -> Fast | None:
+    def open(cls, service: Service, version: Version, view: SignatureView) -> Fast | None:
         """That of a version; None for one whose rows are not of this kind."""
-        if not len(plan.signature.inputs) == len(version.inputs) == len(plan.outputs) == 1:
+        signature = view.signature
+        if not len(signature.inputs) == len(version.inputs) == len(signature.output_names) == 1:
             return None
         path = open_path(version, service.traffic, Outcome(service, version.model))
         if path is None or not path.queue.dense:
             return None
         try:
-            return cls(service, path, plan)
+            return cls(service, path, view)
         except WriterFault:
             return None  # the general path says so
 
-    def start(self, call: Call) -> bool:
-        """Take the call, or return False: nothing has happened then."""
-        body, prepared = call.body, self._json
-        rows = self._count(body, self._items)
+    def start(self, call: Call, raw: bool) -> bool:
+        """Take the call, or return False: nothing has happened then. `raw`: it may be nothing but rows."""
+        body, prepared, rows = call.body, self._json, 0
+        if raw and self._rows is not None and (rows := self._rows.count(body)):
+            prepared = self._raw
+        rows = rows or self._count(body, self._items)
         if not 0 < rows <= self._max_rows:
             return False
         prepared.rows = rows
         deadline_ns = call.received_ns + self._timeout_ns if self._timeout_ns else 0
         return self._path.start(call, prepared, body, None, deadline_ns)
-
-    def start_raw(self, call: Call, tensor: Tensor | None) -> bool:
-        """The same for a body that may be nothing but little-endian rows; JSON where it is not."""
-        if tensor is None or tensor.shape[0] > self._max_rows:
-            return self.start(call)
-        prepared = self._raw
-        prepared.rows = tensor.shape[0]
-        deadline_ns = call.received_ns + self._timeout_ns if self._timeout_ns else 0
-        return self._path.start(call, prepared, tensor.data, None, deadline_ns)
 
 
 class Outcome:
@@ -133,12 +130,9 @@ class Outcome:
 
     def __init__(self, service: Service, model: str) -> None:
         self._service, self._model = service, model
-        self.answered: Callable[[Any, int], None] | None = (
-            self._observe if service.options.monitoring else None
-        )
-
-    def _observe(self, prepared: JsonRows, took_ns: int) -> None:
-        self._service.observe(self._model, "predict", took_ns)
+        self.answered: Callable[[Any, int], None] | None = None
+        if service.options.monitoring:
+            self.answered = lambda prepared, took_ns: service.observe(model, "predict", took_ns)
 
     def refused(self, exchange: Call, prepared: JsonRows, request_id: None, fault: ServeError) -> None:
         self._service.refuse(exchange, self._model, fault)

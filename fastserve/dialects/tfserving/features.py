@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
+from fastserve.codec.packing import pack_strings, pack_values
 from fastserve.dialects.tfserving.errors import invalid
 from fastserve.dialects.tfserving.examples import (
     Example,
@@ -17,7 +18,6 @@ from fastserve.dialects.tfserving.examples import (
     FeatureKind,
     check_repeated,
 )
-from fastserve.dialects.tfserving.explain import pack
 from fastserve.dialects.tfserving.names import TF_WORD, shape_text
 from fastserve.repository.signature import Signature
 from fastserve.tensor import DTYPES, DType, Tensor, TensorSpec
@@ -38,7 +38,8 @@ def feed(examples: ExampleList, signature: Signature, *, batching: bool) -> dict
     """Tensors by the model's own input names, first axis the examples. Raises ServeError."""
     names = signature.input_names
     if takes_serialized(signature):
-        return {names[SERIALIZED]: _serialized_tensor(examples)}
+        rows = examples.serialized()
+        return {names[SERIALIZED]: Tensor(DTYPES["bytes"], (len(rows),), pack_strings(rows))}
     merged = examples.merged()
     return {
         names[alias]: decode_feature(name, _row_spec(signature.inputs[alias], batching), merged)
@@ -62,7 +63,10 @@ def decode_feature(name: str, spec: TensorSpec, examples: Sequence[Example]) -> 
     filler = b"" if wanted == "bytes" else 0
     size = prod(shape)
     flat = [value for values in columns for value in (*values, *[filler] * (size - len(values)))]
-    return Tensor(spec.dtype, (len(examples), *shape), pack(_stored(flat, spec.dtype), spec.dtype))
+    if spec.dtype.name == "bool":
+        flat = [bool(value) for value in flat]
+    # Packing cuts integers to the width of the input, as the model's own cast would.
+    return Tensor(spec.dtype, (len(examples), *shape), pack_values(flat, spec.dtype))
 
 
 def _values(
@@ -116,25 +120,7 @@ def _kind_of(dtype: DType) -> FeatureKind:
     raise invalid(f"Conversion of a feature to type: {TF_WORD[dtype.code]}")
 
 
-def _stored(values: list[int | float | bytes], dtype: DType) -> list[int | float | bytes]:
-    """Integers cut to the width of the input, as the model's own cast would; other values as they are."""
-    if dtype.name == "bool":
-        return [bool(value) for value in values]
-    if _kind_of(dtype) != "int64":
-        return values
-    bits = 8 * dtype.item_bytes
-    whole = [int(value) & ((1 << bits) - 1) for value in values]
-    signed = dtype.name.startswith("int")
-    return [value - (1 << bits) if signed and value >> (bits - 1) else value for value in whole]
-
-
 def _row_spec(spec: TensorSpec, batching: bool) -> TensorSpec:
     if batching or not spec.shape:
         return spec
     return TensorSpec(spec.name, spec.dtype, spec.shape[1:])
-
-
-def _serialized_tensor(examples: ExampleList) -> Tensor:
-    rows = examples.serialized()
-    dtype = DTYPES["bytes"]
-    return Tensor(dtype, (len(rows),), pack(rows, dtype))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastserve.tensor import DTYPES, DType
+from fastserve.tensor import DTYPES
 
 _OWN_WORDS = {"float32": "float", "float64": "double", "float16": "half", "bytes": "string"}
 
@@ -16,8 +16,3 @@ TF_NAME: dict[int, str] = {code: "DT_" + word.upper() for code, word in TF_WORD.
 def shape_text(shape: tuple[int, ...]) -> str:
     """`[2,3]`, and `[]` for a scalar: how TensorFlow prints a shape."""
     return "[" + ",".join("?" if size < 0 else str(size) for size in shape) + "]"
-
-
-def is_tf_string(dtype: DType) -> bool:
-    """Whether elements are byte strings (DT_STRING)."""
-    return dtype.item_bytes == 0

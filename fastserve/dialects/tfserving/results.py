@@ -1,7 +1,9 @@
 """A model's outputs -> classifications and regressions, checked as the original does (spec 3.5).
 
-plan_classify / plan_regress   once per signature: which outputs are wanted, or why it cannot be
-write_classify / write_regress once per call: shapes and dtypes checked, the body written
+    plan_classify      plan_regress         what to ask a signature's model for, or why it cannot be
+    classify_results   regress_results      labels, scores and values of its answer, or what is wrong
+
+Nothing here knows whether the answer will be JSON or a message.
 """
 
 from __future__ import annotations
@@ -9,16 +11,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fastserve._ext.json_writer import WriterCode, WriterFault, write_classifications, write_regressions
-from fastserve.dialects.tfserving.errors import invalid, writer_error
-from fastserve.dialects.tfserving.explain import pack
+from fastserve.codec.packing import pack_strings
+from fastserve.dialects.tfserving.describe import signature_text
+from fastserve.dialects.tfserving.errors import invalid
 from fastserve.dialects.tfserving.features import SERIALIZED, takes_serialized
-from fastserve.dialects.tfserving.metadata import signature_text
 from fastserve.dialects.tfserving.names import TF_NAME, TF_WORD, shape_text
-from fastserve.errors import ServeError
 from fastserve.repository.signature import Signature
 from fastserve.tensor import DTYPES, Tensor
 
+Buffer = bytes | bytearray | memoryview
 CLASSES, SCORES, OUTPUTS = "classes", "scores", "outputs"
 
 
@@ -60,10 +61,12 @@ def plan_regress(signature: Signature, *, batching: bool) -> ResultPlan:
     return ResultPlan({OUTPUTS: signature.output_names[OUTPUTS]})
 
 
-def write_classify(
-    plan: ResultPlan, outputs: Mapping[str, Tensor], examples: int, result_keys: tuple[str, ...]
-) -> bytes:
-    """The body of a classify reply. `outputs` by the model's names, each (examples, classes)."""
+def classify_results(
+    plan: ResultPlan, outputs: Mapping[str, Tensor], examples: int
+) -> tuple[int, Buffer | None, Buffer | None]:
+    """How many classes each example has, their labels and their scores; None where there are none.
+
+    `outputs` by the model's names, each (examples, classes). Raises ServeError."""
     given = {alias: outputs[name] for alias, name in plan.outputs.items()}
     classes, scores = given.get(CLASSES), given.get(SCORES)
     if classes is not None:
@@ -75,19 +78,17 @@ def write_classify(
             "Tensors class and score should match in dim_size(1). "
             f"Got {classes.shape[1]} vs. {scores.shape[1]}"
         )
-    count = (classes or scores or _EMPTY).shape[1]
-    labels = classes.data if classes is not None else _configured_labels(plan.labels, examples, count)
-    values = None if scores is None else scores.data
-    try:
-        return write_classifications(examples, count, labels, values, result_keys)
-    except WriterFault as fault:
-        raise _result_error(fault, "ClassificationResults") from None
+    if classes is not None:
+        return classes.shape[1], classes.data, None if scores is None else scores.data
+    assert scores is not None  # one of them is wanted
+    count, labels = scores.shape[1], None
+    if plan.labels and len(plan.labels) == count:  # of the config
+        labels = pack_strings([label.encode() for label in plan.labels]) * examples
+    return count, labels, scores.data
 
 
-def write_regress(
-    plan: ResultPlan, outputs: Mapping[str, Tensor], examples: int, result_keys: tuple[str, ...]
-) -> bytes:
-    """The body of a regress reply. The output is (examples,) or (examples, 1)."""
+def regress_results(plan: ResultPlan, outputs: Mapping[str, Tensor], examples: int) -> Buffer:
+    """The value of each example. The output is (examples,) or (examples, 1). Raises ServeError."""
     values = outputs[plan.outputs[OUTPUTS]]
     if len(values.shape) != 1 and not (len(values.shape) == 2 and values.shape[1] == 1):
         raise invalid(
@@ -98,19 +99,7 @@ def write_regress(
         raise invalid(f"Input batch size did not match output batch size: {examples} vs. {values.shape[0]}")
     if values.dtype.name != "float32":
         raise invalid(f"Expected output Tensor of DT_FLOAT.  Got: {TF_NAME[values.dtype.code]}")
-    try:
-        return write_regressions(values.data, result_keys)
-    except WriterFault as fault:
-        raise _result_error(fault, "RegressionResults") from None
-
-
-def _result_error(fault: WriterFault, noun: str) -> ServeError:
-    if fault.code is WriterCode.NO_RESULTS:
-        return invalid(f"Cannot convert empty {noun} to JSON")
-    return writer_error(fault)
-
-
-_EMPTY = Tensor(DTYPES["float32"], (0, 0), b"")
+    return values.data
 
 
 def _check_one_input(signature: Signature) -> None:
@@ -139,10 +128,3 @@ def _check_classes_or_scores(alias: str, tensor: Tensor, dtype: str, examples: i
         raise invalid(f"Expected {alias} Tensor of {wanted}. Got: {got}")
     if tensor.shape[0] != examples:
         raise invalid(f"Expected {alias} output batch size of {examples}. Got: {tensor.shape[0]}")
-
-
-def _configured_labels(labels: tuple[str, ...], examples: int, classes: int) -> bytes | None:
-    """The config's class labels as a classes tensor; None when there are none for this many classes."""
-    if not labels or len(labels) != classes:
-        return None
-    return pack([label.encode() for label in labels], DTYPES["bytes"]) * examples

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from time import monotonic_ns
+from collections.abc import Awaitable, Sequence
 
 from fastserve.backends.base import wrong_rows_rank
 from fastserve.config import TFServingOptions
 from fastserve.dialects.tfserving.errors import HTTP_STATUS, error_body
 from fastserve.dialects.tfserving.monitoring import Monitor
+from fastserve.dialects.tfserving.routes import Target
+from fastserve.dialects.tfserving.signatures import Signatures
 from fastserve.errors import DeadlineError, Kind, ModelError, ServeError
 from fastserve.metrics.traffic import Traffic
 from fastserve.repository.keepers import Keepers
+from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.dialect import ServingContext
+from fastserve.serving.paths import Kept
+from fastserve.serving.slow_path import SlowRequest
 from fastserve.wire.apart import Apart
 from fastserve.wire.call import Call
 from fastserve.wire.inflate import inflate, work_of
@@ -23,8 +27,6 @@ OTHER_ROWS = (
     "Batched output tensor's 0th dimension does not equal the sum of the 0th dimension sizes of the "
     "input tensors"
 )
-MAX_DEPTH = 100
-"""Nesting of a JSON body; the original has no bound (a deliberate deviation)."""
 CORS_HEADERS: tuple[tuple[bytes, bytes], ...] = (
     (b"Access-Control-Allow-Origin", b"*"),
     (b"Access-Control-Allow-Methods", b"POST, GET"),
@@ -46,6 +48,7 @@ class Service:
         self.traffic = Traffic(context.registry, "tfserving", engine.catalog.models)
         self.timeout_ns = options.rest_timeout_ms * 1_000_000
         self.keepers = Keepers(engine.catalog)
+        self.signatures = Kept(self.keepers, Signatures)
         self.apart = Apart()
 
     async def body(self, call: Call) -> bytes | bytearray:
@@ -61,20 +64,17 @@ class Service:
         """When the call's time is up, 0 for never."""
         return call.received_ns + self.timeout_ns if self.timeout_ns else 0
 
-    def answer(self, call: Call, model: str, body: bytes, api: str = "", version: object = "") -> None:
-        """Reply 200; `api` names what ran, for the latency histograms."""
+    def answer(self, call: Call, model: str, body: bytes) -> None:
+        """Reply 200."""
         call.reply(200, body, JSON, self.headers)
-        took_ns = monotonic_ns() - call.received_ns
-        if api:
-            self.traffic.count(model, version, took_ns)
-        if self.options.monitoring:
-            self.observe(model, api, took_ns)
+        self.observe(model)
 
-    def observe(self, model: str, api: str, took_ns: int) -> None:
-        """Put a call that was answered well on TensorFlow Serving's own metrics page."""
-        self.monitor.count(model, "OK")
-        if api:
-            self.monitor.time(model, api, took_ns / 1000)
+    def observe(self, model: str, api: str = "", took_ns: int = 0) -> None:
+        """Put a call that was answered well on TensorFlow Serving's metrics page; `api` names what ran."""
+        if self.options.monitoring:
+            self.monitor.count(model, "OK")
+            if api:
+                self.monitor.time(model, api, took_ns / 1000)
 
     def refuse(self, call: Call, model: str, fault: ServeError) -> None:
         """Reply with an error."""
@@ -86,6 +86,27 @@ class Service:
         self.traffic.refused(model, fault.kind.name)
         if self.options.monitoring:
             self.monitor.count(model, fault.kind.name)
+
+
+class GeneralRequest(SlowRequest):
+    """What the inference calls have in common on the general path. `write` leaves the `body` to send."""
+
+    def __init__(self, service: Service, target: Target, call: Call) -> None:
+        self.service, self.target, self.call = service, target, call
+        self.body = b""
+
+    def run(self, request: InferRequest) -> Awaitable[InferResponse]:
+        request.deadline_ns = self.service.deadline_ns(self.call)
+        return self.service.engine.infer(self.version, request)
+
+    async def send(self) -> None:
+        self.call.reply(200, self.body, JSON, self.service.headers)
+
+    def answered(self, took_ns: int) -> None:
+        self.service.observe(self.target.name, self.target.verb, took_ns)
+
+    def refused(self, fault: ServeError) -> None:
+        self.service.refuse(self.call, self.target.name, fault)
 
 
 def own_words(fault: ServeError) -> ServeError:

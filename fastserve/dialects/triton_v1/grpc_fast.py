@@ -15,7 +15,7 @@ from fastserve.dialects.triton_v1.service import Service
 from fastserve.repository.version import Version
 from fastserve.serving.exchange import RpcExchange
 from fastserve.serving.fast_path import FastPath
-from fastserve.serving.paths import Paths, open_path
+from fastserve.serving.paths import Kept, open_path
 
 
 class PreparedMessage(PreparedHeader):
@@ -59,13 +59,13 @@ class FastGrpc:
 
     def __init__(self, service: Service, replies: RpcReplies) -> None:
         self._service, self._replies = service, replies
-        self._paths: Paths[FastRpc] = Paths(service.keepers, self._open)
+        self._paths: Kept[FastRpc | None] = Kept(service.keepers, self._open)
 
     def start(self, exchange: RpcExchange, message: V1InferMessage, header: RequestHeader) -> bool:
         """Take the request, or return False: nothing has happened then."""
         number = message.model_version
         version = self._service.catalog.available(message.model_name, None if number == LATEST else number)
-        path = None if version is None else self._paths.find(version)
+        path = None if version is None else self._paths.of(version)
         return path is not None and path.start(exchange, message, header)
 
     def _open(self, version: Version) -> FastRpc | None:

@@ -39,11 +39,11 @@ def test_vector(vector: Vector) -> None:
     expected, body = vector["expected"], body_of(vector["input"])
     if expected["status"] != "OK":
         with pytest.raises(ServeError) as caught:
-            read_examples(body, 100)
+            read_examples(body)
         assert caught.value.message == expected["error"]
         assert HTTP_STATUS[caught.value.kind] == expected["http_status"]
         return
-    got = read_examples(body, 100)
+    got = read_examples(body)
     assert got.signature_name == expected.get("signature_name", "")
     assert str(got.examples) == str(aligned(expected["examples"], got.examples))
     assert (got.context is not None) == (expected["input_kind"] == "example_list_with_context")
@@ -102,7 +102,7 @@ def test_serialized_examples_read_back() -> None:
 
 def test_context_comes_first_in_serialized_examples() -> None:
     body = b'{"context": {"x": 7, "c": 1.0}, "examples": [{"x": 1}, {}]}'
-    first, second = (ExampleMessage.FromString(data) for data in read_examples(body, 100).serialized())
+    first, second = (ExampleMessage.FromString(data) for data in read_examples(body).serialized())
     assert list(first.features.feature["x"].int64list.value) == [1]
     assert list(first.features.feature["c"].floatlist.value) == [1.0]
     assert list(second.features.feature["x"].int64list.value) == [7]

@@ -18,12 +18,12 @@ from fastserve.dialects.tfserving import predict
 from fastserve.dialects.tfserving.document import read_document
 from fastserve.dialects.tfserving.errors import HTTP_STATUS
 from fastserve.dialects.tfserving.explain import read_tensors
-from fastserve.dialects.tfserving.plans import Plans
+from fastserve.dialects.tfserving.signatures import Signatures
 from fastserve.errors import ServeError
 from fastserve.repository.model_config import parse_model_config
 from fastserve.repository.signature import Signature
 from fastserve.repository.version import Version
-from fastserve.tensor import DTYPES, Tensor, TensorSpec
+from fastserve.tensor import DTYPES, DType, Tensor, TensorSpec
 from tests.dialects.tfserving.deviations import is_deviation
 from tests.dialects.tfserving.fakes import HALF_PLUS_TWO, to_array
 from tests.dialects.tfserving.vectors import ALL, DTYPE_BY_TF_NAME, Vector, body_of, each, plain
@@ -40,9 +40,13 @@ def version_with(inputs: dict[str, str]) -> Version:
     return version
 
 
-def plans_of(vector: Vector) -> Plans:
+def signatures_of(vector: Vector) -> Signatures:
     inputs = {name: DTYPE_BY_TF_NAME[dtype].name for name, dtype in vector["signature_inputs"].items()}
-    return Plans(version_with(inputs), 100)
+    return Signatures(version_with(inputs))
+
+
+def dtypes_of(signatures: Signatures) -> dict[str, DType]:
+    return {alias: spec.dtype for alias, spec in signatures.default.signature.inputs.items()}
 
 
 def check(expected: dict[str, Any], columnar: bool, tensors: dict[str, Any]) -> None:
@@ -86,7 +90,7 @@ def outcome(read: Callable[[], Any]) -> Any:
 @each("parse_predict_request")
 def test_vector(vector: Vector) -> None:
     expected = vector["expected"]
-    got = outcome(lambda: predict.read_predict(plans_of(vector), body_of(vector["input"])))
+    got = outcome(lambda: predict.read_predict(signatures_of(vector), body_of(vector["input"])))
     if is_deviation(vector["id"]):
         assert got.http_status == 400
         assert got.error.startswith("JSON Parse error: Nesting too deep. at offset: ")
@@ -105,15 +109,15 @@ BAD = [v for v in ALL if v["kind"] == "parse_predict_request" and v["expected"][
 
 @pytest.mark.parametrize("vector", [pytest.param(v, id=v["id"]) for v in GOOD if not is_deviation(v["id"])])
 def test_the_exact_reader_takes_what_is_good(vector: Vector) -> None:
-    document = read_document(body_of(vector["input"]), 100)
-    check(vector["expected"], *read_tensors(document, plans_of(vector).default.dtypes))
+    document = read_document(body_of(vector["input"]))
+    check(vector["expected"], *read_tensors(document, dtypes_of(signatures_of(vector))))
 
 
 @pytest.mark.parametrize("vector", [pytest.param(v, id=v["id"]) for v in BAD if not is_deviation(v["id"])])
 def test_a_large_body_is_refused_in_short(vector: Vector, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(predict, "EXPLAIN_BYTES", -1)
     body = body_of(vector["input"])
-    got = outcome(lambda: predict.read_predict(plans_of(vector), body))
+    got = outcome(lambda: predict.read_predict(signatures_of(vector), body))
     assert got.http_status == 400
     if "JSON Parse error" in vector["expected"]["error"] and body:
         assert got.error == vector["expected"]["error"]
@@ -157,14 +161,14 @@ def text_of(value: Any) -> str:
 @example(inputs={"a": "bytes", "b": "bytes"}, key="instances", value=[{"b64": "aGk="}])
 def test_both_readers_agree(inputs: dict[str, str], key: str, value: Any) -> None:
     body = f'{{"{key}": {text_of(value)}}}'.encode()
-    plans = Plans(version_with(inputs), 100)
-    exact = outcome(lambda: read_tensors(read_document(body, 100), plans.default.dtypes))
-    got = outcome(lambda: predict.read_predict(plans, body))
+    signatures = Signatures(version_with(inputs))
+    exact = outcome(lambda: read_tensors(read_document(body), dtypes_of(signatures)))
+    got = outcome(lambda: predict.read_predict(signatures, body))
     if isinstance(exact, Refusal):
         assert got == exact
         return
     try:
-        read = plans.default.reader.read(body)
+        read = signatures.default.reader.read(body)
     except predict.JSONFault:
         read = None
     assert read is not None or "float16" in inputs.values()
@@ -197,12 +201,12 @@ def test_both_readers_agree_on_damaged_bodies(vector: Vector, cuts: list[tuple[f
     for place, length, piece in cuts:
         at = int(place * len(body))
         body[at : at + length] = piece
-    plans = plans_of(vector)
+    signatures = signatures_of(vector)
     try:
-        read = plans.default.reader.read(bytes(body))
+        read = signatures.default.reader.read(bytes(body))
     except predict.JSONFault:
         read = None
-    exact = outcome(lambda: predict._read_plain(plans, bytes(body)))
+    exact = outcome(lambda: predict.read_plain(signatures, bytes(body)))
     assert (read is None) == isinstance(exact, Refusal)
     if read is not None:
         wanted = {name: (t.dtype.code, t.shape, bytes(t.data)) for name, t in exact[2].items()}

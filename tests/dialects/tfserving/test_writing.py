@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fastserve.dialects.tfserving.classify import write_results
+from fastserve.dialects.tfserving.describe import join_metadata, tensor_info, write_status
 from fastserve.dialects.tfserving.errors import HTTP_STATUS, error_body
-from fastserve.dialects.tfserving.metadata import join_metadata, tensor_info
 from fastserve.dialects.tfserving.monitoring import (
     LATENCY_BOUNDS_US,
     Monitor,
@@ -20,10 +21,8 @@ from fastserve.dialects.tfserving.monitoring import (
     write_histogram,
     write_series,
 )
-from fastserve.dialects.tfserving.plans import Plans, PredictPlan
 from fastserve.dialects.tfserving.predict import write_predict
-from fastserve.dialects.tfserving.results import ResultPlan, write_classify, write_regress
-from fastserve.dialects.tfserving.status import write_status
+from fastserve.dialects.tfserving.results import ResultPlan
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.model_config import parse_model_config
 from fastserve.repository.version import Version, VersionState
@@ -48,9 +47,8 @@ def tensor_of(given: dict[str, Any]) -> Tensor:
     return to_tensor(np.array(values, dtype=dtype.name).reshape(shape))
 
 
-def plan_of(outputs: dict[str, Any]) -> PredictPlan:
-    plan = Plans(Version("m", 1, Path(), parse_model_config(HALF_PLUS_TWO)), 100).default
-    return PredictPlan(plan.signature, plan.reader, plan.dtypes, tuple((n, n) for n in outputs), (), None)
+def names_of(outputs: dict[str, Any]) -> dict[str, str]:
+    return {name: name for name in outputs}
 
 
 def loads(body: bytes) -> Any:
@@ -65,11 +63,11 @@ def test_predict_reply(vector: Vector) -> None:
     columnar = vector["format"] == "columnar"
     if expected["status"] != "OK":
         with pytest.raises(ServeError) as caught:
-            write_predict(plan_of(outputs), outputs, columnar=columnar)
+            write_predict(names_of(outputs), outputs, columnar=columnar)
         assert caught.value.kind.name == expected["status"]
         assert caught.value.message == expected["error"]
         return
-    body = write_predict(plan_of(outputs), outputs, columnar=columnar)
+    body = write_predict(names_of(outputs), outputs, columnar=columnar)
     if "key_order" in expected:
         assert loads(body) == loads(body_of(expected))
     else:
@@ -79,9 +77,9 @@ def test_predict_reply(vector: Vector) -> None:
 def test_outputs_of_unequal_rows() -> None:
     outputs = {"a": to_tensor(np.zeros(2, "f4")), "b": to_tensor(np.zeros((3, 1), "f4"))}
     with pytest.raises(ServeError) as caught:
-        write_predict(plan_of(outputs), outputs, columnar=False)
+        write_predict(names_of(outputs), outputs, columnar=False)
     assert caught.value.message == "Tensor name: b has inconsistent batch size: 3 expecting: 2"
-    assert loads(write_predict(plan_of(outputs), outputs, columnar=True))["outputs"]["a"] == [0.0, 0.0]
+    assert loads(write_predict(names_of(outputs), outputs, columnar=True))["outputs"]["a"] == [0.0, 0.0]
 
 
 @each("make_json_from_classification")
@@ -90,7 +88,7 @@ def test_classify_reply(vector: Vector) -> None:
     if vector["expected"]["status"] != "OK":
         nothing = {"c": to_tensor(np.zeros((0, 0), dtype=object))}
         with pytest.raises(ServeError, match=vector["expected"]["error"]):
-            write_classify(ResultPlan({"classes": "c"}), nothing, 0, ("results",))
+            write_results("classify", ResultPlan({"classes": "c"}), nothing, 0, ("results",))
         return
     labels = np.array([[label.encode() for label, _ in row] for row in rows], dtype=object)
     outputs = {"c": to_tensor(labels)}
@@ -98,7 +96,7 @@ def test_classify_reply(vector: Vector) -> None:
     if rows[0][0][1] is not None:
         outputs["s"] = to_tensor(np.array([[score for _, score in row] for row in rows], "f4"))
         wanted["scores"] = "s"
-    body = write_classify(ResultPlan(wanted), outputs, len(rows), ("results",))
+    body = write_results("classify", ResultPlan(wanted), outputs, len(rows), ("results",))
     assert body == body_of(vector["expected"])
 
 
@@ -108,15 +106,15 @@ def test_regress_reply(vector: Vector) -> None:
     outputs = {"o": to_tensor(np.array(values, "f4"))}
     if vector["expected"]["status"] != "OK":
         with pytest.raises(ServeError, match=vector["expected"]["error"]):
-            write_regress(ResultPlan({"outputs": "o"}), outputs, len(values), ("results",))
+            write_results("regress", ResultPlan({"outputs": "o"}), outputs, len(values), ("results",))
         return
-    body = write_regress(ResultPlan({"outputs": "o"}), outputs, len(values), ("results",))
+    body = write_results("regress", ResultPlan({"outputs": "o"}), outputs, len(values), ("results",))
     assert body == body_of(vector["expected"])
 
 
 def test_both_result_keys() -> None:
     outputs = {"o": to_tensor(np.array([[1], [2]], "f4"))}
-    body = write_regress(ResultPlan({"outputs": "o"}), outputs, 2, ("results", "result"))
+    body = write_results("regress", ResultPlan({"outputs": "o"}), outputs, 2, ("results", "result"))
     assert json.loads(body) == {"results": [1.0, 2.0], "result": [1.0, 2.0]}
 
 
