@@ -11,14 +11,19 @@ from pathlib import Path
 
 import click
 
-from bench.load import h2_load, measure, table, v2_load, wrk
+from bench.load import h2_load, h2load, idle, measure, table, v2_load, wrk
 from bench.load.measure import Plan
 from bench.workloads import WORKLOADS
 
 BUSY_LOAD = 0.7
 GRPC = ["grpc-tiny", "grpc-image"]
+CLIENT = ["grpc-client"]
 V1 = ["v1-tiny", "v1-image"]
-PARTS = [*WORKLOADS, *h2_load.PARTS, *v2_load.PARTS, *GRPC, *V1, "latency", "frontends", "memory", "codec"]
+PARTS = [
+    *WORKLOADS, *h2_load.PARTS, *idle.PARTS, *v2_load.PARTS, *GRPC, *CLIENT, *V1,
+    "latency", "frontends", "memory", "codec",
+]  # fmt: skip
+GROUPS = {"http2": [*h2_load.PARTS, *CLIENT, *idle.PARTS]}
 
 
 def cores() -> tuple[int, int]:
@@ -36,6 +41,12 @@ def rows(part: str, plan: Plan, subject: measure.Start, soak: int) -> list[table
         return [v2_load.row(part, plan)]
     if part in h2_load.PARTS:
         return [h2_load.row(part, plan)]
+    if part in idle.PARTS:
+        return [idle.row(part, plan)]
+    if part in CLIENT:
+        from bench.load import grpcio_load
+
+        return [grpcio_load.row(part, plan)]
     if part in GRPC:
         from bench.load import grpc_load
 
@@ -79,8 +90,11 @@ def describe(plan: Plan, hello: float) -> dict[str, object]:
     }
 
 
-@click.command(help="Compare `fastserve serve` with the reference server, on one core each, under wrk.")
-@click.argument("parts", nargs=-1, type=click.Choice(PARTS), metavar="[PART]...")
+@click.command(
+    help="Compare `fastserve serve` with the reference server, on one core each, under wrk. The part http2"
+    " stands for all rows of HTTP/2 and gRPC: `python -m bench.load http2`."
+)
+@click.argument("parts", nargs=-1, type=click.Choice([*PARTS, *GROUPS]), metavar="[PART]...")
 @click.option(
     "--repeats", default=3, show_default=True, help="Runs of each server, taking turns; medians count."
 )
@@ -101,13 +115,16 @@ def main(
     self_test: bool,
 ) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that every server is stopped on the way out
+    chosen = [one for part in parts for one in GROUPS.get(part, [part])]
+    chosen = chosen or list(WORKLOADS if self_test else PARTS)
     try:
         wrk.require()
-    except wrk.NoWrk as fault:
+        if {*chosen} & {*GROUPS["http2"]}:
+            h2load.require()
+    except (wrk.NoWrk, h2load.NoH2load) as fault:
         raise click.ClickException(str(fault)) from None
     warn_when_busy()
     subject = measure.start_reference if self_test else measure.start_fastserve
-    chosen = parts or tuple(WORKLOADS if self_test else PARTS)
     plan = Plan(repeats, seconds, *cores(), doubles=doubles, say=lambda text: click.echo(text, err=True))
     about = describe(plan, measure.hello(plan))
     found = [row for part in chosen for row in rows(part, plan, subject, soak)]

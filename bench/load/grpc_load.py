@@ -43,10 +43,10 @@ def echo(model: str, cores: Sequence[int]) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def subject(model: str, cores: Sequence[int]) -> Iterator[Server]:
+def subject(model: str, cores: Sequence[int], *extra: str) -> Iterator[Server]:
     port = servers.free_port()
     command = [str(Path(sys.executable).with_name("fastserve")), "serve", str(workloads.REPOSITORY)]
-    command += ["--load-model", model, "--http", "off", "--grpc", f"127.0.0.1:{port}"]
+    command += ["--load-model", model, "--http", "off", "--grpc", f"127.0.0.1:{port}", *extra]
     with servers.started("fastserve", command, port, cores) as server:
         yield server
 

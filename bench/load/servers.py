@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -23,6 +24,7 @@ from bench.workloads import REPOSITORY, Workload, expected
 
 START_SECONDS = 60.0
 STOP_SECONDS = 10.0
+_REQUESTS = re.compile(r'^fastserve_requests_total\{.*status="(\w+)".*\} (\S+)$', re.MULTILINE)
 
 
 class Server:
@@ -128,6 +130,26 @@ def fastserve_model(model: str, cores: Sequence[int], *extra: str) -> Iterator[S
         shutil.copytree(REPOSITORY / model, Path(folder) / model)
         with fastserve(folder, cores, *extra) as server:
             yield server
+
+
+@contextlib.contextmanager
+def listening_model(model: str, cores: Sequence[int], *extra: str) -> Iterator[Server]:
+    """The same on one port for HTTP/1.1, HTTP/2 and gRPC."""
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="fastserve-bench-") as folder:
+        shutil.copytree(REPOSITORY / model, Path(folder) / model)
+        command = [str(Path(sys.executable).with_name("fastserve")), "serve", folder]
+        command += ["--listen", f"127.0.0.1:{port}", *extra]
+        with started("fastserve", command, port, cores) as server:
+            yield server
+
+
+def count_answers(server: Server) -> tuple[int, int]:
+    """(requests answered well, requests that failed) so far, of all models, as the server counts them."""
+    with urllib.request.urlopen(server.origin + "/metrics", timeout=20) as page:
+        lines = _REQUESTS.findall(page.read().decode())
+    counts = [(status == "OK", round(float(count))) for status, count in lines]
+    return sum(n for well, n in counts if well), sum(n for well, n in counts if not well)
 
 
 def post(url: str, body: bytes, content_type: str) -> bytes:
