@@ -16,7 +16,8 @@ import select
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from math import ceil
 
 import msgspec
 
@@ -41,6 +42,7 @@ BACKLOG = 1024
 # A connection that carries nothing for so long is closed when the listener drains: not at once, because a
 # client may be sending on it just then.
 QUIET_S = 1.0
+LOOKS_AT_ONCE, SLICES = 1000, 10  # connections looked at in one turn of the loop; parts of an interval
 REFUSED_AT_ONCE = 64  # connections over the limit that are still given an answer
 ACCEPT_S = 1.0  # for what waits to be accepted when the listener drains; longer only without descriptors
 AccessLog = Callable[[Call, int, int], None]  # (call, status, body bytes; -1 for a stream)
@@ -90,6 +92,8 @@ class HttpListener:
         self._server: asyncio.Server | None = None
         self._listening: socket.socket | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._unseen: list[Connection | Http2Connection] = []  # not yet looked at in this round
+        self._at_a_time = 0
         self._empty: asyncio.Event | None = None
 
     async def open(self) -> None:
@@ -129,6 +133,7 @@ class HttpListener:
         self.draining, self.plain = True, False
         quiet_s = min(QUIET_S, self.limits.idle_timeout_s)
         self.limits = msgspec.structs.replace(self.limits, idle_timeout_s=quiet_s)
+        self._unseen = []
         self._tick()
         self._empty = asyncio.Event()
         if self.connections:
@@ -208,10 +213,17 @@ class HttpListener:
     # ---- the timer
 
     def _tick(self) -> None:
+        """Look at everybody once in an interval: at many a part at a time, or requests would wait for it."""
         if self._timer is not None:
             self._timer.cancel()
-        self.scan()
-        self._timer = asyncio.get_running_loop().call_later(self._interval_s(), self._tick)
+        now = self._renew()
+        if not self._unseen:
+            self._unseen = list(self.connections)
+            self._at_a_time = max(LOOKS_AT_ONCE, ceil(len(self._unseen) / SLICES))
+        some, self._unseen = self._unseen[: self._at_a_time], self._unseen[self._at_a_time :]
+        self._look_at(self.connections.intersection(some), now)
+        pause_s = self._interval_s() / (SLICES if self._unseen else 1)
+        self._timer = asyncio.get_running_loop().call_later(pause_s, self._tick)
 
     def _interval_s(self) -> float:
         limits = self.limits
@@ -220,10 +232,17 @@ class HttpListener:
 
     def scan(self) -> None:
         """Renew the date and apply the time limits to every connection, once."""
-        self.heads.tick(time.time())
-        self.http2.blocks.tick(time.time())
-        now = self.clock()
-        for connection in list(self.connections):
+        self._look_at(list(self.connections), self._renew())
+
+    def _renew(self) -> float:
+        """Set the date of replies; the time."""
+        unix_s = time.time()
+        self.heads.tick(unix_s)
+        self.http2.blocks.tick(unix_s)
+        return self.clock()
+
+    def _look_at(self, connections: Iterable[Connection | Http2Connection], now: float) -> None:
+        for connection in connections:
             verdict = connection.look(now)
             if verdict is not Verdict.FINE:
                 self._judge(connection, verdict)

@@ -54,7 +54,7 @@ class Pace:
     ) -> Verdict:
         """`calls` begun so far tell two phases of one kind apart. `received` counts body bytes, `unsent`
         bytes the client has not taken; `now` in seconds."""
-        if self._is_stalled(unsent, now, limits.write_stall_s):
+        if (unsent or self._unsent) and self._is_stalled(unsent, now, limits.write_stall_s):
             return Verdict.STALLED
         if phase is not self._phase or calls != self._calls or (phase is Phase.END and unsent):
             self._phase = phase

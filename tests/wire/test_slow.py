@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import pytest
 
-from tests.wire.kit import Held, Pipe, echo, limits
+from fastserve.wire.pace import Verdict
+from tests.wire.kit import WAIT_S, Held, Pipe, echo, limits, serving
 
 QUICK = limits(header_timeout_s=10.0, idle_timeout_s=75.0, write_stall_s=30.0, body_bytes_per_s=100)
 GET = b"GET /echo HTTP/1.1\r\nHost: a\r\n\r\n"
@@ -171,3 +175,36 @@ def test_a_thousand_connections_are_scanned_in_one_go() -> None:
     pipe.scan(75.0)
     assert all(other.closed for other in others)
     assert not pipe.listener.connections
+
+
+def test_many_connections_are_looked_at_in_parts() -> None:
+    """Of 5000 connections no turn of the loop looks at all, and each is looked at again and again."""
+
+    class Quiet:
+        looks = 0
+
+        def look(self, now: float) -> Verdict:
+            self.looks += 1
+            return Verdict.FINE
+
+        def abort(self) -> None:
+            connections.discard(self)
+
+    async def main() -> None:
+        async with serving({"/echo": echo}, limits(header_timeout_s=0.2)) as listener:
+            connections.update(Quiet() for _ in range(5000))
+            listener.connections = connections
+            every = list(connections)
+            gone = every[0]
+            most = seen = 0
+            while min(one.looks for one in every[1:]) < 2:
+                now = sum(one.looks for one in every)
+                most, seen = max(most, now - seen), now
+                if now:
+                    connections.discard(gone)
+                await asyncio.sleep(0)
+            assert 0 < most <= 1000
+            assert gone.looks <= 1
+
+    connections: set[Any] = set()
+    asyncio.run(asyncio.wait_for(main(), WAIT_S))

@@ -382,13 +382,15 @@ class Http2Connection(asyncio.BufferedProtocol):
         limits = self.listener.limits
         if self._since_s < 0:
             self._since_s = now
-        self.earn(calm.PER_LOOK)
+        if self._calm < calm.BURST:
+            self.earn(calm.PER_LOOK)
         if not self.over:
             if self.listener.draining:
                 self._drain(now)
             elif self._settings_due and self._reader.settled and now - self._since_s >= limits.idle_timeout_s:
                 self.fail(ErrorCode.SETTINGS_TIMEOUT, "SETTINGS were not acknowledged")
-            self.intake.look(now)
+            if self.intake.streams:
+                self.intake.look(now)
             if self._keepalive is not None:
                 self._keepalive.look(now, self)
         unsent = self._transport.get_write_buffer_size() + self.sending.queued
