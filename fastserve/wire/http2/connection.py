@@ -61,9 +61,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         self.sending = Sending(self)
         self.growth = Growth()
         self.client_window = FIRST_WINDOW  # of the client for each new stream
-        self.over = self._ended = (
-            False  # GOAWAY for a fault, or the last reply, is out: what comes is dropped
-        )
+        self.over = self._ended = False  # GOAWAY for a fault, or the last reply, is out: input is dropped
         self._leaving = 0  # 1: the client was told to begin no more streams soon, 2: it may not
         self._out: list[Piece] | None = None  # what is written while input is read
         self._parts = False  # some of it is large
