@@ -72,6 +72,11 @@ KSERVE_NAME: dict[str, str] = {
 DTYPE_BY_KSERVE: dict[str, DType] = {kserve: DTYPES[name] for name, kserve in KSERVE_NAME.items()}
 
 
+def kserve_name(dtype: DType) -> str:
+    """The protocol's datatype; INVALID where it has none."""
+    return KSERVE_NAME.get(dtype.name, "INVALID")
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """What a model says of one input or output.

@@ -8,7 +8,6 @@ from math import prod
 
 from fastserve.dialects.kserve_v2.body import InferBody, OutputPart
 from fastserve.dialects.kserve_v2.coding import Coding, choose_coding, pack
-from fastserve.dialects.kserve_v2.metadata import datatype_of
 from fastserve.dialects.kserve_v2.parameters import Parameters
 from fastserve.dialects.kserve_v2.replies import OutputReply, write_reply
 from fastserve.dialects.kserve_v2.service import JSON
@@ -16,7 +15,7 @@ from fastserve.request import InferResponse
 from fastserve.serving.classification import Class, check_order, classify
 from fastserve.serving.model_view import ModelView
 from fastserve.serving.shared_memory import Destination, Range
-from fastserve.tensor import DTYPES, Tensor
+from fastserve.tensor import DTYPES, Tensor, kserve_name
 from fastserve.wire.apart import Apart
 from fastserve.wire.call import Call
 
@@ -81,7 +80,7 @@ def client_shape(plan: ModelView, name: str, shape: tuple[int, ...]) -> tuple[in
 def best_classes(plan: ModelView, name: str, tensor: Tensor, most: int) -> Tensor:
     """The classification extension (spec 5): `VALUE:INDEX` or `VALUE:INDEX:LABEL` as BYTES [rows?, classes].
     Raises ServeError for a type that has no order."""
-    check_order(tensor, "output", datatype_of(tensor.dtype))
+    check_order(tensor, "output", kserve_name(tensor.dtype))
     rows = classify(tensor, most, plan.labels(name), batching=plan.batching)
     shape = (len(rows), min(most, prod(tensor.shape[plan.batching :])))
     texts = [_describe(one) for row in rows for one in row]

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from fastserve._ext.infer_json import InferBody as CompiledBody
 from fastserve._ext.infer_json import InferCode, InferFault, InferInput, read_infer
 from fastserve._ext.json_value import Members
-from fastserve.dialects.kserve_v2.document import (
+from fastserve.dialects.kserve_v2.errors import internal, invalid, to_bytes
+from fastserve.dialects.kserve_v2.leaves import read_leaves
+from fastserve.dialects.kserve_v2.parameters import Parameters, read_parameters, set_parameter
+from fastserve.dialects.kserve_v2.values import (
+    Value,
     as_array,
     as_bool,
     as_string,
@@ -26,14 +29,8 @@ from fastserve.dialects.kserve_v2.document import (
     need,
     read_json,
 )
-from fastserve.dialects.kserve_v2.errors import internal, invalid, to_bytes
-from fastserve.dialects.kserve_v2.leaves import read_leaves
-from fastserve.dialects.kserve_v2.parameters import Parameters, read_parameters, set_parameter
 from fastserve.serving.shared_memory import Range
 from fastserve.tensor import DTYPE_BY_KSERVE, count_items
-
-if TYPE_CHECKING:
-    from fastserve._ext.json_value import Value
 
 Memory = bytes | bytearray | memoryview
 Header = CompiledBody | InferFault

@@ -1,137 +1,260 @@
-"""The calls that are no inference: read, ask, write, each in a few lines. Which path is which: `routes`."""
+"""What is asked besides inference: health, metadata, statistics, settings, client memory (spec 2, 6, 8, 9).
+
+Functions of plain values, one for both transports. These read what was sent and write what comes back
+(`http_calls`, `rpc_calls`); which path and RPC is which: `operations`; of the model repository: `control`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from fastserve.dialects.kserve_v2.document import read_object
-from fastserve.dialects.kserve_v2.errors import error_body, invalid
-from fastserve.dialects.kserve_v2.infer import find_plan
-from fastserve.dialects.kserve_v2.lookup import read_version, ready_versions
-from fastserve.dialects.kserve_v2.memory_calls import (
-    cuda_status,
-    register_cuda,
-    register_system,
-    system_status,
-    unregister,
-)
-from fastserve.dialects.kserve_v2.metadata import model_config, model_metadata, server_metadata
-from fastserve.dialects.kserve_v2.repository import (
-    check_repository,
-    list_models,
-    load_model,
-    read_index_request,
-    read_load_request,
-    read_unload_request,
-    unload_model,
-)
-from fastserve.dialects.kserve_v2.routes import Target
-from fastserve.dialects.kserve_v2.service import TEXT, Service, show, show_nothing
-from fastserve.errors import ServeError
-from fastserve.serving.model_view import find_version
-from fastserve.wire.call import Call
+import msgspec
 
-Plain = Callable[[Service, Target, Call], None]
-Slow = Callable[[Service, Target, Call], Awaitable[None]]
+from fastserve import __version__
+from fastserve.dialects.kserve_v2 import control
+from fastserve.dialects.kserve_v2.errors import invalid, not_found, unsupported
+from fastserve.dialects.kserve_v2.service import Service, read_version
+from fastserve.engine import BatchCounts, counts_of
+from fastserve.repository.catalog import Catalog
+from fastserve.repository.triton_config import config_json
+from fastserve.repository.version import Version
+from fastserve.serving.model_view import ModelView, TensorView
+from fastserve.tensor import kserve_name
+
+SERVER_NAME = "triton"
+"""What clients of the original look for; `version` says which server this is."""
+EXTENSIONS = (
+    "classification", "sequence", "model_repository", "model_repository(unload_dependents)",
+    "schedule_policy", "model_configuration", "system_shared_memory", "cuda_shared_memory", "binary_tensor_data",
+    "parameters", "statistics", "trace", "logging",
+)  # fmt: skip
+_ENABLE = "Start the server with '--admin-%s' to enable."
+# InferStatistics' fields, which VersionCounts has by the same names.
+KINDS = (
+    "success", "fail", "queue", "compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss",
+)  # fmt: skip
 
 
-def show_live(service: Service, target: Target, call: Call) -> None:
-    show_nothing(call)
+@dataclass(slots=True)
+class Asked:
+    """What a call is about. `name` is a model's or a region's. `given` reads what else was sent, and looks at
+    `given_bytes`; None when nothing was. A few texts differ over HTTP."""
+
+    name: str = ""
+    version: str = ""
+    repository: str = ""
+    given: Callable[[], Any] | None = None
+    given_bytes: int = 0
+    over_http: bool = False
+
+    def read(self) -> Any:
+        """What was sent besides names. Raises ServeError."""
+        return None if self.given is None else self.given()
 
 
-def show_ready(service: Service, target: Target, call: Call) -> None:
-    call.reply(200 if service.readiness.ready else 400, b"", TEXT)
+# --- health and metadata --------------------------------------------------------------------------------
 
 
-def show_model_ready(service: Service, target: Target, call: Call) -> None:
-    if service.catalog.available(target.model, read_version(target.version)) is None:
+def show_live(service: Service, asked: Asked) -> bool:
+    return True
+
+
+def show_ready(service: Service, asked: Asked) -> bool:
+    return service.readiness.ready
+
+
+def show_model_ready(service: Service, asked: Asked) -> bool:
+    ready = service.catalog.available(asked.name, read_version(asked.version)) is not None
+    if asked.over_http and not ready:
         raise invalid("Model version not ready")
-    show_nothing(call)
+    return ready
 
 
-def show_server(service: Service, target: Target, call: Call) -> None:
-    show(call, server_metadata())
+def show_server(service: Service, asked: Asked) -> dict[str, Any]:
+    return {"name": SERVER_NAME, "version": __version__, "extensions": list(EXTENSIONS)}
 
 
-def show_model(service: Service, target: Target, call: Call) -> None:
-    number = read_version(target.version)
-    version = find_version(service.catalog, target.model, number)
-    numbers = [v.number for v in ready_versions(service.catalog, target.model)]
-    show(call, model_metadata(service.plans.of(version), numbers if number is None else [number]))
+def show_model(service: Service, asked: Asked) -> dict[str, Any]:
+    """The ready versions, or the one that was asked for. Raises ServeError."""
+    view = service.find(asked.name, asked.version)
+    ready = [view.version] if asked.version else service.catalog.models[asked.name].available()
+    config = view.version.config
+    triton = config.triton or {}
+    return {
+        "name": view.model,
+        "versions": [str(version.number) for version in ready],
+        "platform": str(triton.get("platform") or triton.get("backend") or config.backend),
+        "inputs": [_describe(view, tensor) for tensor in view.inputs.values()],
+        "outputs": [_describe(view, tensor) for tensor in view.outputs.values()],
+    }
 
 
-def show_config(service: Service, target: Target, call: Call) -> None:
-    show(call, model_config(find_plan(service, target).version))
+def _describe(view: ModelView, tensor: TensorView) -> dict[str, Any]:
+    shape = list(view.full_dims(tensor))
+    return {"name": tensor.name, "datatype": kserve_name(tensor.dtype), "shape": shape}
 
 
-def show_statistics(service: Service, target: Target, call: Call) -> None:
-    show(call, service.statistics.show(target.model, read_version(target.version)))
+def show_config(service: Service, asked: Asked) -> Mapping[str, Any]:
+    """The configuration as the original's ModelConfig message in JSON, defaults and all."""
+    version = service.find(asked.name, asked.version).version
+    shown = config_json(version.config, version)
+    scheduling = shown.get("ensemble_scheduling", {})
+    if not scheduling.get("max_inflight_requests"):  # 24.10 does not know it yet
+        scheduling.pop("max_inflight_requests", None)
+    if scheduling:
+        shown.setdefault("model_transaction_policy", {"decoupled": False})
+    return shown
 
 
-def set_trace(service: Service, target: Target, call: Call) -> None:
-    if target.model and service.catalog.available(target.model, None) is None:
-        raise invalid(f"Request for unknown model : {target.model}")
-    if call.method == "POST":
-        service.trace.change(read_object(call.body), target.model)
-    show(call, service.trace.show(target.model))
+# --- statistics: of every dialect's requests, since the version was loaded -------------------------------
 
 
-def set_logging(service: Service, target: Target, call: Call) -> None:
-    if call.method == "POST":
-        service.must_allow_log_settings()
-        service.log.change(read_object(call.body))
-    show(call, service.log.show())
+def show_statistics(service: Service, asked: Asked) -> dict[str, Any]:
+    """One entry per ready version, of one model or of all. A request that never reached the model's queue, as
+    its inputs were wrong, is no inference request, as in the original. Raises ServeError."""
+    chosen = _choose(service.catalog, asked.name, read_version(asked.version))
+    return {"model_stats": [_show_counts(version) for version in chosen]}
 
 
-def show_system_memory(service: Service, target: Target, call: Call) -> None:
-    show(call, system_status(service.regions, target.parts.get("region", "")))
+def _choose(catalog: Catalog, name: str, number: int | None) -> list[Version]:
+    if not name:
+        return [version for known in sorted(catalog.models) for version in catalog.models[known].available()]
+    if name not in catalog.models or not catalog.models[name].available():
+        raise invalid(f"requested model '{name}' is not available")
+    if number is None:
+        return catalog.models[name].available()
+    version = catalog.available(name, number)
+    if version is None:
+        raise invalid(f"requested model version is not available for model '{name}'")
+    return [version]
 
 
-def show_cuda_memory(service: Service, target: Target, call: Call) -> None:
-    show(call, cuda_status(service.regions, target.parts.get("region", "")))
+def _show_counts(version: Version) -> dict[str, Any]:
+    counts = counts_of(version)
+    return {
+        "name": version.model,
+        "version": str(version.number),
+        "last_inference": counts.last_ms,
+        "inference_count": counts.inferences,
+        "execution_count": counts.executions,
+        "inference_stats": {kind: msgspec.to_builtins(getattr(counts, kind)) for kind in KINDS},
+        "response_stats": msgspec.to_builtins(counts.responses, str_keys=True),
+        "batch_stats": [_show_batch(batch) for batch in counts.batches],
+        "memory_usage": [],
+    }
 
 
-def register_system_memory(service: Service, target: Target, call: Call) -> None:
-    register_system(service.regions, target.parts.get("region", ""), call.body)
-    show_nothing(call)
+def _show_batch(batch: BatchCounts) -> dict[str, Any]:
+    times = {
+        "compute_input": batch.input_ns,
+        "compute_infer": batch.infer_ns,
+        "compute_output": batch.output_ns,
+    }
+    return {
+        "batch_size": batch.rows,
+        **{stage: {"count": batch.runs, "ns": ns} for stage, ns in times.items()},
+    }
 
 
-def register_cuda_memory(service: Service, target: Target, call: Call) -> None:
-    register_cuda(service.regions, target.parts.get("region", ""), call.body)
-    show_nothing(call)
+# --- settings -------------------------------------------------------------------------------------------
 
 
-def unregister_system_memory(service: Service, target: Target, call: Call) -> None:
-    unregister(service.regions, target.parts.get("region", ""))
-    show_nothing(call)
+def set_trace(service: Service, asked: Asked) -> dict[str, Any]:
+    if asked.name and service.catalog.available(asked.name, None) is None:
+        raise invalid(f"Request for unknown model : {asked.name}")
+    if asked.given is not None:
+        service.trace.change(asked.read(), asked.name, gap="" if asked.over_http else " ")
+    return dict(service.trace.show(asked.name))
 
 
-def unregister_cuda_memory(service: Service, target: Target, call: Call) -> None:
+def set_logging(service: Service, asked: Asked) -> dict[str, Any]:
+    if asked.given is not None:
+        if not service.admin.log_settings:
+            raise unsupported("Changes of log settings are disabled. " + _ENABLE % "log-settings")
+        service.log.change(asked.read(), "--log_format" if asked.over_http else "log_format")
+    return dict(service.log.show())
+
+
+# --- client memory --------------------------------------------------------------------------------------
+
+
+def show_regions(service: Service, asked: Asked) -> list[dict[str, Any]]:
+    """Raises ServeError NOT_FOUND."""
+    return [
+        {"name": one.name, "key": one.key, "offset": one.offset, "byte_size": one.byte_size}
+        for one in service.regions.list(asked.name)
+    ]
+
+
+def register_region(service: Service, asked: Asked) -> None:
+    _must_be_named(service, asked, "system")
+    key, offset, byte_size = asked.read()
+    service.regions.register(asked.name, key, offset, byte_size)
+
+
+def unregister_region(service: Service, asked: Asked) -> None:
+    """One region, or all of them for "". Raises ServeError."""
+    if asked.name:
+        service.regions.unregister(asked.name)
+    else:
+        service.regions.unregister_all()
+
+
+def show_cuda_regions(service: Service, asked: Asked) -> list[dict[str, Any]]:
+    """There are none. Raises ServeError NOT_FOUND for a name."""
+    if asked.name in service.regions:
+        raise not_found(
+            f"The region named '{asked.name}' is registered as system shared memory, not CUDA shared memory"
+        )
+    if asked.name:
+        raise not_found(f"Unable to find cuda shared memory region: '{asked.name}'")
+    return []
+
+
+def register_cuda_region(service: Service, asked: Asked) -> None:
+    """Always raises: there is no GPU whose memory could be opened. What was sent is checked before."""
+    _must_be_named(service, asked, "cuda")
+    asked.read()
+    raise invalid("failed to register shared memory region: invalid args")
+
+
+def unregister_cuda_region(service: Service, asked: Asked) -> None:
     service.regions.must_be_allowed()
-    show_nothing(call)
 
 
-async def show_index(service: Service, target: Target, call: Call) -> None:
-    only_ready = read_index_request(call.body)
-    show(call, await list_models(service.repository, service.catalog, only_ready))
+def _must_be_named(service: Service, asked: Asked, kind: str) -> None:
+    service.regions.must_be_allowed()
+    if asked.over_http and not asked.name:
+        raise invalid(f"'region name' is necessary to register {kind} shared memory region")
 
 
-async def load(service: Service, target: Target, call: Call) -> None:
-    check_repository(target.parts.get("repository", ""))
-    override = await service.apart(len(call.body), read_load_request, call.body)
-    service.must_allow_files(override)
-    await load_model(service.repository, service.catalog, target.model, override)
-    show_nothing(call)
+# --- the model repository -------------------------------------------------------------------------------
 
 
-async def unload(service: Service, target: Target, call: Call) -> None:
-    check_repository(target.parts.get("repository", ""))
-    await unload_model(service.repository, target.model, read_unload_request(call.body))
-    show_nothing(call)
+async def show_index(service: Service, asked: Asked) -> list[dict[str, Any]]:
+    if not asked.over_http:
+        control.check_repository(asked.repository)
+    return await control.list_models(service.repository, service.catalog, asked.read())
 
 
-PLAIN: dict[str, Plain] = {
+async def load(service: Service, asked: Asked) -> None:
+    control.check_repository(asked.repository)
+    override = await service.apart(asked.given_bytes, asked.read)
+    if override is not None and override.files and not service.admin.file_overrides:  # which run as code
+        raise unsupported("Files in a load are disabled. " + _ENABLE % "file-overrides")
+    await control.load_model(service.repository, service.catalog, asked.name, override)
+
+
+async def unload(service: Service, asked: Asked) -> None:
+    control.check_repository(asked.repository)
+    await control.unload_model(service.repository, asked.name, asked.read())
+
+
+Shown = Mapping[str, Any] | list[dict[str, Any]] | bool | None
+Do = Callable[[Service, Asked], Shown | Awaitable[Shown]]
+CALLS: dict[str, Do] = {
     "live": show_live,
     "ready": show_ready,
     "model_ready": show_model_ready,
@@ -141,58 +264,13 @@ PLAIN: dict[str, Plain] = {
     "statistics": show_statistics,
     "trace": set_trace,
     "logging": set_logging,
-    "system_status": show_system_memory,
-    "system_register": register_system_memory,
-    "system_unregister": unregister_system_memory,
-    "cuda_status": show_cuda_memory,
-    "cuda_register": register_cuda_memory,
-    "cuda_unregister": unregister_cuda_memory,
+    "system_status": show_regions,
+    "system_register": register_region,
+    "system_unregister": unregister_region,
+    "cuda_status": show_cuda_regions,
+    "cuda_register": register_cuda_region,
+    "cuda_unregister": unregister_cuda_region,
+    "index": show_index,
+    "load": load,
+    "unload": unload,
 }
-SLOW: dict[str, Slow] = {"index": show_index, "load": load, "unload": unload}
-
-
-class Ask:
-    """The endpoint of a target that is answered from what is known."""
-
-    __slots__ = ("_do", "_service", "_target")
-
-    def __init__(self, service: Service, target: Target, do: Plain) -> None:
-        self._service = service
-        self._target = target
-        self._do = do
-
-    def __call__(self, call: Call) -> None:
-        try:
-            self._do(self._service, self._target, call)
-        except ServeError as fault:
-            self._service.refuse(call, fault, self._target.model)
-
-
-class AskSlowly:
-    """The endpoint of a target whose answer has to be waited for. It goes on if the client leaves."""
-
-    __slots__ = ("_do", "_service", "_target")
-
-    def __init__(self, service: Service, target: Target, do: Slow) -> None:
-        self._service = service
-        self._target = target
-        self._do = do
-
-    def __call__(self, call: Call) -> Coroutine[Any, Any, None]:
-        return self._run(call)
-
-    async def _run(self, call: Call) -> None:
-        call.on_gone = None
-        try:
-            await self._do(self._service, self._target, call)
-        except ServeError as fault:
-            self._service.refuse(call, fault, self._target.model)
-
-
-def answer_not_found(call: Call) -> None:
-    call.reply(404, error_body("Not Found"), TEXT)
-
-
-def answer_wrong_verb(call: Call) -> None:
-    # To HEAD as well, as the original does; the connection ends, so that it cannot be taken for a next reply.
-    call.reply(405, error_body("Method Not Allowed"), TEXT, close=call.method == "HEAD", even_to_head=True)

@@ -12,10 +12,9 @@ from math import prod
 from fastserve._ext.flatten import walk_bytes
 from fastserve.dialects.kserve_v2.body import InputPart, Memory
 from fastserve.dialects.kserve_v2.errors import invalid
-from fastserve.dialects.kserve_v2.metadata import datatype_of
 from fastserve.errors import Kind, ModelError
 from fastserve.serving.model_view import ModelView, TensorView
-from fastserve.tensor import DTYPE_BY_KSERVE, KSERVE_NAME, Tensor, count_items
+from fastserve.tensor import DTYPE_BY_KSERVE, KSERVE_NAME, Tensor, count_items, kserve_name
 
 _LENGTH_BYTES = 4
 _NOTE = (
@@ -104,7 +103,7 @@ def _check_part(plan: ModelView, side: TensorView, part: InputPart, told: str) -
         given = KSERVE_NAME[dtype.name] if dtype is not None else "<invalid>"
         raise invalid(
             f"{told}inference input '{part.name}' data-type is '{given}', "
-            f"but model '{plan.model}' expects '{datatype_of(side.dtype)}'"
+            f"but model '{plan.model}' expects '{kserve_name(side.dtype)}'"
         )
     _check_shape(plan, side, part, told)
     if side.dtype.item_bytes:
@@ -185,7 +184,7 @@ def deduce_raw(plan: ModelView, body: Memory) -> InputPart:
                 f"{told}For BYTE datatype raw input '{side.name}', the model must have input shape [1]"
             )
         packed = len(body).to_bytes(_LENGTH_BYTES, "little") + bytes(body)
-        return InputPart(side.name, datatype_of(side.dtype), tuple(1 for _ in dims), packed)
+        return InputPart(side.name, kserve_name(side.dtype), tuple(1 for _ in dims), packed)
     free = dims.count(-1)
     if free > 1:
         raise invalid(
@@ -194,4 +193,4 @@ def deduce_raw(plan: ModelView, body: Memory) -> InputPart:
         )
     unit = side.dtype.item_bytes * prod(size for size in dims if size != -1)
     deduced = len(body) // unit if free and unit else 0
-    return InputPart(side.name, datatype_of(side.dtype), tuple(deduced if n == -1 else n for n in dims), body)
+    return InputPart(side.name, kserve_name(side.dtype), tuple(deduced if n == -1 else n for n in dims), body)

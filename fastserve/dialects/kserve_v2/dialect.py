@@ -9,18 +9,12 @@ from typing import TYPE_CHECKING
 
 from fastserve.config import TritonOptions
 from fastserve.config.triton import parse_restrictions
-from fastserve.dialects.kserve_v2.calls import (
-    PLAIN,
-    SLOW,
-    Ask,
-    AskSlowly,
-    answer_not_found,
-    answer_wrong_verb,
-)
+from fastserve.dialects.kserve_v2.calls import CALLS
 from fastserve.dialects.kserve_v2.generate import Generate
+from fastserve.dialects.kserve_v2.http_calls import Ask, answer_not_found, answer_wrong_verb
 from fastserve.dialects.kserve_v2.infer import Infer
-from fastserve.dialects.kserve_v2.restricted import restrict
-from fastserve.dialects.kserve_v2.routes import WRONG_VERB, Target, is_own, parse_target
+from fastserve.dialects.kserve_v2.operations import TABLE, WRONG_VERB, Target, is_own, parse_target
+from fastserve.dialects.kserve_v2.restricted import restrict, restrict_method
 from fastserve.dialects.kserve_v2.service import Service
 from fastserve.errors import ServeError
 from fastserve.serving.dialect import Dialect, ServingContext
@@ -64,9 +58,15 @@ class KServeV2(Dialect):
 
     def grpc_methods(self) -> list[Method]:
         """The RPCs of inference.GRPCInferenceService."""
-        from fastserve.dialects.kserve_v2.grpc_methods import make_methods
+        from fastserve.dialects.kserve_v2.grpc_infer import make_infer
+        from fastserve.dialects.kserve_v2.grpc_stream import make_stream
+        from fastserve.dialects.kserve_v2.rpc_calls import make_method
 
-        return make_methods(self._service)
+        service = self._service
+        made = {row.name: make_method(service, row) for row in TABLE if row.rpc and row.name in CALLS}
+        restricted = parse_restrictions("grpc_restricted_protocol", service.options.grpc_restricted_protocol)
+        methods = [*made.items(), ("infer", make_infer(service)), ("infer", make_stream(service))]
+        return [restrict_method(method, name, restricted) for name, method in methods]
 
     def close(self) -> None:
         self.traces.close()
@@ -77,6 +77,4 @@ class KServeV2(Dialect):
             return Infer(service, target)
         if asked in ("generate", "generate_stream"):
             return Generate(service, target, events=asked == "generate_stream")
-        if asked in PLAIN:
-            return Ask(service, target, PLAIN[asked])
-        return AskSlowly(service, target, SLOW[asked]) if asked in SLOW else answer_not_found
+        return Ask(service, target) if asked in CALLS else answer_not_found

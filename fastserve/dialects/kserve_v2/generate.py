@@ -11,14 +11,12 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from fastserve._ext.json_writer import write_string
 from fastserve.dialects.kserve_v2.answers import client_tensor
 from fastserve.dialects.kserve_v2.body import InferBody, InputPart, refuse_double
-from fastserve.dialects.kserve_v2.document import as_object, as_string, find, members_of, read_json
 from fastserve.dialects.kserve_v2.errors import (
     HTTP_STATUS,
     error_body,
@@ -28,23 +26,21 @@ from fastserve.dialects.kserve_v2.errors import (
     to_text,
 )
 from fastserve.dialects.kserve_v2.forwarding import headers_as_sent
-from fastserve.dialects.kserve_v2.infer import find_plan, make_request
+from fastserve.dialects.kserve_v2.infer import make_request
 from fastserve.dialects.kserve_v2.leaves import read_leaves
-from fastserve.dialects.kserve_v2.metadata import datatype_of
+from fastserve.dialects.kserve_v2.operations import Target
 from fastserve.dialects.kserve_v2.parameters import read_own
 from fastserve.dialects.kserve_v2.replies import write_items
-from fastserve.dialects.kserve_v2.routes import Target
 from fastserve.dialects.kserve_v2.service import JSON, Service
 from fastserve.dialects.kserve_v2.sizes import check_json
 from fastserve.dialects.kserve_v2.traces import Traced
+from fastserve.dialects.kserve_v2.values import Value, as_object, as_string, find, members_of, read_json
 from fastserve.errors import ModelError, ServeError
 from fastserve.request import InferResponse
 from fastserve.serving.generate import Event, alone, generate
 from fastserve.serving.model_view import ModelView, TensorView
+from fastserve.tensor import kserve_name
 from fastserve.wire.call import Call
-
-if TYPE_CHECKING:
-    from fastserve._ext.json_value import Value
 
 Answer = tuple[int, bytes]
 Events = AsyncGenerator[Event, None]
@@ -71,7 +67,7 @@ class Generate:
     async def __call__(self, call: Call) -> None:
         service, target = self._service, self._target
         try:
-            plan = find_plan(service, target)
+            plan = service.find(target.model, target.version)
             if call.header(b"content-encoding").strip().lower() not in (b"", b"identity"):
                 raise invalid("Unsupported content-encoding, only 'identity' is supported.")
             check_json(len(call.body), service.options.http_max_input_size)
@@ -171,7 +167,7 @@ def _take(plan: ModelView, body: InferBody, name: str, value: Value) -> None:
     shape = shape_of(plan, side, len(leaves))
     data = texts if texts is not None else read_leaves(leaves, side.dtype, len(leaves), name)
     refuse_double(name, {part.name for part in body.inputs}, body.request_id)
-    body.inputs.append(InputPart(name, datatype_of(side.dtype), shape, data))
+    body.inputs.append(InputPart(name, kserve_name(side.dtype), shape, data))
 
 
 def shape_of(plan: ModelView, side: TensorView, count: int) -> tuple[int, ...]:

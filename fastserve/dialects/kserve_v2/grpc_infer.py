@@ -34,18 +34,19 @@ from fastserve.dialects.kserve_v2.grpc_parameters import (
     read_range,
 )
 from fastserve.dialects.kserve_v2.infer import make_request
-from fastserve.dialects.kserve_v2.lookup import read_version
+from fastserve.dialects.kserve_v2.operations import SERVICE
 from fastserve.dialects.kserve_v2.service import Service
 from fastserve.dialects.kserve_v2.traces import Traced
 from fastserve.errors import Kind, ServeError
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.exchange import Awaited
-from fastserve.serving.model_view import ModelView, find_version
+from fastserve.serving.model_view import ModelView
 from fastserve.serving.shared_memory import Rooms, hold_rooms
 from fastserve.serving.slow_path import SlowRequest, answer_slowly
 from fastserve.tensor import DTYPE_BY_KSERVE, KSERVE_NAME, Tensor
 from fastserve.wire.apart import APART_BYTES
-from fastserve.wire.grpc import Exchange, Rpc
+from fastserve.wire.grpc import Exchange, Method, Rpc
+from fastserve.wire.scope import Scope
 
 # Fields of InferTensorContents by their numbers, named as the original names what they hold.
 _CONTENTS = ("", "BOOL", "INT32", "INT64", "UINT32", "UINT64", "FP32", "FP64", "BYTES")
@@ -141,7 +142,7 @@ class GeneralInfer(SlowRequest):
 
     async def read(self) -> InferRequest:
         service = self._service
-        plan = find_sent(service, self._sent)
+        plan = service.find(self._sent.message.model_name, self._sent.message.model_version)
         self.version = plan.version
         if plan.decoupled:
             raise unsupported(DECOUPLED)
@@ -189,18 +190,16 @@ class GeneralInfer(SlowRequest):
         self._exchange.refuse(told)
 
 
+def make_infer(service: Service) -> Method:
+    """ModelInfer."""
+    infer = Infer(service)
+    return Method(SERVICE + "ModelInfer", bytes, infer, bytes, scope=Scope.INFER, start=infer.start)
+
+
 def deadline_of(rpc: Rpc) -> int:
     """When the client's time is up, 0 for never."""
     left_s = rpc.seconds_left()
     return 0 if left_s is None else monotonic_ns() + int(left_s * 1e9)
-
-
-def find_sent(service: Service, sent: Sent) -> ModelView:
-    """The plan of the version a request names. Raises ServeError."""
-    message = sent.message
-    return service.plans.of(
-        find_version(service.catalog, message.model_name, read_version(message.model_version))
-    )
 
 
 def make_job(service: Service, plan: ModelView, sent: Sent, rpc: Rpc) -> Job:

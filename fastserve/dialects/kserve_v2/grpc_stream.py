@@ -12,18 +12,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from functools import partial
 from time import monotonic_ns
 from typing import Any
 
 from fastserve._ext.proto_wire import write_stream_response
 from fastserve.dialects.kserve_v2.answers import reply_parameters
 from fastserve.dialects.kserve_v2.errors import tell
-from fastserve.dialects.kserve_v2.grpc_infer import Job, Sent, collect_outputs, find_sent, make_job
+from fastserve.dialects.kserve_v2.grpc_infer import Job, Sent, collect_outputs, make_job, read_sent
+from fastserve.dialects.kserve_v2.operations import SERVICE, STREAM
 from fastserve.dialects.kserve_v2.service import Service
 from fastserve.errors import ServeError
 from fastserve.request import InferResponse
 from fastserve.serving.exchange import unforeseen
-from fastserve.wire.grpc import Rpc
+from fastserve.wire.grpc import Method, Rpc
+from fastserve.wire.scope import Scope
 
 MOST_AT_ONCE = 256
 """Requests of one stream that may be under way; the stream is read no further until one has ended."""
@@ -39,6 +42,12 @@ class ModelFault(Exception):
     def __init__(self, fault: ServeError) -> None:
         super().__init__(fault.message)
         self.fault = fault
+
+
+def make_stream(service: Service) -> Method:
+    """ModelStreamInfer."""
+    run = partial(stream, service)
+    return Method(SERVICE + STREAM, read_sent, run, bytes, True, True, scope=Scope.INFER)
 
 
 async def stream(service: Service, requests: AsyncIterator[Sent], rpc: Rpc) -> AsyncIterator[bytes]:
@@ -114,7 +123,12 @@ class _Conversation:
     def _check(self, sent: Sent) -> Job | bytes:
         """The job, or the response that says why there is none."""
         try:
-            return make_job(self._service, find_sent(self._service, sent), sent, self._rpc)
+            return make_job(
+                self._service,
+                self._service.find(sent.message.model_name, sent.message.model_version),
+                sent,
+                self._rpc,
+            )
         except ServeError as fault:
             told = tell(fault, sent.message.id)
             self._service.traffic.refused(sent.message.model_name, told.kind.name)

@@ -52,7 +52,7 @@ class FastHttp:
     @classmethod
     def open(cls, service: Service, version: Version, packing: Set[object]) -> FastHttp | None:
         """That of a version; None for one that does more with a request than run or keep it."""
-        plan = service.plans.of(version)
+        plan = service.views.of(version)
         if plan.decoupled or service.forward_http:
             return None
         path = open_path(version, service.traffic, Outcome(service, version))

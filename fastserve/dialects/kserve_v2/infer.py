@@ -13,14 +13,13 @@ from fastserve.dialects.kserve_v2.coding import SUPPORTED, UNSUPPORTED, choose_c
 from fastserve.dialects.kserve_v2.errors import invalid, unsupported
 from fastserve.dialects.kserve_v2.forwarding import headers_as_sent
 from fastserve.dialects.kserve_v2.http_fast import FastHttp
-from fastserve.dialects.kserve_v2.lookup import read_version
-from fastserve.dialects.kserve_v2.routes import Target
+from fastserve.dialects.kserve_v2.operations import Target
 from fastserve.dialects.kserve_v2.service import Service
 from fastserve.dialects.kserve_v2.sizes import check_json, check_raw, check_tensors
 from fastserve.dialects.kserve_v2.traces import Traced
 from fastserve.errors import ServeError
 from fastserve.request import InferRequest, InferResponse
-from fastserve.serving.model_view import ModelView, find_version
+from fastserve.serving.model_view import ModelView
 from fastserve.serving.paths import LastPath
 from fastserve.serving.shared_memory import Rooms, hold_rooms
 from fastserve.serving.slow_path import SlowRequest, answer_slowly
@@ -129,7 +128,7 @@ class GeneralInfer(SlowRequest):
 
     async def read(self) -> InferRequest:
         service = self._service
-        plan = self._plan = find_plan(service, self._target)
+        plan = self._plan = service.find(self._target.model, self._target.version)
         self.version = plan.version
         if plan.decoupled:
             raise unsupported("HTTP end point doesn't support models with decoupled transaction policy")
@@ -170,12 +169,6 @@ class GeneralInfer(SlowRequest):
         headers = SUPPORTED if fault.message == UNSUPPORTED else ()
         version = None if self._plan is None else self._plan.version
         self._service.refuse(self._call, fault, self._target.model, headers, version)
-
-
-def find_plan(service: Service, target: Target) -> ModelView:
-    """The plan of the version a URL names. Raises ServeError."""
-    version = find_version(service.catalog, target.model, read_version(target.version))
-    return service.plans.of(version)
 
 
 async def read_call(service: Service, plan: ModelView, call: Call) -> InferBody:

@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import struct
 from array import array
-from typing import TYPE_CHECKING
 
-from fastserve.dialects.kserve_v2.document import as_bool, as_double, as_int, as_uint
 from fastserve.dialects.kserve_v2.errors import internal, invalid
+from fastserve.dialects.kserve_v2.values import Value, as_bool, as_double, as_int, as_uint
 from fastserve.tensor import ARRAY_CODE, DType
-
-if TYPE_CHECKING:
-    from fastserve._ext.json_value import Value
 
 WHERE = "Unable to parse 'data'"
 _READ = {"bool": as_bool, "float32": as_double, "float64": as_double}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from fastserve.dialects.kserve_v2.document import (
+from fastserve.dialects.kserve_v2.errors import invalid, to_bytes, to_text, unsupported
+from fastserve.dialects.kserve_v2.values import (
     INT64_MAX,
+    Value,
     as_bool,
     as_string,
     as_uint,
@@ -14,10 +15,6 @@ from fastserve.dialects.kserve_v2.document import (
     is_uint,
     members_of,
 )
-from fastserve.dialects.kserve_v2.errors import invalid, to_bytes, to_text, unsupported
-
-if TYPE_CHECKING:
-    from fastserve._ext.json_value import Value
 
 MEANT = (
     "sequence_id",

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from time import monotonic_ns
 
-import msgspec
-
 from fastserve.config import TritonOptions
 from fastserve.config.triton import parse_trace_config
-from fastserve.dialects.kserve_v2.controls import LogSettings, TraceSettings
-from fastserve.dialects.kserve_v2.errors import HTTP_STATUS, error_body, in_own_words, unsupported
+from fastserve.dialects.kserve_v2.errors import HTTP_STATUS, error_body, in_own_words, invalid
 from fastserve.dialects.kserve_v2.forwarding import Forwarding
-from fastserve.dialects.kserve_v2.statistics import Statistics
+from fastserve.dialects.kserve_v2.settings import LogSettings, TraceSettings
 from fastserve.dialects.kserve_v2.traces import Traced, Traces
+from fastserve.dialects.kserve_v2.values import INT64_MAX
 from fastserve.errors import ServeError
 from fastserve.metrics import names
 from fastserve.metrics.traffic import Traffic
@@ -22,14 +21,29 @@ from fastserve.repository.keepers import Keepers
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.dialect import ServingContext
-from fastserve.serving.model_control import LoadOverride
-from fastserve.serving.model_view import ModelView, Views
+from fastserve.serving.model_view import ModelView, Views, find_version
 from fastserve.wire.apart import Apart
 from fastserve.wire.call import Call
 
 JSON = b"application/json"
 TEXT = b"text/plain"
-_OFF = "disabled. Start the server with '--admin-%s' to enable."
+_NUMBER = re.compile(r"[ \t\n\v\f\r]*([+-]?[0-9]+)")
+
+
+def read_version(text: str) -> int | None:
+    """A version as clients write it; None for the latest. Raises ServeError INVALID_ARGUMENT."""
+    if not text:
+        return None
+    match = _NUMBER.match(text)
+    number = int(match[1]) if match and len(match[1]) <= 20 else INT64_MAX + 1
+    if abs(number) > INT64_MAX:
+        raise invalid(
+            f"failed to get model version from specified version string '{text}' (details: stol), "
+            "version should be an integral value > 0"
+        )
+    if number < 0:
+        raise invalid(f"invalid model version specified '{text}' , version should be an integral value > 0")
+    return number
 
 
 class Service:
@@ -45,7 +59,7 @@ class Service:
         self.repository = context.repository
         self.readiness = context.readiness  # of the server: every dialect says the same
         self.apart = Apart()
-        self.plans = Views(engine.catalog)
+        self.views = Views(engine.catalog)
         self.options = options
         self.admin = settings.admin
         self.traces = Traces()
@@ -54,18 +68,11 @@ class Service:
         self.forward_http = Forwarding(self.options.http_header_forward_pattern)
         self.forward_grpc = Forwarding(self.options.grpc_header_forward_pattern)
         self.keepers = Keepers(engine.catalog)
-        self.statistics = Statistics(engine.catalog)
         self.traffic = Traffic(registry, "kserve_v2", engine.catalog.models)
 
-    def must_allow_files(self, override: LoadOverride | None) -> None:
-        """Raises ServeError UNIMPLEMENTED for files, which run as code, unless the server may take them."""
-        if override is not None and override.files and not self.admin.file_overrides:
-            raise unsupported(f"Files in a load are {_OFF % 'file-overrides'}")
-
-    def must_allow_log_settings(self) -> None:
-        """Raises ServeError UNIMPLEMENTED unless the server was told to let clients change its log."""
-        if not self.admin.log_settings:
-            raise unsupported(f"Changes of log settings are {_OFF % 'log-settings'}")
+    def find(self, model: str, version: str) -> ModelView:
+        """The version of a model that answers, "" for the latest. Raises ServeError."""
+        return self.views.of(find_version(self.catalog, model, read_version(version)))
 
     async def infer(self, version: Version, request: InferRequest, traced: Traced | None) -> InferResponse:
         """The engine's answer, with its moments noted. Raises ServeError."""
@@ -123,13 +130,3 @@ async def _note_all(
         async for response in responses:
             traced.answered(request, response)
             yield response
-
-
-def show(call: Call, value: object) -> None:
-    """Reply 200 with a value as JSON."""
-    call.reply(200, msgspec.json.encode(value), JSON)
-
-
-def show_nothing(call: Call) -> None:
-    """Reply 200 with an empty body: it is done."""
-    call.reply(200, b"", TEXT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastserve.config import TritonOptions
 from fastserve.dialects.kserve_v2.dialect import KServeV2
-from fastserve.dialects.kserve_v2.routes import ROUTES, RPCS
+from fastserve.dialects.kserve_v2.operations import ROUTES, RPCS
 from fastserve.protos import load
 from fastserve.serving.dialect import DialectSpec
 

@@ -8,15 +8,13 @@ Every accessor takes `where`, the words put before the complaint:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
 from fastserve._ext.json_value import JSONSyntaxError, Members, parse
 from fastserve.dialects.kserve_v2.errors import internal, to_text
 from fastserve.errors import ServeError
 
-if TYPE_CHECKING:
-    from fastserve._ext.json_value import Value
-
+Value: TypeAlias = "Members | list[Value] | bytes | int | float | bool | None"
 MAX_DEPTH = 100
 INT64_MAX = 2**63 - 1
 UINT64_MAX = 2**64 - 1

@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from fastserve.config.triton import TRACE_LEVELS
-from fastserve.dialects.kserve_v2.document import INT64_MAX, as_array, as_bool, as_string, as_uint, find
 from fastserve.dialects.kserve_v2.errors import invalid, unsupported
 from fastserve.dialects.kserve_v2.traces import OFF, Traces
+from fastserve.dialects.kserve_v2.values import INT64_MAX, Value, as_array, as_string, find
 from fastserve.errors import Kind, ServeError
 from fastserve.logs import switch_logs
-
-if TYPE_CHECKING:
-    from fastserve._ext.json_value import Value
 
 Setting = str | list[str]
 TRACE_DEFAULTS: dict[str, Setting] = {
@@ -39,14 +35,14 @@ class TraceSettings:
     """The global settings, and those of single models on top of them. `start` is what the server began with,
     the file among it; `traces` are told of every change."""
 
-    def __init__(self, start: Mapping[str, str | list[str]], traces: Traces) -> None:
-        self._start: dict[str, str | list[str]] = {**TRACE_DEFAULTS, **start}
-        self._global: dict[str, str | list[str]] = {}
-        self._models: dict[str, dict[str, str | list[str]]] = {}
+    def __init__(self, start: Mapping[str, Setting], traces: Traces) -> None:
+        self._start: dict[str, Setting] = {**TRACE_DEFAULTS, **start}
+        self._global: dict[str, Setting] = {}
+        self._models: dict[str, dict[str, Setting]] = {}
         self._traces = traces
         self._apply()
 
-    def show(self, model: str = "") -> dict[str, str | list[str]]:
+    def show(self, model: str = "") -> dict[str, Setting]:
         """What holds for a model, "" for all."""
         return {**self._start, **self._global, **self._models.get(model, {})}
 
@@ -101,7 +97,7 @@ def _read_number(name: str, value: Value, gap: str) -> Setting:
     return str(number if least else number & most)
 
 
-def _check(settings: Mapping[str, str | list[str]]) -> None:
+def _check(settings: Mapping[str, Setting]) -> None:
     """Raises ServeError for tracing that cannot be done."""
     if settings["trace_level"] == OFF:
         return
@@ -113,18 +109,19 @@ def _check(settings: Mapping[str, str | list[str]]) -> None:
 
 
 FORMATS = ("default", "ISO8601")
+LOG_SETTINGS: dict[str, type] = {
+    "log_info": bool,
+    "log_warning": bool,
+    "log_error": bool,
+    "log_verbose_level": int,
+    "log_format": str,
+}
+"""Those that can be changed."""
 _LEVELS = {
     "log_verbose_level": logging.DEBUG,
     "log_info": logging.INFO,
     "log_warning": logging.WARNING,
     "log_error": logging.ERROR,
-}
-_READ: dict[str, Callable[..., bool | int | str]] = {
-    "log_info": as_bool,
-    "log_warning": as_bool,
-    "log_error": as_bool,
-    "log_verbose_level": as_uint,
-    "log_format": as_string,
 }
 
 
@@ -147,17 +144,10 @@ class LogSettings:
             "log_format": "default",
         }
 
-    def show(self) -> dict[str, bool | int | str]:
-        return dict(self._values)
+    def show(self) -> Mapping[str, bool | int | str]:
+        return self._values
 
-    def change(self, given: Value) -> None:
-        """Take over what a JSON object says; null and unknown settings are passed over. Raises ServeError."""
-        if find(given, "log_file")[1] is not None:
-            raise unsupported("log file location can not be updated through network protocol")
-        values = ((name, read, find(given, name)[1]) for name, read in _READ.items())
-        self.put({name: read(value) for name, read, value in values if value is not None}, "--log_format")
-
-    def put(self, changes: dict[str, bool | int | str], format_name: str = "log_format") -> None:
+    def change(self, changes: Mapping[str, bool | int | str], format_name: str) -> None:
         """Take over settings whose types have been checked. Raises ServeError."""
         chosen = changes.get("log_format", "default")
         if chosen not in FORMATS:

@@ -1,12 +1,9 @@
-"""The model repository extension (spec 7): index, load, unload. The server's repository does the work."""
+"""The model repository extension (spec 7) in the original's words. The server's repository does the work."""
 
 from __future__ import annotations
 
-import base64
-import binascii
 from typing import Any
 
-from fastserve.dialects.kserve_v2.document import as_bool, as_string, find, members_of, read_json
 from fastserve.dialects.kserve_v2.errors import internal, invalid, unsupported
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.catalog import Catalog
@@ -20,14 +17,6 @@ _STATES = {
     VersionState.UNLOADING: "UNLOADING",
     VersionState.END: "UNAVAILABLE",
 }
-
-
-def read_index_request(body: bytes | bytearray) -> bool:
-    """Whether only ready models are wanted. Raises ServeError."""
-    if not body:
-        return False
-    found, ready = find(read_json(body), "ready")
-    return found and as_bool(ready)
 
 
 async def list_models(face: RepositoryFace, catalog: Catalog, only_ready: bool) -> list[dict[str, Any]]:
@@ -53,28 +42,6 @@ def _list_version(version: Version) -> dict[str, Any]:
     elif version.state is VersionState.END:
         entry["reason"] = "unloaded"
     return entry
-
-
-def read_load_request(body: bytes | bytearray) -> LoadOverride | None:
-    """What a load brings along, None for nothing. Raises ServeError."""
-    found, parameters = find(read_json(body), "parameters") if body else (False, None)
-    override = LoadOverride()
-    for key, value in members_of(parameters) if found else ():
-        name, text = key.decode("utf-8", "surrogateescape"), as_string(value)
-        if name == "config":
-            override.config = text
-        elif name.startswith("file:"):
-            override.files[name.removeprefix("file:")] = _decode(text)
-        else:
-            raise internal("unexpected error on creating Triton parameter")
-    return override if override.config is not None or override.files else None
-
-
-def read_unload_request(body: bytes | bytearray) -> bool:
-    """Whether models that only this one needed are unloaded too. Raises ServeError."""
-    found, parameters = find(read_json(body), "parameters") if body else (False, None)
-    found, dependents = find(parameters, "unload_dependents")
-    return found and as_bool(dependents, "Unable to parse 'unload_dependents'")
 
 
 async def load_model(
@@ -133,10 +100,3 @@ def _reasons(catalog: Catalog, name: str, fault: ServeError) -> str:
 
 def _message(version: Version) -> str:
     return version.error.message if version.error is not None else ""
-
-
-def _decode(text: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
-        raise internal("failed to decode the file's content: it is not base64") from None
