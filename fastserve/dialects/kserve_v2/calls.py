@@ -27,8 +27,8 @@ SERVER_NAME = "triton"
 """What clients of the original look for; `version` says which server this is."""
 EXTENSIONS = (
     "classification", "sequence", "model_repository", "model_repository(unload_dependents)",
-    "schedule_policy", "model_configuration", "system_shared_memory", "cuda_shared_memory", "binary_tensor_data",
-    "parameters", "statistics", "trace", "logging",
+    "schedule_policy", "model_configuration", "system_shared_memory", "cuda_shared_memory",
+    "binary_tensor_data", "parameters", "statistics", "trace", "logging",
 )  # fmt: skip
 _ENABLE = "Start the server with '--admin-%s' to enable."
 # InferStatistics' fields, which VersionCounts has by the same names.
