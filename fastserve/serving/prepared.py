@@ -20,6 +20,7 @@ from fastserve.engine import (
     lay_out_outputs,
 )
 from fastserve.request import InferResponse
+from fastserve.serving.remembered import Remembered
 from fastserve.tensor import DType, Tensor
 
 MOST_FORMS = 64  # of the answers to requests that are as one
@@ -54,9 +55,9 @@ class PreparedRequest:
         self.layout_out = lay_out_outputs(queue, wanted or list(queue.outputs))
         self.wanted = wanted
         self.inputs, self.batching = inputs, batching
-        self.writers: dict[Any, Any] = {}  # by the form of an answer, as the layout tells it
-        self._kept: dict[Any, Form] = {}
-        self._heads: dict[int, bytes] = {}
+        self.writers: Remembered[Any, Any] = Remembered(MOST_FORMS)  # by the form of an answer
+        self._kept: Remembered[Any, Form] = Remembered(MOST_FORMS)
+        self._heads: Remembered[int, bytes] = Remembered(MOST_FORMS)
 
     # --- what a dialect says -----------------------------------------------------------------------
 
@@ -89,8 +90,6 @@ class PreparedRequest:
     def add_writer(self, form: Any, described: Described | None = None) -> Any | None:
         """The writer of answers of this form, from now on in `writers`; None when there can be none."""
         if form not in self.writers:
-            if len(self.writers) >= MOST_FORMS:
-                self.writers.clear()
             self.writers[form] = self.make_writer(described or self.layout_out.describe(form))
         return self.writers[form]
 
@@ -98,8 +97,6 @@ class PreparedRequest:
         """An answer's form as the cache keeps it."""
         found = self._kept.get(form)
         if found is None:
-            if len(self._kept) >= MOST_FORMS:
-                self._kept.clear()
             described = self.layout_out.describe(form)
             found = self._kept[form] = tuple([(name, dtype.code, shape) for name, dtype, shape in described])
         return found
@@ -108,8 +105,6 @@ class PreparedRequest:
         """What the cache's keys of the requests at hand begin with, as `make` (of a CacheStage) writes it."""
         head = self._heads.get(self.rows)
         if head is None:
-            if len(self._heads) >= MOST_FORMS:
-                self._heads.clear()
             head = self._heads[self.rows] = make(self._sorts(), self.wanted)
         return head
 

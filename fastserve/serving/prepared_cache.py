@@ -12,25 +12,23 @@ from fastserve.repository.keepers import Keepers
 from fastserve.repository.version import Version
 from fastserve.serving.fast_path import FastPath
 from fastserve.serving.prepared import PreparedRequest
+from fastserve.serving.remembered import Remembered
 
 Prepared = TypeVar("Prepared", bound=PreparedRequest)
 
 
 class PreparedCache(Generic[Prepared]):
-    """At most `most` of them: a client that makes up ever new ones only costs itself."""
+    """At most `most` of them."""
 
-    __slots__ = ("__weakref__", "_known", "_most", "find")
+    __slots__ = ("__weakref__", "_known", "find")
 
     def __init__(self, keepers: Keepers, most: int) -> None:
-        self._known: dict[bytes, tuple[FastPath, Prepared]] = {}
-        self._most = most
+        self._known: Remembered[bytes, tuple[FastPath, Prepared]] = Remembered(most)
         self.find = self._known.get
         keepers.add(self)
 
     def learn(self, key: bytes, path: FastPath, prepared: Prepared) -> None:
         """Remember what requests of this key are."""
-        if len(self._known) >= self._most:
-            self._known.clear()
         self._known[key] = path, prepared
 
     def drop(self, key: bytes) -> None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from fastserve._ext.proto_wire_v1 import write_v1_header
 from fastserve.dialects.triton_v1.header import OutputHeader, RequestHeader
-from fastserve.dialects.triton_v1.inputs import Buffer
+from fastserve.dialects.triton_v1.inputs import Buffer, write_dims
 from fastserve.dialects.triton_v1.names import TYPE_OF
 from fastserve.dialects.triton_v1.text import print_line, print_lines
 from fastserve.errors import Kind, ServeError
@@ -110,9 +110,9 @@ class Answer:
 class Answers:
     """Writes the answers of one version."""
 
-    def __init__(self, plan: ModelView) -> None:
-        self._plan = plan
-        self._remembered: dict[tuple[int, tuple[Raw, ...]], HeaderForms] = {}
+    def __init__(self, view: ModelView) -> None:
+        self._view = view
+        self._remember = lru_cache(REMEMBERED_HEADERS)(partial(HeaderForms, view.version))
 
     def write(
         self, header: RequestHeader, outputs: dict[str, Tensor], held: Mapping[str, Destination]
@@ -137,41 +137,34 @@ class Answers:
     def _find(self, outputs: Mapping[str, Tensor], name: str) -> Tensor:
         tensor = outputs.get(name)
         if tensor is None:
-            text = f"model '{self._plan.model}' did not return output '{name}'"
+            text = f"model '{self._view.model}' did not return output '{name}'"
             raise ServeError(Kind.INTERNAL, text)
         return tensor
 
     def describe(self, name: str, shape: Dims, nbytes: int) -> Raw:
         """An output of this shape, batch axis included. Raises ServeError for one the model must
         not answer."""
-        dims = self._plan.client_shape(name, shape)[self._plan.batching :]
-        output = self._plan.outputs[name]
+        dims = self._view.client_shape(name, shape)[self._view.batching :]
+        output = self._view.outputs[name]
         if output.dims is not None and not output.fits(dims):
             raise ServeError(
                 Kind.INVALID_ARGUMENT,
-                f"output '{name}' for model '{self._plan.model}' has shape {_bracket(dims)} "
-                f"but model configuration specifies shape {_bracket(output.dims)}",
+                f"output '{name}' for model '{self._view.model}' has shape {write_dims(dims)} "
+                f"but model configuration specifies shape {write_dims(output.dims)}",
             )
         return Raw(name, dims, nbytes)
 
     def _classify(self, wanted: OutputHeader, tensor: Tensor) -> Classes:
-        plan, name = self._plan, wanted.name
+        view, name = self._view, wanted.name
         check_order(tensor, f"output '{name}'", TYPE_OF.get(tensor.dtype.name, tensor.dtype.name))
-        rows = classify(tensor, wanted.classes, plan.labels(name), batching=plan.batching)
+        rows = classify(tensor, wanted.classes, view.labels(name), batching=view.batching)
         return Classes(name, rows)
 
     def forms(self, batch_size: int, told: Sequence[Raw | Classes]) -> HeaderForms:
         """The header of these outputs."""
-        raws = tuple(one for one in told if isinstance(one, Raw))
-        if len(raws) != len(told):
-            return HeaderForms(self._plan.version, batch_size, told)
-        key = (batch_size, raws)
-        forms = self._remembered.get(key)
-        if forms is None:
-            if len(self._remembered) >= REMEMBERED_HEADERS:
-                self._remembered.clear()
-            forms = self._remembered[key] = HeaderForms(self._plan.version, batch_size, raws)
-        return forms
+        if all(isinstance(one, Raw) for one in told):
+            return self._remember(batch_size, tuple(told))
+        return HeaderForms(self._view.version, batch_size, told)
 
 
 def _place(wanted: OutputHeader, tensor: Tensor, held: Mapping[str, Destination]) -> Buffer:
@@ -180,10 +173,6 @@ def _place(wanted: OutputHeader, tensor: Tensor, held: Mapping[str, Destination]
         return tensor.data
     held[wanted.name].put(wanted.name, tensor.data)
     return b""
-
-
-def _bracket(dims: Dims) -> str:
-    return f"[{','.join(map(str, dims))}]"
 
 
 def write_id(number: int) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fastserve.dialects.triton_v1.calls import Calls
 from fastserve.dialects.triton_v1.infer import Infer
 from fastserve.dialects.triton_v1.pages import Page
 from fastserve.dialects.triton_v1.replies import NV_STATUS
@@ -24,6 +25,7 @@ class TritonV1(Dialect):
 
     def __init__(self, context: ServingContext, options: NoOptions) -> None:
         self._service = Service(context)
+        self._calls = Calls(self._service)
 
     def route(self, method: str, target: str) -> Route | None:
         """The route of a target, None when another dialect may have it."""
@@ -32,8 +34,9 @@ class TritonV1(Dialect):
         parsed = parse_target(method, target)
         if isinstance(parsed, int):
             return Route(answer_malformed if parsed == 400 else answer_wrong_verb, Scope.METADATA)
-        endpoint = (Infer if parsed.place == "infer" else Page)(self._service, parsed)
-        return Route(endpoint, parsed.scope)
+        if parsed.place == "infer":
+            return Route(Infer(self._service, parsed), parsed.scope)
+        return Route(Page(self._service, self._calls, parsed), parsed.scope)
 
     def refuse(self, call: Call, fault: ServeError) -> None:
         """With the statuses that proxies and pages look at, where the original would say 400."""
@@ -51,9 +54,9 @@ class TritonV1(Dialect):
 
     def grpc_methods(self) -> list[Method]:
         """The RPCs of nvidia.inferenceserver.GRPCService."""
-        from fastserve.dialects.triton_v1.rpcs import make_methods
+        from fastserve.dialects.triton_v1.rpcs import Rpcs
 
-        return make_methods(self._service)
+        return Rpcs(self._service, self._calls).methods()
 
 
 def answer_malformed(call: Call) -> None:

@@ -113,42 +113,30 @@ def read_header(text: str) -> RequestHeader:
 
 
 def _read_whole(text: str) -> RequestHeader:
-    return build_header(parse_text(text, _SCHEMA, "NV-InferRequest"))
+    found = parse_text(text, _SCHEMA, "NV-InferRequest")
+    inputs = (
+        InputHeader(
+            one.get("name", ""),
+            tuple(one.get("dims", ())),
+            one.get("batch_byte_size", 0),
+            _range(one.get("shared_memory")),
+        )
+        for one in found.pop("input", ())
+    )
+    outputs = (
+        OutputHeader(
+            one.get("name", ""), one.get("cls", {}).get("count", 0), _range(one.get("shared_memory"))
+        )
+        for one in found.pop("output", ())
+    )
+    timeout_us = found.pop("timeout_microseconds", 0)
+    return RequestHeader(inputs=tuple(inputs), outputs=tuple(outputs), timeout_us=timeout_us, **found)
 
 
 _read_remembered = lru_cache(maxsize=REMEMBERED_HEADERS)(_read_whole)
 
 
-def build_header(found: Mapping[str, Any]) -> RequestHeader:
-    """A header of the plain values of its fields."""
-    return RequestHeader(
-        found.get("batch_size", 0),
-        tuple(
-            InputHeader(
-                one.get("name", ""),
-                tuple(one.get("dims", ())),
-                one.get("batch_byte_size", 0),
-                _build_shared(one.get("shared_memory")),
-            )
-            for one in found.get("input", ())
-        ),
-        tuple(
-            OutputHeader(
-                one.get("name", ""),
-                one.get("cls", {}).get("count", 0),
-                _build_shared(one.get("shared_memory")),
-            )
-            for one in found.get("output", ())
-        ),
-        found.get("correlation_id", 0),
-        found.get("id", 0),
-        found.get("flags", 0),
-        found.get("priority", 0),
-        found.get("timeout_microseconds", 0),
-    )
-
-
-def _build_shared(found: Mapping[str, Any] | None) -> Range | None:
+def _range(found: Mapping[str, Any] | None) -> Range | None:
     if found is None:
         return None
     return Range(found.get("name", ""), found.get("offset", 0), found.get("byte_size", 0))

@@ -1,22 +1,23 @@
-"""POST /api/infer/MODEL[/VERSION]: header in NV-InferRequest, tensors in the body (spec 3)."""
+"""POST /api/infer/MODEL[/VERSION]: header in NV-InferRequest, tensors in the body (spec 3); and the general
+path of infer over either transport."""
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from fastserve.dialects.triton_v1.general import GeneralRequest
-from fastserve.dialects.triton_v1.header import read_header
-from fastserve.dialects.triton_v1.http_fast import FastHttp
-from fastserve.dialects.triton_v1.inputs import Body
-from fastserve.dialects.triton_v1.lookup import LATEST
-from fastserve.dialects.triton_v1.replies import HttpReplies
+from fastserve.dialects.triton_v1.fast import FastHttp
+from fastserve.dialects.triton_v1.header import RequestHeader, read_header
+from fastserve.dialects.triton_v1.inputs import Body, Data, read_request
+from fastserve.dialects.triton_v1.replies import HttpReplies, Replies
 from fastserve.dialects.triton_v1.routes import Target
-from fastserve.dialects.triton_v1.service import Service
-from fastserve.errors import ConfigError
+from fastserve.dialects.triton_v1.service import Served, Service
+from fastserve.errors import ConfigError, ServeError
+from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.paths import LastPath
-from fastserve.serving.slow_path import answer_slowly
+from fastserve.serving.shared_memory import Rooms, hold_rooms
+from fastserve.serving.slow_path import SlowRequest, answer_slowly
 from fastserve.wire.call import Call
 
 HEADER = b"nv-inferrequest"
@@ -31,10 +32,8 @@ class Infer:
     def __init__(self, service: Service, target: Target) -> None:
         self._service, self._available = service, service.catalog.available
         self._name, self._number = target.name, target.version
-        replies = self._replies = HttpReplies(service, binary=target.format == "binary")
-        self._fast: LastPath[FastHttp] = LastPath(
-            service.keepers, lambda version: FastHttp.open(service, version, replies)
-        )
+        self._replies = HttpReplies(service, binary=target.format == "binary")
+        self._fast = LastPath(service.keepers, partial(FastHttp.open, service, self._replies))
 
     def __call__(self, call: Call) -> Coroutine[Any, Any, None] | None:
         given = call.header(HEADER)
@@ -55,7 +54,57 @@ class Infer:
         except (ConfigError, UnicodeDecodeError):
             call.reply(400, b"", b"")
             return None
-        service, number = self._service, LATEST if self._number is None else self._number
-        make_data = partial(Body, call.body)
-        request = GeneralRequest(service, self._replies, call, self._name, number, header, make_data)
+        service, make_data = self._service, partial(Body, call.body)
+        request = GeneralRequest(service, self._replies, call, self._name, self._number, header, make_data)
         return answer_slowly(call, request, service.traffic)
+
+
+class GeneralRequest(SlowRequest):
+    """What the fast path did not know. `make_data` gives the inputs' bytes, for errors that name a model."""
+
+    def __init__(
+        self,
+        service: Service,
+        replies: Replies,
+        exchange: Any,
+        model: str,
+        number: int | None,
+        header: RequestHeader,
+        make_data: Callable[[str], Data],
+    ) -> None:
+        self._service, self._replies, self._exchange = service, replies, exchange
+        self._model, self._number, self._header = model, number, header
+        self._make_data = make_data
+        self._served: Served | None = None
+        self._rooms = Rooms()
+
+    async def read(self) -> InferRequest:
+        service = self._service
+        served = self._served = service.find(self._model, self._number)
+        self.version = served.view.version
+        request = read_request(served.view, self._header, self._make_data(self._model), service.shared)
+        self._rooms = hold_rooms(service.shared, self._header.destinations)
+        return request
+
+    def run(self, request: InferRequest) -> Awaitable[InferResponse]:
+        return self._service.engine.infer(self.version, request)
+
+    async def write(self, response: InferResponse) -> None:
+        assert self._served is not None
+        answer = self._served.answers.write(self._header, response.outputs, self._rooms)
+        self._replies.answer(self._exchange, answer)
+
+    def close(self) -> None:
+        self._rooms.close()
+
+    def answered(self, took_ns: int) -> None:
+        assert self._served is not None
+        self._served.counts[self._header.batch_size].success.add(took_ns)
+
+    def refused(self, fault: ServeError) -> None:
+        served, header = self._served, self._header
+        if served is None:
+            self._service.traffic.refused(self._model, fault.kind.name)
+        else:
+            self._service.count_failure(served, header.batch_size, self._exchange.received_ns, fault)
+        self._replies.refuse(self._exchange, header.id, fault)

@@ -88,21 +88,21 @@ class Entries:
         """Surplus entries are ignored."""
 
 
-def read_request(plan: ModelView, header: RequestHeader, data: Data, shared: Regions) -> InferRequest:
+def read_request(view: ModelView, header: RequestHeader, data: Data, shared: Regions) -> InferRequest:
     """The neutral request. Raises ServeError."""
-    check_header(plan, header)
-    measured = [measure(plan, one, header.batch_size) for one in header.inputs]
+    check_header(view, header)
+    measured = [measure(view, one, header.batch_size) for one in header.inputs]
     inputs = {}
     for one, (shape, nbytes) in zip(header.inputs, measured, strict=True):
         place = one.shared
         if place is None:
             raw = data.take(one.name, nbytes)
         else:
-            _check_shared_size(plan, one, place, nbytes, shared)
+            _check_shared_size(view, one, place, nbytes, shared)
             raw = shared.read(place)
-        tensor = plan.inputs[one.name]
+        tensor = view.inputs[one.name]
         if not tensor.dtype.item_bytes:
-            check_strings(raw, shape, one.name, plan.model)
+            check_strings(raw, shape, one.name, view.model)
         inputs[one.name] = Tensor(tensor.dtype, shape, raw)
     data.finish()
     return build_request(header, inputs)
@@ -122,20 +122,20 @@ def build_request(header: RequestHeader, inputs: dict[str, Tensor]) -> InferRequ
     )
 
 
-def check_header(plan: ModelView, header: RequestHeader) -> None:
+def check_header(view: ModelView, header: RequestHeader) -> None:
     """Everything about a header but its inputs' own shapes. Raises ServeError INVALID_ARGUMENT."""
     _check_twice([one.name for one in header.inputs], "input '{}' already exists in request")
     _check_twice([one.name for one in header.outputs], "output '{}' already requested")
     if header.batch_size < 1:
-        raise invalid(f"inference request batch-size must be >= 1 for '{plan.model}'")
-    if header.batch_size != 1 and header.batch_size > plan.max_batch_size:
-        raise invalid(f"inference request batch-size must be <= {plan.max_batch_size} for '{plan.model}'")
+        raise invalid(f"inference request batch-size must be >= 1 for '{view.model}'")
+    if header.batch_size != 1 and header.batch_size > view.max_batch_size:
+        raise invalid(f"inference request batch-size must be <= {view.max_batch_size} for '{view.model}'")
     for output in header.outputs:
-        if output.name not in plan.outputs:
-            raise invalid(f"unexpected inference output '{output.name}' for model '{plan.model}'")
-    if len(header.inputs) != len(plan.inputs):
-        counts = f"expected {len(plan.inputs)} inputs but got {len(header.inputs)} inputs"
-        raise invalid(f"{counts} for model '{plan.model}'")
+        if output.name not in view.outputs:
+            raise invalid(f"unexpected inference output '{output.name}' for model '{view.model}'")
+    if len(header.inputs) != len(view.inputs):
+        counts = f"expected {len(view.inputs)} inputs but got {len(header.inputs)} inputs"
+        raise invalid(f"{counts} for model '{view.model}'")
 
 
 def _check_twice(names: Sequence[str], words: str) -> None:
@@ -144,20 +144,20 @@ def _check_twice(names: Sequence[str], words: str) -> None:
         raise invalid(words.format(twice))
 
 
-def measure(plan: ModelView, given: InputHeader, batch_size: int) -> tuple[Dims, int]:
+def measure(view: ModelView, given: InputHeader, batch_size: int) -> tuple[Dims, int]:
     """The full shape as the model takes it, and the bytes the tensor must have. Raises ServeError."""
-    tensor = plan.inputs.get(given.name)
+    tensor = view.inputs.get(given.name)
     if tensor is None:
-        raise invalid(f"unexpected inference input '{given.name}' for model '{plan.model}'")
-    dims = _choose_dims(plan, tensor, given.dims)
-    shape = tensor.to_model((batch_size, *dims) if plan.batching else dims, batching=plan.batching)
+        raise invalid(f"unexpected inference input '{given.name}' for model '{view.model}'")
+    dims = _choose_dims(view, tensor, given.dims)
+    shape = tensor.to_model((batch_size, *dims) if view.batching else dims, batching=view.batching)
     if not tensor.dtype.item_bytes:
         return shape, given.batch_byte_size
     nbytes = count_bytes(shape, tensor.dtype)
     if given.batch_byte_size not in (0, nbytes):
         raise invalid(
             f"specific batch-byte-size for input '{given.name}' does not match expected byte-size "
-            f"calculated from shape and datatype for model '{plan.model}'"
+            f"calculated from shape and datatype for model '{view.model}'"
         )
     return shape, nbytes
 
@@ -167,28 +167,28 @@ def count_bytes(shape: Dims, dtype: DType) -> int:
     return prod(shape) * dtype.item_bytes
 
 
-def _choose_dims(plan: ModelView, tensor: TensorView, given: Dims) -> Dims:
+def _choose_dims(view: ModelView, tensor: TensorView, given: Dims) -> Dims:
     if given:
         if not tensor.fits(given):
             words = f"Expected {write_dims(tensor.dims or ())}, got {write_dims(given)}"
-            raise invalid(f"unexpected shape for input '{tensor.name}' for model '{plan.model}'. {words}")
+            raise invalid(f"unexpected shape for input '{tensor.name}' for model '{view.model}'. {words}")
         return given
     if tensor.dims is None or -1 in tensor.dims:
         raise invalid(
             f"model supports variable-size for input '{tensor.name}', "
-            f"request must specify input shape for model '{plan.model}'"
+            f"request must specify input shape for model '{view.model}'"
         )
     return tensor.dims
 
 
 def _check_shared_size(
-    plan: ModelView, given: InputHeader, place: Range, nbytes: int, shared: Regions
+    view: ModelView, given: InputHeader, place: Range, nbytes: int, shared: Regions
 ) -> None:
     if place.byte_size != nbytes:
         shared.read(replace(place, byte_size=0))  # a region that is not there is said first
         raise invalid(
             f"unexpected shared-memory size {place.byte_size} for input '{given.name}', "
-            f"expecting {nbytes} for model '{plan.model}'"
+            f"expecting {nbytes} for model '{view.model}'"
         )
 
 

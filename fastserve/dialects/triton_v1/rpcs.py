@@ -9,87 +9,33 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from time import monotonic_ns
 from typing import Any
 
 from google.protobuf.message import DecodeError
 
 from fastserve._ext.proto_wire import WireFault
 from fastserve._ext.proto_wire_v1 import V1InferMessage, read_v1_request
-from fastserve.dialects.triton_v1.general import GeneralRequest
-from fastserve.dialects.triton_v1.grpc_fast import FastGrpc
-from fastserve.dialects.triton_v1.header import read_message
+from fastserve.dialects.triton_v1.calls import Calls
+from fastserve.dialects.triton_v1.fast import FastRpc
+from fastserve.dialects.triton_v1.header import RequestHeader, read_message
+from fastserve.dialects.triton_v1.infer import GeneralRequest
 from fastserve.dialects.triton_v1.inputs import Buffer, Entries, invalid
-from fastserve.dialects.triton_v1.names import CODE_OF, SUCCESS
-from fastserve.dialects.triton_v1.pages import write_index
 from fastserve.dialects.triton_v1.replies import RpcReplies
 from fastserve.dialects.triton_v1.routes import RPCS, SERVICE
 from fastserve.dialects.triton_v1.service import Service
-from fastserve.dialects.triton_v1.shared_memory import list_regions, register_cuda
-from fastserve.dialects.triton_v1.status import write_status
 from fastserve.dialects.triton_v1.streams import run_ahead
-from fastserve.engine import Took
 from fastserve.errors import Kind, ServeError
 from fastserve.protos import load
-from fastserve.serving.exchange import Awaited
+from fastserve.serving.exchange import Awaited, RpcExchange
+from fastserve.serving.paths import Kept
 from fastserve.serving.slow_path import answer_slowly
 from fastserve.wire.grpc import Exchange, Method, Rpc
 
-Run = Callable[[Any, Rpc], Awaitable[Any]]
+Fill = Callable[[Any, Any], Awaitable[None]]
 AHEAD = 16  # requests of one stream that are under way at once
-
-
-def make_methods(service: Service) -> list[Method]:
-    """Every RPC, over bytes."""
-    rpcs, counts = Rpcs(service), service.statistics
-    plain = {
-        "Status": _timed(rpcs.status, counts.status),
-        "Health": _timed(rpcs.health, counts.health),
-        "ModelControl": _timed(rpcs.control, counts.control),
-        "SharedMemoryControl": rpcs.shared_memory,
-        "Repository": _timed(rpcs.repository, counts.repository),
-    }
-    methods = [
-        _method(name, partial(read_message_of, f"{name}Request"), run, _serialize)
-        for name, run in plain.items()
-    ]
-    methods.append(replace(_method("Infer", read_sent, rpcs.infer, bytes), start=rpcs.start))
-    methods.append(_method("StreamInfer", read_sent, rpcs.stream, bytes, streams=True))
-    return methods
-
-
-def _method(
-    name: str,
-    read: Callable[[bytes], Any],
-    run: Callable[[Any, Any], Any],
-    write: Callable[[Any], bytes],
-    streams: bool = False,
-) -> Method:
-    path = SERVICE + name
-    return Method(path, read, run, write, streams, streams, scope=RPCS[path])
-
-
-def _timed(run: Run, took: Took) -> Run:
-    """`run`, counted where it succeeds."""
-
-    async def timed(request: Any, rpc: Rpc) -> Any:
-        began_ns = monotonic_ns()
-        response = await run(request, rpc)
-        if response.request_status.code == CODE_OF[SUCCESS]:
-            took.add(monotonic_ns() - began_ns)
-        return response
-
-    return timed
-
-
-def read_message_of(name: str, data: bytes) -> Any:
-    """A request message. Raises ServeError: bytes that are none never reach the protocol above."""
-    try:
-        return getattr(load("triton_v1"), name).FromString(data)
-    except DecodeError:
-        raise ServeError(Kind.INTERNAL, f"malformed {name}") from None
+LATEST = -1
 
 
 @dataclass(slots=True)
@@ -98,6 +44,12 @@ class Sent:
 
     message: V1InferMessage
     data: memoryview
+
+    @property
+    def number(self) -> int | None:
+        """The version that is asked for, None for the highest."""
+        number = self.message.model_version
+        return None if number == LATEST else number
 
     def raws(self) -> list[Buffer]:
         """The raw_input entries, where they were received."""
@@ -113,39 +65,82 @@ def read_sent(data: bytes) -> Sent:
         raise ServeError(Kind.INTERNAL, f"malformed InferRequest: {fault}") from None
 
 
-def _serialize(message: Any) -> bytes:
-    data: bytes = message.SerializeToString()
-    return data
-
-
 class Rpcs:
     """The functions behind the RPCs."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, service: Service, calls: Calls) -> None:
+        self._service, self._calls = service, calls
         self._messages = load("triton_v1")
         self._replies = RpcReplies(service)
-        self._fast = FastGrpc(service, self._replies)
+        self._fast: Kept[FastRpc | None] = Kept(
+            service.keepers, partial(FastRpc.open, service, self._replies)
+        )
+
+    def methods(self) -> list[Method]:
+        """Every RPC, over bytes."""
+        plain = {
+            "Status": self.status,
+            "Health": self.health,
+            "ModelControl": self.control,
+            "SharedMemoryControl": self.shared_memory,
+            "Repository": self.repository,
+        }
+        infer, stream = SERVICE + "Infer", SERVICE + "StreamInfer"
+        return [
+            *(self._plain(name, fill) for name, fill in plain.items()),
+            Method(infer, read_sent, self.infer, bytes, scope=RPCS[infer], start=self.start),
+            Method(stream, read_sent, self.stream, bytes, True, True, scope=RPCS[stream]),
+        ]
+
+    def _plain(self, name: str, fill: Fill) -> Method:
+        asked = getattr(self._messages, f"{name}Request")
+        answered = getattr(self._messages, f"{name}Response")
+
+        def read(data: bytes) -> Any:
+            try:
+                return asked.FromString(data)
+            except DecodeError:  # bytes that are no message never reach the protocol above
+                raise ServeError(Kind.INTERNAL, f"malformed {name}Request") from None
+
+        async def answer(request: Any, rpc: Rpc) -> bytes:
+            response = answered()
+            try:
+                await fill(request, response)
+            except ServeError as fault:
+                self._set_status(response, fault)
+            else:
+                self._set_status(response, None)
+            data: bytes = response.SerializeToString()
+            return data
+
+        return Method(SERVICE + name, read, answer, bytes, scope=RPCS[SERVICE + name])
+
+    def _set_status(self, response: Any, fault: ServeError | None) -> None:
+        told = response.request_status
+        told.code, told.msg, told.server_id, told.request_id = self._service.status(fault)
 
     # --- inference --------------------------------------------------------------------------------
 
     def start(self, data: bytes, exchange: Exchange) -> bool:
         """Take a request that the fast path knows, or leave it to the coroutine below."""
         try:
-            message = read_sent(data).message
-            header = read_message(message)
+            sent = read_sent(data)
         except ServeError:
             return False
-        return self._fast.start(exchange, message, header)
+        return self._start(exchange, sent, read_message(sent.message))
 
-    async def infer(self, request: Sent, rpc: Rpc) -> bytes:
+    def _start(self, exchange: RpcExchange, sent: Sent, header: RequestHeader) -> bool:
+        version = self._service.catalog.available(sent.message.model_name, sent.number)
+        fast = None if version is None else self._fast.of(version)
+        return fast is not None and fast.start(exchange, sent.message, header)
+
+    async def infer(self, sent: Sent, rpc: Rpc) -> bytes:
         """InferRequest -> serialized InferResponse."""
-        message, header, exchange = request.message, read_message(request.message), Awaited()
-        if not self._fast.start(exchange, message, header):
-            model, number = message.model_name, message.model_version
-            make_data = partial(Entries, request.raws())
-            general = GeneralRequest(self._service, self._replies, exchange, model, number, header, make_data)
-            await answer_slowly(exchange, general, self._service.traffic)
+        service, header, exchange = self._service, read_message(sent.message), Awaited()
+        if not self._start(exchange, sent, header):
+            name, make_data = sent.message.model_name, partial(Entries, sent.raws())
+            general = GeneralRequest(service, self._replies, exchange, name, sent.number, header, make_data)
+            await answer_slowly(exchange, general, service.traffic)
         return await exchange.answer()
 
     async def stream(self, requests: AsyncIterator[Sent], rpc: Rpc) -> AsyncIterator[bytes]:
@@ -156,40 +151,25 @@ class Rpcs:
             async for answer in answers:
                 yield answer
 
-    # --- the rest -----------------------------------------------------------------------------------
+    # --- the rest: each fills its response, and what it raises becomes the response's status ---------
 
-    async def status(self, request: Any, rpc: Rpc) -> Any:
-        response = self._messages.StatusResponse()
-        return self._fill(response, lambda: self._fill_status(response, request.model_name))
+    async def status(self, request: Any, response: Any) -> None:
+        response.server_status.CopyFrom(self._calls.status(request.model_name))
 
-    def _fill_status(self, response: Any, model: str) -> None:
-        response.server_status.CopyFrom(write_status(self._service, model))
+    async def health(self, request: Any, response: Any) -> None:
+        response.health = self._calls.health(request.mode)
 
-    async def health(self, request: Any, rpc: Rpc) -> Any:
-        response = self._messages.HealthResponse()
-        return self._fill(response, lambda: self._fill_health(response, request.mode))
-
-    def _fill_health(self, response: Any, mode: str) -> None:
-        if mode not in ("live", "ready"):
-            raise ServeError(Kind.UNKNOWN, f"unknown health mode '{mode}'")
-        response.health = mode == "live" or self._service.readiness.ready
-
-    async def control(self, request: Any, rpc: Rpc) -> Any:
+    async def control(self, request: Any, response: Any) -> None:
         """Loads when told LOAD; anything else unloads, since UNLOAD is 0."""
-        response, fault = self._messages.ModelControlResponse(), None
-        control = self._service.control
-        loads = request.type == self._messages.ModelControlRequest.LOAD
-        try:
-            await (control.load if loads else control.unload)(request.model_name)
-        except ServeError as error:
-            fault = error
-        return self._finish(response, fault)
+        load = request.type == self._messages.ModelControlRequest.LOAD
+        await self._calls.control(request.model_name, load=load)
 
-    async def shared_memory(self, request: Any, rpc: Rpc) -> Any:
-        response = self._messages.SharedMemoryControlResponse()
-        return self._fill(response, lambda: self._share(request, response))
+    async def repository(self, request: Any, response: Any) -> None:
+        if request.WhichOneof("request_type") != "index":
+            raise ServeError(Kind.UNKNOWN, "request type is not specified")
+        response.index.CopyFrom(await self._calls.index())
 
-    def _share(self, request: Any, response: Any) -> None:
+    async def shared_memory(self, request: Any, response: Any) -> None:
         shared, asked = self._service.shared, request.WhichOneof("shared_memory_control")
         if asked == "register":
             self._register(request.register)
@@ -198,45 +178,20 @@ class Rpcs:
         elif asked == "unregister_all":
             shared.unregister_all()
         elif asked == "status":
-            _fill_regions(
-                response.shared_memory_status, list_regions(shared, self._messages.SharedMemoryStatus())
-            )
+            # Regions as the declared field 1 and, as the official client reads them, as field 2 (spec 6).
+            regions, target = self._calls.regions(), response.shared_memory_status
+            target.shared_memory_region.extend(regions.shared_memory_region)
+            target.MergeFromString(regions.SerializeToString())
         else:
             raise ServeError(Kind.UNKNOWN, "unknown sharedmemorycontrol request type")
 
     def _register(self, asked: Any) -> None:
         kind = asked.WhichOneof("shared_memory_types")
         if kind == "cuda_shared_memory":
-            register_cuda(asked.name, asked.cuda_shared_memory.raw_handle)
+            self._calls.register_cuda(asked.name, asked.cuda_shared_memory.raw_handle)
         elif kind is None:
             text = f"failed to register shared memory region: '{asked.name}', improperly formed request."
             raise invalid(text)
         else:
             place = asked.system_shared_memory
             self._service.shared.register(asked.name, place.shared_memory_key, place.offset, asked.byte_size)
-
-    async def repository(self, request: Any, rpc: Rpc) -> Any:
-        response = self._messages.RepositoryResponse()
-        if request.WhichOneof("request_type") != "index":
-            return self._finish(response, ServeError(Kind.UNKNOWN, "request type is not specified"))
-        response.index.CopyFrom(await write_index(self._service))
-        return self._finish(response, None)
-
-    def _fill(self, response: Any, work: Callable[[], None]) -> Any:
-        """The response after `work`, whose fault becomes its status."""
-        fault = None
-        try:
-            work()
-        except ServeError as error:
-            fault = error
-        return self._finish(response, fault)
-
-    def _finish(self, response: Any, fault: ServeError | None) -> Any:
-        response.request_status.ParseFromString(self._service.status_bytes(fault))
-        return response
-
-
-def _fill_regions(target: Any, status: Any) -> None:
-    """Regions as the declared field 1 and, as the official client reads them, as field 2 (spec 6)."""
-    target.shared_memory_region.extend(status.shared_memory_region)
-    target.MergeFromString(status.SerializeToString())

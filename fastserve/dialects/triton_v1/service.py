@@ -9,17 +9,16 @@ from dataclasses import dataclass
 from time import monotonic_ns
 
 from fastserve.dialects.triton_v1.answers import Answers
-from fastserve.dialects.triton_v1.control import Control
 from fastserve.dialects.triton_v1.names import CODE_OF, STATUS_OF, SUCCESS
-from fastserve.dialects.triton_v1.statistics import Statistics, VersionCounts
+from fastserve.dialects.triton_v1.statistics import Counts, Statistics
 from fastserve.dialects.triton_v1.text import quote
 from fastserve.errors import DeadlineError, Kind, ServeError
 from fastserve.metrics.traffic import Traffic
-from fastserve.protos import load
 from fastserve.repository.keepers import Keepers
 from fastserve.repository.version import Version
 from fastserve.serving.dialect import ServingContext
-from fastserve.serving.model_view import ModelView, Views
+from fastserve.serving.model_view import ModelView, Views, find_version
+from fastserve.serving.paths import Kept
 
 SERVER_ID = "inference:0"
 GOOD = f'code: {SUCCESS} server_id: "{SERVER_ID}" request_id: '.encode()
@@ -33,13 +32,9 @@ TOO_LATE = "Request timeout expired"
 class Served:
     """A version this API has been asked for: what it says of it, and its counts."""
 
-    plan: ModelView
+    view: ModelView
     answers: Answers
-    counts: VersionCounts
-
-    @property
-    def version(self) -> Version:
-        return self.plan.version
+    counts: Counts
 
 
 class Service:
@@ -50,37 +45,32 @@ class Service:
         self.engine = engine
         self.catalog = engine.catalog
         self.readiness = context.readiness
-        self.control = Control(engine.catalog, context.repository)
+        self.repository = context.repository
         self.shared = context.regions
         self.statistics = Statistics()
         self.traffic = Traffic(context.registry, "triton_v1", engine.catalog.models)
         self.started_ns = monotonic_ns()
         self.next_id: Callable[[], int] = itertools.count(1).__next__
         self._views = Views(engine.catalog)
-        self._served: dict[tuple[str, int], Served] = {}
         self.keepers = Keepers(engine.catalog)
-        self.keepers.add(self)
+        self.served = Kept(self.keepers, self._serve)
 
-    def forget(self, version: Version) -> None:
-        """The version has ended, and nothing here may keep its memory."""
-        served = self._served.get((version.model, version.number))
-        if served is not None and served.version is version:
-            del self._served[version.model, version.number]
+    def _serve(self, version: Version) -> Served:
+        view = self._views.of(version)
+        return Served(view, Answers(view), self.statistics.of(version))
 
-    def serve(self, version: Version) -> Served:
-        """What this API keeps of a version, made when it is first asked for."""
-        key = (version.model, version.number)
-        found = self._served.get(key)
-        if found is None or found.version is not version:
-            plan = self._views.of(version)
-            found = self._served[key] = Served(plan, Answers(plan), self.statistics.of(version))
-        return found
+    def find(self, model: str, number: int | None) -> Served:
+        """The available version, the highest for None. Raises ServeError UNAVAILABLE (spec 3.4)."""
+        try:
+            return self.served.of(find_version(self.catalog, model, number))
+        except ServeError as fault:
+            raise ServeError(Kind.UNAVAILABLE, fault.message) from None
 
     def count_failure(self, served: Served, batch_size: int, since_ns: int, fault: ServeError) -> None:
         """One request to a version was answered with an error."""
-        self.traffic.refused(served.version.model, fault.kind.name)
-        if 1 <= batch_size <= max(1, served.plan.max_batch_size):  # clients choose no counters
-            served.counts.of(batch_size).failed.add(monotonic_ns() - since_ns)
+        self.traffic.refused(served.view.model, fault.kind.name)
+        if 1 <= batch_size <= max(1, served.view.max_batch_size):  # clients choose no counters
+            served.counts[batch_size].failed.add(monotonic_ns() - since_ns)
 
     def status_line(self, fault: ServeError | None) -> bytes:
         """RequestStatus in one line of text: the value of NV-Status."""
@@ -89,13 +79,6 @@ class Service:
         text = quote(fault.message)
         word = STATUS_OF[fault.kind]
         return f'code: {word} msg: {text} server_id: "{SERVER_ID}" request_id: {self.next_id()}'.encode()
-
-    def status_bytes(self, fault: ServeError | None) -> bytes:
-        """RequestStatus as a serialized message."""
-        code, text, server_id, number = self.status(fault)
-        status = load("triton_v1").RequestStatus(code=code, msg=text, server_id=server_id, request_id=number)
-        data: bytes = status.SerializeToString()
-        return data
 
     def status(self, fault: ServeError | None) -> tuple[int, str, str, int]:
         """RequestStatus as its fields: code, msg, server_id, request_id."""

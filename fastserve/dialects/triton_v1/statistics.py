@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 from fastserve.engine import Took, counts_of
 from fastserve.repository.version import Version
@@ -24,18 +25,11 @@ class BatchCounts:
     failed: Took = field(default_factory=Took)
 
 
-@dataclass(slots=True)
-class VersionCounts:
-    """Requests of one loaded version; a version loaded again begins at nothing."""
+class Counts(dict[int, BatchCounts]):
+    """Requests of one loaded version by batch size."""
 
-    version: Version
-    by_batch: dict[int, BatchCounts] = field(default_factory=dict)
-
-    def of(self, batch_size: int) -> BatchCounts:
-        """The counts of one batch size."""
-        found = self.by_batch.get(batch_size)
-        if found is None:
-            found = self.by_batch[batch_size] = BatchCounts()
+    def __missing__(self, batch_size: int) -> BatchCounts:
+        found = self[batch_size] = BatchCounts()
         return found
 
 
@@ -50,26 +44,22 @@ class Shown:
 
 
 class Statistics:
-    """The counts of every version asked for."""
+    """The counts of every version asked for; one that is loaded again begins at nothing."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, int], VersionCounts] = {}
+        self._found: WeakKeyDictionary[Version, Counts] = WeakKeyDictionary()
         self.control = Took()
         self.health = Took()
         self.status = Took()
         self.repository = Took()
 
-    def of(self, version: Version) -> VersionCounts:
+    def of(self, version: Version) -> Counts:
         """The counts of this version, at nothing when it is new."""
-        key = (version.model, version.number)
-        found = self._found.get(key)
-        if found is None or found.version is not version:
-            found = self._found[key] = VersionCounts(version)
-        return found
+        return self._found.setdefault(version, Counts())
 
     def show(self, version: Version) -> Shown:
         """All there is to say of a version."""
-        known, sizes = counts_of(version), self.of(version).by_batch
+        known, sizes = counts_of(version), self.of(version)
         means = {stage: getattr(known, stage).ns / max(known.success.count, 1) for stage in STAGES}
         stats = {size: dict(_durations(counts, means)) for size, counts in sizes.items()}
         return Shown(known.executions, known.inferences, known.last_ms, stats)

@@ -75,8 +75,8 @@ async def without_engine(served: Rig, asked: list[Any]) -> list[Result]:
 async def without_fast_paths(served: Rig, asked: list[Any]) -> list[Result]:
     """What comes of them when no header is known."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fastserve.dialects.triton_v1.http_fast.FastHttp.start", lambda *_: False)
-        patch.setattr("fastserve.dialects.triton_v1.grpc_fast.FastGrpc.start", lambda *_: False)
+        patch.setattr("fastserve.dialects.triton_v1.fast.FastHttp.start", lambda *_: False)
+        patch.setattr("fastserve.dialects.triton_v1.fast.FastRpc.start", lambda *_: False)
         return await ask_all(served, asked)
 
 
@@ -178,8 +178,8 @@ def test_whatever_goes_wrong_gives_the_rows_back(
     async def ask() -> None:
         async with rig(tmp_path) as served:
             with monkeypatch.context() as patch:
-                patch.setattr("fastserve.dialects.triton_v1.http_fast.PreparedBody.fill", fail)
-                patch.setattr("fastserve.dialects.triton_v1.grpc_fast.PreparedMessage.fill", fail)
+                patch.setattr("fastserve.dialects.triton_v1.fast.PreparedBody.fill", fail)
+                patch.setattr("fastserve.dialects.triton_v1.fast.PreparedMessage.fill", fail)
                 for result in await ask_all(served, ASKED[:1]):
                     assert result.status == 'INTERNAL msg: "Internal error"'
             for result in await ask_all(served, ASKED[:1]):

@@ -1,0 +1,95 @@
+"""What clients ask besides inference, over either transport: health, status, control, repository, regions
+(spec 4-7). Each raises ServeError in the original's words, and is counted when it went well."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from time import monotonic_ns
+from typing import Any
+
+from fastserve.dialects.triton_v1.inputs import invalid
+from fastserve.dialects.triton_v1.service import Service
+from fastserve.dialects.triton_v1.status import write_status
+from fastserve.engine import Took
+from fastserve.errors import Kind, ServeError
+from fastserve.protos import load
+from fastserve.repository.version import VersionState
+from fastserve.serving.model_control import NOT_EXPLICIT
+
+CUDA_HANDLE_BYTES = 64
+
+
+class Calls:
+    """Those of one front process. Messages are given as such; how they are shown is the transport's."""
+
+    def __init__(self, service: Service) -> None:
+        self._service, self._counts = service, service.statistics
+        self._messages = load("triton_v1")
+
+    def health(self, mode: str) -> bool:
+        """Whether the server is `live`, or `ready`."""
+        with _counted(self._counts.health):
+            if mode not in ("live", "ready"):
+                raise ServeError(Kind.UNKNOWN, f"unknown health mode '{mode}'")
+            return mode == "live" or self._service.readiness.ready
+
+    def status(self, name: str) -> Any:
+        """ServerStatus of one model, of all for ""."""
+        with _counted(self._counts.status):
+            return write_status(self._service, name)
+
+    async def index(self) -> Any:
+        """ModelRepositoryIndex: every model folder, loaded or not."""
+        with _counted(self._counts.repository):
+            message = self._messages.ModelRepositoryIndex()
+            for name in sorted(await self._service.repository.names()):
+                message.models.add(name=name)
+            return message
+
+    async def control(self, name: str, *, load: bool) -> None:
+        """Load or reload a model, or unload it; one that nobody knows is unloaded already."""
+        with _counted(self._counts.control):
+            repository = self._service.repository
+            if not repository.explicit:
+                raise ServeError(Kind.UNAVAILABLE, NOT_EXPLICIT)
+            try:
+                await (repository.load(name, None) if load else repository.unload(name, False))
+            except ServeError as fault:
+                if load:
+                    raise self._why_not(name, fault) from None
+                if fault.kind is not Kind.NOT_FOUND:
+                    raise ServeError(Kind.INTERNAL, f"failed to unload '{name}'") from None
+
+    def _why_not(self, name: str, fault: ServeError) -> ServeError:
+        model = self._service.catalog.models.get(name)
+        if fault.kind is Kind.NOT_FOUND or model is None or not model.versions:
+            reason = "failed to poll from model repository"
+            if model is not None and model.error is None:
+                reason = "no version is available"
+        else:
+            down = [n for n, v in sorted(model.versions.items()) if v.state is not VersionState.AVAILABLE]
+            reason = f"versions that are not available: {','.join(map(str, down))}"
+        return ServeError(Kind.INTERNAL, f"failed to load '{name}', {reason}")
+
+    def regions(self) -> Any:
+        """SharedMemoryStatus: every region."""
+        message = self._messages.SharedMemoryStatus()
+        for region in self._service.shared.list():
+            one = message.shared_memory_region.add(name=region.name, byte_size=region.byte_size)
+            one.system_shared_memory.shared_memory_key = region.key
+            one.system_shared_memory.offset = region.offset
+        return message
+
+    def register_cuda(self, name: str, handle: bytes) -> None:
+        """Always raises: what a server without a GPU answers (spec 6)."""
+        if len(handle) != CUDA_HANDLE_BYTES:
+            raise invalid("unexpected size for CUDA shared-memory handle, expecting 64 bytes")
+        raise invalid(f"failed to register CUDA shared memory region: '{name}', GPUs not supported")
+
+
+@contextlib.contextmanager
+def _counted(took: Took) -> Iterator[None]:
+    began_ns = monotonic_ns()
+    yield
+    took.add(monotonic_ns() - began_ns)
