@@ -62,7 +62,7 @@ class Intake:
     def request(self, number: int, block: bytes, body: bytes) -> None:
         """HEADERS, and the only frame of DATA."""
         head = self._blocks.get(block)
-        if head is None or number != self.last + 2 or len(self.streams) >= self._most or self._stop < number:
+        if head is None or number != self.last + 2 or not self._has_room(number):
             self._request_anew(number, block, body)
             return
         self.last = number
@@ -122,16 +122,19 @@ class Intake:
         except StreamFault as fault:
             self.refuse(number, state, fault.code, calm.MALFORMED)
             return None
-        connection = self._connection
-        if (
-            len(self.streams) >= self._most
-            or number > self._stop
-            or connection.sending.queued > MOST_QUEUED_BYTES
-        ):
+        if not self._has_room(number):
             self.refuse(number, state, ErrorCode.REFUSED_STREAM, calm.REFUSED)
             return None
-        stream = self.streams[number] = Stream(connection, number, head, state)
+        stream = self.streams[number] = Stream(self._connection, number, head, state)
         return stream
+
+    def _has_room(self, number: int) -> bool:
+        """Whether one more stream may be begun."""
+        streams = self.streams
+        if not streams:
+            return number <= self._stop
+        queued = self._connection.sending.queued
+        return len(streams) < self._most and number <= self._stop and queued <= MOST_QUEUED_BYTES
 
     def _read_head(self, block: bytes) -> Head:
         generation = self._generation
