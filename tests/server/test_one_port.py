@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import shutil
 import socket
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,6 +99,32 @@ def answer(client: h2.connection.H2Connection, link: socket.socket, number: int,
         link.sendall(client.data_to_send())
         data = link.recv(65536)
         assert data, "the server hung up"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["curl", "-sS", "--http2-prior-knowledge", "-d", "@-", "-w", "%{http_version}"],
+        ["curl", "-sS", "--http2", "-d", "@-", "-w", "%{http_version}"],
+        ["curl", "-sS", "--http1.1", "-d", "@-", "-w", "%{http_version}"],
+        ["nghttp", "--no-dep", "-d", "-"],
+    ],
+    ids=["curl, prior knowledge", "curl, upgrade", "curl, HTTP/1.1", "nghttp"],
+)
+def test_commands(server: Running, command: list[str], tmp_path: Path) -> None:
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"{command[0]} is not installed")
+    body = tmp_path / "body"
+    body.write_bytes(BODY)
+    command = [str(body) if word == "-" else f"@{body}" if word == "@-" else word for word in command]
+    command.append(f"http://{server.http}{PREDICT}")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    text, version = done.stdout, ""
+    if command[0] == "curl":
+        text, version = text.rpartition("}")[0] + "}", text.rpartition("}")[2].strip()
+        assert version == ("1.1" if "--http1.1" in command else "2")
+    assert json.loads(text) == HALVES
 
 
 def test_grpc(server: Running) -> None:

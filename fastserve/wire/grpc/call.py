@@ -51,6 +51,8 @@ _HEADS = {
 }
 HEAD = _HEADS[b""]
 OK = static_block([(b"grpc-status", b"0")])
+Request = Inbox | tuple[bytes, bool]  # messages as they come, or the one, and whether it is compressed
+Answer = Callable[[Request], Coroutine[Any, Any, None]]
 PARTED_BYTES = 65536  # from here on a message is not copied to stand behind its prefix
 
 
@@ -185,15 +187,15 @@ class Call:
         if not taken:
             self.run((message, False))
 
-    def run(self, request: Inbox | tuple[bytes, bool]) -> None:
+    def run(self, request: Request) -> None:
         """As a task."""
         work = self._answer_stream if self.head.method.gives_stream else self._answer_one
-        task = asyncio.get_running_loop().create_task(self._conclude(work(request)))
+        task = asyncio.get_running_loop().create_task(self._conclude(work, request))
         self.on_gone = task.cancel
 
-    async def _conclude(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _conclude(self, work: Answer, request: Request) -> None:
         try:
-            await work
+            await work(request)
         except asyncio.CancelledError:
             self.fail(ServeError(Kind.CANCELLED, "the call was cancelled"))
             raise
@@ -202,7 +204,7 @@ class Call:
         finally:
             self.on_gone = None
 
-    async def _answer_one(self, request: Inbox | tuple[bytes, bool]) -> None:
+    async def _answer_one(self, request: Request) -> None:
         method = self.head.method
         self._check()
         read = await self.read(*request) if isinstance(request, tuple) else request
@@ -213,7 +215,7 @@ class Call:
         else:
             self.reply(reply)
 
-    async def _answer_stream(self, request: Inbox | tuple[bytes, bool]) -> None:
+    async def _answer_stream(self, request: Request) -> None:
         method = self.head.method
         self._check()
         read = await self.read(*request) if isinstance(request, tuple) else request
