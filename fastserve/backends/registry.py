@@ -90,6 +90,14 @@ BACKENDS = {
             native=False,
             triton="python",
         ),
+        BackendEntry(
+            "grps",
+            "fastserve.backends.grps:GrpsBackend",
+            takes="requests",
+            streams=True,
+            needs_tensors=True,
+            native=False,
+        ),
         BackendEntry("ensemble", "", native=False),
     )
 }

@@ -17,6 +17,7 @@ COMMANDS = {
     "check": "Explain what would be served from a folder, and why not.",
     "infer": "Send one request to a running server and print the answer.",
     "bench": "Put a running server under load and show latencies.",
+    "grps": "Serve a grps deployment.",
     "tensorflow-model-server": "Serve with TensorFlow Serving's own flags.",
 }
 

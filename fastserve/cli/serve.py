@@ -6,6 +6,7 @@ Every field of the settings is a flag; the ones scripts use have short names of 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ NAMED: dict[str, dict[str, Any]] = {
     "triton.trace_config": {"multiple": True, "metavar": "[triton,]SETTING=VALUE"},
 }
 SETTINGS_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-NO_FLAG = ("repository", "models", "model_defaults", "dialect_options")
+NO_FLAG = ("repository", "deployment", "models", "model_defaults", "dialect_options")
 COMMON = (
     "listen",
     "http",
@@ -43,7 +44,8 @@ COMMON = (
 )
 
 
-def _option(field: Field) -> click.Option:
+def make_option(field: Field) -> click.Option:
+    """The flag of a setting."""
     named = dict(NAMED.get(field.path, {}))
     flags = named.pop("names", [field.flag])
     if field.kind is bool:
@@ -57,6 +59,11 @@ def _option(field: Field) -> click.Option:
         hidden=field.path not in COMMON,
         **named,
     )
+
+
+def read_flags(flags: Mapping[str, Any]) -> dict[str, object]:
+    """The flags that were given, by the dotted paths of their settings."""
+    return {path.replace("__", "."): value for path, value in flags.items() if value not in (None, ())}
 
 
 class ServeCommand(click.Command):
@@ -109,18 +116,16 @@ def serve(repository: str | None, config: Path | None, **flags: Any) -> None:
     """
     from fastserve.server import run
 
-    overrides: dict[str, object] = {
-        path.replace("__", "."): value for path, value in flags.items() if value not in (None, ())
-    }
+    overrides = read_flags(flags)
     if repository is not None:
         overrides["repository"] = repository
     try:
         settings = load_settings(config, overrides)
     except ConfigError as error:
         raise click.ClickException(str(error)) from None
-    if not settings.repository and not settings.models:
+    if not (settings.repository or settings.models or settings.deployment):
         raise click.UsageError("name the folder of a model repository, or `demo`")
     sys.exit(run(settings))
 
 
-serve.params.extend(_option(field) for field in list_fields(Settings) if field.path not in NO_FLAG)
+serve.params.extend(make_option(field) for field in list_fields(Settings) if field.path not in NO_FLAG)

@@ -1,6 +1,7 @@
 """The server's configuration: what may be set, read from one YAML file and from flags."""
 
 from fastserve.config.fields import Field, convert, list_fields
+from fastserve.config.grps import GrpsOptions
 from fastserve.config.policy import DEFAULT_POLICY, PolicyChoice, VersionPolicy
 from fastserve.config.reading import load_settings, parse_listener
 from fastserve.config.settings import (
@@ -21,6 +22,7 @@ __all__ = [
     "AdminOptions",
     "Field",
     "GrpcOptions",
+    "GrpsOptions",
     "Limits",
     "Listener",
     "LogOptions",

@@ -169,6 +169,8 @@ class Options(_Options, frozen=True):
     """Responses may be kept."""
     decoupled: bool = False
     """A request has any number of responses."""
+    parts_if_asked: bool = False
+    """Decoupled, but a request that does not ask for parts gets one."""
     needs: list[Needs] = []
     """Of each group of workers."""
     optional_inputs: list[str] = []

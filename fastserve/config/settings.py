@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from fastserve.config.grps import GrpsOptions
 from fastserve.config.metrics import read_metrics_config
 from fastserve.config.policy import VersionNumber, VersionPolicy
 from fastserve.config.triton import INPUT_BYTES, TritonOptions
@@ -168,6 +169,12 @@ class RepositorySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         tuple[ModelEntry, ...],
         Meta(description="Models elsewhere: a list of name, base_path, version_policy, labels."),
     ] = ()
+    deployment: Annotated[
+        str,
+        Meta(
+            description="A grps deployment: a folder with conf/inference.yml and src. Its models are served."
+        ),
+    ] = ""
     model_defaults: Annotated[
         dict[str, Any], Meta(description="Fields of model.yaml for models that do not set them.")
     ] = {}
@@ -263,6 +270,7 @@ class Settings(RepositorySettings, frozen=True, forbid_unknown_fields=True, kw_o
     grpc_options: GrpcOptions = GrpcOptions()
     tfserving: TFServingOptions = TFServingOptions()
     triton: TritonOptions = TritonOptions()
+    grps: GrpsOptions = GrpsOptions()
     log: LogOptions = LogOptions()
 
     def __post_init__(self) -> None:

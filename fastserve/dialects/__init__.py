@@ -5,6 +5,7 @@ On a listener that speaks several, they are asked in this order whose a target i
 
 from typing import Any
 
+from fastserve.dialects.grps.spec import SPEC as GRPS
 from fastserve.dialects.kserve_v2.spec import SPEC as KSERVE_V2
 from fastserve.dialects.metrics_port import SPEC as METRICS_PORT
 from fastserve.dialects.ops import SPEC as OPS
@@ -17,5 +18,6 @@ SPECS: tuple[DialectSpec[Any], ...] = (
     TFSERVING,
     KSERVE_V2,
     TRITON_V1,
+    GRPS,
     METRICS_PORT,
 )

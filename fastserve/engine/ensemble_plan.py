@@ -127,7 +127,8 @@ def check_models(version: Version, plan: Plan, catalog: Catalog) -> None:
         _check_circle(plan.name, step.model, catalog)
         model = find_model(plan.name, step, catalog.available)
         _check_size(version, model)
-        if model.config.options.decoupled:
+        options = model.config.options
+        if options.decoupled and not options.parts_if_asked:
             raise _invalid(f"in ensemble {plan.name}, model {step.model} is decoupled: no step may be")
         _check_inputs(plan.name, step, model, seen)
         _check_outputs(plan.name, step, model, seen)

@@ -31,6 +31,7 @@ from fastserve.repository.folder_config import (
     stamp_of,
 )
 from fastserve.repository.foreign import foreign_text
+from fastserve.repository.grps_config import NUMBER, Deployment, read_deployment
 from fastserve.repository.model_config import ModelConfig
 from fastserve.repository.overrides import Overrides
 from fastserve.repository.policy import version_number
@@ -78,6 +79,7 @@ class Layout:
     def __init__(self, settings: RepositorySettings) -> None:
         self.root = repository_root(settings.repository)
         self.entries: Sequence[ModelEntry] = settings.models
+        self.deployment = Path(settings.deployment) if settings.deployment else None
         self.overrides = Overrides()
         self._configs = ConfigReader(settings.model_defaults)
 
@@ -85,6 +87,8 @@ class Layout:
         """Raises ConfigError when a folder named in the settings is not there, or a name is given twice."""
         if self.root is not None and not self.root.is_dir():
             raise ConfigError(fault_text("repository", str(self.root), "a folder that exists, or demo"))
+        if self.deployment is not None:
+            read_deployment(self.deployment)
         if self.root is not None:
             _must_hold_models(self.root)
         seen: set[str] = set()
@@ -100,6 +104,8 @@ class Layout:
     def scan(self) -> dict[str, ModelFolder]:
         """Every model, by name. Raises OSError when the root cannot be listed (then change nothing)."""
         found = {entry.name: self._scan_entry(entry) for entry in self.entries}
+        if self.deployment is not None:
+            found |= _scan_deployment(self.deployment)
         if self.root is None:
             return found
         for child in sorted(os.scandir(self.root), key=lambda c: c.name):
@@ -122,6 +128,8 @@ class Layout:
         for entry in self.entries:
             if entry.name == name:
                 return self._scan_entry(entry)
+        if self.deployment is not None and name in (deployed := _scan_deployment(self.deployment)):
+            return deployed[name]
         if self.root is None or not (self.root / name).is_dir():
             return None
         return self._scan_model(name, self.root / name, self.root)
@@ -165,6 +173,31 @@ class Layout:
         except OSError as fault:
             model.error = f"the folder cannot be read: {fault.strerror}"
         return model
+
+
+def _scan_deployment(folder: Path) -> dict[str, ModelFolder]:
+    """The models of a grps deployment. Raises OSError when it cannot be read (then change nothing)."""
+    try:
+        deployment = read_deployment(folder)
+    except ConfigError as fault:
+        raise OSError(str(fault)) from None
+    return {name: _deployed(deployment, name) for name in deployment.names}
+
+
+def _deployed(deployment: Deployment, name: str) -> ModelFolder:
+    model = ModelFolder(name, deployment.folder)
+    try:
+        model.config = deployment.config(name)
+        stamps = [stamp_of(file) for file in deployment.files(model.config)]
+        newest = max(stamps, key=lambda stamp: stamp[3])
+        model.versions[NUMBER] = VersionFolder(NUMBER, deployment.folder, newest)
+    except OSError:
+        model.error = f"inferer_path: there is no file {model.config and model.config.options.model_file}"
+    except ConfigError as fault:
+        model.error = str(fault)
+    if not is_model_name(name):
+        model.error = fault_text("name", name, f"text matching {MODEL_NAME.pattern}")
+    return model
 
 
 def _must_hold_models(root: Path) -> None:

@@ -35,6 +35,10 @@ ADMINISTERS = {
         "POST /api/modelcontrol/load|unload/MODEL", "POST /api/sharedmemorycontrol/...",
         "ModelControl", "SharedMemoryControl",
     },
+    "grps": {
+        *(f"{verb} /grps/v1/health/{word}" for verb in ("GET", "POST") for word in ("online", "offline")),
+        "Online", "Offline",
+    },
 }  # fmt: skip
 # A word of a path -> what a client may write for it.
 SAID = {
@@ -130,4 +134,8 @@ def test_options_are_those_of_the_settings(spec: DialectSpec[Any]) -> None:
 def test_names_are_told_apart() -> None:
     assert len({spec.name for spec in SPECS}) == len(SPECS)
     services = [service for spec in SPECS for service in spec.services]
-    assert sorted(services) == ["inference.GRPCInferenceService", "nvidia.inferenceserver.GRPCService"]
+    assert sorted(services) == [
+        "grps.protos.v1.GrpsService",
+        "inference.GRPCInferenceService",
+        "nvidia.inferenceserver.GRPCService",
+    ]

@@ -193,7 +193,7 @@ def test_what_is_wrong_with_a_dialect_is_told(settings: dict[str, Any], told: st
 @pytest.mark.parametrize("names", [("nope",), ("tfserving", "metrics")])
 def test_what_a_listener_cannot_speak(names: tuple[str, ...]) -> None:
     specs = find_specs(Settings())
-    allowed = "allowed: ops, tfserving, kserve_v2, triton_v1, or metrics alone"
+    allowed = "allowed: ops, tfserving, kserve_v2, triton_v1, grps, or metrics alone"
     for choose in (choose_http, choose_grpc):
         with pytest.raises(ConfigError) as caught:
             choose(specs, Listener(FREE, names))
@@ -209,10 +209,11 @@ def test_what_a_listener_cannot_speak(names: tuple[str, ...]) -> None:
         (("tfserving",), ["ops", "tfserving"]),
         (("metrics",), ["metrics"]),
         (("ops",), ["ops"]),
+        (("grps",), ["ops", "grps"]),
     ],
 )
 def test_what_a_listener_speaks(named: tuple[str, ...], spoken: list[str]) -> None:
     specs = find_specs(Settings())
     assert [spec.name for spec in choose_http(specs, Listener(FREE, named))] == spoken
-    with_rpcs = [name for name in spoken if name in ("kserve_v2", "triton_v1")]
+    with_rpcs = [name for name in spoken if name in ("kserve_v2", "triton_v1", "grps")]
     assert [spec.name for spec in choose_grpc(specs, Listener(FREE, named))] == with_rpcs

@@ -1,0 +1,97 @@
+"""A predict as the engine runs it, whichever way it came: one answer, or a stream of them.
+
+a customized model     the whole message goes to it, as one string, and comes back as one
+any other              gtensors, a string or bytes become its inputs; its outputs become the like
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from fastserve._ext.flatten import pack_bytes, unpack_bytes
+from fastserve.dialects.grps.errors import internal
+from fastserve.dialects.grps.service import Service, speaks_messages
+from fastserve.dialects.grps.tensors import read_inputs, write_outputs
+from fastserve.protos import load
+from fastserve.repository.version import Version
+from fastserve.request import InferRequest, InferResponse
+from fastserve.serving.generate import Event, alone, generate
+from fastserve.tensor import DTYPES, Tensor
+
+MESSAGE = "message"
+Events = AsyncGenerator[Event, None]
+
+
+@dataclass(slots=True)
+class Asked:
+    """One predict as read, whichever way it came. `parameters` are a customized model's."""
+
+    version: Version
+    message: Any
+    parameters: dict[str, object] = field(default_factory=dict)
+
+
+def make_request(asked: Asked, deadline_ns: int) -> InferRequest:
+    """What the engine runs. Raises ServeError."""
+    version, message = asked.version, asked.message
+    if not speaks_messages(version):
+        return InferRequest(read_inputs(version, message), deadline_ns=deadline_ns)
+    packed = pack_bytes([message.SerializeToString()])
+    inputs = {MESSAGE: Tensor(DTYPES["bytes"], (1,), packed)}
+    return InferRequest(inputs, deadline_ns=deadline_ns, parameters=asked.parameters)
+
+
+def read_answer(asked: Asked, response: InferResponse) -> Any:
+    """The answer's message. Raises ServeError."""
+    if not speaks_messages(asked.version):
+        return write_outputs(asked.message, response.outputs)
+    (tensor,) = response.outputs.values()
+    try:
+        message = load("grps").GrpsMessage.FromString(unpack_bytes(tensor.data, 1)[0])
+    except (DecodeError, ValueError):
+        raise internal("the model's answer is no GrpsMessage") from None
+    message.ClearField("status")
+    return message
+
+
+def stream_answers(service: Service, asked: Asked, deadline_ns: int, write: Callable[[Any], bytes]) -> Events:
+    """Every part of an answer by `write`, which gets its message. A dag of several nodes streams from its
+    last."""
+    ensemble = asked.version.config.options.ensemble if speaks_messages(asked.version) else None
+
+    def tell(response: InferResponse) -> bytes:
+        return write(read_answer(asked, response))
+
+    async def chained() -> AsyncGenerator[InferResponse, None]:
+        assert ensemble is not None
+        *first, last = [step.model for step in ensemble.steps]
+        for name in first:
+            asked.version = service.find(name)
+            response = await service.engine.infer(
+                asked.version, make_request(Asked(asked.version, asked.message), deadline_ns)
+            )
+            try:
+                asked.message = read_answer(asked, response)
+            finally:
+                response.release()
+        asked.version = service.find(last)
+        async with aclosing(
+            service.engine.stream(asked.version, make_request(asked, deadline_ns))
+        ) as responses:
+            async for response in responses:
+                yield response
+
+    def start() -> AsyncGenerator[InferResponse, None]:
+        if ensemble is not None:
+            return chained()
+        request = make_request(asked, deadline_ns)
+        if asked.version.config.options.decoupled:
+            return service.engine.stream(asked.version, request)
+        return alone(lambda: service.engine.infer(asked.version, request))
+
+    return generate(start, tell)

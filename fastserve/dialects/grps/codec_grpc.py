@@ -1,0 +1,117 @@
+"""GrpsMessage as bytes (spec 1): bounded before it is parsed, and put together where it is known in advance.
+
+read_message(data)                      the protobuf library's message
+find_raws(data)                         where packed floats lie, for requests that are met again
+write_tensor(number, name, ...)         one GenericTensor whose values are in its memory as on the wire
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from fastserve.dialects.grps.errors import invalid
+from fastserve.protos import load
+
+MOST_FIELDS = 1024  # of a message, and tensors of a request: each costs the parser a hundred bytes
+GTENSORS, TENSORS, FLAT_FLOAT32, FLAT_FLOAT64 = 5, 1, 10, 11
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+Span = tuple[int, int, int]  # field number, first byte of the value, end
+
+
+def read_message(data: bytes) -> Any:
+    """A GrpsMessage. Raises ServeError for what is none, or has too many tensors."""
+    tensors = 0
+    try:
+        for field, start, end in walk(data, 0, len(data)):
+            if field == GTENSORS:
+                for _ in walk(data, start, end):
+                    tensors += 1
+                    if tensors > MOST_FIELDS:
+                        raise invalid(f"gtensors: at most {MOST_FIELDS} tensors and fields are read")
+        return load("grps").GrpsMessage.FromString(data)
+    except (DecodeError, IndexError, ValueError):
+        raise invalid("malformed GrpsMessage") from None
+
+
+def walk(data: bytes, at: int, end: int) -> Iterator[Span]:
+    """The fields of a message. Raises ServeError for too many, ValueError or IndexError for what is none."""
+    for _ in range(MOST_FIELDS + 1):
+        if at >= end:
+            return
+        tag, at = read_varint(data, at)
+        kind = tag & 7
+        if kind == _VARINT:
+            _, stop = read_varint(data, at)
+        elif kind == _BYTES:
+            size, at = read_varint(data, at)
+            stop = at + size
+        elif kind in (_FIXED32, _FIXED64):
+            stop = at + (4 if kind == _FIXED32 else 8)
+        else:
+            raise ValueError("groups are not read")
+        if stop > end:
+            raise ValueError("a field is longer than its message")
+        yield (tag >> 3 if kind == _BYTES else 0), at, stop
+        at = stop
+    raise invalid(f"a message has at most {MOST_FIELDS} fields")
+
+
+def read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """A number and where it ends."""
+    number = shift = 0
+    while shift < 70:
+        byte = data[at]
+        at += 1
+        number |= (byte & 127) << shift
+        if byte < 128:
+            return number, at
+        shift += 7
+    raise ValueError("a varint has at most ten bytes")
+
+
+def write_varint(number: int) -> bytes:
+    """A number from 0."""
+    out = bytearray()
+    while number > 127:
+        out.append(number & 127 | 128)
+        number >>= 7
+    out.append(number)
+    return bytes(out)
+
+
+def write_field(field: int, data: bytes) -> bytes:
+    """A field of bytes, as small ones are."""
+    return b"%b%b%b" % (write_varint(field << 3 | _BYTES), write_varint(len(data)), data)
+
+
+def head_of(field: int, size: int) -> bytes:
+    """What stands before that many bytes of a field."""
+    return write_varint(field << 3 | _BYTES) + write_varint(size)
+
+
+def find_raws(data: bytes) -> list[tuple[int, int]]:
+    """The spans of packed floats and doubles, one of each tensor; none when some tensor has another number
+    of them. For messages that were read before."""
+    found = []
+    for field, start, end in walk(data, 0, len(data)):
+        if field != GTENSORS:
+            continue
+        for inner, first, last in walk(data, start, end):
+            spans = [(a, b) for f, a, b in walk(data, first, last) if f in (FLAT_FLOAT32, FLAT_FLOAT64)]
+            if inner != TENSORS or len(spans) != 1:
+                return []
+            found += spans
+    return found
+
+
+def write_heads(tensors: Sequence[tuple[bytes, int, int]], before: bytes) -> list[bytes]:
+    """What stands before each tensor's values. `tensors`: (the fields before, field, bytes of values)."""
+    bodies = [head + head_of(field, size) for head, field, size in tensors]
+    sizes = [len(body) + size for body, (_, _, size) in zip(bodies, tensors, strict=True)]
+    heads = [head_of(TENSORS, size) + body for size, body in zip(sizes, bodies, strict=True)]
+    whole = sum(len(head) + size for head, (_, _, size) in zip(heads, tensors, strict=True))
+    heads[0] = before + head_of(GTENSORS, whole) + heads[0]
+    return heads

@@ -1,0 +1,332 @@
+"""GrpsMessage as JSON, the way in (spec 3): protobuf's rules, bounded; arrays of numbers by compiled code.
+
+    {"gtensors": {"tensors": [{"dtype": "DT_FLOAT32", "shape": [2], "flat_float32": [1, 2]}]}}
+                                                                  cut ^^^^^^^^^^^^^^^^^^^^^^
+
+Arrays of numbers are cut out first and read apart, straight into memory; the rest is small. An array that the
+compiled reader does not take is read again number by number, for texts that stand for numbers, and for words.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fastserve._ext.flatten import FlattenFault, flatten
+from fastserve._ext.json_reader import JSONFault, PredictReader
+from fastserve._ext.json_value import JSONSyntaxError, Members, parse
+from fastserve.config import GrpsOptions
+from fastserve.dialects.grps.errors import invalid
+from fastserve.dialects.grps.tensors import BY_NAME, FIELDS, Field, fill_packed
+from fastserve.protos import load
+from fastserve.tensor import ARRAY_CODE, DTYPES
+
+if TYPE_CHECKING:
+    from fastserve._ext.json_value import Value
+
+MOST_VALUES = 1 << 19  # of what becomes an object each
+MOST_DEPTH = 100
+ALIASES = {"flat_double": "flat_float64"}
+BIN_IN_JSON = "bin_data should use application/octet-stream format."
+NO_MEMBER = "Have no legal member in json body."
+_CAMEL = re.compile(r"(?<=[a-z0-9])([A-Z])")
+_BASE64 = re.compile(r"(?:[A-Za-z0-9+/]*|[A-Za-z0-9_-]*)={0,2}")
+_NUMERIC = "uint8|int8|int16|int32|int64|float16|float32|float64|double"
+_DATA = re.compile(rf'"(flat_?(?:{_NUMERIC}))"\s*:\s*(?=\[)'.encode(), re.IGNORECASE)
+_NUMBER = re.compile(r"-?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|-?Infinity|NaN")
+_ONEOF = ("str_data", "gtensors", "ndarray", "gmap", "bin_data")
+_READERS = {
+    name: PredictReader([("values", DTYPES[name].code)], b"serving_default", is_default=True)
+    for name in ("int32", "int64", "float32", "float64")
+}
+_INTS = {"uint32": (0, 2**32 - 1), "int32": (-(2**31), 2**31 - 1), "int64": (-(2**63), 2**63 - 1)}
+
+
+@dataclass(frozen=True, slots=True)
+class JsonBody:
+    """A request as read. `wants_stream`: its own member says so."""
+
+    message: Any
+    wants_stream: bool = False
+
+
+def read_json(body: bytes | bytearray, options: GrpsOptions) -> JsonBody:
+    """A request's body. Raises ServeError naming what is wrong and where."""
+    text, cut = cut_arrays(bytes(body))
+    document = _parse(text)
+    if not isinstance(document, Members):
+        raise invalid("Bad Request, err: the json body is not an object.")
+    members = dict(_named(document))
+    reader = _Reader(cut, options)
+    given = [name for name in _ONEOF if members.get(name) is not None]
+    if len(given) > 1:
+        raise invalid(f"Bad Request, err: more than one of {', '.join(_ONEOF)}: {', '.join(given)}.")
+    if given == ["bin_data"]:
+        raise invalid(BIN_IN_JSON)
+    if not given or (
+        given == ["str_data"] and not members["str_data"] and options.empty_str_data == "reject"
+    ):
+        raise invalid(NO_MEMBER)
+    message = load("grps").GrpsMessage()
+    message.model = _text(members.get("model", b"") or b"", "model")
+    reader.read(message, given[0], members[given[0]])
+    return JsonBody(
+        message, options.streaming_ctrl_key in members and members[options.streaming_ctrl_key] is True
+    )
+
+
+def read_text_member(body: bytes | bytearray) -> str:
+    """The str_data of a small body; "" for none. Raises ServeError."""
+    document = _parse(bytes(body)) if body else Members()
+    if not isinstance(document, Members):
+        raise invalid("Bad Request, err: the json body is not an object.")
+    return _text(dict(_named(document)).get("str_data") or b"", "str_data")
+
+
+def cut_arrays(body: bytes) -> tuple[bytes, list[bytes]]:
+    """The text with a number in place of each array of numbers, under a name of its own; and the arrays."""
+    cut: list[bytes] = []
+    texts, at = [], 0
+    for start, first, last, name in find_arrays(body):
+        texts += [body[at:start], b'"=%b":%d' % (name, len(cut))]
+        cut.append(body[first:last])
+        at = last
+    return (b"".join([*texts, body[at:]]), cut) if cut else (body, cut)
+
+
+def find_arrays(body: bytes) -> Iterator[tuple[int, int, int, bytes]]:
+    """(where its key begins, the array's begin and end, its key) of every flat array of numbers.
+
+    Inside a JSON text no quote stands without a backslash, so what matches is a key."""
+    for found in _DATA.finditer(body):
+        first = found.end()
+        last = body.find(b"]", first) + 1
+        if last and body.find(b"[", first + 1, last) < 0:
+            yield found.start(), first, last, found[1]
+
+
+def _parse(text: bytes) -> Value:
+    try:
+        return parse(text, max_depth=MOST_DEPTH, max_values=MOST_VALUES)
+    except JSONSyntaxError as fault:
+        raise invalid(
+            f"Bad Request, err: Parse json failed: {fault.reason} at offset {fault.offset}."
+        ) from None
+
+
+def _named(members: Members) -> Iterator[tuple[str, Value]]:
+    """By the names of the messages' fields, camel case included; null is as good as nothing."""
+    for key, value in members:
+        name = key.decode("utf-8", "replace")
+        if value is not None:
+            yield (
+                (name if "_" in name or name.islower() else _CAMEL.sub(lambda m: "_" + m[1].lower(), name)),
+                value,
+            )
+
+
+class _Reader:
+    """The one member that is the data."""
+
+    def __init__(self, cut: Sequence[bytes], options: GrpsOptions) -> None:
+        self._cut, self._aliases = cut, ALIASES if options.flat_double else {}
+
+    def read(self, message: Any, kind: str, value: Value) -> None:
+        if kind == "str_data":
+            message.str_data = _text(value, "str_data")
+        elif kind == "ndarray":
+            message.gtensors.SetInParent()
+            _read_ndarray(message.gtensors.tensors.add(), value)
+        elif kind == "gmap":
+            message.gmap.SetInParent()
+            _read_gmap(message.gmap, value)
+        else:
+            message.gtensors.SetInParent()
+            self._read_gtensors(message.gtensors, value)
+
+    def _read_gtensors(self, out: Any, value: Value) -> None:
+        tensors = dict(_named(_members(value, "gtensors"))).get("tensors", [])
+        for number, one in enumerate(_list(tensors, "gtensors.tensors")):
+            self._read_tensor(out.tensors.add(), _members(one, f"gtensors.tensors[{number}]"), number)
+
+    def _read_tensor(self, out: Any, members: Members, number: int) -> None:
+        where = f"gtensors.tensors[{number}]"
+        found: dict[str, tuple[Value, bool]] = {}
+        for key, value in members:
+            name, is_cut = self._name_of(key, value)
+            if value is not None:
+                found[name] = value, is_cut
+        for alias, real in self._aliases.items():
+            if alias in found:
+                found.setdefault(real, found[alias])
+        out.name = _text(found.get("name", (b"", False))[0], f"{where}.name")
+        out.dtype = _dtype(found.get("dtype", (0, False))[0], f"{where}.dtype")
+        shape = _list(found.get("shape", ([], False))[0], f"{where}.shape")
+        out.shape.extend(_whole(size, _INTS["uint32"], f"{where}.shape") for size in shape)
+        for name in BY_NAME.keys() & found.keys():
+            value, is_cut = found[name]
+            assert isinstance(value, int) or not is_cut
+            given: Value | bytes = self._cut[value] if is_cut else value  # type: ignore[index]
+            _read_values(out, BY_NAME[name], given, is_cut, f"{where}.{name}")
+
+    def _name_of(self, key: bytes, value: Value) -> tuple[str, bool]:
+        is_cut = key.startswith(b"=") and type(value) is int and 0 <= value < len(self._cut)
+        name = key[is_cut:].decode("utf-8", "replace")
+        if "_" not in name and name.startswith("flat"):
+            name = "flat_" + name[4:].lower()
+        return name, is_cut
+
+
+def _read_values(out: Any, field: Field, given: Any, is_cut: bool, where: str) -> None:
+    if field.word == "DT_STRING":
+        getattr(out, field.name).extend(_text(item, where) for item in _leaves(given, where))
+        return
+    data = _read_quickly(field.wire, given) if is_cut else None
+    if data is None:
+        values = _parse(given) if is_cut else given
+        data = _read_slowly(field.wire, _leaves(values, where), where)
+    if field.wire.startswith("float"):
+        fill_packed(out, field, data)
+    else:
+        items = array(ARRAY_CODE[field.wire])
+        items.frombytes(data)
+        getattr(out, field.name).extend(items)
+
+
+def _read_quickly(wire: str, text: bytes) -> bytes | None:
+    """A whole array as memory; None for one with values that are no plain numbers."""
+    reader = _READERS.get(wire)
+    if reader is None:
+        return None
+    try:
+        ((_, _, data),) = reader.read(b'{"inputs":%b}' % text).tensors.values()
+    except JSONFault:
+        return None
+    return data
+
+
+def _read_slowly(wire: str, values: Iterator[Value], where: str) -> bytes:
+    if wire.startswith("float"):
+        numbers = array(ARRAY_CODE[wire], [_real(value, where) for value in values])
+    else:
+        numbers = array(ARRAY_CODE[wire], [_whole(value, _INTS[wire], where) for value in values])
+    return numbers.tobytes()
+
+
+def _leaves(value: Value, where: str) -> Iterator[Value]:
+    """Nested lists are read as the flat one they stand for."""
+    for item in _list(value, where):
+        if isinstance(item, list):
+            yield from _leaves(item, where)
+        else:
+            yield item
+
+
+def _read_ndarray(out: Any, value: Value) -> None:
+    out.dtype = BY_NAME["flat_float32"].number
+    try:
+        shape, data = flatten(value, DTYPES["float32"].code)
+    except FlattenFault as fault:
+        raise invalid(f"Parse NDArray failed: {fault}") from None
+    out.shape.extend(shape)
+    fill_packed(out, BY_NAME["flat_float32"], data)
+
+
+def _read_gmap(out: Any, value: Value) -> None:
+    for kind, read in _MAPS.items():
+        given = dict(_members(value, "gmap").pairs).get(kind.encode())
+        for key, item in _members(given, f"gmap.{kind}") if given is not None else ():
+            name = _text(key, f"gmap.{kind}")
+            getattr(out, kind)[name] = read(item, f"gmap.{kind}.{name[:100]}")
+
+
+def _base64(value: Value, where: str) -> bytes:
+    text = _text(value, where)
+    if not _BASE64.fullmatch(text) or len(text.rstrip("=")) % 4 == 1:
+        raise invalid(f"{where}: Fail to decode base64.")
+    digits = text.rstrip("=")
+    return base64.b64decode(
+        digits + "=" * (-len(digits) % 4), altchars=b"-_" if "-" in text or "_" in text else None
+    )
+
+
+def _real(value: Value, where: str) -> float:
+    if isinstance(value, bytes):
+        text = value.decode("utf-8", "replace")
+        if not _NUMBER.fullmatch(text):
+            raise invalid(f"{where}: given {text[:40]!r}, allowed: numbers")
+        return float(text)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise invalid(f"{where}: given {_kind(value)}, allowed: numbers")
+    try:
+        return float(value)
+    except OverflowError:
+        raise invalid(f"{where}: a number is too large") from None
+
+
+def _whole(value: Value, bounds: tuple[int, int], where: str) -> int:
+    if isinstance(value, bytes) and re.fullmatch(rb"-?[0-9]{1,20}", value):
+        value = int(value)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise invalid(f"{where}: given {_kind(value)}, allowed: whole numbers")
+    if not bounds[0] <= value <= bounds[1]:
+        raise invalid(f"{where}: given {value}, allowed: {bounds[0]} to {bounds[1]}")
+    return value
+
+
+def _float32(value: Value, where: str) -> float:
+    return array("f", [_real(value, where)])[0]
+
+
+def _text(value: Value, where: str) -> str:
+    if not isinstance(value, bytes):
+        raise invalid(f"{where}: given {_kind(value)}, allowed: text")
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        raise invalid(f"{where}: is not UTF-8 text") from None
+
+
+def _dtype(value: Value, where: str) -> int:
+    if isinstance(value, bytes):
+        name = value.decode("utf-8", "replace")
+        found = next(
+            (field.number for field in FIELDS if field.word == name), 0 if name == "DT_INVALID" else None
+        )
+        if found is None:
+            raise invalid(f"{where}: given {name[:40]!r}, allowed: {', '.join(f.word for f in FIELDS)}")
+        return found
+    return _whole(value, _INTS["int32"], where)
+
+
+def _members(value: Value, where: str) -> Members:
+    if not isinstance(value, Members):
+        raise invalid(f"{where}: given {_kind(value)}, allowed: an object")
+    return value
+
+
+def _list(value: Value, where: str) -> list[Value]:
+    if not isinstance(value, list):
+        raise invalid(f"{where}: given {_kind(value)}, allowed: a list")
+    return value
+
+
+def _kind(value: Value) -> str:
+    words = {Members: "an object", list: "a list", bytes: "text", bool: "a boolean", type(None): "null"}
+    return words.get(type(value), "a number")
+
+
+_MAPS: dict[str, Callable[[Value, str], Any]] = {
+    "s_s": _text,
+    "s_b": _base64,
+    "s_i32": lambda value, where: _whole(value, _INTS["int32"], where),
+    "s_i64": lambda value, where: _whole(value, _INTS["int64"], where),
+    "s_f": _float32,
+    "s_d": _real,
+}

@@ -1,0 +1,165 @@
+"""The RPCs of grps.protos.v1.GrpsService (spec 1). A failure is a message too: gRPC's status is OK."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from functools import partial
+from time import monotonic_ns
+from typing import Any
+
+from fastserve.dialects.grps.asking import Asked, make_request, read_answer, stream_answers
+from fastserve.dialects.grps.codec_grpc import read_message
+from fastserve.dialects.grps.errors import NotReady, failure_message, invalid, ok_message
+from fastserve.dialects.grps.fast_grpc import FastGrpc, failure_of
+from fastserve.dialects.grps.metadata import describe_model, describe_server
+from fastserve.dialects.grps.routes import RPCS, SERVICE
+from fastserve.dialects.grps.service import Service
+from fastserve.errors import ServeError
+from fastserve.protos import load
+from fastserve.request import InferRequest, InferResponse
+from fastserve.serving.exchange import Awaited, unforeseen
+from fastserve.serving.slow_path import SlowRequest, answer_slowly
+from fastserve.wire.grpc import Exchange, Method, Rpc
+
+GRPC = "grpc"
+NO_NAME = "The model name is empty."
+
+
+def make_methods(service: Service) -> list[Method]:
+    """Every RPC, over bytes."""
+    plain: dict[str, Callable[[Service, bytes], bytes]] = {
+        "Online": partial(_switch, online=True),
+        "Offline": partial(_switch, online=False),
+        "CheckLiveness": lambda service, data: ok_message(),
+        "CheckReadiness": _check_ready,
+        "ServerMetadata": lambda service, data: _text(describe_server(service)),
+        "ModelMetadata": _describe_model,
+    }
+    methods = [_method(name, partial(_answer, service, run)) for name, run in plain.items()]
+    predict = Predict(service)
+    methods.append(_method("Predict", predict, start=predict.start))
+    methods.append(_method("PredictStreaming", partial(stream, service), gives_stream=True))
+    return methods
+
+
+def _method(
+    name: str, run: Callable[[bytes, Any], Any], *, gives_stream: bool = False, start: Any = None
+) -> Method:
+    path = SERVICE + name
+    return Method(path, bytes, run, bytes, gives_stream=gives_stream, scope=RPCS[path], start=start)
+
+
+async def _answer(service: Service, run: Callable[[Service, bytes], bytes], data: bytes, rpc: Rpc) -> bytes:
+    try:
+        return run(service, data)
+    except ServeError as fault:
+        return failure_of(service, fault, "")
+
+
+def _switch(service: Service, data: bytes, *, online: bool) -> bytes:
+    service.online.set(GRPC, online)
+    return ok_message()
+
+
+def _check_ready(service: Service, data: bytes) -> bytes:
+    if service.online.is_ready(GRPC):
+        return ok_message()
+    return failure_message(service.options.grpc_not_ready_code, NotReady().message)
+
+
+def _describe_model(service: Service, data: bytes) -> bytes:
+    name = read_message(data).str_data
+    if not name:
+        raise invalid(NO_NAME)
+    return _text(describe_model(service, name))
+
+
+def _text(text: str) -> bytes:
+    return ok_message() + bytes(load("grps").GrpsMessage(str_data=text).SerializeToString())
+
+
+class Predict:
+    """The RPC: the fast path first, and the general one for what it does not take."""
+
+    def __init__(self, service: Service) -> None:
+        self._service, self._fast = service, FastGrpc(service)
+
+    def start(self, data: bytes, exchange: Exchange) -> bool:
+        """Take a message that the fast path knows, or leave it to the coroutine below."""
+        return self._fast.start(data, exchange)
+
+    async def __call__(self, data: bytes, rpc: Rpc) -> bytes:
+        """A serialized message, whatever happens."""
+        exchange = Awaited(rpc.received_ns)
+        request = GrpcPredict(self._service, exchange, data, rpc, self._fast)
+        await answer_slowly(exchange, request, self._service.traffic)
+        return await exchange.answer()
+
+
+class GrpcPredict(SlowRequest):
+    """One RPC on the general path; the fast one learns it."""
+
+    def __init__(self, service: Service, exchange: Awaited, data: bytes, rpc: Rpc, fast: FastGrpc) -> None:
+        self._service, self._exchange, self._data, self._rpc, self._fast = service, exchange, data, rpc, fast
+
+    async def read(self) -> InferRequest:
+        self._asked = await read_asked(self._service, self._data, streaming=False)
+        self.version = self._asked.version
+        self._request = make_request(self._asked, deadline_of(self._service, self._rpc))
+        return self._request
+
+    def run(self, request: InferRequest) -> Awaitable[InferResponse]:
+        return self._service.engine.infer(self.version, request)
+
+    async def write(self, response: InferResponse) -> None:
+        message = read_answer(self._asked, response)
+        self._exchange.reply(ok_message() + message.SerializeToString())
+
+    def answered(self, took_ns: int) -> None:
+        self._service.monitor.took(took_ns)
+        self._fast.learn(self._data, self._asked.message, self._request, self.version, self._rpc.patience_ns)
+
+    def refused(self, fault: ServeError) -> None:
+        model = getattr(getattr(self, "version", None), "model", "")
+        self._exchange.reply(failure_of(self._service, fault, model))
+
+
+async def read_asked(service: Service, data: bytes, *, streaming: bool) -> Asked:
+    """A predict's message. Raises ServeError."""
+    message = await service.apart(len(data), read_message, data)
+    message.ClearField("status")
+    return Asked(service.find(message.model), message, {"streaming": True} if streaming else {})
+
+
+def deadline_of(service: Service, rpc: Rpc) -> int:
+    """When a call's time is up, 0 for never: the client's time, or the server's own."""
+    left, own = rpc.seconds_left(), service.deadline_ns(rpc.received_ns)
+    if left is None:
+        return own
+    theirs = monotonic_ns() + int(left * 1e9)
+    return min(own, theirs) if own else theirs
+
+
+async def stream(service: Service, data: bytes, rpc: Rpc) -> AsyncIterator[bytes]:
+    """A message for each part, as it comes. What goes wrong is one more, and the last."""
+    version = None
+    try:
+        asked = await read_asked(service, data, streaming=True)
+        version = asked.version
+        events = stream_answers(service, asked, deadline_of(service, rpc), _part)
+        async with aclosing(events):
+            async for event in events:
+                if event.fault is not None:
+                    raise event.fault
+                yield event.text
+    except ServeError as fault:
+        yield failure_of(service, fault, version.model if version else "")
+    except Exception as error:
+        yield failure_of(service, unforeseen(rpc, error), version.model if version else "")
+    else:
+        service.count(version, rpc.received_ns)
+
+
+def _part(message: Any) -> bytes:
+    return ok_message() + bytes(message.SerializeToString())

@@ -1,0 +1,20 @@
+"""The grps API, as the server knows it."""
+
+from __future__ import annotations
+
+from fastserve.config import GrpsOptions
+from fastserve.dialects.grps.dialect import Grps
+from fastserve.dialects.grps.routes import ROUTES, RPCS
+from fastserve.protos import load
+from fastserve.serving.dialect import DialectSpec
+
+SPEC = DialectSpec(
+    name="grps",
+    options=GrpsOptions,
+    section="grps",
+    build=Grps,
+    routes=ROUTES,
+    rpcs=RPCS,
+    unasked=False,  # it has `/`
+    descriptors=lambda: [load("grps").descriptor_set],
+)

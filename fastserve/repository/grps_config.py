@@ -1,0 +1,257 @@
+"""A grps deployment compiled into models of ours: conf/inference.yml read, checked, and put in neutral words.
+
+    DEPLOYMENT/conf/inference.yml    models: [{name, version, inferer_type, batching, ...}], dag: {...}
+    DEPLOYMENT/conf/server.yml       interface, max_concurrency, ...            (settings: config.grps)
+    DEPLOYMENT/src/customized_*.py   converters and inferers
+
+`your_model` of version 1.0.0 is served as the model `your_model-1.0.0`, as its clients call it. Its requests
+and answers are serialized messages. A dag of one node is that node; one of several is an ensemble of the name
+`dag.NAME`. Models of inferer_type `onnx`, which the original has not, take and give tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from fastserve.config import convert
+from fastserve.config.grps import FILE as SERVER_FILE
+from fastserve.config.grps import ServerFile, read_server_file
+from fastserve.config.options import EnsembleOptions, EnsembleStep, Options
+from fastserve.config.yaml_text import parse_yaml, read_text
+from fastserve.errors import ConfigError
+from fastserve.repository.model_config import ModelConfig, TensorConfig
+
+FILE = "inference.yml"
+CONF = "conf"
+MESSAGE = "message"
+NUMBER = 1  # of the one version each of them has
+DAG = "dag."
+_ONNX = "say inferer_type: onnx, or load it in a customized inferer"
+# inferer_type -> what to do with such a model here
+_ELSEWHERE = {
+    "torch": f"export it (torch.onnx.export) and {_ONNX}",
+    "tensorflow": f"convert it (python -m tf2onnx.convert) and {_ONNX}",
+    "tensorrt": f"take the ONNX model it was built from and {_ONNX}",
+}
+Text = Annotated[str, Meta(min_length=1)]
+
+
+class Batching(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How requests to a model share a run."""
+
+    type: Literal["none", "dynamic"] = "none"
+    max_batch_size: Annotated[int, Meta(ge=1, le=65535)] = 1
+    batch_timeout_us: Annotated[int, Meta(ge=1, le=60_000_000)] = 1
+
+
+class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One entry of `models`."""
+
+    name: Text
+    version: str | int | float
+    inferer_type: Literal["torch", "tensorflow", "tensorrt", "customized", "onnx"]
+    device: str | None = None
+    inp_device: str | None = None
+    inferer_name: str | None = None
+    inferer_path: str | None = None
+    inferer_args: Any = None
+    converter_type: Literal["torch", "tensorflow", "tensorrt", "customized", "none"] = "none"
+    converter_name: str | None = None
+    converter_path: str | None = None
+    converter_args: Any = None
+    batching: Batching = Batching()
+
+    @property
+    def full_name(self) -> str:
+        """What clients call it."""
+        return f"{self.name}-{self.version}"
+
+
+class DagNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One step of the dag."""
+
+    model: str
+    name: str = ""
+    type: Literal["model"] = "model"
+
+
+class Dag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What calls run that name no model."""
+
+    nodes: Annotated[list[DagNode], Meta(min_length=1)]
+    name: str = "dag"
+    type: Literal["sequential"] = "sequential"
+
+
+class InferenceFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The whole of inference.yml."""
+
+    models: Annotated[list[Node], Meta(min_length=1)]
+    dag: Dag
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """A deployment as read. `texts` are those of inference.yml and server.yml."""
+
+    folder: Path
+    inference: InferenceFile
+    server: ServerFile
+    texts: tuple[str, str]
+
+    @property
+    def default(self) -> str:
+        """The model that is run by who names none."""
+        nodes = self.inference.dag.nodes
+        return nodes[0].model if len(nodes) == 1 else DAG + self.inference.dag.name
+
+    @property
+    def names(self) -> list[str]:
+        """What it serves, the ensemble of a dag with several nodes included."""
+        return list(dict.fromkeys([*(node.full_name for node in self.inference.models), self.default]))
+
+    def described(self) -> list[dict[str, Any]]:
+        """The models as inference.yml has them, with their defaults."""
+        return [{**msgspec.to_builtins(node), "version": str(node.version)} for node in self.inference.models]
+
+    def files(self, config: ModelConfig) -> list[Path]:
+        """What a model of this configuration is made of: a change of any loads it again."""
+        if config.options.model_file:
+            return [self.folder / config.options.model_file]
+        code = sorted((self.folder / "src").glob("*.py"))
+        return [self.folder / CONF / FILE, *code]
+
+    def config(self, name: str) -> ModelConfig:
+        """The neutral configuration of one of `names`. Raises ConfigError."""
+        node = next((one for one in self.inference.models if one.full_name == name), None)
+        if node is None:
+            return _chain([step.model for step in self.inference.dag.nodes])
+        return _onnx(node) if node.inferer_type == "onnx" else _custom(node, self.server.max_concurrency)
+
+
+def read_deployment(folder: Path) -> Deployment:
+    """Read both files. Raises ConfigError naming file, field and allowed values."""
+    conf = folder / CONF
+    if not (conf / FILE).is_file():
+        raise ConfigError(f"deployment: {folder} holds no {CONF}/{FILE}, which a grps deployment has")
+    texts = read_text(conf / FILE, FILE), ""
+    if (conf / SERVER_FILE).is_file():
+        texts = texts[0], read_text(conf / SERVER_FILE, SERVER_FILE)
+    inference = convert(_worded(parse_yaml(texts[0], FILE)), InferenceFile, FILE)
+    _check(inference)
+    return Deployment(
+        folder.absolute(), inference, read_server_file(parse_yaml(texts[1], SERVER_FILE)), texts
+    )
+
+
+def _worded(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what is null, which stands for the default there."""
+    models = raw.get("models")
+    if not isinstance(models, list):
+        return dict(raw)
+    kept = [
+        {k: v for k, v in one.items() if v is not None} if isinstance(one, dict) else one for one in models
+    ]
+    return {**raw, "models": kept}
+
+
+def _check(inference: InferenceFile) -> None:
+    seen: dict[str, Node] = {}
+    for node in inference.models:
+        where = f"{FILE}: model {node.full_name}"
+        if node.full_name in seen:
+            raise ConfigError(f"{where} is there twice")
+        seen[node.full_name] = node
+        if node.inferer_type in _ELSEWHERE:
+            raise ConfigError(
+                f"{where}: inferer_type {node.inferer_type} is not run here; {_ELSEWHERE[node.inferer_type]}"
+            )
+        if node.inferer_type == "customized" and not node.inferer_name:
+            raise ConfigError(
+                f"{where}: inferer_name: given nothing, allowed: the name an inferer is registered by"
+            )
+        if node.converter_type == "customized" and not node.converter_name:
+            raise ConfigError(
+                f"{where}: converter_name: given nothing, allowed: the name a converter is registered by"
+            )
+        if node.inferer_type == "customized" and node.converter_type not in ("customized", "none"):
+            raise ConfigError(
+                f"{where}: converter_type: given {node.converter_type}, allowed: customized or none"
+            )
+        if node.inferer_type == "onnx" and node.converter_type == "customized":
+            raise ConfigError(
+                f"{where}: converter_type: given customized, allowed: none, with inferer_type onnx"
+            )
+    steps = [step.model for step in inference.dag.nodes]
+    for model in steps:
+        if model not in seen:
+            raise ConfigError(f"{FILE}: dag: model: given {model!r}, allowed: {', '.join(seen)}")
+        if len(steps) > 1 and seen[model].inferer_type != "customized":
+            raise ConfigError(
+                f"{FILE}: dag: model {model}: of several nodes each is of inferer_type customized"
+            )
+
+
+def _custom(node: Node, max_concurrency: int) -> ModelConfig:
+    batching = node.batching.type == "dynamic"
+    message = {MESSAGE: TensorConfig("bytes", [])}
+    return ModelConfig(
+        backend="grps",
+        inputs=message,
+        outputs=message,
+        max_batch_size=node.batching.max_batch_size if batching else 1,
+        max_queue_delay_us=node.batching.batch_timeout_us if batching else 0,
+        warmup="off",
+        parameters={
+            "inferer_name": node.inferer_name,
+            "inferer_path": node.inferer_path,
+            "inferer_args": node.inferer_args,
+            "converter_name": node.converter_name if node.converter_type == "customized" else None,
+            "converter_path": node.converter_path,
+            "converter_args": node.converter_args,
+            "device": node.device,
+            "batching": batching,
+            "max_concurrency": max_concurrency,
+        },
+        options=Options(origin=FILE, decoupled=True, parts_if_asked=True),
+    )
+
+
+def _onnx(node: Node) -> ModelConfig:
+    path = (node.inferer_path or "").removeprefix("./")
+    if not path.endswith(".onnx") or path.startswith("/") or ".." in path.split("/"):
+        allowed = "an .onnx file inside the deployment"
+        raise ConfigError(f"{FILE}: model {node.full_name}: inferer_path: given {path!r}, allowed: {allowed}")
+    dynamic = node.batching.type == "dynamic"
+    return ModelConfig(
+        backend="onnx",
+        max_batch_size=node.batching.max_batch_size if dynamic else 0,
+        max_queue_delay_us=node.batching.batch_timeout_us if dynamic else 0,
+        options=Options(origin=FILE, model_file=path),
+    )
+
+
+def _chain(models: list[str]) -> ModelConfig:
+    message = {MESSAGE: TensorConfig("bytes", [])}
+    tensors = [MESSAGE, *(f"after_{number}" for number in range(1, len(models))), "answer"]
+    steps = [
+        EnsembleStep(
+            model=model, version=None, inputs={MESSAGE: tensors[at]}, outputs={MESSAGE: tensors[at + 1]}
+        )
+        for at, model in enumerate(models)
+    ]
+    ensemble = EnsembleOptions(steps=steps, inputs={MESSAGE: False}, outputs=["answer"])
+    return ModelConfig(
+        backend="ensemble",
+        inputs=message,
+        outputs={"answer": TensorConfig("bytes", [])},
+        max_batch_size=1,
+        warmup="off",
+        options=Options(origin=FILE, ensemble=ensemble),
+    )

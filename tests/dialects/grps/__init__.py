@@ -1,0 +1,1 @@
+"""The grps dialect, its deployments and their code."""
