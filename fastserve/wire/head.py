@@ -63,7 +63,6 @@ class Head:
 
     endpoint: Endpoint
     service: Service  # of HTTP/2: who serves streams with this head
-    memo: Any  # the service's own
 
     def __init__(self, raw: bytes) -> None:
         self.raw = raw
@@ -79,6 +78,7 @@ class Head:
         self.after_length = b""
         self.expects_continue = False
         self.routed_anew = True
+        self.memo: Any = None  # of who serves it: what is worked out once for all requests with this head
 
     def find(self, name: bytes) -> bytes | None:
         """The first header of this lower-case name."""

@@ -31,6 +31,7 @@ from fastserve.wire.call import Call
 FAST_BYTES = 8 << 20  # up to 20 ms; larger bodies are read apart from the event loop
 EXPLAIN_BYTES = 1 << 18  # reading and explaining cost up to 0.35 us a byte, in which nobody else is served
 RAW_TYPE = b"application/octet-stream"
+CODED, RAW, JSON_TEXT = "coded", "raw", "json"  # kinds of bodies
 
 Inputs = dict[str, Tensor]  # by the signature's names
 Read = tuple[SignatureView, bool, Inputs]  # the signature, whether the body is columnar, the inputs
@@ -39,15 +40,13 @@ Read = tuple[SignatureView, bool, Inputs]  # the signature, whether the body is 
 class Predict:
     """The endpoint of one target."""
 
-    __slots__ = ("_catalog", "_fast", "_head", "_raw", "_service", "_target")
+    __slots__ = ("_catalog", "_fast", "_service", "_target")
 
     def __init__(self, service: Service, target: Target) -> None:
         self._service = service
         self._catalog = service.catalog
         self._target = target
         self._fast: LastPath[Fast] = LastPath(service.keepers, self._open)
-        self._head: object = None  # of the last call; its kind of body is worked out once
-        self._raw = False
 
     def __call__(self, call: Call) -> Coroutine[Any, Any, None] | None:
         target, fast = self._target, self._fast.path
@@ -56,9 +55,8 @@ class Predict:
             fast = self._fast.find(version)
             if fast is None:
                 return self._answer(call)
-        if call.head is not self._head and not self._meet(call):
-            return self._answer(call)
-        if len(call.body) <= FAST_BYTES and fast.start(call, self._raw):
+        kind = call.head.memo or meet(call)
+        if kind is not CODED and len(call.body) <= FAST_BYTES and fast.start(call, kind is RAW):
             return None
         return self._answer(call)
 
@@ -67,13 +65,6 @@ class Predict:
         if self._target.label is not None:
             return None
         return Fast.open(self._service, version, self._service.signatures.of(version).default)
-
-    def _meet(self, call: Call) -> bool:
-        """Look at a head once (the wire hands equal heads on as one object): may it pass the fast path?"""
-        if call.header(b"content-encoding"):
-            return False
-        self._head, self._raw = call.head, is_raw(call)
-        return True
 
     def _answer(self, call: Call) -> Coroutine[Any, Any, None]:
         service = self._service
@@ -106,6 +97,13 @@ class GeneralPredict(GeneralRequest):
         size = sum(memoryview(tensor.data).nbytes for tensor in outputs.values())
         names = self._view.signature.output_names
         self.body = await self.service.apart(size, write_predict, names, outputs, columnar=self._columnar)
+
+
+def meet(call: Call) -> str:
+    """What kind of body a head tells of. The wire hands equal heads on as one: they are looked at once."""
+    kind = CODED if call.header(b"content-encoding") else RAW if is_raw(call) else JSON_TEXT
+    call.head.memo = kind
+    return kind
 
 
 def is_raw(call: Call) -> bool:

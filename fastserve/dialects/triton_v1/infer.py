@@ -36,10 +36,12 @@ class Infer:
         self._fast = LastPath(service.keepers, partial(FastHttp.open, service, self._replies))
 
     def __call__(self, call: Call) -> Coroutine[Any, Any, None] | None:
-        given = call.header(HEADER)
-        if not given and not any(name == HEADER for name, _ in call.headers):
-            call.reply(400, NO_HEADER, b"")
-            return None
+        given: bytes | None = call.head.memo
+        if given is None:  # the wire hands equal heads on as one object: they are looked at once
+            given = call.head.memo = call.head.find(HEADER)
+            if given is None:
+                call.reply(400, NO_HEADER, b"")
+                return None
         version, fast = self._available(self._name, self._number), self._fast.path
         if fast is None or fast.version is not version:
             fast = self._fast.find(version)
