@@ -10,7 +10,8 @@ BORROWED_BYTES and more is a memoryview of what was read: valid until the next r
     kind            flags       payload         value
     DATA            END_STREAM  bytes or view   bytes that count against windows: padding too
     HEADERS         END_STREAM  the block       1 when the stream depends on itself
-    REQUEST         the body    the block       its bytes: HEADERS and one DATA frame that ends the stream
+    REQUEST         the body    the block       its bytes: HEADERS and one DATA frame that ends the stream;
+                                                between the two nothing came but those of other streams
     SETTINGS, PING  ACK         bytes
     RST_STREAM      -           b""             the error code
     WINDOW_UPDATE   -           b""             the increment
@@ -97,33 +98,55 @@ cdef class FrameReader:
         """The frames in the first `nbytes` of `data`, and those that these bytes complete."""
         cdef Py_buffer view
         cdef list events = []
-        cdef Http2Event event
         PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
         try:
             if nbytes < 0 or nbytes > view.len:
                 raise ValueError(f"{nbytes} bytes of {view.len}")
             self.reader.feed(<const uint8_t*>view.buf, nbytes)
-            while self.reader.step(&event):
-                events.append(describe(self.reader, &event, data, <const uint8_t*>view.buf))
+            self.tell(events, data, <const uint8_t*>view.buf)
             self.reader.feed(NULL, 0)
         finally:
             PyBuffer_Release(&view)
         return events
 
+    cdef int tell(self, list events, object data, const uint8_t* begin) except -1:
+        # events[first:stop] are HEADERS whose DATA may follow: clients with many streams send the heads of
+        # several requests before their bodies. A body goes back to its head, past heads and bodies alone.
+        cdef Py_ssize_t first = 0, stop = 0
+        cdef Http2Event event, body
+        while True:
+            if first < stop:
+                event.stream = <uint32_t>(<tuple>events[first])[2]
+                if self.reader.take_body(&event, &body):
+                    events[first] = request(event.stream, (<tuple>events[first])[3], &body)
+                    first += 1
+                    continue
+            if not self.reader.step(&event):
+                return 0
+            if event.kind == H2_HEADERS and not event.flags and not event.reason:
+                if self.reader.take_body(&event, &body):
+                    events.append(request(event.stream, copied(&event), &body))
+                    continue
+                if stop != len(events):
+                    first = stop = len(events)
+                stop += 1
+            else:
+                first = stop = 0
+            events.append(describe(&event, data, begin))
 
-cdef tuple describe(Http2Reader* reader, Http2Event* event, object data, const uint8_t* begin):
-    cdef Http2Event body
-    cdef bytes block
+
+cdef inline tuple request(uint32_t stream, bytes block, Http2Event* body):
+    return (WHOLE_REQUEST, copied(body), stream, block, body.size)
+
+
+cdef tuple describe(Http2Event* event, object data, const uint8_t* begin):
     if event.kind == H2_DATA:
         return (H2_DATA, event.flags, event.stream, piece(event, data, begin), event.value)
     if event.kind == H2_FAULT:
         return (H2_FAULT, 0, event.stream, REASONS[event.reason], event.value)
-    block = copied(event)
     if event.kind == H2_HEADERS:
-        if not event.flags and not event.reason and reader.take_body(event, &body):
-            return (WHOLE_REQUEST, copied(&body), event.stream, block, body.size)
-        return (H2_HEADERS, event.flags, event.stream, block, 1 if event.reason else 0)
-    return (event.kind, event.flags, event.stream, block, event.value)
+        return (H2_HEADERS, event.flags, event.stream, copied(event), 1 if event.reason else 0)
+    return (event.kind, event.flags, event.stream, copied(event), event.value)
 
 
 cdef inline bytes copied(Http2Event* event):
