@@ -62,7 +62,7 @@ class Running:
             self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log)
         assert self._process.stdout is not None
         line = self._process.stdout.readline().decode()
-        found = re.findall(r"(http|grpc)://(\S+)", line)
+        found = re.findall(r"(http|grpc)s?://(\S+)", line)
         if "ready" not in line:
             self.__exit__(None, None, None)
             raise AssertionError(f"the server did not start:\n{self.log.read_text()}")

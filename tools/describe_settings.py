@@ -33,6 +33,8 @@ SERVER_LIMITS = (
     "parallel_loads",
     "load_retries",
     "response_cache_bytes",
+    "tls.handshake_timeout_s",
+    "tls.handshakes",
     "tfserving.rest_timeout_ms",
     "triton.http_max_input_size",
 )

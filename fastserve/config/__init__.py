@@ -15,6 +15,7 @@ from fastserve.config.settings import (
     Settings,
     TFServingOptions,
 )
+from fastserve.config.tls import TlsOptions
 from fastserve.config.triton import TritonOptions
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "RepositorySettings",
     "Settings",
     "TFServingOptions",
+    "TlsOptions",
     "TritonOptions",
     "VersionPolicy",
     "convert",

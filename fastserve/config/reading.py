@@ -10,6 +10,7 @@ from fastserve.config.fields import convert, fault_text, hint, list_fields
 from fastserve.config.settings import Settings
 from fastserve.errors import ConfigError
 
+PLAIN = "tcp://"  # before an address that speaks no TLS though tls.cert is set
 LISTENER_FIELDS = ("listen", "http", "grpc")
 
 
@@ -38,9 +39,14 @@ def load_settings(file: Path | None = None, overrides: Mapping[str, object] | No
 
 
 def parse_listener(text: str) -> dict[str, Any]:
-    """`HOST:PORT[=dialect,...]` as the fields of a Listener; the struct checks the address."""
+    """`[tcp://]HOST:PORT[=dialect,...]` as the fields of a Listener; the struct checks the address."""
     address, _, dialects = text.partition("=")
-    return {"address": address.strip(), "dialects": [d for d in map(str.strip, dialects.split(",")) if d]}
+    address = address.strip()
+    return {
+        "address": address.removeprefix(PLAIN),
+        "dialects": [d for d in map(str.strip, dialects.split(",")) if d],
+        "tls": not address.startswith(PLAIN),
+    }
 
 
 def _open_listeners(tree: dict[str, Any], origin: str) -> None:

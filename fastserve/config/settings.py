@@ -15,6 +15,7 @@ from msgspec import Meta
 from fastserve.config.grps import GrpsOptions
 from fastserve.config.metrics import read_metrics_config
 from fastserve.config.policy import VersionNumber, VersionPolicy
+from fastserve.config.tls import TlsOptions
 from fastserve.config.triton import INPUT_BYTES, TritonOptions
 
 Count = Annotated[int, Meta(ge=1)]
@@ -58,6 +59,7 @@ class Listener(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     address: Annotated[str, Meta(description="HOST:PORT, [IPV6]:PORT or :PORT (every interface).")]
     dialects: Annotated[tuple[str, ...], Meta(description="Dialects spoken here; empty for all.")] = ()
+    tls: Annotated[bool, Meta(description="Whether TLS is spoken here, where tls.cert is set.")] = True
 
     def __post_init__(self) -> None:
         match = _ADDRESS.match(self.address)
@@ -266,6 +268,7 @@ class Settings(RepositorySettings, frozen=True, forbid_unknown_fields=True, kw_o
         Meta(description="Options of dialects without a section here, by the dialect's name."),
     ] = {}
     admin: AdminOptions = AdminOptions()
+    tls: TlsOptions = TlsOptions()
     limits: Limits = Limits()
     grpc_options: GrpcOptions = GrpcOptions()
     tfserving: TFServingOptions = TFServingOptions()
@@ -275,6 +278,7 @@ class Settings(RepositorySettings, frozen=True, forbid_unknown_fields=True, kw_o
 
     def __post_init__(self) -> None:
         read_metrics_config(self.metrics_config)
+        self._check_tls()
         if self.allow_client_shm and self.frontends > 1:  # each front keeps the regions it was told of
             raise ValueError(
                 f"allow_client_shm: given true with frontends {self.frontends}, allowed: with frontends 1"
@@ -288,3 +292,16 @@ class Settings(RepositorySettings, frozen=True, forbid_unknown_fields=True, kw_o
             raise ValueError(
                 f"triton.http_max_input_size: given {given}, allowed: up to limits.body_bytes, {most}"
             )
+
+    def _check_tls(self) -> None:
+        if self.grpc_options.transport == "grpcio" and self.tls.cert:
+            for name, able in (("client_auth", "required"), ("min_version", "1.2")):
+                given = getattr(self.tls, name)
+                if given != able:
+                    raise ValueError(
+                        f'tls.{name}: given "{given}" with grpc_options.transport grpcio, allowed: {able}'
+                    )
+        spoken: dict[str, bool] = {}
+        for listener in (*self.listen, *self.http, *self.grpc):
+            if listener.port and spoken.setdefault(listener.address, listener.tls) != listener.tls:
+                raise ValueError(f"{listener.address}: given with tcp:// and without, allowed: one of them")

@@ -92,6 +92,8 @@ class Follower:
             apply_catalog(self._catalog, message, {key: opened[0] for key, opened in self._opened.items()})
         elif op == "ready" and self._front is not None:
             self._front.set_ready(msgspec.convert(message["readiness"], Readiness))
+        elif op == "renew" and self._front is not None:
+            self._front.renew_certificates()
         elif op == "metrics":
             self._custom_metrics = message["lines"]
         elif op == "told" and self._loads is not None:

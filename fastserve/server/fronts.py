@@ -1,7 +1,7 @@
 """The owner's view of the other front processes: it tells them what there is, they share its ports.
 
     owner -> front   start {settings, front, listeners} + metrics memory     open {version} + arena
-                     catalog {models}    ready {...}    close {id}    drain {grace_s}
+                     catalog {models}    ready {...}    close {id}    renew {}    drain {grace_s}
     front -> owner   listening    opened {id}    closed {id}    ask, what its clients want loaded (loads.py)
 
 A front that dies, that cannot do what it is told, or that does not answer is replaced by one that is told
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fastserve.config import Listener, Settings
+from fastserve.config.tls import PASSWORD_VARIABLE
 from fastserve.engine.counters import counters_of
 from fastserve.engine.hosting import Host, Hosted
 from fastserve.errors import Kind, ServeError
@@ -72,6 +74,11 @@ class Fronts:
     async def drain(self, grace_s: float) -> None:
         """Let every front finish and exit."""
         await asyncio.gather(*(link.drain(grace_s) for link in self.links))
+
+    def tell_renewal(self) -> None:
+        """Certificates may have changed."""
+        for link in self.links:
+            link.tell({"op": "renew"})
 
     def tell_catalog(self) -> None:
         """Every front gets the whole picture if it has changed, a few hundred bytes a model."""
@@ -183,7 +190,9 @@ class FrontLink:
     # --- one life
 
     async def _start(self) -> None:
-        process = WorkerProcess(worker_environment(1, {}), self._hear, self._end, entry=ENTRY, trusted=True)
+        secret = {name: os.environ[name] for name in (PASSWORD_VARIABLE,) if name in os.environ}
+        environment = worker_environment(1, secret)
+        process = WorkerProcess(environment, self._hear, self._end, entry=ENTRY, trusted=True)
         try:
             process.spawn()
         except OSError as error:

@@ -16,6 +16,7 @@ from fastserve.engine.cache import ResponseCache
 from fastserve.engine.engine import Engine
 from fastserve.metrics import Heartbeat, Readiness, Registry
 from fastserve.server.access import log_http, log_rpc
+from fastserve.server.certificates import CertificateWatch
 from fastserve.server.nv_metrics import NvMetrics
 from fastserve.server.speaking import Spec, choose_grpc, choose_http, find_specs
 from fastserve.serving.dialect import Dialect, ServingContext
@@ -23,6 +24,7 @@ from fastserve.serving.model_control import NoRepository, RepositoryFace
 from fastserve.serving.shared_memory import Regions
 from fastserve.wire import HttpListener, check_free
 from fastserve.wire.opening import Opening
+from fastserve.wire.tls import Credentials
 
 if TYPE_CHECKING:
     from fastserve.wire.grpc import GrpcListener
@@ -48,6 +50,8 @@ class Front:
     opening: Opening = field(default_factory=Opening)
     owner: bool = False  # of the ports: the other fronts share them with it
     dialects: dict[str, Dialect] = field(default_factory=dict)  # those that a listener speaks, once built
+    tls: Credentials | None = None  # of listeners that speak it
+    certificates: CertificateWatch | None = None
     _asked_http: list[Listener] = field(default_factory=list)
     _asked_grpc: list[Listener] = field(default_factory=list)
 
@@ -55,9 +59,15 @@ class Front:
         """Open listeners at these addresses; `shared` ports are shared with other front processes. An address
         that is among both is one port.
 
-        Raises ConfigError for an unknown dialect, OSError for an address that cannot be had.
+        Raises ConfigError for an unknown dialect or a certificate that cannot be used, OSError for an address
+        that cannot be had.
         """
         self.regions.allowed = self.settings.allow_client_shm
+        if self.settings.tls.cert:
+            self.tls = Credentials(self.settings.tls)
+            self.tls.load()
+            self.certificates = CertificateWatch(self.tls)
+            self.certificates.open()
         specs, context = find_specs(self.settings), self._make_context()
         spoken_http = [choose_http(specs, listener) for listener in http]
         spoken_grpc = [choose_grpc(specs, listener) for listener in grpc]
@@ -75,6 +85,11 @@ class Front:
     def begin(self) -> None:
         """From now on every call is answered, not only those about health."""
         self.opening.done = True
+
+    def renew_certificates(self) -> None:
+        """Look at their files now."""
+        if self.certificates is not None:
+            self.certificates.look()
 
     def set_ready(self, readiness: Readiness) -> None:
         """Take over what the owner knows about readiness."""
@@ -96,6 +111,8 @@ class Front:
         closing = asyncio.gather(*(listener.drain(grace_s) for listener in self.http))
         await asyncio.gather(closing, *(listener.drain(grace_s) for listener in self.grpc))
         self.http, self.grpc = [], []
+        if self.certificates is not None:
+            self.certificates.close()
         self.regions.close()
         for dialect in self.dialects.values():
             dialect.close()
@@ -134,6 +151,7 @@ class Front:
             access_log=log_http if self.settings.log.access else None,
             opening=self.opening,
             origins=self.settings.admin.origins,
+            tls=self.tls if listener.tls else None,
         )
         guests = [self._make_grpc(asked, specs, shared, opened) for asked, specs in beside]
         if self.owner:
@@ -177,6 +195,7 @@ class Front:
             opening=self.opening,
             limits=self.settings.limits,
             host=host,
+            tls=self.tls if listener.tls else None,
         )
 
 
@@ -191,9 +210,10 @@ def all_listeners(settings: Settings) -> tuple[tuple[Listener, ...], tuple[Liste
     http, grpc = (*settings.listen, *settings.http), (*settings.listen, *settings.grpc)
     host = http[0].address.rpartition(":")[0] if http else "127.0.0.1"
     ports = ((spec.name, spec.own_port(settings)) for spec in find_specs(settings))
-    return (*http, *(Listener(f"{host}:{port}", (name,)) for name, port in ports if port)), grpc
+    tls = not http or http[0].tls
+    return (*http, *(Listener(f"{host}:{port}", (name,), tls) for name, port in ports if port)), grpc
 
 
 def _listed(address: tuple[str, int], listener: Listener) -> Listener:
     host = f"[{address[0]}]" if ":" in address[0] else address[0]
-    return Listener(f"{host}:{address[1]}", listener.dialects)
+    return Listener(f"{host}:{address[1]}", listener.dialects, listener.tls)

@@ -112,6 +112,11 @@ class Server:
             self._beat.cancel()
         self.registry.close()
 
+    def renew_certificates(self) -> None:
+        """Of all front processes."""
+        self.front.renew_certificates()
+        self.fronts.tell_renewal()
+
     def _version_changed(self, version: Version) -> None:
         self.fronts.tell_catalog()
         self._health_changed()
@@ -148,6 +153,8 @@ async def serve(settings: Settings) -> int:
     for number in STOP_SIGNALS:  # before the models load: a stop during a long load is a stop
         loop.add_signal_handler(number, _on_signal, stop)
     server = Server(settings)
+    if settings.tls.cert:  # else a terminal that hangs up ends the server, as it always has
+        loop.add_signal_handler(signal.SIGHUP, server.renew_certificates)
     opening = asyncio.ensure_future(server.open())
     stopping = asyncio.ensure_future(stop.wait())
     await asyncio.wait({opening, stopping}, return_when=asyncio.FIRST_COMPLETED)

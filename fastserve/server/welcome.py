@@ -7,6 +7,7 @@ import logging
 import os
 
 from fastserve.config import Listener, Settings
+from fastserve.config.tls import names_file
 from fastserve.metrics import Readiness
 
 log = logging.getLogger(__name__)
@@ -28,9 +29,9 @@ def welcome_text(
     settings: Settings, http: tuple[Listener, ...], grpc: tuple[Listener, ...], readiness: Readiness
 ) -> str:
     """A few lines for a person at a terminal."""
-    places = [f"http://{listener.address}" for listener in http] + [
-        f"grpc://{listener.address}" for listener in grpc
-    ]
+    secure = bool(settings.tls.cert)
+    places = [f"{_scheme('http', secure, listener)}{listener.address}" for listener in http]
+    places += [f"{_scheme('grpc', secure, listener)}{listener.address}" for listener in grpc]
     how = "is ready" if readiness.ready else "listens and is not ready"
     lines = [f"fastserve {how}: {' '.join(places) or 'no listener'}"]
     if not readiness.ready:
@@ -39,8 +40,12 @@ def welcome_text(
     if not readiness.models and settings.repository:
         lines.append(EMPTY.format(folder=settings.repository))
     if settings.repository == "demo" and http:
-        lines += ["", "Try:", *(f"  {line}" for line in demo_requests(http[0].address))]
+        lines += ["", "Try:", *(f"  {line}" for line in demo_requests(http[0], settings))]
     return "\n".join(lines)
+
+
+def _scheme(name: str, secure: bool, listener: Listener) -> str:
+    return f"{name}s://" if secure and listener.tls else f"{name}://"
 
 
 def announce(text: str) -> None:
@@ -63,14 +68,17 @@ def fill_standard_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
 
 
-def demo_requests(address: str) -> list[str]:
+def demo_requests(listener: Listener, settings: Settings) -> list[str]:
     """curl lines for the demo repository."""
-    base = f"http://{address}/v1/models"
+    tls = settings.tls
+    root = f"{_scheme('http', bool(tls.cert), listener)}{listener.address}"
+    curl = f"curl --cacert {tls.cert}" if root.startswith("https") and names_file(tls.cert) else "curl"
+    base = f"{curl} {root}/v1/models"
     digit = json.dumps({"instances": [[int(n) for n in SEVEN.split(",")]]}, separators=(",", ":"))
     halves = '{"instances": [1.0, 2.0, 5.0]}'
     return [
-        f"curl {base}/half_plus_two:predict -d '{halves}'",
-        f"curl {base}/digits:predict -d '{digit}'",
-        f"curl {base}/digits/metadata",
-        f"curl http://{address}/metrics",
+        f"{base}/half_plus_two:predict -d '{halves}'",
+        f"{base}/digits:predict -d '{digit}'",
+        f"{base}/digits/metadata",
+        f"{curl} {root}/metrics",
     ]

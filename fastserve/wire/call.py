@@ -96,6 +96,11 @@ class Call:
         return b""
 
     @property
+    def client(self) -> str:
+        """Who the client's certificate says it is, "" without one."""
+        return self._connection.client
+
+    @property
     def request_id(self) -> str:
         """The client's X-Request-Id when it is short and plain, else its trace id, else one made here."""
         try:

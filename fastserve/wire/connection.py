@@ -26,6 +26,7 @@ from fastserve.wire.halves import HalfOpen
 from fastserve.wire.head import CHUNKED, Head, check_unfinished, read_head
 from fastserve.wire.http2.settings import PREFACE
 from fastserve.wire.pace import Pace, Phase, Verdict
+from fastserve.wire.peer import Peered
 from fastserve.wire.replies import CLOSE, CONTINUE
 from fastserve.wire.stream import Turns
 
@@ -37,7 +38,7 @@ HEAD, BODY, CHUNKS, DEAF = range(4)
 HELD_BODY_BYTES = 1 << 20  # bodies waiting in one connection's queue, beyond which no more is read
 
 
-class Connection(asyncio.Protocol):
+class Connection(Peered, asyncio.Protocol):
     """The protocol of one socket, and the owner of its calls until they are replied to."""
 
     __slots__ = (
@@ -45,8 +46,6 @@ class Connection(asyncio.Protocol):
         "_pace", "_parsing", "_paused", "_pieces", "_repeated", "_scanned", "_state",
         "_transport", "_turns", "_waiting", "listener", "served",
     )  # fmt: skip
-
-    _transport: asyncio.Transport
 
     def __init__(self, listener: HttpListener) -> None:
         self.listener = listener

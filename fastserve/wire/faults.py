@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 JSON = b"application/json"
+STRAY_TLS = "stray_tls"
 
 
 class WireFault(Exception):
@@ -29,6 +30,13 @@ def error_body(message: str) -> bytes:
 def bad_request(message: str) -> WireFault:
     """A request that breaks the grammar, or whose framing two readers could read in two ways."""
     return WireFault(400, message, "framing")
+
+
+def stray_tls() -> WireFault:
+    """A client that speaks TLS to a port that does not."""
+    return WireFault(
+        400, "Malformed method: these bytes begin TLS, and this port speaks plain text", STRAY_TLS
+    )
 
 
 def cut_off() -> WireFault:

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import select
 from collections.abc import Callable
+from typing import Any
 
 
 class HalfOpen(asyncio.Transport):
@@ -28,6 +29,9 @@ class HalfOpen(asyncio.Transport):
     def fileno(self) -> int:
         number: int = self._transport.get_extra_info("socket").fileno()
         return number
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._transport.get_extra_info(name, default)
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         skip, self._skip = self._skip, 0

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import httptools
 
 from fastserve.config import Limits
-from fastserve.wire.faults import UnknownMethod, WireFault, bad_request, over_limit
+from fastserve.wire.faults import UnknownMethod, WireFault, bad_request, over_limit, stray_tls
 from fastserve.wire.replies import CLOSE, KEEP, KEEP_1_0
+from fastserve.wire.tls.hello import is_tls
 
 if TYPE_CHECKING:
     from fastserve.wire.call import Endpoint
@@ -260,6 +261,8 @@ def check_unfinished(data: bytes | bytearray, start: int, scanned: int, limits: 
 
     `data[start:]` is the head so far, without its empty line; bytes before `scanned` were seen here before.
     """
+    if is_tls(data) and len(data) > 1:
+        raise stray_tls()
     if len(data) > start and data[start] not in _TOKEN_CHARS and data[start:] != b"\r":
         raise bad_request("Malformed method")
     newline = data.find(b"\n", max(start, scanned))

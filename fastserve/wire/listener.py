@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import select
 import socket
 import time
@@ -25,7 +26,7 @@ from fastserve.config import Limits
 from fastserve.wire.call import Call
 from fastserve.wire.connection import Connection
 from fastserve.wire.dialect import HttpDialect
-from fastserve.wire.faults import over_limit
+from fastserve.wire.faults import STRAY_TLS, over_limit
 from fastserve.wire.gate import shut_gate
 from fastserve.wire.halves import Hangups
 from fastserve.wire.head import Head
@@ -37,6 +38,13 @@ from fastserve.wire.opening import Opening
 from fastserve.wire.pace import Verdict, slowness
 from fastserve.wire.replies import ReplyHeads
 from fastserve.wire.router import Router
+from fastserve.wire.seldom import Seldom
+from fastserve.wire.tls.credentials import Credentials
+from fastserve.wire.tls.handshake import Handshake
+from fastserve.wire.tls.port import H2, HTTP_1_1, TlsPort
+from fastserve.wire.tls.transport import TlsTransport
+
+log = logging.getLogger(__name__)
 
 BACKLOG = 1024
 # A connection that carries nothing for so long is closed when the listener drains: not at once, because a
@@ -45,6 +53,7 @@ QUIET_S = 1.0
 LOOKS_AT_ONCE, SLICES = 1000, 10  # connections looked at in one turn of the loop; parts of an interval
 REFUSED_AT_ONCE = 64  # connections over the limit that are still given an answer
 ACCEPT_S = 1.0  # for what waits to be accepted when the listener drains; longer only without descriptors
+AnyConnection = Connection | Http2Connection | Handshake
 AccessLog = Callable[[Call, int, int], None]  # (call, status, body bytes; -1 for a stream)
 
 
@@ -54,7 +63,7 @@ class HttpListener:
     `address` "" is every interface; "::" takes IPv4 as well. `clock` is in seconds and only ever
     compared with itself. `services` have the first choice of HTTP/2's streams (fastserve.wire.http2.stream);
     with `only_http2` a connection has to begin with HTTP/2's preface. `origins` are of web pages that may use
-    the routes that administer.
+    the routes that administer. With `tls` it speaks nothing in plain text.
     """
 
     def __init__(
@@ -72,6 +81,7 @@ class HttpListener:
         opening: Opening | None = None,
         origins: Sequence[str] = (),
         keepalive_s: float = 0.0,
+        tls: Credentials | None = None,
     ) -> None:
         self.limits = limits
         self.keepalive_s = keepalive_s  # of HTTP/2 connections on which nothing comes; 0: they are not asked
@@ -83,7 +93,9 @@ class HttpListener:
         self.plain = access_log is None  # False when every reply needs a second look
         self.refusals: Counter[str] = Counter()  # by cause: a limit's name, "framing", "method", ...
         self.http2 = Shared(self, services)
-        self.connections: set[Connection | Http2Connection] = set()
+        self.connections: set[AnyConnection] = set()
+        self.tls = None if tls is None else TlsPort(tls, (H2,) if only_http2 else (H2, HTTP_1_1))
+        self._seldom = Seldom(log, clock)
         self.hangups = Hangups()
         self.on_closed: list[Callable[[], object]] = []  # when no connection is left
         self._place = (address, port)
@@ -108,14 +120,20 @@ class HttpListener:
             raise
         self.hangups.open()
         self.http2.loop = loop
+        if self.tls is not None:
+            self.tls.open()
         self._listening = listening
         self._tick()
 
-    def _make(self) -> Connection | Http2Connection:
-        if not self._only_http2:
-            return Connection(self)
-        self.http2.open()
-        return Http2Connection(self)
+    def _make(self) -> AnyConnection:
+        return Handshake(self, self.tls) if self.tls is not None else self._speak(None)
+
+    def _speak(self, protocol: str | None) -> Connection | Http2Connection:
+        """`protocol` is what ALPN has chosen; without it the first bytes tell."""
+        if protocol == H2 or self._only_http2:
+            self.http2.open()
+            return Http2Connection(self)
+        return Connection(self)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -178,7 +196,7 @@ class HttpListener:
     def route(self, head: Head) -> None:
         """Find the endpoint of a new head of HTTP/1.1."""
         head.endpoint, head.routed_anew = self.router.find(head.method, head.target)
-        settings = offered_settings(head)
+        settings = None if self.tls is not None else offered_settings(head)  # h2c is plain text by its name
         if settings is not None:
             head.endpoint = Upgrade(self.http2, settings, head.endpoint)
 
@@ -202,13 +220,36 @@ class HttpListener:
         elif len(self.connections) > limit:
             connection.refuse(over_limit(503, "Connections", "connections", limit))
 
-    def forget(self, connection: Connection | Http2Connection) -> None:
+    def make_room(self, handshake: Handshake) -> bool:
+        """Take in a connection that has no protocol yet. One too many is cut off."""
+        self.connections.add(handshake)
+        if len(self.connections) <= self.limits.connections:
+            return True
+        self.count_refusal("connections")
+        handshake.abort()
+        return False
+
+    def secured(self, handshake: Handshake, transport: TlsTransport, protocol: str | None) -> None:
+        """A handshake is done: who has the connection from now on."""
+        self.connections.discard(handshake)
+        successor = self._speak(protocol)
+        transport.set_protocol(successor)
+        successor.connection_made(transport)
+
+    def forget(self, connection: AnyConnection) -> None:
         self.connections.discard(connection)
         if self._empty is not None and not self.connections:
             self._empty.set()
 
     def count_refusal(self, cause: str) -> None:
         self.refusals[cause] += 1
+        if cause == STRAY_TLS:
+            self.warn_of("%s speaks plain text, and a client began with TLS (tls.cert)")
+
+    def warn_of(self, text: str) -> None:
+        """A line about what clients do wrong, once a minute each; `%s` in it is this listener."""
+        host, port = self._place
+        self._seldom.warn(text, f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
 
     # ---- the timer
 
@@ -228,6 +269,8 @@ class HttpListener:
     def _interval_s(self) -> float:
         limits = self.limits
         shortest = min(limits.header_timeout_s, limits.idle_timeout_s, limits.write_stall_s)
+        if self.tls is not None:
+            shortest = min(shortest, self.tls.options.handshake_timeout_s)
         return min(1.0, max(0.01, shortest / 4))
 
     def scan(self) -> None:
@@ -247,7 +290,7 @@ class HttpListener:
             if verdict is not Verdict.FINE:
                 self._judge(connection, verdict)
 
-    def _judge(self, connection: Connection | Http2Connection, verdict: Verdict) -> None:
+    def _judge(self, connection: AnyConnection, verdict: Verdict) -> None:
         if verdict is Verdict.STALLED:
             self.count_refusal("write_stall_s")
             connection.abort()

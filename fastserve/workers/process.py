@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fastserve.config.tls import PASSWORD_VARIABLE
 from fastserve.workers.control import Control, ControlFault
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ def worker_environment(threads: int, env: Mapping[str, str]) -> dict[str, str]:
     """The environment of a worker: ours, `threads` for the numerical libraries (0: theirs to choose), then
     the model's `env`."""
     result = dict(os.environ)
+    result.pop(PASSWORD_VARIABLE, None)  # of the server's key: no model's business
     root = Path(__file__).resolve().parents[2]
     if root.name not in ("site-packages", "dist-packages"):  # a checkout: -m must find the package
         result["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))

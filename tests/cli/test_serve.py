@@ -130,7 +130,7 @@ def test_a_flag_that_would_have_no_effect_ends_the_start(started, flag, words):
 
 def test_serve_starts_nothing_with_a_flag_or_a_key_nobody_knows(started, tmp_path):
     file = tmp_path / "settings.yaml"
-    for key in ("ssl_config_file: a", "limits: {bodybytes: 1}", "http: [{address: ':1', tls: {}}]"):
+    for key in ("ssl_config_file: a", "limits: {bodybytes: 1}", "http: [{address: ':1', cert: {}}]"):
         file.write_text(f"repository: demo\n{key}\n")
         code, output = run("serve", "--config", str(file))
         assert code == 1

@@ -147,9 +147,10 @@ def test_an_access_log_sees_every_call() -> None:
     ids: list[str] = []
     started = asyncio.Event()
 
-    def note(path: str, status: str, nbytes: int, received_ns: int, request_id: str) -> None:
+    def note(path: str, status: str, nbytes: int, received_ns: int, request_id: str, client: str) -> None:
         lines.append((path, status, nbytes, 0 < received_ns < time.monotonic_ns()))
         ids.append(request_id)
+        assert client == ""
 
     async def wait(request: bytes, rpc: Rpc) -> bytes:
         started.set()

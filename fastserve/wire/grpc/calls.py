@@ -69,7 +69,8 @@ class Calls:
             self.deadlines.remove(call)
         call.stream.context = None
         if self.terms.access_log is not None:
-            self.terms.access_log(call.head.path, status, call.sent_bytes, call.received_ns, call.request_id)
+            facts = call.sent_bytes, call.received_ns, call.request_id, call.stream.connection.client
+            self.terms.access_log(call.head.path, status, *facts)
 
 
 def is_grpc(content_type: bytes) -> bool:

@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 
 from fastserve.config import GrpcOptions
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.tracing import choose_request_id
 from fastserve.wire.apart import APART_BYTES, Apart
 from fastserve.wire.grpc.method import (
@@ -31,6 +31,7 @@ from fastserve.wire.grpc.method import (
 )
 from fastserve.wire.grpc.pause import Pause
 from fastserve.wire.scope import Scope
+from fastserve.wire.tls.credentials import Credentials, Pems
 
 _CODES = {kind: code for code in grpc.StatusCode for kind in Kind if code.value[0] == kind.value}
 HANDSHAKE_MS = 10_000  # until a new connection has said that it speaks HTTP/2
@@ -63,6 +64,12 @@ class GrpcioRpc:
             given, trace = (_as_bytes(sent.get(name, b"")) for name in ("x-request-id", "traceparent"))
             self._request_id: str = choose_request_id(given, trace)
             return self._request_id
+
+    @property
+    def client(self) -> str:
+        """Who its certificate says the client is."""
+        said = self._context.auth_context().get("x509_common_name") or [b""]
+        return f"CN={said[0].decode('utf-8', 'replace')}" if said[0] else ""
 
     @property
     def status(self) -> str:
@@ -135,7 +142,9 @@ class GrpcioTransport:
         options: GrpcOptions,
         terms: Terms,
         reuse_port: bool,
+        tls: Credentials | None = None,
     ) -> None:
+        self._tls = tls
         self._place = place
         self._options = options
         self._reuse_port = reuse_port
@@ -152,7 +161,10 @@ class GrpcioTransport:
         host, port = self._place
         shown = f"[{host or '::'}]" if not host or ":" in host else host
         try:
-            bound = server.add_insecure_port(f"{shown}:{port}")
+            if self._tls is None:
+                bound = server.add_insecure_port(f"{shown}:{port}")
+            else:
+                bound = server.add_secure_port(f"{shown}:{port}", server_credentials(self._tls))
         except RuntimeError as error:
             raise OSError(f"cannot listen for gRPC on {shown}:{port}") from error
         await server.start()
@@ -186,6 +198,23 @@ class GrpcioTransport:
         server, self._server = self._server, None
         if server is not None:
             await server.stop(grace_s)
+
+
+def server_credentials(tls: Credentials) -> grpc.ServerCredentials:
+    """Those of the settings, in grpcio's form. It asks for news at every handshake, in a thread of its own.
+    Raises ConfigError for a key that only OpenSSL could open."""
+    if tls.pems.password:
+        raise ConfigError("tls.key: given with a password, allowed: one without, for grpcio")
+    known: list[Pems] = []
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        pems = tls.pems
+        if pems.password or known[:1] == [pems]:
+            return None
+        known[:] = [pems]
+        return grpc.ssl_server_certificate_configuration([(pems.key, pems.cert)], pems.client_ca or None)
+
+    return grpc.dynamic_ssl_server_credentials(fetch(), fetch, bool(tls.options.client_ca))
 
 
 class _NoSuchMethod(grpc.GenericRpcHandler):  # type: ignore[misc]
@@ -288,7 +317,7 @@ def _log_access(access_log: AccessLog, method: Method, rpc: GrpcioRpc) -> None:
     """In the `finally` of a call: what is on its way out says whether the client has left."""
     left = isinstance(sys.exc_info()[1], CancelledError | GeneratorExit)
     status = Kind.CANCELLED.name if left else rpc.status
-    access_log(method.path, status, rpc.sent_bytes, rpc.received_ns, rpc.request_id)
+    access_log(method.path, status, rpc.sent_bytes, rpc.received_ns, rpc.request_id, rpc.client)
 
 
 async def _read(method: Method, apart: Apart, request: Any) -> Any:

@@ -16,6 +16,7 @@ from fastserve.wire.scope import Scope
 
 if TYPE_CHECKING:
     from fastserve.wire.listener import HttpListener
+    from fastserve.wire.tls import Credentials
 
 
 class Transport(Protocol):
@@ -49,11 +50,13 @@ class GrpcListener:
         opening: Opening | None = None,
         limits: Limits | None = None,
         host: HttpListener | None = None,
+        tls: Credentials | None = None,
     ) -> None:
         self._place = (address, port)
         self._options = options
         self._descriptors = descriptors
         self._reuse_port = reuse_port
+        self._tls = tls
         self._health = Health(nameless=nameless_health)
         self._methods = (*methods, *_health_methods(self._health))
         self.services = tuple(dict.fromkeys(method.service for method in methods))
@@ -80,7 +83,7 @@ class GrpcListener:
         return GuestTransport(host, self._all_methods(), self._options, self._terms)
 
     def _make_transport(self) -> Transport:
-        given = self._place, self._all_methods(), self._options, self._terms, self._reuse_port
+        given = self._place, self._all_methods(), self._options, self._terms, self._reuse_port, self._tls
         if self._options.transport == "native":
             from fastserve.wire.grpc.native import NativeTransport
 

@@ -20,8 +20,9 @@ from fastserve.wire.scope import FROM_A_PAGE, Scope
 log = logging.getLogger(__name__)
 
 Metadata = tuple[tuple[str, str | bytes], ...]
-# path, name of the status, bytes of the answer, when the call came (time.monotonic_ns), request id
-AccessLog = Callable[[str, str, int, int, str], None]
+# path, name of the status, bytes of the answer, when the call came (time.monotonic_ns), request id, and who
+# the client's certificate says it is
+AccessLog = Callable[[str, str, int, int, str, str], None]
 STATUS_NAMES = {0: "OK", **{kind.value: kind.name for kind in Kind}}
 INTERNAL_ERROR = "Internal error"  # of what is nobody's business
 PUSHBACK = "grpc-retry-pushback-ms"

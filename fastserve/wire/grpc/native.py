@@ -10,6 +10,7 @@ from fastserve.config import GrpcOptions, Limits
 from fastserve.wire.grpc.calls import Calls
 from fastserve.wire.grpc.method import Method, Terms
 from fastserve.wire.listener import HttpListener
+from fastserve.wire.tls import Credentials
 
 ANY = 1 << 62
 NEVER_S = 1e12
@@ -25,6 +26,7 @@ class NativeTransport:
         options: GrpcOptions,
         terms: Terms,
         reuse_port: bool,
+        tls: Credentials | None = None,
     ) -> None:
         self._calls = Calls({method.path: method for method in methods}, terms, options.concurrent_calls)
         limits = grpc_limits(terms.limits, options)
@@ -36,6 +38,7 @@ class NativeTransport:
             services=[self._calls],
             only_http2=True,
             keepalive_s=options.keepalive_s,
+            tls=tls,
         )
 
     async def open(self) -> tuple[str, int]:

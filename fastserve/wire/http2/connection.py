@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fastserve._ext import http2_frames as kinds
 from fastserve._ext.http2_frames import DATA, HEADERS, REQUEST, FrameReader, frame
-from fastserve.wire.faults import WireFault
+from fastserve.wire.faults import STRAY_TLS, WireFault
 from fastserve.wire.halves import HalfOpen
 from fastserve.wire.http2 import calm, settings
 from fastserve.wire.http2.errors import ConnectionFault, ErrorCode
@@ -25,6 +25,8 @@ from fastserve.wire.http2.keepalive import Keepalive
 from fastserve.wire.http2.sending import Sending
 from fastserve.wire.http2.settings import CONNECTION_WINDOW, FIRST_WINDOW, MOST_WINDOW
 from fastserve.wire.pace import Pace, Phase, Verdict
+from fastserve.wire.peer import Peered
+from fastserve.wire.tls.hello import is_tls
 
 if TYPE_CHECKING:
     from fastserve.wire.head import Head
@@ -41,7 +43,7 @@ _U32 = struct.Struct(">I")
 _LAST_AND_CODE = struct.Struct(">II")
 
 
-class Http2Connection(asyncio.BufferedProtocol):
+class Http2Connection(Peered, asyncio.BufferedProtocol):
     """The protocol of one socket, and the owner of its streams."""
 
     __slots__ = (
@@ -49,8 +51,6 @@ class Http2Connection(asyncio.BufferedProtocol):
         "_parts", "_reader", "_served", "_settings_due", "_since_s", "_transport", "_unsent_answers",
         "client_window", "growth", "intake", "listener", "over", "sending",
     )  # fmt: skip
-
-    _transport: asyncio.Transport
 
     def __init__(self, listener: HttpListener) -> None:
         limits = listener.limits
@@ -129,6 +129,8 @@ class Http2Connection(asyncio.BufferedProtocol):
                 if self.over:
                     break
         except ConnectionFault as fault:
+            if not self._reader.settled and is_tls(data):
+                self.listener.count_refusal(STRAY_TLS)
             self.fail(fault.code, fault.text)
         finally:
             self.flush()

@@ -1,0 +1,1 @@
+"""TLS below the wire: first bytes, handshakes, the transport that encrypts, certificates."""
