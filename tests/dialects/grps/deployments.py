@@ -65,7 +65,7 @@ class Echo(ModelInferer):
                 context.stream_respond(GrpsMessage(str_data=f"{n} {time.monotonic_ns()}"))
                 time.sleep(0.005)
             return None
-        if word == "big":  # big*N is above
+        if said == "big":
             for n in range(200):
                 context.stream_respond(GrpsMessage(bin_data=bytes([n]) * (1 << 18)))
             return None

@@ -1,0 +1,80 @@
+"""A predict path of the deployment's own: its code reads the HTTP request and writes the reply, or fails to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.dialects.grps import deployments
+from tests.dialects.grps.rig import JSON, Deployed, Reply, deployed, settings_of
+
+CUSTOM = {"path": "/custom", "customized_body": True}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
+    folder = deployments.write(tmp_path_factory.mktemp("custom") / "d", custom=CUSTOM)
+    with deployed(settings_of(folder)) as opened:
+        yield opened
+
+
+def post(served: Deployed, body: str, query: str = "", kind: str = "text/plain") -> Reply:
+    return served.ask("POST", "/custom" + query, body.encode(), {"Content-Type": kind})
+
+
+def test_the_model_reads_and_writes(served: Deployed) -> None:
+    reply = post(served, "hello")
+    assert (reply.status, reply.body, reply.headers["content-type"]) == (200, b"hello", "application/octet-stream")
+    assert post(served, "tag").body == b"A"
+    reply = post(served, "tag", "?model=echo-2.0.0")
+    assert (reply.body, reply.headers["content-type"]) == (b"B", "text/plain; charset=utf-8")
+    reply = post(served, "tuple")
+    assert (reply.status, reply.body, reply.headers["content-type"]) == (201, b"made", "text/css")
+    assert reply.headers["x-own"] == "yes"
+    assert post(served, '{"x": 5}', "?json=1", "application/json").body == b"5"
+    assert served.ask("GET", "/custom").body == b""
+
+
+def test_code_that_fails(served: Deployed) -> None:
+    assert (post(served, "nothing").status, post(served, "nothing").body) == (200, b"")
+    reply = post(served, "raise")
+    assert (reply.status, reply.body, reply.headers["content-type"]) == (500, b"RuntimeError: boom", "text/plain")
+    assert post(served, "err").body == b"mymsg"
+    assert post(served, "nonsense").body.startswith(b"ValueError: http_response should be str, bytes")
+    assert post(served, "x", "?model=nope-1").body == b"Model nope-1 not found."
+    reply = post(served, "smuggle")
+    assert reply.status == 500
+    assert "set-cookie" not in reply.headers
+    assert post(served, "hello").status == 200
+
+
+def test_streams_are_bare(served: Deployed) -> None:
+    reply = post(served, "s", "?streaming=true")
+    assert (reply.body, reply.headers["transfer-encoding"]) == (b"s-0;s-1;s-2;", "chunked")
+    assert post(served, "serr", "?streaming=true").body == b"serr-0;serr-1;serr-2;ValueError: midstream"
+
+
+def test_the_built_in_path_is_there_too(served: Deployed) -> None:
+    assert served.predict({"str_data": "x"}).json["str_data"] == "x"
+    assert served.ask("PUT", "/custom", b"x").status == 405
+
+
+def test_code_that_hangs_holds_nobody_else(served: Deployed) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    client = served.connect()
+    client.request("POST", "/grps/v1/infer/predict", b'{"str_data":"hold:/nowhere/at/all"}', JSON)
+    with ThreadPoolExecutor(4) as pool:
+        assert {reply.body for reply in pool.map(lambda _: post(served, "hello"), range(20))} == {b"hello"}
+    client.close()  # if_disconnected ends it
+    served.settle()
+
+
+def test_a_time_limit(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = deployments.write(tmp_path_factory.mktemp("limit") / "d")
+    with deployed(settings_of(folder, timeout_ms=100)) as served:
+        reply = served.predict({"str_data": "hold:/nowhere/at/all"})
+        assert (reply.status, reply.code) == (504, 504)
+        assert served.call("Predict", str_data="hold:/nowhere/at/all").status.code == 504
+        assert served.predict({"str_data": "x"}).status == 200
