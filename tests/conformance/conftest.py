@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from tests.conformance import steps
+from tests.conformance.grps_ways import GRPS_WAYS
 from tests.conformance.h2_ways import H2_WAYS
 from tests.conformance.models import PATHS
 from tests.conformance.rig import Rig, open_rig
 from tests.conformance.rpc_ways import RPC_WAYS
 from tests.conformance.ways import HTTP_WAYS, Way
 
-WAYS: tuple[Way, ...] = (*HTTP_WAYS, *H2_WAYS, *RPC_WAYS)
+WAYS: tuple[Way, ...] = (*HTTP_WAYS, *H2_WAYS, *RPC_WAYS, *GRPS_WAYS)
 
 
 @pytest.fixture(scope="package")

@@ -30,7 +30,7 @@ class Rig:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.loop = uvloop.new_event_loop()
-        here = (Listener("127.0.0.1:0"),)
+        here = (Listener("127.0.0.1:0", ("tfserving", "kserve_v2", "triton_v1", "grps")),)
         self.server = Server(
             Settings(
                 repository=str(folder),

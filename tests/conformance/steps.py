@@ -20,6 +20,8 @@ from typing import Any
 
 import pytest
 
+from fastserve.dialects.grps import predict as grps_predict
+from fastserve.dialects.grps import rpcs as grps_rpcs
 from fastserve.dialects.kserve_v2 import grpc_infer, grpc_stream, infer
 from fastserve.dialects.tfserving import predict
 from fastserve.dialects.triton_v1 import rpcs  # noqa: F401 -- its prepared requests are wrapped too
@@ -53,6 +55,8 @@ STEPS: dict[str, list[tuple[Any, str]]] = {
         (grpc_infer, "write_response"),
         (grpc_stream, "collect_outputs"),
         (Answers, "write"),
+        (grps_predict, "read_answer"),
+        (grps_rpcs, "read_answer"),
     ],
     "release": [(BatchQueue, "release")],
 }

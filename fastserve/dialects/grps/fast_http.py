@@ -32,7 +32,7 @@ from fastserve.wire.call import Call
 if TYPE_CHECKING:
     from fastserve.dialects.grps.asking import Asked
 
-MOST_FRAMES = 32
+MOST_FRAMES = 64  # of all models of a path
 MOST_TEXT_BYTES = 65536  # of a frame
 # Frames never met again, beyond which nothing is learned until so many requests have been missed.
 MOST_UNUSED, LEARN_AGAIN = 8, 64
@@ -175,17 +175,20 @@ class FastHttp:
         self._raw: LastPath[RawRows] = LastPath(
             service.keepers, lambda version: RawRows.open(service, version)
         )
-        self._head: object = None  # of the last call; its kind of body is worked out once
-        self._is_raw = False
+        self._learned: LastPath[FastPath] = LastPath(service.keepers, self._open)
         self._missed = self._vain = 0
         service.keepers.add(self)
 
     def start(self, call: Call) -> bool:
         """Take the call, or return False: nothing has happened then."""
-        if (call.head is not self._head and not self._meet(call)) or len(call.body) > MOST_BYTES:
+        if len(call.body) > MOST_BYTES:
             return False
         service = self._service
-        if self._is_raw:
+        try:
+            kind = call.head.memo or content_kind(call, service.options)
+        except ServeError:
+            return False
+        if kind == BIN:
             raw = self._raw.find(service.look_up(self._model))
             return raw is not None and raw.start(call)
         frame: Frame | None = self._frames.find(call.body, len(call.body))  # type: ignore[assignment]
@@ -197,11 +200,10 @@ class FastHttp:
 
     def learn(self, call: Call, asked: Asked, request: InferRequest) -> None:
         """Remember the frame of a request that `start` did not take and the general path has answered."""
-        if (
-            self._is_raw
-            or asked.message.WhichOneof("data_oneof") != "gtensors"
-            or speaks_messages(asked.version)
-        ):
+        if asked.message.WhichOneof("data_oneof") != "gtensors" or speaks_messages(asked.version):
+            return
+        path = self._learned.find(asked.version)
+        if path is None:
             return
         self._missed += 1
         if self._frames.unused() + self._vain >= MOST_UNUSED:
@@ -209,7 +211,7 @@ class FastHttp:
                 return
             self._frames.forget_unused()
             self._vain = 0
-        frame = self._make(bytes(call.body), asked, request)
+        frame = self._make(bytes(call.body), asked, path, request)
         if frame is None:
             self._vain += 1
         else:
@@ -219,20 +221,11 @@ class FastHttp:
         """The version has ended, and nothing here may keep its memory."""
         self._frames = InferFrames(MOST_FRAMES)
 
-    def _meet(self, call: Call) -> bool:
-        """Look at a head once (the wire hands equal heads on as one object)."""
-        try:
-            self._is_raw = content_kind(call, self._service.options) == BIN
-        except ServeError:
-            return False
-        self._head = call.head
-        return True
+    def _open(self, version: Version) -> FastPath | None:
+        return open_path(version, self._service.traffic, Outcome(self._service, version))
 
-    def _make(self, text: bytes, asked: Asked, request: InferRequest) -> Frame | None:
+    def _make(self, text: bytes, asked: Asked, path: FastPath, request: InferRequest) -> Frame | None:
         version = asked.version
-        path = open_path(version, self._service.traffic, Outcome(self._service, version))
-        if path is None:
-            return None
         inputs = {name: request.inputs[name] for name in path.queue.inputs if name in request.inputs}
         if len(inputs) != len(request.inputs) or (path.queue.dense and len(inputs) != len(path.queue.inputs)):
             return None

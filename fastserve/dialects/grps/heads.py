@@ -12,7 +12,9 @@ NO_TYPE, OTHER_TYPE = "No content type in headers.", "Unsupported content type."
 
 
 def content_kind(call: Call, options: GrpsOptions) -> str:
-    """JSON_BODY or BIN. Raises ServeError."""
+    """JSON_BODY or BIN, found out once for equal heads. Raises ServeError."""
+    if call.head.memo:
+        return str(call.head.memo)
     given = call.header(b"content-type")
     if not given:
         raise invalid(NO_TYPE)
@@ -21,4 +23,5 @@ def content_kind(call: Call, options: GrpsOptions) -> str:
     kind = _KINDS.get(given if options.strict_content_type else given.partition(b";")[0].strip().lower())
     if kind is None:
         raise invalid(OTHER_TYPE)
+    call.head.memo = kind
     return kind

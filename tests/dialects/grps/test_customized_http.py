@@ -25,7 +25,11 @@ def post(served: Deployed, body: str, query: str = "", kind: str = "text/plain")
 
 def test_the_model_reads_and_writes(served: Deployed) -> None:
     reply = post(served, "hello")
-    assert (reply.status, reply.body, reply.headers["content-type"]) == (200, b"hello", "application/octet-stream")
+    assert (reply.status, reply.body, reply.headers["content-type"]) == (
+        200,
+        b"hello",
+        "application/octet-stream",
+    )
     assert post(served, "tag").body == b"A"
     reply = post(served, "tag", "?model=echo-2.0.0")
     assert (reply.body, reply.headers["content-type"]) == (b"B", "text/plain; charset=utf-8")
@@ -39,7 +43,11 @@ def test_the_model_reads_and_writes(served: Deployed) -> None:
 def test_code_that_fails(served: Deployed) -> None:
     assert (post(served, "nothing").status, post(served, "nothing").body) == (200, b"")
     reply = post(served, "raise")
-    assert (reply.status, reply.body, reply.headers["content-type"]) == (500, b"RuntimeError: boom", "text/plain")
+    assert (reply.status, reply.body, reply.headers["content-type"]) == (
+        500,
+        b"RuntimeError: boom",
+        "text/plain",
+    )
     assert post(served, "err").body == b"mymsg"
     assert post(served, "nonsense").body.startswith(b"ValueError: http_response should be str, bytes")
     assert post(served, "x", "?model=nope-1").body == b"Model nope-1 not found."
