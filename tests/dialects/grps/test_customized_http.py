@@ -1,4 +1,4 @@
-"""A predict path of the deployment's own: its code reads the HTTP request and writes the reply, or fails to."""
+"""A predict path of the deployment's own: its code reads the HTTP request, and writes the reply or fails."""
 
 from __future__ import annotations
 

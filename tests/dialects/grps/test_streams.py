@@ -1,4 +1,4 @@
-"""Streams: each message its own chunk at once, to the end; slow readers hold their model up, leavers end it."""
+"""Streams: each message its own chunk at once, to the end; slow readers hold models up, leavers end them."""
 
 from __future__ import annotations
 
