@@ -202,9 +202,7 @@ cdef bytes parameters_text(dict parameters):
 
 
 cdef bytes scalar_text(value):
-    cdef double[1] real
-    cdef InferText text
-    cdef InferReply reply
+    cdef double real
     if isinstance(value, str):
         return string_text(value)
     if isinstance(value, bool):
@@ -213,17 +211,27 @@ cdef bytes scalar_text(value):
         return b"%d" % value
     if not isinstance(value, float):
         raise TypeError(f"a parameter may not be {value!r}")
-    real[0] = value
+    real = value
+    return write_items(DT_FLOAT64, 1, (<char*>&real)[:8])
+
+
+def write_items(int dtype_code, items, memory not None) -> bytes:
+    """So many elements as they stand between the brackets of `data`. Raises UnwritableOutput."""
+    cdef InferText text
+    cdef InferReply reply
+    cdef Py_buffer view
+    if dtype_code not in DATATYPES:
+        raise UnwritableOutput(1, "")
     memset(&reply, 0, sizeof(reply))
     memset(&text, 0, sizeof(text))
-    text.before = reply.before = b""
-    text.data = <const uint8_t*>real
-    text.bytes = 8
-    text.items = 1
-    text.dtype = DT_FLOAT64
-    reply.outputs = &text
-    reply.count = 1
-    body = write_reply(&reply, [""])
+    fill_text(&text, b"", dtype_code, count_items((items,)))
+    reply.before, reply.outputs, reply.count = b"", &text, 1
+    PyObject_GetBuffer(own_strings(memory, dtype_code), &view, PyBUF_SIMPLE)
+    try:
+        point_at(&text, &view)
+        body = write_reply(&reply, [""])
+    finally:
+        PyBuffer_Release(&view)
     return body[9:len(body) - 4]       # between ,"data":[ and ]}]}
 
 

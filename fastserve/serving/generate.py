@@ -22,10 +22,11 @@ from fastserve.request import InferResponse
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One response as its dialect writes it, or what went wrong."""
+    """One response as its dialect writes it, or what went wrong. `final`: it is known that none follows."""
 
     text: bytes = b""
     fault: ServeError | None = None
+    final: bool = False
 
 
 async def generate(
@@ -49,13 +50,13 @@ async def generate(
     except ServeError as fault:
         if not (begun or isinstance(fault, ModelError)):
             raise
-        yield Event(fault=fault)
+        yield Event(fault=fault, final=True)
 
 
 def _write(response: InferResponse, write: Callable[[InferResponse], bytes]) -> Event | None:
     if response.error is not None:
-        return Event(fault=response.error)
-    return Event(write(response)) if response.outputs else None
+        return Event(fault=response.error, final=response.final)
+    return Event(write(response), final=response.final) if response.outputs else None
 
 
 async def alone(infer: Callable[[], Awaitable[InferResponse]]) -> AsyncGenerator[InferResponse, None]:

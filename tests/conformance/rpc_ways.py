@@ -176,7 +176,6 @@ class V2Stream(V2Rpc):
 
     name, streams = "v2-stream", True
     path = V2_SERVICE + "ModelStreamInfer"
-    fast = frozenset()
     statuses = {OK: OK, **dict.fromkeys(Kind, "error")}
 
     def read(self, data: bytes, sent: Sent) -> Answer:

@@ -22,7 +22,7 @@ import pytest
 
 from fastserve.dialects.grps import predict as grps_predict
 from fastserve.dialects.grps import rpcs as grps_rpcs
-from fastserve.dialects.kserve_v2 import grpc_infer, grpc_stream, infer
+from fastserve.dialects.kserve_v2 import infer, rpc_infer
 from fastserve.dialects.tfserving import predict
 from fastserve.dialects.triton_v1 import rpcs  # noqa: F401 -- its prepared requests are wrapped too
 from fastserve.dialects.triton_v1.answers import Answers
@@ -52,8 +52,7 @@ STEPS: dict[str, list[tuple[Any, str]]] = {
     "write": [
         (predict, "write_predict"),
         (infer, "write_answer"),
-        (grpc_infer, "write_response"),
-        (grpc_stream, "collect_outputs"),
+        (rpc_infer, "write_message"),
         (Answers, "write"),
         (grps_predict, "read_answer"),
         (grps_rpcs, "read_answer"),

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastserve._ext.infer_reply import InferWriter, UnwritableCode, UnwritableOutput, write_infer
+from fastserve._ext.infer_reply import InferWriter, UnwritableCode, UnwritableOutput, write_infer, write_items
 from fastserve.tensor import DTYPE_BY_KSERVE
 from tests.effort import examples
 from tests.oracles import infer_json as oracle
@@ -115,6 +115,15 @@ def test_agrees_with_oracle(model: str, found: list[Any], identity: str, its_par
     assert framed == HEAD + b"Content-Length: %d\r\n\r\n" % len(got) + got
 
 
+@examples(100)
+@given(outputs())
+def test_items_are_what_stands_in_data(output: Any) -> None:
+    _, code, shape, memory, _ = given_to_writer(output)
+    if memory is not None:
+        whole = write_infer("m", "3", [("y", code, shape, memory, None)])
+        assert write_items(code, int(np.prod(shape)), memory) == whole.partition(b'"data":[')[2][:-4]
+
+
 def as_stored(leaves: list[Any] | None, datatype: str) -> list[Any] | None:
     return list(np.array(leaves, "f4")) if leaves is not None and datatype == "FP32" else leaves
 
@@ -211,6 +220,9 @@ def test_unwritable(datatype: str, shape: Any, memory: bytes, code: UnwritableCo
     with pytest.raises(UnwritableOutput) as caught:
         write_infer("m", "1", [good, ("y", DTYPE_BY_KSERVE[datatype].code, shape, memory, None)])
     assert (caught.value.code, caught.value.name, caught.value.datatype) == (code, "y", datatype)
+    with pytest.raises(UnwritableOutput) as caught:
+        write_items(DTYPE_BY_KSERVE[datatype].code, int(np.prod([float(size) for size in shape])), memory)
+    assert (caught.value.code, caught.value.datatype) == (code, datatype)
 
 
 def test_what_has_no_datatype() -> None:

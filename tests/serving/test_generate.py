@@ -89,7 +89,7 @@ def test_a_request_that_cannot_be_made() -> None:
     async def run() -> list[Event]:
         return [event async for event in generate(start, write)]
 
-    assert asyncio.run(run()) == [Event(fault=MODELS_FAULT)]
+    assert asyncio.run(run()) == [Event(fault=MODELS_FAULT, final=True)]
 
 
 def test_a_response_that_cannot_be_written() -> None:
@@ -102,7 +102,7 @@ def test_a_response_that_cannot_be_written() -> None:
     async def run() -> list[Event]:
         return [event async for event in generate(source.responses, refuse)]
 
-    assert asyncio.run(run()) == [Event(fault=FAULT)]
+    assert asyncio.run(run()) == [Event(fault=FAULT, final=True)]
     assert (source.released, source.closed) == ([b"a"], True)
 
 
@@ -128,5 +128,5 @@ def test_the_one_response_of_a_model_that_gives_one() -> None:
 
         return [event async for event in generate(lambda: alone(infer), write)]
 
-    assert asyncio.run(run()) == [Event(b"<a>")]
+    assert asyncio.run(run()) == [Event(b"<a>", final=True)]
     assert source.released == [b"a"]

@@ -1,20 +1,23 @@
-"""What a request is answered with: its outputs as JSON, as bytes behind it, or in its client's memory."""
+"""What a request is answered with: its outputs in its client's shapes or as classes, where it wants them, and
+the text of HTTP's reply (spec 3.1, 3.2, 5). For outputs of any kind; `frames` writes the plain ones.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
+from typing import Any, NamedTuple
 
-from fastserve.dialects.kserve_v2.body import InferBody, OutputPart
+from fastserve._ext.infer_reply import UnwritableCode, UnwritableOutput, write_infer
 from fastserve.dialects.kserve_v2.coding import Coding, choose_coding, pack
-from fastserve.dialects.kserve_v2.parameters import Parameters
-from fastserve.dialects.kserve_v2.replies import OutputReply, write_reply
+from fastserve.dialects.kserve_v2.errors import internal, not_in_json
+from fastserve.dialects.kserve_v2.request import Asked, Memory
 from fastserve.dialects.kserve_v2.service import JSON
+from fastserve.errors import ServeError
 from fastserve.request import InferResponse
 from fastserve.serving.classification import Class, check_order, classify
 from fastserve.serving.model_view import ModelView
-from fastserve.serving.shared_memory import Destination, Range
+from fastserve.serving.shared_memory import Destination
 from fastserve.tensor import DTYPES, Tensor, kserve_name
 from fastserve.wire.apart import Apart
 from fastserve.wire.call import Call
@@ -23,69 +26,45 @@ BINARY = b"application/octet-stream"
 PACKING = 8  # times a byte that is printed: what packing one costs
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What a request says of its reply. `binary`: how outputs go that it does not name."""
+class Shown(NamedTuple):
+    """One output as it is answered. `outside`: its client has it already."""
 
-    parts: dict[str, OutputPart]
-    ranges: dict[str, Range]  # of outputs that go into client memory
-    binary: bool
-    parameters: Parameters
-
-    @classmethod
-    def of(cls, body: InferBody) -> Asked:
-        parts = {part.name: part for part in reversed(body.outputs)}  # the first of a name counts
-        ranges = {name: part.range for name, part in parts.items() if part.range is not None}
-        return cls(parts, ranges, body.parameters.binary_output, body.parameters)
-
-    @property
-    def classifies(self) -> bool:
-        return any(part.classes for part in self.parts.values())
-
-    def form(self, name: str) -> str:
-        """How an output goes: "json", "binary" or "outside"."""
-        part = self.parts.get(name)
-        if part is None:
-            return "binary" if self.binary else "json"
-        return "outside" if part.range is not None else "binary" if part.binary else "json"
+    name: str
+    tensor: Tensor
+    outside: bool
 
 
-def write_answer(
-    plan: ModelView, asked: Asked, response: InferResponse, request_id: str, rooms: Mapping[str, Destination]
-) -> tuple[int, bytes]:
-    """The reply, and how much of it is JSON when that is not all. Raises ServeError."""
-    outputs = [_answer_output(plan, asked, name, t, rooms) for name, t in response.outputs.items()]
-    shown = reply_parameters(plan, asked.parameters, response)
-    header, blobs = write_reply(plan.model, plan.version.number, request_id, outputs, shown)
-    return (len(header), b"".join((header, *blobs))) if any(map(len, blobs)) else (0, header)
+def show_outputs(
+    view: ModelView, asked: Asked, response: InferResponse, rooms: Mapping[str, Destination]
+) -> list[Shown]:
+    """Outputs as they were asked for; those for client memory are put there. Raises ServeError."""
+    return [_show(view, asked, name, t, rooms.get(name)) for name, t in response.outputs.items()]
 
 
-def client_tensor(plan: ModelView, name: str, tensor: Tensor) -> Tensor:
+def _show(view: ModelView, asked: Asked, name: str, tensor: Tensor, room: Destination | None) -> Shown:
+    tensor, part = client_tensor(view, name, tensor), asked.parts.get(name)
+    if part is not None and part.classes:
+        tensor = _best_classes(view, name, tensor, part.classes)
+    if room is not None:
+        room.put(name, tensor.data)
+    return Shown(name, tensor, outside=room is not None)
+
+
+def client_tensor(view: ModelView, name: str, tensor: Tensor) -> Tensor:
     """An output in the shape clients see."""
-    shape = client_shape(plan, name, tensor.shape)
+    shape = view.client_shape(name, tensor.shape)
     return tensor if shape is tensor.shape else Tensor(tensor.dtype, shape, tensor.data)
 
 
-def shown_tensor(plan: ModelView, name: str, tensor: Tensor, part: OutputPart | None) -> Tensor:
-    """An output as it was asked for: in its clients' shape, or its best classes. Raises ServeError."""
-    tensor = client_tensor(plan, name, tensor)
-    return best_classes(plan, name, tensor, part.classes) if part is not None and part.classes else tensor
-
-
-def client_shape(plan: ModelView, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape clients see of an output."""
-    return plan.client_shape(name, shape)
-
-
-def best_classes(plan: ModelView, name: str, tensor: Tensor, most: int) -> Tensor:
+def _best_classes(view: ModelView, name: str, tensor: Tensor, most: int) -> Tensor:
     """The classification extension (spec 5): `VALUE:INDEX` or `VALUE:INDEX:LABEL` as BYTES [rows?, classes].
     Raises ServeError for a type that has no order."""
     check_order(tensor, "output", kserve_name(tensor.dtype))
-    rows = classify(tensor, most, plan.labels(name), batching=plan.batching)
-    shape = (len(rows), min(most, prod(tensor.shape[plan.batching :])))
+    rows = classify(tensor, most, view.labels(name), batching=view.batching)
+    shape = (len(rows), min(most, prod(tensor.shape[view.batching :])))
     texts = [_describe(one) for row in rows for one in row]
     packed = b"".join(len(text).to_bytes(4, "little") + text for text in texts)
-    return Tensor(DTYPES["bytes"], shape if plan.batching else shape[1:], packed)
+    return Tensor(DTYPES["bytes"], shape if view.batching else shape[1:], packed)
 
 
 def _describe(one: Class) -> bytes:
@@ -93,26 +72,45 @@ def _describe(one: Class) -> bytes:
     return f"{number}:{one.idx}:{one.label}".encode() if one.label else f"{number}:{one.idx}".encode()
 
 
-def reply_parameters(plan: ModelView, asked: Parameters, response: InferResponse) -> Mapping[str, object]:
+def reply_parameters(view: ModelView, asked: Asked, response: InferResponse) -> dict[str, Any]:
     """The reply's own parameters; an ensemble's say again what sequence the request was of."""
-    if not plan.ensemble:
-        return response.parameters
-    sequence = {
-        "sequence_id": asked.sequence_id,
-        "sequence_start": asked.sequence_start,
-        "sequence_end": asked.sequence_end,
-    }
-    return {**sequence, **response.parameters}
+    own = {key: value for key, value in response.parameters.items() if isinstance(value, str | int | float)}
+    if not view.ensemble:
+        return own
+    names = ("sequence_id", "sequence_start", "sequence_end")
+    return {**{name: getattr(asked.parameters, name) for name in names}, **own}
 
 
-def _answer_output(
-    plan: ModelView, asked: Asked, name: str, tensor: Tensor, rooms: Mapping[str, Destination]
-) -> OutputReply:
-    tensor = shown_tensor(plan, name, tensor, asked.parts.get(name))
-    form = asked.form(name)
-    if form == "outside":
-        rooms[name].put(name, tensor.data)
-    return OutputReply(name, tensor, binary=form == "binary", outside=form == "outside")
+# --- over HTTP ------------------------------------------------------------------------------------------
+
+
+def write_answer(
+    view: ModelView, asked: Asked, response: InferResponse, request_id: str, rooms: Mapping[str, Destination]
+) -> tuple[int, bytes]:
+    """How much of the reply is JSON when that is not all of it, and the reply. Raises ServeError."""
+    described: list[tuple[str, int, tuple[int, ...], Memory | None, dict[str, Any] | None]] = []
+    blobs: list[Memory] = []
+    for name, tensor, outside in show_outputs(view, asked, response, rooms):
+        data, size = None, None
+        if not outside and asked.form(name) == "binary":
+            blobs.append(tensor.data)
+            size = {"binary_data_size": memoryview(tensor.data).nbytes}
+        elif not outside:
+            data = tensor.data
+        described.append((name, tensor.dtype.code, tensor.shape, data, size))
+    number, parameters = str(view.version.number), reply_parameters(view, asked, response)
+    try:
+        header = write_infer(view.model, number, described, id=request_id, parameters=parameters)
+    except UnwritableOutput as fault:
+        raise in_words(fault) from None
+    return (len(header), b"".join((header, *blobs))) if any(map(len, blobs)) else (0, header)
+
+
+def in_words(fault: UnwritableOutput) -> ServeError:
+    """What a client is told of an output that has no JSON form."""
+    if fault.code is UnwritableCode.UNSUPPORTED_DTYPE:
+        return not_in_json("sending", fault.datatype, "output")
+    return internal(f"output '{fault.name}' cannot be written: {fault.code.name}")
 
 
 def send(call: Call, header_bytes: int, reply: bytes) -> None:

@@ -1,24 +1,30 @@
-"""An infer body -> what it asks for, its tensors as flat memory (spec 3, 3.1, 4).
+"""The JSON of an infer request, and what follows it -> an InferBody, tensors as flat memory (spec 3, 3.1, 4).
 
     {"inputs": [{"name": "x", "shape": [1, 2], "datatype": "FP32", "data": [1, 2]}]}
     -> InferBody(inputs=[InputPart("x", "FP32", (1, 2), b"...")], ...)
 
-Nothing here knows the model; `checks` holds the parts against it. The compiled reader takes every good
-body. What it refuses is read again the exact way, an object per value, which finds faults in the order the
-original does; beyond EXPLAIN_BYTES that would cost too much, and the compiled reader's own text is told.
+Nothing here knows the model. The compiled reader takes every good body. What it refuses is read again the
+exact way, an object per value, which finds faults in the order the original does; beyond EXPLAIN_BYTES that
+would cost too much, and the compiled reader's own text is told.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 
 from fastserve._ext.infer_json import InferBody as CompiledBody
 from fastserve._ext.infer_json import InferCode, InferFault, InferInput, read_infer
 from fastserve._ext.json_value import Members
-from fastserve.dialects.kserve_v2.errors import internal, invalid, to_bytes
-from fastserve.dialects.kserve_v2.leaves import read_leaves
-from fastserve.dialects.kserve_v2.parameters import Parameters, read_parameters, set_parameter
+from fastserve.dialects.kserve_v2.errors import internal, invalid, to_bytes, to_text
+from fastserve.dialects.kserve_v2.parameters import set_parameter
+from fastserve.dialects.kserve_v2.request import (
+    InferBody,
+    InputPart,
+    Memory,
+    OutputPart,
+    Parameters,
+    refuse_double,
+)
 from fastserve.dialects.kserve_v2.values import (
     Value,
     as_array,
@@ -26,49 +32,20 @@ from fastserve.dialects.kserve_v2.values import (
     as_string,
     as_uint,
     find,
-    need,
+    member,
+    members_of,
+    optional,
     read_json,
+    read_leaves,
 )
 from fastserve.serving.shared_memory import Range
 from fastserve.tensor import DTYPE_BY_KSERVE, count_items
 
-Memory = bytes | bytearray | memoryview
 Header = CompiledBody | InferFault
 ReadRegion = Callable[[Range], bytes]
 Scalar = str | int | float | bool | None
 EXPLAIN_BYTES = 1 << 18
 FORMS = ("'data'", "'binary_data_size'", "'shared_memory_region'")
-
-
-@dataclass(slots=True)
-class InputPart:
-    """One input as sent. `datatype` is the client's text, which may name no type at all."""
-
-    name: str
-    datatype: str
-    shape: tuple[int, ...]
-    data: Memory
-    is_json: bool = False
-
-
-@dataclass(slots=True)
-class OutputPart:
-    """One requested output. `classes` 0: no classification."""
-
-    name: str
-    binary: bool = False
-    classes: int = 0
-    range: Range | None = None
-
-
-@dataclass(slots=True)
-class InferBody:
-    """What one infer request asks for. No `outputs`: all the model has."""
-
-    request_id: str = ""
-    inputs: list[InputPart] = field(default_factory=list)
-    outputs: list[OutputPart] = field(default_factory=list)
-    parameters: Parameters = field(default_factory=Parameters)
 
 
 class _Blobs:
@@ -131,10 +108,9 @@ def _take_over(read: CompiledBody, rest: _Blobs, read_region: ReadRegion) -> Inf
 
 def _find_data(part: InferInput, rest: _Blobs, read_region: ReadRegion) -> Memory:
     parameters = _members(part.parameters)
-    sized, size = find(parameters, "binary_data_size")
-    if sized:
-        return rest.take(as_uint(size, "Unable to parse 'binary_data_size'"), part.name)
-    range = read_range(parameters)
+    if "binary_data_size" in part.parameters:
+        return rest.take(member(parameters, "binary_data_size", as_uint), part.name)
+    range = _read_range(parameters)
     assert range is not None  # the reader saw one of the three
     return read_region(range)
 
@@ -148,54 +124,49 @@ def _value(value: Scalar) -> Value:
     return to_bytes(value) if isinstance(value, str) else value
 
 
+# --- the exact way; everything raises ServeError --------------------------------------------------------
+
+
 def read_plainly(header: Memory, blobs: Memory, model: str, read_region: ReadRegion) -> InferBody:
-    """The exact way. Raises ServeError."""
+    """The same as `read_body`."""
     document = read_json(header, EXPLAIN_BYTES)
-    body = InferBody()
-    found, value = find(document, "id")
-    if found:
-        body.request_id = as_string(value, "Unable to parse 'id'")
-    body.parameters = read_parameters(document)
-    rest = _Blobs(blobs, model)
-    names: set[str] = set()
-    for item in as_array(need(document, "inputs", "Unable to parse 'inputs'"), "Unable to parse 'inputs'"):
+    body = InferBody(optional(document, "id", as_string, ""))
+    _read_parameters(document, body.parameters)
+    rest, names = _Blobs(blobs, model), set[str]()
+    for item in member(document, "inputs", as_array):
         body.inputs.append(_read_input(item, rest, read_region, names, body.request_id))
     rest.end()
-    found, value = find(document, "outputs")
-    if found:
-        body.outputs = [_read_output(item) for item in as_array(value, "Unable to parse 'outputs'")]
+    no_outputs: list[Value] = []
+    body.outputs = [_read_output(item) for item in optional(document, "outputs", as_array, no_outputs)]
     return body
+
+
+def _read_parameters(document: Value, parameters: Parameters) -> None:
+    found, members = find(document, "parameters")
+    seen: set[bytes] = set()
+    for key, value in members_of(members, "failed to get request params.") if found else ():
+        if key not in seen:  # the first of equal keys counts
+            seen.add(key)
+            set_parameter(parameters, to_text(key), value)
 
 
 def _read_input(
     item: Value, blobs: _Blobs, read_region: ReadRegion, names: set[str], request_id: str
 ) -> InputPart:
-    _, parameters = find(item, "parameters")
+    parameters = find(item, "parameters")[1]
     has_data, data = find(item, "data")
-    sized, binary = find(parameters, "binary_data_size")
-    outside, _ = find(parameters, "shared_memory_region")
+    sized, outside = find(parameters, "binary_data_size")[0], find(parameters, "shared_memory_region")[0]
     _check_one_form((has_data, sized, outside))
-    name = as_string(need(item, "name", "Unable to parse 'name'"), "Unable to parse 'name'")
-    datatype = as_string(need(item, "datatype", "Unable to parse 'datatype'"), "Unable to parse 'datatype'")
-    where = "Unable to parse 'shape'"
-    shape = tuple(as_uint(size, where) for size in as_array(need(item, "shape", where), where))
+    name, datatype = member(item, "name", as_string), member(item, "datatype", as_string)
+    shape = tuple(as_uint(size, "Unable to parse 'shape'") for size in member(item, "shape", as_array))
     refuse_double(name, names, request_id)
     if sized:
-        size = as_uint(binary, "Unable to parse 'binary_data_size'")
+        size = member(parameters, "binary_data_size", as_uint)
         return InputPart(name, datatype, shape, blobs.take(size, name))
-    range = read_range(parameters)
+    range = _read_range(parameters)
     if range is not None:
         return InputPart(name, datatype, shape, read_region(range))
     return InputPart(name, datatype, shape, _read_data(data, datatype, shape, name), is_json=True)
-
-
-def refuse_double(name: str, names: set[str], request_id: str) -> None:
-    """Raises ServeError for an input that is sent a second time; `names` are those before it."""
-    if name in names:
-        raise invalid(
-            f"[request id: {request_id or '<id_unknown>'}] input '{name}' already exists in request"
-        )
-    names.add(name)
 
 
 def _read_data(data: Value, datatype: str, shape: tuple[int, ...], name: str) -> Memory:
@@ -219,46 +190,34 @@ def _check_one_form(given: tuple[bool, bool, bool]) -> None:
     )
 
 
-def read_range(parameters: Value) -> Range | None:
-    """The shared memory a tensor's parameters name, None without any. Raises ServeError."""
-    found, region = find(parameters, "shared_memory_region")
-    if not found:
+def _read_range(parameters: Value) -> Range | None:
+    """The shared memory a tensor's parameters name, None without any."""
+    if not find(parameters, "shared_memory_region")[0]:
         return None
-    name = as_string(region, "Unable to parse 'shared_memory_region'")
-    numbers = [0, 0]
-    for place, key in enumerate(("shared_memory_offset", "shared_memory_byte_size")):
-        given, value = find(parameters, key)
-        if given:
-            numbers[place] = as_uint(value, f"Unable to parse '{key}'")
-    return Range(name, *numbers)
+    name = member(parameters, "shared_memory_region", as_string)
+    offset = optional(parameters, "shared_memory_offset", as_uint, 0)
+    return Range(name, offset, optional(parameters, "shared_memory_byte_size", as_uint, 0))
 
 
 def _read_output(item: Value) -> OutputPart:
     parameters = find(item, "parameters")[1]
     _check_output(parameters)
-    name = as_string(need(item, "name", "Unable to parse 'name'"), "Unable to parse 'name'")
-    return _make_output(name, parameters)
+    return _make_output(member(item, "name", as_string), parameters)
 
 
 def _check_output(parameters: Value) -> None:
-    """Raises ServeError for what does not go together."""
+    """Raises for what does not go together."""
     if not find(parameters, "shared_memory_region")[0]:
         return
-    binary, wanted = find(parameters, "binary_data")
     classes = find(parameters, "classification")[0]
-    if classes or (binary and as_bool(wanted, "Unable to set 'binary_data'")):
+    if classes or optional(parameters, "binary_data", as_bool, False, "Unable to set 'binary_data'"):
         taken = "classification" if classes else "binary_data"
         raise invalid(f"Output can't set both 'shared_memory_region' and '{taken}'")
 
 
 def _make_output(name: str, parameters: Value) -> OutputPart:
     _check_output(parameters)
-    part = OutputPart(name)
-    found, classes = find(parameters, "classification")
-    if found:
-        part.classes = as_uint(classes, "Unable to set 'classification'")
-    part.range = read_range(parameters)
-    found, binary = find(parameters, "binary_data")
-    if found and part.range is None:
-        part.binary = as_bool(binary, "Unable to parse 'binary_data'")
-    return part
+    classes = optional(parameters, "classification", as_uint, 0, "Unable to set 'classification'")
+    range = _read_range(parameters)
+    binary = range is None and optional(parameters, "binary_data", as_bool, False)
+    return OutputPart(name, binary, classes, range)

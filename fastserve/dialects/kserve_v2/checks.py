@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from math import prod
 
 from fastserve._ext.flatten import walk_bytes
-from fastserve.dialects.kserve_v2.body import InputPart, Memory
 from fastserve.dialects.kserve_v2.errors import invalid
+from fastserve.dialects.kserve_v2.request import InferBody, InputPart, Memory, tag
 from fastserve.errors import Kind, ModelError
+from fastserve.request import InferRequest
 from fastserve.serving.model_view import ModelView, TensorView
 from fastserve.tensor import DTYPE_BY_KSERVE, KSERVE_NAME, Tensor, count_items, kserve_name
 
@@ -25,114 +26,131 @@ _NOTE = (
 )
 
 
-def check_outputs(plan: ModelView, names: Sequence[str]) -> tuple[str, ...]:
+def make_request(view: ModelView, body: InferBody) -> InferRequest:
+    """The neutral request of a body that fits the model. Raises ServeError."""
+    parameters = body.parameters
+    wanted = check_outputs(view, [part.name for part in body.outputs])
+    return InferRequest(
+        check_inputs(view, body.inputs, body.request_id),
+        wanted,
+        request_id=body.request_id,
+        priority=parameters.priority,
+        parameters=parameters.own,
+        sequence_id=parameters.sequence_id,
+        sequence_start=parameters.sequence_start,
+        sequence_end=parameters.sequence_end,
+        timeout_us=parameters.timeout_us,
+    )
+
+
+def check_outputs(view: ModelView, names: Sequence[str]) -> tuple[str, ...]:
     """The outputs to ask for, in the model's order; empty for all. Raises ServeError."""
     for name in names:
-        if name not in plan.outputs:
-            raise invalid(f"unexpected inference output '{name}' for model '{plan.model}'")
+        if name not in view.outputs:
+            raise invalid(f"unexpected inference output '{name}' for model '{view.model}'")
     wanted = set(names)
-    return () if len(wanted) == len(plan.outputs) else tuple(n for n in plan.outputs if n in wanted)
+    return () if len(wanted) == len(view.outputs) else tuple(n for n in view.outputs if n in wanted)
 
 
-def check_inputs(plan: ModelView, parts: Sequence[InputPart], request_id: str) -> dict[str, Tensor]:
+def check_inputs(view: ModelView, parts: Sequence[InputPart], request_id: str) -> dict[str, Tensor]:
     """The tensors for the engine, in the model's own shapes. Raises ServeError."""
-    told = f"[request id: {request_id or '<id_unknown>'}] "
+    told = tag(request_id)
     latest_first = parts[::-1]
-    _check_count(plan, latest_first, told)
+    _check_count(view, latest_first, told)
     for part in latest_first:
-        if part.name not in plan.inputs:
-            raise invalid(f"unexpected inference input '{part.name}' for model '{plan.model}'")
-    if plan.max_batch_size:
-        _check_batch(plan, latest_first, told)
-    _check_required(plan, parts, told)
+        if part.name not in view.inputs:
+            raise invalid(f"unexpected inference input '{part.name}' for model '{view.model}'")
+    if view.max_batch_size:
+        _check_batch(view, latest_first, told)
+    _check_required(view, parts, told)
     for part in latest_first:
-        _check_part(plan, plan.inputs[part.name], part, told)
+        _check_part(view, view.inputs[part.name], part, told)
     sent = {part.name: part for part in parts}
     return {
-        name: Tensor(side.dtype, side.to_model(sent[name].shape, batching=plan.batching), sent[name].data)
-        for name, side in plan.inputs.items()
+        name: Tensor(side.dtype, side.to_model(sent[name].shape, batching=view.batching), sent[name].data)
+        for name, side in view.inputs.items()
         if name in sent
     }
 
 
-def _check_count(plan: ModelView, parts: Sequence[InputPart], told: str) -> None:
-    required, most, count = len(plan.required), len(plan.inputs), len(parts)
+def _check_count(view: ModelView, parts: Sequence[InputPart], told: str) -> None:
+    required, most, count = len(view.required), len(view.inputs), len(parts)
     if required <= count <= most:
         return
     wanted = f"{most} inputs" if required == most else f"number of inputs between {required} and {most}"
     given = {part.name for part in parts}
-    missing = ",".join(f"'{name}'" for name in plan.required if name not in given)
+    missing = ",".join(f"'{name}'" for name in view.required if name not in given)
     names = ",".join(f"'{part.name}'" for part in parts)
     raise invalid(
-        f"{told}expected {wanted} but got {count} inputs for model '{plan.model}'. Got input(s) [{names}], "
+        f"{told}expected {wanted} but got {count} inputs for model '{view.model}'. Got input(s) [{names}], "
         # With none missing the original drops the bracket it just opened.
         f"but missing required input(s) {'[' + missing if missing else ''}]. "
         "Please provide all required input(s)."
     )
 
 
-def _check_required(plan: ModelView, parts: Sequence[InputPart], told: str) -> None:
+def _check_required(view: ModelView, parts: Sequence[InputPart], told: str) -> None:
     """The original counts only, and lets the model find out: an exception of the model's."""
     given = {part.name for part in parts}
-    for name in plan.required:
+    for name in view.required:
         if name not in given:
-            text = f"{told}input '{name}' is missing for model '{plan.model}'"
+            text = f"{told}input '{name}' is missing for model '{view.model}'"
             raise ModelError(Kind.INTERNAL, text)
 
 
-def _check_batch(plan: ModelView, parts: Sequence[InputPart], told: str) -> None:
+def _check_batch(view: ModelView, parts: Sequence[InputPart], told: str) -> None:
     rows = -1
     for part in parts:
         if not part.shape:
             raise invalid(
                 f"{told}input '{part.name}' has no shape but model requires batch dimension "
-                f"for '{plan.model}'"
+                f"for '{view.model}'"
             )
         if rows not in (-1, part.shape[0]):
             raise invalid(
-                f"{told}input '{part.name}' batch size does not match other inputs for '{plan.model}'"
+                f"{told}input '{part.name}' batch size does not match other inputs for '{view.model}'"
             )
         rows = part.shape[0]
-    if plan.row_limit and rows > plan.row_limit:
-        raise invalid(f"{told}inference request batch-size must be <= {plan.row_limit} for '{plan.model}'")
+    if view.row_limit and rows > view.row_limit:
+        raise invalid(f"{told}inference request batch-size must be <= {view.row_limit} for '{view.model}'")
 
 
-def _check_part(plan: ModelView, side: TensorView, part: InputPart, told: str) -> None:
+def _check_part(view: ModelView, side: TensorView, part: InputPart, told: str) -> None:
     dtype = DTYPE_BY_KSERVE.get(part.datatype)
     if dtype is not side.dtype:
         given = KSERVE_NAME[dtype.name] if dtype is not None else "<invalid>"
         raise invalid(
             f"{told}inference input '{part.name}' data-type is '{given}', "
-            f"but model '{plan.model}' expects '{kserve_name(side.dtype)}'"
+            f"but model '{view.model}' expects '{kserve_name(side.dtype)}'"
         )
-    _check_shape(plan, side, part, told)
+    _check_shape(view, side, part, told)
     if side.dtype.item_bytes:
-        _check_size(plan, side, part, told)
+        _check_size(view, side, part, told)
     else:
-        check_strings(part.data, count_items(part.shape), part.name, plan.model, told)
+        check_strings(part.data, count_items(part.shape), part.name, view.model, told)
 
 
-def _check_shape(plan: ModelView, side: TensorView, part: InputPart, told: str) -> None:
+def _check_shape(view: ModelView, side: TensorView, part: InputPart, told: str) -> None:
     if side.dims is None:
         return
-    dims = plan.full_dims(side)
+    dims = view.full_dims(side)
     if len(dims) == len(part.shape) and all(w in (-1, n) for w, n in zip(dims, part.shape, strict=True)):
         return
     wanted, given = ",".join(map(str, dims)), ",".join(map(str, part.shape))
     raise invalid(
-        f"{told}unexpected shape for input '{part.name}' for model '{plan.model}'. "
-        f"Expected [{wanted}], got [{given}]. {_NOTE if plan.max_batch_size else ''}"
+        f"{told}unexpected shape for input '{part.name}' for model '{view.model}'. "
+        f"Expected [{wanted}], got [{given}]. {_NOTE if view.max_batch_size else ''}"
     )
 
 
-def _check_size(plan: ModelView, side: TensorView, part: InputPart, told: str) -> None:
+def _check_size(view: ModelView, side: TensorView, part: InputPart, told: str) -> None:
     shape = part.shape
-    if plan.max_batch_size and shape[0] == 0:
+    if view.max_batch_size and shape[0] == 0:
         shape = (1, *shape[1:])  # the original wants one row for none
     wanted, given = count_items(shape) * side.dtype.item_bytes, len(part.data)
     if wanted != given:
         raise invalid(
-            f"{told}input byte size mismatch for input '{part.name}' for model '{plan.model}'. "
+            f"{told}input byte size mismatch for input '{part.name}' for model '{view.model}'. "
             f"Expected {wanted}, got {given}"
         )
 
@@ -165,19 +183,19 @@ def check_strings(data: Memory, count: int, name: str, model: str, told: str) ->
         )
 
 
-def deduce_raw(plan: ModelView, body: Memory) -> InputPart:
+def deduce_raw(view: ModelView, body: Memory) -> InputPart:
     """The one input a raw binary request brings (spec 3.1): batch 1, one free axis deduced.
 
     Raises ServeError.
     """
-    told = "[request id: <id_unknown>] "
-    if len(plan.inputs) != 1:
+    told = tag("")
+    if len(view.inputs) != 1:
         raise invalid(
             f"{told}Raw request must only have 1 input (found 1) to be deduced but got "
-            f"{len(plan.inputs)} inputs in '{plan.model}' model configuration"
+            f"{len(view.inputs)} inputs in '{view.model}' model configuration"
         )
-    side = next(iter(plan.inputs.values()))
-    dims = (1, *(side.dims or (-1,))) if plan.max_batch_size else (side.dims or (-1,))
+    side = next(iter(view.inputs.values()))
+    dims = (1, *(side.dims or (-1,))) if view.max_batch_size else (side.dims or (-1,))
     if not side.dtype.item_bytes:
         if prod(dims) not in (1, -1):
             raise invalid(

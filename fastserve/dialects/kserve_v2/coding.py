@@ -8,8 +8,7 @@ from typing import Literal
 from msgspec.structs import replace
 
 from fastserve.config import Limits
-from fastserve.dialects.kserve_v2.errors import invalid, unsupported
-from fastserve.dialects.kserve_v2.sizes import inflated_too_large
+from fastserve.dialects.kserve_v2.errors import invalid, too_large, unsupported
 from fastserve.errors import Kind, ServeError
 from fastserve.wire.inflate import inflate
 
@@ -33,8 +32,9 @@ def unpack(body: bytes | bytearray, coding: bytes, limits: Limits, most: int) ->
     except ServeError as fault:  # also one that grows too large is the request's own fault here
         if fault.kind is not Kind.RESOURCE_EXHAUSTED:
             raise
-        told = within is not limits and "limits.inflated_bytes" in fault.message
-        raise invalid(inflated_too_large(most) if told else fault.message) from None
+        if within is not limits and "limits.inflated_bytes" in fault.message:
+            raise too_large("Decompressed data size exceeds the maximum allowed value", most) from None
+        raise invalid(fault.message) from None
 
 
 def choose_coding(accepted: bytes) -> Coding:

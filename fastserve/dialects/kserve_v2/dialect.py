@@ -58,9 +58,9 @@ class KServeV2(Dialect):
 
     def grpc_methods(self) -> list[Method]:
         """The RPCs of inference.GRPCInferenceService."""
-        from fastserve.dialects.kserve_v2.grpc_infer import make_infer
-        from fastserve.dialects.kserve_v2.grpc_stream import make_stream
         from fastserve.dialects.kserve_v2.rpc_calls import make_method
+        from fastserve.dialects.kserve_v2.rpc_infer import make_infer
+        from fastserve.dialects.kserve_v2.stream import make_stream
 
         service = self._service
         made = {row.name: make_method(service, row) for row in TABLE if row.rpc and row.name in CALLS}

@@ -48,6 +48,18 @@ def unsupported(message: str) -> ServeError:
     return ServeError(Kind.UNIMPLEMENTED, message)
 
 
+def too_large(what: str, most: int) -> ServeError:
+    """What is over `--http-max-input-size` (spec 3.3)."""
+    return invalid(f"{what} of {most} bytes. Use --http-max-input-size to increase the limit.")
+
+
+def not_in_json(doing: str, datatype: str, what: str) -> ServeError:
+    """Of the types that have no JSON form."""
+    return invalid(
+        f"{doing} {datatype} data via JSON is not supported. Please use the binary data format for {what}"
+    )
+
+
 def in_own_words(fault: ServeError) -> ServeError:
     """A fault of the engine as this dialect tells it."""
     if isinstance(fault, DeadlineError) and fault.queued:

@@ -1,11 +1,13 @@
-"""Frames: requests that are as one before, but for their values (`_ext.infer_frame` holds them together).
+"""The fast path of POST .../infer: frames, requests that are as one before but for their values.
 
     {"id":"7","inputs":[{"name":"x","shape":[2,3],"datatype":"FP32","data":[1,2,3,4,5,6]}]}
           ^ id                               ^ rows                        ^ data
 
 A frame is made of a request that the general path has answered: what its text means was found out there.
 Every byte but the id, the number of rows and the values is part of the frame, so requests that fit it mean
-the same, and nothing has to be checked again. Strings have no fixed size, and no frames.
+the same, and nothing has to be checked again; `_ext.infer_frame` holds them together. Strings have no fixed
+size, and no frames. For whatever has none, errors included, `FastHttp.start` returns False having left no
+trace, and the general path reads the body again; it hands what it has answered to `learn`.
 """
 
 from __future__ import annotations
@@ -14,27 +16,28 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from fastserve._ext.infer_frame import InferFrame, find_holes
+from fastserve._ext.infer_frame import InferFrame, InferFrames, find_holes
 from fastserve._ext.infer_json import InferInput, read_infer
 from fastserve._ext.infer_reply import InferWriter, UnwritableOutput
-from fastserve.dialects.kserve_v2.answers import (
-    BINARY,
-    Asked,
-    send,
-    write_answer,
-)
-from fastserve.dialects.kserve_v2.body import InferBody
-from fastserve.dialects.kserve_v2.replies import in_words
-from fastserve.dialects.kserve_v2.service import JSON
+from fastserve.dialects.kserve_v2.answers import BINARY, in_words, send, write_answer
+from fastserve.dialects.kserve_v2.request import Asked
+from fastserve.dialects.kserve_v2.service import JSON, Service
 from fastserve.engine import BatchQueue, note_of
+from fastserve.errors import ServeError
+from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
+from fastserve.serving.fast_path import FastPath
 from fastserve.serving.model_view import ModelView
+from fastserve.serving.paths import open_path
 from fastserve.serving.prepared import Described, Memory, PreparedRequest
 from fastserve.serving.shared_memory import Range, Regions, Rooms, hold_rooms
 from fastserve.tensor import Tensor
 from fastserve.wire.call import Call
 
 MOST_TEXT_BYTES = 65536  # of a frame
+MOST_FRAMES = 32
+# Frames never met again, beyond which nothing is learned until so many requests have been missed.
+MOST_UNUSED, LEARN_AGAIN = 8, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ class Parts:
 class About:
     """What a version's frames have in common. `packing`: heads of calls whose replies are compressed."""
 
-    plan: ModelView
+    view: ModelView
     queue: BatchQueue
     regions: Regions
     packing: Set[object]
@@ -73,9 +76,9 @@ class Writer(InferWriter):
     """Writes replies whose outputs are `described` so."""
 
     def __init__(
-        self, plan: ModelView, outputs: Sequence[tuple[str, int, tuple[int, ...], str]], described: Described
+        self, view: ModelView, outputs: Sequence[tuple[str, int, tuple[int, ...], str]], described: Described
     ) -> None:
-        super().__init__(plan.model, str(plan.version.number), outputs)
+        super().__init__(view.model, str(view.version.number), outputs)
         self.described = described
 
 
@@ -84,18 +87,18 @@ class Frame(InferFrame, PreparedRequest):
 
     def __init__(self, about: About, request: InferRequest, asked: Asked, parts: Parts) -> None:
         """`request` has the inputs' types and shapes, in the model's order, without their data."""
-        plan, queue = about.plan, about.queue
+        view, queue = about.view, about.queue
         super().__init__(
             parts.header, parts.holes, parts.blobs, parts.targets, parts.rows, request.request_id
         )
-        self.lay_out(queue, request.inputs, request.outputs, batching=plan.batching)
+        self.lay_out(queue, request.inputs, request.outputs, batching=view.batching)
         self.asked = asked
         self.outside = bool(parts.sources or asked.ranges)
         self.noted = queue.requests
         self._sources = parts.sources
         self._note = note_of(request, []) if queue.requests else b""
         self._request = request
-        self._about, self._plan = about, plan
+        self._about, self._view = about, view
 
     def note(self, request_id: str) -> bytes:
         if request_id != self._request.request_id:
@@ -116,15 +119,15 @@ class Frame(InferFrame, PreparedRequest):
         return hold_rooms(self._about.regions, self.asked.ranges) if self.asked.ranges else None
 
     def make_writer(self, described: Described) -> Writer | None:
-        plan = self._plan
+        view = self._view
         try:
             outputs = [
-                (name, dtype.code, plan.client_shape(name, shape), self.asked.form(name))
+                (name, dtype.code, view.client_shape(name, shape), self.asked.form(name))
                 for name, dtype, shape in described
             ]
             if len({output[0] for output in outputs}) < len(outputs):
                 return None
-            return Writer(plan, outputs, described)
+            return Writer(view, outputs, described)
         except (UnwritableOutput, ValueError, LookupError):
             return None
 
@@ -152,13 +155,70 @@ class Frame(InferFrame, PreparedRequest):
     def write_response(
         self, exchange: Call, response: InferResponse, request_id: str, held: Rooms | None
     ) -> None:
-        send(exchange, *write_answer(self._plan, self.asked, response, request_id, held or {}))
+        send(exchange, *write_answer(self._view, self.asked, response, request_id, held or {}))
 
 
-def learn(about: About, header: bytes, body: InferBody, request: InferRequest) -> Frame | None:
+class Outcome:
+    """How requests of this target end."""
+
+    answered = None
+
+    def __init__(self, service: Service, version: Version) -> None:
+        self._service, self._version = service, version
+
+    def refused(self, exchange: Call, prepared: Frame, request_id: str, fault: ServeError) -> None:
+        self._service.refuse(exchange, fault, self._version.model, version=self._version)
+
+
+class FastHttp:
+    """The frames of one version, for one target, before its fast path."""
+
+    def __init__(self, path: FastPath, about: About) -> None:
+        self.version = path.version
+        self._path, self._about = path, about
+        self._max_rows = path.queue.max_rows
+        self._frames = InferFrames(MOST_FRAMES)
+        self._missed = 0
+        self._vain = 0  # requests that had no frame
+
+    @classmethod
+    def open(cls, service: Service, version: Version, packing: Set[object]) -> FastHttp | None:
+        """That of a version; None for one that does more with a request than run or keep it."""
+        view = service.views.of(version)
+        if view.decoupled or service.forward_http:
+            return None
+        path = open_path(version, service.traffic, Outcome(service, version))
+        return None if path is None else cls(path, About(view, path.queue, service.regions, packing))
+
+    def start(self, call: Call, header_bytes: int) -> bool:
+        """Take the call, whose JSON has so many bytes, or return False: nothing has happened then."""
+        frame: Frame | None = self._frames.find(call.body, header_bytes)  # type: ignore[assignment]
+        if frame is None or frame.rows > self._max_rows:
+            return False
+        return self._path.start(call, frame, (call.body, header_bytes), frame.id)
+
+    def learn(self, data: Memory, header_bytes: int, asked: Asked, request: InferRequest) -> None:
+        """Remember the frame of a request that `start` did not take and the general path has answered."""
+        self._missed += 1
+        if self._frames.unused() + self._vain >= MOST_UNUSED:
+            if self._missed % LEARN_AGAIN:
+                return
+            self._frames.forget_unused()
+            self._vain = 0
+        frame = learn_frame(self._about, bytes(memoryview(data)[:header_bytes]), asked, request)
+        if frame is None:
+            self._vain += 1
+        else:
+            self._frames.add(frame)
+
+
+# --- learning -------------------------------------------------------------------------------------------
+
+
+def learn_frame(about: About, header: bytes, asked: Asked, request: InferRequest) -> Frame | None:
     """The frame of a request that was answered; None for one that has none. `header` is b"" for a raw one."""
-    asked, plan, queue = Asked.of(body), about.plan, about.queue
-    batching = plan.batching
+    view, queue = about.view, about.queue
+    batching = view.batching
     # Columns are all filled; the order is the model's, which may look at it.
     inputs = {name: request.inputs[name] for name in queue.inputs if name in request.inputs}
     all_given = len(inputs) == len(request.inputs) and (not queue.dense or len(inputs) == len(queue.inputs))

@@ -14,9 +14,10 @@ from math import prod
 
 import msgspec
 
+from fastserve._ext.infer_reply import UnwritableOutput, write_items
 from fastserve._ext.json_writer import write_string
-from fastserve.dialects.kserve_v2.answers import client_tensor
-from fastserve.dialects.kserve_v2.body import InferBody, InputPart, refuse_double
+from fastserve.dialects.kserve_v2.answers import in_words
+from fastserve.dialects.kserve_v2.checks import make_request
 from fastserve.dialects.kserve_v2.errors import (
     HTTP_STATUS,
     error_body,
@@ -25,16 +26,21 @@ from fastserve.dialects.kserve_v2.errors import (
     to_bytes,
     to_text,
 )
-from fastserve.dialects.kserve_v2.forwarding import headers_as_sent
-from fastserve.dialects.kserve_v2.infer import make_request
-from fastserve.dialects.kserve_v2.leaves import read_leaves
+from fastserve.dialects.kserve_v2.infer import check_json, headers_as_sent
 from fastserve.dialects.kserve_v2.operations import Target
 from fastserve.dialects.kserve_v2.parameters import read_own
-from fastserve.dialects.kserve_v2.replies import write_items
+from fastserve.dialects.kserve_v2.request import InferBody, InputPart, refuse_double
 from fastserve.dialects.kserve_v2.service import JSON, Service
-from fastserve.dialects.kserve_v2.sizes import check_json
 from fastserve.dialects.kserve_v2.traces import Traced
-from fastserve.dialects.kserve_v2.values import Value, as_object, as_string, find, members_of, read_json
+from fastserve.dialects.kserve_v2.values import (
+    Value,
+    as_object,
+    as_string,
+    find,
+    members_of,
+    read_json,
+    read_leaves,
+)
 from fastserve.errors import ModelError, ServeError
 from fastserve.request import InferResponse
 from fastserve.serving.generate import Event, alone, generate
@@ -67,20 +73,20 @@ class Generate:
     async def __call__(self, call: Call) -> None:
         service, target = self._service, self._target
         try:
-            plan = service.find(target.model, target.version)
+            view = service.find(target.model, target.version)
             if call.header(b"content-encoding").strip().lower() not in (b"", b"identity"):
                 raise invalid("Unsupported content-encoding, only 'identity' is supported.")
             check_json(len(call.body), service.options.http_max_input_size)
-            body = await service.apart(len(call.body) * WORK, read_generate, plan, call.body)
+            body = await service.apart(len(call.body) * WORK, read_generate, view, call.body)
             if service.forward_http:
                 service.forward_http.add(headers_as_sent(call), body.parameters)
             with service.traces.one(target.model) as traced:
                 send = self._send_events if self._events else self._send_one
-                await send(call, plan, self._answers(plan, body, traced))
+                await send(call, view, self._answers(view, body, traced))
         except ServeError as fault:  # nothing has been sent yet
             service.refuse(call, fault, target.model)
 
-    async def _send_one(self, call: Call, plan: ModelView, events: Events) -> None:
+    async def _send_one(self, call: Call, view: ModelView, events: Events) -> None:
         status, reply = 200, b""
         async with aclosing(events):
             async for event in events:
@@ -92,9 +98,9 @@ class Generate:
         await stream.write(reply or error_body(NOT_ONE))
         await stream.close()
         if status == 200:
-            self._service.succeeded(call, plan)
+            self._service.succeeded(call, view)
 
-    async def _send_events(self, call: Call, plan: ModelView, events: Events) -> None:
+    async def _send_events(self, call: Call, view: ModelView, events: Events) -> None:
         """The first event decides the status; an error after it is one more."""
         stream, well = None, True
         async with aclosing(events):
@@ -104,19 +110,19 @@ class Generate:
                 await stream.write(b"data: %b\n\n" % text)
         await (stream or call.stream(200, EVENTS)).close()
         if well:
-            self._service.succeeded(call, plan)
+            self._service.succeeded(call, view)
 
-    def _answers(self, plan: ModelView, body: InferBody, traced: Traced | None) -> Events:
+    def _answers(self, view: ModelView, body: InferBody, traced: Traced | None) -> Events:
         """Every answer as JSON. Raises ServeError."""
-        service, version = self._service, plan.version
+        service, version = self._service, view.version
 
         def start() -> AsyncGenerator[InferResponse, None]:
-            request = make_request(plan, body)
-            if plan.decoupled:
+            request = make_request(view, body)
+            if view.decoupled:
                 return service.stream(version, request, traced)
             return alone(partial(service.infer, version, request, traced))
 
-        return generate(start, partial(write_generated, plan, body.request_id))
+        return generate(start, partial(write_generated, view, body.request_id))
 
     def _tell(self, event: Event) -> Answer:
         """An event, with the status it has when it is the first."""
@@ -130,7 +136,7 @@ class Generate:
         return status, error_body(fault.message)
 
 
-def read_generate(plan: ModelView, data: bytes | bytearray) -> InferBody:
+def read_generate(view: ModelView, data: bytes | bytearray) -> InferBody:
     """A generate body as an infer body. Raises ServeError."""
     body = InferBody()
     document = read_json(data, MOST_VALUES)
@@ -140,23 +146,23 @@ def read_generate(plan: ModelView, data: bytes | bytearray) -> InferBody:
     for key, value in members_of(document):
         name = to_text(key)
         if name == "parameters":
-            _take_nested(plan, body, value)
+            _take_nested(view, body, value)
         else:
-            _take(plan, body, name, value)
+            _take(view, body, name, value)
     return body
 
 
-def _take_nested(plan: ModelView, body: InferBody, value: Value) -> None:
+def _take_nested(view: ModelView, body: InferBody, value: Value) -> None:
     for inner, item in as_object(value, "Expected JSON object for keyword: 'parameters'"):
         try:
-            _take(plan, body, to_text(inner), item)
+            _take(view, body, to_text(inner), item)
         except ServeError as fault:
             raise ServeError(fault.kind, f"Converting keyword: 'parameters': {fault.message}") from None
 
 
-def _take(plan: ModelView, body: InferBody, name: str, value: Value) -> None:
+def _take(view: ModelView, body: InferBody, name: str, value: Value) -> None:
     """A tensor of the model's, or else a parameter of its own: none has another meaning here."""
-    side = plan.inputs.get(name)
+    side = view.inputs.get(name)
     if side is None:
         if len(body.parameters.own) >= MOST_PARAMETERS:
             raise invalid(f"at most {MOST_PARAMETERS} parameters are read of one request")
@@ -164,15 +170,15 @@ def _take(plan: ModelView, body: InferBody, name: str, value: Value) -> None:
         return
     leaves: list[Value] = value if isinstance(value, list) else [value]
     texts = read_leaves(leaves, side.dtype, len(leaves), name) if not side.dtype.item_bytes else None
-    shape = shape_of(plan, side, len(leaves))
+    shape = shape_of(view, side, len(leaves))
     data = texts if texts is not None else read_leaves(leaves, side.dtype, len(leaves), name)
     refuse_double(name, {part.name for part in body.inputs}, body.request_id)
     body.inputs.append(InputPart(name, kserve_name(side.dtype), shape, data))
 
 
-def shape_of(plan: ModelView, side: TensorView, count: int) -> tuple[int, ...]:
+def shape_of(view: ModelView, side: TensorView, count: int) -> tuple[int, ...]:
     """The shape `count` elements have: the innermost free axis takes what the fixed ones leave."""
-    dims = plan.full_dims(side)
+    dims = view.full_dims(side)
     fixed = prod(size for size in dims if size != -1)
     free = [axis for axis, size in enumerate(dims) if size == -1]
     rest, odd = divmod(count, fixed) if fixed else (0, count)
@@ -181,14 +187,18 @@ def shape_of(plan: ModelView, side: TensorView, count: int) -> tuple[int, ...]:
     return tuple(rest if free and axis == free[-1] else abs(size) for axis, size in enumerate(dims))
 
 
-def write_generated(plan: ModelView, request_id: str, response: InferResponse) -> bytes:
+def write_generated(view: ModelView, request_id: str, response: InferResponse) -> bytes:
     """One response as a flat object, keys in the order of their bytes. Raises ServeError."""
     members = {to_bytes(key): msgspec.json.encode(value) for key, value in response.parameters.items()}
-    members[b"model_name"] = write_string(to_bytes(plan.model))
-    members[b"model_version"] = b'"%d"' % plan.version.number
+    members[b"model_name"] = write_string(to_bytes(view.model))
+    members[b"model_version"] = b'"%d"' % view.version.number
     if request_id:
         members[b"id"] = write_string(to_bytes(request_id))
     for name, tensor in response.outputs.items():
-        items = write_items(client_tensor(plan, name, tensor))
-        members[to_bytes(name)] = items[0] if len(items) == 1 else b"[%b]" % b",".join(items)
+        shape = view.client_shape(name, tensor.shape)
+        try:
+            items = write_items(tensor.dtype.code, prod(shape), tensor.data)
+        except UnwritableOutput as fault:
+            raise in_words(fault) from None
+        members[to_bytes(name)] = items if prod(shape) == 1 else b"[%b]" % items
     return b"{%b}" % b",".join(b"%b:%b" % (write_string(key), members[key]) for key in sorted(members))

@@ -1,28 +1,27 @@
-"""POST .../infer. Read the body, await the engine, write the reply (spec 3)."""
+"""POST .../infer: what an endpoint knows of heads and frames, and the general path's HTTP half (spec 3)."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
-from fastserve.dialects.kserve_v2.answers import Asked, send_apart, write_answer
-from fastserve.dialects.kserve_v2.body import InferBody, read_body, read_header
-from fastserve.dialects.kserve_v2.checks import check_inputs, check_outputs, deduce_raw
+from fastserve.dialects.kserve_v2.answers import send_apart, write_answer
+from fastserve.dialects.kserve_v2.body import read_body, read_header
+from fastserve.dialects.kserve_v2.checks import deduce_raw
 from fastserve.dialects.kserve_v2.coding import SUPPORTED, UNSUPPORTED, choose_coding, unpack
-from fastserve.dialects.kserve_v2.errors import invalid, unsupported
-from fastserve.dialects.kserve_v2.forwarding import headers_as_sent
-from fastserve.dialects.kserve_v2.http_fast import FastHttp
+from fastserve.dialects.kserve_v2.errors import invalid, too_large
+from fastserve.dialects.kserve_v2.frames import FastHttp
+from fastserve.dialects.kserve_v2.inference import Inference
 from fastserve.dialects.kserve_v2.operations import Target
+from fastserve.dialects.kserve_v2.request import InferBody, Parameters
 from fastserve.dialects.kserve_v2.service import Service
-from fastserve.dialects.kserve_v2.sizes import check_json, check_raw, check_tensors
 from fastserve.dialects.kserve_v2.traces import Traced
 from fastserve.errors import ServeError
-from fastserve.request import InferRequest, InferResponse
+from fastserve.request import InferResponse
 from fastserve.serving.model_view import ModelView
 from fastserve.serving.paths import LastPath
-from fastserve.serving.shared_memory import Rooms, hold_rooms
-from fastserve.serving.slow_path import SlowRequest, answer_slowly
+from fastserve.serving.slow_path import answer_slowly
 from fastserve.wire.call import Call
 from fastserve.wire.inflate import work_of
 
@@ -33,6 +32,8 @@ GENERAL = -2  # a head whose calls take the general path
 WHOLE = -1  # the whole body is JSON
 # A number in JSON grows at most so much as a tensor (`0,` is an FP64): below it no size has to be checked.
 GROWTH = 4
+RAW_INPUT = "Raw input has a byte_size (%d bytes) that exceeds the maximum allowed value"
+JSON_INPUT = "JSON input '%s' has a byte_size (%d bytes) that exceeds the maximum allowed value"
 FAST_BYTES = 8 << 20  # up to 20 ms; larger bodies are read apart from the event loop
 
 
@@ -105,12 +106,14 @@ class Infer:
         """The general path; `fast` is the one that did not know this request, and learns it."""
         length = self._heads.get(call.head, WHOLE)
         header_bytes = len(call.body) if length == WHOLE else length
-        request = GeneralInfer(self._service, self._target, call, fast, header_bytes, traced)
+        request = HttpInference(self._service, self._target, call, fast, header_bytes, traced)
         return answer_slowly(call, request, self._service.traffic)
 
 
-class GeneralInfer(SlowRequest):
-    """A request as the general path answers it."""
+class HttpInference(Inference):
+    """A request as the general path answers it, for `fast` to learn."""
+
+    refusal = "HTTP end point doesn't support models with decoupled transaction policy"
 
     def __init__(
         self,
@@ -121,57 +124,55 @@ class GeneralInfer(SlowRequest):
         header_bytes: int,
         traced: Traced | None,
     ) -> None:
-        self._service, self._target, self._call, self._traced = service, target, call, traced
+        super().__init__(service, service.forward_http, traced)
+        self._target, self._call = target, call
         self._fast, self._header_bytes = fast, header_bytes
-        self._plan: ModelView | None = None
-        self._rooms = Rooms()
 
-    async def read(self) -> InferRequest:
-        service = self._service
-        plan = self._plan = service.find(self._target.model, self._target.version)
-        self.version = plan.version
-        if plan.decoupled:
-            raise unsupported("HTTP end point doesn't support models with decoupled transaction policy")
-        body = self._body = await read_call(service, plan, self._call)
-        if service.forward_http:
-            service.forward_http.add(headers_as_sent(self._call), body.parameters)
-        self._asked = Asked.of(body)
-        self._rooms = hold_rooms(service.regions, self._asked.ranges)
-        self._request = await service.apart(strings_bytes(body), make_request, plan, body)
-        return self._request
+    def find(self) -> ModelView:
+        return self.service.find(self._target.model, self._target.version)
 
-    def run(self, request: InferRequest) -> Awaitable[InferResponse]:
-        return self._service.infer(self.version, request, self._traced)
+    async def read_body(self, view: ModelView) -> InferBody:
+        return await read_call(self.service, view, self._call)
 
-    async def write(self, response: InferResponse) -> None:
-        assert self._plan is not None
-        size = sum(memoryview(tensor.data).nbytes for tensor in response.outputs.values())
-        self._reply = await self._service.apart(
-            size, write_answer, self._plan, self._asked, response, self._body.request_id, self._rooms
-        )
+    def sent_headers(self) -> Iterable[tuple[str, str | bytes]]:
+        return headers_as_sent(self._call)
 
-    def close(self) -> None:
-        self._rooms.close()
+    def encode(self, view: ModelView, response: InferResponse) -> tuple[int, bytes]:
+        return write_answer(view, self.asked, response, self.body.request_id, self.rooms)
 
     async def send(self) -> None:
-        if self._traced is not None:
-            self._traced.stamp("HTTP_SEND_START")
-        await send_apart(self._service.apart, self._call, *self._reply)
-        if self._traced is not None:
-            self._traced.stamp("HTTP_SEND_END")
+        if self.traced is not None:
+            self.traced.stamp("HTTP_SEND_START")
+        await send_apart(self.service.apart, self._call, *self.reply)
+        if self.traced is not None:
+            self.traced.stamp("HTTP_SEND_END")
 
     def answered(self, took_ns: int) -> None:
         fast = self._fast
-        if fast is not None and fast.version is self.version:
-            fast.learn(self._call.body, self._header_bytes, self._body, self._request)
+        if fast is not None and fast.version is self.version and self.request is not None:
+            fast.learn(self._call.body, self._header_bytes, self.asked, self.request)
 
     def refused(self, fault: ServeError) -> None:
         headers = SUPPORTED if fault.message == UNSUPPORTED else ()
-        version = None if self._plan is None else self._plan.version
-        self._service.refuse(self._call, fault, self._target.model, headers, version)
+        version = None if self.view is None else self.view.version
+        self.service.refuse(self._call, fault, self._target.model, headers, version)
 
 
-async def read_call(service: Service, plan: ModelView, call: Call) -> InferBody:
+def headers_as_sent(call: Call) -> list[tuple[str, str | bytes]]:
+    """The call's headers with their names as the client spelled them."""
+    spelled = {
+        line.partition(b":")[0].lower(): line.partition(b":")[0] for line in call.head.raw.split(b"\r\n")
+    }
+    return [(spelled.get(name, name).decode("latin-1"), value) for name, value in call.headers]
+
+
+def check_json(nbytes: int, most: int) -> None:
+    """Raises ServeError for too much JSON. Tensors behind it are bounded by `limits.body_bytes` alone."""
+    if nbytes > most:
+        raise too_large(f"request JSON size of {nbytes} bytes exceeds the maximum allowed input size", most)
+
+
+async def read_call(service: Service, view: ModelView, call: Call) -> InferBody:
     """The body of a call, raw ones as well. Raises ServeError."""
     most, limits, apart = service.options.http_max_input_size, service.limits, service.apart
     data, coding = call.body, call.header(b"content-encoding")
@@ -179,25 +180,22 @@ async def read_call(service: Service, plan: ModelView, call: Call) -> InferBody:
         data = await apart(work_of(data, limits), unpack, data, coding, limits, most)
     length = _header_length(call.header(HEADER_LENGTH), len(data))
     if not length:
-        check_raw(len(data), most)
-        raw = InferBody(inputs=[deduce_raw(plan, data)])
+        if len(data) > most:
+            raise too_large(RAW_INPUT % len(data), most)
+        raw = deduce_raw(view, data)
         if length is None:
             said = call.header(HEADER_LENGTH).decode("latin-1")
             raise invalid(f"Unable to parse Inference-Header-Content-Length, got: {said}")
-        raw.parameters.binary_output = True
-        return raw
+        return InferBody(inputs=[raw], parameters=Parameters(binary_output=True))
     check_json(length, most)
-    view = memoryview(data)
-    header = view[:length]
+    memory = memoryview(data)
+    header = memory[:length]
     read = await apart(length, read_header, header)
-    body = read_body(read, header, view[length:], plan.model, service.regions.read)
-    check_tensors(body, length, most)
+    body = read_body(read, header, memory[length:], view.model, service.regions.read)
+    for part in body.inputs if length * GROWTH > most else ():
+        if part.is_json and (nbytes := memoryview(part.data).nbytes) > most:
+            raise too_large(JSON_INPUT % (part.name, nbytes), most)
     return body
-
-
-def strings_bytes(body: InferBody) -> int:
-    """Bytes that are looked at one string after another; the rest is only measured."""
-    return sum(memoryview(part.data).nbytes for part in body.inputs if part.datatype == "BYTES")
 
 
 def _header_length(text: bytes, body_bytes: int) -> int | None:
@@ -213,20 +211,3 @@ def _header_length(text: bytes, body_bytes: int) -> int | None:
         said = text.decode("latin-1")
         raise invalid(f"inference header size should be in range (0, {body_bytes}), got: {said}")
     return length
-
-
-def make_request(plan: ModelView, body: InferBody) -> InferRequest:
-    """The neutral request of a body that fits the model. Raises ServeError."""
-    parameters = body.parameters
-    wanted = check_outputs(plan, [part.name for part in body.outputs])
-    return InferRequest(
-        check_inputs(plan, body.inputs, body.request_id),
-        wanted,
-        request_id=body.request_id,
-        priority=parameters.priority,
-        parameters=parameters.own,
-        sequence_id=parameters.sequence_id,
-        sequence_start=parameters.sequence_start,
-        sequence_end=parameters.sequence_end,
-        timeout_us=parameters.timeout_us,
-    )

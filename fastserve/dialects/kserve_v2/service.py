@@ -10,7 +10,7 @@ from time import monotonic_ns
 from fastserve.config import TritonOptions
 from fastserve.config.triton import parse_trace_config
 from fastserve.dialects.kserve_v2.errors import HTTP_STATUS, error_body, in_own_words, invalid
-from fastserve.dialects.kserve_v2.forwarding import Forwarding
+from fastserve.dialects.kserve_v2.parameters import Forwarding
 from fastserve.dialects.kserve_v2.settings import LogSettings, TraceSettings
 from fastserve.dialects.kserve_v2.traces import Traced, Traces
 from fastserve.dialects.kserve_v2.values import INT64_MAX
@@ -108,9 +108,9 @@ class Service:
         else:
             self._requests.of(model, version.number, "kserve_v2", fault.kind.name).add()
 
-    def succeeded(self, call: Call, plan: ModelView) -> None:
+    def succeeded(self, call: Call, view: ModelView) -> None:
         """Count an inference that was answered well."""
-        self.traffic.count(plan.model, plan.version.number, monotonic_ns() - call.received_ns)
+        self.traffic.count(view.model, view.version.number, monotonic_ns() - call.received_ns)
 
     def stream(
         self, version: Version, request: InferRequest, traced: Traced | None

@@ -15,13 +15,13 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from math import prod
 from typing import IO, Any
 
 import msgspec
 
+from fastserve._ext.infer_reply import UnwritableOutput, write_items
 from fastserve.dialects.kserve_v2.errors import to_bytes
-from fastserve.dialects.kserve_v2.replies import write_items
-from fastserve.errors import ServeError
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.tensor import KSERVE_NAME, Tensor
@@ -172,8 +172,8 @@ class Traced:
 
 def _data(tensor: Tensor) -> str:
     try:
-        return b",".join(write_items(tensor)).decode("utf-8", "replace")
-    except ServeError:  # a type without a text form
+        return write_items(tensor.dtype.code, prod(tensor.shape), tensor.data).decode("utf-8", "replace")
+    except UnwritableOutput:  # a type without a text form
         return ""
 
 

@@ -8,13 +8,19 @@ Every accessor takes `where`, the words put before the complaint:
 
 from __future__ import annotations
 
-from typing import TypeAlias
+import struct
+from array import array
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import TypeAlias, TypeVar
 
 from fastserve._ext.json_value import JSONSyntaxError, Members, parse
-from fastserve.dialects.kserve_v2.errors import internal, to_text
+from fastserve.dialects.kserve_v2.errors import internal, not_in_json, to_text
 from fastserve.errors import ServeError
+from fastserve.tensor import ARRAY_CODE, DType, kserve_name
 
 Value: TypeAlias = "Members | list[Value] | bytes | int | float | bool | None"
+T = TypeVar("T")
 MAX_DEPTH = 100
 INT64_MAX = 2**63 - 1
 UINT64_MAX = 2**64 - 1
@@ -52,6 +58,18 @@ def need(value: Value, name: str, where: str = "") -> Value:
     if not found:
         raise internal(_told(where, f"attempt to access non-existing object member '{name}'"))
     return member
+
+
+def member(value: Value, name: str, read: Callable[[Value, str], T]) -> T:
+    """A member that must be there, read. Raises ServeError INTERNAL."""
+    where = f"Unable to parse '{name}'"
+    return read(need(value, name, where), where)
+
+
+def optional(value: Value, name: str, read: Callable[[Value, str], T], default: T, where: str = "") -> T:
+    """A member, read; `default` where there is none. Raises ServeError INTERNAL."""
+    found, given = find(value, name)
+    return read(given, where or f"Unable to parse '{name}'") if found else default
 
 
 def as_object(value: Value, where: str = "") -> Members:
@@ -114,3 +132,57 @@ def _told(where: str, complaint: str) -> str:
 
 def _mistyped(where: str, kind: str, as_kind: str = "") -> ServeError:
     return internal(_told(where, f"attempt to access JSON non-{kind} as {as_kind or kind}"))
+
+
+# --- `data` of an input: any nesting of arrays -> flat memory -------------------------------------------
+
+_READ = {"bool": as_bool, "float32": as_double, "float64": as_double}
+
+
+def read_leaves(data: list[Value], dtype: DType, count: int, name: str) -> bytearray:
+    """`count` items of `dtype` out of the arrays of input `name`. Raises ServeError.
+
+    Only the number of leaves counts, not how they are nested. Whole numbers too large for a narrow type wrap;
+    floats too large for FP32 become infinite. BYTES come in BYTES packing, however many there are: the
+    model's shape is held against them later.
+    """
+    if dtype.name == "bytes":
+        return _pack_strings(data)
+    if dtype.name in ("float16", "bfloat16"):
+        raise not_in_json("receiving", kserve_name(dtype), f"input {name}")
+    where = "Unable to parse 'data'"
+    read = _READ.get(dtype.name) or (as_uint if dtype.name.startswith("u") else as_int)
+    leaves = list(islice(_walk(data), count + 1))
+    if len(leaves) != count:
+        raise internal(f"{where}: Shape does not match true shape of 'data' field")
+    return _flat(dtype, [read(leaf, where) for leaf in leaves])
+
+
+def _walk(data: list[Value]) -> Iterator[Value]:
+    """Leaves in order. The reader has bounded the nesting."""
+    stack = [iter(data)]
+    while stack:
+        for item in stack[-1]:
+            if isinstance(item, list):
+                stack.append(iter(item))
+                break
+            yield item
+        else:
+            stack.pop()
+
+
+def _flat(dtype: DType, numbers: list[int | float | bool]) -> bytearray:
+    code = ARRAY_CODE.get(dtype.name, "B")  # for bool
+    if code in "fd":
+        return bytearray(array(code, numbers).tobytes())
+    mask = (1 << 8 * dtype.item_bytes) - 1
+    return bytearray(array(code.upper(), [int(number) & mask for number in numbers]).tobytes())
+
+
+def _pack_strings(data: list[Value]) -> bytearray:
+    packed = bytearray()
+    for item in _walk(data):
+        if not isinstance(item, bytes):
+            raise internal("Unable to parse JSON bytes array: attempt to access JSON non-string as string")
+        packed += struct.pack("<I", len(item)) + item
+    return packed

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fastserve.dialects.kserve_v2.http_fast import FastHttp
+from fastserve.dialects.kserve_v2.frames import FastHttp
 from tests.dialects.kserve_v2.client_models import PAIR, SIMPLE, write_sums, write_triton
 from tests.dialects.kserve_v2.test_fast import Maker, Served, shared
 from tests.server.rig import run

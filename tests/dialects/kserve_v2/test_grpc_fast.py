@@ -14,7 +14,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from fastserve.dialects.kserve_v2.grpc_fast import FastGrpc
+from fastserve.dialects.kserve_v2.heads import FastGrpc
 from tests.dialects.kserve_v2.grpc_rig import SERVICE, V2, GrpcServed, first_numbers, numbers, serving
 from tests.dialects.kserve_v2.test_fast import MODELS, write_models
 from tests.ext.wire_strategies import field

@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastserve._ext.infer_reply import write_items
 from fastserve.dialects.kserve_v2.body import read_body, read_header, read_plainly
 from fastserve.dialects.kserve_v2.coding import choose_coding
-from fastserve.dialects.kserve_v2.replies import write_double
 from fastserve.errors import ServeError
 from fastserve.serving.shared_memory import Range
+from fastserve.tensor import DTYPES
 
 NUMBERS = {
     "FP32": st.floats(width=32) | st.integers(-9, 9),
@@ -76,6 +77,10 @@ def test_both_readers_agree(body: dict[str, Any], blobs: bytes) -> None:
     header = json.dumps(body).encode()
     compiled = partial(read_body, read_header(header))
     assert outcome(compiled, header, blobs) == outcome(read_plainly, header, blobs)
+
+
+def write_double(value: float) -> bytes:
+    return write_items(DTYPES["float64"].code, 1, struct.pack("<d", value))
 
 
 @given(st.floats())

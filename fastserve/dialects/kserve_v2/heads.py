@@ -1,4 +1,4 @@
-"""The fast path of ModelInfer: a request like one that has been answered is not read again.
+"""The fast path of ModelInfer and its stream: a message like one that has been answered is not read again.
 
     message --outline--> (head, id, raw tensors)    the head is known: a version, its rows, its reply's form
             --copy--> memory reserved for its inputs ... worker ... views of its outputs --copy--> reply
@@ -16,10 +16,10 @@ from dataclasses import replace
 from typing import Any
 
 from fastserve._ext.proto_outline import Outline, write_known
-from fastserve._ext.proto_wire import InferMessage, WireFault, write_infer_response
-from fastserve.dialects.kserve_v2.answers import client_shape, client_tensor
-from fastserve.dialects.kserve_v2.body import InferBody
+from fastserve._ext.proto_wire import InferMessage, WireFault, write_infer_response, write_stream_response
 from fastserve.dialects.kserve_v2.errors import tell
+from fastserve.dialects.kserve_v2.messages import FINAL, TOO_LARGE, write_message
+from fastserve.dialects.kserve_v2.request import Asked
 from fastserve.dialects.kserve_v2.service import Service
 from fastserve.engine import BatchQueue, note_of
 from fastserve.errors import Kind, ServeError
@@ -29,20 +29,28 @@ from fastserve.serving.model_view import ModelView
 from fastserve.serving.paths import open_path
 from fastserve.serving.prepared import Described, Memory, PreparedRequest
 from fastserve.serving.prepared_cache import PreparedCache
+from fastserve.serving.streams import Place
 from fastserve.tensor import KSERVE_NAME, Tensor
 
 MOST_HEADS = 256
-TOO_LARGE = "the response is too large for a gRPC message"
 
 
 class Head(PreparedRequest):
     """Messages with one head."""
 
+    streams = False
+
     def __init__(
-        self, plan: ModelView, queue: BatchQueue, message: InferMessage, request: InferRequest, rows: int
+        self,
+        view: ModelView,
+        queue: BatchQueue,
+        message: InferMessage,
+        asked: Asked,
+        request: InferRequest,
+        rows: int,
     ) -> None:
-        self.rows, self.model = rows, plan.model
-        self.number = plan.version.number if message.model_version else None
+        self.rows, self.model, self.version = rows, message.model_name, message.model_version
+        self.number = view.version.number if message.model_version else None
         sent = [given.name for given in message.inputs]
         bare = {
             name: Tensor(request.inputs[name].dtype, request.inputs[name].shape, b"")  # without the message
@@ -51,12 +59,12 @@ class Head(PreparedRequest):
         }
         self._raws = [sent.index(name) for name in bare]  # in the queue's order, which models may look at
         self.sizes = tuple(message.raw(index)[1] for index in range(message.raw_count))
-        self.lay_out(queue, bare, request.outputs, batching=plan.max_batch_size > 0)
+        self.lay_out(queue, bare, request.outputs, batching=view.batching)
         self.noted = queue.requests
         self._request = replace(request, inputs={})
         self._note = note_of(self._request, []) if queue.requests else b""
-        self._plan = plan
-        self._before = write_infer_response(plan.model, str(plan.version.number), "", None, (), ())
+        self._view, self._asked, self._number = view, asked, str(view.version.number)
+        self._before = write_infer_response(view.model, self._number, "", None, (), ())
 
     def note(self, request_id: str) -> bytes:
         if request_id != self._request.request_id:
@@ -69,35 +77,46 @@ class Head(PreparedRequest):
             source.copy_raw(index, view)
         return True
 
-    def make_writer(self, described: Described) -> bytes:
+    def make_writer(self, described: Described) -> Any:
         """What comes between the id and the tensors."""
-        outputs = [
-            (name, KSERVE_NAME[dtype.name], client_shape(self._plan, name, shape), None)
+        return write_infer_response("", "", "", None, self._describe(described), ())
+
+    def _describe(self, described: Described) -> list[tuple[str, str, tuple[int, ...], None]]:
+        return [
+            (name, KSERVE_NAME[dtype.name], self._view.client_shape(name, shape), None)
             for name, dtype, shape in described
         ]
-        return write_infer_response("", "", "", None, outputs, ())
 
     def write(
-        self, exchange: RpcExchange, writer: bytes, memory: Sequence[Memory], request_id: str, held: None
+        self, exchange: RpcExchange, writer: Any, memory: Sequence[Memory], request_id: str, held: None
     ) -> None:
         try:
-            message = write_known(self._before, request_id, writer, memory)
+            message = self._write(writer, memory, request_id)
         except (WireFault, OverflowError):
             raise ServeError(Kind.INVALID_ARGUMENT, TOO_LARGE) from None
         exchange.reply(message)
+
+    def _write(self, writer: Any, memory: Sequence[Memory], request_id: str) -> bytes:
+        return write_known(self._before, request_id, writer, memory)
 
     def write_response(
         self, exchange: RpcExchange, response: InferResponse, request_id: str, held: None
     ) -> None:
-        tensors = [(name, client_tensor(self._plan, name, t)) for name, t in response.outputs.items()]
-        outputs = [(name, KSERVE_NAME[t.dtype.name], t.shape, None) for name, t in tensors]
-        number, parameters = str(self._plan.version.number), dict(response.parameters)
-        raws: Sequence[Any] = [tensor.data for _, tensor in tensors]
-        try:
-            message = write_infer_response(self.model, number, request_id, parameters, outputs, raws)  # type: ignore[arg-type]
-        except (WireFault, OverflowError):
-            raise ServeError(Kind.INVALID_ARGUMENT, TOO_LARGE) from None
-        exchange.reply(message)
+        exchange.reply(write_message(self._view, self._asked, response, request_id, {}, streams=self.streams))
+
+
+class StreamHead(Head):
+    """The same in a stream, whose responses have the answer as one field."""
+
+    streams = True
+
+    def make_writer(self, described: Described) -> Any:
+        return self._describe(described)
+
+    def _write(self, writer: Any, memory: Sequence[Memory], request_id: str) -> bytes:
+        return write_stream_response(
+            "", self._view.model, self._number, request_id, {FINAL: True}, writer, memory
+        )
 
 
 class Outcome:
@@ -111,14 +130,17 @@ class Outcome:
     def refused(self, exchange: RpcExchange, prepared: Head, request_id: str, fault: ServeError) -> None:
         told = tell(fault, request_id)
         self._traffic.refused(self._model, told.kind.name)
-        exchange.refuse(told)
+        if isinstance(exchange, Place):
+            exchange.stream.refuse(exchange, told, prepared.model, prepared.version, request_id)
+        else:
+            exchange.refuse(told)
 
 
 class FastGrpc:
-    """What is known of heads. One per front process."""
+    """What is known of heads. One per front process and method."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, service: Service, head: type[Head] = Head) -> None:
+        self._service, self._head = service, head
         self._heads: PreparedCache[Head] = PreparedCache(service.keepers, MOST_HEADS)
 
     def start(self, outline: Outline, exchange: RpcExchange, deadline_ns: int) -> bool:
@@ -137,28 +159,29 @@ class FastGrpc:
     def learn(
         self,
         outline: Outline,
-        plan: ModelView,
+        view: ModelView,
         message: InferMessage,
-        body: InferBody,
+        asked: Asked,
         request: InferRequest,
         patience_ns: int,
     ) -> None:
         """Remember the head of a request that the general path has answered."""
-        service, version = self._service, plan.version
+        service, version = self._service, view.version
         path = open_path(version, service.traffic, Outcome(service, version.model), patience_ns)
-        if path is None or not _is_ordinary(path.queue, message, body, request):
+        if path is None or not _is_ordinary(path.queue, message, asked, request):
             return
-        rows = next(iter(request.inputs.values())).shape[0] if plan.max_batch_size else 1
+        rows = next(iter(request.inputs.values())).shape[0] if view.batching else 1
         if 0 < rows <= path.queue.max_rows:
-            self._heads.learn(outline.head, path, Head(plan, path.queue, message, request, rows))
+            head = self._head(view, path.queue, message, asked, request, rows)
+            self._heads.learn(outline.head, path, head)
 
 
-def _is_ordinary(queue: BatchQueue, message: InferMessage, body: InferBody, request: InferRequest) -> bool:
+def _is_ordinary(queue: BatchQueue, message: InferMessage, asked: Asked, request: InferRequest) -> bool:
     """Whether a request is its head and its raw tensors, and gives the queue what it needs."""
     inputs = request.inputs
     if not inputs or message.raw_count != len(message.inputs) or len(inputs) != len(message.inputs):
         return False
-    if any(part.range is not None or part.classes for part in body.outputs):
+    if asked.ranges or asked.classifies:
         return False
     if any(not tensor.dtype.item_bytes or not len(tensor.data) for tensor in inputs.values()):
         return False

@@ -1,0 +1,190 @@
+"""Streams of requests: any number in, their answers out, many under way at once.
+
+    requests --begin--> [ place 3 | place 2 | place 1 ] --answers, oldest first-->
+                        a place that stepped out of line: messages as they come
+
+A place is the exchange of one request. `begin` takes a request at once, as the fast path does, without a task
+or a future, or gives the coroutine that will answer it. It is called in the order of the requests, and a
+coroutine runs until it first waits before the next one is begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from time import monotonic_ns
+from typing import Any, TypeVar
+
+from fastserve.errors import ServeError
+
+Request = TypeVar("Request")
+MOST_WAITING = 64
+"""Messages out of line that may wait for a client to read them; in line there is one for each request."""
+
+
+class Place:
+    """The exchange of one request. `stream` is what its dialect knows of the stream.
+
+    One that is answered in several messages steps out of line, says them, and leaves; what it then replies or
+    fails with is its last."""
+
+    __slots__ = ("_line", "_out", "answer", "on_gone", "received_ns", "stream")
+
+    def __init__(self, line: Line, stream: Any) -> None:
+        self._line, self.stream = line, stream
+        self._out = False
+        self.received_ns = monotonic_ns()
+        self.on_gone: Callable[[], object] | None = None
+        self.answer: bytes | BaseException | None = None
+
+    def reply(self, message: bytes) -> None:
+        """Answer when it is this one's turn."""
+        self._settle(message)
+
+    def fail(self, error: BaseException) -> None:
+        """End the stream with an error when it is this one's turn."""
+        self._settle(error)
+
+    def refuse(self, fault: ServeError) -> None:
+        """The same: a dialect whose streams go on replies with its words instead."""
+        self._settle(fault)
+
+    def _settle(self, answer: bytes | BaseException) -> None:
+        if self._out:
+            self._line.say(answer)
+            self.leave()
+        elif self.answer is None:
+            self.answer = answer
+            self._line.wake()
+
+    def step_out(self) -> None:
+        """From now on messages go out as they are said, and hold up nobody."""
+        self._out = True
+        self._line.step_out(self)
+
+    async def say(self, message: bytes) -> None:
+        """Send one message of a place out of line; returns when there is room for another."""
+        self._line.say(message)
+        await self._line.has_room()
+
+    def leave(self) -> None:
+        """A place out of line has said everything."""
+        self._line.leave()
+
+
+class Line:
+    """The places of one stream."""
+
+    def __init__(self, most: int) -> None:
+        self._places: deque[Place] = deque()
+        self._said: deque[bytes | BaseException] = deque()
+        self._room, self._read = asyncio.Semaphore(most), asyncio.Event()
+        self._out_of_line = 0
+        self._ended: BaseException | None = None
+        self._waiting: asyncio.Future[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def read(
+        self,
+        requests: AsyncIterator[Request],
+        begin: Callable[[Request, Place], Coroutine[Any, Any, None] | None],
+        stream: Any,
+    ) -> None:
+        """Begin every request. What `requests` raises comes after the answers to what it gave before."""
+        create_task = asyncio.get_running_loop().create_task
+        try:
+            async for request in requests:
+                await self._room.acquire()
+                place = Place(self, stream)
+                self._places.append(place)
+                work = begin(request, place)
+                if work is not None:
+                    task = create_task(self._run(work, place))
+                    self._tasks.add(task)
+                    task.add_done_callback(self._tasks.discard)
+            self._ended = StopAsyncIteration()
+        except Exception as error:
+            self._ended = error
+        self.wake()
+
+    async def _run(self, work: Coroutine[Any, Any, None], place: Place) -> None:
+        try:
+            await work
+        except Exception as error:
+            place.fail(error)
+
+    async def next(self) -> bytes | None:
+        """The next message; None when there are no more. Raises what ends the stream."""
+        while (message := self._take()) is None:
+            if self._ended is not None and not self._places and not self._out_of_line:
+                if isinstance(self._ended, StopAsyncIteration):
+                    return None
+                raise self._ended
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+        if isinstance(message, BaseException):
+            raise message
+        return message
+
+    def _take(self) -> bytes | BaseException | None:
+        if self._said:
+            self._read.set()
+            return self._said.popleft()
+        if self._places and self._places[0].answer is not None:
+            self._room.release()
+            return self._places.popleft().answer
+        return None
+
+    def wake(self) -> None:
+        """There may be a message."""
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    def step_out(self, place: Place) -> None:
+        self._places.remove(place)
+        self._out_of_line += 1
+        self.wake()
+
+    def say(self, message: bytes | BaseException) -> None:
+        self._said.append(message)
+        self.wake()
+
+    async def has_room(self) -> None:
+        while len(self._said) > MOST_WAITING:
+            self._read.clear()
+            await self._read.wait()
+
+    def leave(self) -> None:
+        self._out_of_line -= 1
+        self._room.release()
+        self.wake()
+
+    async def close(self, reader: asyncio.Task[None]) -> None:
+        """End whatever is under way."""
+        tasks = [reader, *self._tasks]
+        for task in tasks:
+            task.cancel()
+        for place in self._places:
+            gone, place.on_gone = place.on_gone, None
+            if gone is not None:
+                gone()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._places.clear()
+
+
+async def answer_stream(
+    requests: AsyncIterator[Request],
+    begin: Callable[[Request, Place], Coroutine[Any, Any, None] | None],
+    most: int,
+    stream: Any = None,
+) -> AsyncGenerator[bytes, None]:
+    """The messages of a stream whose requests are begun by `begin`, with at most `most` under way. Closing it
+    cancels whatever is under way."""
+    line = Line(most)
+    reader = asyncio.get_running_loop().create_task(line.read(requests, begin, stream))
+    try:
+        while (message := await line.next()) is not None:
+            yield message
+    finally:
+        await line.close(reader)

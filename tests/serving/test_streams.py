@@ -1,0 +1,176 @@
+"""The line of a stream: order, what steps out of it, bounds, ends, and who leaves. No server, no model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+import pytest
+
+from fastserve.errors import Kind, ServeError
+from fastserve.serving import streams
+from fastserve.serving.streams import Place, answer_stream
+
+FAULT = ServeError(Kind.INTERNAL, "the test's")
+
+
+class Asked:
+    """What `begin` is given, by number: answered at once, later by the test, in pieces, or with a fault."""
+
+    def __init__(self) -> None:
+        self.places: dict[int, Place] = {}
+        self.gone: list[int] = []
+        self.cancelled: list[int] = []
+
+    def begin(self, request: int, place: Place) -> Coroutine[Any, Any, None] | None:
+        self.places[request] = place
+        if request >= 100:
+            return self._say(request, place)
+        if request >= 50:
+            return self._wait(request)
+        place.on_gone = lambda: self.gone.append(request)
+        return None
+
+    async def _say(self, request: int, place: Place) -> None:
+        place.step_out()
+        for number in range(request - 100):
+            await place.say(b"%d.%d" % (request, number))
+        place.leave()
+
+    async def _wait(self, request: int) -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            self.cancelled.append(request)
+            raise
+
+
+async def feed(*requests: int) -> AsyncIterator[int]:
+    for request in requests:
+        yield request
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def test_answers_come_in_the_order_of_requests() -> None:
+    async def work() -> None:
+        asked = Asked()
+        answers = answer_stream(feed(1, 2, 3), asked.begin, 8)
+        first = asyncio.ensure_future(anext(answers))
+        await settle()
+        asked.places[3].reply(b"3")
+        asked.places[2].reply(b"2")
+        await settle()
+        assert not first.done()
+        asked.places[1].reply(b"1")
+        assert [await first, *[message async for message in answers]] == [b"1", b"2", b"3"]
+
+    asyncio.run(work())
+
+
+def test_who_steps_out_holds_up_nobody_and_is_waited_for() -> None:
+    async def work() -> None:
+        asked = Asked()
+        answers = answer_stream(feed(1, 102, 2), asked.begin, 8)
+        assert [await anext(answers), await anext(answers)] == [b"102.0", b"102.1"]
+        asked.places[2].reply(b"2")
+        asked.places[1].reply(b"1")
+        assert [message async for message in answers] == [b"1", b"2"]
+
+    asyncio.run(work())
+
+
+def test_no_more_are_begun_than_may_be_under_way() -> None:
+    async def work() -> None:
+        asked = Asked()
+        answers = answer_stream(feed(*range(6)), asked.begin, 2)
+        for number in range(6):
+            reading = asyncio.ensure_future(anext(answers))
+            await settle()
+            assert sorted(asked.places) == list(range(min(6, number + 2)))
+            asked.places[number].reply(b"%d" % number)
+            assert await reading == b"%d" % number
+        await answers.aclose()
+
+    asyncio.run(work())
+
+
+def test_who_reads_slowly_holds_up_what_is_said() -> None:
+    async def work() -> None:
+        asked = Asked()
+        said = streams.MOST_WAITING * 2
+        answers = answer_stream(feed(100 + said), asked.begin, 2)
+        await anext(answers)
+        await settle()
+        line = asked.places[100 + said]._line
+        assert len(line._said) == streams.MOST_WAITING + 1
+        assert len([message async for message in answers]) == said - 1
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_fault_ends_the_stream_in_its_turn(after: int) -> None:
+    async def work() -> None:
+        asked = Asked()
+        answers = answer_stream(feed(1, 2, 3, 50), asked.begin, 8)
+        reading = asyncio.ensure_future(anext(answers))
+        await settle()
+        asked.places[1 + after].fail(FAULT)
+        asked.places[2 - after].reply(b"good")
+        asked.places[1 + after].reply(b"never")  # it was answered
+        if after:
+            assert await reading == b"good"
+            reading = asyncio.ensure_future(anext(answers))
+        with pytest.raises(ServeError, match="the test's"):
+            await reading
+        assert asked.cancelled == [50]
+        assert 3 in asked.gone
+
+    asyncio.run(work())
+
+
+def test_what_the_requests_raise_comes_after_the_answers() -> None:
+    async def broken() -> AsyncIterator[int]:
+        yield 1
+        raise FAULT
+
+    async def work() -> None:
+        asked = Asked()
+        answers = answer_stream(broken(), asked.begin, 8)
+        reading = asyncio.ensure_future(anext(answers))
+        await settle()
+        asked.places[1].reply(b"1")
+        assert await reading == b"1"
+        with pytest.raises(ServeError, match="the test's"):
+            await anext(answers)
+
+    asyncio.run(work())
+
+
+def test_who_leaves_ends_everything() -> None:
+    async def work() -> None:
+        asked = Asked()
+        answers = answer_stream(feed(1, 50, 101, 2), asked.begin, 8)
+        assert await anext(answers) == b"101.0"
+        await settle()
+        await answers.aclose()
+        assert (asked.gone, asked.cancelled) == ([1, 2], [50])
+        asked.places[1].reply(b"late")
+
+    asyncio.run(work())
+
+
+def test_what_a_coroutine_raises_ends_the_stream() -> None:
+    async def fails() -> None:
+        raise FAULT
+
+    async def work() -> None:
+        with pytest.raises(ServeError, match="the test's"):
+            await anext(answer_stream(feed(1), lambda request, place: fails(), 8))
+
+    asyncio.run(work())
