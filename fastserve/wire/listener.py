@@ -41,6 +41,7 @@ from fastserve.wire.router import Router
 from fastserve.wire.seldom import Seldom
 from fastserve.wire.tls.credentials import Credentials
 from fastserve.wire.tls.handshake import Handshake
+from fastserve.wire.tls.hello import is_tls
 from fastserve.wire.tls.port import H2, HTTP_1_1, TlsPort
 from fastserve.wire.tls.transport import TlsTransport
 
@@ -98,13 +99,12 @@ class HttpListener:
         self._seldom = Seldom(log, clock)
         self.hangups = Hangups()
         self.on_closed: list[Callable[[], object]] = []  # when no connection is left
-        self._place = (address, port)
-        self._reuse_port = reuse_port
+        self._place, self._reuse_port = (address, port), reuse_port
         self._only_http2 = only_http2
         self._server: asyncio.Server | None = None
         self._listening: socket.socket | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._unseen: list[Connection | Http2Connection] = []  # not yet looked at in this round
+        self._unseen: list[AnyConnection] = []  # not yet looked at in this round
         self._at_a_time = 0
         self._empty: asyncio.Event | None = None
 
@@ -246,6 +246,11 @@ class HttpListener:
         if cause == STRAY_TLS:
             self.warn_of("%s speaks plain text, and a client began with TLS (tls.cert)")
 
+    def doubt(self, data: bytes | bytearray, began: bool) -> None:
+        """These bytes are not HTTP/2; `began` is whether others were before them."""
+        if not began and is_tls(data):
+            self.count_refusal(STRAY_TLS)
+
     def warn_of(self, text: str) -> None:
         """A line about what clients do wrong, once a minute each; `%s` in it is this listener."""
         host, port = self._place
@@ -284,7 +289,7 @@ class HttpListener:
         self.http2.blocks.tick(unix_s)
         return self.clock()
 
-    def _look_at(self, connections: Iterable[Connection | Http2Connection], now: float) -> None:
+    def _look_at(self, connections: Iterable[AnyConnection], now: float) -> None:
         for connection in connections:
             verdict = connection.look(now)
             if verdict is not Verdict.FINE:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fastserve._ext import http2_frames as kinds
 from fastserve._ext.http2_frames import DATA, HEADERS, REQUEST, FrameReader, frame
-from fastserve.wire.faults import STRAY_TLS, WireFault
+from fastserve.wire.faults import WireFault
 from fastserve.wire.halves import HalfOpen
 from fastserve.wire.http2 import calm, settings
 from fastserve.wire.http2.errors import ConnectionFault, ErrorCode
@@ -26,7 +26,6 @@ from fastserve.wire.http2.sending import Sending
 from fastserve.wire.http2.settings import CONNECTION_WINDOW, FIRST_WINDOW, MOST_WINDOW
 from fastserve.wire.pace import Pace, Phase, Verdict
 from fastserve.wire.peer import Peered
-from fastserve.wire.tls.hello import is_tls
 
 if TYPE_CHECKING:
     from fastserve.wire.head import Head
@@ -129,8 +128,7 @@ class Http2Connection(Peered, asyncio.BufferedProtocol):
                 if self.over:
                     break
         except ConnectionFault as fault:
-            if not self._reader.settled and is_tls(data):
-                self.listener.count_refusal(STRAY_TLS)
+            self.listener.doubt(data, self._reader.settled)
             self.fail(fault.code, fault.text)
         finally:
             self.flush()
