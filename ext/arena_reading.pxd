@@ -85,7 +85,7 @@ cdef inline uint64_t read_outstanding(const Arena* arena):
 
 
 cdef inline uint64_t read_queued(const Arena* arena):
-    """Rows committed and not yet taken by a worker."""
+    """Rows committed, waited for and not yet taken by a worker."""
     cdef uint32_t i
     return sum([slot_queued(arena, i) for i in range(arena.slots)])
 

@@ -6,7 +6,7 @@
     worker:  slot = ring.take();  ...run...;  ring.publish(slot)
     front:   for slot, seq in ring.drain(): ...ring.output_rows(place, 2, 0)...; ring.release(place, 2)
 
-The memory and the state machine are in include/arena.h and slots.h, what guards a front in claims.h; this module
+The memory and the state machine are in include/arena.h, slots.h and runs.h, what guards a front in claims.h; this module
 only makes them callable. Views are borrowed until the place is committed (inputs) or released (outputs).
 """
 
@@ -25,7 +25,7 @@ PART = -2
 STATES = ("free", "claimed", "open", "sealed", "ready", "running", "done")
 TALLIES = ("success", "queue", "compute_input", "compute_infer", "compute_output", "REJECTED", "CANCELED", "BACKEND", "OTHER")
 REJECTED, CANCELED, BACKEND, OTHER = 5, 6, 7, 8     # ends without an answer
-EVENTS = ("claim", "open", "reserve", "settle", "seal", "close", "take", "return", "publish", "release")
+EVENTS = ("claim", "open", "reserve", "settle", "seal", "close", "take", "return", "publish", "release", "leave")
 
 
 def moves() -> dict[tuple[str, str], frozenset[str]]:
@@ -79,7 +79,7 @@ cdef class BatchRing:
         if not claims_open(&self.arena, &self.claims, <uint64_t*>NULL if claims is None else &claims[0], int.from_bytes(urandom(8), "little")):
             raise MemoryError
         self.memory, self.front, self.worker, self.own_bell, self.control = memory, front, worker, own_bell, control
-        self.slots, self.max_rows = self.arena.slots, self.arena.max_rows
+        self.slots, self.max_rows, self.arena.front = self.arena.slots, self.arena.max_rows, max(front, 0)
         self.inputs, self.outputs = self.arena.inputs, self.arena.outputs
         for i in range(MAX_WORKERS):
             self.worker_bells[i] = worker_bells[i] if i < len(worker_bells) else -1
@@ -125,11 +125,14 @@ cdef class BatchRing:
         place_give_back(&self.arena, place, rows)
         self.news = True
 
-    def drop(self, int64_t place) -> bool:
-        """Nobody waits for these rows any more. True: forget the place. False: release it when its batch is done."""
-        self.check(place, 1)
-        if claim_stands(&self.arena, &self.claims, place) and not place_drop(&self.arena, place):
+    def drop(self, int64_t place, uint32_t rows, uint32_t end=0) -> bool:
+        """Nobody waits for these rows any more. True: it is counted as `end`, if any; forget the place. False: release it when its batch is done."""
+        self.check(place, rows)
+        cdef uint64_t queued_ns = claim_row(&self.arena, place).queued_ns
+        if claim_stands(&self.arena, &self.claims, place) and not place_drop(&self.arena, place, rows):
             return False
+        if end:
+            self.count(end, since_ns(queued_ns, monotonic_ns()))
         claim_end(&self.arena, &self.claims, place, LEFT)
         return True
 
@@ -350,9 +353,8 @@ cdef class BatchRing:
 
     def worker_died(self, uint32_t worker, uint32_t max_attempts, uint32_t kind, str text) -> tuple:
         """Give its batches to others; those tried max_attempts times fail with kind. Returns (retried, failed)."""
-        cdef uint32_t i
+        cdef uint32_t i, retried = 0, failed = 0
         cdef uint64_t freed
-        cdef int retried = 0, failed = 0
         cdef Slot* s
         for i in range(self.slots):
             s = slot_at(&self.arena, i)
@@ -451,12 +453,10 @@ cdef class BatchRing:
 
     # --- counts, of all processes together since the arena was made ---------------------------------
 
-    def count(self, uint32_t kind, uint64_t ns=0, int64_t place=-1) -> None:
-        """A request ended so (REJECTED .. OTHER), after `ns`, or as long as its place has waited."""
+    def count(self, uint32_t kind, uint64_t ns=0) -> None:
+        """A request ended so (REJECTED .. OTHER), after `ns`."""
         if not COUNT_REJECTED <= kind < COUNT_KINDS:
             raise ValueError(f"no such end of a request: {kind}")
-        if place >= 0 and self.check(place, 1) == 0:
-            ns = since_ns(rows_of(slot_at(&self.arena, <uint32_t>(place >> 16)))[place & 0xffff].queued_ns, monotonic_ns())
         counters_add(&self.arena, kind, 1, ns)
 
     def counters(self) -> tuple:
@@ -478,7 +478,7 @@ cdef class BatchRing:
         return read_outstanding(&self.arena)
 
     def queued(self) -> int:
-        """Rows committed and not yet taken by a worker."""
+        """Rows committed, waited for and not yet taken by a worker."""
         return read_queued(&self.arena)
 
     def rows_left(self) -> int:

@@ -7,7 +7,7 @@ cdef extern from "reclaim.h" nogil:
     enum: SLOT_FREE, SLOT_OPEN, SLOT_SEALED, SLOT_READY, SLOT_RUNNING, SLOT_DONE, SLOT_STATES, SLOT_EVENTS
     enum: COUNT_SUCCESS, COUNT_REJECTED, COUNT_KINDS, SPREADS, SPREAD_BUCKETS
     enum: ROW_COMMITTED, ROW_ANSWERED, AWAKE, ASLEEP, ASLEEP_UNTIL_DUE
-    const uint8_t SLOT_MOVES[7][10]
+    const uint8_t SLOT_MOVES[7][11]
     ctypedef struct Row:
         uint32_t state, in_bytes, out_bytes, status, parts_read
         uint64_t in_offset, out_offset, queued_ns, tag, echo
@@ -44,7 +44,7 @@ cdef extern from "reclaim.h" nogil:
     ctypedef struct Arena:
         ArenaHeader* header
         uint8_t* base
-        uint32_t ready
+        uint32_t front, ready
         uint32_t slots, max_rows, inputs, outputs, workers, fronts, ring_capacity
         uint64_t* input_row_bytes
         uint64_t* output_row_bytes
@@ -76,7 +76,7 @@ cdef extern from "reclaim.h" nogil:
     int64_t place_reserve(Arena*, uint32_t, uint32_t)
     void place_commit(Arena*, int64_t, uint32_t, uint64_t, uint64_t tag)
     void place_give_back(Arena*, int64_t, uint32_t)
-    bint place_drop(const Arena*, int64_t)
+    bint place_drop(const Arena*, int64_t, uint32_t)
     void place_release(const Arena*, int64_t, uint32_t)
     bint slot_count_once(Slot*)
     uint32_t slot_queued(const Arena*, uint32_t)

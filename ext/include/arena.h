@@ -14,13 +14,16 @@
 //
 //      FREE    --claim-->   CLAIMED                  a front found the open pointer stale
 //      CLAIMED --open-->    OPEN                     its fields are set; the open pointer follows
+//      CLAIMED --close-->   FREE                     nobody is in it
 //      OPEN    --reserve--> OPEN | SEALED            SEALED when that filled it
-//      OPEN    --settle-->  OPEN
+//      OPEN    --settle-->  OPEN | CLAIMED           CLAIMED when that was the last row and nobody waits for any
 //      OPEN    --seal-->    SEALED | READY           due | a request does not fit; READY when all settled
 //      OPEN    --close-->   FREE                     a front lost the race for the pointer: nothing was reserved
-//      SEALED  --settle-->  SEALED | READY           the last row to settle makes it READY
+//      OPEN    --leave-->   CLAIMED                  all rows are settled and the last caller has left
+//      SEALED  --settle-->  SEALED | READY | CLAIMED the last row to settle makes it READY, or CLAIMED as above
 //      READY   --take-->    RUNNING                  by one worker, oldest first
-//      RUNNING --return-->  READY                    that worker died
+//      READY   --leave-->   CLAIMED                  the last caller has left: there is nothing to run
+//      RUNNING --return-->  READY | CLAIMED          that worker died; CLAIMED when nobody waits
 //      RUNNING --publish--> DONE | FREE              FREE when nobody waits any more
 //      DONE    --release--> DONE | FREE              each request lets go of its rows
 #pragma once
@@ -32,7 +35,7 @@
 
 enum {
     ARENA_MAGIC = 0x66737276,   // "fsrv"
-    ARENA_LAYOUT = 5,
+    ARENA_LAYOUT = 6,
     MAX_WORKERS = 64,
     MAX_FRONTS = 64,
     MAX_COLUMNS = 64,
@@ -44,19 +47,19 @@ enum {
 enum SlotState : uint8_t { SLOT_FREE, SLOT_CLAIMED, SLOT_OPEN, SLOT_SEALED, SLOT_READY, SLOT_RUNNING, SLOT_DONE, SLOT_STATES };
 enum SlotEvent : uint8_t {
     EVENT_CLAIM, EVENT_OPEN, EVENT_RESERVE, EVENT_SETTLE, EVENT_SEAL, EVENT_CLOSE, EVENT_TAKE, EVENT_RETURN,
-    EVENT_PUBLISH, EVENT_RELEASE, SLOT_EVENTS,
+    EVENT_PUBLISH, EVENT_RELEASE, EVENT_LEAVE, SLOT_EVENTS,
 };
 #define TO(state) (1 << SLOT_##state)
 // SLOT_MOVES[state][event]: the states (one bit each) the event may lead to; 0 = it may not happen there.
 static const uint8_t SLOT_MOVES[SLOT_STATES][SLOT_EVENTS] = {
-    //            claim        open      reserve               settle                  seal                    close     take         return     publish              release
-    /* FREE    */ {TO(CLAIMED), 0,        0,                    0,                      0,                      0,        0,           0,         0,                   0},
-    /* CLAIMED */ {0,           TO(OPEN), 0,                    0,                      0,                      TO(FREE), 0,           0,         0,                   0},
-    /* OPEN    */ {0,           0,        TO(OPEN) | TO(SEALED), TO(OPEN),              TO(SEALED) | TO(READY), TO(FREE), 0,           0,         0,                   0},
-    /* SEALED  */ {0,           0,        0,                    TO(SEALED) | TO(READY), 0,                      0,        0,           0,         0,                   0},
-    /* READY   */ {0,           0,        0,                    0,                      0,                      0,        TO(RUNNING), 0,         0,                   0},
-    /* RUNNING */ {0,           0,        0,                    0,                      0,                      0,        0,           TO(READY), TO(DONE) | TO(FREE), 0},
-    /* DONE    */ {0,           0,        0,                    0,                      0,                      0,        0,           0,         0,                   TO(DONE) | TO(FREE)},
+    //            claim        open      reserve                settle                                seal                    close     take         return                   publish              release              leave
+    /* FREE    */ {TO(CLAIMED), 0,        0,                     0,                                    0,                      0,        0,           0,                       0,                   0,                   0},
+    /* CLAIMED */ {0,           TO(OPEN), 0,                     0,                                    0,                      TO(FREE), 0,           0,                       0,                   0,                   0},
+    /* OPEN    */ {0,           0,        TO(OPEN) | TO(SEALED), TO(OPEN) | TO(CLAIMED),               TO(SEALED) | TO(READY), TO(FREE), 0,           0,                       0,                   0,                   TO(CLAIMED)},
+    /* SEALED  */ {0,           0,        0,                     TO(SEALED) | TO(READY) | TO(CLAIMED), 0,                      0,        0,           0,                       0,                   0,                   0},
+    /* READY   */ {0,           0,        0,                     0,                                    0,                      0,        TO(RUNNING), 0,                       0,                   0,                   TO(CLAIMED)},
+    /* RUNNING */ {0,           0,        0,                     0,                                    0,                      0,        0,           TO(READY) | TO(CLAIMED), TO(DONE) | TO(FREE), 0,                   0},
+    /* DONE    */ {0,           0,        0,                     0,                                    0,                      0,        0,           0,                       0,                   TO(DONE) | TO(FREE), 0},
 };
 #undef TO
 
@@ -89,6 +92,7 @@ typedef struct {
     uint32_t attempts;      // how often a worker took it
     uint32_t status;        // 0 or the kind of the whole batch's failure
     uint32_t counted;       // a front has recorded it in the metrics
+    uint32_t gone;          // rows that nobody waits for, abandoned or dropped: they do not count as waiting
     uint32_t error_bytes;
     char error[ERROR_BYTES];
 } Slot;
@@ -165,6 +169,7 @@ typedef struct {        // one process's view: trusted copies of the geometry, n
     ArenaHeader *header;
     uint8_t *base;
     uint8_t *slot_base;
+    uint32_t front;         // which front this process is; what it empties is CLAIMED by that number
     uint32_t ready;         // batches this process has made READY and not yet woken a worker for
     uint32_t credit;        // rows it may reserve before it counts again how many wait
     uint32_t slots, max_rows, inputs, outputs, workers, fronts, ring_capacity, max_queued;
@@ -251,7 +256,7 @@ static inline bool arena_attach(Arena *a, uint8_t *base, uint64_t bytes)
         return false;
     a->header = (ArenaHeader *)base;
     a->base = base;
-    a->ready = a->credit = 0;
+    a->front = a->ready = a->credit = 0;
     a->slot_base = base + h.slots_offset;
     a->slots = h.slots, a->max_rows = h.max_rows, a->workers = h.workers, a->fronts = h.fronts;
     a->inputs = h.inputs, a->outputs = h.outputs;

@@ -16,7 +16,7 @@
 // whatever the slots' words say. LEFT marks rows whose caller has gone, and that a slot may be reused for.
 #pragma once
 #include <stdlib.h>
-#include "slots.h"
+#include "runs.h"
 
 static const uint64_t LEFT = (uint64_t)1 << 63;
 
@@ -73,7 +73,7 @@ static inline void claim_refuse(Arena *a, int64_t place, uint32_t rows)
 {
     Slot *s = slot_at(a, (uint32_t)(place >> 16));
     __atomic_store_n(&rows_of(s)[place & 0xffff].state, (uint32_t)ROW_DROPPED, __ATOMIC_RELEASE);
-    slot_settle(a, s, rows);
+    slot_settle_gone(a, s, rows);
 }
 
 // `mark` is what the rows of a place are left with: 0, or LEFT.

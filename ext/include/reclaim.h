@@ -5,7 +5,7 @@
 // died between moving the table and moving the word, the two disagree (slot_lost). Live processes make them
 // disagree too, for nanoseconds, so that only what was lost twice, a while apart, is forgiven.
 #pragma once
-#include "slots.h"
+#include "runs.h"
 
 static inline bool row_reclaim(Arena *a, Slot *s, uint32_t r, uint32_t rows)
 {
@@ -15,10 +15,10 @@ static inline bool row_reclaim(Arena *a, Slot *s, uint32_t r, uint32_t rows)
         if (a->slabs.pages && row->in_offset)
             slab_give(&a->slabs, row->in_offset, 1 + row->front, OWNER_PLACE);
         clear_inputs(a, s, r, rows);
-        slot_settle(a, s, rows);
+        slot_settle_gone(a, s, rows);
         return true;
     }
-    if (swap_row(row, ROW_COMMITTED, ROW_DROPPED))
+    if (row_drop(a, s, row, rows))
         return true;
     bool done = word_state(load64(&s->word)) == SLOT_DONE;
     if (!swap_row(row, ROW_ANSWERED, ROW_DROPPED))
@@ -38,7 +38,7 @@ static inline uint32_t slot_reclaim(Arena *a, uint32_t i, uint32_t front)
     uint64_t w = load64(&s->word);
     uint32_t touched = 0, reserved = word_reserved(w);
     if (word_state(w) == SLOT_CLAIMED && word_worker(w) == front)
-        return slot_close(s, w);
+        return slot_empty(a, s, w);
     if (word_state(w) == SLOT_OPEN && (uint32_t)load64(&a->header->open) != i + 1)
         touched += reserved ? slot_seal(a, i) : slot_close(s, w);
     for (uint32_t r = 0, span; r < reserved && r < a->max_rows; r += span) {
@@ -89,6 +89,6 @@ static inline bool slot_forgive(Arena *a, uint32_t i, uint32_t generation, uint3
     if (state == SLOT_DONE)
         slot_release(a, s, lost);
     else
-        slot_settle(a, s, lost);
+        slot_settle_gone(a, s, lost);
     return true;
 }

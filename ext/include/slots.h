@@ -1,5 +1,5 @@
-// The verbs of the slot state machine drawn in arena.h. Each is one compare-and-swap on the word,
-// repeated until it sticks or no longer applies. None blocks, none allocates.
+// The verbs of the slot state machine drawn in arena.h, as fronts use them; workers' are in runs.h. Each is one
+// compare-and-swap on the word, repeated until it sticks or no longer applies. None blocks, none allocates.
 #pragma once
 #include "counters.h"
 
@@ -7,8 +7,6 @@ enum { PLACE_FULL = -1, PLACE_OVER = -3 };     // no slot is free; more rows wai
 
 // Loops that another process could keep from ending, by changing words as fast as we read them, give up.
 enum { MOST_TRIES = 1024 };
-
-// --- fronts --------------------------------------------------------------------------------------
 
 // The only way to READY: whoever makes a batch ready owes a worker the word (notify.h: tell_workers), because those
 // who sleep until a batch is due hear of nothing else.
@@ -63,7 +61,7 @@ static inline bool slot_open_at(const Arena *a, uint32_t i, uint32_t front, uint
     s->first_ns = s->taken_ns = s->run_ns = s->ran_ns = s->done_ns = s->moved_ns = s->rerun_ns = 0;
     if (s->error_bytes)     // another batch's words
         memset(s->error, 0, ERROR_BYTES);
-    s->counted = s->attempts = 0, s->status = 0, s->error_bytes = 0;
+    s->counted = s->attempts = s->gone = 0, s->status = 0, s->error_bytes = 0;
     s->seq = __atomic_add_fetch(&a->header->next_seq, 1, __ATOMIC_RELAXED);
     *opened = make_word(word_generation(w), NO_WORKER, SLOT_OPEN, 0, 0);
     return swap_word(&s->word, &claimed, *opened);
@@ -91,13 +89,20 @@ static inline bool word_waits(uint64_t w)
     return word_state(w) == SLOT_OPEN || word_state(w) == SLOT_SEALED || word_state(w) == SLOT_READY;
 }
 
+// How many rows of `counted` somebody waits for.
+static inline uint32_t rows_wanted(const Slot *s, uint32_t counted)
+{
+    uint32_t gone = __atomic_load_n(&s->gone, __ATOMIC_SEQ_CST);
+    return counted > gone ? counted - gone : 0;
+}
+
 // How many more rows may wait. Exact as far as this process goes.
 static inline uint32_t rows_left(const Arena *a)
 {
     uint64_t waiting = 0;
     for (uint32_t i = 0; a->max_queued && i < a->slots; i++) {
         uint64_t w = load64(&slot_at(a, i)->word);
-        waiting += word_waits(w) ? word_reserved(w) : 0;
+        waiting += word_waits(w) ? rows_wanted(slot_at(a, i), word_reserved(w)) : 0;
     }
     return !a->max_queued ? UINT32_MAX : waiting < a->max_queued ? a->max_queued - (uint32_t)waiting : 0;
 }
@@ -162,11 +167,94 @@ static inline int64_t place_reserve(Arena *a, uint32_t rows, uint32_t front)
     return place;
 }
 
-static inline void slot_settle(Arena *a, Slot *s, uint32_t rows)
+static inline uint32_t row_span(const Arena *a, const Row *rows, uint32_t r)
+{
+    uint32_t span = rows[r].rows;
+    return span && span <= a->max_rows - r ? span : 1;
+}
+
+static inline void clear_rows(const Arena *a, Slot *s, uint32_t reserved)
+{
+    memset(rows_of(s), 0, (reserved < a->max_rows ? reserved : a->max_rows) * sizeof(Row));
+}
+
+// Taking the offset away first, at once: a slab that two processes let go of could be another's by then.
+static inline void release_slab(const Arena *a, uint64_t *held, uint64_t tag)
+{
+    uint64_t offset = __atomic_exchange_n(held, (uint64_t)0, __ATOMIC_ACQ_REL);
+    uint32_t owner = a->slabs.pages && offset ? slab_owner(&a->slabs, offset) : 0;
+    if (owner && (owner == place_owner(tag) || owner == OWNER_PLACE))
+        slab_release(&a->slabs, offset);
+}
+
+static inline void release_slabs(const Arena *a, Row *row)
+{
+    release_slab(a, &row->in_offset, row->tag);
+    release_slab(a, &row->out_offset, row->tag);
+}
+
+// Whether the slot has rows, all of them settled, and nobody waits for any. The count spares the look at the table,
+// which is right also where a process died before it had counted.
+static inline bool slot_deserted(const Arena *a, Slot *s, uint64_t w)
+{
+    uint32_t state = word_state(w), reserved = word_reserved(w);
+    if ((state != SLOT_OPEN && state != SLOT_READY) || !reserved || word_settled(w) != reserved || rows_wanted(s, reserved))
+        return false;
+    Row *rows = rows_of(s);
+    for (uint32_t r = 0; r < reserved && r < a->max_rows; r += row_span(a, rows, r)) {
+        uint32_t row = __atomic_load_n(&rows[r].state, __ATOMIC_ACQUIRE);
+        if (row != ROW_DROPPED && row != ROW_EMPTY)
+            return false;
+    }
+    return true;
+}
+
+static inline uint64_t word_claimed(const Arena *a, uint64_t w)
+{
+    return make_word(word_generation(w), a->front, SLOT_CLAIMED, word_reserved(w), word_settled(w));
+}
+
+// Of a slot that is ours: what its places still hold goes back, and so does the slot.
+static inline bool slot_empty(const Arena *a, Slot *s, uint64_t claimed)
+{
+    Row *rows = rows_of(s);
+    uint32_t reserved = word_reserved(claimed);
+    for (uint32_t r = 0; r < reserved && r < a->max_rows; r += row_span(a, rows, r))
+        release_slabs(a, rows + r);
+    clear_rows(a, s, reserved);
+    return slot_close(s, claimed);
+}
+
+// The last caller may have left: there is nothing to run, then. Two fronts that leave at once may both miss it; the
+// slot's rows do not count as waiting even so, and the worker that takes it frees it.
+static inline bool slot_leave(const Arena *a, Slot *s)
 {
     uint64_t w = load64(&s->word);
-    while (!swap_ready(a, s, &w, word_settle(w, rows)))
-        ;
+    while (slot_deserted(a, s, w)) {
+        uint64_t claimed = word_claimed(a, w);
+        if (swap_word(&s->word, &w, claimed))
+            return slot_empty(a, s, claimed);
+    }
+    return false;
+}
+
+static inline void slot_settle(Arena *a, Slot *s, uint32_t rows)
+{
+    uint64_t next, w = load64(&s->word);
+    do {
+        next = word_settle(w, rows);
+        if (slot_deserted(a, s, next))
+            next = word_claimed(a, next);
+    } while (!swap_ready(a, s, &w, next));
+    if (word_state(next) == SLOT_CLAIMED)
+        slot_empty(a, s, next);
+}
+
+// Rows that nobody waits for: counted before they are settled, so that it is their batch that counts them.
+static inline void slot_settle_gone(Arena *a, Slot *s, uint32_t rows)
+{
+    __atomic_add_fetch(&s->gone, rows, __ATOMIC_SEQ_CST);
+    slot_settle(a, s, rows);
 }
 
 // The rows are written: a worker may see them.
@@ -206,38 +294,35 @@ static inline void place_abandon(Arena *a, int64_t place, uint32_t rows)
 {
     Slot *s = slot_at(a, (uint32_t)(place >> 16));
     uint32_t start = place & 0xffff;
-    if (place_return(s, start, rows))
+    if (place_return(s, start, rows)) {
+        slot_leave(a, s);
         return;
+    }
     clear_inputs(a, s, start, rows);
-    slot_settle(a, s, rows);
+    slot_settle_gone(a, s, rows);
+}
+
+// Nobody waits for these rows any more. False when they are not, or no longer, COMMITTED. They are counted while they
+// hold the slot: afterwards it could be another batch.
+static inline bool row_drop(const Arena *a, Slot *s, Row *row, uint32_t rows)
+{
+    if (__atomic_load_n(&row->state, __ATOMIC_ACQUIRE) != ROW_COMMITTED)
+        return false;
+    __atomic_add_fetch(&s->gone, rows, __ATOMIC_SEQ_CST);
+    if (swap_row(row, ROW_COMMITTED, ROW_DROPPED)) {
+        slot_leave(a, s);
+        return true;
+    }
+    __atomic_sub_fetch(&s->gone, rows, __ATOMIC_SEQ_CST);
+    return false;
 }
 
 // The caller no longer waits. True: the rows are dropped and need no release.
 // False: a worker has answered; release the place when the batch is done.
-static inline bool place_drop(const Arena *a, int64_t place)
+static inline bool place_drop(const Arena *a, int64_t place, uint32_t rows)
 {
-    Row *row = rows_of(slot_at(a, (uint32_t)(place >> 16))) + (place & 0xffff);
-    return swap_row(row, ROW_COMMITTED, ROW_DROPPED);
-}
-
-static inline void clear_rows(const Arena *a, Slot *s, uint32_t reserved)
-{
-    memset(rows_of(s), 0, (reserved < a->max_rows ? reserved : a->max_rows) * sizeof(Row));
-}
-
-// Taking the offset away first, at once: a slab that two processes let go of could be another's by then.
-static inline void release_slab(const Arena *a, uint64_t *held, uint64_t tag)
-{
-    uint64_t offset = __atomic_exchange_n(held, (uint64_t)0, __ATOMIC_ACQ_REL);
-    uint32_t owner = a->slabs.pages && offset ? slab_owner(&a->slabs, offset) : 0;
-    if (owner && (owner == place_owner(tag) || owner == OWNER_PLACE))
-        slab_release(&a->slabs, offset);
-}
-
-static inline void release_slabs(const Arena *a, Row *row)
-{
-    release_slab(a, &row->in_offset, row->tag);
-    release_slab(a, &row->out_offset, row->tag);
+    Slot *s = slot_at(a, (uint32_t)(place >> 16));
+    return row_drop(a, s, rows_of(s) + (place & 0xffff), rows);
 }
 
 // The same with the slab of inputs that was attached to it: what could not be submitted.
@@ -277,80 +362,11 @@ static inline void place_release(const Arena *a, int64_t place, uint32_t rows)
 // True for the first front that asks about this opening of the slot.
 static inline bool slot_count_once(Slot *s) { return __atomic_exchange_n(&s->counted, 1u, __ATOMIC_RELAXED) == 0; }
 
-// Rows written and not yet taken by a worker.
+// Rows written, not yet taken by a worker, and waited for.
 static inline uint32_t slot_queued(const Arena *a, uint32_t i)
 {
     uint64_t w = load64(&slot_at(a, i)->word);
-    return word_waits(w) ? word_settled(w) : 0;
-}
-
-// --- workers -------------------------------------------------------------------------------------
-
-static inline bool word_take(Slot *s, uint64_t w, uint32_t worker)
-{
-    uint64_t next = make_word(word_generation(w), worker, SLOT_RUNNING, word_reserved(w), word_settled(w));
-    return swap_word(&s->word, &w, next);
-}
-
-// The oldest ready slot, made ours; -1 when none is ready.
-static inline int64_t slot_take_ready(const Arena *a, uint32_t worker)
-{
-    for (uint32_t tries = 0; tries < MOST_TRIES; tries++) {
-        int64_t best = -1;
-        uint64_t best_seq = 0, best_word = 0;
-        for (uint32_t i = 0; i < a->slots; i++) {
-            Slot *s = slot_at(a, i);
-            uint64_t w = load64(&s->word);
-            if (word_state(w) == SLOT_READY && (best < 0 || s->seq < best_seq))
-                best = i, best_seq = s->seq, best_word = w;
-        }
-        if (best < 0 || word_take(slot_at(a, (uint32_t)best), best_word, worker))
-            return best;
-    }
-    return -1;
-}
-
-// When the open slot may be sealed without being full: 0 = not now. With no delay, a batch some of whose
-// rows are still being written stays open to others: its last commit wakes a worker.
-static inline uint64_t open_due_ns(const Arena *a, uint32_t *slot)
-{
-    uint32_t i = (uint32_t)load64(&a->header->open) - 1;
-    if (i >= a->slots)
-        return 0;
-    Slot *s = slot_at(a, i);
-    uint64_t w = load64(&s->word);
-    if (word_state(w) != SLOT_OPEN || word_settled(w) == 0)
-        return 0;
-    if (a->max_delay_ns == 0 && word_settled(w) != word_reserved(w))
-        return 0;
-    *slot = i;
-    uint64_t first = __atomic_load_n(&s->first_ns, __ATOMIC_ACQUIRE);
-    return (first ? first : monotonic_ns()) + a->max_delay_ns;
-}
-
-// One batch for this worker, or -1 and *due_ns = when to look again (0 = when woken).
-static inline int64_t slot_take(Arena *a, uint32_t worker, uint64_t *due_ns)
-{
-    uint32_t i = 0;
-    *due_ns = 0;
-    int64_t taken = slot_take_ready(a, worker);
-    if (taken >= 0)
-        return taken;
-    uint64_t due = open_due_ns(a, &i);
-    if (due == 0)
-        return -1;
-    if (a->max_delay_ns && due > monotonic_ns()) {
-        *due_ns = due;
-        return -1;
-    }
-    slot_seal(a, i);
-    return slot_take_ready(a, worker);
-}
-
-static inline uint32_t row_span(const Arena *a, const Row *rows, uint32_t r)
-{
-    uint32_t span = rows[r].rows;
-    return span && span <= a->max_rows - r ? span : 1;
+    return word_waits(w) ? rows_wanted(slot_at(a, i), word_settled(w)) : 0;
 }
 
 // Requests written and not yet taken by a worker.
@@ -362,79 +378,4 @@ static inline uint32_t slot_pending(const Arena *a, uint32_t i)
     for (uint32_t r = 0; r < reserved; r += row_span(a, rows_of(s), r))
         found += __atomic_load_n(&rows_of(s)[r].state, __ATOMIC_ACQUIRE) == ROW_COMMITTED && rows_of(s)[r].queued_ns;
     return found;
-}
-
-// What a worker says of a place it has taken with so many rows.
-static inline uint64_t echo_of(uint64_t tag, uint32_t rows) { return tag ^ ECHO_TAKEN ^ (uint64_t)rows << 48; }
-
-// The worker that took the slot has seen these places, whose inputs are therefore written; how many rows it runs.
-static inline uint32_t slot_see(const Arena *a, Slot *s)
-{
-    uint64_t w = load64(&s->word);
-    uint32_t reserved = word_reserved(w) <= a->max_rows ? word_reserved(w) : a->max_rows;
-    Row *rows = rows_of(s);
-    for (uint32_t r = 0, span; r < reserved; r += span) {
-        span = row_span(a, rows, r);
-        rows[r].echo = r + span <= reserved ? echo_of(rows[r].tag, span) : 0;
-    }
-    return reserved;
-}
-
-// How many rows of a running batch still have somebody waiting; marks them answered. `fronts` and `left` get
-// a bit for each front that waits for some, or no longer does.
-static inline uint32_t slot_answer(const Arena *a, Slot *s, uint32_t reserved, uint64_t *fronts, uint64_t *left, BatchCounters *sum)
-{
-    uint32_t live = 0;
-    Row *rows = rows_of(s);
-    for (uint32_t r = 0; r < reserved;) {
-        uint32_t span = row_span(a, rows, r);
-        swap_row(rows + r, ROW_COMMITTED, ROW_ANSWERED);
-        if (__atomic_load_n(&rows[r].state, __ATOMIC_ACQUIRE) == ROW_ANSWERED) {
-            live += span;
-            bool seen = r + span <= reserved && rows[r].echo == echo_of(rows[r].tag, span);
-            rows[r].echo = seen ? rows[r].echo ^ ECHO_PUBLISHED : 0;
-            *fronts |= (uint64_t)1 << (rows[r].front & 63);
-            counters_place(a, sum, s, rows + r, span, s->done_ns);
-        } else {
-            *left |= (uint64_t)1 << (rows[r].front & 63);
-            release_slabs(a, rows + r);
-        }
-        r += span;
-    }
-    return live;
-}
-
-// RUNNING -> DONE (or FREE when nobody waits). Returns the fronts to tell, one bit each; of a batch that
-// everybody has left, `freed` are the fronts whose callers may be waiting for its room. `ran` is how many rows
-// the batch had when it was taken.
-static inline uint64_t slot_publish(const Arena *a, uint32_t i, uint32_t worker, uint32_t ran, uint64_t *freed)
-{
-    Slot *s = slot_at(a, i);
-    uint64_t w = load64(&s->word), fronts = 0, left = 0;
-    *freed = 0;
-    if (word_state(w) != SLOT_RUNNING || word_worker(w) != worker)
-        return 0;
-    uint32_t reserved = word_reserved(w) <= ran ? word_reserved(w) : ran;
-    BatchCounters sum = {};
-    __atomic_store_n(&s->done_ns, monotonic_ns(), __ATOMIC_RELAXED);
-    uint32_t live = slot_answer(a, s, reserved, &fronts, &left, &sum);
-    counters_batch(a, s, reserved, &sum);
-    if (live == 0)
-        clear_rows(a, s, reserved);
-    uint64_t next = live ? make_word(word_generation(w), worker, SLOT_DONE, reserved, live) : word_freed(w);
-    if (!swap_word(&s->word, &w, next))
-        return 0;
-    if (live == 0)
-        *freed = left;
-    return fronts;
-}
-
-// The worker that ran it died: give it to another.
-static inline bool slot_return(Arena *a, Slot *s, uint32_t worker)
-{
-    uint64_t w = load64(&s->word);
-    if (word_state(w) != SLOT_RUNNING || word_worker(w) != worker)
-        return false;
-    s->taken_ns = s->run_ns = s->ran_ns = s->moved_ns = s->rerun_ns = 0;
-    return swap_ready(a, s, &w, make_word(word_generation(w), NO_WORKER, SLOT_READY, word_reserved(w), word_settled(w)));
 }

@@ -152,6 +152,8 @@ class BatchQueue(Pendings):
         self.ring.abandon(place, rows)
         if self.kicking is None:
             self.kick_soon()
+        if self.idle or self.room.anyone:
+            self.settle()
 
     def cancel(self, pending: Pending) -> None:
         """Nobody waits any more; `done` will not be called. No effect on a pending already answered."""
@@ -168,8 +170,7 @@ class BatchQueue(Pendings):
 
     def _forget(self, pending: Pending, end: int) -> None:
         pending.done = None
-        if self.ring.drop(pending.place):
-            self.ring.count(end, 0, pending.place)
+        if self.ring.drop(pending.place, pending.rows, end):
             self.by_slot[pending.place >> 16].remove(pending)
         # else a worker has answered and counted it: _finish releases it when the message comes
 

@@ -19,7 +19,7 @@ import yaml
 FORMS = ("columns", "slabs", "whole", "cached")
 PATHS = ("fast", "slow")
 HOLD, WRONG, OWN = -3.0, -4.0, -5.0  # runs until `go`; the run raises; an error in place of the answer
-MAX_BATCH, QUEUE_ROWS = 8, 4096
+MAX_BATCH, QUEUE_ROWS = 8, 32
 WRONG_TEXT, OWN_TEXT = "these numbers are wrong", "this request is wrong"
 BASE = f"""
 import pathlib, time

@@ -106,14 +106,18 @@ def test_a_caller_leaves(when):
 def test_a_batch_that_only_the_gone_were_in_is_not_run():
     async def work() -> None:
         async with desk() as at:
-            leaving = at.ask(1.0, 2.0)
-            await asyncio.sleep(0)
-            leaving.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await leaving
-            slot = await at.take(0)
-            assert at.workers[0].places(slot) == []
-            assert not at.workers[0].publish(slot)
+            for taken in (False, True):
+                leaving = at.ask(1.0, 2.0)
+                slot = await at.take(0) if taken else -1
+                await asyncio.sleep(0)
+                leaving.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await leaving
+                assert at.queue.ring.queued() == 0
+                if taken:
+                    assert at.workers[0].places(slot) == []
+                    assert not at.workers[0].publish(slot)
+                assert at.workers[0].take() == -1
 
     run(work())
 

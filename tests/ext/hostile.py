@@ -110,7 +110,7 @@ class Front:
 
     def read(self, place: int, rows: int) -> None:
         ring, slot = self.ring, place >> 16
-        if self.call(ring.drop, place):
+        if self.call(ring.drop, place, rows, batch_ring.CANCELED):
             return
         for column in range(ring.outputs):
             bytes(self.call(ring.output_rows, place, rows, column))
@@ -137,7 +137,7 @@ class Front:
         for lost in self.call(ring.lost):
             self.call(ring.forgive, *lost)
         self.call(ring.count_once, slot)
-        self.call(ring.count, batch_ring.CANCELED, 0, slot << 16)
+        self.call(ring.count, batch_ring.CANCELED, 7)
         _, _, last_ns = self.call(ring.counters)
         assert last_ns <= time.monotonic_ns()
         assert len(self.call(ring.runs)) <= ring.max_rows

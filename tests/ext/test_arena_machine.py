@@ -17,6 +17,7 @@ from tests.oracles.arena import PlainArena, PlainBatch, PlainPlace
 
 SHAPE = {"slots": 3, "max_rows": 4, "fronts": 2, "workers": 2, "slab_pages": 64}
 PAGE, GONE, ATTEMPTS = 4096, 14, 2
+MOST_ROWS = 1000  # that may wait: far from it, so that rows_left() says how many do
 WHICH = st.integers(0, 1)
 CHOICE = st.integers(0, 1 << 16)
 
@@ -27,7 +28,7 @@ class ArenaMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.memory = mmap.mmap(-1, batch_ring.measure(**SHAPE))
-        batch_ring.format_arena(self.memory, **SHAPE)
+        batch_ring.format_arena(self.memory, **SHAPE, max_queued=MOST_ROWS)
         self.fronts = [BatchRing(self.memory, front=i) for i in range(2)]
         self.workers = [BatchRing(self.memory, worker=i) for i in range(2)]
         self.looks = Looks(self.memory)
@@ -85,7 +86,7 @@ class ArenaMachine(RuleBasedStateMachine):
     def drop(self, choice: int) -> None:
         there = self.places("committed", "answered")
         plain = there[choice % len(there)]
-        assert self.fronts[plain.front].drop(self.place_of[plain]) == self.plain.drop(plain)
+        assert self.fronts[plain.front].drop(self.place_of[plain], plain.rows) == self.plain.drop(plain)
 
     @precondition(lambda self: self.places("answered"))
     @rule(choice=CHOICE)
@@ -225,6 +226,7 @@ class ArenaMachine(RuleBasedStateMachine):
         ring, plain = self.fronts[0], self.plain
         assert ring.outstanding() == plain.outstanding
         assert (ring.queued(), ring.pending()) == (plain.queued, plain.pending)
+        assert MOST_ROWS - ring.rows_left() == plain.waiting
         assert ring.slab_pages_used() == plain.pages
         assert ring.lost() == []
 

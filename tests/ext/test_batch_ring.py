@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastserve._ext import batch_ring
-from fastserve._ext.batch_ring import FULL, BatchRing
+from fastserve._ext.batch_ring import FULL, OVER, BatchRing
 from tests.effort import examples
 from tests.oracles.batch_ring import PlainRing
 
@@ -19,9 +19,9 @@ GONE = 14  # Kind.UNAVAILABLE
 
 def make_arena(**layout: object) -> mmap.mmap:
     shape = {"slots": 2, "max_rows": 4, "inputs": [8], "outputs": [8], **layout}
-    delay = shape.pop("max_delay_ns", 0)
+    waits = {name: shape.pop(name, 0) for name in ("max_delay_ns", "max_queued")}
     memory = mmap.mmap(-1, batch_ring.measure(**shape))
-    batch_ring.format_arena(memory, max_delay_ns=delay, **shape)
+    batch_ring.format_arena(memory, **waits, **shape)
     return memory
 
 
@@ -95,11 +95,11 @@ def test_a_dropped_place_is_not_answered_and_costs_no_release():
     kept, dropped = front.reserve(1), front.reserve(1)
     front.commit(kept, 1)
     front.commit(dropped, 1)
-    assert front.drop(dropped)
+    assert front.drop(dropped, 1)
     slot = worker.take()
     assert worker.places(slot) == [(0, 1, 0, 0)]
     worker.publish(slot)
-    assert not front.drop(kept), "answered already: release it"
+    assert not front.drop(kept, 1), "answered already: release it"
     front.release(kept, 1)
     assert front.outstanding() == 0
 
@@ -108,12 +108,66 @@ def test_a_batch_everybody_left_is_freed_without_an_answer():
     front, worker = rings()
     place = front.reserve(2)
     front.commit(place, 2)
-    assert front.drop(place)
     slot = worker.take()
+    assert front.drop(place, 2)
     assert worker.places(slot) == []
     assert not worker.publish(slot)
     assert front.drain() == [(-1, 0)], "nobody is answered, but callers may wait for the room"
     assert front.outstanding() == 0
+
+
+def test_a_full_batch_that_was_abandoned_is_free_at_once():
+    front, worker = rings(max_queued=4)
+    for _ in range(9):
+        front.abandon(front.reserve(4), 4)
+        assert (states(front), front.rows_left()) == (["free", "free"], 4)
+    assert worker.take() == -1
+
+
+@pytest.mark.parametrize("kept", [1, 2, 3])
+def test_rows_that_were_abandoned_do_not_count_as_waiting(kept):
+    front, worker = rings(max_queued=4)
+    stays, goes = front.reserve(kept), front.reserve(4 - kept)
+    assert (states(front)[0], front.reserve(1)) == ("sealed", OVER)
+    front.abandon(goes, 4 - kept)
+    assert front.rows_left() == 4 - kept
+    front.commit(stays, kept)
+    assert (front.describe(0)[:3], front.queued()) == (("ready", 4, 4), kept)
+    assert front.reserve(4 - kept) >= 0
+    assert front.reserve(1) == OVER
+    assert worker.batch_rows(worker.take()) == 4, "they run as zeros"
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_caller_that_leaves_makes_room(sealed):
+    front, worker = rings(max_queued=4)
+    places = [front.reserve(1) for _ in range(4 if sealed else 3)]
+    for place in places:
+        front.commit(place, 1)
+    for left, place in enumerate(places[:-1], 1):
+        assert front.drop(place, 1)
+        assert front.rows_left() == 4 - len(places) + left
+    assert front.drop(places[-1], 1)
+    assert (states(front)[0], front.rows_left(), worker.take()) == ("free", 4, -1)
+
+
+def test_an_open_batch_of_holes_is_free():
+    front, worker = rings()
+    first, second = front.reserve(2), front.reserve(1)
+    front.abandon(first, 2)
+    assert states(front)[0] == "open", "somebody writes the second"
+    front.abandon(second, 1)
+    assert (states(front)[0], worker.take()) == ("free", -1)
+
+
+def test_what_nobody_waits_for_is_not_run_after_its_worker_died():
+    front, worker = rings()
+    place = front.reserve(4)
+    front.commit(place, 4)
+    slot = worker.take()
+    assert front.drop(place, 4)
+    assert front.worker_died(0, 2, GONE, "gone") == (0, 0)
+    assert states(front)[slot] == "free"
 
 
 def test_a_delayed_batch_waits_for_company_but_not_when_full():
@@ -247,15 +301,13 @@ def test_a_row_that_is_no_request_is_not_counted():
 
 
 def test_ends_without_an_answer_are_counted_where_they_are_known():
-    front, worker = rings()
+    front, _ = rings()
     front.count(batch_ring.REJECTED)
     front.count(batch_ring.OTHER, 7)
     place = front.reserve(1)
     front.commit(place, 1)
     front.backdate(place, time.monotonic_ns() - 3_000_000_000)
-    front.count(batch_ring.CANCELED, 0, place)
-    assert front.drop(place)
-    worker.publish(worker.take())
+    assert front.drop(place, 1, batch_ring.CANCELED)
     rejected, canceled, backend, other = front.counters()[0][5:]
     assert (rejected, backend, other) == ((1, 0), (0, 0), (1, 7))
     assert canceled[0] == 1
@@ -263,175 +315,3 @@ def test_ends_without_an_answer_are_counted_where_they_are_known():
     assert front.runs() == [], "nobody waited and nothing ran"
     with pytest.raises(ValueError, match="no such end"):
         front.count(0)
-
-
-# --- every order of events ----------------------------------------------------------------------------
-#
-# Two fronts, two workers, a ring of two slots of two rows. Each actor is a small program over the real
-# compiled verbs; the search takes every order of their steps by saving and restoring the whole arena.
-# A front or a worker may be killed between any two steps.
-
-
-# What each step of a program may do to a slot, as chains of the table's own moves.
-VERB_MOVES = {
-    "front 0": {("free", "open"), ("free", "sealed"), ("open", "sealed"), ("open", "ready")},  # reserve
-    "front 1": {("sealed", "ready")},  # commit
-    "front 2": {("done", "free")},  # release
-    "worker 0": {("ready", "running"), ("open", "running")},  # take
-    "worker 1": {("running", "done"), ("running", "free")},  # publish
-    "kill": {("running", "ready"), ("sealed", "ready"), ("done", "free")},
-}
-
-
-class Search:
-    """Depth-first over all interleavings; a state is the arena's words plus where each actor stands."""
-
-    def __init__(self, rows: tuple[int, int], *, kill: str = "") -> None:
-        self.memory = make_arena(fronts=2, workers=2, max_rows=2)
-        self.claims = [bytearray(8 * 2 * 2) for _ in range(4)]  # slots x rows
-        lent = [memoryview(claims).cast("Q") for claims in self.claims]
-        self.fronts = [BatchRing(self.memory, front=i, claims=lent[i]) for i in range(2)]
-        self.workers = [BatchRing(self.memory, worker=i, claims=lent[2 + i]) for i in range(2)]
-        self.rows = rows
-        self.kill = kill
-        self.seen: set[object] = set()
-        self.moves_seen: set[tuple[str, str]] = set()
-        self.ends = 0
-
-    def run(self) -> None:
-        # An actor's place in its program, and what it holds. front: 0 reserve, 1 commit, 2 wait, 3 done.
-        self.step({"front0": (0, -1), "front1": (0, -1), "worker0": (0, -1), "worker1": (0, -1), "dead": ""})
-
-    def step(self, actors: dict) -> None:
-        key = (self.picture(), tuple(sorted(actors.items())))
-        if key in self.seen:
-            return
-        self.seen.add(key)
-        before = [bytes(part) for part in (self.memory, *self.claims)]
-        progressed = False
-        for name in ("front0", "front1", "worker0", "worker1", "killer"):
-            was = states(self.fronts[0])
-            after = self.advance(name, actors)
-            if after is not None:
-                progressed = True
-                verb = "kill" if name == "killer" else f"{name[:-1]} {actors[name][0]}"
-                self.check_moves(verb, was)
-                self.step(after)
-                for part, was_in_it in zip((self.memory, *self.claims), before, strict=True):
-                    part[:] = was_in_it
-        if not progressed:
-            self.check_end(actors)
-
-    def check_moves(self, verb: str, was: list[str]) -> None:
-        for move in zip(was, states(self.fronts[0]), strict=True):
-            assert move[0] == move[1] or move in VERB_MOVES[verb], f"{verb} moved a slot {move}"
-            self.moves_seen.add(move)
-
-    def picture(self) -> tuple:
-        ring = self.fronts[0]
-        return tuple((*ring.describe(i), tuple(ring.places(i))) for i in range(ring.slots))
-
-    def advance(self, name: str, actors: dict) -> dict | None:
-        if name == "killer":
-            return self.do_kill(actors)
-        if actors["dead"] == name:
-            return None
-        number = int(name[-1])
-        stage, held = actors[name]
-        do = self.do_front if name.startswith("front") else self.do_worker
-        new = do(number, stage, held)
-        return None if new is None else {**actors, name: new}
-
-    def do_front(self, number: int, stage: int, place: int) -> tuple[int, int] | None:
-        ring, rows = self.fronts[number], self.rows[number]
-        if stage == 0:
-            place = ring.reserve(rows)
-            return None if place == FULL else (1, place)
-        if stage == 1:
-            ring.input_rows(place, rows, 0)[:] = bytes([number + 1]) * 8 * rows
-            ring.commit(place, rows)
-            return 2, place
-        if stage == 2:
-            if ring.describe(place >> 16)[0] != "done":
-                return None
-            got = bytes(ring.output_rows(place, rows, 0))
-            assert got == bytes([number + 1]) * 8 * rows, "a front got another's rows"
-            ring.release(place, rows)
-            return 3, -1
-        return None
-
-    def do_worker(self, number: int, stage: int, slot: int) -> tuple[int, int] | None:
-        ring = self.workers[number]
-        if stage == 0:
-            slot = ring.take()
-            return None if slot < 0 else (1, slot)
-        at, _ = ring.column_span(slot, 0)
-        to, _ = ring.column_span(slot, 0, True)
-        size = 8 * ring.batch_rows(slot)
-        self.memory[to : to + size] = self.memory[at : at + size]
-        ring.publish(slot)
-        return 0, -1
-
-    def do_kill(self, actors: dict) -> dict | None:
-        victim = self.kill
-        if not victim or actors["dead"] or actors[victim][0] == 3:
-            return None
-        if victim.startswith("worker"):
-            self.fronts[0].worker_died(int(victim[-1]), 2, GONE, "gone")
-        else:
-            while self.fronts[0].reclaim_front(int(victim[-1])):
-                pass
-        return {**actors, "dead": victim}
-
-    def check_end(self, actors: dict) -> None:
-        self.ends += 1
-        dead = actors["dead"]
-        if dead.startswith("front"):
-            while self.fronts[0].reclaim_front(int(dead[-1])):
-                pass
-            for worker in self.workers:
-                while (slot := worker.take()) >= 0:
-                    worker.publish(slot)
-        for name in ("front0", "front1"):
-            assert name == dead or actors[name][0] == 3, f"{name} was never answered: {self.picture()}"
-        assert self.fronts[0].outstanding() == 0, f"rows leaked: {self.picture()}"
-
-
-@pytest.mark.parametrize("rows", [(1, 1), (1, 2), (2, 2)])
-@pytest.mark.parametrize("kill", ["", "front1", "worker1"])
-def test_every_interleaving_answers_everybody_once_and_leaks_nothing(rows, kill):
-    search = Search(rows, kill=kill)
-    search.run()
-    assert search.ends > 0
-    assert len(search.seen) > 30
-    assert ("done", "free") in search.moves_seen
-
-
-def leads_to(start: str, end: str) -> bool:
-    """Whether the table has a chain of moves from one state to another."""
-    reached, table = {start}, batch_ring.moves()
-    while True:
-        more = {to for (state, _), targets in table.items() if state in reached for to in targets} - reached
-        if not more:
-            return end in reached
-        reached |= more
-
-
-def test_what_verbs_do_is_what_the_table_allows():
-    table = batch_ring.moves()
-    direct = {(state, to) for (state, _), targets in table.items() for to in targets}
-    for verb, moves in VERB_MOVES.items():
-        for start, end in moves:
-            through = {middle for a, middle in direct if a == start}
-            near = {c for a, c in direct if a in through}
-            far = {c for a, c in direct if a in near}
-            assert end in through | near | far, f"{verb}: {start} -> {end} is no chain of the table"
-
-
-def test_the_table_has_no_dead_ends_and_names_every_event():
-    table = batch_ring.moves()
-    assert {event for _, event in table} == set(batch_ring.EVENTS)
-    assert {state for state, _ in table} == set(batch_ring.STATES)
-    assert all(leads_to(state, "free") for state in batch_ring.STATES), "every slot comes back"
-    assert table["ready", "take"] == {"running"}
-    assert "running" not in {t for (s, e), ts in table.items() for t in ts if e != "take"}

@@ -73,11 +73,13 @@ class PlainArena:
         else:
             batch.settled += place.rows
         place.state = "gone"
+        self._leave(batch)
 
     def drop(self, place: PlainPlace) -> bool:
         if place.state != "committed":
             return False
         place.state = "gone"
+        self._leave(place.batch)
         return True
 
     def release(self, place: PlainPlace) -> None:
@@ -111,7 +113,9 @@ class PlainArena:
         retried = failed = 0
         for batch in [b for b in self.batches if b.state == "running" and b.worker == worker]:
             if batch.attempts < self.max_attempts:
-                batch.state, retried = "sealed", retried + 1
+                batch.state = "sealed"
+                self._leave(batch)
+                retried += batch.state == "sealed"
             else:
                 batch.failed, failed = True, failed + 1
                 self.publish(batch)
@@ -127,6 +131,7 @@ class PlainArena:
                     place.state = "gone"
                 else:
                     self.release(place)
+            self._leave(batch)
 
     # --- looking at it
 
@@ -136,17 +141,32 @@ class PlainArena:
 
     @property
     def queued(self) -> int:
-        return sum(b.settled for b in self.batches if b.state in ("open", "sealed"))
+        return sum(p.rows for p in self._waiting() if p.state == "committed")
+
+    @property
+    def waiting(self) -> int:
+        return sum(p.rows for p in self._waiting())
 
     @property
     def pending(self) -> int:
-        waiting = [b for b in self.batches if b.state in ("open", "sealed")]
-        return sum(p.state == "committed" for b in waiting for p in b.places)
+        return sum(p.state == "committed" for p in self._waiting())
 
     @property
     def pages(self) -> int:
         held = sum(p.in_pages + p.out_pages for b in self.batches for p in b.places)
         return held + self.loose
+
+    def _waiting(self) -> list[PlainPlace]:
+        """Places that are written, or wait for a worker, and that somebody wants."""
+        waiting = [b for b in self.batches if b.state in ("open", "sealed")]
+        return [p for b in waiting for p in b.places if p.state != "gone"]
+
+    def _leave(self, batch: PlainBatch) -> None:
+        """A batch that nobody is in any more is no batch."""
+        settled = 0 < batch.reserved == batch.settled
+        if settled and batch.state in ("open", "sealed") and all(p.state == "gone" for p in batch.places):
+            batch.state = "free"
+            self.batches.remove(batch)
 
     def _free(self, batch: PlainBatch) -> None:
         if batch.state == "done" and all(place.state == "gone" for place in batch.places):

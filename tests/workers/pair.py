@@ -80,10 +80,11 @@ class Pair:
         self.front.commit(place, rows)
         return place, rows
 
-    def step(self) -> None:
-        """The worker runs one batch."""
+    def step(self, *leaving: tuple[int, int]) -> None:
+        """The worker runs one batch; whoever is leaving goes when it has been taken."""
         slot = self.worker.take()
         assert slot >= 0
+        assert all(self.front.drop(*place) for place in leaving)
         answer(self.worker, self.runner, slot)
 
     def get(self, place: int, rows: int) -> Any:

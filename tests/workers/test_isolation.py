@@ -140,7 +140,7 @@ def test_rows_of_who_left_are_not_run_again() -> None:
     backend = Function(*COLUMNS, picky)
     with pair(backend) as it:
         left, stayed = it.put(x=rows(BAD)), it.put(x=rows(3))
-        assert it.front.drop(left[0])
+        assert it.front.drop(*left)
         it.step()
         assert answers(it, stayed) == [[6.0]]
         assert [len(seen["x"]) for seen in backend.seen] == [2, 1]
