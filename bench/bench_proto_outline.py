@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastserve._ext.proto_outline import read_outline, write_known
+from fastserve._ext.proto_outline import DATA, LEADS, TEXT, Scheme, write_known
 from fastserve._ext.proto_wire import read_infer_request, write_infer_response
 from tests.oracles.proto_wire import KSERVE
 
@@ -12,12 +12,13 @@ SIZES = (16, 600_000)
 TENSOR = KSERVE.ModelInferRequest.InferInputTensor(name="INPUT0", datatype="FP32", shape=[1, 4])
 OUTPUTS = [("OUTPUT0", "FP32", (1, 4), None)]
 BEFORE = write_infer_response("simple", "1", "", None, (), ())
+SCHEME = Scheme({3: TEXT, 5: {3: LEADS, 5: dict.fromkeys(range(1, 8), DATA)}, 7: DATA})
 AFTER = write_infer_response("", "", "", None, OUTPUTS, ())
 
 
 def read_known(data: bytes, memory: bytearray) -> str:
-    outline = read_outline(data)
-    outline.copy_raw(0, memory)
+    outline = SCHEME.read(data)
+    assert outline.copy_data(0, memory)
     return outline.id
 
 

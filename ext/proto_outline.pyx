@@ -1,123 +1,288 @@
-"""A ModelInferRequest as what comes again with every request of its kind, and what is its own.
+"""A protobuf message as what comes again with every request of its kind, and what is its own.
 
-    outline = read_outline(data)        # None unless its raw tensors are its last fields
-    outline.head                        # every field before them but the id: equal heads, equal requests
-    outline.id, outline.sizes           # its own: the id, the bytes of each raw tensor
-    outline.copy_raw(0, memory)         # one copy, to where the tensor goes
-    write_known(before, outline.id, after, [memory])
+    SCHEME = Scheme({3: TEXT, 5: {3: LEADS}, 7: DATA})      the holes, by field numbers; a dict is a message within
+    outline = SCHEME.read(data)             # None for what is no message of this kind
+    outline.head                            # all of it but what is in holes: equal heads, equal requests
+    outline.id, outline.leads, outline.sizes                # its own
+    outline.copy_data(0, memory)            # one copy, to where the tensor goes; False: it does not fit
 
-Nothing inside of the head is looked at: whether it makes sense is for whoever read it whole before
-(`proto_wire.read_infer_request`), for a request with the same head.
+    hole    what is in it
+    TEXT    the request's id
+    DATA    a tensor's bytes, or its numbers, packed
+    LEAD    the first axis of a shape, as a number
+    LEADS   a whole shape, packed, of which the first number is a hole
+    First({...})    the first of several messages within; the others are part of the head
+
+Lengths are holes too: those of data, and of every message that a scheme enters, which change with the rows.
+Where a message within ends is marked in the head (a tag is never 0), so a head can be read back, and no two
+requests that differ outside of their holes share one. Nothing else of a head is looked at: whether it makes
+sense is for whoever read the whole message before (`proto_wire`, `tensor_proto`), with the same head.
 """
 
 cimport cython
+from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from libc.stdint cimport int8_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.string cimport memcpy, memset
 from libcpp.string cimport string
 from libcpp.vector cimport vector
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
-from libc.stdint cimport int64_t, uint8_t, uint32_t
-from libc.string cimport memcpy
 
 from proto_verbs cimport *
 from proto_writing cimport *
 
+cdef extern from "wire_contents.h" nogil:
+    struct Sink:
+        uint8_t* at
+        uint8_t* end
+        uint8_t width
+        bint truth
+    bint put_packed(const Wire* wire, Span span, Sink* sink)
+
 
 cdef enum:
     HEAD_BYTES = 4096
-    RAWS = 64
+    HOLES = 64
+    NUMBERS = 32                # fields of higher numbers are part of the head
+    NODES = 64
+    PASS = 0
+    TEXT_HOLE, DATA_HOLE, LEAD_HOLE, LEADS_HOLE, WITHIN, WITHIN_FIRST
 
 MOST_HEAD_BYTES = HEAD_BYTES
-MOST_RAWS = RAWS
+MOST_HOLES = HOLES
+TEXT, DATA, LEAD, LEADS = TEXT_HOLE, DATA_HOLE, LEAD_HOLE, LEADS_HOLE
 
 
-cdef struct Layout:
-    # Where things are in a message.
+class First(dict):
+    """A message within, of which only the first has holes."""
+
+
+cdef struct Node:
+    # One message of a scheme: what each field is, and which node the message in it has.
+    uint8_t[NUMBERS] action
+    int8_t[NUMBERS] child
+
+
+cdef struct Hole:
+    Span span
+    int owner                   # which message of the outermost it is in, -1: that itself
+    int field
+
+
+cdef struct Work:
+    # A message being taken apart.
+    const Node* nodes
+    uint8_t* head               # HEAD_BYTES
+    int64_t size                # of the head
     Span id
-    const uint8_t* id_field     # its tag; NULL without an id
-    const uint8_t* raw_field    # the first raw tensor's tag; NULL before it was seen
+    bint has_id
+    int entered                 # messages of the outermost
+    vector[Hole]* holes
+    vector[int64_t]* leads
+
+
+@cython.final
+cdef class Scheme:
+    """Where the holes of a kind of message are."""
+
+    cdef vector[Node] nodes
+
+    def __init__(self, fields) -> None:
+        """Raises ValueError for what can be no scheme."""
+        self.add(fields)
+
+    cdef int add(self, fields) except -1:
+        cdef Node node
+        cdef int child, at = <int>self.nodes.size()
+        if at == NODES:
+            raise ValueError(f"a scheme has at most {NODES} messages")
+        memset(&node, 0, sizeof(Node))
+        self.nodes.push_back(node)
+        for number, what in fields.items():
+            if not 0 < number < NUMBERS:
+                raise ValueError(f"field {number}: holes are in fields 1 to {NUMBERS - 1}")
+            if isinstance(what, dict):
+                child = self.add(what)      # which moves the nodes
+                self.nodes[at].action[<int>number] = WITHIN_FIRST if isinstance(what, First) else WITHIN
+                self.nodes[at].child[<int>number] = child
+            else:
+                self.nodes[at].action[<int>number] = what
+        return at
+
+    def read(self, bytes message not None) -> Outline | None:
+        """The outline of a serialized message. None for one whose holes are not as they are written by
+        protobuf's libraries (packed, an id once and as text), with more than MOST_HOLES of them or none with
+        data, whose head is larger than MOST_HEAD_BYTES, or that is no message at all."""
+        cdef Outline outline = Outline.__new__(Outline)
+        cdef uint8_t[HEAD_BYTES] head
+        cdef Work work
+        cdef PyObject* text
+        cdef Wire wire = open_wire(<const uint8_t*>PyBytes_AS_STRING(message), PyBytes_GET_SIZE(message))
+        work.nodes, work.head, work.size = self.nodes.data(), head, 0
+        work.has_id, work.entered = False, 0
+        work.holes, work.leads = &outline.holes, &outline.first
+        if not take_apart(&wire, &work, 0, 0) or outline.holes.empty():
+            return None
+        outline.message = message
+        outline.id = ""
+        if work.has_id and work.id.size:
+            text = PyUnicode_DecodeUTF8(<const char*>work.id.at, work.id.size, NULL)
+            if text is NULL:
+                PyErr_Clear()
+                return None
+            outline.id = steal(text)
+        outline.head = PyBytes_FromStringAndSize(<const char*>head, work.size)
+        return outline
 
 
 @cython.final
 @cython.no_gc                   # bytes and a text: no cycle can be made of them
 @cython.freelist(64)
 cdef class Outline:
-    """One request. Its raw tensors stay in the message, which it holds on to."""
+    """One request. Its data stays in the message, which it holds on to."""
 
     cdef bytes message
-    cdef vector[Span] raws
+    cdef vector[Hole] holes
+    cdef vector[int64_t] first
     cdef readonly bytes head
     cdef readonly str id
 
     @property
+    def leads(self) -> tuple[int, ...]:
+        """The first axes, in the order of the message."""
+        return tuple([lead for lead in self.first])
+
+    @property
+    def rows(self) -> int:
+        """The first axis, when it is the same everywhere; else -1."""
+        cdef size_t i
+        for i in range(1, self.first.size()):
+            if self.first[i] != self.first[0]:
+                return -1
+        return -1 if self.first.empty() else self.first[0]
+
+    @property
     def sizes(self) -> tuple[int, ...]:
-        if self.raws.size() == 1:
-            return (self.raws[0].size,)
-        return tuple([span.size for span in self.raws])
+        """Bytes of each hole with data."""
+        return tuple([hole.span.size for hole in self.holes])
 
-    def copy_raw(self, index: int, out) -> None:
-        """A raw tensor into `out`, which must have its size. Raises WireFault (WRONG_SIZE), IndexError."""
-        copy_span(find_raw(&self.raws, index), PyBytes_AS_STRING(self.message), out)
+    @property
+    def fields(self) -> tuple[tuple[int, int], ...]:
+        """Of each hole with data: which of the messages that the outermost holds it is in, -1 for none, and
+        its field there."""
+        return tuple([(hole.owner, hole.field) for hole in self.holes])
+
+    def copy_data(self, index: int, out, width: int = 0, truth: bool = False) -> bool:
+        """Data into `out`; False when it has not its size. With a `width` it is numbers of a packed field,
+        of which so many bytes each are kept; with `truth` what is not 0 becomes 1. Raises IndexError."""
+        if not 0 <= index < <Py_ssize_t>self.holes.size():
+            raise IndexError(f"no data {index}: there are {self.holes.size()}")
+        cdef Span span = self.holes[<size_t>index].span
+        cdef Py_buffer memory
+        cdef Sink sink
+        cdef bint fits
+        sink.width, sink.truth = width, truth
+        PyObject_GetBuffer(out, &memory, PyBUF_WRITABLE)
+        sink.at = <uint8_t*>memory.buf
+        sink.end = sink.at + memory.len
+        try:
+            if span.size <= GIL_BYTES:
+                fits = put_data(span, &sink)
+            else:
+                with nogil:
+                    fits = put_data(span, &sink)
+        finally:
+            PyBuffer_Release(&memory)
+        return fits
 
 
-cdef bint take_apart(Wire* wire, Layout* found, vector[Span]* raws) noexcept nogil:
-    # False for what is no message, or has its fields in another order.
-    cdef uint32_t tag = 0
-    cdef Span span
+cdef bint put_data(Span span, Sink* sink) noexcept nogil:
+    cdef Wire wire
+    if sink.width:
+        wire = open_wire(span.at, span.size)
+        return put_packed(&wire, span, sink) and sink.at == sink.end
+    if sink.end - sink.at != span.size:
+        return False
+    memcpy(sink.at, span.at, span.size)
+    return True
+
+
+cdef bint take_apart(Wire* wire, Work* work, int at, int level) noexcept nogil:
+    # One message: what is no hole goes to the head. False for what has no outline.
+    cdef const uint8_t* start = wire.at
     cdef const uint8_t* field
+    cdef const Node* node = &work.nodes[at]
+    cdef uint32_t tag = 0, number, seen = 0
+    cdef uint8_t action
     while wire.at != wire.end:
         field = wire.at
         if not read_tag(wire, &tag):
             return False
-        if tag == BYTES_7:
-            if raws.size() == RAWS or not read_span(wire, &span):
-                return False
-            if found.raw_field is NULL:
-                found.raw_field = field
-            raws.push_back(span)
-        elif found.raw_field is not NULL:
-            return False
-        elif tag != BYTES_3:
+        number = tag >> 3
+        action = node.action[number] if number < NUMBERS else <uint8_t>PASS
+        if action == WITHIN_FIRST and seen & 1u << number:
+            action = PASS
+        if action == PASS:
             if not skip_value(wire, tag):
                 return False
-        elif found.id_field is not NULL or not read_span(wire, &found.id):
+            continue
+        seen |= 1u << number
+        # A request without an id has the same head.
+        if not keep(work, start, field if action == TEXT_HOLE else wire.at):
             return False
-        else:
-            found.id_field = field
-    return found.raw_field is not NULL
+        if not take_hole(wire, work, action, tag, node.child[number], level):
+            return False
+        start = wire.at
+    return keep(work, start, wire.at)
 
 
-def read_outline(bytes message not None) -> Outline | None:
-    """The outline of a serialized ModelInferRequest; None for one whose raw tensors are not its last
-    fields, whose id is given twice or is no text, whose head is larger than MOST_HEAD_BYTES, or that is
-    no message at all."""
-    cdef Outline outline = Outline.__new__(Outline)
-    cdef Layout found
-    cdef const uint8_t* start = <const uint8_t*>PyBytes_AS_STRING(message)
-    cdef Wire wire = open_wire(start, PyBytes_GET_SIZE(message))
-    found.id_field = found.raw_field = NULL
-    if not take_apart(&wire, &found, &outline.raws) or found.raw_field - start > HEAD_BYTES:
-        return None
-    outline.message = message
-    outline.id = ""
-    if found.id_field is NULL:
-        outline.head = PyBytes_FromStringAndSize(<const char*>start, found.raw_field - start)
-    elif not take_id(outline, start, &found):
-        return None
-    return outline
-
-
-cdef bint take_id(Outline outline, const uint8_t* start, Layout* found):
-    # The id, and the head from both sides of it. False when it is no text.
-    cdef PyObject* text = PyUnicode_DecodeUTF8(<const char*>found.id.at, found.id.size, NULL)
-    cdef const uint8_t* end = found.id.at + found.id.size
-    cdef Py_ssize_t before = found.id_field - start, after = found.raw_field - end
-    if text is NULL:
-        PyErr_Clear()
+cdef bint take_hole(Wire* wire, Work* work, uint8_t action, uint32_t tag, int child, int level) noexcept nogil:
+    cdef Span span
+    cdef Hole hole
+    cdef Wire inner
+    cdef uint64_t number
+    if action == LEAD_HOLE:
+        return tag & 7 == 0 and read_varint(wire, &number) and add_lead(work, number)
+    if tag & 7 != 2 or not read_span(wire, &span):
         return False
-    outline.id = steal(text)
-    outline.head = PyBytes_FromStringAndSize(NULL, before + after)
-    memcpy(PyBytes_AS_STRING(outline.head), start, before)
-    memcpy(PyBytes_AS_STRING(outline.head) + before, end, after)
+    if action == DATA_HOLE:
+        hole.span, hole.field, hole.owner = span, <int>(tag >> 3), work.entered - 1 if level else -1
+        work.holes.push_back(hole)
+        return work.holes.size() <= HOLES
+    if action == TEXT_HOLE:
+        work.id = span
+        work.has_id, number = True, work.has_id
+        return not number
+    inner = enter(wire, span)
+    if action == LEADS_HOLE:
+        return read_varint(&inner, &number) and add_lead(work, number) and keep_rest(work, &inner)
+    work.entered += level == 0
+    return take_apart(&inner, work, child, level + 1) and keep_byte(work, 0)
+
+
+cdef bint add_lead(Work* work, uint64_t number) noexcept nogil:
+    work.leads.push_back(<int64_t>number)
+    return work.leads.size() <= HOLES
+
+
+cdef bint keep(Work* work, const uint8_t* start, const uint8_t* end) noexcept nogil:
+    if work.size + (end - start) > HEAD_BYTES:
+        return False
+    memcpy(work.head + work.size, start, end - start)
+    work.size += end - start
     return True
+
+
+cdef bint keep_byte(Work* work, uint8_t byte) noexcept nogil:
+    return keep(work, &byte, &byte + 1)
+
+
+cdef bint keep_rest(Work* work, Wire* inner) noexcept nogil:
+    # The other axes of a packed shape, and before them how many bytes they are.
+    return (
+        inner.end - inner.at < 256
+        and keep_byte(work, <uint8_t>(inner.end - inner.at))
+        and keep(work, inner.at, inner.end)
+    )
 
 
 def write_known(bytes before not None, str id not None, bytes after not None, raw) -> bytes:

@@ -43,6 +43,18 @@ class RpcExchange(Exchange, Protocol):
         """Answer with an error the client may read."""
 
 
+class Timed(Protocol):
+    """An RPC whose client may have said how long it waits."""
+
+    def seconds_left(self) -> float | None: ...
+
+
+def deadline_of(rpc: Timed) -> int:
+    """When the client's time is up, as time.monotonic_ns counts; 0 for never."""
+    left_s = rpc.seconds_left()
+    return 0 if left_s is None else monotonic_ns() + int(left_s * 1e9)
+
+
 def unforeseen(exchange: object, error: Exception) -> ServeError:
     """What a client is told of an error that is nobody's business; it is logged."""
     more = {"request_id": getattr(exchange, "request_id", "")}

@@ -1,7 +1,12 @@
-"""proto_outline against protobuf's own library: what it takes apart is what the message says."""
+"""proto_outline against protobuf's own library: a head and its holes are the message, and nothing else is.
+
+`rebuild` reads heads backwards. What it makes must mean what the message meant, so two requests with one head
+differ in their holes alone.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import pytest
@@ -9,67 +14,159 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastserve._ext.proto_outline import MOST_HEAD_BYTES, MOST_RAWS, Outline, read_outline, write_known
-from fastserve._ext.proto_wire import WireFault, write_infer_response
+from fastserve._ext.proto_outline import (
+    DATA,
+    LEAD,
+    LEADS,
+    MOST_HEAD_BYTES,
+    MOST_HOLES,
+    TEXT,
+    First,
+    Outline,
+    Scheme,
+    write_known,
+)
+from fastserve._ext.proto_wire import write_infer_response
+from fastserve.protos import load
 from tests.effort import examples
 from tests.ext.test_proto_wire import REQUESTS, serialize
-from tests.ext.wire_strategies import MESSAGES, bent, field
-from tests.oracles import proto_outline as oracle
+from tests.ext.wire_strategies import MESSAGES, bent, field, varint
+from tests.oracles.proto_outline import Holes, rebuild
+from tests.oracles.proto_wire import FLAT, KSERVE, without_maps
 
-HEAD = field(1, 2, b"m")
-RAW = field(7, 2, b"abc")
-TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+V2: dict[int, Any] = {3: TEXT, 5: {3: LEADS, 5: dict.fromkeys(range(1, 8), DATA)}, 7: DATA}
+SHAPE = {2: First({1: LEAD})}
+TFS: dict[int, Any] = {2: {2: {2: SHAPE, **dict.fromkeys((4, 5, 6, 7, 10, 11), DATA)}}}
+V2_SCHEME, TFS_SCHEME = Scheme(V2), Scheme(TFS)
+TF = load("tfserving")
+KINDS = {
+    "v2": (V2, V2_SCHEME, FLAT.ModelInferRequest),
+    "tfs": (TFS, TFS_SCHEME, without_maps(TF).PredictRequest),
+}
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+DIMS = st.lists(st.integers(0, 300), max_size=3)
+FLOATS = st.lists(st.floats(width=32, allow_nan=False), max_size=4)
 
 
-def raws(outline: Outline) -> list[bytes]:
+def tensor(dims: list[int], values: list[float], content: bytes, more: bool) -> bytes:
+    made = TF.TensorProto(dtype=1, float_val=values, tensor_content=content)
+    for size in dims:
+        made.tensor_shape.dim.add(size=size, name="n" if more else "")
+    data: bytes = made.SerializeToString()
+    return data
+
+
+TENSORS = st.builds(tensor, DIMS, FLOATS, st.binary(max_size=9), st.booleans())
+ENTRIES = st.builds(
+    lambda name, value: field(1, 2, name) + field(2, 2, value), st.binary(max_size=3), TENSORS
+)
+PREDICTS = st.lists(ENTRIES.map(lambda entry: field(2, 2, entry)), min_size=1, max_size=3).map(b"".join)
+SENT = {"v2": REQUESTS.map(serialize), "tfs": PREDICTS}
+
+
+def data_of(outline: Outline) -> list[bytes]:
     found = []
     for index, size in enumerate(outline.sizes):
         memory = bytearray(size)
-        outline.copy_raw(index, memory)
+        assert outline.copy_data(index, memory)
         found.append(bytes(memory))
     return found
 
 
-def agrees(data: bytes) -> Outline | None:
-    """What has an outline is, where it is a message at all, what the library makes of it."""
-    outline = read_outline(data)
-    if outline is None:
-        return None
+def meaning(kind: Any, data: bytes) -> bytes | None:
+    """What the library makes of a message; None: it is none."""
     try:
-        rest, request_id, tensors = oracle.take_apart(data)
-    except DecodeError:  # inside of the head, which nobody has known before
-        with pytest.raises(DecodeError):
-            oracle.read_head(outline.head)
-        return outline
-    assert (outline.id, raws(outline)) == (request_id, tensors)
-    assert oracle.read_head(outline.head) == rest
+        found: bytes = kind.FromString(data).SerializeToString(deterministic=True)
+    except DecodeError:
+        return None
+    return found
+
+
+def check(name: str, data: bytes) -> Outline | None:
+    """What has an outline means what its head and its holes mean, where it means anything."""
+    fields, scheme, kind = KINDS[name]
+    outline = scheme.read(data)
+    if outline is not None:
+        holes = Holes(deque(outline.leads), deque(data_of(outline)))
+        again = rebuild(fields, outline.head, holes, outline.id.encode())
+        assert meaning(kind, again) == meaning(kind, data)
     return outline
 
 
-@given(REQUESTS)
-def test_what_libraries_write_has_an_outline(content: dict[str, Any]) -> None:
-    outline = agrees(serialize(content))
-    assert (outline is not None) == bool(content.get("raw_input_contents"))
+@pytest.mark.parametrize("name", KINDS)
+@given(st.data())
+def test_what_libraries_write(name: str, data: st.DataObject) -> None:
+    check(name, data.draw(SENT[name]))
 
 
-@examples(150)
-@given(MESSAGES | bent(MESSAGES) | bent(REQUESTS.map(serialize)), st.booleans())
-def test_anything_else_is_read_as_the_library_reads_it_or_not_at_all(data: bytes, ends_well: bool) -> None:
-    agrees(data + RAW if ends_well else data)
+@examples(200)
+@pytest.mark.parametrize("name", KINDS)
+@given(st.data())
+def test_anything_else_is_read_as_the_library_reads_it_or_not_at_all(name: str, data: st.DataObject) -> None:
+    check(name, data.draw(MESSAGES | bent(MESSAGES) | bent(SENT[name])))
 
 
-@given(REQUESTS, TEXT, TEXT)
-def test_equal_heads_are_requests_that_differ_in_nothing_but_id_and_tensors(
-    content: dict[str, Any],
-    first: str,
-    second: str,
-) -> None:
-    one = read_outline(serialize({**content, "id": first, "raw_input_contents": [b"1"]}))
-    two = read_outline(serialize({**content, "id": second, "raw_input_contents": [b"22", b""]}))
-    assert one is not None
-    assert two is not None
-    assert one.head == two.head
-    assert (one.id, two.id, one.sizes, two.sizes) == (first, second, (1,), (2, 0))
+@given(REQUESTS, TEXTS, TEXTS, st.integers(1, 300), st.integers(1, 300))
+def test_equal_heads_of_v2(content: dict[str, Any], one: str, two: str, first: int, second: int) -> None:
+    """They differ in nothing but id, rows and data."""
+    found = []
+    for text, rows, size in ((one, first, 1), (two, second, 2)):
+        inputs = [
+            {"name": "x", "shape": [rows, 3], "contents": {"int_contents": [7] * size}},
+            *({**given, "contents": {}, "shape": [rows, *given["shape"]]} for given in content["inputs"]),
+        ]
+        changed = {**content, "id": text, "inputs": inputs, "raw_input_contents": [b"1" * size]}
+        found.append(V2_SCHEME.read(serialize(changed)))
+    a, b = found
+    assert a is not None
+    assert b is not None
+    assert a.head == b.head
+    assert (a.id, b.id, a.sizes, b.sizes) == (one, two, (1, 1), (2, 2))
+    assert (a.rows, b.rows) == (first, second)
+
+
+@given(st.integers(1, 2**31), st.integers(1, 2**31), st.binary(min_size=1), st.binary(min_size=1))
+def test_equal_heads_of_predict(first: int, second: int, one: bytes, two: bytes) -> None:
+    """Lengths of all that is around a tensor change, and its head does not."""
+    found = []
+    for rows, content in ((first, one), (second, two)):
+        request = TF.PredictRequest(model_spec={"name": "m"}, output_filter=["y"])
+        request.inputs["x"].tensor_content = content
+        for size in (rows, 5):
+            request.inputs["x"].tensor_shape.dim.add(size=size)
+        found.append(TFS_SCHEME.read(request.SerializeToString()))
+    a, b = found
+    assert a is not None
+    assert b is not None
+    assert a.head == b.head
+    assert (a.rows, b.rows, data_of(a), data_of(b)) == (first, second, [one], [two])
+    assert a.fields == ((0, 4),)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ([{"shape": [1, 2]}], [{"shape": [1, 3]}]),
+        ([{"shape": [1, 2]}], [{"shape": [1, 2, 1]}]),
+        ([{"shape": [1]}, {"shape": [1]}], [{"shape": [1]}]),
+        ([{"name": "a"}], [{"name": "b"}]),
+        ([{"contents": {"int_contents": [1]}}], [{"contents": {"uint_contents": [1]}}]),
+        ([{"contents": {"int_contents": [1]}}, {}], [{}, {"contents": {"int_contents": [1]}}]),
+        ([{"parameters": {"a": {"int64_param": 1}}}], [{"parameters": {"a": {"int64_param": 2}}}]),
+    ],
+    ids=range(7),
+)
+def test_other_requests_have_other_heads(one: list[Any], other: list[Any]) -> None:
+    heads = []
+    for inputs in (one, other):
+        message = KSERVE.ModelInferRequest(inputs=inputs, raw_input_contents=[b"1"])
+        outline = V2_SCHEME.read(message.SerializeToString())
+        assert outline is not None
+        heads.append(outline.head)
+    assert heads[0] != heads[1]
+
+
+HEAD, RAW = field(1, 2, b"m"), field(7, 2, b"abc")
 
 
 @pytest.mark.parametrize(
@@ -77,40 +174,68 @@ def test_equal_heads_are_requests_that_differ_in_nothing_but_id_and_tensors(
     [
         b"",
         HEAD,
-        RAW + HEAD,  # a field after the tensors may change what they mean
-        RAW + field(3, 2, b"7"),
         field(3, 2, b"7") + field(3, 2, b"8") + RAW,
         field(3, 2, b"\xff") + RAW,
+        field(3, 0, b"\x01") + RAW,
         field(1, 2, bytes(MOST_HEAD_BYTES)) + RAW,
-        HEAD + RAW * (MOST_RAWS + 1),
+        HEAD + RAW * (MOST_HOLES + 1),
         HEAD + RAW[:-1],
         HEAD + field(7, 0, b"\x01"),
         HEAD + RAW + b"\x3a\xff\xff\xff\xff\x0f",
         b"\x0b" + RAW,  # a group that never ends
+        field(5, 2, field(3, 0, b"\x04") + field(3, 2, b"\x04"))
+        + RAW,  # the first axis is not where it seems
+        field(5, 2, field(3, 2, b"")) + RAW,
+        field(5, 2, field(3, 2, b"\x01" * 257)) + RAW,
+        field(5, 2, field(3, 2, b"\x80")) + RAW,
+        field(5, 2, field(5, 2, field(6, 5, b"1234"))) + RAW,  # not packed
+        field(5, 2, field(3, 2, b"\x01")) * (MOST_HOLES + 1) + RAW,
     ],
-    ids=range(12),
+    ids=range(17),
 )
 def test_what_has_no_outline(data: bytes) -> None:
-    assert read_outline(data) is None
+    assert V2_SCHEME.read(data) is None
 
 
 def test_the_limits_themselves_are_allowed() -> None:
-    assert read_outline(field(1, 2, bytes(MOST_HEAD_BYTES - 3)) + RAW) is not None
-    assert read_outline(HEAD + RAW * MOST_RAWS) is not None
+    assert V2_SCHEME.read(field(1, 2, bytes(MOST_HEAD_BYTES - 4)) + RAW) is not None
+    assert V2_SCHEME.read(HEAD + RAW * MOST_HOLES) is not None
 
 
-def test_copies_want_the_tensors_size() -> None:
-    outline = read_outline(HEAD + RAW)
+def test_rows_are_those_of_all() -> None:
+    def rows(*shapes: bytes) -> int:
+        outline = V2_SCHEME.read(b"".join(field(5, 2, field(3, 2, shape)) for shape in shapes) + RAW)
+        assert outline is not None
+        return outline.rows
+
+    assert (rows(), rows(b"\x05"), rows(b"\x05\x01", b"\x05\x02"), rows(b"\x05", b"\x06")) == (-1, 5, 5, -1)
+    assert rows(varint(2**64 - 1)) == -1
+
+
+def test_copies_want_the_size_of_the_data() -> None:
+    outline = V2_SCHEME.read(HEAD + RAW + field(7, 2, b"\x07\xac\x02"))
     assert outline is not None
-    with pytest.raises(WireFault, match="WRONG_SIZE"):
-        outline.copy_raw(0, bytearray(2))
+    assert not outline.copy_data(0, bytearray(2))
+    assert not outline.copy_data(0, bytearray(4))
+    numbers = bytearray(4)
+    assert outline.copy_data(1, numbers, 2)
+    assert numbers == b"\x07\x00\x2c\x01"
+    assert outline.copy_data(1, numbers[:2], 1, True)
+    assert not outline.copy_data(1, bytearray(2), 2)
+    assert not outline.copy_data(1, bytearray(6), 2)
     with pytest.raises(IndexError):
-        outline.copy_raw(1, bytearray(3))
+        outline.copy_data(2, bytearray(3))
 
 
-@given(TEXT, TEXT, st.lists(st.binary(max_size=20), max_size=3))
+@pytest.mark.parametrize("fields", [{0: DATA}, {32: DATA}, {-1: TEXT}])
+def test_what_is_no_scheme(fields: dict[int, int]) -> None:
+    with pytest.raises(ValueError, match="field"):
+        Scheme(fields)
+
+
+@given(TEXTS, TEXTS, st.lists(st.binary(max_size=20), max_size=3))
 def test_replies_are_those_of_the_general_writer(model: str, request_id: str, tensors: list[bytes]) -> None:
-    outputs = [(f"y{index}", "UINT8", (len(tensor),), None) for index, tensor in enumerate(tensors)]
+    outputs = [(f"y{index}", "UINT8", (len(data),), None) for index, data in enumerate(tensors)]
     before = write_infer_response(model, "3", "", None, (), ())
     after = write_infer_response("", "", "", None, outputs, ())
     whole = write_infer_response(model, "3", request_id, None, outputs, tensors)

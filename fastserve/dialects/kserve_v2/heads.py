@@ -1,12 +1,13 @@
 """The fast path of ModelInfer and its stream: a message like one that has been answered is not read again.
 
-    message --outline--> (head, id, raw tensors)    the head is known: a version, its rows, its reply's form
+    message --outline--> (head, id, first axes, data)    the head is known: a version, its reply's form
             --copy--> memory reserved for its inputs ... worker ... views of its outputs --copy--> reply
 
-A head is every field but the id and the raw tensors (model, version, names, shapes, requested outputs,
-parameters), so equal heads make equal requests. Heads are learned from requests with all their inputs raw and
-of fixed size, and nothing of them in client memory or classified. For anything else, errors included, `start`
-returns False having left no trace, and the general path reads the message.
+A head is every field but the id, the first axes of the shapes and the tensors' data, raw or typed (model,
+version, names, requested outputs, parameters), so equal heads make equal requests. Heads are learned from
+requests with all their inputs of fixed size, and nothing of them in client memory or classified. For
+anything else, errors included, `start` returns False having left no trace, and the general path reads the
+message.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from fastserve._ext.proto_outline import Outline, write_known
+from fastserve._ext.proto_outline import DATA, LEADS, TEXT, Outline, Scheme, write_known
 from fastserve._ext.proto_wire import InferMessage, WireFault, write_infer_response, write_stream_response
 from fastserve.dialects.kserve_v2.errors import tell
 from fastserve.dialects.kserve_v2.messages import FINAL, TOO_LARGE, write_message
@@ -23,19 +24,24 @@ from fastserve.dialects.kserve_v2.request import Asked
 from fastserve.dialects.kserve_v2.service import Service
 from fastserve.engine import BatchQueue, note_of
 from fastserve.errors import Kind, ServeError
+from fastserve.repository.catalog import Catalog
+from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.exchange import RpcExchange
+from fastserve.serving.known_messages import KnownMessage, KnownMessages, Source
 from fastserve.serving.model_view import ModelView
 from fastserve.serving.paths import open_path
-from fastserve.serving.prepared import Described, Memory, PreparedRequest
-from fastserve.serving.prepared_cache import PreparedCache
+from fastserve.serving.prepared import Described, Memory
 from fastserve.serving.streams import Place
 from fastserve.tensor import KSERVE_NAME, Tensor
 
-MOST_HEADS = 256
+# ModelInferRequest: the id; of each input its shape and its contents, from bool to fp64; raw contents.
+SCHEME = Scheme({3: TEXT, 5: {3: LEADS, 5: dict.fromkeys(range(1, 8), DATA)}, 7: DATA})
+RAW = (-1, 7)
+VARINTS = range(1, 6)  # contents that are packed as such
 
 
-class Head(PreparedRequest):
+class Head(KnownMessage):
     """Messages with one head."""
 
     streams = False
@@ -47,18 +53,16 @@ class Head(PreparedRequest):
         message: InferMessage,
         asked: Asked,
         request: InferRequest,
-        rows: int,
+        sources: dict[str, Source],
     ) -> None:
-        self.rows, self.model, self.version = rows, message.model_name, message.model_version
+        self.model, self.version = message.model_name, message.model_version
         self.number = view.version.number if message.model_version else None
-        sent = [given.name for given in message.inputs]
         bare = {
             name: Tensor(request.inputs[name].dtype, request.inputs[name].shape, b"")  # without the message
-            for name in queue.inputs
+            for name in queue.inputs  # in the queue's order, which models may look at
             if name in request.inputs
         }
-        self._raws = [sent.index(name) for name in bare]  # in the queue's order, which models may look at
-        self.sizes = tuple(message.raw(index)[1] for index in range(message.raw_count))
+        self.sources = [sources[name] for name in bare]
         self.lay_out(queue, bare, request.outputs, batching=view.batching)
         self.noted = queue.requests
         self._request = replace(request, inputs={})
@@ -66,16 +70,14 @@ class Head(PreparedRequest):
         self._view, self._asked, self._number = view, asked, str(view.version.number)
         self._before = write_infer_response(view.model, self._number, "", None, (), ())
 
+    def find_version(self, catalog: Catalog) -> Version | None:
+        return catalog.available(self.model, self.number)
+
     def note(self, request_id: str) -> bytes:
         if request_id != self._request.request_id:
             self._request.request_id = request_id
             self._note = note_of(self._request, [])
         return self._note
-
-    def fill(self, source: Outline, memory: list[memoryview]) -> bool:
-        for index, view in zip(self._raws, memory, strict=True):
-            source.copy_raw(index, view)
-        return True
 
     def make_writer(self, described: Described) -> Any:
         """What comes between the id and the tensors."""
@@ -141,20 +143,8 @@ class FastGrpc:
 
     def __init__(self, service: Service, head: type[Head] = Head) -> None:
         self._service, self._head = service, head
-        self._heads: PreparedCache[Head] = PreparedCache(service.keepers, MOST_HEADS)
-
-    def start(self, outline: Outline, exchange: RpcExchange, deadline_ns: int) -> bool:
-        """Take the request, or return False: nothing has happened then."""
-        known = self._heads.find(outline.head)
-        if known is None:
-            return False
-        path, head = known
-        if self._service.catalog.available(head.model, head.number) is not path.version:
-            self._heads.drop(outline.head)
-            return False
-        if outline.sizes != head.sizes:
-            return False
-        return path.start(exchange, head, outline, outline.id, deadline_ns)
+        self._known: KnownMessages[Head] = KnownMessages(service.catalog, service.keepers)
+        self.start = self._known.start
 
     def learn(
         self,
@@ -170,16 +160,15 @@ class FastGrpc:
         path = open_path(version, service.traffic, Outcome(service, version.model), patience_ns)
         if path is None or not _is_ordinary(path.queue, message, asked, request):
             return
-        rows = next(iter(request.inputs.values())).shape[0] if view.batching else 1
-        if 0 < rows <= path.queue.max_rows:
-            head = self._head(view, path.queue, message, asked, request, rows)
-            self._heads.learn(outline.head, path, head)
+        sources = _sources(outline, message, request)
+        if sources is not None:
+            self._known.learn(outline, path, self._head(view, path.queue, message, asked, request, sources))
 
 
 def _is_ordinary(queue: BatchQueue, message: InferMessage, asked: Asked, request: InferRequest) -> bool:
-    """Whether a request is its head and its raw tensors, and gives the queue what it needs."""
+    """Whether a request is its head and its tensors, and gives the queue what it needs."""
     inputs = request.inputs
-    if not inputs or message.raw_count != len(message.inputs) or len(inputs) != len(message.inputs):
+    if not inputs or len(inputs) != len(message.inputs):
         return False
     if asked.ranges or asked.classifies:
         return False
@@ -187,3 +176,22 @@ def _is_ordinary(queue: BatchQueue, message: InferMessage, asked: Asked, request
         return False
     # A model that sees arrays is given all of its inputs; one that sees requests, what was sent.
     return set(inputs) <= set(queue.inputs) and (queue.requests or len(inputs) == len(queue.inputs))
+
+
+def _sources(outline: Outline, message: InferMessage, request: InferRequest) -> dict[str, Source] | None:
+    """Which hole each input's data is in: all of them raw, or each in its own contents. None where not."""
+    fields, names = outline.fields, [given.name for given in message.inputs]
+    if list(fields) == [RAW] * len(names):
+        return {name: Source(hole) for hole, name in enumerate(names)}
+    if [owner for owner, _ in fields] != list(range(len(names))):
+        return None
+    return {
+        name: _typed(hole, field, request.inputs[name])
+        for hole, (name, (_, field)) in enumerate(zip(names, fields, strict=True))
+    }
+
+
+def _typed(hole: int, field: int, tensor: Tensor) -> Source:
+    if field not in VARINTS:
+        return Source(hole)
+    return Source(hole, tensor.dtype.item_bytes, tensor.dtype.name == "bool")

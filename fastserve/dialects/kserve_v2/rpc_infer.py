@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from time import monotonic_ns
 
-from fastserve._ext.proto_outline import Outline, read_outline
+from fastserve._ext.proto_outline import Outline
 from fastserve.dialects.kserve_v2.errors import tell
-from fastserve.dialects.kserve_v2.heads import FastGrpc
+from fastserve.dialects.kserve_v2.heads import SCHEME, FastGrpc
 from fastserve.dialects.kserve_v2.inference import Inference
 from fastserve.dialects.kserve_v2.messages import Sent, read_message, read_sent, write_message
 from fastserve.dialects.kserve_v2.operations import SERVICE
@@ -15,7 +14,7 @@ from fastserve.dialects.kserve_v2.request import InferBody
 from fastserve.dialects.kserve_v2.service import Service
 from fastserve.errors import ServeError
 from fastserve.request import InferRequest, InferResponse
-from fastserve.serving.exchange import Awaited, RpcExchange
+from fastserve.serving.exchange import Awaited, RpcExchange, deadline_of
 from fastserve.serving.model_view import ModelView
 from fastserve.serving.slow_path import answer_slowly
 from fastserve.wire.grpc import Exchange, Method, Rpc
@@ -52,13 +51,7 @@ class Infer:
 
 def outline_of(service: Service, data: bytes) -> Outline | None:
     """What a message may be known by; None where each has to be looked at."""
-    return None if service.traces.on or service.forward_grpc else read_outline(data)
-
-
-def deadline_of(rpc: Rpc) -> int:
-    """When the client's time is up, 0 for never."""
-    left_s = rpc.seconds_left()
-    return 0 if left_s is None else monotonic_ns() + int(left_s * 1e9)
+    return None if service.traces.on or service.forward_grpc else SCHEME.read(data)
 
 
 class RpcInference(Inference):

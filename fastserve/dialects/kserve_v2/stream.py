@@ -21,10 +21,10 @@ from fastserve.dialects.kserve_v2.errors import tell
 from fastserve.dialects.kserve_v2.heads import FastGrpc, StreamHead
 from fastserve.dialects.kserve_v2.messages import FINAL, read_sent
 from fastserve.dialects.kserve_v2.operations import SERVICE, STREAM
-from fastserve.dialects.kserve_v2.rpc_infer import RpcInference, deadline_of, outline_of
+from fastserve.dialects.kserve_v2.rpc_infer import RpcInference, outline_of
 from fastserve.dialects.kserve_v2.service import Service
 from fastserve.errors import ServeError
-from fastserve.serving.exchange import unforeseen
+from fastserve.serving.exchange import deadline_of, unforeseen
 from fastserve.serving.generate import generate
 from fastserve.serving.model_view import ModelView
 from fastserve.serving.slow_path import answer_slowly
