@@ -115,6 +115,9 @@ class TFServingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     monitoring_path: Annotated[str, Meta(pattern="^/", description="Where that metrics page is.")] = (
         "/monitoring/prometheus/metrics"
     )
+    tensor_content: Annotated[
+        bool, Meta(description="Predict over gRPC answers with tensor_content, not with the typed fields.")
+    ] = False
 
     def __post_init__(self) -> None:
         if len(set(self.result_keys)) != len(self.result_keys):
@@ -129,6 +132,9 @@ class AdminOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = False
     log_settings: Annotated[
         bool, Meta(description="Clients may change what is logged: POST /v2/logging, LogSettings.")
+    ] = False
+    reload_config: Annotated[
+        bool, Meta(description="TF Serving's ModelService may replace the models: its callers run code here.")
     ] = False
     origins: Annotated[
         tuple[Annotated[str, Meta(pattern="^https?://[^/]+$")], ...],

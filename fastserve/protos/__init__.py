@@ -23,7 +23,7 @@ _FOLDER = Path(__file__).parent
 
 
 class Messages:
-    """The message classes and enums of one set, as attributes by their name in the set's package.
+    """The message classes and enums of one set, as attributes by their names, whichever its packages.
 
     `descriptor_set` is the serialized FileDescriptorSet (what gRPC reflection shows), `package` the
     package of the last file in it, `services` the full names of its services, `pool` the private pool.
@@ -35,7 +35,10 @@ class Messages:
         self.package: str = files[-1].package
         self.services = [f"{file.package}.{service.name}" for file in files for service in file.service]
         self.pool = DescriptorPool()
-        self._enums = {enum.name for file in files for enum in file.enum_type}
+        # The package's own go before those of the packages it imports.
+        own_last = sorted(files, key=lambda file: file.package == self.package)
+        self._messages = {one.name: f"{f.package}.{one.name}" for f in own_last for one in f.message_type}
+        self._enums = {one.name: f"{f.package}.{one.name}" for f in own_last for one in f.enum_type}
         for file in files:
             self.pool.AddSerializedFile(file.SerializeToString())
 
@@ -49,10 +52,9 @@ class Messages:
         return found
 
     def _find(self, name: str) -> Any:
-        full = f"{self.package}.{name}"
         if name in self._enums:
-            return EnumTypeWrapper(self.pool.FindEnumTypeByName(full))
-        return message_factory.GetMessageClass(self.pool.FindMessageTypeByName(full))
+            return EnumTypeWrapper(self.pool.FindEnumTypeByName(self._enums[name]))
+        return message_factory.GetMessageClass(self.pool.FindMessageTypeByName(self._messages[name]))
 
 
 @cache

@@ -1,6 +1,6 @@
 """The repository as dialects see it: what clients may ask of it, in the owner and in other fronts.
 
-front -> owner   ask {id, do: names | load | unload, name ...}
+front -> owner   ask {id, do: names | load | unload | replace, name ...}
 owner -> front   told {id, names | error}       after the catalog that the change has led to
 """
 
@@ -9,9 +9,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
+from fastserve.config import ModelEntry
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.overrides import Override
 from fastserve.repository.repository import Repository
@@ -40,6 +43,10 @@ class ClientLoads:
         """Raises ServeError."""
         await self._repository.unload(name, composing=dependents)
 
+    async def replace_models(self, entries: Sequence[ModelEntry]) -> None:
+        """Raises ServeError."""
+        await self._repository.reload_config(entries)
+
     async def answer(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """What another front process is told about what it asked for its clients."""
         told = {"op": "told", "id": asked["id"]}
@@ -48,6 +55,8 @@ class ClientLoads:
                 return {**told, "names": await self.names()}
             if asked["do"] == "load":
                 await self.load(asked["name"], _read_override(asked["override"]))
+            elif asked["do"] == "replace":
+                await self.replace_models(msgspec.convert(asked["entries"], list[ModelEntry]))
             else:
                 await self.unload(asked["name"], asked["dependents"])
         except ServeError as fault:
@@ -75,6 +84,10 @@ class OthersLoads:
     async def unload(self, name: str, dependents: bool) -> None:
         """Raises ServeError."""
         await self._ask({"do": "unload", "name": name, "dependents": dependents})
+
+    async def replace_models(self, entries: Sequence[ModelEntry]) -> None:
+        """Raises ServeError."""
+        await self._ask({"do": "replace", "entries": msgspec.to_builtins(list(entries))})
 
     def hear(self, told: dict[str, Any]) -> None:
         """An answer of the owner's."""

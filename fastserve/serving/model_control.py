@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from fastserve.config import ModelEntry
 from fastserve.errors import Kind, ServeError
 
 NOT_EXPLICIT = "explicit model load / unload is not allowed if polling is enabled"
@@ -38,6 +40,10 @@ class RepositoryFace(Protocol):
         """The versions are gone from the catalog at once; NOT_FOUND when the model was never loaded."""
         ...
 
+    async def replace_models(self, entries: Sequence[ModelEntry]) -> None:
+        """Serve these in place of the ones `models` named, and return when they are up."""
+        ...
+
 
 class NoRepository:
     """Where models cannot be loaded by clients: the library, and tests."""
@@ -51,4 +57,7 @@ class NoRepository:
         raise ServeError(Kind.UNAVAILABLE, NOT_EXPLICIT)
 
     async def unload(self, name: str, dependents: bool) -> None:
+        raise ServeError(Kind.UNAVAILABLE, NOT_EXPLICIT)
+
+    async def replace_models(self, entries: Sequence[ModelEntry]) -> None:
         raise ServeError(Kind.UNAVAILABLE, NOT_EXPLICIT)

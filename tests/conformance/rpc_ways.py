@@ -27,7 +27,8 @@ from tests.conformance.ways import (
     unpack,
 )
 
-V2, V1 = load("kserve_v2"), load("triton_v1")
+V2, V1, TFS = load("kserve_v2"), load("triton_v1"), load("tfserving")
+TFS_SERVICE = "/tensorflow.serving.PredictionService/"
 V2_SERVICE, V1_SERVICE = "/inference.GRPCInferenceService/", "/nvidia.inferenceserver.GRPCService/"
 
 
@@ -145,7 +146,6 @@ class V2RpcTyped(V2Rpc):
     """The same with numbers as protobuf has them."""
 
     name = "v2-grpc-typed"
-    fast = frozenset()
 
     def fill(self, request: Any, name: str, rows: list[float], columns: int, slot: int) -> None:
         given = request.inputs.add(name=name, datatype="FP32", shape=[len(rows), columns])
@@ -183,6 +183,41 @@ class V2Stream(V2Rpc):
         if reply.error_message:
             return Answer("error", [], reply.error_message, data)
         return Answer(OK, self.rows(reply.infer_response, sent), "", data)
+
+
+class TfsRpc(RpcWay):
+    """Predict of TensorFlow Serving, numbers as protobuf has them."""
+
+    name, dialect = "tfserving-grpc", "tfserving"
+    path = TFS_SERVICE + "Predict"
+    statuses = {OK: OK, **{kind: kind.value for kind in Kind}}
+
+    def build(
+        self, model: str, rows: list[float], *, id: str = "", name: str = "x", columns: int = 2, slot: int = 0
+    ) -> Sent:
+        request = TFS.PredictRequest(model_spec={"name": model})
+        tensor = request.inputs[name]
+        tensor.dtype = TFS.DataType.Value("DT_FLOAT")
+        for size in (len(rows), columns):
+            tensor.tensor_shape.dim.add(size=size)
+        self.fill(tensor, rows, columns)
+        return Sent(request.SerializeToString(), slot)
+
+    def fill(self, tensor: Any, rows: list[float], columns: int) -> None:
+        tensor.float_val.extend(numbers(rows, columns))
+
+    def read(self, data: bytes, sent: Sent) -> Answer:
+        values = TFS.PredictResponse.FromString(data).outputs["y"].float_val
+        return Answer(OK, list(values)[::2], "", data)
+
+
+class TfsRpcContent(TfsRpc):
+    """The same with their bytes."""
+
+    name = "tfserving-grpc-content"
+
+    def fill(self, tensor: Any, rows: list[float], columns: int) -> None:
+        tensor.tensor_content = pack(rows, columns)
 
 
 class V1Rpc(RpcWay):
@@ -247,4 +282,14 @@ class V1Stream(V1Rpc):
     path = V1_SERVICE + "StreamInfer"
 
 
-RPC_WAYS = (V2Rpc(), V2RpcTyped(), V2RpcRegions(), V2Stream(), V1Rpc(), V1RpcRegions(), V1Stream())
+RPC_WAYS = (
+    V2Rpc(),
+    V2RpcTyped(),
+    V2RpcRegions(),
+    V2Stream(),
+    TfsRpc(),
+    TfsRpcContent(),
+    V1Rpc(),
+    V1RpcRegions(),
+    V1Stream(),
+)

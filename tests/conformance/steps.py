@@ -23,7 +23,7 @@ import pytest
 from fastserve.dialects.grps import predict as grps_predict
 from fastserve.dialects.grps import rpcs as grps_rpcs
 from fastserve.dialects.kserve_v2 import infer, rpc_infer
-from fastserve.dialects.tfserving import predict
+from fastserve.dialects.tfserving import grpc_predict, predict
 from fastserve.dialects.triton_v1 import rpcs  # noqa: F401 -- its prepared requests are wrapped too
 from fastserve.dialects.triton_v1.answers import Answers
 from fastserve.engine import forms, layouts
@@ -51,6 +51,7 @@ STEPS: dict[str, list[tuple[Any, str]]] = {
     "put": [(os, "pwrite")],
     "write": [
         (predict, "write_predict"),
+        (grpc_predict, "write_outputs"),
         (infer, "write_answer"),
         (rpc_infer, "write_message"),
         (Answers, "write"),

@@ -18,6 +18,7 @@ from fastserve.wire.grpc import Method
 from fastserve.wire.scope import Scope
 
 ADMINISTERS = {
+    "tfserving": {"HandleReloadConfigRequest"},
     "kserve_v2": {
         "POST /v2/logging", "POST /v2/trace/setting", "POST /v2/models/MODEL/trace/setting",
         "POST /v2/repository[/REPOSITORY]/models/MODEL/load",
@@ -138,4 +139,6 @@ def test_names_are_told_apart() -> None:
         "grps.protos.v1.GrpsService",
         "inference.GRPCInferenceService",
         "nvidia.inferenceserver.GRPCService",
+        "tensorflow.serving.ModelService",
+        "tensorflow.serving.PredictionService",
     ]

@@ -32,7 +32,7 @@ def test_an_official_client_fits_in_the_same_process() -> None:
     subprocess.run([sys.executable, "-c", OFFICIAL], check=True, timeout=60)
 
 
-@pytest.mark.parametrize("name", ["kserve_v2", "triton_v1"])
+@pytest.mark.parametrize("name", ["kserve_v2", "triton_v1"])  # tfserving brings protobuf's own files too
 def test_the_default_pool_learns_nothing(name: str) -> None:
     messages = load(name)
     for file in FileDescriptorSet.FromString(messages.descriptor_set).file:
@@ -63,6 +63,17 @@ def test_messages_and_enums() -> None:
         _ = kserve.Nothing
     with pytest.raises(FileNotFoundError):
         load("nobody")
+
+
+def test_packages_of_one_set() -> None:
+    tfserving = load("tfserving")
+    services = ["PredictionService", "ModelService"]
+    assert tfserving.services == [f"tensorflow.serving.{name}" for name in services]
+    assert tfserving.TensorProto.DESCRIPTOR.full_name == "tensorflow.TensorProto"
+    assert tfserving.Code.Name(9) == "FAILED_PRECONDITION"
+    assert tfserving.DataType.Value("DT_HALF") == 19
+    spec = tfserving.ModelSpec(name="m", version={"value": 3})
+    assert spec.SerializeToString() == b"\x0a\x01m\x12\x02\x08\x03"
 
 
 def test_methods_that_stream() -> None:

@@ -215,5 +215,5 @@ def test_what_a_listener_cannot_speak(names: tuple[str, ...]) -> None:
 def test_what_a_listener_speaks(named: tuple[str, ...], spoken: list[str]) -> None:
     specs = find_specs(Settings())
     assert [spec.name for spec in choose_http(specs, Listener(FREE, named))] == spoken
-    with_rpcs = [name for name in spoken if name in ("kserve_v2", "triton_v1", "grps")]
+    with_rpcs = [name for name in spoken if name in ("tfserving", "kserve_v2", "triton_v1", "grps")]
     assert [spec.name for spec in choose_grpc(specs, Listener(FREE, named))] == with_rpcs

@@ -8,6 +8,7 @@ there comes before it on a listener.
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 from fastserve.config import TFServingOptions
 from fastserve.dialects.tfserving.classify import VERBS, Examples
@@ -30,6 +31,9 @@ from fastserve.serving.dialect import Dialect, ServingContext
 from fastserve.wire.call import Call, Endpoint
 from fastserve.wire.dialect import Route
 from fastserve.wire.scope import Scope
+
+if TYPE_CHECKING:
+    from fastserve.wire.grpc import Method
 
 HTML = b"text/html; charset=ISO-8859-1"
 PAGE = b"text/html"
@@ -65,6 +69,12 @@ class TFServing(Dialect):
         if method == "GET":
             return Route(partial(self._describe, target=parsed), parsed.scope)
         return Route((Predict if parsed.verb == "predict" else Examples)(self._service, parsed), parsed.scope)
+
+    def grpc_methods(self) -> list[Method]:
+        """The RPCs of PredictionService and ModelService."""
+        from fastserve.dialects.tfserving.grpc_methods import make_methods
+
+        return make_methods(self._service)
 
     def refuse(self, call: Call, fault: ServeError) -> None:
         self._service.refuse(call, "", fault)

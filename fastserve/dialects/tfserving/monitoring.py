@@ -36,23 +36,24 @@ class Spread:
 
 
 class Monitor:
-    """Counts of REST calls. Names nobody serves share one series, so that clients cannot add series."""
+    """Counts of calls. Names nobody serves share one series, so that clients cannot add series."""
 
     def __init__(self, known: Collection[str]) -> None:
         self._known = known
         self._calls: dict[tuple[str, str], int] = {}
-        self._latency: dict[tuple[str, str], Spread] = {}
+        self._latency: dict[tuple[str, str, str], Spread] = {}
 
     def count(self, model: str, status: str) -> None:
         """One call answered with that code name (`OK`, `NOT_FOUND`, ...)."""
         key = (model, status) if model in self._known else ("", status)
         self._calls[key] = self._calls.get(key, 0) + 1
 
-    def time(self, model: str, api: str, took_us: float) -> None:
+    def time(self, model: str, api: str, took_us: float, entrypoint: str = "REST") -> None:
         """How long one successful inference took. `model` is one that is served."""
-        spread = self._latency.get((model, api))
+        key = model, api, entrypoint
+        spread = self._latency.get(key)
         if spread is None:
-            spread = self._latency[(model, api)] = Spread()
+            spread = self._latency[key] = Spread()
         spread.add(took_us)
 
     def write(self) -> bytes:
@@ -62,8 +63,8 @@ class Monitor:
             for (model, status), value in sorted(self._calls.items())
         ]
         spreads = [
-            ({"model_name": model, "API": api, "entrypoint": "REST"}, spread)
-            for (model, api), spread in sorted(self._latency.items())
+            ({"model_name": model, "API": api, "entrypoint": entrypoint}, spread)
+            for (model, api, entrypoint), spread in sorted(self._latency.items())
         ]
         lines = write_series(REQUEST_COUNT, "counter", calls)
         lines += write_histogram(REQUEST_LATENCY, LATENCY_BOUNDS_US, spreads)

@@ -25,6 +25,17 @@ INFER = HttpRoute("infer", _MODEL + ":predict|classify|regress", {"POST": Scope.
 PREFLIGHT = HttpRoute("preflight", "/v1/...", {"OPTIONS": Scope.METADATA})
 MONITORING = HttpRoute("monitoring", "tfserving.monitoring_path", dict.fromkeys(_ANY, Scope.METRICS))
 ROUTES = (DESCRIBE, INFER, PREFLIGHT, MONITORING)
+PREDICTION_SERVICE = "/tensorflow.serving.PredictionService/"
+MODEL_SERVICE = "/tensorflow.serving.ModelService/"
+RPCS = {
+    PREDICTION_SERVICE + "Predict": Scope.INFER,
+    PREDICTION_SERVICE + "Classify": Scope.INFER,
+    PREDICTION_SERVICE + "Regress": Scope.INFER,
+    PREDICTION_SERVICE + "MultiInference": Scope.INFER,
+    PREDICTION_SERVICE + "GetModelMetadata": Scope.METADATA,
+    MODEL_SERVICE + "GetModelStatus": Scope.METADATA,
+    MODEL_SERVICE + "HandleReloadConfigRequest": Scope.ADMIN,
+}
 INT64_MAX = 2**63 - 1
 INT64_DIGITS = 19
 

@@ -43,6 +43,9 @@ class Service:
         self.catalog = engine.catalog
         self.options = options
         self.limits = context.settings.limits
+        self.message_bytes = context.settings.grpc_options.message_bytes
+        self.admin = context.settings.admin
+        self.repository = context.repository
         self.headers = CORS_HEADERS if options.cors else ()
         self.monitor = Monitor(engine.catalog.models)
         self.traffic = Traffic(context.registry, "tfserving", engine.catalog.models)
@@ -69,12 +72,18 @@ class Service:
         call.reply(200, body, JSON, self.headers)
         self.observe(model)
 
-    def observe(self, model: str, api: str = "", took_ns: int = 0) -> None:
+    def observe(self, model: str, api: str = "", took_ns: int = 0, entrypoint: str = "REST") -> None:
         """Put a call that was answered well on TensorFlow Serving's metrics page; `api` names what ran."""
         if self.options.monitoring:
             self.monitor.count(model, "OK")
             if api:
-                self.monitor.time(model, api, took_ns / 1000)
+                self.monitor.time(model, api, took_ns / 1000, entrypoint)
+
+    def count_refused(self, model: str, fault: ServeError) -> None:
+        """One call that is answered with an error."""
+        self.traffic.refused(model, fault.kind.name)
+        if self.options.monitoring:
+            self.monitor.count(model, fault.kind.name)
 
     def refuse(self, call: Call, model: str, fault: ServeError) -> None:
         """Reply with an error."""
@@ -83,9 +92,7 @@ class Service:
         if fault.retry_after_s is not None:
             headers = (*headers, (b"Retry-After", b"%d" % max(1, round(fault.retry_after_s))))
         call.reply(HTTP_STATUS[fault.kind], error_body(fault.message), JSON, headers)
-        self.traffic.refused(model, fault.kind.name)
-        if self.options.monitoring:
-            self.monitor.count(model, fault.kind.name)
+        self.count_refused(model, fault)
 
 
 class GeneralRequest(SlowRequest):

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from fastserve.config import TFServingOptions
 from fastserve.dialects.tfserving.dialect import TFServing
-from fastserve.dialects.tfserving.routes import ROUTES
+from fastserve.dialects.tfserving.routes import ROUTES, RPCS
+from fastserve.protos import load
 from fastserve.serving.dialect import DialectSpec
 
 SPEC = DialectSpec(
-    name="tfserving", options=TFServingOptions, section="tfserving", build=TFServing, routes=ROUTES
+    name="tfserving",
+    options=TFServingOptions,
+    section="tfserving",
+    build=TFServing,
+    routes=ROUTES,
+    rpcs=RPCS,
+    descriptors=lambda: [load("tfserving").descriptor_set],
 )

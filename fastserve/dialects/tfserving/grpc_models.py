@@ -1,0 +1,162 @@
+"""GetModelMetadata, GetModelStatus and HandleReloadConfigRequest (spec 4.4)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from google.protobuf.json_format import ParseDict
+
+from fastserve.config import ModelEntry
+from fastserve.config.policy import PolicyChoice, VersionPolicy
+from fastserve.dialects.tfserving.describe import find_versions, signature_def
+from fastserve.dialects.tfserving.errors import invalid
+from fastserve.dialects.tfserving.grpc_spec import fill_spec, find_model, target_of, tell
+from fastserve.dialects.tfserving.routes import Target
+from fastserve.dialects.tfserving.service import Service
+from fastserve.errors import Kind, ServeError
+from fastserve.protos import load
+from fastserve.repository.catalog import Catalog
+
+MESSAGES = load("tfserving")
+SIGNATURE_DEF = "signature_def"
+TYPE_URL = "type.googleapis.com/tensorflow.serving.SignatureDefMap"
+PLATFORM = "tensorflow"
+NOT_ALLOWED = "Replacing the models is disabled. Start the server with '--admin-reload-config' to enable."
+
+
+class Models:
+    """One method for each RPC: a request message in, a response message out. What raises is told."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def get_model_metadata(self, request: Any) -> Any:
+        target = target_of(request)
+        if not request.metadata_field:
+            raise invalid("GetModelMetadataRequest must specify at least one metadata_field")
+        for field in request.metadata_field:
+            if field != SIGNATURE_DEF:
+                raise invalid(f"Metadata field {field} is not supported")
+        version = find_model(self._service.catalog, target)
+        defs = {
+            name: signature_def(signature, batching=version.batching)
+            for name, signature in version.signatures.items()
+        }
+        described = ParseDict({"signature_def": defs}, MESSAGES.SignatureDefMap())
+        response = MESSAGES.GetModelMetadataResponse()
+        fill_spec(response.model_spec, version, None)
+        held = response.metadata[SIGNATURE_DEF]
+        held.type_url, held.value = TYPE_URL, described.SerializeToString()
+        return response
+
+    async def get_model_status(self, request: Any) -> Any:
+        """Every version ever seen, highest first; a label is ignored."""
+        target = target_of(request)
+        found = find_versions(self._service.catalog, Target(target.name, target.version, None, ""))
+        response = MESSAGES.GetModelStatusResponse()
+        for version in sorted(found, key=lambda version: version.number, reverse=True):
+            told = response.model_version_status.add(version=version.number, state=version.state.value)
+            told.status.error_code = version.error.kind.value if version.error else 0
+            told.status.error_message = version.error.message if version.error else ""
+        return response
+
+    async def reload_config(self, request: Any) -> Any:
+        """Serve these models and no others; returns when they are there."""
+        service = self._service
+        if not service.admin.reload_config:
+            raise ServeError(Kind.UNIMPLEMENTED, NOT_ALLOWED)
+        entries = read_config(request.config, service.catalog)
+        await service.repository.replace_models(entries)
+        response = MESSAGES.ReloadConfigResponse()
+        response.status.SetInParent()
+        return response
+
+
+def answering(run: Any) -> Any:
+    """A method of `Models` as the transport calls it: faults are told as the original does."""
+
+    async def answer(request: Any, rpc: object) -> Any:
+        try:
+            return await run(request)
+        except ServeError as fault:
+            raise tell(fault) from None
+
+    return answer
+
+
+# --- the list of models --------------------------------------------------------------------------
+
+
+def read_config(config: Any, catalog: Catalog) -> list[ModelEntry]:
+    """A ModelServerConfig. Raises ServeError for a list that cannot be, as a whole."""
+    if config.WhichOneof("config") != "model_config_list":
+        raise invalid(
+            "ServerModelConfig type not supported by HandleReloadConfigRequest. "
+            "Only ModelConfigList is currently supported"
+        )
+    given = config.model_config_list.config
+    names: set[str] = set()
+    for one in given:
+        if one.name in names:
+            raise invalid(f"Illegal to list model {one.name} multiple times in config list")
+        names.add(one.name)
+    return [_read_model(one, catalog) for one in given]
+
+
+def _read_model(given: Any, catalog: Catalog) -> ModelEntry:
+    if "://" in given.base_path:
+        raise invalid(f"base_path of model {given.name}: given {given.base_path}, allowed: a folder there")
+    if not given.base_path.startswith("/"):
+        raise invalid(
+            f"Expected model {given.name} to have an absolute path or URI; got base_path()={given.base_path}"
+        )
+    _check_platform(given, catalog)
+    if given.HasField("logging_config"):
+        raise invalid(f"logging_config of model {given.name}: logs of requests are not built")
+    _check_numbers(given)
+    return ModelEntry(
+        name=given.name,
+        base_path=given.base_path,
+        version_policy=_policy(given),
+        labels=dict(given.version_labels) or None,
+    )
+
+
+def _check_platform(given: Any, catalog: Catalog) -> None:
+    """One word stands for everything that is served here, as it does in the configuration file."""
+    platform = given.model_platform
+    if not platform and given.model_type:
+        platform = PLATFORM if given.model_type == MESSAGES.ModelType.Value("TENSORFLOW") else "other"
+    if not platform:
+        raise invalid(
+            "Illegal setting neither ModelServerConfig::model_type (deprecated) nor "
+            f"ModelServerConfig::model_platform, model name is {given.name}"
+        )
+    if platform == PLATFORM:
+        return
+    if catalog.available(given.name) is not None:
+        raise invalid(
+            f"Illegal to change a model's platform. For model {given.name} platform was {PLATFORM} and new "
+            f"platform requested is {platform}"
+        )
+    raise invalid(f"Model {given.name} requests unsupported platform {platform}")
+
+
+def _check_numbers(given: Any) -> None:
+    numbers = [*given.model_version_policy.specific.versions, *given.version_labels.values()]
+    if any(number < 0 for number in numbers):
+        raise invalid(f"model {given.name}: a version is a number from 0 on")
+
+
+def _policy(given: Any) -> VersionPolicy | None:
+    chosen = given.model_version_policy.WhichOneof("policy_choice")
+    if chosen is None:
+        return None
+    if chosen == "all":
+        return "all"
+    if chosen == "latest":
+        return PolicyChoice(latest=given.model_version_policy.latest.num_versions or 1)
+    versions = list(given.model_version_policy.specific.versions)
+    if not versions:
+        raise invalid(f"model {given.name}: model_version_policy.specific names no version")
+    return PolicyChoice(specific=versions)

@@ -1,0 +1,273 @@
+"""PredictionService/Predict: a PredictRequest read in place, the engine, a PredictResponse (spec 4.2, 4.3).
+
+Checks are made in the original's order. Tensors stay where they were received until all of them are known to
+be good; then each is decoded once, into memory of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Iterable
+
+from fastserve._ext.proto_outline import Outline
+from fastserve._ext.proto_wire import MOST_ENTRIES, Fault, WireFault
+from fastserve._ext.slab import blank_bytes
+from fastserve._ext.tensor_proto import (
+    DTYPE_NUMBER,
+    PredictMessage,
+    WireTensor,
+    read_predict_request,
+    write_model_spec,
+)
+from fastserve.dialects.tfserving.errors import invalid
+from fastserve.dialects.tfserving.grpc_fast import API, SCHEME, Aliases, FastGrpc, names_of, write_outputs
+from fastserve.dialects.tfserving.grpc_spec import find_model, refuse_rpc
+from fastserve.dialects.tfserving.names import TF_WORD
+from fastserve.dialects.tfserving.routes import Target
+from fastserve.dialects.tfserving.service import Service
+from fastserve.errors import Kind, ServeError
+from fastserve.protos import load
+from fastserve.repository.signature import DEFAULT_SIGNATURE, Signature
+from fastserve.repository.version import Version
+from fastserve.request import InferRequest, InferResponse
+from fastserve.serving.exchange import Awaited, deadline_of
+from fastserve.serving.slow_path import SlowRequest, answer_slowly
+from fastserve.tensor import DTYPE_BY_CODE, DType, Tensor, TensorSpec, count_items
+from fastserve.wire.grpc import Exchange, Rpc
+
+DTYPE_BY_NUMBER: dict[int, DType] = {number: DTYPE_BY_CODE[code] for code, number in DTYPE_NUMBER.items()}
+LENGTH_BYTES = 4  # of a packed string
+MOST_STRINGS = 1 << 28  # of a tensor that is not over every limit by its lengths alone
+
+
+def _type_words() -> dict[int, str]:
+    names = load("tfserving").DataType
+    words = {number: name[3:].lower() for name, number in names.items() if number}
+    return words | {DTYPE_NUMBER[code]: word for code, word in TF_WORD.items()}
+
+
+TYPE_WORDS = _type_words()
+"""DataType -> its word in an error text; also for types that no model here takes."""
+
+
+def read_sent(data: bytes) -> PredictMessage:
+    """A serialized PredictRequest. Raises ServeError."""
+    try:
+        return read_predict_request(data)
+    except WireFault as fault:
+        if fault.code is Fault.TOO_MANY:
+            raise invalid(
+                f"PredictRequest: at most {MOST_ENTRIES} inputs, output filters and axes of shapes are read, "
+                f"more begin at byte {fault.offset}"
+            ) from None
+        raise invalid(f"malformed PredictRequest: {fault}") from None
+
+
+class Predict:
+    """The RPC: the fast path first, and the general one for what it does not take."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._fast = FastGrpc(service)
+
+    def start(self, data: bytes, exchange: Exchange) -> bool:
+        """Take a request that the fast path knows, or leave it to the coroutine below."""
+        outline = SCHEME.read(data)
+        return outline is not None and self._fast.start(outline, exchange, exchange.deadline_ns)
+
+    async def __call__(self, data: bytes, rpc: Rpc) -> bytes:
+        """A serialized PredictResponse. Raises ServeError."""
+        exchange = Awaited(rpc.received_ns)
+        request = GeneralPredict(self._service, exchange, rpc, data, self._fast)
+        await answer_slowly(exchange, request, self._service.traffic)
+        return await exchange.answer()
+
+
+class GeneralPredict(SlowRequest):
+    """A request as the general path answers it; the fast one learns it."""
+
+    def __init__(self, service: Service, exchange: Awaited, rpc: Rpc, data: bytes, fast: FastGrpc) -> None:
+        self._service, self._exchange, self._rpc, self._fast = service, exchange, rpc, fast
+        self._data = data
+        self._outline: Outline | None = SCHEME.read(data)
+        self._model = ""
+
+    async def read(self) -> InferRequest:
+        service, data = self._service, self._data
+        message = self._message = await service.apart(len(data), read_sent, data)
+        self._model = message.model
+        if not message.has_spec:
+            raise invalid("Missing ModelSpec")
+        target = Target(message.model, message.version, message.label, "")
+        version = self.version = find_model(service.catalog, target)
+        signature = self._signature = find_predict_signature(version, message.signature)
+        optional = optional_aliases(version, signature)
+        check_names(signature, list(message.inputs), optional)
+        sizes = {
+            alias: measure(alias, message.inputs[alias])
+            for alias in signature.inputs
+            if alias in message.inputs
+        }
+        check_total(sizes, service.message_bytes)
+        self._aliases = choose_outputs(signature, message.output_filter)
+        check_dtypes(signature, message)
+        work = sum(sizes.values()) + len(data)
+        inputs = await service.apart(work, decode_all, message, sizes, signature, version.batching)
+        self._inputs = inputs
+        return InferRequest(inputs, names_of(self._aliases), deadline_ns=deadline_of(self._rpc))
+
+    def run(self, request: InferRequest) -> Awaitable[InferResponse]:
+        return self._service.engine.infer(self.version, request)
+
+    async def write(self, response: InferResponse) -> None:
+        outputs, version = response.outputs, self.version
+        spec = write_model_spec(version.model, version.number, self._signature.name)
+        size = sum(memoryview(tensor.data).nbytes for tensor in outputs.values())
+        content = self._service.options.tensor_content
+        self._reply = await self._service.apart(size, write_outputs, outputs, self._aliases, spec, content)
+
+    async def send(self) -> None:
+        self._exchange.reply(self._reply)
+
+    def answered(self, took_ns: int) -> None:
+        self._service.observe(self._model, API, took_ns, "GRPC")
+        if self._outline is not None:
+            self._fast.learn(
+                self._outline,
+                self._message,
+                self.version,
+                self._signature,
+                self._aliases,
+                self._inputs,
+                self._rpc.patience_ns,
+            )
+
+    def refused(self, fault: ServeError) -> None:
+        self._exchange.refuse(refuse_rpc(self._service, self._model, fault))
+
+
+# --- the checks, in their order ------------------------------------------------------------------
+
+
+def find_predict_signature(version: Version, name: str) -> Signature:
+    """Raises ServeError in the words of Predict over gRPC."""
+    signature = version.signatures.get(name or DEFAULT_SIGNATURE)
+    if signature is None:
+        raise ServeError(Kind.FAILED_PRECONDITION, f'Serving signature key "{name}" not found.')
+    return signature
+
+
+def optional_aliases(version: Version, signature: Signature) -> set[str]:
+    """The inputs that may be left out: here these stand for those that have defaults."""
+    optional = version.config.options.optional_inputs
+    return {alias for alias, name in signature.input_names.items() if name in optional}
+
+
+def check_names(signature: Signature, sent: list[str], optional: set[str]) -> None:
+    """Raises ServeError unless there are all inputs of a signature, and no others (checks 6, 7, 9)."""
+    wanted = signature.inputs.keys()
+    extra, missing = set(sent) - wanted, wanted - set(sent)
+    if len(sent) > len(wanted) or (len(sent) < len(wanted) and not optional):
+        raise invalid(
+            f"input size does not match signature: {len(sent)}!={len(wanted)} len({braced(sent)}) != "
+            f"len({braced(wanted)}). Sent extra: {braced(extra)}. Missing but required: {braced(missing)}."
+        )
+    for alias in wanted:
+        if alias in missing and alias not in optional:
+            raise invalid(
+                f"Signature input alias: {alias}(feed name: {signature.input_names[alias]}:0) not found in "
+                "request and no default value provided. Inputs expected to be in the request "
+                f"{braced(sent)}, or default input alias set: {braced(optional)}"
+            )
+    if extra:
+        used = braced(set(sent) & wanted)
+        raise invalid(
+            f"Inputs contains invalid name. Used request inputs: {used}, request input: {braced(sent)}"
+        )
+
+
+def braced(names: Iterable[str]) -> str:
+    """A set of names as the original prints it."""
+    return "{" + ",".join(sorted(names)) + "}"
+
+
+def measure(alias: str, tensor: WireTensor) -> int:
+    """Bytes of a tensor in memory; 0 for one of a type that no model here takes. Raises ServeError for one
+    that cannot be decoded (check 8)."""
+    dtype = DTYPE_BY_NUMBER.get(tensor.number)
+    if dtype is None and tensor.number not in TYPE_WORDS:
+        raise undecodable(alias)
+    try:
+        items = count_items(tensor.shape)
+    except ServeError:
+        raise undecodable(alias) from None
+    if dtype is None:
+        return 0
+    if not dtype.item_bytes and items > MOST_STRINGS:
+        return items * LENGTH_BYTES
+    size = tensor.measure(dtype.code, items)
+    if size < 0:
+        raise undecodable(alias)
+    return size
+
+
+def undecodable(alias: str) -> ServeError:
+    return invalid(f"tensor parsing error: {alias}")
+
+
+def check_total(sizes: dict[str, int], most: int) -> None:
+    """A value that stands for many is given in few bytes. Raises ServeError."""
+    total = sum(sizes.values())
+    if total > most:
+        raise invalid(
+            f"tensor parsing error: the inputs are {total} bytes in memory, allowed: up to {most} "
+            "(grpc_options.message_bytes)"
+        )
+
+
+def choose_outputs(signature: Signature, wanted: Iterable[str]) -> Aliases:
+    """The outputs of a filter, of none all of them (checks 10, 11). Raises ServeError."""
+    names, chosen = signature.output_names, {}
+    for alias in wanted:
+        if alias not in names:
+            raise invalid(
+                f"output tensor alias not found in signature: {alias} Outputs expected to be in the set "
+                f"{braced(names)}."
+            )
+        if alias in chosen:
+            raise invalid(f"duplicate output tensor alias: {alias}")
+        chosen[alias] = names[alias]
+    return chosen or names
+
+
+def check_dtypes(signature: Signature, message: PredictMessage) -> None:
+    """Raises ServeError (check 12): nothing is converted."""
+    for index, (alias, spec) in enumerate(signature.inputs.items()):
+        tensor = message.inputs.get(alias)
+        if tensor is not None and tensor.number != DTYPE_NUMBER[spec.dtype.code]:
+            word = TYPE_WORDS[tensor.number]
+            raise invalid(f"Expects arg[{index}] to be {TF_WORD[spec.dtype.code]} but {word} is provided")
+
+
+def decode_all(
+    message: PredictMessage, sizes: dict[str, int], signature: Signature, batching: bool
+) -> dict[str, Tensor]:
+    """Every input by the model's name. One of a shape that the model refuses is not decoded for that."""
+    found = {}
+    for alias, size in sizes.items():
+        tensor, spec = message.inputs[alias], signature.inputs[alias]
+        memory: bytes | bytearray = b""
+        if fits(tensor.shape, spec, batching):
+            memory = blank_bytes(size)
+            tensor.fill(spec.dtype.code, count_items(tensor.shape), memory)
+        found[signature.input_names[alias]] = Tensor(spec.dtype, tensor.shape, memory)
+    return found
+
+
+def fits(shape: tuple[int, ...], spec: TensorSpec, batching: bool) -> bool:
+    """Whether a model may take this shape."""
+    if spec.shape is None:
+        return True
+    own = shape[1:] if batching else shape
+    return len(own) == len(spec.shape) and all(
+        wanted in (-1, size) for size, wanted in zip(own, spec.shape, strict=True)
+    )
