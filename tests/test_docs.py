@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from fastserve.metrics import names
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -31,3 +34,16 @@ def test_the_readmes_library_example_runs(tmp_path: Path) -> None:
     example.write_text(next(block for block in blocks if "BatchedService" in block))
     done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, timeout=60)
     assert done.stdout == "[0, 1, 4, 9, 16, 25, 36, 49, 64, 81]\n", done.stderr
+
+
+def test_the_dashboard_asks_for_metrics_there_are() -> None:
+    board = json.loads((ROOT / "docs/grafana/fastserve.json").read_text())
+    asked = {
+        re.sub(r"_(bucket|sum|count)$", "", name)
+        for panel in board["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"\bfastserve_\w+", target["expr"])
+    }
+    assert asked - set(names.CATALOGUE) == set()
+    assert len(asked) > 10
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])

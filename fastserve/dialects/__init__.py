@@ -5,6 +5,7 @@ On a listener that speaks several, they are asked in this order whose a target i
 
 from typing import Any
 
+from fastserve.dialects.console.spec import SPEC as CONSOLE
 from fastserve.dialects.grps.spec import SPEC as GRPS
 from fastserve.dialects.kserve_v2.spec import SPEC as KSERVE_V2
 from fastserve.dialects.metrics_port import SPEC as METRICS_PORT
@@ -15,6 +16,7 @@ from fastserve.serving.dialect import DialectSpec
 
 SPECS: tuple[DialectSpec[Any], ...] = (
     OPS,
+    CONSOLE,
     TFSERVING,
     KSERVE_V2,
     TRITON_V1,

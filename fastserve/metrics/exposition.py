@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import struct
 import threading
+from collections.abc import Container
 from itertools import accumulate
 from typing import Any
 
@@ -39,25 +40,28 @@ class Exposition:
             lines = [line for metric, series in merged.values() for line in self._write(metric, series)]
         return ("\n".join([*lines, *self._write_itself(unreadable)]) + "\n").encode()
 
-    def merge(self) -> tuple[Merged, int]:
-        """Series of the same name and labels added up, and how many could not be understood."""
+    def merge(self, wanted: Container[str] | None = None) -> tuple[Merged, int]:
+        """Series of the same name and labels added up, and how many could not be understood; None for all."""
         merged: Merged = {}
         unreadable = 0
         for section, known in zip(self._sections, self._known, strict=True):
             self._learn(section, known)
             for entry in known:
+                if entry is not None and wanted is not None and entry[0].name not in wanted:
+                    continue
                 if entry is None or not _merge_one(merged, section, *entry):
                     unreadable += 1
         return merged, unreadable
 
-    def totals(self, *metrics: Metric) -> list[dict[Labels, tuple[int, float]]]:
-        """Per metric, its series over all sections: a histogram's (count, sum), a counter's (value, 0.0)."""
+    def read(self, *metrics: Metric) -> list[dict[Labels, tuple[float, ...]]]:
+        """Per metric, its series over all sections: a histogram's counts by bucket and then its sum, of the
+        others their value alone. Other metrics cost nothing here but the look at their names."""
+        wanted = {metric.name for metric in metrics}
         with self._lock:
-            merged, _ = self.merge()
-        found = [merged.get(metric.name, (metric, {}))[1] for metric in metrics]
+            merged, _ = self.merge(wanted)
         return [
-            {labels: _total(metric, values) for labels, values in series.items()}
-            for metric, series in zip(metrics, found, strict=True)
+            {labels: _numbers(metric, values) for labels, values in series.items()}
+            for metric, series in (merged.get(metric.name, (metric, {})) for metric in metrics)
         ]
 
     def _learn(self, section: Section, known: list[Any]) -> None:
@@ -140,8 +144,10 @@ def _write_heads(metric: Metric, values: Labels) -> tuple[str, ...]:
     return (*buckets, *(f"{metric.name}_{part}{write_labels(labels)} " for part in ("count", "sum")))
 
 
-def _total(metric: Metric, values: Values) -> tuple[int, float]:
-    return (sum(values[:-1]), _double(values[-1])) if metric.kind == "histogram" else (values[0], 0.0)
+def _numbers(metric: Metric, values: Values) -> tuple[float, ...]:
+    if metric.kind == "histogram":
+        return (*values[:-1], _double(values[-1]))
+    return (float(values[0]) if metric.kind == "counter" else _double(values[0]),)
 
 
 def _double(bits: int) -> float:

@@ -131,9 +131,10 @@ class Registry:
         """Prometheus text (format 0.0.4) of the sum over all sections."""
         return self._exposition.expose()
 
-    def totals(self, *metrics: Metric) -> list[dict[tuple[str, ...], tuple[int, float]]]:
-        """Per metric, label values -> a histogram's (count, sum), a counter's (value, 0.0); all sections."""
-        return self._exposition.totals(*metrics)
+    def read(self, *metrics: Metric) -> list[dict[tuple[str, ...], tuple[float, ...]]]:
+        """Per metric, label values -> of a histogram the counts by bucket and the sum, else (value,);
+        over all sections."""
+        return self._exposition.read(*metrics)
 
     def close(self) -> None:
         """The registry is of no use afterwards. The memory stays as long as a meter in it is in use."""

@@ -81,6 +81,8 @@ class Front:
             await self._open_http(listener, spoken, shared, beside)
         for listener, spoken in alone:
             await self._open_grpc(listener, spoken, shared)
+        for dialect in self.dialects.values():
+            dialect.open()
 
     def begin(self) -> None:
         """From now on every call is answered, not only those about health."""

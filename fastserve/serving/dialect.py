@@ -92,8 +92,11 @@ class Dialect:
         """The RPCs that the spec lists. Called where a gRPC listener speaks this dialect."""
         return []
 
+    def open(self) -> None:
+        """The listeners are open, on the running loop; models may still be loading."""
+
     def close(self) -> None:
-        """The listeners are closed."""
+        """The listeners are closed. Called without `open` when one of them could not be opened."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,165 @@
+"""What the page shows, as JSON: the server, its devices, every model with its versions, what went wrong.
+
+Nothing here is known to this page alone: counters are those of /metrics, states those of /healthz/ready.
+"""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from fastserve import __version__
+from fastserve.dialects.console import figures
+from fastserve.dialects.console.figures import Bar, Figures, Stage
+from fastserve.dialects.console.history import ALL, INTERVAL_S, History
+from fastserve.metrics import Readiness, Registry, names
+from fastserve.metrics.machine import Machine
+from fastserve.repository.catalog import Catalog
+from fastserve.repository.version import Model, Version
+
+Points = dict[str, list[float | None]]
+CAUSES_MAX = 50
+_FACTS = (names.WORKERS_ALIVE, names.WORKERS_WANTED, names.WORKER_RESTARTS, names.CONNECTIONS)
+
+
+class Device(msgspec.Struct, kw_only=True):
+    """What workers run on. `utilization` is from 0 to 1, over the time since somebody last asked."""
+
+    name: str
+    utilization: float
+    memory_used_bytes: int
+    memory_total_bytes: int
+
+
+class VersionNumbers(msgspec.Struct, kw_only=True):
+    version: int
+    state: str
+    labels: list[str]
+    error: str
+    workers_alive: int
+    workers_wanted: int
+    worker_restarts: int
+
+
+class ModelNumbers(msgspec.Struct, kw_only=True):
+    """`now` is of the last ten seconds; `points` are of intervals of `interval_s`, oldest first."""
+
+    model: str
+    ready: bool
+    reason: str
+    versions: list[VersionNumbers]
+    now: Figures
+    stages: list[Stage]
+    batches: list[Bar]
+    points: Points
+
+
+class Cause(msgspec.Struct, kw_only=True):
+    """What went wrong. `kind`: status (of a reply), reject (before it ran), cancel (its client left, while
+    queued or running), wire (before any dialect saw it)."""
+
+    kind: str
+    model: str
+    cause: str
+    total: int
+    per_s: float
+
+
+class Numbers(msgspec.Struct, kw_only=True):
+    """The whole reply. `points` go up to the number `next_point`: ask for those after it the next time."""
+
+    server: str
+    at: float
+    up_s: float
+    ready: bool
+    reason: str
+    connections: int
+    interval_s: float
+    next_point: int
+    now: Figures
+    points: Points
+    devices: list[Device]
+    models: list[ModelNumbers]
+    causes: list[Cause]
+
+
+class Reader:
+    """Reads the numbers of one front process, which tells them of all."""
+
+    def __init__(self, registry: Registry, catalog: Catalog, readiness: Readiness, history: History) -> None:
+        self._registry, self._catalog = registry, catalog
+        self._readiness, self._history = readiness, history
+        self._machine = Machine()
+        self._begun_ns = time.monotonic_ns()
+
+    def read(self, after: int) -> Numbers:
+        """The numbers, with the points from the number `after` on."""
+        history = self._history
+        alive, wanted, restarts, connections = self._registry.read(*_FACTS)
+        facts = (alive, wanted, restarts)
+        known = sorted({*self._catalog.models, *history.models()})
+        return Numbers(
+            server=__version__,
+            at=time.time(),
+            up_s=(time.monotonic_ns() - self._begun_ns) / 1e9,
+            ready=self._readiness.ready,
+            reason=self._readiness.reason,
+            connections=int(sum(value for (value,) in connections.values())),
+            interval_s=INTERVAL_S,
+            next_point=history.seen,
+            now=figures.describe(*history.growth(ALL)),
+            points=history.points(ALL, after),
+            devices=[self._read_machine()],
+            models=[self._read_model(name, facts, after) for name in known],
+            causes=self._read_causes(),
+        )
+
+    def _read_model(self, name: str, facts: tuple[_Facts, ...], after: int) -> ModelNumbers:
+        growth, seconds = self._history.growth(name)
+        state = self._readiness.models.get(name)
+        model = self._catalog.models.get(name)
+        versions = sorted(model.versions.values(), key=lambda version: -version.number) if model else []
+        return ModelNumbers(
+            model=name,
+            ready=state.ready if state else False,
+            reason=state.reason if state else "not loaded",
+            versions=[_read_version(model, version, facts) for version in versions if model],
+            now=figures.describe(growth, seconds),
+            stages=figures.stages(growth),
+            batches=figures.bars(growth),
+            points=self._history.points(name, after),
+        )
+
+    def _read_machine(self) -> Device:
+        total, used = self._machine.memory_bytes()
+        return Device(
+            name="cpu",
+            utilization=self._machine.cpu_utilization(),
+            memory_used_bytes=used,
+            memory_total_bytes=total,
+        )
+
+    def _read_causes(self) -> list[Cause]:
+        return [
+            Cause(kind=kind, model=model, cause=cause, total=int(total), per_s=per_s)
+            for (kind, model, cause), total, per_s in self._history.causes()[:CAUSES_MAX]
+            if total
+        ]
+
+
+_Facts = dict[tuple[str, ...], tuple[float, ...]]
+
+
+def _read_version(model: Model, version: Version, facts: tuple[_Facts, ...]) -> VersionNumbers:
+    who = (version.model, str(version.number))
+    alive, wanted, restarts = (int(found.get(who, (0.0,))[0]) for found in facts)
+    return VersionNumbers(
+        version=version.number,
+        state=version.state.name,
+        labels=sorted(label for label, number in model.labels.items() if number == version.number),
+        error=version.error.message if version.error else "",
+        workers_alive=alive,
+        workers_wanted=wanted,
+        worker_restarts=restarts,
+    )
