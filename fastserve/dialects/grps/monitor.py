@@ -121,14 +121,14 @@ class Monitor:
         return [(label, round(took[min(int(rank * len(took)), len(took) - 1)], 3)) for label, rank in ranks]
 
     def _look(self) -> None:
-        requests, durations = self._registry.totals(names.REQUESTS, names.REQUEST_DURATION)
-        calls = sum(int(count) for (_, _, dialect, _), (count, _) in requests.items() if dialect == "grps")
+        requests, durations = self._registry.read(names.REQUESTS, names.REQUEST_DURATION)
+        calls = sum(int(count) for (_, _, dialect, _), (count,) in requests.items() if dialect == "grps")
         good = sum(
             int(count)
-            for (_, _, dialect, code), (count, _) in requests.items()
+            for (_, _, dialect, code), (count,) in requests.items()
             if (dialect, code) == ("grps", "OK")
         )
-        seconds = sum(total for labels, (_, total) in durations.items() if "grps" in labels)
+        seconds = sum(took[-1] for labels, took in durations.items() if "grps" in labels)
         before = self._last
         self._last = calls, calls - good, seconds
         new, failed, took_s = (now - then for now, then in zip(self._last, before, strict=True))

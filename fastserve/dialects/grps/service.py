@@ -134,8 +134,8 @@ class Online:
         name = "all" if self._shared else protocol
         known = self._known[name]
         if not self._alone:  # some other process may have been told since
-            (totals,) = self._context.registry.totals(ONLINE)
-            said = totals.get((name,))
+            (found,) = self._context.registry.read(ONLINE)
+            said = found.get((name,))
             known = known if said is None else bool(said[0])
         return known and self._context.readiness.ready
 
