@@ -164,7 +164,7 @@ def _beside(part: str, plan: Plan) -> table.Row:
         verify(server, request)
         runs = Runs(folder, plan, [plan.load_core], workload.connections)
         samples = runs.take_turns(part, server, (theirs, request))
-    return _make_row(part, samples, least, "beside the TensorFlow Serving API here")
+    return make_row(part, samples, least, "beside the TensorFlow Serving API here")
 
 
 def _shared(plan: Plan) -> table.Row:
@@ -186,7 +186,7 @@ def _shared(plan: Plan) -> table.Row:
                 )
         finally:
             path.unlink()
-    return _make_row(
+    return make_row(
         "v2-shm", samples, 1 / 1.3, "600 KB in shared memory beside v2-tiny; asked: 1.3 x its cost"
     )
 
@@ -207,10 +207,11 @@ def _tritons_own(part: str, plan: Plan) -> table.Row:
             sample = Runs(folder, plan, cores, 8).take_turns(part, server, [request])[0]
     base = Sample([wrk.Load(reached, 1.0, 0, 0, 0)])
     note = f"8 connections, {len(cores)} cores with the load generator; reference: Triton's server, elsewhere"
-    return _make_row(part, [base, sample], 2.0, note)
+    return make_row(part, [base, sample], 2.0, note)
 
 
-def _make_row(part: str, samples: Sequence[Sample], least: float, note: str) -> table.Row:
+def make_row(part: str, samples: Sequence[Sample], least: float, note: str) -> table.Row:
+    """One line out of two samples, the base first."""
     base, ours = samples
     failed = f"; FAILED {base.failed} + {ours.failed}" if base.failed or ours.failed else ""
     note += f"; p50 {ours.p50_us:,.0f} us{failed}"
