@@ -200,7 +200,7 @@ class Job:
             self._end_badly(context.get_err_msg(), INTERNAL)
         elif self.streaming:
             self._end(None)
-        elif "http" in self._said:
+        elif "http" in self._said and "goes_on" not in self._said:
             body, status, headers = context.get_http_response() or (
                 b"",
                 200,

@@ -17,6 +17,7 @@ from fastserve._ext.flatten import pack_bytes, unpack_bytes
 from fastserve.dialects.grps.errors import internal
 from fastserve.dialects.grps.service import Service, speaks_messages
 from fastserve.dialects.grps.tensors import read_inputs, write_outputs
+from fastserve.errors import ModelError, ServeError
 from fastserve.protos import load
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
@@ -46,6 +47,43 @@ def make_request(asked: Asked, deadline_ns: int) -> InferRequest:
     return InferRequest(inputs, deadline_ns=deadline_ns, parameters=asked.parameters)
 
 
+async def run_once(service: Service, asked: Asked, request: InferRequest) -> InferResponse:
+    """The one answer. Raises ServeError in the words of the node that failed, also of a dag."""
+    if "http" in asked.parameters and nodes_of(asked.version):
+        request = await go_through(service, asked, request.deadline_ns)
+    try:
+        return await service.engine.infer(asked.version, request)
+    except ServeError as fault:
+        within = f"in ensemble '{asked.version.model}', "
+        if not fault.message.startswith(within):
+            raise
+        told = ModelError if isinstance(fault, ModelError) else ServeError
+        text = fault.message.removeprefix(within)
+        raise told(fault.kind, text, retry_after_s=fault.retry_after_s) from None
+
+
+def nodes_of(version: Version) -> list[str]:
+    """The models of a dag of several nodes; none for a model."""
+    ensemble = version.config.options.ensemble if speaks_messages(version) else None
+    return [] if ensemble is None else [step.model for step in ensemble.steps]
+
+
+async def go_through(service: Service, asked: Asked, deadline_ns: int) -> InferRequest:
+    """Run all nodes of a dag but the last, for what an ensemble does not hand on: streams, and HTTP requests.
+    What is asked is then of the last; its request. Raises ServeError."""
+    *first, last = [service.find(name) for name in nodes_of(asked.version)]
+    own = {name: value for name, value in asked.parameters.items() if name == "http"}
+    for version in first:
+        step = Asked(version, asked.message, {**own, "goes_on": True})
+        response = await service.engine.infer(version, make_request(step, deadline_ns))
+        try:
+            asked.message = read_answer(step, response)
+        finally:
+            response.release()
+    asked.version = last
+    return make_request(asked, deadline_ns)
+
+
 def read_answer(asked: Asked, response: InferResponse) -> Any:
     """The answer's message. Raises ServeError."""
     if not speaks_messages(asked.version):
@@ -62,36 +100,19 @@ def read_answer(asked: Asked, response: InferResponse) -> Any:
 def stream_answers(service: Service, asked: Asked, deadline_ns: int, write: Callable[[Any], bytes]) -> Events:
     """Every part of an answer by `write`, which gets its message. A dag of several nodes streams from its
     last."""
-    ensemble = asked.version.config.options.ensemble if speaks_messages(asked.version) else None
 
-    def tell(response: InferResponse) -> bytes:
-        return write(read_answer(asked, response))
-
-    async def chained() -> AsyncGenerator[InferResponse, None]:
-        assert ensemble is not None
-        *first, last = [step.model for step in ensemble.steps]
-        for name in first:
-            asked.version = service.find(name)
-            response = await service.engine.infer(
-                asked.version, make_request(Asked(asked.version, asked.message), deadline_ns)
-            )
-            try:
-                asked.message = read_answer(asked, response)
-            finally:
-                response.release()
-        asked.version = service.find(last)
-        async with aclosing(
-            service.engine.stream(asked.version, make_request(asked, deadline_ns))
-        ) as responses:
+    async def start_late() -> AsyncGenerator[InferResponse, None]:
+        request = await go_through(service, asked, deadline_ns)
+        async with aclosing(service.engine.stream(asked.version, request)) as responses:
             async for response in responses:
                 yield response
 
     def start() -> AsyncGenerator[InferResponse, None]:
-        if ensemble is not None:
-            return chained()
+        if nodes_of(asked.version):
+            return start_late()
         request = make_request(asked, deadline_ns)
         if asked.version.config.options.decoupled:
             return service.engine.stream(asked.version, request)
         return alone(lambda: service.engine.infer(asked.version, request))
 
-    return generate(start, tell)
+    return generate(start, lambda response: write(read_answer(asked, response)))

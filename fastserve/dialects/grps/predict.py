@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from fastserve.dialects.grps.asking import Asked, make_request, read_answer, stream_answers
+from fastserve.dialects.grps.asking import Asked, make_request, read_answer, run_once, stream_answers
 from fastserve.dialects.grps.codec_http import JsonBody, read_json
 from fastserve.dialects.grps.errors import OK_JSON, code_of, failure_json, internal, invalid
 from fastserve.dialects.grps.fast_http import FastHttp
@@ -151,7 +151,7 @@ class HttpPredict(SlowRequest):
         return self._request
 
     def run(self, request: InferRequest) -> Awaitable[InferResponse]:
-        return self._service.engine.infer(self.version, request)
+        return run_once(self._service, self._asked, request)
 
     async def write(self, response: InferResponse) -> None:
         if self._endpoint.raw:

@@ -8,7 +8,7 @@ from functools import partial
 from time import monotonic_ns
 from typing import Any
 
-from fastserve.dialects.grps.asking import Asked, make_request, read_answer, stream_answers
+from fastserve.dialects.grps.asking import Asked, make_request, read_answer, run_once, stream_answers
 from fastserve.dialects.grps.codec_grpc import read_message
 from fastserve.dialects.grps.errors import NotReady, failure_message, invalid, ok_message
 from fastserve.dialects.grps.fast_grpc import FastGrpc, failure_of
@@ -110,7 +110,7 @@ class GrpcPredict(SlowRequest):
         return self._request
 
     def run(self, request: InferRequest) -> Awaitable[InferResponse]:
-        return self._service.engine.infer(self.version, request)
+        return run_once(self._service, self._asked, request)
 
     async def write(self, response: InferResponse) -> None:
         message = read_answer(self._asked, response)

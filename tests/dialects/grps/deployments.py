@@ -134,6 +134,8 @@ class Doubling(Converter):
         return inp
 
     def postprocess(self, inp, context):
+        if inp is None:  # of a batch whose others went well
+            return None
         asked = context.get_user_data("asked")
         return GrpsMessage(str_data=f"{self.word}{inp.str_data}{asked}")
 

@@ -22,6 +22,8 @@ from fastserve.repository.grps_config import read_deployment
 from fastserve.server import Server
 from tests.running import until
 
+uvloop.run(asyncio.sleep(0))  # libuv opens a pipe with the process's first loop, for good
+
 PREDICT = "/grps/v1/infer/predict"
 JSON = {"Content-Type": "application/json"}
 BYTES = {"Content-Type": "application/octet-stream"}
@@ -58,12 +60,19 @@ class Deployed:
 
     def open(self) -> None:
         self._thread.start()
-        self.run(self.server.open())
+        try:
+            self.run(self.server.open())
+        except BaseException:
+            self._end()
+            raise
         self.port = self.server.front.http[0].address[1]
         self.rpc = f"127.0.0.1:{self.server.front.grpc[0].address[1]}" if self.server.front.grpc else ""
 
     def close(self) -> None:
         self.run(self.server.drain(5))
+        self._end()
+
+    def _end(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
