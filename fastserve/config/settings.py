@@ -46,6 +46,12 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     idle_timeout_s: Annotated[
         float, Meta(gt=0, description="Seconds a connection may stay open between requests.")
     ] = 75.0
+    max_connection_age_s: Annotated[
+        float, Meta(ge=0, description="Seconds after which an HTTP/2 connection is ended; 0 for never.")
+    ] = 0.0
+    max_connection_age_grace_s: Annotated[
+        float, Meta(ge=0, description="Seconds its requests have left then; 0 for as long as they take.")
+    ] = 0.0
     body_bytes_per_s: Annotated[
         int, Meta(ge=0, description="Slowest average rate of a request body; 0 for any rate.")
     ] = 1024
@@ -93,6 +99,18 @@ class GrpcOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keepalive_s: Annotated[float, Meta(gt=0, description="Seconds between pings on a quiet connection.")] = (
         7200.0
     )
+    keepalive_timeout_s: Annotated[
+        float, Meta(gt=0, description="Seconds a client may take to answer one.")
+    ] = 20.0
+    max_connection_idle_s: Annotated[
+        float, Meta(ge=0, description="Seconds a connection may stay open without a call; 0 for any time.")
+    ] = 0.0
+    max_connection_age_s: Annotated[
+        float, Meta(ge=0, description="Seconds after which a connection is ended; 0 for never.")
+    ] = 0.0
+    max_connection_age_grace_s: Annotated[
+        float, Meta(ge=0, description="Seconds its calls have left then; 0 for as long as they take.")
+    ] = 0.0
     reflection: Annotated[bool, Meta(description="Answer gRPC reflection.")] = True
     transport: Annotated[
         Literal["native", "grpcio"],

@@ -23,6 +23,7 @@ from fastserve.serving.dialect import Dialect, ServingContext
 from fastserve.serving.model_control import NoRepository, RepositoryFace
 from fastserve.serving.shared_memory import Regions
 from fastserve.wire import HttpListener, check_free
+from fastserve.wire.http2.lifetime import Lifetimes
 from fastserve.wire.opening import Opening
 from fastserve.wire.tls import Credentials
 
@@ -153,6 +154,7 @@ class Front:
             access_log=log_http if self.settings.log.access else None,
             opening=self.opening,
             origins=self.settings.admin.origins,
+            lifetimes=self._lifetimes(bool(beside)),
             tls=self.tls if listener.tls else None,
         )
         guests = [self._make_grpc(asked, specs, shared, opened) for asked, specs in beside]
@@ -165,9 +167,29 @@ class Front:
             await self._add_grpc(guest, asked)
 
     def _limits(self, with_grpc: bool) -> Limits:
-        limits = self.settings.limits
-        streams = max(limits.streams, self.settings.grpc_options.concurrent_streams)
-        return msgspec.structs.replace(limits, streams=streams) if with_grpc else limits
+        limits, options = self.settings.limits, self.settings.grpc_options
+        if not with_grpc:
+            return limits
+        return msgspec.structs.replace(
+            limits,
+            streams=max(limits.streams, options.concurrent_streams),
+            idle_timeout_s=_sooner(limits.idle_timeout_s, options.max_connection_idle_s),
+        )
+
+    def _lifetimes(self, with_grpc: bool) -> Lifetimes | None:
+        """On a port that both share the shorter life is that of its connections."""
+        limits, options = self.settings.limits, self.settings.grpc_options
+        plain = Lifetimes(
+            max_age_s=limits.max_connection_age_s, max_age_grace_s=limits.max_connection_age_grace_s
+        )
+        if not with_grpc:
+            return plain if plain.max_age_s else None
+        return Lifetimes(
+            options.keepalive_s,
+            options.keepalive_timeout_s,
+            _sooner(plain.max_age_s, options.max_connection_age_s),
+            _sooner(plain.max_age_grace_s, options.max_connection_age_grace_s),
+        )
 
     async def _open_grpc(self, listener: Listener, spoken: Sequence[Spec], shared: bool) -> None:
         opened = self._make_grpc(listener, spoken, shared)
@@ -199,6 +221,11 @@ class Front:
             host=host,
             tls=self.tls if listener.tls else None,
         )
+
+
+def _sooner(one_s: float, other_s: float) -> float:
+    """Of two times of which 0 is never."""
+    return min(filter(None, (one_s, other_s)), default=0.0)
 
 
 def is_same(one: Listener, other: Listener) -> bool:

@@ -31,6 +31,7 @@ from fastserve.wire.gate import shut_gate
 from fastserve.wire.halves import Hangups
 from fastserve.wire.head import Head
 from fastserve.wire.http2.connection import Http2Connection
+from fastserve.wire.http2.lifetime import Lifetimes
 from fastserve.wire.http2.shared import Shared
 from fastserve.wire.http2.stream import Finder
 from fastserve.wire.http2.upgrade import Upgrade, offered_settings
@@ -81,11 +82,11 @@ class HttpListener:
         only_http2: bool = False,
         opening: Opening | None = None,
         origins: Sequence[str] = (),
-        keepalive_s: float = 0.0,
+        lifetimes: Lifetimes | None = None,
         tls: Credentials | None = None,
     ) -> None:
         self.limits = limits
-        self.keepalive_s = keepalive_s  # of HTTP/2 connections on which nothing comes; 0: they are not asked
+        self.lifetimes = lifetimes  # of HTTP/2 connections
         self.router = Router(dialects, opening, origins)
         self.heads = ReplyHeads()
         self.access_log = access_log

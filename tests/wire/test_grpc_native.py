@@ -340,11 +340,9 @@ def test_too_many_pings_end_the_connection_in_words_that_clients_know() -> None:
     run(main())
 
 
-def test_a_quiet_client_is_asked_whether_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastserve.wire.http2.keepalive.ANSWER_S", 0.3)
-
+def test_a_quiet_client_is_asked_whether_it_is_there() -> None:
     async def main() -> None:
-        async with serving(keepalive_s=0.2) as (listener, peer):
+        async with serving(keepalive_s=0.2, keepalive_timeout_s=0.3) as (listener, peer):
             assert (await peer.ask("/t.T/Echo", frame(b"x"))).messages == [b"x"]
             await peer.read(lambda: peer.pings >= 2)  # answers them
             silent = asyncio.open_connection(*listener.address)

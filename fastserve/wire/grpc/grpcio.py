@@ -173,6 +173,11 @@ class GrpcioTransport:
 
     def _channel_options(self) -> list[tuple[str, int]]:
         options = self._options
+        lives = (
+            ("max_connection_age", options.max_connection_age_s),
+            ("max_connection_age_grace", options.max_connection_age_grace_s),
+            ("max_connection_idle", options.max_connection_idle_s),
+        )
         return [
             ("grpc.so_reuseport", int(self._reuse_port)),
             ("grpc.max_receive_message_length", options.message_bytes),
@@ -186,6 +191,8 @@ class GrpcioTransport:
             ("grpc.server.max_pending_requests", PENDING_CALLS),
             ("grpc.server.max_pending_requests_hard_limit", PENDING_CALLS),
             ("grpc.keepalive_time_ms", int(options.keepalive_s * 1000)),
+            ("grpc.keepalive_timeout_ms", int(options.keepalive_timeout_s * 1000)),
+            *((f"grpc.{name}_ms", int(seconds * 1000)) for name, seconds in lives if seconds),
         ]
 
     async def drain(self, grace_s: float) -> None:

@@ -9,6 +9,7 @@ import msgspec
 from fastserve.config import GrpcOptions, Limits
 from fastserve.wire.grpc.calls import Calls
 from fastserve.wire.grpc.method import Method, Terms
+from fastserve.wire.http2.lifetime import Lifetimes
 from fastserve.wire.listener import HttpListener
 from fastserve.wire.tls import Credentials
 
@@ -37,7 +38,7 @@ class NativeTransport:
             reuse_port=reuse_port,
             services=[self._calls],
             only_http2=True,
-            keepalive_s=options.keepalive_s,
+            lifetimes=lifetimes(options),
             tls=tls,
         )
 
@@ -84,5 +85,15 @@ def grpc_limits(limits: Limits, options: GrpcOptions) -> Limits:
         body_bytes=ANY,
         streams=options.concurrent_streams,
         connections=options.connections,
-        idle_timeout_s=NEVER_S,
+        idle_timeout_s=options.max_connection_idle_s or NEVER_S,
+    )
+
+
+def lifetimes(options: GrpcOptions) -> Lifetimes:
+    """What the options say of how long connections live."""
+    return Lifetimes(
+        options.keepalive_s,
+        options.keepalive_timeout_s,
+        options.max_connection_age_s,
+        options.max_connection_age_grace_s,
     )

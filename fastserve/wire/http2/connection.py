@@ -21,7 +21,7 @@ from fastserve.wire.http2 import calm, settings
 from fastserve.wire.http2.errors import ConnectionFault, ErrorCode
 from fastserve.wire.http2.growth import Growth
 from fastserve.wire.http2.intake import Intake
-from fastserve.wire.http2.keepalive import Keepalive
+from fastserve.wire.http2.lifetime import ANSWER_S, PATIENCE_S, Lifetime
 from fastserve.wire.http2.sending import Sending
 from fastserve.wire.http2.settings import CONNECTION_WINDOW, FIRST_WINDOW, MOST_WINDOW
 from fastserve.wire.pace import Pace, Phase, Verdict
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 ACK = 1
 LOW_WINDOW = CONNECTION_WINDOW // 2  # from which the client is given back what it has sent
-PATIENCE_S = 2.0
 LINGER_BYTES = 1 << 20
 DRAIN = b"draining"  # the PING whose answer says that the client has heard of the end
 
@@ -46,7 +45,7 @@ class Http2Connection(Peered, asyncio.BufferedProtocol):
     """The protocol of one socket, and the owner of its streams."""
 
     __slots__ = (
-        "_calm", "_credit", "_drain_s", "_ended", "_half", "_keepalive", "_leaving", "_out", "_pace",
+        "_calm", "_credit", "_drain_s", "_ended", "_half", "_leaving", "_lifetime", "_out", "_pace",
         "_parts", "_reader", "_served", "_settings_due", "_since_s", "_transport", "_unsent_answers",
         "client_window", "growth", "intake", "listener", "over", "sending",
     )  # fmt: skip
@@ -70,7 +69,7 @@ class Http2Connection(Peered, asyncio.BufferedProtocol):
         self._served, self._pace = 0, Pace()
         self._since_s = self._drain_s = -1.0  # when it was first looked at, and first when draining
         self._half: HalfOpen | None = None
-        self._keepalive = Keepalive(listener.keepalive_s) if listener.keepalive_s else None
+        self._lifetime = None if listener.lifetimes is None else Lifetime(listener.lifetimes)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Of a listener that has nothing but HTTP/2."""
@@ -108,8 +107,8 @@ class Http2Connection(Peered, asyncio.BufferedProtocol):
             return
         if self._out is None:
             self._out = []
-        if self._keepalive is not None:
-            self._keepalive.heard = True
+        if self._lifetime is not None:
+            self._lifetime.heard = True
         intake = self.intake
         try:
             for kind, flags, number, payload, value in self._reader.read(data, nbytes):
@@ -346,6 +345,8 @@ class Http2Connection(Peered, asyncio.BufferedProtocol):
             self._leaving = 1
             self._goodbye(MOST_WINDOW, ErrorCode.NO_ERROR, "")
             self.write(frame(kinds.PING, 0, 0, DRAIN))
+        elif self._leaving == 1 and now - self._drain_s >= PATIENCE_S + ANSWER_S:
+            self._stop_streams()
 
     def _stop_streams(self) -> None:
         self._leaving = 2
@@ -383,14 +384,13 @@ class Http2Connection(Peered, asyncio.BufferedProtocol):
         if self._calm < calm.BURST:
             self.earn(calm.PER_LOOK)
         if not self.over:
-            if self.listener.draining:
+            old = self._lifetime is not None and self._lifetime.look(now, self)
+            if old or self.listener.draining:
                 self._drain(now)
             elif self._settings_due and self._reader.settled and now - self._since_s >= limits.idle_timeout_s:
                 self.fail(ErrorCode.SETTINGS_TIMEOUT, "SETTINGS were not acknowledged")
             if self.intake.streams:
                 self.intake.look(now)
-            if self._keepalive is not None:
-                self._keepalive.look(now, self)
         unsent = self._transport.get_write_buffer_size() + self.sending.queued
         return self._pace.judge(self._phase(), self._served, 0, unsent, now, limits)
 
