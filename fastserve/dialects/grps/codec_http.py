@@ -34,7 +34,8 @@ ALIASES = {"flat_double": "flat_float64"}
 BIN_IN_JSON = "bin_data should use application/octet-stream format."
 NO_MEMBER = "Have no legal member in json body."
 _CAMEL = re.compile(r"(?<=[a-z0-9])([A-Z])")
-_BASE64 = re.compile(r"(?:[A-Za-z0-9+/]*|[A-Za-z0-9_-]*)={0,2}")
+_BASE64 = re.compile(r"[A-Za-z0-9+/]*|[A-Za-z0-9_-]*")
+_URL_SAFE = re.compile(r"[_-]")
 _NUMERIC = "uint8|int8|int16|int32|int64|float16|float32|float64|double"
 _DATA = re.compile(rf'"(flat_?(?:{_NUMERIC}))"\s*:\s*(?=\[)'.encode(), re.IGNORECASE)
 _NUMBER = re.compile(r"-?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|-?Infinity|NaN")
@@ -245,13 +246,13 @@ def _read_gmap(out: Any, value: Value) -> None:
 
 
 def _base64(value: Value, where: str) -> bytes:
+    """Standard or URL-safe; padding may be left out, and is right where it is not."""
     text = _text(value, where)
-    if not _BASE64.fullmatch(text) or len(text.rstrip("=")) % 4 == 1:
-        raise invalid(f"{where}: Fail to decode base64.")
     digits = text.rstrip("=")
-    return base64.b64decode(
-        digits + "=" * (-len(digits) % 4), altchars=b"-_" if "-" in text or "_" in text else None
-    )
+    missing = -len(digits) % 4
+    if not _BASE64.fullmatch(digits) or missing == 3 or len(text) - len(digits) not in (0, missing):
+        raise invalid(f"{where}: Fail to decode base64.")
+    return base64.b64decode(digits + "=" * missing, altchars=b"-_" if _URL_SAFE.search(digits) else None)
 
 
 def _real(value: Value, where: str) -> float:
