@@ -122,7 +122,8 @@ cdef class Lifecycle:
     `respond`, for answers without a writer, `refuse`, and `failed`, for what nobody foresaw; with `replies`, `reply` too."""
 
     cdef readonly object queue
-    cdef object refusals, counted, duration, decoded, encoded, answered
+    cdef object refusals, counted, duration, encoded, answered
+    cdef readonly object decoded
     cdef int64_t patience_ns
     cdef bint replies
 

@@ -40,6 +40,7 @@ class Pendings:
 
 class Lifecycle:
     queue: Any
+    decoded: Callable[[int], None]
     def __init__(
         self,
         queue: Any,

@@ -64,6 +64,7 @@ class CachedPath(FastPath):
         if isinstance(found, Miss):
             self.submit(exchange, prepared, reserved, request_id, found, deadline_ns)
         elif found is not None:
+            self.decoded(monotonic_ns() - exchange.received_ns)
             self._reply_kept(exchange, prepared, found, request_id)
         return found is not None
 

@@ -10,9 +10,10 @@ import pytest
 from tests.conformance import steps
 from tests.conformance.grps_ways import GRPS_WAYS
 from tests.conformance.h2_ways import H2_WAYS
-from tests.conformance.models import PATHS
+from tests.conformance.models import FORMS, PATHS
 from tests.conformance.rig import Rig, open_rig
 from tests.conformance.rpc_ways import RPC_WAYS
+from tests.conformance.scenarios import SCENARIOS, Scenario
 from tests.conformance.ways import HTTP_WAYS, Way
 
 WAYS: tuple[Way, ...] = (*HTTP_WAYS, *H2_WAYS, *RPC_WAYS, *GRPS_WAYS)
@@ -26,15 +27,23 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Every way with every form of a model it can ask, on both paths where there are two; of these what a
-    test wants to know."""
-    wanted = [name for name in ("way", "form", "path") if name in metafunc.fixturenames]
-    if not wanted:
+    test wants to know. With a scenario, those it is for."""
+    wanted = [name for name in ("scenario", "way", "form", "path") if name in metafunc.fixturenames]
+    if "way" not in wanted:
         return
     found: dict[tuple[Any, ...], str] = {}
-    for way in WAYS:
-        for form in way.forms:
-            for path in PATHS if form in way.fast else PATHS[:1]:
-                case = {"way": way, "form": form, "path": path}
-                texts = {"way": way.name, "form": form, "path": path}
-                found[tuple(case[name] for name in wanted)] = "-".join(texts[name] for name in wanted)
+    for scenario in SCENARIOS if "scenario" in wanted else [None]:
+        for way, form, path in cases(scenario):
+            case = {"scenario": scenario, "way": way, "form": form, "path": path}
+            texts = [getattr(case[name], "name", case[name]) for name in wanted]
+            found[tuple(case[name] for name in wanted)] = "-".join(texts)
     metafunc.parametrize(wanted, list(found), ids=list(found.values()))
+
+
+def cases(scenario: Scenario | None) -> Iterator[tuple[Way, str, str]]:
+    forms, paths = (FORMS, PATHS) if scenario is None else (scenario.forms, scenario.paths)
+    for way in WAYS:
+        for form in filter(way.asks, forms):
+            if scenario is None or scenario.suits(way):
+                for path in paths if way.is_fast(form) else paths[:1]:
+                    yield way, form, path

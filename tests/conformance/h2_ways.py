@@ -67,8 +67,10 @@ class Http2Line(Line):
         stream = self._h2.get_next_available_stream_id()
         pseudo = [(":method", method), (":scheme", "http"), (":authority", "t"), (":path", path)]
         self._h2.send_headers(stream, [*pseudo, *headers], end_stream=not body and not missing)
-        if body:
-            self._h2.send_data(stream, body[: len(body) - missing], end_stream=not missing)
+        end, most = len(body) - missing, self._h2.max_outbound_frame_size
+        for at in range(0, end, most):
+            data = body[at : min(at + most, end)]
+            self._h2.send_data(stream, data, end_stream=at + most >= end and not missing)
         self._streams[stream] = Coming(sent)
         self._order.append(stream)
         self._flush()

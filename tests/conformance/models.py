@@ -5,6 +5,11 @@
     whole     Triton's Python form, which sees requests
     cached    the same behind the response cache
 
+    pair      columns with two workers
+    policy    whole, behind a queue policy of Triton's; there is no fast path
+
+The last two are asked where it matters only (`scenarios.py`).
+
 `NAME-fast` and `NAME-slow` are as long as one another, so that answers differ in nothing but these letters.
 What happens to a request is said by its numbers: others come back doubled.
 """
@@ -17,19 +22,23 @@ from typing import Any
 import yaml
 
 FORMS = ("columns", "slabs", "whole", "cached")
+LIKE = {"pair": "columns", "policy": "whole"}
 PATHS = ("fast", "slow")
-HOLD, WRONG, OWN = -3.0, -4.0, -5.0  # runs until `go`; the run raises; an error in place of the answer
-MAX_BATCH, QUEUE_ROWS = 8, 32
+WRONG, OWN = -4.0, -5.0  # the run raises; an error in place of the answer
+HOLD = -1000.0  # this and what is below runs until `go`
+MAX_BATCH, QUEUE_ROWS, QUEUE_BYTES = 8, 16, 1 << 17
+POLICY_ROWS, POLICY_US = 2, 60_000_000
 WRONG_TEXT, OWN_TEXT = "these numbers are wrong", "this request is wrong"
 BASE = f"""
-import pathlib, time
+import os, pathlib, time
 
 def meet(folder, x):
     if x.any():
+        (folder / "runner").write_text(str(os.getpid()))
         with open(folder / "seen", "a") as seen:
             seen.write(",".join(str(v) for v in x[:, 0]) + "\\n")
     until = time.monotonic() + 20
-    while {HOLD} in x and not (folder / "go").exists() and time.monotonic() < until:
+    while (x <= {HOLD}).any() and not (folder / "go").exists() and time.monotonic() < until:
         time.sleep(0.0005)
     if {WRONG} in x:
         raise ValueError("{WRONG_TEXT}")
@@ -66,27 +75,36 @@ CONFIG = f"""backend: "python"
 max_batch_size: {MAX_BATCH}
 input [ {{ name: "x" data_type: TYPE_FP32 dims: [ 2 ] }} ]
 output [ {{ name: "y" data_type: TYPE_FP32 dims: [ 2 ] }} ]
-dynamic_batching {{ }}
 """
+POLICY = f"""default_queue_policy {{
+  timeout_action: REJECT default_timeout_microseconds: {POLICY_US} max_queue_size: {POLICY_ROWS}
+}}"""
 
 
 def write_all(folder: Path) -> None:
-    for form in FORMS:
+    for form in (*FORMS, *LIKE):
         for path in PATHS:
-            write(folder, form, f"{form}-{path}")
+            write(folder / f"{form}-{path}", form)
 
 
-def write(folder: Path, form: str, name: str) -> None:
-    model = folder / name
+def write(model: Path, form: str) -> None:
     (model / "1").mkdir(parents=True)
-    if form in ("columns", "slabs"):
-        tensor = {"dtype": "float32", "shape": [2 if form == "columns" else -1]}
-        config: dict[str, Any] = {"backend": "python", "max_batch_size": MAX_BATCH, "warmup": "off"}
-        config |= {"inputs": {"x": tensor}, "outputs": {"y": tensor}, "parameters": {"folder": str(model)}}
+    if LIKE.get(form, form) in ("columns", "slabs"):
         (model / "1" / "model.py").write_text(NATIVE)
-        (model / "model.yaml").write_text(yaml.safe_dump(config))
+        (model / "model.yaml").write_text(yaml.safe_dump(native_config(model, form)))
         return
-    told = f'parameters {{ key: "folder" value {{ string_value: "{model}" }} }}\n'
-    cache = "response_cache { enable: true }\n" if form == "cached" else ""
+    told = [CONFIG, f'parameters {{ key: "folder" value {{ string_value: "{model}" }} }}']
+    told.append(f"dynamic_batching {{ {POLICY if form == 'policy' else ''} }}")
+    if form == "cached":
+        told.append("response_cache { enable: true }")
     (model / "1" / "model.py").write_text(WHOLE)
-    (model / "config.pbtxt").write_text(CONFIG + told + cache)
+    (model / "config.pbtxt").write_text("\n".join([*told, ""]))
+
+
+def native_config(model: Path, form: str) -> dict[str, Any]:
+    tensor = {"dtype": "float32", "shape": [-1 if form == "slabs" else 2]}
+    config: dict[str, Any] = {"backend": "python", "max_batch_size": MAX_BATCH, "warmup": "off"}
+    config |= {"inputs": {"x": tensor}, "outputs": {"y": tensor}, "parameters": {"folder": str(model)}}
+    if form == "slabs":
+        config["max_queue_bytes"] = QUEUE_BYTES
+    return config | {"instances": 2 if form == "pair" else 1}

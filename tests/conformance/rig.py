@@ -7,18 +7,25 @@ import contextlib
 import itertools
 import os
 import signal
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import grpc.aio
+import pytest
 import uvloop
 
-from fastserve.config import Listener, Settings
+from fastserve.config import GrpcOptions, Listener, Settings
+from fastserve.engine import batch_queue
 from fastserve.engine.batch_queue import BatchQueue
 from fastserve.server import Server
+from fastserve.server.speaking import find_specs
+from fastserve.wire.grpc import GrpcListener
 from tests.conformance import models
 from tests.conformance.ways import KEY, REGION, SLOT_BYTES, SLOTS, Answer, Line, Way, region_path
+from tests.transports import Name
 
 WAIT_S = 5.0
 Found = TypeVar("Found")
@@ -57,28 +64,50 @@ class Rig:
         try:
             found = await asyncio.wait_for(work, limit_s)
         finally:
-            for line in self.lines:
-                line.leave()
-            self.lines.clear()
+            self.leave()
         await self.settled()
         return found
+
+    def leave(self) -> None:
+        """Every client goes."""
+        for line in self.lines:
+            line.leave()
+        self.lines.clear()
 
     async def open(self) -> None:
         """Also what grpcio opens for good."""
         await self.server.open()
         self.http = self.server.front.http[0].address
-        self.channel = grpc.aio.insecure_channel("{}:{}".format(*self.server.front.grpc[0].address))
+        native, grpcio = self.server.front.grpc[0], await self._open_grpcio()
+        places: dict[Name, GrpcListener] = {"native": native, "grpcio": grpcio}
+        self.channels = {
+            name: grpc.aio.insecure_channel("{}:{}".format(*at.address)) for name, at in places.items()
+        }
         self.server.front.regions.register(REGION, f"{KEY}-{os.getpid()}", 0, SLOTS * SLOT_BYTES)
-        await self.channel.channel_ready()
-        await self.channel.unary_unary("/inference.GRPCInferenceService/ServerLive")(b"")
+        for channel in self.channels.values():
+            await channel.channel_ready()
+            await channel.unary_unary("/inference.GRPCInferenceService/ServerLive")(b"")
         self.standing = len(self.server.front.http[0].connections)  # gRPC's may be one of them
         self._note_general_requests()
-        for form in models.FORMS:
+        for form in (*models.FORMS, *models.LIKE):
             self.take_fast_path_away(f"{form}-slow")
 
     async def close(self) -> None:
-        await self.channel.close()
+        for channel in self.channels.values():
+            await channel.close()
         await self.server.drain(5)
+
+    async def _open_grpcio(self) -> GrpcListener:
+        """The same dialects once more, by grpcio's server."""
+        front = self.server.front
+        spoken = [spec for spec in find_specs(front.settings) if spec.name in front.dialects]
+        methods = [method for spec in spoken for method in spec.methods_of(front.dialects[spec.name])]
+        listener = GrpcListener(
+            "127.0.0.1", 0, methods, GrpcOptions(transport="grpcio"), opening=front.opening
+        )
+        await listener.open()
+        front.grpc.append(listener)  # which ends it with the others
+        return listener
 
     def _note_general_requests(self) -> None:
         engine: Any = self.server.front.engine
@@ -103,11 +132,15 @@ class Rig:
         (found,) = [h.queue for h in self.server.host.hosted.values() if h.version is self.version(model)]
         return found
 
-    def worker(self, model: str) -> int:
-        """The process id of the model's worker."""
-        hosted = self.server.host.hosted.values()
-        (found,) = [pid for h in hosted if h.version is self.version(model) for pid in h.group.pids]
-        return found
+    def memory(self, model: str) -> int:
+        """The inode of the arena of its version."""
+        return os.fstat(self.queue(model).arena.memory_fd).st_ino
+
+    async def reload(self, model: str) -> None:
+        """Load it anew, as clients do whose files have changed."""
+        file = self.folder / model / "1" / "model.py"
+        file.write_text(file.read_text() + "\n# changed\n")
+        await self.server.repository.load(model)
 
     def is_settled(self) -> bool:
         """Nothing is outstanding in any arena, nobody waits, no connection is open."""
@@ -162,19 +195,45 @@ class Rig:
         finally:
             go.touch()
 
-    async def until_running(self, model: str, value: float = models.HOLD) -> None:
-        """A batch with this number has begun since the last one seen."""
+    async def until_running(self, model: str, value: float) -> None:
+        """A batch with this number has begun, and no other since."""
         await self.until(lambda: value in [v for batch in self.seen(model)[-1:] for v in batch])
+
+    async def until_workers(self, model: str, count: int) -> None:
+        """So many are alive."""
+        version = self.version(model)
+        await self.until(lambda: self.server.host.alive(version) == count)
 
     def forget_seen(self, model: str) -> None:
         (self.folder / model / "seen").unlink(missing_ok=True)
 
     def kill(self, model: str) -> None:
-        os.kill(self.worker(model), signal.SIGKILL)
+        """End the worker that began a batch last."""
+        os.kill(int((self.folder / model / "runner").read_text()), signal.SIGKILL)
+
+    @contextlib.contextmanager
+    def deadlines_pass(self) -> Iterator[None]:
+        """To the engine every deadline is over: no test waits for one, and none is over too soon."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(batch_queue, "time", SimpleNamespace(monotonic_ns=_an_hour_later))
+            yield
+
+    @contextlib.contextmanager
+    def policy_runs_out(self, model: str) -> Iterator[None]:
+        """The same for the time that a queue policy gives."""
+        scheduler: Any = self.version(model).scheduler
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(scheduler, "_clock", _an_hour_later)
+            scheduler._look()
+            yield
 
     def fresh(self) -> float:
         """A number no request has had."""
         return float(next(self._numbers))
+
+    def fresh_hold(self) -> float:
+        """The same of a request that is held."""
+        return models.HOLD - next(self._numbers)
 
     async def learn(self, way: Way, model: str, slots: int = 1) -> None:
         """Ask until a fast path would know such requests."""
@@ -186,6 +245,10 @@ class Rig:
                     rows = [self.fresh()]
                     answer = await way.ask(self, way.build(model, rows, slot=slot))
                     assert is_right(answer, way, rows), answer
+
+
+def _an_hour_later() -> int:
+    return time.monotonic_ns() + 3600 * 10**9
 
 
 @contextlib.contextmanager

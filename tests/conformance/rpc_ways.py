@@ -1,4 +1,4 @@
-"""The ways in over gRPC, through grpcio's client. A transport of our own is another `place`."""
+"""The ways in over gRPC, through grpcio's client; the server's own transport, and grpcio's in its place."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ from fastserve.errors import Kind
 from fastserve.protos import load
 from tests.conformance.rig import Rig
 from tests.conformance.ways import (
+    FULL,
+    FULL_BYTES,
     LIMIT_S,
     OK,
+    TFS_WORDS,
+    V1_WORDS,
     Answer,
     Line,
     Sent,
     Way,
+    Words,
     get_region,
     numbers,
     pack,
@@ -26,6 +31,7 @@ from tests.conformance.ways import (
     region_place,
     unpack,
 )
+from tests.transports import Name
 
 V2, V1, TFS = load("kserve_v2"), load("triton_v1"), load("tfserving")
 TFS_SERVICE = "/tensorflow.serving.PredictionService/"
@@ -37,8 +43,9 @@ class UnaryLine(Line):
 
     def __init__(self, way: RpcWay, rig: Rig) -> None:
         self._way, self._rig = way, rig
-        self._call = rig.channel.unary_unary(way.path)
-        self._open = rig.channel.stream_unary(way.path)  # the same on the wire
+        channel = rig.channels[way.transport]
+        self._call = channel.unary_unary(way.path)
+        self._open = channel.stream_unary(way.path)  # the same on the wire
         self._calls: deque[tuple[Any, Sent]] = deque()
 
     def send(self, sent: Sent) -> None:
@@ -69,7 +76,7 @@ class StreamLine(Line):
 
     def __init__(self, way: RpcWay, rig: Rig) -> None:
         self._way = way
-        self._call = rig.channel.stream_stream(way.path)(timeout=LIMIT_S)
+        self._call = rig.channels[way.transport].stream_stream(way.path)(timeout=LIMIT_S)
         self._sent: deque[Sent] = deque()
         self._writing: asyncio.Future[None] = asyncio.ensure_future(asyncio.sleep(0))
 
@@ -105,6 +112,7 @@ class RpcWay(Way):
 
     path = ""
     streams = False
+    transport: Name = "native"
 
     async def connect(self, rig: Rig) -> Line:
         return StreamLine(self, rig) if self.streams else UnaryLine(self, rig)
@@ -117,10 +125,14 @@ class RpcWay(Way):
         raise NotImplementedError
 
 
+V2_FULL = (Kind.UNAVAILABLE, "[request id: <id_unknown>] Exceeds maximum queue size")
+
+
 class V2Rpc(RpcWay):
     """ModelInfer, tensors raw."""
 
-    name, dialect = "v2-grpc", "kserve_v2"
+    name, dialect, timed = "v2-grpc", "kserve_v2", True
+    words: Words = {FULL: V2_FULL, FULL_BYTES: V2_FULL}
     path = V2_SERVICE + "ModelInfer"
     statuses = {OK: OK, **{kind: kind.value for kind in Kind}}
 
@@ -188,7 +200,8 @@ class V2Stream(V2Rpc):
 class TfsRpc(RpcWay):
     """Predict of TensorFlow Serving, numbers as protobuf has them."""
 
-    name, dialect = "tfserving-grpc", "tfserving"
+    name, dialect, timed = "tfserving-grpc", "tfserving", True
+    words: Words = TFS_WORDS
     path = TFS_SERVICE + "Predict"
     statuses = {OK: OK, **{kind: kind.value for kind in Kind}}
 
@@ -223,7 +236,8 @@ class TfsRpcContent(TfsRpc):
 class V1Rpc(RpcWay):
     """Infer of Triton's first API: what went wrong is in the answer."""
 
-    name, dialect = "v1-grpc", "triton_v1"
+    name, dialect, timed = "v1-grpc", "triton_v1", True
+    words: Words = V1_WORDS
     path = V1_SERVICE + "Infer"
     statuses = {
         OK: "SUCCESS",
@@ -282,14 +296,14 @@ class V1Stream(V1Rpc):
     path = V1_SERVICE + "StreamInfer"
 
 
+def over_grpcio(way: RpcWay) -> RpcWay:
+    """The same with the library's server in the place of ours."""
+    way.name, way.transport = f"{way.name}-grpcio", "grpcio"
+    return way
+
+
 RPC_WAYS = (
-    V2Rpc(),
-    V2RpcTyped(),
-    V2RpcRegions(),
-    V2Stream(),
-    TfsRpc(),
-    TfsRpcContent(),
-    V1Rpc(),
-    V1RpcRegions(),
-    V1Stream(),
+    *(V2Rpc(), V2RpcTyped(), V2RpcRegions(), V2Stream()),
+    *(TfsRpc(), TfsRpcContent(), V1Rpc(), V1RpcRegions(), V1Stream()),
+    *map(over_grpcio, (V2Rpc(), V2Stream(), TfsRpc(), V1Rpc(), V1Stream())),
 )

@@ -1,8 +1,10 @@
-"""A client that leaves, at every step: nothing stays taken, and the next one is answered."""
+"""A client that leaves, at every step: nothing stays taken, and the next one is answered.
+
+That of one that waits or runs is in `scenarios.py`.
+"""
 
 from __future__ import annotations
 
-from tests.conformance.models import HOLD
 from tests.conformance.rig import Rig, is_right
 from tests.conformance.steps import at
 from tests.conformance.ways import Way
@@ -18,29 +20,6 @@ def test_before_its_request_is_whole(rig: Rig, way: Way, form: str, path: str) -
         rows = [rig.fresh()]
         assert is_right(await way.ask(rig, way.build(model, rows, slot=1)), way, rows)
         line.leave()
-
-    rig.run(work())
-
-
-def test_while_it_waits_and_while_it_runs(rig: Rig, way: Way, form: str, path: str) -> None:
-    model = f"{form}-{path}"
-
-    async def work() -> None:
-        await rig.learn(way, model, 2)
-        rig.forget_seen(model)
-        queue = rig.queue(model)
-        with rig.holding(model):
-            running, waits = await way.open(rig), await way.open(rig)
-            running.send(way.build(model, [HOLD]))
-            await rig.until_running(model)
-            waits.send(way.build(model, [rig.fresh()], slot=1))
-            await rig.until(lambda: queue.waiting == 2)
-            waits.leave()
-            await rig.until(lambda: queue.waiting == 1)
-            running.leave()
-            await rig.until(lambda: queue.waiting == 0)
-        rows = [rig.fresh()]
-        assert is_right(await way.ask(rig, way.build(model, rows)), way, rows)
 
     rig.run(work())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.conformance.models import HOLD, MAX_BATCH, QUEUE_ROWS
+from tests.conformance.models import MAX_BATCH, QUEUE_ROWS
 from tests.conformance.rig import Rig, is_right
 from tests.conformance.ways import Way
 
@@ -19,9 +19,9 @@ def test_beside_a_busy_worker(rig: Rig, way: Way, form: str) -> None:
         whole = way.build(model, rows)
         assert is_right(await way.ask(rig, whole), way, rows)
         with rig.holding(model):
-            held, waits = await way.open(rig), await way.open(rig)
-            held.send(way.build(model, [HOLD, rig.fresh()][: way.most_rows], slot=1))  # no hit itself
-            await rig.until_running(model)
+            held, waits, value = await way.open(rig), await way.open(rig), rig.fresh_hold()
+            held.send(way.build(model, [value], slot=1))
+            await rig.until_running(model, value)
             for _ in range(TIMES):
                 answer = await way.ask(rig, way.cut(whole))
                 assert answer.status != way.status("OK")

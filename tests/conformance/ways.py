@@ -20,15 +20,32 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from fastserve.engine.batch_queue import QUEUED_TOO_LONG, RAN_TOO_LONG
+from fastserve.engine.hosting import DIED
 from fastserve.errors import Kind
-from tests.conformance.models import FORMS
+from tests.conformance.models import FORMS, LIKE
 
 if TYPE_CHECKING:
     from tests.conformance.rig import Rig
 
-LIMIT_S = 20.0
+LIMIT_S = 10.0
 SECOND = 0.5  # the other number of each row
 OK = "OK"
+# Why a request may be refused that has done nothing wrong: an event -> the kind of the error, and its words.
+# A dialect has others for some of them.
+FULL, FULL_BYTES, QUEUED_LATE, RAN_LATE, LOST = "full", "full of bytes", "queued late", "ran late", "lost"
+POLICY_FULL, POLICY_LATE, UNKNOWN = "full by policy", "late by policy", "unknown"
+Words = dict[str, tuple[Kind, str]]
+WORDS: Words = {
+    FULL: (Kind.UNAVAILABLE, "the queue of this model is full (max_queue_rows, max_queue_bytes)"),
+    FULL_BYTES: (Kind.UNAVAILABLE, "bytes of inputs (max_queue_bytes)"),
+    QUEUED_LATE: (Kind.DEADLINE_EXCEEDED, QUEUED_TOO_LONG),
+    RAN_LATE: (Kind.DEADLINE_EXCEEDED, RAN_TOO_LONG),
+    LOST: (Kind.UNAVAILABLE, DIED),
+    POLICY_FULL: (Kind.UNAVAILABLE, "Exceeds maximum queue size"),
+    POLICY_LATE: (Kind.UNAVAILABLE, "Request timeout expired"),
+    UNKNOWN: (Kind.NOT_FOUND, "cached-fast"),
+}
 
 
 @dataclass(frozen=True)
@@ -79,11 +96,26 @@ class Way(ABC):
     forms: tuple[str, ...] = FORMS  # that can be asked this way
     outside = False  # tensors are in memory of the client's
     most_rows = 8  # of one request
+    timed = False  # its requests have a deadline
     statuses: dict[Any, Any]
+    words: Words = {}  # where they are not those of WORDS
 
     def status(self, kind: Kind | str) -> Any:
         """How this dialect tells an error of that kind; OK of none."""
         return self.statuses[kind]
+
+    def is_told(self, answer: Answer, event: str) -> bool:
+        """Whether this tells a client of such an event, in this dialect's words."""
+        kind, text = (WORDS | self.words)[event]
+        return answer.status == self.status(kind) and text in answer.text
+
+    def asks(self, form: str) -> bool:
+        """Whether such models can be asked this way."""
+        return LIKE.get(form, form) in self.forms
+
+    def is_fast(self, form: str) -> bool:
+        """Whether such models have a fast path, this way."""
+        return form != "policy" and LIKE.get(form, form) in self.fast
 
     @abstractmethod
     def build(
@@ -200,11 +232,17 @@ class HttpWay(Way):
         return str(json.loads(reply.body)["error"])
 
 
+TFS_WORDS: Words = {
+    QUEUED_LATE: (Kind.RESOURCE_EXHAUSTED, "Run() timeout exceeded while waiting in batching queue")
+}
+
+
 class Rest(HttpWay):
     """TensorFlow Serving's REST API: rows."""
 
-    name, dialect = "tfserving-rows", "tfserving"
+    name, dialect, timed = "tfserving-rows", "tfserving", True
     fast = frozenset({"columns"})
+    words: Words = TFS_WORDS
     statuses = {
         OK: 200,
         Kind.INTERNAL: 500,
@@ -341,10 +379,20 @@ class V2Regions(V2Json):
         return get_region(sent.slot, output["shape"][0])
 
 
+V1_FULL = (Kind.UNAVAILABLE, "Exceeds maximum queue size")
+V1_WORDS: Words = {
+    FULL: V1_FULL,
+    FULL_BYTES: V1_FULL,
+    QUEUED_LATE: (Kind.UNAVAILABLE, "Request timeout expired"),
+    UNKNOWN: (Kind.UNAVAILABLE, "'cached-fast' has no available versions"),
+}
+
+
 class V1Http(HttpWay):
     """Triton's first API over HTTP."""
 
     name, dialect = "v1-http", "triton_v1"
+    words: Words = V1_WORDS
     statuses = {
         OK: "SUCCESS",
         Kind.INTERNAL: "INTERNAL",

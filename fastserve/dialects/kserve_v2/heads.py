@@ -131,7 +131,7 @@ class Outcome:
 
     def refused(self, exchange: RpcExchange, prepared: Head, request_id: str, fault: ServeError) -> None:
         told = tell(fault, request_id)
-        self._traffic.refused(self._model, told.kind.name)
+        self._traffic.refused(self._model, fault.kind.name)
         if isinstance(exchange, Place):
             exchange.stream.refuse(exchange, told, prepared.model, prepared.version, request_id)
         else:

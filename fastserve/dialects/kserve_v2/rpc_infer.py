@@ -113,5 +113,5 @@ class RpcInference(Inference):
 
     def refused(self, fault: ServeError) -> None:
         told = tell(fault, self.message.id)
-        self.service.traffic.refused(self.message.model_name, told.kind.name)
+        self.service.traffic.refused(self.message.model_name, fault.kind.name)
         self.exchange.refuse(told)

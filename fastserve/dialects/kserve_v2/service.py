@@ -95,11 +95,11 @@ class Service:
         version: Version | None = None,
     ) -> None:
         """Reply with an error; `version` is the one that was asked for, where there is one."""
+        self.count_failure(fault, model, version)
         fault = in_own_words(fault)
         if fault.retry_after_s is not None:
             headers = (*headers, (b"Retry-After", b"%d" % max(1, round(fault.retry_after_s))))
         call.reply(HTTP_STATUS[fault.kind], error_body(fault.message), JSON, headers)
-        self.count_failure(fault, model, version)
 
     def count_failure(self, fault: ServeError, model: str, version: Version | None) -> None:
         """Count an error by the version it happened to, or by the model alone."""

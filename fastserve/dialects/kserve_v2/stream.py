@@ -106,7 +106,7 @@ class Stream:
     ) -> bool:
         """Whether the stream goes on."""
         told, message = tell(fault, request.message.id), request.message
-        self._service.traffic.refused(message.model_name, told.kind.name)
+        self._service.traffic.refused(message.model_name, fault.kind.name)
         if self._ends_on_fault:
             place.fail(told)
         else:
@@ -140,7 +140,7 @@ class StreamInference(RpcInference):
 
     def refused(self, fault: ServeError) -> None:
         place, message, told = self.exchange, self.message, tell(fault, self.message.id)
-        self.service.traffic.refused(message.model_name, told.kind.name)
+        self.service.traffic.refused(message.model_name, fault.kind.name)
         if self.request is None:  # what never reached a model ends no stream
             place.reply(write_stream_response(told.message, id=message.id))
         else:

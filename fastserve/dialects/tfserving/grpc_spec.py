@@ -54,5 +54,5 @@ def tell(fault: ServeError) -> ServeError:
 def refuse_rpc(service: Service, model: str, fault: ServeError) -> ServeError:
     """The same, counted."""
     told = tell(fault)
-    service.count_refused(model, told)
+    service.count_refused(model, fault, told)
     return told

@@ -79,16 +79,21 @@ class GeneralPredict(GeneralRequest):
         body = await service.body(self.call)
         self.version = self._find_version(body)
         signatures = service.signatures.of(self.version)
-        reader = read_raw if is_raw(self.call) and not body.startswith(b'{"') else read_predict
+        reader = read_raw if self._is_raw(body) else read_predict
         self._view, self._columnar, inputs = await service.apart(len(body), reader, signatures, body)
         names = self._view.signature.input_names
         return InferRequest({names[alias]: tensor for alias, tensor in inputs.items()}, self._view.wanted)
+
+    def _is_raw(self, body: bytes | bytearray) -> bool:
+        return is_raw(self.call) and not body.startswith(b'{"')
 
     def _find_version(self, body: bytes | bytearray) -> Version:
         try:
             return find_version(self.service.catalog, self.target)
         except ServeError:
-            if len(body) <= EXPLAIN_BYTES:  # a body that is not JSON is the first thing wrong (spec 1.6)
+            if len(body) <= EXPLAIN_BYTES and not self._is_raw(
+                body
+            ):  # a body that is not JSON is the first thing wrong (spec 1.6)
                 read_signature_name(read_document(body))
             raise
 

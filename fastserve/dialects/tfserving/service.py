@@ -79,20 +79,20 @@ class Service:
             if api:
                 self.monitor.time(model, api, took_ns / 1000, entrypoint)
 
-    def count_refused(self, model: str, fault: ServeError) -> None:
-        """One call that is answered with an error."""
+    def count_refused(self, model: str, fault: ServeError, told: ServeError) -> None:
+        """One call that is answered with an error: what it was, and on the original's page what it is told."""
         self.traffic.refused(model, fault.kind.name)
         if self.options.monitoring:
-            self.monitor.count(model, fault.kind.name)
+            self.monitor.count(model, told.kind.name)
 
     def refuse(self, call: Call, model: str, fault: ServeError) -> None:
         """Reply with an error."""
-        fault = own_words(fault)
+        told = own_words(fault)
         headers: Sequence[tuple[bytes, bytes]] = self.headers
-        if fault.retry_after_s is not None:
-            headers = (*headers, (b"Retry-After", b"%d" % max(1, round(fault.retry_after_s))))
-        call.reply(HTTP_STATUS[fault.kind], error_body(fault.message), JSON, headers)
-        self.count_refused(model, fault)
+        if told.retry_after_s is not None:
+            headers = (*headers, (b"Retry-After", b"%d" % max(1, round(told.retry_after_s))))
+        call.reply(HTTP_STATUS[told.kind], error_body(told.message), JSON, headers)
+        self.count_refused(model, fault, told)
 
 
 class GeneralRequest(SlowRequest):

@@ -262,14 +262,16 @@ class FastRpc(Fast):
 
     kind = PreparedMessage
 
-    def start(self, exchange: RpcExchange, message: V1InferMessage, header: RequestHeader) -> bool:
+    def start(
+        self, exchange: RpcExchange, message: V1InferMessage, header: RequestHeader, deadline_ns: int
+    ) -> bool:
         """Take the request, or return False: nothing has happened then."""
         prepared = self.find(header)
         if prepared is None or not prepared.has_entries(message):
             return False
         if prepared.outside and not prepared.is_there():
             return False
-        return self._path.start(exchange, prepared, message, header)
+        return self._path.start(exchange, prepared, message, header, deadline_ns)
 
 
 class Outcome:

@@ -73,10 +73,11 @@ class GeneralRequest(SlowRequest):
         number: int | None,
         header: RequestHeader,
         make_data: Callable[[str], Data],
+        deadline_ns: int = 0,
     ) -> None:
         self._service, self._replies, self._exchange = service, replies, exchange
         self._model, self._number, self._header = model, number, header
-        self._make_data = make_data
+        self._make_data, self._deadline_ns = make_data, deadline_ns
         self._served: Served | None = None
         self._rooms = Rooms()
 
@@ -85,6 +86,7 @@ class GeneralRequest(SlowRequest):
         served = self._served = service.find(self._model, self._number)
         self.version = served.view.version
         request = read_request(served.view, self._header, self._make_data(self._model), service.shared)
+        request.deadline_ns = self._deadline_ns
         self._rooms = hold_rooms(service.shared, self._header.destinations)
         return request
 

@@ -28,7 +28,7 @@ from fastserve.dialects.triton_v1.service import Service
 from fastserve.dialects.triton_v1.streams import run_ahead
 from fastserve.errors import Kind, ServeError
 from fastserve.protos import load
-from fastserve.serving.exchange import Awaited, RpcExchange
+from fastserve.serving.exchange import Awaited, RpcExchange, deadline_of
 from fastserve.serving.paths import Kept
 from fastserve.serving.slow_path import answer_slowly
 from fastserve.wire.grpc import Exchange, Method, Rpc
@@ -127,19 +127,22 @@ class Rpcs:
             sent = read_sent(data)
         except ServeError:
             return False
-        return self._start(exchange, sent, read_message(sent.message))
+        return self._start(exchange, sent, read_message(sent.message), exchange.deadline_ns)
 
-    def _start(self, exchange: RpcExchange, sent: Sent, header: RequestHeader) -> bool:
+    def _start(self, exchange: RpcExchange, sent: Sent, header: RequestHeader, deadline_ns: int) -> bool:
         version = self._service.catalog.available(sent.message.model_name, sent.number)
         fast = None if version is None else self._fast.of(version)
-        return fast is not None and fast.start(exchange, sent.message, header)
+        return fast is not None and fast.start(exchange, sent.message, header, deadline_ns)
 
     async def infer(self, sent: Sent, rpc: Rpc) -> bytes:
         """InferRequest -> serialized InferResponse."""
         service, header, exchange = self._service, read_message(sent.message), Awaited()
-        if not self._start(exchange, sent, header):
+        deadline_ns = deadline_of(rpc)
+        if not self._start(exchange, sent, header, deadline_ns):
             name, make_data = sent.message.model_name, partial(Entries, sent.raws())
-            general = GeneralRequest(service, self._replies, exchange, name, sent.number, header, make_data)
+            general = GeneralRequest(
+                service, self._replies, exchange, name, sent.number, header, make_data, deadline_ns
+            )
             await answer_slowly(exchange, general, service.traffic)
         return await exchange.answer()
 
