@@ -54,21 +54,21 @@ def read(rig: Rig, dialect: str, model: str) -> Counter[str]:
     """Everything so far."""
     registry = rig.server.registry
     found: Counter[str] = Counter()
-    requests, rejects, cancels, retries, *stages = registry.totals(
+    requests, rejects, cancels, retries, *stages = registry.read(
         names.REQUESTS, names.REJECTS, names.CANCELS, names.RETRIES, *STAGES.values()
     )
-    for (name, _, spoken, status), (value, _) in requests.items():
+    for (name, _, spoken, status), (value,) in requests.items():
         if (name, spoken) == (model, dialect):
             found[status] += int(value)
     for series in (rejects, cancels):
-        for (name, _, cause), (value, _) in series.items():
+        for (name, _, cause), (value,) in series.items():
             if name == model:
                 found[cause] += int(value)
-    found["retries"] = sum(int(value) for (name, _), (value, _) in retries.items() if name == model)
+    found["retries"] = sum(int(value) for (name, _), (value,) in retries.items() if name == model)
     for stage, series in zip(STAGES, stages, strict=True):
-        for (name, _, spoken), (count, _) in series.items():
+        for (name, _, spoken), (*buckets, _) in series.items():
             if (name, spoken) == (model, dialect):
-                found[stage] += int(count)
+                found[stage] += int(sum(buckets))
     version = rig.server.catalog.available(model)
     if version is not None:
         told = counts_of(version)

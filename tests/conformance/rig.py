@@ -235,6 +235,9 @@ class Rig:
         """The same of a request that is held."""
         return models.HOLD - next(self._numbers)
 
+    def forget_learned(self) -> None:
+        self._learned.clear()
+
     async def learn(self, way: Way, model: str, slots: int = 1) -> None:
         """Ask until a fast path would know such requests."""
         for slot in range(slots):

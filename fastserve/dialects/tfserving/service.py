@@ -80,7 +80,7 @@ class Service:
                 self.monitor.time(model, api, took_ns / 1000, entrypoint)
 
     def count_refused(self, model: str, fault: ServeError, told: ServeError) -> None:
-        """One call that is answered with an error: what it was, and on the original's page what it is told."""
+        """One call that is answered with an error: what it was; on the original's page, what it is told."""
         self.traffic.refused(model, fault.kind.name)
         if self.options.monitoring:
             self.monitor.count(model, told.kind.name)
