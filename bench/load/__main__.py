@@ -17,10 +17,12 @@ from bench.workloads import WORKLOADS
 
 BUSY_LOAD = 0.7
 GRPC = ["grpc-tiny", "grpc-image"]
+TFS_GRPC = ["tfs-grpc-tiny", "tfs-grpc-mlp", "tfs-grpc-image", "tfs-grpc-content"]
 CLIENT = ["grpc-client"]
 V1 = ["v1-tiny", "v1-image"]
 PARTS = [
-    *WORKLOADS, *h2_load.PARTS, *idle.PARTS, *v2_load.PARTS, *GRPC, *CLIENT, *V1, *grps_load.PARTS,
+    *WORKLOADS, *h2_load.PARTS, *idle.PARTS, *v2_load.PARTS, *GRPC, *TFS_GRPC, *CLIENT, *V1,
+    *grps_load.PARTS,
     "latency", "frontends", "memory", "codec",
 ]  # fmt: skip
 GROUPS = {"http2": [*h2_load.PARTS, *CLIENT, *idle.PARTS]}
@@ -53,6 +55,10 @@ def rows(part: str, plan: Plan, subject: measure.Start, soak: int) -> list[table
         from bench.load import grpc_load
 
         return [grpc_load.row(part, plan)]
+    if part in TFS_GRPC:
+        from bench.load import tfs_grpc_load
+
+        return [tfs_grpc_load.row(part, plan)]
     if part in V1:
         from bench.load import v1_load
 

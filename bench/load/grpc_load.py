@@ -60,9 +60,9 @@ def make_request(model: str) -> bytes:
     return data
 
 
-async def run(port: int, message: bytes, seconds: float) -> float:
+async def run(port: int, message: bytes, seconds: float, path: str = PATH) -> float:
     """Requests a second with AT_ONCE under way on each of CHANNELS connections. Raises RuntimeError."""
-    loads = [Load(port, PATH, message, AT_ONCE) for _ in range(CHANNELS)]
+    loads = [Load(port, path, message, AT_ONCE) for _ in range(CHANNELS)]
     began = time.perf_counter()
     done = await asyncio.gather(*(load.run(seconds) for load in loads))
     return sum(done) / (time.perf_counter() - began)
@@ -84,9 +84,9 @@ class Turns:
     rates: list[float] = field(default_factory=list)
     costs_us: list[float] = field(default_factory=list)  # CPU time of one request
 
-    def take(self, message: bytes) -> None:
+    def take(self, message: bytes, path: str = PATH) -> None:
         before = self.server.cpu_s()
-        self.rates.append(uvloop.run(run(self.server.port, message, TURN_SECONDS)))
+        self.rates.append(uvloop.run(run(self.server.port, message, TURN_SECONDS, path)))
         spent = self.server.cpu_s() - before
         self.costs_us.append(spent / (self.rates[-1] * TURN_SECONDS) * 1e6)
 

@@ -92,6 +92,7 @@ _TEXT_FLAGS = (
 _BOOL_FLAGS = (
     "enable_batching",
     "enable_model_warmup",
+    "enable_serialization_as_tensor_content",
     "version",
     "rest_api_enable_cors_support",
     "allow_version_labels_for_unavailable_models",
@@ -120,7 +121,6 @@ _IDLE_FLAGS = frozenset(
 # Flags that are not built, and the values under which they ask for nothing.
 _UNBUILT_FLAGS = {
     "enable_per_model_batching_parameters": "false",
-    "enable_serialization_as_tensor_content": "false",
     "enable_signature_method_name_check": "false",
     "grpc_channel_arguments": "",
     "grpc_socket_path": "",
@@ -211,6 +211,8 @@ def flag_settings(values: Mapping[str, int | bool | str]) -> tuple[Overrides, li
     out["tfserving.result_keys"] = ("results",)
     out["wait_for_folders"] = True  # spec 5: a base_path that is not there blocks the start, and no more
     out["tfserving.cors"] = bool(given.get("rest_api_enable_cors_support", False))
+    out["tfserving.tensor_content"] = bool(given.get("enable_serialization_as_tensor_content", False))
+    out["admin.reload_config"] = True  # as there: clients may, unless nobody reaches the port
     out["load_retries"] = given["max_num_load_retries"]
     out["load_retry_s"] = given["load_retry_interval_micros"] / 1e6
     out["parallel_loads"] = max(1, given["num_load_threads"])

@@ -20,7 +20,7 @@ from fastserve.repository.catalog import Catalog
 from fastserve.repository.dependants import dependants, in_waves, missing, needs, served_by, with_steps
 from fastserve.repository.layout import Layout, ModelFolder, is_model_name
 from fastserve.repository.overrides import Override
-from fastserve.repository.succession import Succession, VersionHooks
+from fastserve.repository.succession import NO_LABEL, Succession, VersionHooks
 from fastserve.repository.version import Version, VersionState
 
 log = logging.getLogger(__name__)
@@ -151,8 +151,9 @@ class Repository:
     async def reload_config(self, entries: Sequence[ModelEntry]) -> None:
         """Serve these models in place of the ones `models` named, and wait for them.
 
-        Raises ServeError (spec 4.4): INVALID_ARGUMENT for a list that cannot be, and then nothing
-        changes; FAILED_PRECONDITION listing what could not be loaded or labelled.
+        Raises ServeError (tfserving spec 4.4): INVALID_ARGUMENT for a list that cannot be, and then nothing
+        changes; UNKNOWN listing what could not be loaded; FAILED_PRECONDITION for nothing but labels that
+        could not be moved.
         """
         layout = Layout(msgspec.structs.replace(self.settings, models=tuple(entries)))
         for entry in entries:
@@ -173,8 +174,11 @@ class Repository:
         await asyncio.gather(*(self._end(name) for name in self._gone(found)))
         named = {entry.name for entry in entries}
         failed = {name: reasons for name, reasons in problems.items() if name in named}
-        if failed:
-            raise ServeError(Kind.FAILED_PRECONDITION, failure_text(failed))
+        told = [reason for reasons in failed.values() for reason in reasons]
+        if told and all(reason.startswith(NO_LABEL) for reason in told):
+            raise ServeError(Kind.FAILED_PRECONDITION, "; ".join(told))
+        if told:
+            raise ServeError(Kind.UNKNOWN, failure_text(failed))
 
     async def close(self) -> None:
         """Stop watching and unload everything."""

@@ -29,6 +29,7 @@ from fastserve.repository.problems import Problems, no_version_text
 from fastserve.repository.version import Model, Version, VersionState
 
 log = logging.getLogger(__name__)
+NO_LABEL = "Request to assign label to version"
 LONGEST_RETRY_S = 60.0
 
 
@@ -242,8 +243,7 @@ class Succession:
             if before is not None:
                 labels[label] = before
             problems.append(
-                f"Request to assign label to version {number} of model {model.name}, "
-                "which is not currently available for inference"
+                f"{NO_LABEL} {number} of model {model.name}, which is not currently available for inference"
             )
         model.labels = labels
         return problems

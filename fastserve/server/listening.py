@@ -215,6 +215,7 @@ class Front:
             descriptors=[files for spec in spoken for files in spec.descriptors()],
             reuse_port=shared,
             nameless_health=len(spoken) == 1 and spoken[0].any_health_name,
+            health_names=[name for spec in spoken for name in spec.health_names],
             access_log=log_rpc if self.settings.log.access else None,
             opening=self.opening,
             limits=self.settings.limits,

@@ -126,6 +126,8 @@ class DialectSpec(Generic[Options]):
     """Answers every path, so it has its listeners for itself."""
     own_port: Callable[[Settings], int] = lambda settings: 0
     """A port beside that of the first HTTP listener, on which this is spoken alone; 0 for none."""
+    health_names: tuple[str, ...] = ()
+    """What grpc.health.v1 calls its services besides their own names."""
     any_health_name: bool = False
     """Alone on a gRPC listener, grpc.health.v1 answers for the server under whatever name it is asked."""
 

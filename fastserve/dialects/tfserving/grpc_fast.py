@@ -46,8 +46,8 @@ TOO_LARGE = "the response is too large for a gRPC message"
 API = "Predict"
 
 Aliases = Mapping[str, str]  # the signature's names of outputs -> the model's
-# What a response says of its outputs; where each is among those the model gave.
-Writer = tuple[list[tuple[str, int, tuple[int, ...]]], list[int]]
+# What a response says of its outputs; where each is among those the model gave, None: in its place.
+Writer = tuple[list[tuple[str, int, tuple[int, ...]]], list[int] | None]
 
 
 def names_of(aliases: Aliases) -> tuple[str, ...]:
@@ -108,13 +108,15 @@ class Head(KnownMessage):
     def make_writer(self, described: Described) -> Writer:
         given = {name: (index, dtype.code, shape) for index, (name, dtype, shape) in enumerate(described)}
         found = [(alias, *given[name]) for alias, name in self._aliases.items()]
-        return [(alias, code, shape) for alias, _, code, shape in found], [index for _, index, _, _ in found]
+        order = [index for _, index, _, _ in found]
+        in_place = order == list(range(len(described)))
+        return [(alias, code, shape) for alias, _, code, shape in found], None if in_place else order
 
     def write(
         self, exchange: RpcExchange, writer: Writer, memory: Sequence[Memory], request_id: str, held: None
     ) -> None:
         described, order = writer
-        raw = [memory[index] for index in order]
+        raw = memory if order is None else [memory[index] for index in order]
         exchange.reply(write_response(described, raw, self._spec, self._content))
 
     def write_response(

@@ -15,5 +15,6 @@ SPEC = DialectSpec(
     build=TFServing,
     routes=ROUTES,
     rpcs=RPCS,
+    health_names=("PredictionService", "ModelService"),  # spec 4
     descriptors=lambda: [load("tfserving").descriptor_set],
 )

@@ -46,6 +46,7 @@ class GrpcListener:
         descriptors: Sequence[bytes] = (),
         reuse_port: bool = False,
         nameless_health: bool = False,
+        health_names: Sequence[str] = (),
         access_log: AccessLog | None = None,
         opening: Opening | None = None,
         limits: Limits | None = None,
@@ -59,7 +60,8 @@ class GrpcListener:
         self._tls = tls
         self._health = Health(nameless=nameless_health)
         self._methods = (*methods, *_health_methods(self._health))
-        self.services = tuple(dict.fromkeys(method.service for method in methods))
+        # As grpc.health.v1 knows them.
+        self.services = tuple(dict.fromkeys((*(method.service for method in methods), *health_names)))
         most = options.message_bytes
         limits = msgspec.structs.replace(limits or Limits(), inflated_bytes=most)
         self._terms = Terms(most, limits, access_log, opening or Opening())
