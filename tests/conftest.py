@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import asyncio.runners
 import gc
+import logging
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
+from fastserve.logs import LogStream
 from tests import effort
 from tests.alone import pytest_runtest_protocol as pytest_runtest_protocol
 from tests.processes import pytest_addoption as pytest_addoption
@@ -99,15 +102,51 @@ def descriptors() -> dict[str, str]:
     return found
 
 
+@dataclass
+class Logging:
+    """How this process logs. What workers are told, and what later tests see of them, depends on it."""
+
+    streams: list[LogStream]
+    levels: dict[str, int]
+    hook: Any
+
+    @classmethod
+    def look(cls) -> Logging:
+        root = logging.getLogger()
+        ours = [handler for handler in root.handlers if isinstance(handler, LogStream)]
+        levels = {name: logging.getLogger(name).level for name in ("", "fastserve", "fastserve.access")}
+        return cls(ours, levels, sys.excepthook)
+
+    def restore(self) -> None:
+        root = logging.getLogger()
+        for handler in root.handlers[:]:
+            if isinstance(handler, LogStream) and handler not in self.streams:
+                root.removeHandler(handler)
+        for name, level in self.levels.items():
+            logging.getLogger(name).setLevel(level)
+        sys.excepthook = self.hook
+
+
 GRPCIO_ENDS_S = 2.0
+
+
+@pytest.fixture
+def logs_as_before() -> Iterator[None]:
+    """For tests that set up logging in this process, as commands do."""
+    logs = Logging.look()
+    yield
+    logs.restore()
 
 
 @pytest.fixture(autouse=True)
 def leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails a test that leaves children, descriptors, threads or asyncio tasks behind."""
+    """Fails a test that leaves children, descriptors, threads or asyncio tasks behind, or logging set up."""
     pending_tasks.clear()
-    before = Belongings.count()
+    before, logs = Belongings.count(), Logging.look()
     yield
+    if (now := Logging.look()) != logs:
+        logs.restore()
+        pytest.fail(f"the test left logging changed: {now}, not {logs}", pytrace=False)
     if request.node.get_closest_marker("lingers"):
         return
     gained = before.gained(Belongings.count())

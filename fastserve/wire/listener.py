@@ -211,15 +211,18 @@ class HttpListener:
         transport.set_protocol(successor)
         return successor
 
-    def admit(self, connection: Connection | Http2Connection) -> None:
+    def admit(self, connection: Connection | Http2Connection) -> bool:
         """Take a new connection in. One too many is told so; with many of those around, it is cut off."""
         self.connections.add(connection)
         limit = self.limits.connections
+        if len(self.connections) <= limit:
+            return True
         if len(self.connections) > limit + REFUSED_AT_ONCE:
             self.count_refusal("connections")
             connection.abort()
-        elif len(self.connections) > limit:
+        else:
             connection.refuse(over_limit(503, "Connections", "connections", limit))
+        return False
 
     def make_room(self, handshake: Handshake) -> bool:
         """Take in a connection that has no protocol yet. One too many is cut off."""

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import uvloop
 from click.testing import CliRunner, Result
 
@@ -19,6 +20,7 @@ def run(*args: str) -> Result:
     return CliRunner().invoke(main, ["check", *args], prog_name="fastserve")
 
 
+@pytest.mark.usefixtures("logs_as_before")
 def test_demo_is_fine() -> None:
     result = run("demo")
     assert result.exit_code == 0, result.output
@@ -27,6 +29,7 @@ def test_demo_is_fine() -> None:
     assert "2 model(s) were loaded, 0 with problems" in result.output
 
 
+@pytest.mark.usefixtures("logs_as_before")
 def test_a_broken_model_is_explained(tmp_path: Path) -> None:
     (tmp_path / "m" / "1").mkdir(parents=True)
     (tmp_path / "m" / "model.yaml").write_text("backend: pyton\n")

@@ -74,6 +74,7 @@ def refuse(request: bytes) -> bytes:
     raise ServeError(Kind.INVALID_ARGUMENT, "unreadable")
 
 
+GOAWAY = b"\7"  # a type of frames
 METHODS = [
     Method("/t.T/Echo", bytes, echo, bytes),
     Method("/t.T/Fail", bytes, fail, bytes),
@@ -373,7 +374,8 @@ def test_grpc_is_not_imported_without_a_grpc_listener() -> None:
 
 
 def test_connections_and_metadata_have_a_limit() -> None:
-    """One connection more is closed; those there are go on, and another one is let in when one has ended."""
+    """One connection more is closed; those there are go on, and another one is let in when one has ended. Its
+    client hears of it: after SETTINGS grpcio's would try its call again until its time is up."""
 
     async def main() -> None:
         async with serving(connections=1, metadata_bytes=4096) as (listener, channel):
@@ -383,8 +385,11 @@ def test_connections_and_metadata_have_a_limit() -> None:
                 "{}:{}".format(*listener.address), options=[("grpc.use_local_subchannel_pool", 1)]
             ) as second:
                 fault = await refused(second.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=20))
-                # A client tries again for as long as it may: on a busy machine its time is up first.
-                assert fault.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+                assert fault.code() is grpc.StatusCode.UNAVAILABLE
+            reader, writer = await asyncio.open_connection(*listener.address)
+            told = await asyncio.wait_for(reader.read(), 5)  # to its end, at once, and without SETTINGS
+            assert told[3:4] in (b"", GOAWAY)
+            writer.close()
             assert await check(b"") is not None
             fault = await refused(check(b"", metadata=[("a", "b" * 8000)], timeout=20))
             assert fault.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

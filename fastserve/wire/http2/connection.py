@@ -72,10 +72,11 @@ class Http2Connection(Peered, asyncio.BufferedProtocol):
         self._lifetime = None if listener.lifetimes is None else Lifetime(listener.lifetimes)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Of a listener that has nothing but HTTP/2."""
+        """Of a listener that has nothing but HTTP/2. One connection too many gets a GOAWAY and no SETTINGS:
+        after these grpcio's client takes it for established, and tries its calls again and again."""
         self.take_over(cast(asyncio.Transport, transport))
-        self.start(b"")
-        self.listener.admit(self)
+        if self.listener.admit(self):
+            self.start(b"")
 
     def take_over(self, transport: asyncio.Transport) -> None:
         """The socket is this connection's; `start` follows."""

@@ -256,11 +256,13 @@ def test_traces(tmp_path: Path) -> None:
 @pytest.fixture
 def log_text() -> Any:
     root, access = logging.getLogger(), logging.getLogger("fastserve.access")
-    before = list(root.handlers), root.level, access.level
+    handlers, levels = list(root.handlers), (root.level, access.level)
     text = io.StringIO()
     setup_logs(stream=text)
     yield text
-    root.handlers[:], root.level, access.level = before
+    root.handlers[:] = handlers
+    for logger, level in zip((root, access), levels, strict=True):
+        logger.setLevel(level)  # an assignment would leave what loggers remember of it
 
 
 def test_log_settings_change_the_log(tmp_path: Path, log_text: io.StringIO) -> None:
