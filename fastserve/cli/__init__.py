@@ -19,6 +19,7 @@ COMMANDS = {
     "bench": "Put a running server under load and show latencies.",
     "grps": "Serve a grps deployment.",
     "tensorflow-model-server": "Serve with TensorFlow Serving's own flags.",
+    "tritonserver": "Serve with Triton's own flags.",
 }
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fastserve.config.fields import fault_text
+from fastserve.config.foreign_flags import BOOLS, unbuilt_fault
 from fastserve.config.text_proto import TextField, parse_text
 from fastserve.config.yaml_text import read_text
 from fastserve.errors import ConfigError
@@ -72,7 +73,6 @@ MONITORING_CONFIG = {
     )
 }
 
-_BOOLS = {"true": True, "1": True, "false": False, "0": False}
 _INT_FLAGS = {
     "port": 8500,
     "rest_api_port": 0,
@@ -173,7 +173,7 @@ def read_flags(argv: Sequence[str]) -> Flags:
 def _take_flag(flags: Flags, name: str, text: str | None) -> bool:
     """False when the flag is not known in this form."""
     if name in _BOOL_FLAGS:
-        value = True if text is None else _BOOLS.get(text.lower())
+        value = True if text is None else BOOLS.get(text.lower())
         if value is None:
             flags.faults.append(fault_text(f"--{name}", text, "true or false or 1 or 0"))
         else:
@@ -183,11 +183,8 @@ def _take_flag(flags: Flags, name: str, text: str | None) -> bool:
         flags.ignored.append(f"--{name}")
         return True
     if name in _UNBUILT_FLAGS:
-        given, idle = "true" if text is None else text, _UNBUILT_FLAGS[name]
-        if given != idle and not (idle == "false" and _BOOLS.get(given.lower()) is False):
-            flags.faults.append(
-                fault_text(f"--{name}", given, f"{idle or 'nothing'}: this flag is not built")
-            )
+        fault = unbuilt_fault(name, "true" if text is None else text, _UNBUILT_FLAGS[name])
+        flags.faults += [fault] if fault else []
         return True
     if text is None:
         return False
