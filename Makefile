@@ -96,8 +96,10 @@ debug: build
 differential: build
 	FASTSERVE_TRITON="$(TRITON)" $(BIN)/python -m pytest -rs tests/differential --timeout 300 $(ARGS)
 
+# Two at a time, the files with most cases first. What compares times (`alone`) waits until nothing else runs.
 torture: build
-	$(BIN)/python -m pytest -m "torture or hypothesis" --timeout 3600 --hypothesis-profile torture $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --maxprocesses 2 --dist loadfile -m "torture or hypothesis" \
+		--timeout 3600 --hypothesis-profile torture --durations 60 --durations-min 10 $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info fastserve/_ext/*.so fastserve/protos/*.binpb

@@ -44,10 +44,11 @@ def test_a_front_lives_with_a_worker_gone_mad(layout):
     written, _ = worker.communicate(timeout=60)
     assert front.returncode == 0, f"the front ended with {front.returncode}"
     done = ast.literal_eval(told)
-    assert int(written) > 500_000
-    assert done["reserve"] > 500
-    assert done["drain"] > 500
-    assert done["reclaim_front"] > 10
+    # far less than what it comes to, on a busy machine and under sanitizers too
+    assert int(written) > 50_000
+    assert done["reserve"] > 100
+    assert done["drain"] > 100
+    assert done["reclaim_front"] > 5
 
 
 @pytest.mark.parametrize("seed", range(40))

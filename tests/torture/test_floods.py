@@ -23,8 +23,9 @@ from fastserve._ext.http2_frames import frame
 from tests.faults.flooding import DATA, END_HEADERS, END_STREAM, FLOODS, HEADERS, Link, block
 from tests.running import Running
 
-pytestmark = [pytest.mark.torture, pytest.mark.lingers]  # multiprocessing keeps its tracker
-TURN_S, TURNS = 2.0, 6
+# `lingers`: multiprocessing keeps its tracker.
+pytestmark = [pytest.mark.torture, pytest.mark.alone, pytest.mark.lingers]
+TURN_S, TURNS = 1.0, 6
 SLOWER = 1.2
 PREDICT = "/v1/models/half_plus_two:predict"
 BODY = b'{"instances": [1.0, 2.0, 5.0]}'

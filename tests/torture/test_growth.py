@@ -17,7 +17,7 @@ import pytest
 from bench.load.servers import Server, fastserve, healthy, wait_ready
 from tests.running import until
 
-pytestmark = pytest.mark.torture
+pytestmark = [pytest.mark.torture, pytest.mark.alone]
 COMMAND = str(Path(sys.executable).with_name("fastserve"))
 REQUESTS = 1_000_000
 GROWTH_MB = 1.0
