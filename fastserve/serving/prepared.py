@@ -7,6 +7,7 @@ where they go, and everything that can go wrong on the way, is the fast path's.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any, Protocol
 
@@ -18,8 +19,9 @@ from fastserve.engine import (
     Sort,
     lay_out_inputs,
     lay_out_outputs,
+    note_of,
 )
-from fastserve.request import InferResponse
+from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.remembered import Remembered
 from fastserve.tensor import DType, Tensor
 
@@ -59,6 +61,11 @@ class PreparedRequest:
         self._kept: Remembered[Any, Form] = Remembered(MOST_FORMS)
         self._heads: Remembered[int, bytes] = Remembered(MOST_FORMS)
 
+    def tell(self, request: InferRequest) -> None:
+        """A model that sees requests is told what this one says besides tensors, with the id at hand."""
+        self.noted, self._told = True, replace(request, inputs={})
+        self._note = note_of(self._told, [])
+
     # --- what a dialect says -----------------------------------------------------------------------
 
     def fill(self, source: Any, memory: list[memoryview]) -> bool:
@@ -66,8 +73,12 @@ class PreparedRequest:
         raise NotImplementedError
 
     def note(self, request_id: Any) -> bytes:
-        """What the model is told besides tensors, where it is `noted`."""
-        return b""
+        """What the model is told besides tensors, where it is `noted`. See `tell`."""
+        told = self._told
+        if request_id != told.request_id:
+            told.request_id = request_id
+            self._note = note_of(told, [])
+        return self._note
 
     def hold(self) -> Held | None:
         """Client memory for outputs, where something is `outside`. Raises ServeError."""
@@ -115,3 +126,20 @@ class PreparedRequest:
             shape = (*lead, *tensor.shape[len(lead) :])
             found.append((name, tensor.dtype.code, shape, prod(shape) * tensor.dtype.item_bytes))
         return tuple(found)
+
+
+def ordinary_inputs(
+    queue: BatchQueue, request: InferRequest, *, batching: bool
+) -> tuple[int, dict[str, Tensor]] | None:
+    """Rows and inputs of a request that others may be like: types and shapes alone, in the model's order,
+    which may look at it. None for one with nothing in a tensor, or strings, which have no fixed size; with
+    fewer inputs than columns, which are all filled; with more rows than a batch."""
+    inputs = {name: request.inputs[name] for name in queue.inputs if name in request.inputs}
+    if not inputs or len(inputs) < len(request.inputs) or (queue.dense and len(inputs) < len(queue.inputs)):
+        return None
+    rows = next(iter(inputs.values())).shape[0] if batching else 1
+    if not 0 < rows <= queue.max_rows:
+        return None
+    if any(not prod(tensor.shape) * tensor.dtype.item_bytes for tensor in inputs.values()):
+        return None
+    return rows, {name: Tensor(tensor.dtype, tensor.shape, b"") for name, tensor in inputs.items()}

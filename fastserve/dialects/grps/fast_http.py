@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from fastserve._ext.infer_frame import InferFrame, InferFrames
+from fastserve._ext.infer_frame import InferFrame
 from fastserve.dialects.grps.codec_http import find_arrays
 from fastserve.dialects.grps.errors import OK_JSON
 from fastserve.dialects.grps.heads import BIN, content_kind
@@ -24,8 +25,9 @@ from fastserve.protos import load
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.fast_path import FastPath
+from fastserve.serving.learned_frames import LearnedFrames
 from fastserve.serving.paths import LastPath, open_path
-from fastserve.serving.prepared import Described, Memory, PreparedRequest
+from fastserve.serving.prepared import Described, Memory, PreparedRequest, ordinary_inputs
 from fastserve.tensor import Tensor
 from fastserve.wire.call import Call
 
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
 
 MOST_FRAMES = 64  # of all models of a path
 MOST_TEXT_BYTES = 65536  # of a frame
-# Frames never met again, beyond which nothing is learned until so many requests have been missed.
-MOST_UNUSED, LEARN_AGAIN = 8, 64
 MOST_BYTES = 8 << 20  # up to 20 ms; larger bodies are read apart from the event loop
 _SHAPE = re.compile(rb'"shape"\s*:\s*\[\s*([0-9]+)')
 FRAMED = ("float32", "float64", "int64")  # of the others V2 takes numbers that have no room, and wraps them
@@ -63,8 +63,7 @@ class Frame(InferFrame, PreparedRequest):
     ) -> None:
         targets = [prod(t.shape) * t.dtype.item_bytes // parts.divisor for t in inputs.values()]
         super().__init__(parts.text, parts.holes, [], targets, parts.rows)
-        bare = {name: Tensor(tensor.dtype, tensor.shape, b"") for name, tensor in inputs.items()}
-        self.lay_out(path.queue, bare, (), batching=path.version.batching)
+        self.lay_out(path.queue, inputs, (), batching=path.version.batching)
         self.path, self.model, self._service = path, model, service
 
     def fill(self, source: Memory, memory: list[memoryview]) -> bool:
@@ -171,12 +170,11 @@ class FastHttp:
 
     def __init__(self, service: Service, model: str) -> None:
         self._service, self._model = service, model
-        self._frames = InferFrames(MOST_FRAMES)
+        self._frames = LearnedFrames(MOST_FRAMES)
         self._raw: LastPath[RawRows] = LastPath(
             service.keepers, lambda version: RawRows.open(service, version)
         )
         self._learned: LastPath[FastPath] = LastPath(service.keepers, self._open)
-        self._missed = self._vain = 0
         service.keepers.add(self)
 
     def start(self, call: Call) -> bool:
@@ -205,32 +203,23 @@ class FastHttp:
         path = self._learned.find(asked.version)
         if path is None:
             return
-        self._missed += 1
-        if self._frames.unused() + self._vain >= MOST_UNUSED:
-            if self._missed % LEARN_AGAIN:
-                return
-            self._frames.forget_unused()
-            self._vain = 0
-        frame = self._make(bytes(call.body), asked, path, request)
-        if frame is None:
-            self._vain += 1
-        else:
-            self._frames.add(frame)
+        self._frames.learn(partial(self._make, bytes(call.body), asked, path, request))
 
     def forget(self, version: Version) -> None:
         """The version has ended, and nothing here may keep its memory."""
-        self._frames = InferFrames(MOST_FRAMES)
+        self._frames = LearnedFrames(MOST_FRAMES)
 
     def _open(self, version: Version) -> FastPath | None:
         return open_path(version, self._service.traffic, Outcome(self._service, version))
 
     def _make(self, text: bytes, asked: Asked, path: FastPath, request: InferRequest) -> Frame | None:
         version = asked.version
-        inputs = {name: request.inputs[name] for name in path.queue.inputs if name in request.inputs}
-        if len(inputs) != len(request.inputs) or (path.queue.dense and len(inputs) != len(path.queue.inputs)):
+        found = ordinary_inputs(path.queue, request, batching=version.batching)
+        if found is None:
             return None
+        inputs = found[1]
         parts = Parts.of(text, list(request.inputs.items()), list(inputs), version)
-        if parts is None or not 0 < parts.first_rows <= path.queue.max_rows:
+        if parts is None:
             return None
         try:
             return Frame(self._service, path, inputs, parts, asked.message.model or self._model)

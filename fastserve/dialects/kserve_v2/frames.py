@@ -12,32 +12,32 @@ trace, and the general path reads the body again; it hands what it has answered 
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 
-from fastserve._ext.infer_frame import InferFrame, InferFrames, find_holes
+from fastserve._ext.infer_frame import InferFrame, find_holes
 from fastserve._ext.infer_json import InferInput, read_infer
 from fastserve._ext.infer_reply import InferWriter, UnwritableOutput
 from fastserve.dialects.kserve_v2.answers import BINARY, in_words, send, write_answer
 from fastserve.dialects.kserve_v2.request import Asked
 from fastserve.dialects.kserve_v2.service import JSON, Service
-from fastserve.engine import BatchQueue, note_of
+from fastserve.engine import BatchQueue
 from fastserve.errors import ServeError
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.fast_path import FastPath
+from fastserve.serving.learned_frames import LearnedFrames
 from fastserve.serving.model_view import ModelView
 from fastserve.serving.paths import open_path
-from fastserve.serving.prepared import Described, Memory, PreparedRequest
+from fastserve.serving.prepared import Described, Memory, PreparedRequest, ordinary_inputs
 from fastserve.serving.shared_memory import Range, Regions, Rooms, hold_rooms
 from fastserve.tensor import Tensor
 from fastserve.wire.call import Call
 
 MOST_TEXT_BYTES = 65536  # of a frame
 MOST_FRAMES = 32
-# Frames never met again, beyond which nothing is learned until so many requests have been missed.
-MOST_UNUSED, LEARN_AGAIN = 8, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +62,6 @@ class Parts:
     sources: list[Source] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class About:
-    """What a version's frames have in common. `packing`: heads of calls whose replies are compressed."""
-
-    view: ModelView
-    queue: BatchQueue
-    regions: Regions
-    packing: Set[object]
-
-
 class Writer(InferWriter):
     """Writes replies whose outputs are `described` so."""
 
@@ -85,26 +75,24 @@ class Writer(InferWriter):
 class Frame(InferFrame, PreparedRequest):
     """One text with holes, prepared."""
 
-    def __init__(self, about: About, request: InferRequest, asked: Asked, parts: Parts) -> None:
+    def __init__(
+        self,
+        view: ModelView,
+        queue: BatchQueue,
+        regions: Regions,
+        request: InferRequest,
+        asked: Asked,
+        parts: Parts,
+    ) -> None:
         """`request` has the inputs' types and shapes, in the model's order, without their data."""
-        view, queue = about.view, about.queue
         super().__init__(
             parts.header, parts.holes, parts.blobs, parts.targets, parts.rows, request.request_id
         )
         self.lay_out(queue, request.inputs, request.outputs, batching=view.batching)
-        self.asked = asked
         self.outside = bool(parts.sources or asked.ranges)
-        self.noted = queue.requests
-        self._sources = parts.sources
-        self._note = note_of(request, []) if queue.requests else b""
-        self._request = request
-        self._about, self._view = about, view
-
-    def note(self, request_id: str) -> bytes:
-        if request_id != self._request.request_id:
-            self._request.request_id = request_id
-            self._note = note_of(self._request, [])
-        return self._note
+        if queue.requests:
+            self.tell(request)
+        self._view, self._regions, self._asked, self._sources = view, regions, asked, parts.sources
 
     def fill(self, source: tuple[Memory, int], memory: list[memoryview]) -> bool:
         """`source`: the body, and how much of it is JSON."""
@@ -112,17 +100,17 @@ class Frame(InferFrame, PreparedRequest):
             return False
         for given in self._sources:
             range = Range(given.region, given.offset, self.rows * given.row_bytes)
-            self._about.regions.read_into(range, memory[given.target])
+            self._regions.read_into(range, memory[given.target])
         return True
 
     def hold(self) -> Rooms | None:
-        return hold_rooms(self._about.regions, self.asked.ranges) if self.asked.ranges else None
+        return hold_rooms(self._regions, self._asked.ranges) if self._asked.ranges else None
 
     def make_writer(self, described: Described) -> Writer | None:
         view = self._view
         try:
             outputs = [
-                (name, dtype.code, view.client_shape(name, shape), self.asked.form(name))
+                (name, dtype.code, view.client_shape(name, shape), self._asked.form(name))
                 for name, dtype, shape in described
             ]
             if len({output[0] for output in outputs}) < len(outputs):
@@ -136,7 +124,7 @@ class Frame(InferFrame, PreparedRequest):
     ) -> None:
         if held:
             self._put_outside(writer, memory, held)
-        packs = exchange.head in self._about.packing
+        packs = exchange.head.memo.packs
         head = b"" if packs else exchange.raw_head(BINARY if writer.binary else JSON)
         try:
             if head:
@@ -155,7 +143,7 @@ class Frame(InferFrame, PreparedRequest):
     def write_response(
         self, exchange: Call, response: InferResponse, request_id: str, held: Rooms | None
     ) -> None:
-        send(exchange, *write_answer(self._view, self.asked, response, request_id, held or {}))
+        send(exchange, *write_answer(self._view, self._asked, response, request_id, held or {}))
 
 
 class Outcome:
@@ -173,22 +161,20 @@ class Outcome:
 class FastHttp:
     """The frames of one version, for one target, before its fast path."""
 
-    def __init__(self, path: FastPath, about: About) -> None:
+    def __init__(self, path: FastPath, view: ModelView, regions: Regions) -> None:
         self.version = path.version
-        self._path, self._about = path, about
+        self._path, self._view, self._regions = path, view, regions
         self._max_rows = path.queue.max_rows
-        self._frames = InferFrames(MOST_FRAMES)
-        self._missed = 0
-        self._vain = 0  # requests that had no frame
+        self._frames = LearnedFrames(MOST_FRAMES)
 
     @classmethod
-    def open(cls, service: Service, version: Version, packing: Set[object]) -> FastHttp | None:
+    def open(cls, service: Service, version: Version) -> FastHttp | None:
         """That of a version; None for one that does more with a request than run or keep it."""
         view = service.views.of(version)
         if view.decoupled or service.forward_http:
             return None
         path = open_path(version, service.traffic, Outcome(service, version))
-        return None if path is None else cls(path, About(view, path.queue, service.regions, packing))
+        return None if path is None else cls(path, view, service.regions)
 
     def start(self, call: Call, header_bytes: int) -> bool:
         """Take the call, whose JSON has so many bytes, or return False: nothing has happened then."""
@@ -199,48 +185,26 @@ class FastHttp:
 
     def learn(self, data: Memory, header_bytes: int, asked: Asked, request: InferRequest) -> None:
         """Remember the frame of a request that `start` did not take and the general path has answered."""
-        self._missed += 1
-        if self._frames.unused() + self._vain >= MOST_UNUSED:
-            if self._missed % LEARN_AGAIN:
-                return
-            self._frames.forget_unused()
-            self._vain = 0
-        frame = learn_frame(self._about, bytes(memoryview(data)[:header_bytes]), asked, request)
-        if frame is None:
-            self._vain += 1
-        else:
-            self._frames.add(frame)
+        self._frames.learn(partial(self._make, data, header_bytes, asked, request))
 
-
-# --- learning -------------------------------------------------------------------------------------------
-
-
-def learn_frame(about: About, header: bytes, asked: Asked, request: InferRequest) -> Frame | None:
-    """The frame of a request that was answered; None for one that has none. `header` is b"" for a raw one."""
-    view, queue = about.view, about.queue
-    batching = view.batching
-    # Columns are all filled; the order is the model's, which may look at it.
-    inputs = {name: request.inputs[name] for name in queue.inputs if name in request.inputs}
-    all_given = len(inputs) == len(request.inputs) and (not queue.dense or len(inputs) == len(queue.inputs))
-    if asked.classifies or not inputs or not all_given:
-        return None
-    rows = next(iter(inputs.values())).shape[0] if batching else 1
-    if not 0 < rows <= queue.max_rows or any(_row_bytes(tensor, rows) < 1 for tensor in inputs.values()):
-        return None
-    bare = {name: Tensor(tensor.dtype, tensor.shape, b"") for name, tensor in inputs.items()}
-    try:
-        parts = _take_apart(header, inputs, rows, batching=batching)
-        return None if parts is None else Frame(about, replace(request, inputs=bare), asked, parts)
-    except ValueError:  # more tensors or larger rows than a frame has
-        return None
-
-
-def _row_bytes(tensor: Tensor, rows: int) -> int:
-    return prod(tensor.shape) * tensor.dtype.item_bytes // max(rows, 1)
+    def _make(self, data: Memory, header_bytes: int, asked: Asked, request: InferRequest) -> Frame | None:
+        """The frame of a request; None for one that has none."""
+        queue, batching = self._path.queue, self._view.batching
+        found = None if asked.classifies else ordinary_inputs(queue, request, batching=batching)
+        if found is None:
+            return None
+        try:
+            parts = _take_apart(bytes(memoryview(data)[:header_bytes]), found[1], found[0], batching=batching)
+            bare = replace(request, inputs=found[1])
+            return None if parts is None else Frame(self._view, queue, self._regions, bare, asked, parts)
+        except ValueError:  # more tensors or larger rows than a frame has
+            return None
 
 
 def _take_apart(header: bytes, inputs: dict[str, Tensor], rows: int, *, batching: bool) -> Parts | None:
-    parts = Parts(header, [_row_bytes(tensor, rows) for tensor in inputs.values()], rows)
+    """`header` is b"" for a raw request."""
+    row_bytes = [prod(tensor.shape) * tensor.dtype.item_bytes // rows for tensor in inputs.values()]
+    parts = Parts(header, row_bytes, rows)
     if not header:
         parts.blobs = [(0, parts.targets[0])]
         return parts

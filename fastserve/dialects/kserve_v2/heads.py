@@ -22,7 +22,7 @@ from fastserve.dialects.kserve_v2.errors import tell
 from fastserve.dialects.kserve_v2.messages import FINAL, TOO_LARGE, write_message
 from fastserve.dialects.kserve_v2.request import Asked
 from fastserve.dialects.kserve_v2.service import Service
-from fastserve.engine import BatchQueue, note_of
+from fastserve.engine import BatchQueue
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.version import Version
@@ -31,7 +31,7 @@ from fastserve.serving.exchange import RpcExchange
 from fastserve.serving.known_messages import KnownMessage, KnownMessages, Source
 from fastserve.serving.model_view import ModelView
 from fastserve.serving.paths import open_path
-from fastserve.serving.prepared import Described, Memory
+from fastserve.serving.prepared import Described, Memory, ordinary_inputs
 from fastserve.serving.streams import Place
 from fastserve.tensor import KSERVE_NAME, Tensor
 
@@ -55,29 +55,18 @@ class Head(KnownMessage):
         request: InferRequest,
         sources: dict[str, Source],
     ) -> None:
+        """`request` has the inputs' types and shapes, in the queue's order, without the message."""
         self.model, self.version = message.model_name, message.model_version
         self.number = view.version.number if message.model_version else None
-        bare = {
-            name: Tensor(request.inputs[name].dtype, request.inputs[name].shape, b"")  # without the message
-            for name in queue.inputs  # in the queue's order, which models may look at
-            if name in request.inputs
-        }
-        self.sources = [sources[name] for name in bare]
-        self.lay_out(queue, bare, request.outputs, batching=view.batching)
-        self.noted = queue.requests
-        self._request = replace(request, inputs={})
-        self._note = note_of(self._request, []) if queue.requests else b""
+        self.sources = [sources[name] for name in request.inputs]
+        self.lay_out(queue, request.inputs, request.outputs, batching=view.batching)
+        if queue.requests:
+            self.tell(request)
         self._view, self._asked, self._number = view, asked, str(view.version.number)
         self._before = write_infer_response(view.model, self._number, "", None, (), ())
 
     def find_version(self, catalog: Catalog) -> Version | None:
         return catalog.available(self.model, self.number)
-
-    def note(self, request_id: str) -> bytes:
-        if request_id != self._request.request_id:
-            self._request.request_id = request_id
-            self._note = note_of(self._request, [])
-        return self._note
 
     def make_writer(self, described: Described) -> Any:
         """What comes between the id and the tensors."""
@@ -158,24 +147,13 @@ class FastGrpc:
         """Remember the head of a request that the general path has answered."""
         service, version = self._service, view.version
         path = open_path(version, service.traffic, Outcome(service, version.model), patience_ns)
-        if path is None or not _is_ordinary(path.queue, message, asked, request):
+        if path is None or asked.ranges or asked.classifies or len(request.inputs) != len(message.inputs):
             return
-        sources = _sources(outline, message, request)
-        if sources is not None:
-            self._known.learn(outline, path, self._head(view, path.queue, message, asked, request, sources))
-
-
-def _is_ordinary(queue: BatchQueue, message: InferMessage, asked: Asked, request: InferRequest) -> bool:
-    """Whether a request is its head and its tensors, and gives the queue what it needs."""
-    inputs = request.inputs
-    if not inputs or len(inputs) != len(message.inputs):
-        return False
-    if asked.ranges or asked.classifies:
-        return False
-    if any(not tensor.dtype.item_bytes or not len(tensor.data) for tensor in inputs.values()):
-        return False
-    # A model that sees arrays is given all of its inputs; one that sees requests, what was sent.
-    return set(inputs) <= set(queue.inputs) and (queue.requests or len(inputs) == len(queue.inputs))
+        found = ordinary_inputs(path.queue, request, batching=view.batching)
+        sources = None if found is None else _sources(outline, message, request)
+        if found is not None and sources is not None:
+            bare = replace(request, inputs=found[1])
+            self._known.learn(outline, path, self._head(view, path.queue, message, asked, bare, sources))
 
 
 def _sources(outline: Outline, message: InferMessage, request: InferRequest) -> dict[str, Source] | None:

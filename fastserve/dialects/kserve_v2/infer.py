@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Coroutine, Iterable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from fastserve.dialects.kserve_v2.answers import send_apart, write_answer
 from fastserve.dialects.kserve_v2.body import read_body, read_header
@@ -27,7 +28,6 @@ from fastserve.wire.inflate import work_of
 
 HEADER_LENGTH = b"inference-header-content-length"
 _NUMBER = re.compile(rb"[ \t]*([+-]?[0-9]+)")  # and whatever follows it, as atoi reads
-MOST_HEADS = 1024
 GENERAL = -2  # a head whose calls take the general path
 WHOLE = -1  # the whole body is JSON
 # A number in JSON grows at most so much as a tensor (`0,` is an FP64): below it no size has to be checked.
@@ -37,24 +37,35 @@ JSON_INPUT = "JSON input '%s' has a byte_size (%d bytes) that exceeds the maximu
 FAST_BYTES = 8 << 20  # up to 20 ms; larger bodies are read apart from the event loop
 
 
+class HeadKind(NamedTuple):
+    """What the calls of a head have in common: how much of the body is JSON (or WHOLE, or GENERAL); whether
+    replies are compressed."""
+
+    json_bytes: int
+    packs: bool
+
+
+def meet(call: Call) -> HeadKind:
+    """Look at a head once: the wire hands equal heads on as one object."""
+    said = call.header(HEADER_LENGTH)
+    length = (int(said) if said.isdigit() and len(said) < 16 else GENERAL) if said else WHOLE
+    if call.header(b"content-encoding"):
+        length = GENERAL
+    kind = HeadKind(length, choose_coding(call.header(b"accept-encoding")) != "identity")
+    call.head.memo = kind
+    return kind
+
+
 class Infer:
     """The endpoint of one target."""
 
-    __slots__ = (
-        "_available", "_fast", "_heads", "_most_bytes", "_number", "_packing", "_service", "_target",
-        "_traces",
-    )  # fmt: skip
+    __slots__ = ("_available", "_fast", "_most_bytes", "_number", "_service", "_target", "_traces")
 
     def __init__(self, service: Service, target: Target) -> None:
         self._service = service
         self._traces, self._available = service.traces, service.catalog.available
         self._target = target
-        self._heads: dict[object, int] = {}  # of heads met: the length of the JSON, WHOLE or GENERAL
-        self._packing: set[object] = set()  # those of them whose replies are compressed
-        packing = self._packing
-        self._fast: LastPath[FastHttp] = LastPath(
-            service.keepers, lambda version: FastHttp.open(service, version, packing)
-        )
+        self._fast: LastPath[FastHttp] = LastPath(service.keepers, partial(FastHttp.open, service))
         self._most_bytes = min(service.options.http_max_input_size // GROWTH, FAST_BYTES)
         # A number too long to be one reaches no version either way; the general path says why.
         self._number = (int(target.version) if len(target.version) < 20 else -1) if target.version else None
@@ -70,42 +81,24 @@ class Infer:
             fast = self._fast.find(version)
             if fast is None:
                 return self._answer(call, None)
-        length = self._heads.get(call.head)
-        if length is None:
-            length = self._meet(call)
+        length = (call.head.memo or meet(call))[0]
         if length == GENERAL:
             return self._answer(call, None)
         if length == WHOLE:
             length = len(call.body)
-        return None if fast.start(call, length) else self._answer(call, fast)
-
-    def _meet(self, call: Call) -> int:
-        """Look at a head once: every connection hands equal heads on as one object."""
-        said = call.header(HEADER_LENGTH)
-        length = (int(said) if said.isdigit() and len(said) < 16 else GENERAL) if said else WHOLE
-        if call.header(b"content-encoding"):
-            length = GENERAL
-        if len(self._heads) >= MOST_HEADS:
-            self._heads.clear()
-            self._packing.clear()
-        if choose_coding(call.header(b"accept-encoding")) != "identity":
-            self._packing.add(call.head)
-        self._heads[call.head] = length
-        return length
+        return None if fast.start(call, length) else self._answer(call, fast, length)
 
     async def _answer_traced(self, call: Call, traced: Traced) -> None:
         traced.stamp("HTTP_RECV_START", "HTTP_RECV_END", ns=call.received_ns)  # the wire notes one moment
         try:
-            await self._answer(call, None, traced)
+            await self._answer(call, None, 0, traced)
         finally:
             traced.end()
 
     def _answer(
-        self, call: Call, fast: FastHttp | None, traced: Traced | None = None
+        self, call: Call, fast: FastHttp | None, header_bytes: int = 0, traced: Traced | None = None
     ) -> Coroutine[Any, Any, None]:
         """The general path; `fast` is the one that did not know this request, and learns it."""
-        length = self._heads.get(call.head, WHOLE)
-        header_bytes = len(call.body) if length == WHOLE else length
         request = HttpInference(self._service, self._target, call, fast, header_bytes, traced)
         return answer_slowly(call, request, self._service.traffic)
 
