@@ -35,6 +35,7 @@ from fastserve.wire.grpc.method import (
 )
 from fastserve.wire.http2 import Piece, Stream
 from fastserve.wire.http2.settings import STREAM_WINDOW
+from fastserve.wire.http2.states import State
 from fastserve.wire.inflate import work_of
 
 if TYPE_CHECKING:
@@ -175,8 +176,9 @@ class Call:
 
     def begin(self, message: bytes, compressed: bool) -> None:
         """The one message of the request is here."""
-        start = self.head.start
-        if start is None or compressed:
+        head = self.head
+        start = head.start
+        if start is None or compressed or not head.calls.terms.opening.done:
             self.run((message, compressed))
             return
         try:
@@ -244,6 +246,14 @@ class Call:
     def reply(self, message: bytes | Sequence[bytes]) -> None:
         """The answer of a method that gives one message, in one part or several."""
         if self.over:
+            return
+        plain = not self._coding and not self._trailing
+        if plain and isinstance(message, bytes) and len(message) <= self.head.calls.plain_bytes:
+            self.sent_bytes = len(message)
+            stream = self.stream
+            if stream.state is not State.CLOSED:
+                stream.connection.sending.reply(stream, HEAD, frame_message(message), OK)
+            self._settle(0)
             return
         parts = (message,) if isinstance(message, bytes) else message
         if self._coding:
@@ -340,10 +350,18 @@ class Call:
             _stop(stopped)
 
     def _settle(self, code: int) -> None:
+        """It is answered, or its client is gone."""
         self.over = True
-        self.on_gone = None
-        self.head.calls.settle(self, STATUS_NAMES[code])
-        self.wake()
+        self.on_gone = self.stream.context = None
+        calls = self.head.calls
+        calls.running -= 1
+        if self.deadline_ns:
+            calls.deadlines.remove(self)
+        tell = calls.terms.access_log
+        if tell is not None:
+            tell(self.head.path, STATUS_NAMES[code], self.sent_bytes, self.received_ns, self.request_id)
+        if self._writable is not None:
+            self.wake()
 
 
 def _stop(on_gone: Callable[[], object] | None) -> None:

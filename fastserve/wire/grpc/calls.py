@@ -8,7 +8,7 @@ from typing import Any
 from fastserve._ext.grpc_messages import whole_message
 from fastserve.errors import Kind, ServeError
 from fastserve.wire.faults import WireFault
-from fastserve.wire.grpc.call import Call
+from fastserve.wire.grpc.call import PARTED_BYTES, Call
 from fastserve.wire.grpc.coding import ACCEPTED, IDENTITY, choose
 from fastserve.wire.grpc.deadlines import Deadlines
 from fastserve.wire.grpc.metadata import read_metadata, read_timeout
@@ -30,7 +30,8 @@ class Calls:
         self.terms = terms
         self.deadlines = Deadlines()
         self.running = 0
-        self._most_at_once = most_at_once  # 0: any number
+        self.plain_bytes = min(PARTED_BYTES - 1, terms.most_bytes)  # of replies with nothing to be seen to
+        self.most_at_once = most_at_once  # 0: any number
         self._methods = methods
 
     def find(self, head: HttpHead) -> Head | None:
@@ -57,20 +58,10 @@ class Calls:
             self.deadlines.add(call)
         if head.fault is not None:
             call.fail(head.fault)
-        elif self._most_at_once and self.running > self._most_at_once:
-            most = f"over the limit of {self._most_at_once} (setting grpc_options.concurrent_calls)"
+        elif self.most_at_once and self.running > self.most_at_once:
+            most = f"over the limit of {self.most_at_once} (setting grpc_options.concurrent_calls)"
             call.fail(ServeError(Kind.RESOURCE_EXHAUSTED, f"Calls at the same time {most}"))
         return not call.over
-
-    def settle(self, call: Call, status: str) -> None:
-        """It is answered, or its client is gone."""
-        self.running -= 1
-        if call.deadline_ns:
-            self.deadlines.remove(call)
-        call.stream.context = None
-        if self.terms.access_log is not None:
-            facts = call.sent_bytes, call.received_ns, call.request_id, call.stream.connection.client
-            self.terms.access_log(call.head.path, status, *facts)
 
 
 def is_grpc(content_type: bytes) -> bool:
@@ -86,8 +77,8 @@ class Head:
     """What the headers of a call say; calls with equal ones share it. The service of their streams."""
 
     __slots__ = (
-        "_metadata", "_start", "calls", "coding", "encoding", "fault", "headers", "method", "path",
-        "timeout_ns",
+        "_metadata", "calls", "coding", "encoding", "fault", "headers", "method", "ordinary", "path",
+        "start", "timeout_ns",
     )  # fmt: skip
 
     def __init__(self, calls: Calls, head: HttpHead, method: Method | None) -> None:
@@ -102,11 +93,12 @@ class Head:
         self.coding = choose(head.find(b"grpc-accept-encoding") or b"")
         self._metadata: Metadata | None = None
         admin = self.method.scope is Scope.ADMIN  # whose callers are looked at
-        self._start = None if admin else self.method.start
+        self.start = None if admin else self.method.start  # the short way, once the server has opened
         try:
             self._read(head)
         except ServeError as fault:
             self.fault = self.fault or fault
+        self.ordinary = self.fault is None and self.timeout_ns < 0
 
     def _read(self, head: HttpHead) -> None:
         timeout = head.find(b"grpc-timeout")
@@ -124,18 +116,16 @@ class Head:
             self._metadata = read_metadata(self.headers)
         return self._metadata
 
-    @property
-    def start(self) -> Callable[[bytes, Any], bool] | None:
-        """The method's short way, once the server has opened."""
-        return self._start if self.calls.terms.opening.done else None
-
     # ---- fastserve.wire.http2.stream.Service
 
     def answer(self, stream: Stream, body: bytes) -> None:
         call = stream.context = Call(self, stream)
-        if not self.calls.begin(call):
+        calls = self.calls
+        if self.ordinary and not calls.most_at_once:
+            calls.running += 1
+        elif not calls.begin(call):
             return
-        message = None if self.method.takes_stream else whole_message(body, self.calls.terms.most_bytes)
+        message = None if self.method.takes_stream else whole_message(body, calls.terms.most_bytes)
         if message is not None:
             call.begin(message, False)
             return

@@ -20,7 +20,7 @@ from fastserve.wire.halves import HalfOpen
 from fastserve.wire.http2 import calm, settings
 from fastserve.wire.http2.errors import ConnectionFault, ErrorCode
 from fastserve.wire.http2.growth import Growth
-from fastserve.wire.http2.intake import Intake
+from fastserve.wire.http2.intake import DONE, WHOLE, Intake
 from fastserve.wire.http2.lifetime import ANSWER_S, PATIENCE_S, Lifetime
 from fastserve.wire.http2.sending import Sending
 from fastserve.wire.http2.settings import CONNECTION_WINDOW, FIRST_WINDOW, MOST_WINDOW
@@ -87,7 +87,11 @@ class Http2Connection(Peered, asyncio.BufferedProtocol):
         limits = self.listener.limits
         self.write(frame(kinds.SETTINGS, 0, 0, settings.write_settings(limits.streams, limits.header_bytes)))
         self.write(frame(kinds.WINDOW_UPDATE, 0, 0, _U32.pack(CONNECTION_WINDOW - FIRST_WINDOW)))
-        self._take(data, len(data))
+        scratch = self.listener.http2.scratch
+        for at in range(0, len(data), len(scratch)):
+            piece = data[at : at + len(scratch)]
+            scratch[: len(piece)] = piece
+            self.buffer_updated(len(piece))
 
     def start_upgraded(self, payload: bytes, head: Head, body: bytes) -> None:
         """Begin with a request of HTTP/1.1 as stream 1 (RFC 7540 3.2); the preface follows."""
@@ -100,9 +104,6 @@ class Http2Connection(Peered, asyncio.BufferedProtocol):
         return self.listener.http2.scratch
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._take(self.listener.http2.scratch, nbytes)
-
-    def _take(self, data: bytes | bytearray, nbytes: int) -> None:
         if self.over:
             self._drop(nbytes)
             return
@@ -112,7 +113,7 @@ class Http2Connection(Peered, asyncio.BufferedProtocol):
             self._lifetime.heard = True
         intake = self.intake
         try:
-            for kind, flags, number, payload, value in self._reader.read(data, nbytes):
+            for kind, flags, number, payload, value in self._reader.read(self.listener.http2.scratch, nbytes):
                 if kind == REQUEST:
                     self._credit -= value
                     if self._credit < LOW_WINDOW:
@@ -131,7 +132,9 @@ class Http2Connection(Peered, asyncio.BufferedProtocol):
             self.listener.doubt(data, self._reader.settled)
             self.fail(fault.code, fault.text)
         finally:
-            self.flush()
+            if self._out or self._ended:
+                self.flush()
+            self._out = None
 
     def _drop(self, nbytes: int) -> None:
         """Read off what comes after the end: a reset could eat GOAWAY. Who goes on and on is cut off."""
@@ -276,7 +279,11 @@ class Http2Connection(Peered, asyncio.BufferedProtocol):
         self._served += 1
         if self._calm < calm.BURST:
             self._calm += calm.ANSWERED
-        self.intake.sent_end(stream)
+        if stream.state is WHOLE and stream.outbox is None:  # as most are
+            del self.intake.streams[stream.id]
+            stream.state = DONE
+        else:
+            self.intake.sent_end(stream)
         if self._leaving or self._half is not None:
             self._look_for_end()
 

@@ -61,8 +61,8 @@ class Intake:
 
     def request(self, number: int, block: bytes, body: bytes) -> None:
         """HEADERS, and the only frame of DATA."""
-        head = self._blocks.get(block)
-        if head is None or number != self.last + 2 or not self._has_room(number):
+        head, streams = self._blocks.get(block), self.streams
+        if head is None or number != self.last + 2 or (streams or number > self._stop) and not self._has_room(number):
             self._request_anew(number, block, body)
             return
         self.last = number
@@ -70,7 +70,7 @@ class Intake:
         if length >= 0 and length != len(body):
             self.refuse(number, WHOLE, ErrorCode.PROTOCOL_ERROR, calm.MALFORMED)
             return
-        stream = self.streams[number] = Stream(self._connection, number, head, WHOLE)
+        stream = streams[number] = Stream(self._connection, number, head, WHOLE)
         head.service.answer(stream, body)
 
     def _request_anew(self, number: int, block: bytes, body: bytes) -> None:
