@@ -171,11 +171,26 @@ def test_messages_that_unpack_to_a_thousand_times_their_size(served: Running, co
     assert cost.peak_bytes < 5 * Limits().inflate_ratio * len(bomb)
 
 
-def test_calls_reset_in_the_same_breath(served: Running) -> None:
+def infer_message() -> bytes:
     made = MESSAGES.ModelInferRequest(model_name="free")
     made.inputs.add(name="x", datatype="FP32", shape=[1, 2])
     made.raw_input_contents.append(np.array([1, 2], "<f4").tobytes())
-    head, message = grpc_block(f"{SERVICE}ModelInfer"), made.SerializeToString()
+    data: bytes = made.SerializeToString()
+    return data
+
+
+def test_a_deadline_in_ten_thousand_years(served: Running) -> None:
+    """As many hours as a client may write, which are more nanoseconds than 64 bits hold; also on the way of
+    a request that is known."""
+    head = grpc_block(f"{SERVICE}ModelInfer", ("grpc-timeout", "99999999H"))
+    with Link(served.grpc) as link:
+        for number in (1, 3, 5):
+            link.send(call(number, head, infer_message()))
+            assert len(link.wait((number + 1) // 2, DataFrame)) == (number + 1) // 2
+
+
+def test_calls_reset_in_the_same_breath(served: Running) -> None:
+    head, message = grpc_block(f"{SERVICE}ModelInfer"), infer_message()
 
     def flood() -> Iterator[bytes]:
         for number in range(1, 1 << 30, 2):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastserve._ext.grpc_messages import MessageFault, MessageReader, frame_message, message_prefix
 from fastserve._ext.hpack import static_block
+from fastserve._ext.stream_fields import CallFields
 from fastserve.errors import Kind, ServeError
 from fastserve.tracing import choose_request_id
 from fastserve.wire.apart import APART_BYTES
@@ -57,7 +58,7 @@ Answer = Callable[[Request], Coroutine[Any, Any, None]]
 PARTED_BYTES = 65536  # from here on a message is not copied to stand behind its prefix
 
 
-class Call:
+class Call(CallFields):
     """Rpc of HTTP/2's streams, and the exchange that `Method.start` is given.
 
     `on_gone` is called once if the client leaves, or its time is up, before the answer; with a coroutine it
@@ -65,23 +66,13 @@ class Call:
 
     patience_ns = 0  # calls of one turn of the loop come together
 
-    __slots__ = (
-        "_asked", "_begun", "_coding", "_inbox", "_message", "_reader", "_request_id", "_trailing",
-        "_writable", "deadline_ns", "head", "on_gone", "over", "received_ns", "sent_bytes", "stream",
-    )  # fmt: skip
+    head: Head
+    stream: Stream
+    on_gone: Callable[[], object] | None
+    trailing: Metadata
+    writable: asyncio.Future[None] | None
 
-    def __init__(self, head: Head, stream: Stream) -> None:
-        self.head = head
-        self.stream = stream
-        self.received_ns = now = monotonic_ns()
-        self.deadline_ns = now + head.timeout_ns if head.timeout_ns >= 0 else 0  # 0: none
-        self.on_gone: Callable[[], object] | None = None
-        self.over = False  # answered, or nobody waits
-        self.sent_bytes = 0
-        self._begun = False  # the head of the answer is sent
-        self._coding = b""
-        self._trailing: Metadata = ()
-        self._writable: asyncio.Future[None] | None = None
+    __slots__ = ("_asked", "_inbox", "_message", "_reader", "_request_id")
 
     # ---- what a method may know
 
@@ -104,11 +95,11 @@ class Call:
 
     def set_trailing(self, metadata: Sequence[tuple[str, str | bytes]]) -> None:
         write_metadata(metadata)  # raises here, where it was given
-        self._trailing = tuple(metadata)
+        self.trailing = tuple(metadata)
 
     def compress(self) -> None:
-        if not self._begun and self.head.coding != IDENTITY:
-            self._coding = self.head.coding
+        if not self.begun and self.head.coding != IDENTITY:
+            self.coding = self.head.coding
 
     # ---- what comes
 
@@ -211,8 +202,8 @@ class Call:
         self._check()
         read = await self.read(*request) if isinstance(request, tuple) else request
         reply = method.write(await method.run(read, self))
-        if self._coding and len(reply) >= APART_BYTES:
-            reply = await self.head.calls.terms.apart(len(reply), encode, reply, self._coding)
+        if self.coding and len(reply) >= APART_BYTES:
+            reply = await self.head.calls.terms.apart(len(reply), encode, reply, self.coding)
             self._finish((reply,), compressed=True)
         else:
             self.reply(reply)
@@ -225,7 +216,7 @@ class Call:
             async for piece in pieces:
                 await self._send(method.write(piece))
         if not self.over:
-            self._end(OK if not self._trailing else self._status(0, ""))
+            self._end(OK if not self.trailing else self._status(0, ""))
             self._settle(0)
 
     def _check(self) -> None:
@@ -247,7 +238,7 @@ class Call:
         """The answer of a method that gives one message, in one part or several."""
         if self.over:
             return
-        plain = not self._coding and not self._trailing
+        plain = not self.coding and not self.trailing
         if plain and isinstance(message, bytes) and len(message) <= self.head.calls.plain_bytes:
             self.sent_bytes = len(message)
             stream = self.stream
@@ -256,9 +247,9 @@ class Call:
             self._settle(0)
             return
         parts = (message,) if isinstance(message, bytes) else message
-        if self._coding:
-            parts = (encode(b"".join(parts), self._coding),)
-        self._finish(parts, compressed=bool(self._coding))
+        if self.coding:
+            parts = (encode(b"".join(parts), self.coding),)
+        self._finish(parts, compressed=bool(self.coding))
 
     def _finish(self, parts: Sequence[bytes], *, compressed: bool) -> None:
         size = sum(map(len, parts))
@@ -268,19 +259,19 @@ class Call:
             self.fail(too_large(size, self.head.calls.terms.most_bytes))
             return
         self.sent_bytes = size
-        trailers = OK if not self._trailing else self._status(0, "")
+        trailers = OK if not self.trailing else self._status(0, "")
         if size < PARTED_BYTES:
             message = parts[0] if len(parts) == 1 else b"".join(parts)
-            self.stream.reply(_HEADS[self._coding], frame_message(message, compressed), trailers)
+            self.stream.reply(_HEADS[self.coding], frame_message(message, compressed), trailers)
         else:
             self._send_parts(parts, size, compressed)
             self.stream.finish(trailers)
         self._settle(0)
 
     def _send_parts(self, parts: Sequence[bytes], size: int, compressed: bool) -> None:
-        if not self._begun:
-            self._begun = True
-            self.stream.send_head(_HEADS[self._coding])
+        if not self.begun:
+            self.begun = True
+            self.stream.send_head(_HEADS[self.coding])
         if size < PARTED_BYTES:
             self.stream.send_data(frame_message(b"".join(parts), compressed))
             return
@@ -291,21 +282,21 @@ class Call:
     async def _send(self, message: bytes) -> None:
         """One of several messages; returns when the client takes more."""
         terms = self.head.calls.terms
-        if self._coding:
-            message = await terms.apart(len(message), encode, message, self._coding)
+        if self.coding:
+            message = await terms.apart(len(message), encode, message, self.coding)
         if len(message) > terms.most_bytes:
             raise too_large(len(message), terms.most_bytes)
         if self.over:
             return
         self.sent_bytes += len(message)
-        self._send_parts((message,), len(message), bool(self._coding))
+        self._send_parts((message,), len(message), bool(self.coding))
         while self.stream.full and not self.over:
-            self._writable = asyncio.get_running_loop().create_future()
-            await self._writable
+            self.writable = asyncio.get_running_loop().create_future()
+            await self.writable
 
     def wake(self) -> None:
         """The client takes more, or nobody waits."""
-        waiting, self._writable = self._writable, None
+        waiting, self.writable = self.writable, None
         if waiting is not None and not waiting.done():
             waiting.set_result(None)
 
@@ -314,7 +305,7 @@ class Call:
         if self.over:
             return
         told = tell_error(self.head.method, self, error)
-        self._trailing += pushback(told)
+        self.trailing += pushback(told)
         self._end(self._status(told.kind.value, shorten(told.message)))
         self._settle(told.kind.value)
 
@@ -325,11 +316,11 @@ class Call:
         fields = [(b"grpc-status", b"%d" % code)]
         if text:
             fields.append((b"grpc-message", write_message(text)))
-        return static_block([*fields, *write_metadata(self._trailing)])
+        return static_block([*fields, *write_metadata(self.trailing)])
 
     def _end(self, trailers: bytes) -> None:
         """What comes after the last message; alone, it is head and trailers at once."""
-        if self._begun:
+        if self.begun:
             self.stream.finish(trailers)
         elif trailers is OK:
             self.stream.reply(HEAD, b"", trailers)
@@ -360,7 +351,7 @@ class Call:
         tell = calls.terms.access_log
         if tell is not None:
             tell(self.head.path, STATUS_NAMES[code], self.sent_bytes, self.received_ns, self.request_id)
-        if self._writable is not None:
+        if self.writable is not None:
             self.wake()
 
 

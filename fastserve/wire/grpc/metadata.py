@@ -27,16 +27,17 @@ _NOT_METADATA = frozenset(
         b"grpc-timeout", b"host", b"te",
     )
 )  # fmt: skip
+NEVER_NS = 1 << 62  # 146 years; a clock's time and this fit into 64 bits
 Fields = list[tuple[bytes, bytes]]
 
 
 def read_timeout(value: bytes) -> int:
-    """Nanoseconds. Raises ServeError."""
+    """Nanoseconds, NEVER_NS at most. Raises ServeError."""
     match = _TIMEOUT.fullmatch(value)
     if match is None:
         shown = value[:32].decode("latin-1")
         raise ServeError(Kind.INTERNAL, f"grpc-timeout: given {shown!r}, allowed: up to 8 digits and HMSmun")
-    return int(match[1]) * _UNIT_NS[match[2]]
+    return min(NEVER_NS, int(match[1]) * _UNIT_NS[match[2]])
 
 
 def read_metadata(headers: Iterable[tuple[bytes, bytes]]) -> Metadata:

@@ -20,4 +20,5 @@ BOMB = 100  # a header list over the limit: it was read to its end for the table
 RESET, REFUSED, MALFORMED, SETTINGS = 3, 2, 3, 4
 PING = UPDATE = PRIORITY = EMPTY = LATE = UNKNOWN = 1
 TOO_MANY_PINGS = "too_many_pings"  # what clients of gRPC look for, to ping less often from then on
+LINGER_BYTES = 1 << 20  # read off and dropped after the end, so that a reset cannot eat GOAWAY
 MOST_UNSENT_ANSWERS = 1000  # acknowledgements and resets that wait for a client that does not read

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 ACK = 1
 LOW_WINDOW = CONNECTION_WINDOW // 2  # from which the client is given back what it has sent
-LINGER_BYTES = 1 << 20
 DRAIN = b"draining"  # the PING whose answer says that the client has heard of the end
 
 _U32 = struct.Struct(">I")
@@ -65,8 +64,7 @@ class Http2Connection(Peered, asyncio.BufferedProtocol):
         self._parts = False  # some of it is large
         self._credit = CONNECTION_WINDOW  # what the client may send on all streams
         self._calm = calm.BURST
-        self._unsent_answers, self._settings_due = 0, True
-        self._served, self._pace = 0, Pace()
+        self._unsent_answers, self._served, self._settings_due, self._pace = 0, 0, True, Pace()
         self._since_s = self._drain_s = -1.0  # when it was first looked at, and first when draining
         self._half: HalfOpen | None = None
         self._lifetime = None if listener.lifetimes is None else Lifetime(listener.lifetimes)
@@ -87,11 +85,7 @@ class Http2Connection(Peered, asyncio.BufferedProtocol):
         limits = self.listener.limits
         self.write(frame(kinds.SETTINGS, 0, 0, settings.write_settings(limits.streams, limits.header_bytes)))
         self.write(frame(kinds.WINDOW_UPDATE, 0, 0, _U32.pack(CONNECTION_WINDOW - FIRST_WINDOW)))
-        scratch = self.listener.http2.scratch
-        for at in range(0, len(data), len(scratch)):
-            piece = data[at : at + len(scratch)]
-            scratch[: len(piece)] = piece
-            self.buffer_updated(len(piece))
+        self.listener.http2.pour(data, self.buffer_updated)
 
     def start_upgraded(self, payload: bytes, head: Head, body: bytes) -> None:
         """Begin with a request of HTTP/1.1 as stream 1 (RFC 7540 3.2); the preface follows."""
@@ -139,7 +133,7 @@ class Http2Connection(Peered, asyncio.BufferedProtocol):
     def _drop(self, nbytes: int) -> None:
         """Read off what comes after the end: a reset could eat GOAWAY. Who goes on and on is cut off."""
         self._credit -= nbytes
-        if self._credit < CONNECTION_WINDOW - LINGER_BYTES:
+        if self._credit < CONNECTION_WINDOW - calm.LINGER_BYTES:
             self.abort()
 
     def _control(self, kind: int, flags: int, number: int, payload: Any, value: int) -> None:

@@ -62,7 +62,8 @@ class Intake:
     def request(self, number: int, block: bytes, body: bytes) -> None:
         """HEADERS, and the only frame of DATA."""
         head, streams = self._blocks.get(block), self.streams
-        if head is None or number != self.last + 2 or (streams or number > self._stop) and not self._has_room(number):
+        room = number <= self._stop if not streams else self._has_room(number)
+        if head is None or number != self.last + 2 or not room:
             self._request_anew(number, block, body)
             return
         self.last = number
@@ -130,11 +131,9 @@ class Intake:
 
     def _has_room(self, number: int) -> bool:
         """Whether one more stream may be begun."""
-        streams = self.streams
-        if not streams:
-            return number <= self._stop
-        queued = self._connection.sending.queued
-        return len(streams) < self._most and number <= self._stop and queued <= MOST_QUEUED_BYTES
+        if number > self._stop or len(self.streams) >= self._most:
+            return False
+        return self._connection.sending.queued <= MOST_QUEUED_BYTES
 
     def _read_head(self, block: bytes) -> Head:
         generation = self._generation

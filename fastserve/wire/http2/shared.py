@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from fastserve.wire.faults import WireFault
@@ -38,6 +38,14 @@ class Shared:
         """Before the first connection: a listener that has none needs no buffer."""
         if not self.scratch:
             self.scratch = bytearray(SCRATCH_BYTES)
+
+    def pour(self, data: bytes | bytearray, hand_on: Callable[[int], None]) -> None:
+        """Bytes that were received elsewhere come as if they had been received in the scratch buffer."""
+        scratch = self.scratch
+        for at in range(0, len(data), SCRATCH_BYTES):
+            piece = data[at : at + SCRATCH_BYTES]
+            scratch[: len(piece)] = piece
+            hand_on(len(piece))
 
     def add(self, service: Finder) -> None:
         """One more service, asked before the others. Before the listener is open."""

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from fastserve._ext.stream_fields import StreamFields
 from fastserve.wire.http2.errors import ErrorCode
 from fastserve.wire.http2.settings import STREAM_WINDOW
 from fastserve.wire.http2.states import RECEIVING, TRANSITIONS, Event, State
@@ -108,23 +109,19 @@ class Outbox:
         self.trailers = b""
 
 
-class Stream:
+class Stream(StreamFields):
     """One request and its reply. `context` is the service's own; once `closed`, nothing can be sent.
 
     A request that came at once and is answered at once needs no more than this; the rest is made when needed.
     """
 
-    __slots__ = ("connection", "context", "head", "id", "inlet", "outbox", "state", "window")
+    connection: Http2Connection
+    head: Head
+    state: State
+    inlet: Inlet | None
+    outbox: Outbox | None
 
-    def __init__(self, connection: Http2Connection, number: int, head: Head, state: State) -> None:
-        self.connection = connection
-        self.id = number
-        self.head = head
-        self.state = state
-        self.context: Any = None
-        self.window = connection.client_window  # bytes the client will take
-        self.inlet: Inlet | None = None
-        self.outbox: Outbox | None = None
+    __slots__ = ()
 
     @property
     def service(self) -> Service:
