@@ -350,7 +350,8 @@ class Call(CallFields):
             calls.deadlines.remove(self)
         tell = calls.terms.access_log
         if tell is not None:
-            tell(self.head.path, STATUS_NAMES[code], self.sent_bytes, self.received_ns, self.request_id)
+            facts = self.sent_bytes, self.received_ns, self.request_id, self.stream.connection.client
+            tell(self.head.path, STATUS_NAMES[code], *facts)
         if self.writable is not None:
             self.wake()
 

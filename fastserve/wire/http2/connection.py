@@ -123,7 +123,7 @@ class Http2Connection(Peered, asyncio.BufferedProtocol):
                 if self.over:
                     break
         except ConnectionFault as fault:
-            self.listener.doubt(data, self._reader.settled)
+            self.listener.doubt(self.listener.http2.scratch, self._reader.settled)
             self.fail(fault.code, fault.text)
         finally:
             if self._out or self._ended:
