@@ -21,7 +21,7 @@ from fastserve.wire.http2 import calm, settings
 from fastserve.wire.http2.errors import ConnectionFault, ErrorCode
 from fastserve.wire.http2.growth import Growth
 from fastserve.wire.http2.intake import DONE, WHOLE, Intake
-from fastserve.wire.http2.lifetime import ANSWER_S, PATIENCE_S, Lifetime
+from fastserve.wire.http2.lifetime import ANSWER_S, DRAIN, PATIENCE_S, Lifetime
 from fastserve.wire.http2.sending import Sending
 from fastserve.wire.http2.settings import CONNECTION_WINDOW, FIRST_WINDOW, MOST_WINDOW
 from fastserve.wire.pace import Pace, Phase, Verdict
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 ACK = 1
 LOW_WINDOW = CONNECTION_WINDOW // 2  # from which the client is given back what it has sent
-DRAIN = b"draining"  # the PING whose answer says that the client has heard of the end
 
 _U32 = struct.Struct(">I")
 _LAST_AND_CODE = struct.Struct(">II")
@@ -101,8 +100,7 @@ class Http2Connection(Peered, asyncio.BufferedProtocol):
         if self.over:
             self._drop(nbytes)
             return
-        if self._out is None:
-            self._out = []
+        self._out = self._out or []
         if self._lifetime is not None:
             self._lifetime.heard = True
         intake = self.intake

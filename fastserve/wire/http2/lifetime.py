@@ -20,6 +20,7 @@ PATIENCE_S = 2.0  # that a connection which is to end waits for a moment without
 ANSWER_S = 20.0  # for a client to answer a PING, as in gRPC's own library
 SPREAD = 0.1  # of the age, either way: connections that began together do not all come back together
 QUESTION = b"keepaliv"
+DRAIN = b"draining"  # the PING whose answer says that a client has heard of the end
 
 
 class Lifetimes(NamedTuple):
