@@ -48,6 +48,11 @@ class ServeError(Exception):
         self.retry_after_s = retry_after_s
 
 
+def invalid(message: str) -> ServeError:
+    """What is wrong with a request."""
+    return ServeError(Kind.INVALID_ARGUMENT, message)
+
+
 class ModelError(ServeError):
     """What the model itself answered a request with: an error among its responses, or an exception."""
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import Kind, ServeError, invalid
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -149,7 +149,7 @@ class Regions:
         if region is None:
             raise ServeError(Kind.NOT_FOUND, f"Unable to find shared memory region: '{range.region}'")
         if range.offset > region.byte_size:
-            raise _invalid(f"Invalid offset for shared memory region: '{region.name}'")
+            raise invalid(f"Invalid offset for shared memory region: '{region.name}'")
         if range.offset + range.byte_size > region.byte_size:
             raise _beyond(region.name)
         return region
@@ -157,7 +157,7 @@ class Regions:
     def _open(self, name: str, key: str) -> int:
         bare = key.lstrip("/")
         if bare.startswith(RESERVED):
-            raise _invalid(
+            raise invalid(
                 f"cannot register shared memory region '{name}' with key '{key}' as the key contains "
                 f"the reserved prefix '{RESERVED}'"
             )
@@ -168,7 +168,7 @@ class Regions:
             or "\0" in bare
             or len(os.fsencode(bare)) > KEY_BYTES
         ):
-            raise _invalid(f"cannot register shared memory region '{name}' - invalid shm key '{key}'")
+            raise invalid(f"cannot register shared memory region '{name}' - invalid shm key '{key}'")
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         try:
             fd = os.open(os.path.join(self._folder, bare), flags)
@@ -254,13 +254,9 @@ def hold_rooms(regions: Regions, ranges: Mapping[str, Range]) -> Rooms:
 def _check_range(name: str, fd: int, offset: int, byte_size: int) -> None:
     failed = f"failed to register shared memory region '{name}'"
     if offset % mmap.ALLOCATIONGRANULARITY:  # the original maps from there
-        raise _invalid(f"{failed}: unable to process address spaceInvalid argument")
+        raise invalid(f"{failed}: unable to process address spaceInvalid argument")
     if byte_size < 1 or offset + byte_size > min(os.fstat(fd).st_size, UINT64_MAX):
-        raise _invalid(f"{failed}: invalid args")
-
-
-def _invalid(message: str) -> ServeError:
-    return ServeError(Kind.INVALID_ARGUMENT, message)
+        raise invalid(f"{failed}: invalid args")
 
 
 def _internal(message: str) -> ServeError:
@@ -268,7 +264,7 @@ def _internal(message: str) -> ServeError:
 
 
 def _beyond(region: str) -> ServeError:
-    return _invalid(f"Invalid offset + byte size for shared memory region: '{region}'")
+    return invalid(f"Invalid offset + byte size for shared memory region: '{region}'")
 
 
 def _broken(region: str, error: OSError) -> ServeError:

@@ -52,7 +52,15 @@ def answer_not_found(call: Call) -> None:
 
 def refuse_plainly(call: Call, fault: ServeError) -> None:
     """`HttpDialect.refuse` for who has no form of its own."""
+    call.reply(held_back_status(fault), error_body(fault.message), headers=retry_after(fault))
+
+
+def held_back_status(fault: ServeError) -> int:
+    """What proxies and pages look at."""
+    return 403 if fault.kind is Kind.PERMISSION_DENIED else 503
+
+
+def retry_after(fault: ServeError) -> tuple[tuple[bytes, bytes], ...]:
+    """The header that says when to come again, where the fault knows."""
     again = fault.retry_after_s
-    headers = () if again is None else ((b"Retry-After", b"%d" % max(1, round(again))),)
-    status = 403 if fault.kind is Kind.PERMISSION_DENIED else 503
-    call.reply(status, error_body(fault.message), headers=headers)
+    return () if again is None else ((b"Retry-After", b"%d" % max(1, round(again))),)

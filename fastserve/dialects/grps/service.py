@@ -17,6 +17,7 @@ from fastserve.repository.version import Version
 from fastserve.serving.dialect import ServingContext
 from fastserve.wire.apart import Apart
 from fastserve.wire.call import Call
+from fastserve.wire.dialect import retry_after
 
 JSON, JSON_UTF8 = b"application/json", b"application/json;charset=utf-8"
 BYTES = b"application/octet-stream"
@@ -82,11 +83,8 @@ class Service:
         """Reply with an error, and count it."""
         self.traffic.refused(model, fault.kind.name)
         code = code_of(fault, self.options)
-        headers: tuple[tuple[bytes, bytes], ...] = ()
-        if fault.retry_after_s is not None:
-            headers = ((b"Retry-After", b"%d" % max(1, round(fault.retry_after_s))),)
         status = 200 if self.options.http_status == "always_200" else code
-        call.reply(status, failure_json(code, fault.message), self.json_type, headers)
+        call.reply(status, failure_json(code, fault.message), self.json_type, retry_after(fault))
 
     def count(self, version: Version, received_ns: int) -> None:
         """A stream that ended well."""

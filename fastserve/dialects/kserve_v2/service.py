@@ -24,6 +24,7 @@ from fastserve.serving.dialect import ServingContext
 from fastserve.serving.model_view import ModelView, Views, find_version
 from fastserve.wire.apart import Apart
 from fastserve.wire.call import Call
+from fastserve.wire.dialect import retry_after
 
 JSON = b"application/json"
 TEXT = b"text/plain"
@@ -97,9 +98,7 @@ class Service:
         """Reply with an error; `version` is the one that was asked for, where there is one."""
         self.count_failure(fault, model, version)
         fault = in_own_words(fault)
-        if fault.retry_after_s is not None:
-            headers = (*headers, (b"Retry-After", b"%d" % max(1, round(fault.retry_after_s))))
-        call.reply(HTTP_STATUS[fault.kind], error_body(fault.message), JSON, headers)
+        call.reply(HTTP_STATUS[fault.kind], error_body(fault.message), JSON, (*headers, *retry_after(fault)))
 
     def count_failure(self, fault: ServeError, model: str, version: Version | None) -> None:
         """Count an error by the version it happened to, or by the model alone."""

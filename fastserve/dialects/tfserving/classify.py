@@ -10,7 +10,7 @@ from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from fastserve._ext.json_writer import WriterCode, WriterFault, write_classifications, write_regressions
-from fastserve.dialects.tfserving.errors import invalid, writer_error
+from fastserve.dialects.tfserving.errors import writer_error
 from fastserve.dialects.tfserving.examples import read_examples
 from fastserve.dialects.tfserving.features import feed
 from fastserve.dialects.tfserving.results import (
@@ -23,6 +23,7 @@ from fastserve.dialects.tfserving.results import (
 from fastserve.dialects.tfserving.routes import Target
 from fastserve.dialects.tfserving.service import GeneralRequest, Service
 from fastserve.dialects.tfserving.signatures import find_signature, find_version
+from fastserve.errors import invalid
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.slow_path import answer_slowly
 from fastserve.tensor import Tensor

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fastserve.dialects.tfserving.names import TF_NAME
 from fastserve.dialects.tfserving.routes import Target
 from fastserve.errors import Kind, ServeError
+from fastserve.protos.text import quote
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.signature import Signature
 from fastserve.repository.version import Version
@@ -89,8 +90,8 @@ def signature_text(signature: Signature, *, batching: bool) -> str:
     for side, specs, names in _sides(signature):
         for alias, (name, dtype, shape) in _infos(specs, names, batching).items():
             dims = "".join(f" dim {{ size: {size} }}" for size in shape or ())
-            info = f'name: "{name}" dtype: {dtype} tensor_shape {{{dims} }}'
-            lines.append(f'{side} {{ key: "{alias}" value {{ {info} }} }}')
+            info = f"name: {quote(name)} dtype: {dtype} tensor_shape {{{dims} }}"
+            lines.append(f"{side} {{ key: {quote(alias)} value {{ {info} }} }}")
     lines.append(f'method_name: "tensorflow/serving/{signature.method}"')
     return "\n".join(lines) + "\n"
 

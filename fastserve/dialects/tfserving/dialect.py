@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from fastserve.config import TFServingOptions
 from fastserve.dialects.tfserving.classify import VERBS, Examples
 from fastserve.dialects.tfserving.describe import find_versions, write_metadata, write_status
-from fastserve.dialects.tfserving.errors import html_page, invalid
+from fastserve.dialects.tfserving.errors import html_page
 from fastserve.dialects.tfserving.predict import Predict
 from fastserve.dialects.tfserving.routes import (
     MONITORING,
@@ -26,7 +26,7 @@ from fastserve.dialects.tfserving.routes import (
 )
 from fastserve.dialects.tfserving.service import Service
 from fastserve.dialects.tfserving.signatures import find_version
-from fastserve.errors import ServeError
+from fastserve.errors import ServeError, invalid
 from fastserve.serving.dialect import Dialect, ServingContext
 from fastserve.wire.call import Call, Endpoint
 from fastserve.wire.dialect import Route

@@ -11,8 +11,7 @@ import re
 from typing import TYPE_CHECKING
 
 from fastserve._ext.json_value import JSONSyntaxError, Members, debug_text, parse
-from fastserve.dialects.tfserving.errors import invalid
-from fastserve.errors import ServeError
+from fastserve.errors import ServeError, invalid
 
 if TYPE_CHECKING:
     from fastserve._ext.json_value import Value

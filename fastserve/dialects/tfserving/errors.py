@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastserve._ext.json_writer import WriterCode, WriterFault, write_error
 from fastserve.dialects.tfserving.names import TF_WORD
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import Kind, ServeError, invalid
 
 HTTP_STATUS: dict[Kind, int] = {
     Kind.CANCELLED: 499,
@@ -24,11 +24,6 @@ HTTP_STATUS: dict[Kind, int] = {
     Kind.DATA_LOSS: 500,
     Kind.UNAUTHENTICATED: 401,
 }
-
-
-def invalid(message: str) -> ServeError:
-    """An INVALID_ARGUMENT with TensorFlow Serving's own words."""
-    return ServeError(Kind.INVALID_ARGUMENT, message)
 
 
 def error_body(message: str) -> bytes:

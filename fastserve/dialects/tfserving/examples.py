@@ -24,7 +24,7 @@ from fastserve.dialects.tfserving.document import (
     read_signature_name,
     to_text,
 )
-from fastserve.dialects.tfserving.errors import invalid
+from fastserve.errors import invalid
 from fastserve.tensor import DTYPES
 
 if TYPE_CHECKING:

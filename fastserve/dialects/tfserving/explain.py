@@ -22,9 +22,8 @@ from fastserve.dialects.tfserving.document import (
     kind_word,
     to_text,
 )
-from fastserve.dialects.tfserving.errors import invalid
 from fastserve.dialects.tfserving.names import TF_WORD, shape_text
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import Kind, ServeError, invalid
 from fastserve.tensor import DType, Tensor
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from math import prod
 
 from fastserve.codec.packing import pack_strings, pack_values
-from fastserve.dialects.tfserving.errors import invalid
 from fastserve.dialects.tfserving.examples import (
     Example,
     ExampleList,
@@ -19,6 +18,7 @@ from fastserve.dialects.tfserving.examples import (
     check_repeated,
 )
 from fastserve.dialects.tfserving.names import TF_WORD, shape_text
+from fastserve.errors import invalid
 from fastserve.repository.signature import Signature
 from fastserve.tensor import DTYPES, DType, Tensor, TensorSpec
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from fastserve.codec.packing import pack_strings
 from fastserve.dialects.tfserving.describe import signature_text
-from fastserve.dialects.tfserving.errors import invalid
 from fastserve.dialects.tfserving.features import SERIALIZED, takes_serialized
 from fastserve.dialects.tfserving.names import TF_NAME, TF_WORD, shape_text
+from fastserve.errors import invalid
 from fastserve.repository.signature import Signature
 from fastserve.tensor import DTYPES, Tensor
 

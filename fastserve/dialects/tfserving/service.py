@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable
 
 from fastserve.backends.base import wrong_rows_rank
 from fastserve.config import TFServingOptions
@@ -19,6 +19,7 @@ from fastserve.serving.paths import Kept
 from fastserve.serving.slow_path import SlowRequest
 from fastserve.wire.apart import Apart
 from fastserve.wire.call import Call
+from fastserve.wire.dialect import retry_after
 from fastserve.wire.inflate import inflate, work_of
 
 JSON = b"application/json"
@@ -88,9 +89,7 @@ class Service:
     def refuse(self, call: Call, model: str, fault: ServeError) -> None:
         """Reply with an error."""
         told = own_words(fault)
-        headers: Sequence[tuple[bytes, bytes]] = self.headers
-        if told.retry_after_s is not None:
-            headers = (*headers, (b"Retry-After", b"%d" % max(1, round(told.retry_after_s))))
+        headers = (*self.headers, *retry_after(told))
         call.reply(HTTP_STATUS[told.kind], error_body(told.message), JSON, headers)
         self.count_refused(model, fault, told)
 

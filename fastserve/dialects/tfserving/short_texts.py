@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from fastserve._ext.json_reader import Fault, JSONFault
-from fastserve.dialects.tfserving.errors import invalid
-from fastserve.errors import ServeError
+from fastserve.errors import ServeError, invalid
 
 _SYNTAX: dict[Fault, str] = {
     Fault.EMPTY: "The document is empty.",

@@ -12,9 +12,8 @@ from math import prod
 
 from fastserve._ext.json_reader import PredictReader
 from fastserve.dialects.tfserving.document import MAX_DEPTH
-from fastserve.dialects.tfserving.errors import invalid
 from fastserve.dialects.tfserving.routes import Target
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import Kind, ServeError, invalid
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.signature import DEFAULT_SIGNATURE, Signature
 from fastserve.repository.version import Version

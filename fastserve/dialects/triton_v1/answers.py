@@ -15,9 +15,9 @@ from fastserve._ext.proto_wire_v1 import write_v1_header
 from fastserve.dialects.triton_v1.header import OutputHeader, RequestHeader
 from fastserve.dialects.triton_v1.inputs import Buffer, write_dims
 from fastserve.dialects.triton_v1.names import TYPE_OF
-from fastserve.dialects.triton_v1.text import print_line, print_lines
 from fastserve.errors import Kind, ServeError
 from fastserve.protos import load
+from fastserve.protos.text import print_line, print_lines
 from fastserve.repository.version import Version
 from fastserve.serving.classification import Class, check_order, classify
 from fastserve.serving.model_view import Dims, ModelView
@@ -46,8 +46,7 @@ class Classes:
 
 
 class HeaderForms:
-    """One InferResponseHeader without its id: one line of text, many lines, binary; each made when it is
-    first asked for."""
+    """One InferResponseHeader in its three forms, but for the id: each is made when it is first asked for."""
 
     def __init__(self, version: Version, batch_size: int, told: Sequence[Raw | Classes]) -> None:
         self._version = version
@@ -59,8 +58,22 @@ class HeaderForms:
         """Of its raw outputs."""
         return sum(one.nbytes for one in self._told if isinstance(one, Raw))
 
+    def line(self, request_id: int = 0) -> bytes:
+        """In text on one line."""
+        return b"%b id: %d" % (self._line, request_id) if request_id else self._line
+
+    def binary(self, request_id: int = 0) -> bytes:
+        """As a serialized message."""
+        return self._binary + write_id(request_id) if request_id else self._binary
+
+    def trailer(self, request_id: int = 0, *, binary: bool) -> bytes:
+        """As it stands behind the outputs of an HTTP reply."""
+        if binary:
+            return self.binary(request_id)
+        return b"%bid: %d\n" % (self._lines, request_id) if request_id else self._lines
+
     @cached_property
-    def binary(self) -> bytes:
+    def _binary(self) -> bytes:
         version = self._version
         outputs = [
             (one.name, one.dims, one.nbytes, None) if isinstance(one, Raw) else (one.name, (), 0, one.rows)
@@ -69,42 +82,21 @@ class HeaderForms:
         return write_v1_header(version.model, version.number, self._batch_size, 0, outputs)
 
     @cached_property
-    def line(self) -> bytes:
+    def _line(self) -> bytes:
         return print_line(self._message).encode()
 
     @cached_property
-    def lines(self) -> bytes:
+    def _lines(self) -> bytes:
         return print_lines(self._message).encode()
 
     @property
     def _message(self) -> Any:
-        return load("triton_v1").InferResponseHeader.FromString(self.binary)
+        return load("triton_v1").InferResponseHeader.FromString(self._binary)
 
 
-@dataclass(slots=True)
-class Answer:
-    """What a request is answered with. `raws` are views of the engine's outputs, one for each output in
-    order, empty where nothing is sent; they are valid until the response is released."""
-
-    forms: HeaderForms
-    raws: list[Buffer]
-    id: int
-
-    @property
-    def line(self) -> bytes:
-        """The header in text on one line."""
-        return b"%b id: %d" % (self.forms.line, self.id) if self.id else self.forms.line
-
-    @property
-    def binary(self) -> bytes:
-        """The header as a serialized message."""
-        return self.forms.binary + write_id(self.id) if self.id else self.forms.binary
-
-    def trailer(self, *, binary: bool) -> bytes:
-        """The header as it stands behind the outputs of an HTTP reply."""
-        if binary:
-            return self.binary
-        return b"%bid: %d\n" % (self.forms.lines, self.id) if self.id else self.forms.lines
+# The header, and views of the engine's outputs, one for each in order, empty where nothing is sent; they are
+# valid until the response is released.
+Answer = tuple[HeaderForms, list[Buffer]]
 
 
 class Answers:
@@ -117,7 +109,7 @@ class Answers:
     def write(
         self, header: RequestHeader, outputs: dict[str, Tensor], held: Mapping[str, Destination]
     ) -> Answer:
-        """`held` is where outputs into shared memory go.
+        """The header, and what is sent beside it. `held` is where outputs into shared memory go.
 
         Raises ServeError when an output cannot be classified or does not fit its shared memory.
         """
@@ -132,7 +124,7 @@ class Answers:
             raw = self.describe(wanted.name, tensor.shape, memoryview(tensor.data).nbytes)
             told.append(raw)
             raws.append(_place(wanted, tensor, held))
-        return Answer(self.forms(header.batch_size, told), raws, header.id)
+        return self.forms(header.batch_size, told), raws
 
     def _find(self, outputs: Mapping[str, Tensor], name: str) -> Tensor:
         tensor = outputs.get(name)

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from time import monotonic_ns
 from typing import Any
 
-from fastserve.dialects.triton_v1.inputs import invalid
 from fastserve.dialects.triton_v1.service import Service
 from fastserve.dialects.triton_v1.status import write_status
 from fastserve.engine import Took
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import Kind, ServeError, invalid
 from fastserve.protos import load
 from fastserve.repository.version import VersionState
 from fastserve.serving.model_control import NOT_EXPLICIT

@@ -10,10 +10,10 @@ from fastserve.dialects.triton_v1.pages import Page
 from fastserve.dialects.triton_v1.replies import NV_STATUS
 from fastserve.dialects.triton_v1.routes import is_api, parse_target
 from fastserve.dialects.triton_v1.service import Service
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import ServeError
 from fastserve.serving.dialect import Dialect, NoOptions, ServingContext
 from fastserve.wire.call import Call, Endpoint
-from fastserve.wire.dialect import Route
+from fastserve.wire.dialect import Route, held_back_status, retry_after
 from fastserve.wire.scope import Scope
 
 if TYPE_CHECKING:
@@ -40,11 +40,8 @@ class TritonV1(Dialect):
 
     def refuse(self, call: Call, fault: ServeError) -> None:
         """With the statuses that proxies and pages look at, where the original would say 400."""
-        status = 403 if fault.kind is Kind.PERMISSION_DENIED else 503
-        headers = [(NV_STATUS, self._service.status_line(fault))]
-        if fault.retry_after_s is not None:
-            headers.append((b"Retry-After", b"%d" % max(1, round(fault.retry_after_s))))
-        call.reply(status, b"", b"", headers)
+        headers = ((NV_STATUS, self._service.status_line(fault)), *retry_after(fault))
+        call.reply(held_back_status(fault), b"", b"", headers)
 
     def answer_unknown(self, call: Call) -> None:
         answer_malformed(call)

@@ -17,7 +17,7 @@ from typing import Any
 from typing_extensions import Self
 
 from fastserve._ext.proto_wire_v1 import V1InferMessage
-from fastserve.dialects.triton_v1.answers import Answer, HeaderForms
+from fastserve.dialects.triton_v1.answers import HeaderForms
 from fastserve.dialects.triton_v1.header import (
     REMEMBERED_CHARS,
     REMEMBERED_HEADERS,
@@ -118,12 +118,12 @@ class PreparedHeader(PreparedRequest):
         self, exchange: Any, writer: Any, memory: Sequence[Memory], header: RequestHeader, held: Any
     ) -> None:
         forms, order = writer
-        self.replies.answer(exchange, Answer(forms, [memory[at] for at in order], header.id))
+        self.replies.answer(exchange, header.id, (forms, [memory[at] for at in order]))
 
     def write_response(
         self, exchange: Any, response: InferResponse, header: RequestHeader, held: Rooms | None
     ) -> None:
-        self.replies.answer(exchange, self._answers.write(header, response.outputs, held or {}))
+        self.replies.answer(exchange, header.id, self._answers.write(header, response.outputs, held or {}))
 
 
 class PreparedBody(PreparedHeader):

@@ -96,7 +96,7 @@ class GeneralRequest(SlowRequest):
     async def write(self, response: InferResponse) -> None:
         assert self._served is not None
         answer = self._served.answers.write(self._header, response.outputs, self._rooms)
-        self._replies.answer(self._exchange, answer)
+        self._replies.answer(self._exchange, self._header.id, answer)
 
     def close(self) -> None:
         self._rooms.close()

@@ -20,7 +20,7 @@ from fastserve.dialects.triton_v1.header import (
     InputHeader,
     RequestHeader,
 )
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import invalid
 from fastserve.request import InferRequest
 from fastserve.serving.model_view import Dims, ModelView, TensorView
 from fastserve.serving.shared_memory import Range, Regions
@@ -203,8 +203,3 @@ def check_strings(raw: Buffer, shape: Dims, name: str, model: str) -> None:
 def write_dims(dims: Dims) -> str:
     """A shape as the original's texts have it."""
     return f"[{','.join(map(str, dims))}]"
-
-
-def invalid(text: str) -> ServeError:
-    """An INVALID_ARG."""
-    return ServeError(Kind.INVALID_ARGUMENT, text)

@@ -12,8 +12,8 @@ from fastserve.dialects.triton_v1.calls import Calls
 from fastserve.dialects.triton_v1.replies import BINARY, NV_STATUS
 from fastserve.dialects.triton_v1.routes import Target
 from fastserve.dialects.triton_v1.service import Service
-from fastserve.dialects.triton_v1.text import print_lines
 from fastserve.errors import ServeError
+from fastserve.protos.text import print_lines
 from fastserve.wire.call import Call
 
 TEXT = b"text/plain"

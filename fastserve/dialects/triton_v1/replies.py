@@ -8,9 +8,8 @@ from typing import Any, Protocol
 from fastserve._ext.proto_wire import WireFault
 from fastserve._ext.proto_wire_v1 import write_v1_response
 from fastserve.dialects.triton_v1.answers import Answer, HeaderForms, write_id
-from fastserve.dialects.triton_v1.inputs import invalid
 from fastserve.dialects.triton_v1.service import GOOD, Service, as_v1
-from fastserve.errors import ServeError
+from fastserve.errors import ServeError, invalid
 from fastserve.serving.exchange import RpcExchange
 from fastserve.wire.call import Call
 
@@ -25,7 +24,7 @@ _AFTER = b"\r\nContent-Type: application/octet-stream\r\nContent-Length: %d\r\n\
 class Replies(Protocol):
     """A transport's. `exchange` is what it makes of a request."""
 
-    def answer(self, exchange: Any, answer: Answer) -> None:
+    def answer(self, exchange: Any, request_id: int, answer: Answer) -> None:
         """Send an answer, copied. Raises ServeError when it cannot be sent."""
 
     def refuse(self, exchange: Any, request_id: int, fault: ServeError) -> None:
@@ -41,22 +40,21 @@ class HttpReplies:
 
     def frame(self, forms: HeaderForms) -> tuple[bytes, bytes, bytes]:
         """What stands round the number and the outputs of a good answer without an id, all of them sent."""
-        trailer = Answer(forms, [], 0).trailer(binary=self._binary)
-        return _BEFORE % forms.line + GOOD, _AFTER % (forms.nbytes + len(trailer)), trailer
+        trailer = forms.trailer(binary=self._binary)
+        return _BEFORE % forms.line() + GOOD, _AFTER % (forms.nbytes + len(trailer)), trailer
 
-    def answer(self, call: Call, answer: Answer) -> None:
-        trailer, status = answer.trailer(binary=self._binary), self._service.status_line(None)
-        head = call.raw_head(b"")
+    def answer(self, call: Call, request_id: int, answer: Answer) -> None:
+        forms, raws = answer
+        trailer, status = forms.trailer(request_id, binary=self._binary), self._service.status_line(None)
+        line, head = forms.line(request_id), call.raw_head(b"")
         if not head:
-            headers = ((NV_RESPONSE, answer.line), (NV_STATUS, status), CONTENT_TYPE)
-            call.reply(200, b"".join((*answer.raws, trailer)), b"", headers)
+            headers = ((NV_RESPONSE, line), (NV_STATUS, status), CONTENT_TYPE)
+            call.reply(200, b"".join((*raws, trailer)), b"", headers)
             return
         nbytes = len(trailer)
-        for raw in answer.raws:
+        for raw in raws:
             nbytes += len(raw)
-        call.reply_raw(
-            b"".join((head, _BEFORE % answer.line, status, _AFTER % nbytes, *answer.raws, trailer))
-        )
+        call.reply_raw(b"".join((head, _BEFORE % line, status, _AFTER % nbytes, *raws, trailer)))
 
     def refuse(self, call: Call, request_id: int, fault: ServeError) -> None:
         line = b"id: %d" % request_id if request_id else b""
@@ -70,14 +68,14 @@ class RpcReplies:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    def answer(self, exchange: RpcExchange, answer: Answer) -> None:
+    def answer(self, exchange: RpcExchange, request_id: int, answer: Answer) -> None:
+        forms, raws = answer
         try:
-            exchange.reply(write_v1_response(self._service.status(None), answer.binary, answer.raws))
+            exchange.reply(write_v1_response(self._service.status(None), forms.binary(request_id), raws))
         except (WireFault, OverflowError):
-            size = sum(memoryview(raw).nbytes for raw in answer.raws)
-            raise invalid(
-                f"Response has byte size {size} which exceeds gRPC's byte size limit {2**31}."
-            ) from None
+            size = sum(memoryview(raw).nbytes for raw in raws)
+            text = f"Response has byte size {size} which exceeds gRPC's byte size limit {2**31}."
+            raise invalid(text) from None
 
     def refuse(self, exchange: RpcExchange, request_id: int, fault: ServeError) -> None:
         exchange.reply(write_v1_response(self._service.status(as_v1(fault)), write_id(request_id), ()))

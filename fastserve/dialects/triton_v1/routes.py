@@ -14,19 +14,25 @@ from urllib.parse import parse_qsl
 from fastserve.serving.dialect import HttpRoute
 from fastserve.wire.scope import Scope
 
-_TOP = re.compile(r"/api/(health|infer|status|modelcontrol|sharedmemorycontrol|repository)(.*)")
+_PLACE = re.compile(r"/api/([a-z]+)(.*)")
+_NUMBER = "[0-9]{1,18}"
+_REGION = rf"/(?P<key>/.*)/(?P<offset>{_NUMBER})/(?P<byte_size>{_NUMBER})"
+_DEVICE = rf"/(?P<byte_size>{_NUMBER})/(?P<device>[0-9]{{1,9}})"
 _REST = {
-    "health": re.compile(r"/(?P<action>live|ready)"),
-    "infer": re.compile(r"/(?P<name>[^/]+)(?:/(?P<version>[0-9]{1,18}))?"),
-    "status": re.compile(r"(?:/(?P<name>.*))?"),
-    "modelcontrol": re.compile(r"/(?P<action>load|unload)/(?P<name>[^/]+)"),
-    "sharedmemorycontrol": re.compile(
-        r"/(?:(?P<register>register)/(?P<r_name>[^/]+)/(?P<key>/.*)/(?P<offset>[0-9]{1,18})/(?P<r_size>[0-9]{1,18})"
-        r"|(?P<cuda>cudaregister)/(?P<c_name>[^/]+)/(?P<c_size>[0-9]{1,18})/(?P<device>[0-9]{1,9})"
-        r"|(?P<unregister>unregister)/(?P<u_name>[^/]+)"
-        r"|(?P<action>unregisterall|status))"
-    ),
-    "repository": re.compile(r"/(?P<action>index)"),
+    place: [re.compile(pattern) for pattern in patterns]
+    for place, patterns in {
+        "health": [r"/(?P<action>live|ready)"],
+        "infer": [rf"/(?P<name>[^/]+)(?:/(?P<version>{_NUMBER}))?"],
+        "status": [r"(?:/(?P<name>.*))?"],
+        "modelcontrol": [r"/(?P<action>load|unload)/(?P<name>[^/]+)"],
+        "sharedmemorycontrol": [
+            r"/(?P<action>register)/(?P<name>[^/]+)" + _REGION,
+            r"/(?P<action>cudaregister)/(?P<name>[^/]+)" + _DEVICE,
+            r"/(?P<action>unregister)/(?P<name>[^/]+)",
+            r"/(?P<action>unregisterall|status)",
+        ],
+        "repository": [r"/(?P<action>index)"],
+    }.items()
 }
 _SHARED_STATUS = "sharedmemorycontrol/status"
 ROUTES = (
@@ -74,27 +80,26 @@ def is_api(target: str) -> bool:
 def parse_target(method: str, target: str) -> Target | int:
     """The target, or the status a malformed one is answered with."""
     path, _, query = target.partition("?")
-    top = _TOP.fullmatch(path)
-    if top is None:
+    top = _PLACE.fullmatch(path)
+    if top is None or top[1] not in _REST:
         return 400
-    place = top[1]
-    found = _REST[place].fullmatch(top[2])
-    shows = place == "sharedmemorycontrol" and top[2] == "/status"
+    place, rest = top.groups()
+    shows = place == "sharedmemorycontrol" and rest == "/status"
     scopes = _SCOPES[_SHARED_STATUS if shows else place]
     if method not in scopes:
         return 405
+    found = next((match for pattern in _REST[place] if (match := pattern.fullmatch(rest))), None)
     if found is None:
         return 400
     given = {name: value for name, value in found.groupdict().items() if value}
-    action = next((given[n] for n in ("action", "register", "cuda", "unregister") if n in given), "")
     return Target(
         place,
-        action,
-        next((given[n] for n in ("name", "r_name", "c_name", "u_name") if n in given), ""),
+        given.get("action", ""),
+        given.get("name", ""),
         int(given["version"]) if "version" in given else None,
         given.get("key", ""),
         int(given.get("offset", 0)),
-        int(given.get("r_size") or given.get("c_size") or 0),
+        int(given.get("byte_size", 0)),
         dict(parse_qsl(query)).get("format", "") if query else "",
         scopes[method],
     )

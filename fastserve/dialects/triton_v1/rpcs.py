@@ -21,12 +21,12 @@ from fastserve.dialects.triton_v1.calls import Calls
 from fastserve.dialects.triton_v1.fast import FastRpc
 from fastserve.dialects.triton_v1.header import RequestHeader, read_message
 from fastserve.dialects.triton_v1.infer import GeneralRequest
-from fastserve.dialects.triton_v1.inputs import Buffer, Entries, invalid
+from fastserve.dialects.triton_v1.inputs import Buffer, Entries
 from fastserve.dialects.triton_v1.replies import RpcReplies
 from fastserve.dialects.triton_v1.routes import RPCS, SERVICE
 from fastserve.dialects.triton_v1.service import Service
 from fastserve.dialects.triton_v1.streams import run_ahead
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import Kind, ServeError, invalid
 from fastserve.protos import load
 from fastserve.serving.exchange import Awaited, RpcExchange, deadline_of
 from fastserve.serving.paths import Kept

@@ -11,9 +11,9 @@ from time import monotonic_ns
 from fastserve.dialects.triton_v1.answers import Answers
 from fastserve.dialects.triton_v1.names import CODE_OF, STATUS_OF, SUCCESS
 from fastserve.dialects.triton_v1.statistics import Counts, Statistics
-from fastserve.dialects.triton_v1.text import quote
 from fastserve.errors import DeadlineError, Kind, ServeError
 from fastserve.metrics.traffic import Traffic
+from fastserve.protos.text import quote
 from fastserve.repository.keepers import Keepers
 from fastserve.repository.version import Version
 from fastserve.serving.dialect import ServingContext

@@ -8,10 +8,10 @@ from typing import Any
 from google.protobuf.json_format import ParseDict
 
 from fastserve.backends.registry import find_backend
-from fastserve.dialects.triton_v1.inputs import invalid
 from fastserve.dialects.triton_v1.service import SERVER_ID, Service
 from fastserve.dialects.triton_v1.statistics import Shown
 from fastserve.engine import Took
+from fastserve.errors import invalid
 from fastserve.protos import load
 from fastserve.repository.triton_config import config_json
 from fastserve.repository.version import Model, Version, VersionState

@@ -11,13 +11,13 @@ from google.protobuf import text_format
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastserve.dialects.triton_v1.answers import Answer, Classes, HeaderForms, Raw, write_id
+from fastserve.dialects.triton_v1.answers import Classes, HeaderForms, Raw, write_id
 from fastserve.dialects.triton_v1.header import InputHeader, RequestHeader, read_header
 from fastserve.dialects.triton_v1.inputs import Body, check_strings
 from fastserve.dialects.triton_v1.service import as_v1
-from fastserve.dialects.triton_v1.text import print_float, print_line, print_lines
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.protos import load
+from fastserve.protos.text import print_float, print_line, print_lines
 from fastserve.repository.model_config import ModelConfig
 from fastserve.repository.version import Version
 from fastserve.serving.classification import Class
@@ -155,8 +155,8 @@ def test_the_three_forms_say_the_same(told: list[Raw | Classes], batch_size: int
                 for c in row:
                     classes.cls.add(idx=c.idx, value=c.value, label=c.label)
     version = Version("m", 3, Path(), ModelConfig(backend="onnx"))
-    answer = Answer(HeaderForms(version, batch_size, told), [], 7)
+    forms = HeaderForms(version, batch_size, told)
     wanted.id = 7
-    assert V1.InferResponseHeader.FromString(answer.binary) == wanted
-    assert text_format.Parse(answer.line.decode(), V1.InferResponseHeader()) == wanted
-    assert text_format.Parse(answer.trailer(binary=False).decode(), V1.InferResponseHeader()) == wanted
+    assert V1.InferResponseHeader.FromString(forms.binary(7)) == wanted
+    assert text_format.Parse(forms.line(7).decode(), V1.InferResponseHeader()) == wanted
+    assert text_format.Parse(forms.trailer(7, binary=False).decode(), V1.InferResponseHeader()) == wanted
