@@ -18,9 +18,9 @@ from fastserve.dialects.grps.service import Service
 from fastserve.errors import ServeError
 from fastserve.protos import load
 from fastserve.request import InferRequest, InferResponse
-from fastserve.serving.exchange import Awaited, unforeseen
+from fastserve.serving.exchange import unforeseen
 from fastserve.serving.slow_path import SlowRequest, answer_slowly
-from fastserve.wire.grpc import Exchange, Method, Rpc
+from fastserve.wire.grpc import Awaited, Exchange, Method, Rpc
 
 GRPC = "grpc"
 NO_NAME = "The model name is empty."

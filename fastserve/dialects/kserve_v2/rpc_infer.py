@@ -14,10 +14,10 @@ from fastserve.dialects.kserve_v2.request import InferBody
 from fastserve.dialects.kserve_v2.service import Service
 from fastserve.errors import ServeError
 from fastserve.request import InferRequest, InferResponse
-from fastserve.serving.exchange import Awaited, RpcExchange, deadline_of
+from fastserve.serving.exchange import RpcExchange, deadline_of
 from fastserve.serving.model_view import ModelView
 from fastserve.serving.slow_path import answer_slowly
-from fastserve.wire.grpc import Exchange, Method, Rpc
+from fastserve.wire.grpc import Awaited, Exchange, Method, Rpc
 from fastserve.wire.scope import Scope
 
 

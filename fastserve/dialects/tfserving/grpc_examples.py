@@ -12,21 +12,20 @@ from typing import Any
 
 from fastserve._ext.flatten import unpack_bytes
 from fastserve.dialects.tfserving.classify import VERBS, WORK
-from fastserve.dialects.tfserving.errors import invalid
 from fastserve.dialects.tfserving.examples import Example, ExampleList, Feature, FeatureKind
 from fastserve.dialects.tfserving.features import feed
 from fastserve.dialects.tfserving.grpc_spec import fill_spec, find_model, refuse_rpc, target_of
 from fastserve.dialects.tfserving.results import ResultPlan, classify_results, regress_results
 from fastserve.dialects.tfserving.service import Service
 from fastserve.dialects.tfserving.signatures import find_signature
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import Kind, ServeError, invalid
 from fastserve.protos import load
 from fastserve.repository.signature import DEFAULT_SIGNATURE, Signature
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
-from fastserve.serving.exchange import Awaited, deadline_of
+from fastserve.serving.exchange import deadline_of
 from fastserve.serving.slow_path import SlowRequest, answer_slowly
-from fastserve.wire.grpc import Rpc
+from fastserve.wire.grpc import Awaited, Rpc
 
 MESSAGES = load("tfserving")
 MOST_VALUES = 1 << 19  # examples, features and values of one request: each becomes an object

@@ -10,12 +10,12 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from fastserve.dialects.tfserving.classify import EXAMPLES_BYTES
-from fastserve.dialects.tfserving.errors import invalid
 from fastserve.dialects.tfserving.grpc_examples import ByExamples, MultiInference, serialize
 from fastserve.dialects.tfserving.grpc_models import Models, answering
 from fastserve.dialects.tfserving.grpc_predict import Predict
 from fastserve.dialects.tfserving.routes import MODEL_SERVICE, PREDICTION_SERVICE, RPCS
 from fastserve.dialects.tfserving.service import Service
+from fastserve.errors import invalid
 from fastserve.protos import load
 from fastserve.wire.grpc import Method
 

@@ -9,11 +9,10 @@ from google.protobuf.json_format import ParseDict
 from fastserve.config import ModelEntry
 from fastserve.config.policy import PolicyChoice, VersionPolicy
 from fastserve.dialects.tfserving.describe import find_versions, signature_def
-from fastserve.dialects.tfserving.errors import invalid
 from fastserve.dialects.tfserving.grpc_spec import fill_spec, find_model, target_of, tell
 from fastserve.dialects.tfserving.routes import Target
 from fastserve.dialects.tfserving.service import Service
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import Kind, ServeError, invalid
 from fastserve.protos import load
 from fastserve.repository.catalog import Catalog
 

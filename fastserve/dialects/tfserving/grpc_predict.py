@@ -18,21 +18,20 @@ from fastserve._ext.tensor_proto import (
     read_predict_request,
     write_model_spec,
 )
-from fastserve.dialects.tfserving.errors import invalid
 from fastserve.dialects.tfserving.grpc_fast import API, SCHEME, Aliases, FastGrpc, names_of, write_outputs
 from fastserve.dialects.tfserving.grpc_spec import find_model, refuse_rpc
 from fastserve.dialects.tfserving.names import TF_WORD
 from fastserve.dialects.tfserving.routes import Target
 from fastserve.dialects.tfserving.service import Service
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import Kind, ServeError, invalid
 from fastserve.protos import load
 from fastserve.repository.signature import DEFAULT_SIGNATURE, Signature
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
-from fastserve.serving.exchange import Awaited, deadline_of
+from fastserve.serving.exchange import deadline_of
 from fastserve.serving.slow_path import SlowRequest, answer_slowly
 from fastserve.tensor import DTYPE_BY_CODE, DType, Tensor, TensorSpec, count_items
-from fastserve.wire.grpc import Exchange, Rpc
+from fastserve.wire.grpc import Awaited, Exchange, Rpc
 
 DTYPE_BY_NUMBER: dict[int, DType] = {number: DTYPE_BY_CODE[code] for code, number in DTYPE_NUMBER.items()}
 LENGTH_BYTES = 4  # of a packed string

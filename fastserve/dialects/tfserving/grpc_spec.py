@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastserve.dialects.tfserving.errors import invalid
 from fastserve.dialects.tfserving.routes import Target
 from fastserve.dialects.tfserving.service import Service, own_words
 from fastserve.dialects.tfserving.signatures import find_version
-from fastserve.errors import ServeError
+from fastserve.errors import ServeError, invalid
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.signature import DEFAULT_SIGNATURE
 from fastserve.repository.version import Version

@@ -7,8 +7,7 @@ copied once, into the reply.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,13 +24,13 @@ from fastserve.dialects.triton_v1.inputs import Buffer, Entries
 from fastserve.dialects.triton_v1.replies import RpcReplies
 from fastserve.dialects.triton_v1.routes import RPCS, SERVICE
 from fastserve.dialects.triton_v1.service import Service
-from fastserve.dialects.triton_v1.streams import run_ahead
 from fastserve.errors import Kind, ServeError, invalid
 from fastserve.protos import load
-from fastserve.serving.exchange import Awaited, RpcExchange, deadline_of
+from fastserve.serving.exchange import RpcExchange, deadline_of
 from fastserve.serving.paths import Kept
 from fastserve.serving.slow_path import answer_slowly
-from fastserve.wire.grpc import Exchange, Method, Rpc
+from fastserve.serving.streams import answer_stream
+from fastserve.wire.grpc import Awaited, Exchange, Method, Rpc
 
 Fill = Callable[[Any, Any], Awaitable[None]]
 AHEAD = 16  # requests of one stream that are under way at once
@@ -134,25 +133,29 @@ class Rpcs:
         fast = None if version is None else self._fast.of(version)
         return fast is not None and fast.start(exchange, sent.message, header, deadline_ns)
 
+    def _begin(self, deadline_ns: int, sent: Sent, exchange: RpcExchange) -> Coroutine[Any, Any, None] | None:
+        """Take a request, or give what will answer it."""
+        service, header = self._service, read_message(sent.message)
+        if self._start(exchange, sent, header, deadline_ns):
+            return None
+        name, make_data = sent.message.model_name, partial(Entries, sent.raws())
+        general = GeneralRequest(
+            service, self._replies, exchange, name, sent.number, header, make_data, deadline_ns
+        )
+        return answer_slowly(exchange, general, service.traffic)
+
     async def infer(self, sent: Sent, rpc: Rpc) -> bytes:
         """InferRequest -> serialized InferResponse."""
-        service, header, exchange = self._service, read_message(sent.message), Awaited()
-        deadline_ns = deadline_of(rpc)
-        if not self._start(exchange, sent, header, deadline_ns):
-            name, make_data = sent.message.model_name, partial(Entries, sent.raws())
-            general = GeneralRequest(
-                service, self._replies, exchange, name, sent.number, header, make_data, deadline_ns
-            )
-            await answer_slowly(exchange, general, service.traffic)
+        exchange = Awaited(rpc.received_ns)
+        work = self._begin(deadline_of(rpc), sent, exchange)
+        if work is not None:
+            await work
         return await exchange.answer()
 
-    async def stream(self, requests: AsyncIterator[Sent], rpc: Rpc) -> AsyncIterator[bytes]:
+    def stream(self, requests: AsyncIterator[Sent], rpc: Rpc) -> AsyncIterator[bytes]:
         """One response for each request, in order; an error is a response like any other. Requests begin in
         order too, and do not wait for the responses before them."""
-        running = run_ahead(requests, lambda one: self.infer(one, rpc), AHEAD)
-        async with contextlib.aclosing(running) as answers:
-            async for answer in answers:
-                yield answer
+        return answer_stream(requests, partial(self._begin, deadline_of(rpc)), AHEAD)
 
     # --- the rest: each fills its response, and what it raises becomes the response's status ---------
 

@@ -7,11 +7,13 @@
     listener    one port, of either transport; it has health and reflection beside the dialects' methods
     native      the transport on fastserve.wire.http2: calls -> call, inbox, deadlines, metadata, coding
     grpcio      the transport of the library of that name, with pause
+    awaited     exchanges that a coroutine waits for
 
 Nothing but `grpcio` imports that library.
 """
 
+from fastserve.wire.grpc.awaited import Awaited
 from fastserve.wire.grpc.listener import GrpcListener
 from fastserve.wire.grpc.method import AccessLog, Exchange, Method, Rpc
 
-__all__ = ["AccessLog", "Exchange", "GrpcListener", "Method", "Rpc"]
+__all__ = ["AccessLog", "Awaited", "Exchange", "GrpcListener", "Method", "Rpc"]

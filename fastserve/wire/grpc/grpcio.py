@@ -14,9 +14,10 @@ import grpc
 import grpc.aio
 
 from fastserve.config import GrpcOptions
-from fastserve.errors import ConfigError, Kind, ServeError
+from fastserve.errors import ConfigError, Kind
 from fastserve.tracing import choose_request_id
 from fastserve.wire.apart import APART_BYTES, Apart
+from fastserve.wire.grpc.awaited import Awaiting
 from fastserve.wire.grpc.method import (
     STATUS_NAMES,
     AccessLog,
@@ -92,8 +93,8 @@ class GrpcioRpc:
         self._context.set_compression(grpc.Compression.Gzip)
 
 
-class GrpcioExchange(GrpcioRpc):
-    """Exchange of grpcio's calls, whose handlers are coroutines: `await answer()`, once."""
+class GrpcioExchange(Awaiting, GrpcioRpc):
+    """Exchange of grpcio's calls, whose handlers are coroutines."""
 
     __slots__ = ("_answer", "deadline_ns", "on_gone")
 
@@ -103,29 +104,6 @@ class GrpcioExchange(GrpcioRpc):
         self.deadline_ns = 0 if left_s is None else self.received_ns + int(left_s * 1e9)
         self.on_gone: Callable[[], object] | None = None
         self._answer: Future[bytes] = get_running_loop().create_future()
-
-    def reply(self, message: bytes | Sequence[bytes]) -> None:
-        if not self._answer.done():  # it is when the call was cancelled in the turn its answer came
-            self._answer.set_result(message if isinstance(message, bytes) else b"".join(message))
-
-    def fail(self, error: BaseException) -> None:
-        if not self._answer.done():
-            self._answer.set_exception(error)
-
-    def refuse(self, fault: ServeError) -> None:
-        self.fail(fault)
-
-    async def answer(self) -> bytes:
-        """The message. Raises what the exchange failed with; who is cancelled leaves."""
-        try:
-            return await self._answer
-        except CancelledError:
-            gone, self.on_gone = self.on_gone, None
-            if gone is not None:
-                gone()
-            raise
-        finally:
-            del self._answer  # with it the circle of an error, the frames in its traceback and the future
 
 
 def _as_bytes(value: str | bytes) -> bytes:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import struct
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,6 @@ import grpc
 import pytest
 
 from fastserve.dialects.triton_v1.rpcs import AHEAD
-from fastserve.dialects.triton_v1.streams import run_ahead
 from tests.dialects.triton_v1 import models
 from tests.dialects.triton_v1.rig import V1, make_request, read_response, rig, write_dense
 from tests.server.rig import run
@@ -141,68 +138,5 @@ def test_bytes_that_are_no_request(tmp_path: Path, garbage: bytes) -> None:
                     await channel.unary_unary(path + "Infer")(garbage)
                 with pytest.raises(grpc.aio.AioRpcError, match="malformed StatusRequest"):
                     await channel.unary_unary(path + "Status")(b"\xff")
-
-    run(ask())
-
-
-# --- run_ahead by itself ----------------------------------------------------------------------------------
-
-
-async def numbers(count: int, error: Exception | None = None) -> AsyncIterator[int]:
-    for number in range(count):
-        yield number
-    if error is not None:
-        raise error
-
-
-def test_no_more_than_so_many_under_way() -> None:
-    under_way, most = 0, 0
-
-    async def work(number: int) -> int:
-        nonlocal under_way, most
-        under_way += 1
-        most = max(most, under_way)
-        for _ in range(20 - number):
-            await asyncio.sleep(0)
-        under_way -= 1
-        return number
-
-    async def ask() -> None:
-        assert [n async for n in run_ahead(numbers(20), work, 4)] == list(range(20))
-        assert most == 4
-
-    run(ask())
-
-
-def test_an_error_of_the_stream_comes_last() -> None:
-    async def work(number: int) -> int:
-        return number
-
-    async def ask() -> None:
-        answers = run_ahead(numbers(3, ValueError("torn")), work, 4)
-        assert [await answers.__anext__() for _ in range(3)] == [0, 1, 2]
-        with pytest.raises(ValueError, match="torn"):
-            await answers.__anext__()
-
-    run(ask())
-
-
-def test_closing_ends_what_is_under_way() -> None:
-    ended = []
-
-    async def work(number: int) -> int:
-        try:
-            await asyncio.sleep(0 if number == 0 else 100)
-        except asyncio.CancelledError:
-            ended.append(number)
-            raise
-        return number
-
-    async def ask() -> None:
-        answers = run_ahead(numbers(10), work, 4)
-        assert await answers.__anext__() == 0
-        await asyncio.sleep(0)
-        await answers.aclose()
-        assert ended == [1, 2, 3]
 
     run(ask())
