@@ -217,8 +217,11 @@ class BatchQueue(Pendings):
         """A worker died, perhaps between answering and saying so, or a batch ended that everybody had left:
         look at every place waited for."""
         self.room.look_soon()
-        for slot, waiting_here in enumerate(self.by_slot):
-            if waiting_here and self.ring.is_done(slot, self.seqs[slot]):
+        done = [s for s, waiting in enumerate(self.by_slot) if waiting and self.ring.is_done(s, self.seqs[s])]
+        if done:
+            self._on_bell()  # parts that a worker sent before it was done may not have been heard yet
+        for slot in done:
+            if self.by_slot[slot] and self.ring.is_done(slot, self.seqs[slot]):
                 self.finish(slot)
 
     def failure(self, slot: int) -> ServeError | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
+from fastserve.engine.batch_queue import BatchQueue
 from fastserve.errors import DeadlineError, Kind, ServeError
 from fastserve.workers.replies import WINDOW_PARTS
 from tests.backends.triton_rig import model, repeat, repeating, run, serving, until
@@ -56,6 +58,35 @@ def test_a_batch_whose_requests_end_apart(tmp_path):
             wanted = [[1], [-5, 1, 2], [3], []]
             found = await asyncio.gather(*(at.listen("repeat", numbers) for numbers in wanted if numbers))
             assert found == [[1], [1, 2], [3]]
+
+    run(work())
+
+
+def test_a_look_at_every_place_takes_no_part_away(tmp_path, monkeypatch):
+    """Others leave, and the front looks whose batches are done: one may be whose parts have not been heard."""
+    hear, looking = BatchQueue._on_bell, []
+
+    def look_first(queue: BatchQueue) -> None:
+        if looking:
+            hear(queue)
+            return
+        end = time.monotonic() + 0.1
+        while time.monotonic() < end and not any(
+            waiting and queue.ring.is_done(slot, queue.seqs[slot])
+            for slot, waiting in enumerate(queue.by_slot)
+        ):
+            time.sleep(0.001)
+        looking.append(True)
+        queue._rescan()
+        looking.clear()
+        hear(queue)
+
+    monkeypatch.setattr(BatchQueue, "_on_bell", look_first)
+
+    async def work() -> None:
+        async with serving(tmp_path, repeating()) as at:
+            for numbers in ([1, 2, 3], [4], [-5, 6]):
+                assert await at.listen("repeat", numbers) == [n for n in numbers if n > 0]
 
     run(work())
 

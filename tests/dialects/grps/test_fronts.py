@@ -35,7 +35,11 @@ def test_both_transports(tmp_path: Path, transport: str) -> None:
     with deployed(msgspec.structs.replace(settings, grpc_options=options)) as served:
         assert served.call("Predict", str_data="x").str_data == "x"
         assert [part.str_data for part in served.stream(str_data="s")] == ["s-0", "s-1", "s-2"]
-        assert [part.str_data for part in served.stream(str_data="serr")][:3] == ["serr-0", "serr-1", "serr-2"]
+        assert [part.str_data for part in served.stream(str_data="serr")][:3] == [
+            "serr-0",
+            "serr-1",
+            "serr-2",
+        ]
         assert served.stream(model="no-1", str_data="s")[0].status.code == 500
         data = b"x" * (3 << 20)
         assert served.call("Predict", bin_data=data).bin_data == data
