@@ -63,7 +63,7 @@ def test_a_batch_whose_requests_end_apart(tmp_path):
 
 
 def test_a_look_at_every_place_takes_no_part_away(tmp_path, monkeypatch):
-    """Others leave, and the front looks whose batches are done: one may be whose parts have not been heard."""
+    """Others leave, and the front looks whose batches are done: of one the parts may not have been heard."""
     hear, looking = BatchQueue._on_bell, []
 
     def look_first(queue: BatchQueue) -> None:
