@@ -13,24 +13,26 @@ import click
 from fastserve.cli.load.protocols import PROTOCOLS
 from fastserve.cli.load.requests import Target, Wish
 from fastserve.cli.rest import Server, url_option
+from fastserve.cli.trust import Trust, with_trust
 
 option = partial(click.option, show_default=True)
+PORTS = {"http": 80, "https": 443}
 READABLE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 def address(target: Target, over_grpc: bool) -> tuple[str, int]:
     """Where the connections of a load go."""
-    url, flag = (f"http://{target.grpc}", "--grpc") if over_grpc else (target.http.url, "--url")
+    url, flag = (target.grpc_url, "--grpc") if over_grpc else (target.http.url, "--url")
     parts = urlsplit(url)
-    if parts.scheme != "http" or not parts.hostname:
-        raise click.BadParameter(f"{url} is not http://HOST:PORT", param_hint=flag)
-    return parts.hostname, parts.port or 80
+    if parts.scheme not in PORTS or not parts.hostname:
+        raise click.BadParameter(f"{url} is not http://HOST:PORT or https://HOST:PORT", param_hint=flag)
+    return parts.hostname, parts.port or PORTS[parts.scheme]
 
 
 @click.command(short_help="Put a running server under load.")
 @click.argument("model")
 @url_option
-@option("--grpc", default="127.0.0.1:8001", metavar="HOST:PORT", help="The server's gRPC address.")
+@option("--grpc", default="127.0.0.1:8001", metavar="[https://]HOST:PORT", help="The server's gRPC address.")
 @option("--protocol", type=click.Choice(list(PROTOCOLS)), default="tfserving", help="How it is asked; below.")
 @option("-c", "--connections", type=click.IntRange(1), default=32, help="Requests at a time.")
 @option("-d", "--duration", type=click.FloatRange(0.1), default=10.0, help="Seconds measured.")
@@ -42,9 +44,11 @@ def address(target: Target, over_grpc: bool) -> tuple[str, int]:
 @option("--data", type=READABLE, help="Send this file as every body.")
 @option("--timeout", type=click.FloatRange(0.1), default=30.0, help="Seconds to wait for one reply.")
 @option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+@with_trust
 def bench(
     model: str, url: str, grpc: str, protocol: str, connections: int, duration: float, warm_up: float,
     processes: int, rows: int, length: int, signature: str, data: Path | None, timeout: float, as_json: bool,
+    trust: Trust,
 ) -> None:  # fmt: skip
     """Keep CONNECTIONS requests to MODEL under way and show how long each took.
 
@@ -68,16 +72,21 @@ def bench(
     from fastserve.cli.load import report, run
     from fastserve.cli.load.generator import Plan
 
-    target = Target(Server(url), grpc)
+    target = Target(Server(url, trust), grpc)
     chosen = PROTOCOLS[protocol]()
     host, port = address(target, chosen.over_grpc)
+    secured = (target.grpc_url if chosen.over_grpc else target.http.url).startswith("https://")
     wish = Wish(model, rows, length, signature, data.read_bytes() if data else None)
     try:
         asked = chosen.requests(target, wish)
         sent = [one.body if chosen.over_grpc else one.encode(f"{host}:{port}") for one in asked]
         sizes, method = [len(one) for one in sent], asked[0].path if chosen.over_grpc else ""
         plans = [
-            Plan(host, port, count, warm_up, duration, timeout, sizes, method, progress=not i)
+            Plan(
+                *(host, port, count, warm_up, duration, timeout, sizes, method),
+                trust=trust if secured else None,
+                progress=not i,
+            )
             for i, count in enumerate(run.share(connections, processes))
         ]
         outcome = run.run(plans, sent, show=sys.stderr.isatty())

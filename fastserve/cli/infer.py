@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from fastserve.cli.rest import Server, model_path, url_option
+from fastserve.cli.trust import Trust, with_trust
 
 BODY_KEYS = {"predict": ("instances", "inputs"), "classify": ("examples",), "regress": ("examples",)}
 
@@ -66,6 +67,7 @@ def print_answer(answer: Any) -> None:
 )
 @click.option("--raw", is_flag=True, help="Print the reply's body as it came.")
 @url_option
+@with_trust
 def infer(
     model: str,
     input: str,
@@ -75,6 +77,7 @@ def infer(
     method: str,
     raw: bool,
     url: str,
+    trust: Trust,
 ) -> None:
     """Ask MODEL of a running server and print one line per row of its answer.
 
@@ -85,12 +88,13 @@ def infer(
     fastserve infer digits @image.json
     fastserve infer digits --method classify '[{"image": [0, 0, ...]}]'
     jq .rows data.json | fastserve infer digits -
+    fastserve infer digits @image.json --url https://models.example:8443 --cacert ca.pem
     """
     if version is not None and label:
         raise click.UsageError("--version and --label exclude each other")
     body = request_body(read_input(input), method, signature)
     path = f"{model_path(model, version, label)}:{method}"
-    answer = Server(url).ask(path, json.dumps(body).encode())
+    answer = Server(url, trust).ask(path, json.dumps(body).encode())
     if raw:
         sys.stdout.buffer.write(answer)
     else:

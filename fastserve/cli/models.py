@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from fastserve.cli.rest import Server, url_option
+from fastserve.cli.trust import Trust, with_trust
 
 HEAD = ("MODEL", "VERSION", "STATE", "WHY")
 
@@ -43,14 +44,15 @@ def print_rows(rows: Sequence[tuple[str, ...]]) -> None:
 @click.argument("names", nargs=-1, metavar="[MODEL]...")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @url_option
-def models(names: tuple[str, ...], as_json: bool, url: str) -> None:
+@with_trust
+def models(names: tuple[str, ...], as_json: bool, url: str, trust: Trust) -> None:
     """Show every version of the models a server knows, with its state.
 
     \b
     fastserve models
     fastserve models digits --url http://127.0.0.1:9000
     """
-    server = Server(url)
+    server = Server(url, trust)
     # TF Serving's API has no call that lists models; the readiness probe names them all.
     readiness = server.readiness()
     known = readiness["models"]

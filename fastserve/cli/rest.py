@@ -14,6 +14,8 @@ from urllib.parse import quote
 
 import click
 
+from fastserve.cli.trust import Trust
+
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 60.0
 
@@ -25,8 +27,10 @@ url_option = click.option(
 class Server:
     """A server at `url` (scheme, host and port). Failures are click errors in plain words."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, trust: Trust | None = None) -> None:
         self.url = (url if "://" in url else f"http://{url}").rstrip("/")
+        self.trust = trust or Trust()
+        self._context = self.trust.context() if self.url.startswith("https://") else None
 
     def ask(
         self,
@@ -52,12 +56,12 @@ class Server:
         sent = {} if body is None else {"Content-Type": content_type, **(headers or {})}
         try:
             request = urllib.request.Request(self.url + path, body, sent)
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=self._context) as reply:
                 return reply.status, reply.read()
         except urllib.error.HTTPError as fault:
             return fault.code, fault.read()
         except (OSError, ValueError) as fault:
-            reason = getattr(fault, "reason", fault)
+            reason = fault.reason if isinstance(fault, urllib.error.URLError) else fault
             raise click.ClickException(f"cannot ask {self.url}: {reason}. Is the server running?") from None
 
     def status(self, model: str) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from fastserve.config.fields import fault_text
 from fastserve.config.foreign_flags import BOOLS, unbuilt_fault
 from fastserve.config.text_proto import TextField, parse_text
+from fastserve.config.tls import PEM
 from fastserve.config.yaml_text import read_text
 from fastserve.errors import ConfigError
 
@@ -73,6 +74,13 @@ MONITORING_CONFIG = {
     )
 }
 
+SSL_CONFIG = {
+    "server_key": TextField("string"),
+    "server_cert": TextField("string"),
+    "custom_ca": TextField("string"),
+    "client_verify": TextField("bool"),
+}
+
 _INT_FLAGS = {
     "port": 8500,
     "rest_api_port": 0,
@@ -88,6 +96,7 @@ _TEXT_FLAGS = (
     "model_config_file",
     "batching_parameters_file",
     "monitoring_config_file",
+    "ssl_config_file",
 )
 _BOOL_FLAGS = (
     "enable_batching",
@@ -130,7 +139,6 @@ _UNBUILT_FLAGS = {
     "platform_config_file": "",
     "prefer_tflite_model": "false",
     "saved_model_tags": "serve",
-    "ssl_config_file": "",
     "tensorflow_session_config_file": "",
     "thread_pool_factory_config_file": "",
     "use_alts_credentials": "false",
@@ -222,12 +230,14 @@ def flag_settings(values: Mapping[str, int | bool | str]) -> tuple[Overrides, li
     out["model_defaults"], batching_ignored = _model_defaults(given)
     if given["monitoring_config_file"]:
         out |= _from_file(given["monitoring_config_file"], monitoring_settings)
+    if given["ssl_config_file"]:
+        out |= _from_file(given["ssl_config_file"], ssl_settings)
     return out, ignored + models_ignored + batching_ignored
 
 
 def _listeners(port: int, rest_port: int) -> tuple[Overrides, list[str]]:
     clash = rest_port != 0 and rest_port == port  # REST goes off then, as it does there
-    http = [f"[::]:{rest_port}=tfserving"] if rest_port and not clash else []
+    http = [f"tcp://[::]:{rest_port}=tfserving"] if rest_port and not clash else []  # ssl is for gRPC alone
     out: Overrides = {"grpc": [f"0.0.0.0:{port}=tfserving"] if port else [], "http": http}
     return out, ["rest_api_port, which must differ from port"] if clash else []
 
@@ -348,6 +358,20 @@ def monitoring_settings(text: str, origin: str) -> Overrides:
     if prometheus.get("path"):
         out["tfserving.monitoring_path"] = prometheus["path"]
     return out
+
+
+def ssl_settings(text: str, origin: str) -> Overrides:
+    """A text-format SSLConfig as overrides. It holds the PEM texts themselves; without client_verify clients
+    are not asked for a certificate, whatever custom_ca says."""
+    try:
+        tree = _parse(text, SSL_CONFIG, "tensorflow.serving.SSLConfig", origin)
+    except Unparsable:  # what it would show of the text may be of the key
+        raise Unparsable("Error parsing text-format tensorflow.serving.SSLConfig") from None
+    for name in ("server_key", "server_cert", *(["custom_ca"] if tree.get("client_verify") else [])):
+        if not tree.get(name, "").lstrip().startswith(PEM):
+            raise ConfigError(f"{origin}: {name}: not a PEM text, allowed: one")
+    out: Overrides = {"tls.cert": tree["server_cert"], "tls.key": tree["server_key"]}
+    return {**out, "tls.client_ca": tree["custom_ca"]} if tree.get("client_verify") else out
 
 
 def _parse(text: str, schema: Mapping[str, TextField], message: str, origin: str) -> dict[str, Any]:

@@ -113,7 +113,6 @@ def test_the_command_line_of_tensorflow_serving(started):
 @pytest.mark.parametrize(
     ("flag", "words"),
     [
-        ("--ssl_config_file=tls.conf", '--ssl_config_file: given "tls.conf", allowed: nothing'),
         ("--use_alts_credentials", '--use_alts_credentials: given "true", allowed: false'),
         ("--model_config_file_poll_wait_seconds=30", "--model_config_file_poll_wait_seconds: given"),
         ("--saved_model_tags=serve,gpu", '--saved_model_tags: given "serve,gpu", allowed: serve'),

@@ -10,6 +10,7 @@ import signal
 import socket
 import ssl
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -24,7 +25,7 @@ import tritonclient.grpc
 import tritonclient.http
 
 from tests.certificates import authority, issue, root_file, trusting
-from tests.running import Running, until
+from tests.running import Running, free_port, until
 
 PREDICT = "/v1/models/half_plus_two:predict"
 BODY = json.dumps({"instances": [1.0, 2.0, 5.0]}).encode()
@@ -233,3 +234,87 @@ def test_a_server_does_not_start_with_a_pair_that_does_not_fit(tmp_path: Path) -
     server = Running(Path("demo"), tmp_path / "log", *flags, ends=1)
     with pytest.raises(AssertionError, match="the key is not that of the certificate"):
         server.__enter__()
+
+
+# ---- the commands that ask, and TensorFlow Serving's flags
+
+
+def ask(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fastserve.cli", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_commands(server: Running, tmp_path: Path) -> None:
+    at = ["--url", f"https://{server.http}"]
+    trusted = [*at, "--cacert", str(root_file(tmp_path))]
+    for trust in (trusted, [*at, "--insecure"]):
+        assert ask("infer", "half_plus_two", "[1.0, 2.0]", *trust).stdout.split() == ["2.5", "3.0"]
+    assert "AVAILABLE" in ask("models", *trusted).stdout
+    stranger = ask("models", *at)
+    assert stranger.returncode == 1
+    assert "certificate verify failed" in stranger.stderr
+    load = ["-d", "0.3", "--warm-up", "0", "-c", "4", "--json", "--grpc", f"https://{server.grpc}"]
+    for protocol in ("tfserving", "v2-binary", "v2-grpc"):
+        done = ask("bench", "half_plus_two", "--protocol", protocol, *load, *trusted)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["requests"] > 0
+
+
+def test_a_client_without_a_certificate_hears_why(tmp_path: Path) -> None:
+    alice = issue(tmp_path, "alice", ca="clients")
+    root = ["--cacert", str(root_file(tmp_path))]
+    with serving(tmp_path, "one port", "--tls-client-ca", str(root_file(tmp_path, "clients"))) as server:
+        at = ["--url", f"https://{server.http}", *root]
+        assert "certificate required" in ask("models", *at).stderr
+        assert ask("models", *at, "--cert", alice.cert, "--key", alice.key).returncode == 0
+
+
+def test_tensorflow_servings_ssl_config(tmp_path: Path) -> None:
+    """Its REST port stays plain text, as there; texts, not paths, stand in the file."""
+    mine, alice = issue(tmp_path), issue(tmp_path, "alice", ca="clients")
+    texts = [
+        f"{name}: {json.dumps(Path(path).read_text())}"
+        for name, path in (
+            ("server_key", mine.key),
+            ("server_cert", mine.cert),
+            ("custom_ca", str(root_file(tmp_path, "clients"))),
+        )
+    ]
+    config, grpc_port, rest_port = tmp_path / "ssl.cfg", free_port(), free_port()
+    config.write_text("\n".join([*texts, "client_verify: true"]))
+    model = Path("fastserve/demo/half_plus_two").absolute()
+    flags = [f"--port={grpc_port}", f"--rest_api_port={rest_port}", f"--ssl_config_file={config}"]
+    command = [sys.executable, "-m", "fastserve.cli", "tensorflow-model-server", *flags]
+    command += [f"--model_base_path={model}", "--model_name=halves"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    try:
+        assert "ready" in server.stdout.readline()
+        asked = f"http://127.0.0.1:{rest_port}/v1/models/halves"
+        assert httpx.get(asked, trust_env=False).status_code == 200
+        check = "/tensorflow.serving.ModelService/GetModelStatus"
+        message = b"\x0a\x08\x0a\x06halves"
+        pair = Path(alice.key).read_bytes(), Path(alice.cert).read_bytes()
+        place = f"127.0.0.1:{grpc_port}"
+        with grpc.secure_channel(place, channel_credentials(pair)) as channel:
+            assert channel.unary_unary(check)(message, timeout=20)
+        with grpc.secure_channel(place, channel_credentials()) as channel, pytest.raises(grpc.RpcError):
+            channel.unary_unary(check)(message, timeout=20)
+    finally:
+        server.terminate()
+        server.communicate(timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("server_key: nonsense", "Invalid protobuf file"),
+        ('server_key: "/etc/key.pem" server_cert: "/etc/cert.pem"', "server_key: not a PEM text"),
+    ],
+)
+def test_an_ssl_config_that_is_none(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "ssl.cfg").write_text(text)
+    flags = [f"--ssl_config_file={tmp_path}/ssl.cfg", f"--model_base_path={tmp_path}"]
+    done = ask("tensorflow-model-server", *flags)
+    assert done.returncode == 1
+    assert said in done.stdout

@@ -20,6 +20,7 @@ import httptools
 import msgspec
 
 from fastserve.cli.load.counters import Counters
+from fastserve.cli.trust import Trust
 
 if TYPE_CHECKING:
     from fastserve.cli.load.grpc_calls import GrpcConnection
@@ -39,6 +40,7 @@ class Plan(msgspec.Struct, forbid_unknown_fields=True):
     timeout_s: float
     sizes: list[int]
     method: str = ""  # of the gRPC calls to make; HTTP requests without one
+    trust: Trust | None = None  # in plain text without one
     progress: bool = False  # tell how far it is; only one process of several needs to
 
 
@@ -105,6 +107,7 @@ class Group:
     def __init__(self, plan: Plan, requests: list[bytes]) -> None:
         self.plan, self.requests, self.counters = plan, requests, Counters()
         self.open: set[Connection | GrpcConnection] = set()
+        self.context = None if plan.trust is None or plan.method else plan.trust.context()
 
     async def connect(self) -> Connection | GrpcConnection | None:
         start = len(self.open) % len(self.requests)
@@ -118,7 +121,7 @@ class Group:
         loop = asyncio.get_running_loop()
         try:
             _, made = await loop.create_connection(
-                lambda: Connection(ring, self.counters), self.plan.host, self.plan.port
+                lambda: Connection(ring, self.counters), self.plan.host, self.plan.port, ssl=self.context
             )
         except OSError:
             return None
@@ -127,7 +130,8 @@ class Group:
     async def _connect_grpc(self, ring: cycle[bytes]) -> GrpcConnection | None:
         from fastserve.cli.load.grpc_calls import GrpcConnection
 
-        made = GrpcConnection(f"{self.plan.host}:{self.plan.port}", self.plan.method, ring, self.counters)
+        plan = self.plan
+        made = GrpcConnection(f"{plan.host}:{plan.port}", plan.method, ring, self.counters, plan.trust)
         return made if await made.connect(CONNECT_S) else None
 
     async def keep(self, connection: Connection | GrpcConnection | None) -> None:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from itertools import cycle
+from typing import Any
 
 import grpc
 import grpc.aio
 
 from fastserve.cli.load.counters import Counters
+from fastserve.cli.trust import Trust
 
 # Equal channels of a process share one TCP connection unless they are told not to.
 OPTIONS = (
@@ -23,14 +26,30 @@ OPTIONS = (
 )
 
 
+def make_channel(
+    module: Any, address: str, trust: Trust | None, options: Sequence[tuple[str, int]] = OPTIONS
+) -> Any:
+    """A channel of `grpc` or `grpc.aio`, with TLS where there is somebody to trust."""
+    if trust is None:
+        return module.insecure_channel(address, options=options)
+    return module.secure_channel(address, trust.credentials(), options=options)
+
+
 class GrpcConnection:
     """Asks again as soon as it is answered. `done` is set once it is closed."""
 
-    def __init__(self, address: str, method: str, requests: cycle[bytes], counters: Counters) -> None:
+    def __init__(
+        self,
+        address: str,
+        method: str,
+        requests: cycle[bytes],
+        counters: Counters,
+        trust: Trust | None = None,
+    ) -> None:
         self.requests, self.counters = requests, counters
         self.done = asyncio.get_running_loop().create_future()
         self.sent_ns = 0  # 0: nothing under way
-        self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
+        self._channel: grpc.aio.Channel = make_channel(grpc.aio, address, trust)
         self._ask = self._channel.unary_unary(method)
         self._asking: asyncio.Task[None] | None = None
 

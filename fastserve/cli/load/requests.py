@@ -42,10 +42,14 @@ class Wish:
 
 @dataclass(frozen=True)
 class Target:
-    """Where the server is: its HTTP address, and HOST:PORT of its gRPC one."""
+    """Where the server is: its HTTP address, and HOST:PORT of its gRPC one, after https:// if it is TLS."""
 
     http: Server
     grpc: str = ""
+
+    @property
+    def grpc_url(self) -> str:
+        return self.grpc if "://" in self.grpc else f"http://{self.grpc}"
 
 
 class LoadProtocol(Protocol):

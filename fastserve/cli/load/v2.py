@@ -118,9 +118,9 @@ def ask_inputs_over_grpc(target: Target, wish: Wish) -> list[Input]:
     """The same from a server that may have no HTTP port."""
     from google.protobuf.json_format import MessageToDict
 
-    metadata = call(target.grpc, "ModelMetadata", name=wish.model)
+    metadata = call(target, "ModelMetadata", name=wish.model)
     try:
-        config = call(target.grpc, "ModelConfig", name=wish.model).config
+        config = call(target, "ModelConfig", name=wish.model).config
     except click.ClickException:
         config = None
     shown = MessageToDict(config, preserving_proto_field_name=True) if config is not None else None
@@ -143,21 +143,25 @@ def read_input(described: Mapping[str, Any], wish: Wish, batching: bool) -> Inpu
     return Input(described["name"], dtype.name, tuple(wish.length if n < 0 else n for n in sizes))
 
 
-def call(address: str, method: str, **fields: Any) -> Any:
+def call(target: Target, method: str, **fields: Any) -> Any:
     """One gRPC call. Raises ClickException with what the server said."""
     from fastserve.protos import load
 
     messages = load("kserve_v2")
     request = getattr(messages, f"{method}Request")(**fields)
-    reply = exchange(address, f"{SERVICE}{method}", request.SerializeToString())
+    reply = exchange(target, f"{SERVICE}{method}", request.SerializeToString())
     return getattr(messages, f"{method}Response").FromString(reply)
 
 
-def exchange(address: str, method: str, data: bytes) -> bytes:
+def exchange(target: Target, method: str, data: bytes) -> bytes:
     """The same over bytes."""
     import grpc
 
-    with grpc.insecure_channel(address, options=[("grpc.max_receive_message_length", -1)]) as channel:
+    from fastserve.cli.load.grpc_calls import make_channel
+
+    trust = target.http.trust if target.grpc_url.startswith("https://") else None
+    address = target.grpc_url.partition("://")[2]
+    with make_channel(grpc, address, trust, [("grpc.max_receive_message_length", -1)]) as channel:
         try:
             reply: bytes = channel.unary_unary(method)(data, timeout=TIMEOUT_S)
         except grpc.RpcError as fault:

@@ -162,16 +162,16 @@ class V2GrpcMemory(V2Memory):
         asked = messages.ModelInferRequest(model_name=model, raw_input_contents=list(blobs))
         for one in inputs:
             asked.inputs.add(name=one.name, datatype=KSERVE_NAME[one.dtype], shape=one.shape)
-        answer = exchange(target.grpc, f"{SERVICE}ModelInfer", asked.SerializeToString())
+        answer = exchange(target, f"{SERVICE}ModelInfer", asked.SerializeToString())
         found = messages.ModelInferResponse.FromString(answer)
         return {o.name: len(raw) for o, raw in zip(found.outputs, found.raw_output_contents, strict=True)}
 
     def register(self, target: Target, region: Region) -> None:
         key = f"/{region.name}"
-        call(target.grpc, "SystemSharedMemoryRegister", name=region.name, key=key, byte_size=region.byte_size)
+        call(target, "SystemSharedMemoryRegister", name=region.name, key=key, byte_size=region.byte_size)
 
     def unregister(self, target: Target, region: Region) -> None:
-        call(target.grpc, "SystemSharedMemoryUnregister", name=region.name)
+        call(target, "SystemSharedMemoryUnregister", name=region.name)
 
     def request(
         self, model: str, places: Sequence[tuple[Input, dict[str, Any]]], rooms: Mapping[str, dict[str, Any]]
