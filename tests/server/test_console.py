@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fastserve.dialects.console import dialect
+from tests.running import FREE, Running
 from tests.server.rig import Served, run, serving, write_model
 
 BROWSER_S = 60.0
@@ -110,12 +111,23 @@ def test_a_browser_shows_it_within_its_policy(tmp_path: Path) -> None:
     run(main(), BROWSER_S + 20)
 
 
-async def show(port: int, profile: Path) -> tuple[str, str]:
+@pytest.mark.skipif(
+    shutil.which("chromium") is None, reason="no chromium: the page was not shown by a browser"
+)
+def test_a_listener_of_grps_shows_it_at_its_root(tmp_path: Path) -> None:
+    write_model(tmp_path / "models")
+    with Running(tmp_path / "models", tmp_path / "log", http=f"{FREE}=grps") as server:
+        page, said = asyncio.run(show(int(server.http.rpartition(":")[2]), tmp_path / "profile", "/"))
+    assert "qps" in page
+    assert "CONSOLE" not in said, said  # a frame that is refused says so
+
+
+async def show(port: int, profile: Path, path: str = "/console") -> tuple[str, str]:
     """The page as a browser has it after some seconds of its own time, and what its console said."""
     browser = await asyncio.create_subprocess_exec(
         "chromium", "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}",
         "--virtual-time-budget=5000", "--enable-logging=stderr", "--dump-dom",
-        f"http://127.0.0.1:{port}/console",
+        f"http://127.0.0.1:{port}{path}",
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     page, said = await asyncio.wait_for(browser.communicate(), BROWSER_S)

@@ -21,10 +21,14 @@ from fastserve.metrics.registry import Registry
 POINTS = (60, 60, 24, 30)  # seconds, minutes, hours, days
 CDF = "*latency_cdf(ms)"
 NOT_FOUND = b"key not found"
-_PAGE = """<!DOCTYPE html><html><head><meta charset="utf-8"><title>grps metrics</title></head><body>
-<h3>Metrics</h3><ul>
+# The names that clients of the original look for, beneath the page that every HTTP listener has at /console.
+_PAGE = """<!DOCTYPE html><html><head><meta charset="utf-8"><title>grps metrics</title></head>
+<body style="margin:0;height:100vh;display:flex;flex-direction:column">
+<iframe src="/console" title="the operator's page" style="flex:1;border:0"></iframe>
+<details style="font:15px system-ui,sans-serif;padding:.6rem 1rem"><summary>Metrics by their names</summary>
+<ul>
 {}
-</ul></body></html>
+</ul></details></body></html>
 """
 
 
