@@ -16,7 +16,6 @@ from fastserve._ext.infer_json import InferBody as CompiledBody
 from fastserve._ext.infer_json import InferCode, InferFault, InferInput, read_infer
 from fastserve._ext.json_value import Members
 from fastserve.dialects.kserve_v2.errors import internal, invalid, to_bytes, to_text
-from fastserve.dialects.kserve_v2.parameters import set_parameter
 from fastserve.dialects.kserve_v2.request import (
     InferBody,
     InputPart,
@@ -24,6 +23,7 @@ from fastserve.dialects.kserve_v2.request import (
     OutputPart,
     Parameters,
     refuse_double,
+    set_parameter,
 )
 from fastserve.dialects.kserve_v2.values import (
     Value,

@@ -1,7 +1,7 @@
-"""What is asked besides inference: health, metadata, statistics, settings, client memory (spec 2, 6, 8, 9).
+"""What is asked besides inference: health, metadata, statistics, settings, memory, repository (spec 2, 6 to 9).
 
 Functions of plain values, one for both transports. These read what was sent and write what comes back
-(`http_calls`, `rpc_calls`); which path and RPC is which: `operations`; of the model repository: `control`.
+(`http_calls`, `rpc_calls`); which path and RPC is which: `operations`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from typing import Any
 import msgspec
 
 from fastserve import __version__
-from fastserve.dialects.kserve_v2 import control
-from fastserve.dialects.kserve_v2.errors import invalid, not_found, unsupported
+from fastserve.dialects.kserve_v2.errors import internal, invalid, not_found, unsupported
 from fastserve.dialects.kserve_v2.service import Service, read_version
 from fastserve.engine import BatchCounts, counts_of
+from fastserve.errors import Kind, ServeError
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.triton_config import config_json
-from fastserve.repository.version import Version
+from fastserve.repository.version import Version, VersionState
+from fastserve.serving.model_control import NOT_EXPLICIT, LoadOverride, RepositoryFace
 from fastserve.serving.model_view import ModelView, TensorView
 from fastserve.tensor import kserve_name
 
@@ -235,21 +236,113 @@ def _must_be_named(service: Service, asked: Asked, kind: str) -> None:
 
 async def show_index(service: Service, asked: Asked) -> list[dict[str, Any]]:
     if not asked.over_http:
-        control.check_repository(asked.repository)
-    return await control.list_models(service.repository, service.catalog, asked.read())
+        check_repository(asked.repository)
+    return await list_models(service.repository, service.catalog, asked.read())
 
 
 async def load(service: Service, asked: Asked) -> None:
-    control.check_repository(asked.repository)
+    check_repository(asked.repository)
     override = await service.apart(asked.given_bytes, asked.read)
     if override is not None and override.files and not service.admin.file_overrides:  # which run as code
         raise unsupported("Files in a load are disabled. " + _ENABLE % "file-overrides")
-    await control.load_model(service.repository, service.catalog, asked.name, override)
+    await load_model(service.repository, service.catalog, asked.name, override)
 
 
 async def unload(service: Service, asked: Asked) -> None:
-    control.check_repository(asked.repository)
-    await control.unload_model(service.repository, asked.name, asked.read())
+    check_repository(asked.repository)
+    await unload_model(service.repository, asked.name, asked.read())
+
+
+_STATES = {
+    VersionState.START: "LOADING",
+    VersionState.LOADING: "LOADING",
+    VersionState.AVAILABLE: "READY",
+    VersionState.UNLOADING: "UNLOADING",
+    VersionState.END: "UNAVAILABLE",
+}
+
+
+async def list_models(face: RepositoryFace, catalog: Catalog, only_ready: bool) -> list[dict[str, Any]]:
+    """The index: every model and version, in the order of their names."""
+    names = sorted({*catalog.models, *(await face.names())})
+    entries = [entry for name in names for entry in _list_model(catalog, name)]
+    return [entry for entry in entries if not only_ready or entry.get("state") == "READY"]
+
+
+def _list_model(catalog: Catalog, name: str) -> list[dict[str, Any]]:
+    model = catalog.models.get(name)
+    if model is not None and model.versions:
+        return [_list_version(model.versions[number]) for number in sorted(model.versions)]
+    if model is not None and model.error is not None:
+        return [{"name": name, "version": "1", "state": "UNAVAILABLE", "reason": model.error.message}]
+    return [{"name": name}]
+
+
+def _list_version(version: Version) -> dict[str, Any]:
+    entry = {"name": version.model, "version": str(version.number), "state": _STATES[version.state]}
+    if version.error is not None:
+        entry["reason"] = version.error.message
+    elif version.state is VersionState.END:
+        entry["reason"] = "unloaded"
+    return entry
+
+
+async def load_model(
+    face: RepositoryFace, catalog: Catalog, name: str, override: LoadOverride | None
+) -> None:
+    """Load one model and wait for it. Raises ServeError in the original's words."""
+    _must_be_explicit(face)
+    check_name(name)
+    failed = internal(f"failed to load '{name}', failed to poll from model repository")
+    if override is not None and override.files and override.config is None:
+        raise failed
+    try:
+        await face.load(name, override)
+    except ServeError as fault:
+        if fault.kind is Kind.NOT_FOUND:
+            raise failed from None
+        raise invalid(f"load failed for model '{name}': {_reasons(catalog, name, fault)}") from None
+
+
+async def unload_model(face: RepositoryFace, name: str, dependents: bool) -> None:
+    """Unload one model; one that is not loaded is no fault. Raises ServeError."""
+    _must_be_explicit(face)
+    try:
+        await face.unload(name, dependents)
+    except ServeError as fault:
+        if fault.kind is not Kind.NOT_FOUND:
+            raise
+
+
+def check_repository(name: str) -> None:
+    """Raises ServeError for a repository named in the path: there is one, and it has no name."""
+    if name:
+        raise unsupported("'repository_name' specification is not supported")
+
+
+def check_name(name: str) -> None:
+    """Raises ServeError for what cannot be a model's folder."""
+    if not name:
+        raise invalid("Model name cannot be empty. Please enter a valid name to deploy.")
+    if "/" in name or "\\" in name or name in (".", ".."):
+        raise invalid(f"invalid model name '{name}', model name must not contain path traversal characters")
+
+
+def _must_be_explicit(face: RepositoryFace) -> None:
+    if not face.explicit:
+        raise ServeError(Kind.UNAVAILABLE, NOT_EXPLICIT)
+
+
+def _reasons(catalog: Catalog, name: str, fault: ServeError) -> str:
+    model = catalog.models.get(name)
+    failed = sorted(v.number for v in model.versions.values() if v.error is not None) if model else []
+    if model is None or not failed:
+        return fault.message
+    return "".join(f"version {n} is at UNAVAILABLE state: {_message(model.versions[n])};\n" for n in failed)
+
+
+def _message(version: Version) -> str:
+    return version.error.message if version.error is not None else ""
 
 
 Shown = Mapping[str, Any] | list[dict[str, Any]] | bool | None

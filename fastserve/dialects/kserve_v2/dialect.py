@@ -1,28 +1,43 @@
 """The Open Inference Protocol V2 with Triton's extensions: which targets and RPCs are its own (spec 1.1).
 
-Everything under /v2 belongs to this dialect.
+Some may ask for a header before anything else (spec 4), which is a shared secret, no more:
+
+    --http-restricted-api model-repository,shared-memory:admin-key=secret        admin-key: secret
+    --grpc-restricted-protocol model-repository:admin-key=secret     triton-grpc-protocol-admin-key: secret
+
+Everything under /v2 belongs to this dialect; another one on the same listener is not held back.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import replace
+from hmac import compare_digest
+from typing import TYPE_CHECKING, Any
 
 from fastserve.config import TritonOptions
-from fastserve.config.triton import parse_restrictions
+from fastserve.config.triton import Restrictions, parse_restrictions
 from fastserve.dialects.kserve_v2.calls import CALLS
+from fastserve.dialects.kserve_v2.errors import error_body
 from fastserve.dialects.kserve_v2.generate import Generate
 from fastserve.dialects.kserve_v2.http_calls import Ask, answer_not_found, answer_wrong_verb
 from fastserve.dialects.kserve_v2.infer import Infer
-from fastserve.dialects.kserve_v2.operations import TABLE, WRONG_VERB, Target, is_own, parse_target
-from fastserve.dialects.kserve_v2.restricted import restrict, restrict_method
-from fastserve.dialects.kserve_v2.service import Service
-from fastserve.errors import ServeError
+from fastserve.dialects.kserve_v2.operations import (
+    CATEGORIES,
+    TABLE,
+    WRONG_VERB,
+    Target,
+    is_own,
+    parse_target,
+)
+from fastserve.dialects.kserve_v2.service import JSON, Service
+from fastserve.errors import Kind, ServeError
 from fastserve.serving.dialect import Dialect, ServingContext
 from fastserve.wire.call import Call, Endpoint
 from fastserve.wire.dialect import Route
 
 if TYPE_CHECKING:
-    from fastserve.wire.grpc import Method
+    from fastserve.wire.grpc import Method, Rpc
 
 
 class KServeV2(Dialect):
@@ -59,8 +74,7 @@ class KServeV2(Dialect):
     def grpc_methods(self) -> list[Method]:
         """The RPCs of inference.GRPCInferenceService."""
         from fastserve.dialects.kserve_v2.rpc_calls import make_method
-        from fastserve.dialects.kserve_v2.rpc_infer import make_infer
-        from fastserve.dialects.kserve_v2.stream import make_stream
+        from fastserve.dialects.kserve_v2.rpc_infer import make_infer, make_stream
 
         service = self._service
         made = {row.name: make_method(service, row) for row in TABLE if row.rpc and row.name in CALLS}
@@ -78,3 +92,51 @@ class KServeV2(Dialect):
         if asked in ("generate", "generate_stream"):
             return Generate(service, target, events=asked == "generate_stream")
         return Ask(service, target) if asked in CALLS else answer_not_found
+
+
+PREFIX = "triton-grpc-protocol-"
+
+
+def restrict(endpoint: Endpoint, asked: str, restrictions: Restrictions) -> Endpoint:
+    """The endpoint of what is asked, behind the header that its category wants."""
+    wanted = restrictions.get(CATEGORIES.get(asked, ""))
+    if wanted is None:
+        return endpoint
+    header, value = wanted[0], wanted[1].encode()
+    name, refusal = (
+        header.lower().encode(),
+        error_body(f"This API is restricted, expecting header '{header}'"),
+    )
+
+    def guarded(call: Call) -> Coroutine[Any, Any, None] | None:
+        if compare_digest(call.header(name), value):
+            return endpoint(call)
+        call.reply(403, refusal, JSON)
+        return None
+
+    return guarded
+
+
+def restrict_method(method: Method, asked: str, restrictions: Restrictions) -> Method:
+    """The same of an RPC, whose metadata has the header under a longer name."""
+    wanted = restrictions.get(CATEGORIES[asked])
+    if wanted is None:
+        return method
+    key, value = PREFIX + wanted[0].lower(), wanted[1].encode()
+
+    def check(rpc: Rpc) -> None:
+        given = next((sent for name, sent in rpc.metadata if name == key), "")
+        if not compare_digest(given.encode() if isinstance(given, str) else given, value):
+            text = f"This protocol is restricted, expecting header '{PREFIX}{wanted[0]}'"
+            raise ServeError(Kind.UNAVAILABLE, text)
+
+    async def run(request: Any, rpc: Rpc) -> Any:
+        check(rpc)
+        return await method.run(request, rpc)
+
+    async def stream(request: Any, rpc: Rpc) -> AsyncIterator[Any]:
+        check(rpc)
+        async for piece in method.run(request, rpc):
+            yield piece
+
+    return replace(method, run=stream if method.gives_stream else run, start=None)

@@ -17,7 +17,6 @@ import msgspec
 from fastserve._ext.infer_reply import UnwritableOutput, write_items
 from fastserve._ext.json_writer import write_string
 from fastserve.dialects.kserve_v2.answers import in_words
-from fastserve.dialects.kserve_v2.checks import make_request
 from fastserve.dialects.kserve_v2.errors import (
     HTTP_STATUS,
     error_body,
@@ -27,9 +26,9 @@ from fastserve.dialects.kserve_v2.errors import (
     to_text,
 )
 from fastserve.dialects.kserve_v2.infer import check_json, headers_as_sent
+from fastserve.dialects.kserve_v2.inference import make_request
 from fastserve.dialects.kserve_v2.operations import Target
-from fastserve.dialects.kserve_v2.parameters import read_own
-from fastserve.dialects.kserve_v2.request import InferBody, InputPart, refuse_double
+from fastserve.dialects.kserve_v2.request import InferBody, InputPart, read_own, refuse_double
 from fastserve.dialects.kserve_v2.service import JSON, Service
 from fastserve.dialects.kserve_v2.traces import Traced
 from fastserve.dialects.kserve_v2.values import (

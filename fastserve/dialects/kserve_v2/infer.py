@@ -7,13 +7,18 @@ from collections.abc import Coroutine, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
-from fastserve.dialects.kserve_v2.answers import send_apart, write_answer
+from fastserve.dialects.kserve_v2.answers import (
+    SUPPORTED,
+    UNSUPPORTED,
+    choose_coding,
+    send_apart,
+    unpack,
+    write_answer,
+)
 from fastserve.dialects.kserve_v2.body import read_body, read_header
-from fastserve.dialects.kserve_v2.checks import deduce_raw
-from fastserve.dialects.kserve_v2.coding import SUPPORTED, UNSUPPORTED, choose_coding, unpack
 from fastserve.dialects.kserve_v2.errors import invalid, too_large
 from fastserve.dialects.kserve_v2.frames import FastHttp
-from fastserve.dialects.kserve_v2.inference import Inference
+from fastserve.dialects.kserve_v2.inference import Inference, deduce_raw
 from fastserve.dialects.kserve_v2.operations import Target
 from fastserve.dialects.kserve_v2.request import InferBody, Parameters
 from fastserve.dialects.kserve_v2.service import Service

@@ -24,19 +24,17 @@ from fastserve._ext.proto_wire import (
 from fastserve._ext.slab import blank_bytes
 from fastserve.dialects.kserve_v2.answers import reply_parameters, show_outputs
 from fastserve.dialects.kserve_v2.errors import internal, invalid
-from fastserve.dialects.kserve_v2.parameters import (
-    UINT64_MASK,
-    Given,
-    mistyped,
-    read_int,
-    read_rpc_parameters,
-)
 from fastserve.dialects.kserve_v2.request import (
+    UINT64_MASK,
     Asked,
+    Given,
     InferBody,
     InputPart,
     Memory,
     OutputPart,
+    mistyped,
+    read_int,
+    read_rpc_parameters,
     refuse_double,
     tag,
 )

@@ -1,22 +1,38 @@
-"""ModelInfer: the fast path first, and the general path's gRPC half for what it does not take (spec 11)."""
+"""ModelInfer and ModelStreamInfer: the fast path first, and the general path's gRPC half (spec 11).
+
+Of a stream's requests, any number at once,
+
+    ordinary models    are answered one by one, in the order asked
+    decoupled models   are answered as they answer, beside one another
+
+Faults of one request are told in its response, and the stream goes on unless the client has asked otherwise.
+A client that leaves cancels everything of its stream.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable
+from contextlib import aclosing
+from functools import partial
+from time import monotonic_ns
+from typing import Any
 
 from fastserve._ext.proto_outline import Outline
+from fastserve._ext.proto_wire import write_stream_response
 from fastserve.dialects.kserve_v2.errors import tell
-from fastserve.dialects.kserve_v2.heads import SCHEME, FastGrpc
+from fastserve.dialects.kserve_v2.heads import SCHEME, FastGrpc, StreamHead
 from fastserve.dialects.kserve_v2.inference import Inference
-from fastserve.dialects.kserve_v2.messages import Sent, read_message, read_sent, write_message
-from fastserve.dialects.kserve_v2.operations import SERVICE
+from fastserve.dialects.kserve_v2.messages import FINAL, Sent, read_message, read_sent, write_message
+from fastserve.dialects.kserve_v2.operations import SERVICE, STREAM
 from fastserve.dialects.kserve_v2.request import InferBody
 from fastserve.dialects.kserve_v2.service import Service
 from fastserve.errors import ServeError
 from fastserve.request import InferRequest, InferResponse
-from fastserve.serving.exchange import RpcExchange, deadline_of
+from fastserve.serving.exchange import RpcExchange, deadline_of, unforeseen
+from fastserve.serving.generate import generate
 from fastserve.serving.model_view import ModelView
 from fastserve.serving.slow_path import answer_slowly
+from fastserve.serving.streams import Place, answer_stream
 from fastserve.wire.grpc import Awaited, Exchange, Method, Rpc
 from fastserve.wire.scope import Scope
 
@@ -115,3 +131,118 @@ class RpcInference(Inference):
         told = tell(fault, self.message.id)
         self.service.traffic.refused(self.message.model_name, fault.kind.name)
         self.exchange.refuse(told)
+
+
+MOST_AT_ONCE = 256
+"""Requests of one stream that may be under way; the stream is read no further until one has ended."""
+ERROR_MODE = ("triton_grpc_error", "true")
+
+
+def make_stream(service: Service) -> Method:
+    """ModelStreamInfer."""
+    fast = FastGrpc(service, StreamHead)
+
+    def run(requests: AsyncIterator[bytes], rpc: Rpc) -> AsyncGenerator[bytes, None]:
+        stream = Stream(service, fast, rpc)
+        return answer_stream(requests, stream.begin, MOST_AT_ONCE, stream)
+
+    return Method(SERVICE + STREAM, bytes, run, bytes, True, True, scope=Scope.INFER)
+
+
+class Stream:
+    """One stream."""
+
+    def __init__(self, service: Service, fast: FastGrpc, rpc: Rpc) -> None:
+        self._service, self._fast, self._rpc = service, fast, rpc
+        self._ends_on_fault = ERROR_MODE in rpc.metadata
+        self._deadline_ns = deadline_of(rpc)
+
+    def begin(self, data: bytes, place: Place) -> Coroutine[Any, Any, None] | None:
+        """Take a request that the fast path knows, or say how it is answered."""
+        outline = outline_of(self._service, data)
+        if outline is not None and self._fast.start(outline, place, self._deadline_ns):
+            return None
+        return self._answer(data, outline, place)
+
+    async def _answer(self, data: bytes, outline: Outline | None, place: Place) -> None:
+        service = self._service
+        sent = await service.apart(len(data), read_sent, data)
+        request = StreamInference(service, place, sent, self._rpc, self._deadline_ns, outline, self._fast)
+        view = request.look()
+        if view is None or not view.decoupled:
+            await answer_slowly(place, request, service.traffic)
+            return
+        try:
+            await self._answer_many(place, request, view)
+        except ServeError as fault:
+            request.refused(fault)
+        except Exception as error:
+            request.refused(unforeseen(place, error))
+        finally:
+            request.close()
+
+    async def _answer_many(self, place: Place, request: StreamInference, view: ModelView) -> None:
+        """A decoupled model's responses as they come. Raises ServeError for what never reached it."""
+        service, message = self._service, request.message
+        asked = await request.prepare(view)
+        place.step_out()
+        ended, well = False, True
+        start = partial(service.stream, view.version, asked, request.traced)
+        async with aclosing(generate(start, partial(request.encode, view))) as events:
+            async for event in events:
+                ended, well = event.final, well and event.fault is None
+                if event.fault is None:
+                    await place.say(event.text)
+                elif not await self._say_fault(place, request, event.fault, final=ended):
+                    return
+        if request.body.parameters.empty_final and not ended:
+            name, version = message.model_name, message.model_version
+            await place.say(write_stream_response("", name, version, message.id, {FINAL: True}))
+        place.leave()
+        if well:
+            service.traffic.count(view.model, view.version.number, monotonic_ns() - place.received_ns)
+
+    async def _say_fault(
+        self, place: Place, request: StreamInference, fault: ServeError, *, final: bool
+    ) -> bool:
+        """Whether the stream goes on."""
+        told, message = tell(fault, request.message.id), request.message
+        self._service.traffic.refused(message.model_name, fault.kind.name)
+        if self._ends_on_fault:
+            place.fail(told)
+        else:
+            await place.say(_write_fault(told, message.model_name, message.model_version, message.id, final))
+        return not self._ends_on_fault
+
+    def refuse(self, place: Place, told: ServeError, model: str, version: str, request_id: str) -> None:
+        """Answer with what went wrong with a request that passed its checks, or end the stream with it."""
+        if self._ends_on_fault:
+            place.fail(told)
+        else:
+            place.reply(_write_fault(told, model, version, request_id, final=True))
+
+
+def _write_fault(told: ServeError, model: str, version: str, request_id: str, final: bool) -> bytes:
+    return write_stream_response(told.message, model, version, request_id, {FINAL: final})
+
+
+class StreamInference(RpcInference):
+    """A request of a stream as the general path answers it."""
+
+    exchange: Place
+    streams = True
+
+    def look(self) -> ModelView | None:
+        """The version it is for; None when there is none, which `read` finds again and tells."""
+        try:
+            return self.find()
+        except ServeError:
+            return None
+
+    def refused(self, fault: ServeError) -> None:
+        place, message, told = self.exchange, self.message, tell(fault, self.message.id)
+        self.service.traffic.refused(message.model_name, fault.kind.name)
+        if self.request is None:  # what never reached a model ends no stream
+            place.reply(write_stream_response(told.message, id=message.id))
+        else:
+            place.stream.refuse(place, told, message.model_name, message.model_version, message.id)

@@ -10,7 +10,7 @@ from time import monotonic_ns
 from fastserve.config import TritonOptions
 from fastserve.config.triton import parse_trace_config
 from fastserve.dialects.kserve_v2.errors import HTTP_STATUS, error_body, in_own_words, invalid
-from fastserve.dialects.kserve_v2.parameters import Forwarding
+from fastserve.dialects.kserve_v2.request import Forwarding
 from fastserve.dialects.kserve_v2.settings import LogSettings, TraceSettings
 from fastserve.dialects.kserve_v2.traces import Traced, Traces
 from fastserve.dialects.kserve_v2.values import INT64_MAX

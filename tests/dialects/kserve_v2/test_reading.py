@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastserve._ext.infer_reply import write_items
+from fastserve.dialects.kserve_v2.answers import choose_coding
 from fastserve.dialects.kserve_v2.body import read_body, read_header, read_plainly
-from fastserve.dialects.kserve_v2.coding import choose_coding
 from fastserve.errors import ServeError
 from fastserve.serving.shared_memory import Range
 from fastserve.tensor import DTYPES

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastserve.dialects.kserve_v2.checks import check_strings
+from fastserve.dialects.kserve_v2.inference import check_strings
 from fastserve.errors import ServeError
 
 
