@@ -1,4 +1,4 @@
-"""What is asked besides inference: health, metadata, statistics, settings, memory, repository (spec 2, 6 to 9).
+"""What is asked besides inference: health, metadata, statistics, settings, memory, models (spec 2, 6 to 9).
 
 Functions of plain values, one for both transports. These read what was sent and write what comes back
 (`http_calls`, `rpc_calls`); which path and RPC is which: `operations`.
