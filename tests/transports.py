@@ -7,6 +7,7 @@ Rigs ask `transport()` which one it is; without the import it is the server's ow
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Literal
 
@@ -22,8 +23,17 @@ def transport() -> Name:
     return _chosen[-1]
 
 
+@contextlib.contextmanager
+def on_transport(name: Name) -> Iterator[None]:
+    """For what a test does itself on one after the other."""
+    _chosen.append(name)
+    try:
+        yield
+    finally:
+        _chosen.pop()
+
+
 @pytest.fixture(params=NAMES, autouse=True)
 def both_transports(request: pytest.FixtureRequest) -> Iterator[Name]:
-    _chosen.append(request.param)
-    yield request.param
-    _chosen.pop()
+    with on_transport(request.param):
+        yield request.param

@@ -30,6 +30,12 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     return uvloop.run(replay(tmp_path_factory.mktemp("probe")))
 
 
+@pytest.fixture(scope="package")
+def answers_of_grpcio(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """The same for gRPC's half over the library's transport, on a server of its own."""
+    return uvloop.run(replay(tmp_path_factory.mktemp("probe_grpcio"), "grpcio"))
+
+
 @pytest.fixture(autouse=True)
 def log_level() -> Iterator[None]:
     """The logging call of this dialect sets the level of the whole package."""

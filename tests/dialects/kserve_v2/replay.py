@@ -22,16 +22,17 @@ import grpc.aio
 from google.protobuf import text_format
 
 from fastserve import __version__
-from fastserve.config import AdminOptions, Listener, Settings
+from fastserve.config import AdminOptions, GrpcOptions, Listener, Settings
 from fastserve.protos import load
 from fastserve.server import Server
 from tests.dialects.kserve_v2.models import write_probe_models
 from tests.dialects.kserve_v2.scenarios import play
 from tests.server.rig import Served
+from tests.transports import Name
 
 Vector = dict[str, Any]
 Reply = tuple[int, dict[str, str], bytes]  # status, headers, body
-RpcReply = tuple[str, str, list[Any]]  # status, details, messages
+RpcReply = tuple[str, str, list[bytes], tuple[Any, ...]]  # status, details, messages, metadata after them
 V2 = load("kserve_v2")
 VECTORS = Path(__file__).resolve().parents[2] / "vectors"
 KEY = f"probe_{os.getpid()}"  # in place of the captured names: two runs may not meet
@@ -56,8 +57,8 @@ class Answers:
     grpc: dict[str, RpcReply]
 
 
-async def replay(folder: Path) -> Answers:
-    """Every case on one server; nothing may be left behind in it."""
+async def replay(folder: Path, transport: Name = "native") -> Answers:
+    """Every case on one server; nothing may be left behind in it. On grpcio's transport, those of gRPC."""
     write_probe_models(folder)
     wanted = tuple(sorted(path.name for path in folder.iterdir() if path.name not in UNASKED))
     alone = (Listener("127.0.0.1:0", ("kserve_v2",)),)
@@ -65,6 +66,7 @@ async def replay(folder: Path) -> Answers:
         repository=str(folder), http=alone, grpc=alone, model_control="explicit", load_models=wanted,
         keep_going=True, parallel_loads=4, allow_client_shm=True, response_cache_bytes=1 << 20,
         admin=AdminOptions(file_overrides=True, log_settings=True),
+        grpc_options=GrpcOptions(transport=transport),
     )  # fmt: skip
     SHM.write_bytes(struct.pack("<32i", *range(16), *([1] * 16)) + bytes(128))
     log = logging.getLogger("fastserve")  # whose level some cases change
@@ -74,13 +76,13 @@ async def replay(folder: Path) -> Answers:
     try:
         served = Served(server)
         address = server.front.http[0].address
-        http = {v["id"]: await attempt(address, v["request"]) for v in HTTP}
+        http = {v["id"]: await attempt(address, v["request"]) for v in HTTP if transport == "native"}
         await load_again(address)
         target = "{}:{}".format(*server.front.grpc[0].address)
         async with grpc.aio.insecure_channel(target) as channel:
             replies = {v["id"]: await ask(channel, v) for v in GRPC if "scenario" not in v["request"]}
             for id, found in (await play(channel, served)).items():
-                replies[id] = (*found, [])
+                replies[id] = (*found, [], ())
         await served.until(served.is_clean)
     finally:
         await server.drain(5)
@@ -183,7 +185,7 @@ HEALTH = {
 
 
 async def ask(channel: grpc.aio.Channel, vector: Vector) -> RpcReply:
-    """Put one case to the server. Messages are bytes where the capture has bytes."""
+    """Put one case to the server."""
     name = vector["request"]["rpc"]
     if name == "ModelStreamInfer":
         return await ask_stream(channel, vector)
@@ -196,7 +198,6 @@ async def ask(channel: grpc.aio.Channel, vector: Vector) -> RpcReply:
     call = channel.unary_unary(
         path,
         request_serializer=lambda message: message.SerializeToString(),
-        response_deserializer=getattr(V2, f"{name}Response").FromString,
     )
     text = vector["request"]["text"] or UNSHOWN.get(vector["id"], "")
     given = text_format.Parse(text, getattr(V2, f"{name}Request")())
@@ -206,9 +207,10 @@ async def ask(channel: grpc.aio.Channel, vector: Vector) -> RpcReply:
 
 async def told(call: Any) -> RpcReply:
     try:
-        return "OK", "", [await call]
+        message = await call
+        return "OK", "", [message], tuple(await call.trailing_metadata())
     except grpc.aio.AioRpcError as error:
-        return error.code().name, error.details() or "", []
+        return error.code().name, error.details() or "", [], tuple(error.trailing_metadata() or ())
 
 
 async def ask_stream(channel: grpc.aio.Channel, vector: Vector) -> RpcReply:
@@ -218,15 +220,25 @@ async def ask_stream(channel: grpc.aio.Channel, vector: Vector) -> RpcReply:
     call = channel.stream_stream(
         "/inference.GRPCInferenceService/ModelStreamInfer",
         request_serializer=lambda message: message.SerializeToString(),
-        response_deserializer=V2.ModelStreamInferResponse.FromString,
     )
-    replies: list[Any] = []
+    replies: list[bytes] = []
+    asked = call(iter(requests), metadata=metadata, timeout=20)
     try:
-        async for reply in call(iter(requests), metadata=metadata, timeout=20):
+        async for reply in asked:
             replies.append(reply)  # noqa: PERF401 -- what came before an error counts
     except grpc.aio.AioRpcError as error:
-        return error.code().name, error.details() or "", replies
-    return "OK", "", replies
+        return error.code().name, error.details() or "", replies, tuple(error.trailing_metadata() or ())
+    return "OK", "", replies, tuple(await asked.trailing_metadata())
+
+
+def read_reply(vector: Vector, message: bytes) -> Any:
+    """A message; bytes where the capture has bytes."""
+    name = vector["request"]["rpc"]
+    if name == "Health.Check":
+        return message
+    if not hasattr(V2, f"{name}Response"):
+        name = "ServerLive" if name == "Nope" else "ModelInfer"
+    return getattr(V2, f"{name}Response").FromString(message)
 
 
 def expected_replies(vector: Vector) -> list[Any]:

@@ -1,15 +1,39 @@
-"""Every captured case of the gRPC half, as the server answers it; of streams, every reply."""
+"""Every captured case of the gRPC half, as the server answers it; of streams, every reply. On both
+transports, and with the same bytes on both."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.dialects.kserve_v2.replay import GRPC, Answers, Vector, expected_replies
+from tests.dialects.kserve_v2.replay import GRPC, Answers, Vector, expected_replies, read_reply
+
+every_vector = pytest.mark.parametrize("vector", GRPC, ids=[f"{v['id']}-{v['name']}"[:60] for v in GRPC])
+# They hold times and counts, or processes' own names.
+VOLATILE = ("ModelStatistics",)
 
 
-@pytest.mark.parametrize("vector", GRPC, ids=[f"{v['id']}-{v['name']}"[:60] for v in GRPC])
+@every_vector
 def test_vector(vector: Vector, answers: Answers) -> None:
-    code, details, replies = answers.grpc[vector["id"]]
+    check(vector, answers)
+
+
+@every_vector
+def test_vector_over_grpcio(vector: Vector, answers_of_grpcio: Answers) -> None:
+    check(vector, answers_of_grpcio)
+
+
+def check(vector: Vector, answers: Answers) -> None:
+    code, details, replies, _ = answers.grpc[vector["id"]]
     expected = vector["expect"]
     assert (code, details) == (expected["code"], expected["details"])
-    assert replies == expected_replies(vector)
+    assert [read_reply(vector, reply) for reply in replies] == expected_replies(vector)
+
+
+@every_vector
+def test_both_transports_give_the_same_bytes(
+    vector: Vector, answers: Answers, answers_of_grpcio: Answers
+) -> None:
+    """Of the replies, the status, its text, and the metadata that follows."""
+    if vector["request"]["rpc"] in VOLATILE:
+        pytest.skip("holds times")
+    assert answers.grpc[vector["id"]] == answers_of_grpcio.grpc[vector["id"]]

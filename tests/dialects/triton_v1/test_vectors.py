@@ -22,6 +22,8 @@ from google.protobuf import text_format
 from tests.dialects.triton_v1 import models
 from tests.dialects.triton_v1.rig import V1, Reply, Rig, read_status, rig, write_dense
 from tests.server.rig import run
+from tests.transports import NAMES as TRANSPORTS
+from tests.transports import on_transport
 
 CASES = [json.loads(line) for line in Path("tests/vectors/triton_v1.jsonl").read_text().splitlines()]
 HTTP = [case for case in CASES if case["transport"] == "http"]
@@ -227,22 +229,38 @@ SAID: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("number", sorted(GRPC))
 def test_grpc(tmp_path: Path, number: str) -> None:
+    """On both transports, and with the same bytes but for what counts and measures."""
     write_dense(tmp_path)
+    told = []
+    with shared_region() as region:
+        for name in TRANSPORTS:
+            with on_transport(name):
+                told.append(ask_grpc(tmp_path, number, region))
+    assert told[0] == told[1]
+
+
+def ask_grpc(folder: Path, number: str, region: str) -> bytes:
+    """One case; the reply without its request's number."""
     asked, wanted = GRPC[number]["request"], GRPC[number]["expect"]["response"]
     rpc = asked["rpc"].rpartition("/")[2]
     kind = getattr(V1, f"{rpc}Request")
+    told = b""
 
     async def ask() -> None:
-        with shared_region() as region:
-            async with rig(tmp_path) as served:
-                await served.ask("POST", f"/api/sharedmemorycontrol/register/inp//{region}/0/128")
-                request = SAID[number]() if number in SAID else text_format.Parse(asked["text"], kind())
-                check_grpc(number, wanted, await getattr(served.grpc, rpc)(request))
-                if number == "v1-grpc-011":
-                    result = await served.over_http("simple", "batch_size: 1")
-                    assert "'simple' has no available versions" in result.status
+        nonlocal told
+        async with rig(folder) as served:
+            await served.ask("POST", f"/api/sharedmemorycontrol/register/inp//{region}/0/128")
+            request = SAID[number]() if number in SAID else text_format.Parse(asked["text"], kind())
+            reply = await getattr(served.grpc, rpc)(request)
+            check_grpc(number, wanted, reply)
+            reply.request_status.ClearField("request_id")
+            told = reply.SerializeToString(deterministic=True)
+            if number == "v1-grpc-011":
+                result = await served.over_http("simple", "batch_size: 1")
+                assert "'simple' has no available versions" in result.status
 
     run(ask())
+    return told
 
 
 def check_grpc(number: str, wanted: str, reply: Any) -> None:
