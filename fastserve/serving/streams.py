@@ -1,9 +1,9 @@
 """Streams of requests: any number in, their answers out, many under way at once.
 
-    requests --begin--> [ place 3 | place 2 | place 1 ] --answers, oldest first-->
-                        a place that stepped out of line: messages as they come
+    requests --begin--> [ turn 3 | turn 2 | turn 1 ] --answers, oldest first-->
+                        a turn that stepped out of line: messages as they come
 
-A place is the exchange of one request. `begin` takes a request at once, as the fast path does, without a task
+A turn is the exchange of one request. `begin` takes a request at once, as the fast path does, without a task
 or a future, or gives the coroutine that will answer it. It is called in the order of the requests, and a
 coroutine runs until it first waits before the next one is begun.
 """
@@ -23,7 +23,7 @@ MOST_WAITING = 64
 """Messages out of line that may wait for a client to read them; in line there is one for each request."""
 
 
-class Place:
+class Turn:
     """The exchange of one request. `stream` is what its dialect knows of the stream.
 
     One that is answered in several messages steps out of line, says them, and leaves; what it then replies or
@@ -64,20 +64,20 @@ class Place:
         self._line.step_out(self)
 
     async def say(self, message: bytes) -> None:
-        """Send one message of a place out of line; returns when there is room for another."""
+        """Send one message of a turn out of line; returns when there is room for another."""
         self._line.say(message)
         await self._line.has_room()
 
     def leave(self) -> None:
-        """A place out of line has said everything."""
+        """A turn out of line has said everything."""
         self._line.leave()
 
 
 class Line:
-    """The places of one stream."""
+    """The turns of one stream."""
 
     def __init__(self, most: int) -> None:
-        self._places: deque[Place] = deque()
+        self._turns: deque[Turn] = deque()
         self._said: deque[bytes | BaseException] = deque()
         self._room, self._read = asyncio.Semaphore(most), asyncio.Event()
         self._out_of_line = 0
@@ -88,7 +88,7 @@ class Line:
     async def read(
         self,
         requests: AsyncIterator[Request],
-        begin: Callable[[Request, Place], Coroutine[Any, Any, None] | None],
+        begin: Callable[[Request, Turn], Coroutine[Any, Any, None] | None],
         stream: Any,
     ) -> None:
         """Begin every request. What `requests` raises comes after the answers to what it gave before."""
@@ -96,11 +96,11 @@ class Line:
         try:
             async for request in requests:
                 await self._room.acquire()
-                place = Place(self, stream)
-                self._places.append(place)
-                work = begin(request, place)
+                turn = Turn(self, stream)
+                self._turns.append(turn)
+                work = begin(request, turn)
                 if work is not None:
-                    task = create_task(self._run(work, place))
+                    task = create_task(self._run(work, turn))
                     self._tasks.add(task)
                     task.add_done_callback(self._tasks.discard)
             self._ended = StopAsyncIteration()
@@ -108,16 +108,16 @@ class Line:
             self._ended = error
         self.wake()
 
-    async def _run(self, work: Coroutine[Any, Any, None], place: Place) -> None:
+    async def _run(self, work: Coroutine[Any, Any, None], turn: Turn) -> None:
         try:
             await work
         except Exception as error:
-            place.fail(error)
+            turn.fail(error)
 
     async def next(self) -> bytes | None:
         """The next message; None when there are no more. Raises what ends the stream."""
         while (message := self._take()) is None:
-            if self._ended is not None and not self._places and not self._out_of_line:
+            if self._ended is not None and not self._turns and not self._out_of_line:
                 if isinstance(self._ended, StopAsyncIteration):
                     return None
                 raise self._ended
@@ -131,9 +131,9 @@ class Line:
         if self._said:
             self._read.set()
             return self._said.popleft()
-        if self._places and self._places[0].answer is not None:
+        if self._turns and self._turns[0].answer is not None:
             self._room.release()
-            return self._places.popleft().answer
+            return self._turns.popleft().answer
         return None
 
     def wake(self) -> None:
@@ -141,8 +141,8 @@ class Line:
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
-    def step_out(self, place: Place) -> None:
-        self._places.remove(place)
+    def step_out(self, turn: Turn) -> None:
+        self._turns.remove(turn)
         self._out_of_line += 1
         self.wake()
 
@@ -165,17 +165,17 @@ class Line:
         tasks = [reader, *self._tasks]
         for task in tasks:
             task.cancel()
-        for place in self._places:
-            gone, place.on_gone = place.on_gone, None
+        for turn in self._turns:
+            gone, turn.on_gone = turn.on_gone, None
             if gone is not None:
                 gone()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._places.clear()
+        self._turns.clear()
 
 
 async def answer_stream(
     requests: AsyncIterator[Request],
-    begin: Callable[[Request, Place], Coroutine[Any, Any, None] | None],
+    begin: Callable[[Request, Turn], Coroutine[Any, Any, None] | None],
     most: int,
     stream: Any = None,
 ) -> AsyncGenerator[bytes, None]:

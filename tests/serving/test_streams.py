@@ -10,7 +10,7 @@ import pytest
 
 from fastserve.errors import Kind, ServeError
 from fastserve.serving import streams
-from fastserve.serving.streams import Place, answer_stream
+from fastserve.serving.streams import Turn, answer_stream
 
 FAULT = ServeError(Kind.INTERNAL, "the test's")
 
@@ -19,24 +19,24 @@ class Asked:
     """What `begin` is given, by number: answered at once, later by the test, in pieces, or with a fault."""
 
     def __init__(self) -> None:
-        self.places: dict[int, Place] = {}
+        self.turns: dict[int, Turn] = {}
         self.gone: list[int] = []
         self.cancelled: list[int] = []
 
-    def begin(self, request: int, place: Place) -> Coroutine[Any, Any, None] | None:
-        self.places[request] = place
+    def begin(self, request: int, turn: Turn) -> Coroutine[Any, Any, None] | None:
+        self.turns[request] = turn
         if request >= 100:
-            return self._say(request, place)
+            return self._say(request, turn)
         if request >= 50:
             return self._wait(request)
-        place.on_gone = lambda: self.gone.append(request)
+        turn.on_gone = lambda: self.gone.append(request)
         return None
 
-    async def _say(self, request: int, place: Place) -> None:
-        place.step_out()
+    async def _say(self, request: int, turn: Turn) -> None:
+        turn.step_out()
         for number in range(request - 100):
-            await place.say(b"%d.%d" % (request, number))
-        place.leave()
+            await turn.say(b"%d.%d" % (request, number))
+        turn.leave()
 
     async def _wait(self, request: int) -> None:
         try:
@@ -62,11 +62,11 @@ def test_answers_come_in_the_order_of_requests() -> None:
         answers = answer_stream(feed(1, 2, 3), asked.begin, 8)
         first = asyncio.ensure_future(anext(answers))
         await settle()
-        asked.places[3].reply(b"3")
-        asked.places[2].reply(b"2")
+        asked.turns[3].reply(b"3")
+        asked.turns[2].reply(b"2")
         await settle()
         assert not first.done()
-        asked.places[1].reply(b"1")
+        asked.turns[1].reply(b"1")
         assert [await first, *[message async for message in answers]] == [b"1", b"2", b"3"]
 
     asyncio.run(work())
@@ -77,8 +77,8 @@ def test_who_steps_out_holds_up_nobody_and_is_waited_for() -> None:
         asked = Asked()
         answers = answer_stream(feed(1, 102, 2), asked.begin, 8)
         assert [await anext(answers), await anext(answers)] == [b"102.0", b"102.1"]
-        asked.places[2].reply(b"2")
-        asked.places[1].reply(b"1")
+        asked.turns[2].reply(b"2")
+        asked.turns[1].reply(b"1")
         assert [message async for message in answers] == [b"1", b"2"]
 
     asyncio.run(work())
@@ -91,8 +91,8 @@ def test_no_more_are_begun_than_may_be_under_way() -> None:
         for number in range(6):
             reading = asyncio.ensure_future(anext(answers))
             await settle()
-            assert sorted(asked.places) == list(range(min(6, number + 2)))
-            asked.places[number].reply(b"%d" % number)
+            assert sorted(asked.turns) == list(range(min(6, number + 2)))
+            asked.turns[number].reply(b"%d" % number)
             assert await reading == b"%d" % number
         await answers.aclose()
 
@@ -106,7 +106,7 @@ def test_who_reads_slowly_holds_up_what_is_said() -> None:
         answers = answer_stream(feed(100 + said), asked.begin, 2)
         await anext(answers)
         await settle()
-        line = asked.places[100 + said]._line
+        line = asked.turns[100 + said]._line
         assert len(line._said) == streams.MOST_WAITING + 1
         assert len([message async for message in answers]) == said - 1
 
@@ -120,9 +120,9 @@ def test_a_fault_ends_the_stream_in_its_turn(after: int) -> None:
         answers = answer_stream(feed(1, 2, 3, 50), asked.begin, 8)
         reading = asyncio.ensure_future(anext(answers))
         await settle()
-        asked.places[1 + after].fail(FAULT)
-        asked.places[2 - after].reply(b"good")
-        asked.places[1 + after].reply(b"never")  # it was answered
+        asked.turns[1 + after].fail(FAULT)
+        asked.turns[2 - after].reply(b"good")
+        asked.turns[1 + after].reply(b"never")  # it was answered
         if after:
             assert await reading == b"good"
             reading = asyncio.ensure_future(anext(answers))
@@ -144,7 +144,7 @@ def test_what_the_requests_raise_comes_after_the_answers() -> None:
         answers = answer_stream(broken(), asked.begin, 8)
         reading = asyncio.ensure_future(anext(answers))
         await settle()
-        asked.places[1].reply(b"1")
+        asked.turns[1].reply(b"1")
         assert await reading == b"1"
         with pytest.raises(ServeError, match="the test's"):
             await anext(answers)
@@ -160,7 +160,7 @@ def test_who_leaves_ends_everything() -> None:
         await settle()
         await answers.aclose()
         assert (asked.gone, asked.cancelled) == ([1, 2], [50])
-        asked.places[1].reply(b"late")
+        asked.turns[1].reply(b"late")
 
     asyncio.run(work())
 
@@ -171,6 +171,6 @@ def test_what_a_coroutine_raises_ends_the_stream() -> None:
 
     async def work() -> None:
         with pytest.raises(ServeError, match="the test's"):
-            await anext(answer_stream(feed(1), lambda request, place: fails(), 8))
+            await anext(answer_stream(feed(1), lambda request, turn: fails(), 8))
 
     asyncio.run(work())

@@ -32,7 +32,7 @@ from fastserve.serving.known_messages import KnownMessage, KnownMessages, Source
 from fastserve.serving.model_view import ModelView
 from fastserve.serving.paths import open_path
 from fastserve.serving.prepared import Described, Memory, ordinary_inputs
-from fastserve.serving.streams import Place
+from fastserve.serving.streams import Turn
 from fastserve.tensor import KSERVE_NAME, Tensor
 
 # ModelInferRequest: the id; of each input its shape and its contents, from bool to fp64; raw contents.
@@ -121,7 +121,7 @@ class Outcome:
     def refused(self, exchange: RpcExchange, prepared: Head, request_id: str, fault: ServeError) -> None:
         told = tell(fault, request_id)
         self._traffic.refused(self._model, fault.kind.name)
-        if isinstance(exchange, Place):
+        if isinstance(exchange, Turn):
             exchange.stream.refuse(exchange, told, prepared.model, prepared.version, request_id)
         else:
             exchange.refuse(told)

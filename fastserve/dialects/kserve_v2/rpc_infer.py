@@ -32,7 +32,7 @@ from fastserve.serving.exchange import RpcExchange, deadline_of, unforeseen
 from fastserve.serving.generate import generate
 from fastserve.serving.model_view import ModelView
 from fastserve.serving.slow_path import answer_slowly
-from fastserve.serving.streams import Place, answer_stream
+from fastserve.serving.streams import Turn, answer_stream
 from fastserve.wire.grpc import Awaited, Exchange, Method, Rpc
 from fastserve.wire.scope import Scope
 
@@ -157,69 +157,69 @@ class Stream:
         self._ends_on_fault = ERROR_MODE in rpc.metadata
         self._deadline_ns = deadline_of(rpc)
 
-    def begin(self, data: bytes, place: Place) -> Coroutine[Any, Any, None] | None:
+    def begin(self, data: bytes, turn: Turn) -> Coroutine[Any, Any, None] | None:
         """Take a request that the fast path knows, or say how it is answered."""
         outline = outline_of(self._service, data)
-        if outline is not None and self._fast.start(outline, place, self._deadline_ns):
+        if outline is not None and self._fast.start(outline, turn, self._deadline_ns):
             return None
-        return self._answer(data, outline, place)
+        return self._answer(data, outline, turn)
 
-    async def _answer(self, data: bytes, outline: Outline | None, place: Place) -> None:
+    async def _answer(self, data: bytes, outline: Outline | None, turn: Turn) -> None:
         service = self._service
         sent = await service.apart(len(data), read_sent, data)
-        request = StreamInference(service, place, sent, self._rpc, self._deadline_ns, outline, self._fast)
+        request = StreamInference(service, turn, sent, self._rpc, self._deadline_ns, outline, self._fast)
         view = request.look()
         if view is None or not view.decoupled:
-            await answer_slowly(place, request, service.traffic)
+            await answer_slowly(turn, request, service.traffic)
             return
         try:
-            await self._answer_many(place, request, view)
+            await self._answer_many(turn, request, view)
         except ServeError as fault:
             request.refused(fault)
         except Exception as error:
-            request.refused(unforeseen(place, error))
+            request.refused(unforeseen(turn, error))
         finally:
             request.close()
 
-    async def _answer_many(self, place: Place, request: StreamInference, view: ModelView) -> None:
+    async def _answer_many(self, turn: Turn, request: StreamInference, view: ModelView) -> None:
         """A decoupled model's responses as they come. Raises ServeError for what never reached it."""
         service, message = self._service, request.message
         asked = await request.prepare(view)
-        place.step_out()
+        turn.step_out()
         ended, well = False, True
         start = partial(service.stream, view.version, asked, request.traced)
         async with aclosing(generate(start, partial(request.encode, view))) as events:
             async for event in events:
                 ended, well = event.final, well and event.fault is None
                 if event.fault is None:
-                    await place.say(event.text)
-                elif not await self._say_fault(place, request, event.fault, final=ended):
+                    await turn.say(event.text)
+                elif not await self._say_fault(turn, request, event.fault, final=ended):
                     return
         if request.body.parameters.empty_final and not ended:
             name, version = message.model_name, message.model_version
-            await place.say(write_stream_response("", name, version, message.id, {FINAL: True}))
-        place.leave()
+            await turn.say(write_stream_response("", name, version, message.id, {FINAL: True}))
+        turn.leave()
         if well:
-            service.traffic.count(view.model, view.version.number, monotonic_ns() - place.received_ns)
+            service.traffic.count(view.model, view.version.number, monotonic_ns() - turn.received_ns)
 
     async def _say_fault(
-        self, place: Place, request: StreamInference, fault: ServeError, *, final: bool
+        self, turn: Turn, request: StreamInference, fault: ServeError, *, final: bool
     ) -> bool:
         """Whether the stream goes on."""
         told, message = tell(fault, request.message.id), request.message
         self._service.traffic.refused(message.model_name, fault.kind.name)
         if self._ends_on_fault:
-            place.fail(told)
+            turn.fail(told)
         else:
-            await place.say(_write_fault(told, message.model_name, message.model_version, message.id, final))
+            await turn.say(_write_fault(told, message.model_name, message.model_version, message.id, final))
         return not self._ends_on_fault
 
-    def refuse(self, place: Place, told: ServeError, model: str, version: str, request_id: str) -> None:
+    def refuse(self, turn: Turn, told: ServeError, model: str, version: str, request_id: str) -> None:
         """Answer with what went wrong with a request that passed its checks, or end the stream with it."""
         if self._ends_on_fault:
-            place.fail(told)
+            turn.fail(told)
         else:
-            place.reply(_write_fault(told, model, version, request_id, final=True))
+            turn.reply(_write_fault(told, model, version, request_id, final=True))
 
 
 def _write_fault(told: ServeError, model: str, version: str, request_id: str, final: bool) -> bytes:
@@ -229,7 +229,7 @@ def _write_fault(told: ServeError, model: str, version: str, request_id: str, fi
 class StreamInference(RpcInference):
     """A request of a stream as the general path answers it."""
 
-    exchange: Place
+    exchange: Turn
     streams = True
 
     def look(self) -> ModelView | None:
@@ -240,9 +240,9 @@ class StreamInference(RpcInference):
             return None
 
     def refused(self, fault: ServeError) -> None:
-        place, message, told = self.exchange, self.message, tell(fault, self.message.id)
+        turn, message, told = self.exchange, self.message, tell(fault, self.message.id)
         self.service.traffic.refused(message.model_name, fault.kind.name)
         if self.request is None:  # what never reached a model ends no stream
-            place.reply(write_stream_response(told.message, id=message.id))
+            turn.reply(write_stream_response(told.message, id=message.id))
         else:
-            place.stream.refuse(place, told, message.model_name, message.model_version, message.id)
+            turn.stream.refuse(turn, told, message.model_name, message.model_version, message.id)
