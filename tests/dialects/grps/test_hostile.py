@@ -56,6 +56,7 @@ HOSTILE = {
     "endless varint": b"\x08" + b"\xff" * 11,
     "ten million empty tensors": b"\x2a" + b"\x80\xda\xc4\x09" + b"\x0a\x00" * 10_000_000,
     "many tensors in small pieces": b"\x2a\x02\x0a\x00" * 5000,
+    "many tensors in many pieces": (b"\x2a\xd0\x0f" + b"\x0a\x00" * 1000) * 1000,
     "packed floats that end in the middle": b"\x2a\x07\x0a\x05\x52\x03abc",
     "packed varints that end in the middle": b"\x2a\x05\x0a\x03\x3a\x01\xff",
     "a group": b"\x0b\x0c",

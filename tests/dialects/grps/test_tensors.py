@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
 from fastserve.serving.fast_path import FastPath
 from tests.dialects.grps.rig import BYTES, GRPS, PREDICT, Deployed, Reply, deployed, repository_of
+from tests.running import until
 
 CODES = {"float32": "f", "float64": "d", "int64": "q", "int32": "i", "uint8": "B", "int8": "b", "int16": "h"}
 MODEL = """
@@ -167,6 +169,45 @@ def test_grpc_on_both_paths(
         assert answer.status.code == 200
         assert list(getattr(answer.gtensors.tensors[0], f"flat_{dtype}")) == [turn, 1, 2, 3]
     assert taken == ([True] * 3 if dtype.startswith("float") else [])
+
+
+def test_a_message_as_long_as_a_known_one(served: Deployed) -> None:
+    """Other literals are another request: another name, another model, another shape."""
+    good = GRPS.GrpsMessage(model="float32-1")
+    good.gtensors.tensors.add(**X)
+    for _ in range(2):
+        assert (
+            GRPS.GrpsMessage.FromString(served.send("Predict", good.SerializeToString())).status.code == 200
+        )
+    for change in ({"name": "z"}, {"shape": [2, 1]}, {"dtype": "DT_INT32"}):
+        other = GRPS.GrpsMessage(model="float32-1")
+        other.gtensors.tensors.add(**{**X, **change})
+        assert len(other.SerializeToString()) == len(good.SerializeToString())
+        told = GRPS.GrpsMessage.FromString(served.send("Predict", other.SerializeToString()))
+        assert told.status.code == 400, change
+
+
+def test_what_is_known_is_of_the_version_it_was_learned_for(tmp_path: Path) -> None:
+    """A name without its version means the latest: a new one takes over what the one before was asked."""
+    write_echo(tmp_path, "net", {"x": ("float32", [2])}, version_policy="all")
+    settings = repository_of(tmp_path, bare_names=True)
+    with deployed(msgspec.structs.replace(settings, poll_s=0.05)) as opened:
+        message = GRPS.GrpsMessage(model="net")
+        message.gtensors.tensors.add(**X)
+        asks = (
+            lambda: opened.predict(gtensors(X, model="net")).json["gtensors"]["tensors"][0]["flat_float32"],
+            lambda: list(
+                GRPS.GrpsMessage.FromString(opened.send("Predict", message.SerializeToString()))
+                .gtensors.tensors[0]
+                .flat_float32
+            ),
+        )
+        assert [ask() for ask in asks * 2] == [[1, 2]] * 4
+        (tmp_path / "net" / "new").mkdir()
+        (tmp_path / "net" / "new" / "model.py").write_text(MODEL.replace(": array for", ": 2 * array for"))
+        (tmp_path / "net" / "new").rename(tmp_path / "net" / "2")
+        until(lambda: opened.server.catalog.available("net", 2), "the new version serves")
+        assert [ask() for ask in asks] == [[2, 4]] * 2
 
 
 def test_bytes_are_rows_both_ways(
