@@ -68,10 +68,23 @@ async def run(port: int, message: bytes, seconds: float, path: str = PATH) -> fl
     return sum(done) / (time.perf_counter() - began)
 
 
+async def ask_until_loaded(port: int, path: str, message: bytes, limit_s: float = 60.0) -> bytes:
+    """The reply, once the server's models are loaded. Raises AioRpcError."""
+    end = time.monotonic() + limit_s
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        while True:
+            try:
+                reply: bytes = await channel.unary_unary(path)(message, wait_for_ready=True, timeout=limit_s)
+                return reply
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > end:
+                    raise
+            await asyncio.sleep(0.1)
+
+
 async def verify(server: Server, model: str, message: bytes) -> None:
     """Ask once, by grpcio, until there is an answer of the right size. Raises AssertionError, AioRpcError."""
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-        reply = await channel.unary_unary(PATH)(message, wait_for_ready=True, timeout=60)
+    reply = await ask_until_loaded(server.port, PATH, message)
     (raw,) = V2.ModelInferResponse.FromString(reply).raw_output_contents
     assert len(raw) == 4 * workloads.expected(model).size, server.name
 

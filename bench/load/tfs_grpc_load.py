@@ -10,7 +10,6 @@ import os
 import statistics
 from collections.abc import Sequence
 
-import grpc.aio
 import uvloop
 
 from bench import workloads
@@ -48,8 +47,7 @@ def make_request(model: str, content: bool) -> bytes:
 
 async def verify(port: int, model: str, message: bytes) -> None:
     """Raises AssertionError for a wrong answer, AioRpcError."""
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        reply = await channel.unary_unary(PATH)(message, wait_for_ready=True, timeout=60)
+    reply = await grpc_load.ask_until_loaded(port, PATH, message)
     (output,) = TFS.PredictResponse.FromString(reply).outputs.values()
     wanted = workloads.expected(model).ravel()
     assert len(output.float_val) == wanted.size
