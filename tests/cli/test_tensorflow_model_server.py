@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,9 +15,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from fastserve.dialects.tfserving.service import NO_DIMENSIONS, OTHER_ROWS
+from fastserve.protos import load
 from tests.running import START_S, free_port, until
 
 COMMAND = [sys.executable, "-m", "fastserve.cli", "tensorflow-model-server"]
@@ -64,6 +67,23 @@ def serving(base: Path, log: Path) -> Iterator[str]:
         process = subprocess.Popen([*COMMAND, *flags], stdout=out, stderr=out)
     try:
         yield f"http://127.0.0.1:{port}/v1/models/m"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(START_S) == 0, log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def serving_grpc(base: Path, log: Path, *flags: str) -> Iterator[grpc.Channel]:
+    port = free_port()
+    given = [f"--port={port}", "--model_name=m", f"--model_base_path={base}", *flags]
+    with log.open("wb") as out:
+        process = subprocess.Popen([*COMMAND, *given], stdout=out, stderr=out)
+    try:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            grpc.channel_ready_future(channel).result(START_S)
+            yield channel
         process.send_signal(signal.SIGTERM)
         assert process.wait(START_S) == 0, log.read_text()
     finally:
@@ -170,3 +190,41 @@ def test_a_model_that_fails_ends_the_start(tmp_path: Path) -> None:
         "Failed to start server. Error: UNKNOWN: 1 servable(s) did not become available: "
         "{{name: m version: 1} due to error: ValueError: no weights}, }\n"
     )
+
+
+@pytest.mark.lingers  # grpcio keeps its poller's thread and pipe
+def test_its_grpc_port(tmp_path: Path) -> None:
+    """Predict, with tensor_content as a flag asks for it, and a client that replaces the models."""
+    messages = load("tfserving")
+    for name in ("m", "n"):
+        write_version(tmp_path / name)
+    flags = ("--enable_serialization_as_tensor_content", "--file_system_poll_wait_seconds=0")
+    with serving_grpc(tmp_path / "m", tmp_path / "log", *flags) as channel:
+        predict = channel.unary_unary(
+            "/tensorflow.serving.PredictionService/Predict",
+            response_deserializer=messages.PredictResponse.FromString,
+        )
+
+        def asked(model: str) -> bytes:
+            request = messages.PredictRequest(model_spec={"name": model})
+            request.inputs["x"].dtype = 1
+            request.inputs["x"].tensor_shape.dim.add(size=2)
+            request.inputs["x"].float_val.extend([3.0, 4.0])
+            data: bytes = request.SerializeToString()
+            return data
+
+        def is_served(model: str) -> bool:
+            with contextlib.suppress(grpc.RpcError):
+                reply = predict(asked(model), timeout=START_S)
+                return list(memoryview(reply.outputs["scores"].tensor_content).cast("f")) == [3, 4]
+            return False
+
+        until(lambda: is_served("m"), "m is served", START_S)
+        request = messages.ReloadConfigRequest()
+        request.config.model_config_list.config.add(
+            name="n", base_path=str(tmp_path / "n"), model_platform="tensorflow"
+        )
+        reload = channel.unary_unary("/tensorflow.serving.ModelService/HandleReloadConfigRequest")
+        reload(request.SerializeToString(), timeout=START_S)
+        assert is_served("n")
+        assert not is_served("m")
