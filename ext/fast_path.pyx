@@ -119,7 +119,8 @@ cdef class Pendings:
 
 cdef class Lifecycle:
     """One version's requests from start to end. `refusals`: the exceptions that a client may read. A subclass has
-    `respond`, for answers without a writer, `refuse`, and `failed`, for what nobody foresaw; with `replies`, `reply` too."""
+    `respond`, for answers without a writer, `answer_later`, for large ones, `refuse`, and `failed`, for what nobody foresaw;
+    with `replies`, `reply` too."""
 
     cdef readonly object queue
     cdef object refusals, counted, duration, encoded, answered
@@ -189,13 +190,15 @@ cdef class Lifecycle:
     cdef answer(self, Pending pending, error):
         exchange, prepared, request_id, held = <tuple?>pending.context
         exchange.on_gone = None     # and with it the circle exchange -> pending -> exchange
+        later = None
         try:
             if error is None:
                 try:
                     try:
-                        self.write(exchange, prepared, pending, request_id, held)
+                        later = self.write(exchange, prepared, pending, request_id, held)
                     finally:
-                        self.queue.release(pending)
+                        if later is None:
+                            self.queue.release(pending)
                 except self.refusals as fault:
                     error = fault
             if error is not None:
@@ -203,23 +206,28 @@ cdef class Lifecycle:
         except Exception as fault:
             self.failed(exchange, prepared, request_id, fault)
         finally:
-            if held is not None:
+            if held is not None and later is None:
                 held.close()
+        if later is not None:
+            self.answer_later(pending, later)
 
     cdef write(self, exchange, prepared, Pending pending, request_id, held):
+        """Write the answer; what is too large for one turn of the loop is a coroutine that does it."""
         cdef uint64_t began_ns = monotonic_ns()
         if self.replies:
-            self.reply(exchange, prepared, pending, request_id, held)
+            later = self.reply(exchange, prepared, pending, request_id, held)
         else:
             found = prepared.layout_out.read(pending.place, pending.rows)
             writer = None if found is None else prepared.writers.get((<tuple?>found)[0])
             if writer is None and found is not None:
                 writer = prepared.add_writer((<tuple>found)[0])
             if writer is None:      # strings, outputs nobody declared, parameters, one request's error
-                self.respond(exchange, prepared, pending, request_id, held)
+                later = self.respond(exchange, prepared, pending, request_id, held)
             else:
-                prepared.write(exchange, writer, (<tuple>found)[1], request_id, held)
-        self.count(exchange, prepared, began_ns)
+                later = prepared.write(exchange, writer, (<tuple>found)[1], request_id, held)
+        if later is None:
+            self.count(exchange, prepared, began_ns)
+        return later
 
     cpdef count(self, exchange, prepared, uint64_t began_ns):
         """A request was answered well, whose answer was begun then."""

@@ -8,6 +8,7 @@ Requests of the same key as one under way take the general path, which waits for
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
 from time import monotonic_ns
 from typing import Any
 
@@ -78,10 +79,13 @@ class CachedPath(FastPath):
         )
         try:
             if writer is None or entry.parameters:
-                prepared.write_response(exchange, respond(entry), request_id, None)
+                later = prepared.write_response(exchange, respond(entry), request_id, None)
             else:
-                prepared.write(exchange, writer, entry.memory, request_id, None)
-            self.count(exchange, prepared, began_ns)
+                later = prepared.write(exchange, writer, entry.memory, request_id, None)
+            if later is None:
+                self.count(exchange, prepared, began_ns)
+            else:
+                self.write_later(exchange, prepared, request_id, later, lambda: None)
         except ServeError as fault:
             self.refuse(exchange, prepared, request_id, fault)
         except Exception as error:
@@ -89,14 +93,13 @@ class CachedPath(FastPath):
 
     def reply(
         self, exchange: Exchange, prepared: PreparedRequest, pending: Pending, request_id: Any, held: Any
-    ) -> None:
+    ) -> Coroutine[Any, Any, None] | None:
         """Answer, and keep the answer: what is held is the miss."""
         found = prepared.layout_out.read(pending.place, pending.rows)
         writer = None if found is None else prepared.writers.get(found[0]) or prepared.add_writer(found[0])
         if found is None or writer is None:
             response = read_response(self.queue, pending, prepared.wanted)
             keep_response(held, response)
-            prepared.write_response(exchange, response, request_id, None)
-        else:
-            held.keep(prepared.kept_form(found[0]), found[1])
-            prepared.write(exchange, writer, found[1], request_id, None)
+            return prepared.write_response(exchange, response, request_id, None)
+        held.keep(prepared.kept_form(found[0]), found[1])
+        return prepared.write(exchange, writer, found[1], request_id, None)

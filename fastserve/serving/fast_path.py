@@ -5,14 +5,17 @@
 
 The only place where this is done, for every dialect and transport. No task, no future, no object per number,
 and nothing is checked again that preparing the request has found out. What raises on the way in gives the
-rows back; what raises on the way out is told to the client, and the rows go back too.
+rows back; what raises on the way out is told to the client, and the rows go back too. An answer that is large
+is written in a task, apart from the loop: its memory stays taken until then.
 
 What runs for every request is compiled, in `_ext.fast_path`; here is what differs, or seldom runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Coroutine
+from time import monotonic_ns
 from typing import Any, Protocol
 
 from fastserve._ext.fast_path import Lifecycle
@@ -56,13 +59,59 @@ class FastPath(Lifecycle):
         super().__init__(queue, ServeError, meters, outcome.answered, patience_ns, replies)
         self.version = version
         self.refuse = outcome.refused
+        self._large: set[asyncio.Task[None]] = set()
 
     def respond(
         self, exchange: Exchange, prepared: PreparedRequest, pending: Pending, request_id: Any, held: Any
-    ) -> None:
+    ) -> Coroutine[Any, Any, None] | None:
         """Answer as the general path does."""
         response = read_response(self.queue, pending, prepared.wanted)
-        prepared.write_response(exchange, response, request_id, held)
+        return prepared.write_response(exchange, response, request_id, held)
+
+    def answer_later(self, pending: Pending, later: Coroutine[Any, Any, None]) -> None:
+        """The answer is large: `later` writes it, and then everything goes the way of all answers."""
+        exchange, prepared, request_id, held = pending.context
+
+        def let_go() -> None:
+            self.queue.release(pending)
+            if held is not None:
+                held.close()
+
+        self.write_later(exchange, prepared, request_id, later, let_go)
+
+    def write_later(
+        self,
+        exchange: Exchange,
+        prepared: PreparedRequest,
+        request_id: Any,
+        later: Coroutine[Any, Any, None],
+        let_go: Callable[[], object],
+    ) -> None:
+        """In a task, which ends by itself: what `let_go` gives back is read until then."""
+        work = self._write_later(exchange, prepared, request_id, later, let_go)
+        task = asyncio.get_running_loop().create_task(work)
+        self._large.add(task)
+        task.add_done_callback(self._large.discard)
+
+    async def _write_later(
+        self,
+        exchange: Exchange,
+        prepared: PreparedRequest,
+        request_id: Any,
+        later: Coroutine[Any, Any, None],
+        let_go: Callable[[], object],
+    ) -> None:
+        began_ns = monotonic_ns()
+        try:
+            try:
+                await later
+            finally:
+                let_go()
+            self.count(exchange, prepared, began_ns)
+        except ServeError as fault:
+            self.refuse(exchange, prepared, request_id, fault)
+        except Exception as error:
+            self.failed(exchange, prepared, request_id, error)
 
     def failed(
         self, exchange: Exchange, prepared: PreparedRequest, request_id: Any, error: Exception

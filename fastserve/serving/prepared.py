@@ -6,7 +6,7 @@ where they go, and everything that can go wrong on the way, is the fast path's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any, Protocol
@@ -28,6 +28,7 @@ from fastserve.tensor import DType, Tensor
 MOST_FORMS = 64  # of the answers to requests that are as one
 Described = Sequence[tuple[str, DType, tuple[int, ...]]]
 Memory = bytes | bytearray | memoryview
+Later = Coroutine[Any, Any, None]
 
 
 class Held(Protocol):
@@ -88,11 +89,16 @@ class PreparedRequest:
         """What writes answers with these outputs; None for those that `write_response` has to look at."""
         raise NotImplementedError
 
-    def write(self, exchange: Any, writer: Any, memory: Sequence[Memory], request_id: Any, held: Any) -> None:
-        """Answer with outputs in the order of `layout_out`. Raises ServeError."""
+    def write(
+        self, exchange: Any, writer: Any, memory: Sequence[Memory], request_id: Any, held: Any
+    ) -> Later | None:
+        """Answer with outputs in the order of `layout_out`; of what is large, a coroutine that does so apart
+        from the loop, with a writer of its own. Raises ServeError."""
         raise NotImplementedError
 
-    def write_response(self, exchange: Any, response: InferResponse, request_id: Any, held: Any) -> None:
+    def write_response(
+        self, exchange: Any, response: InferResponse, request_id: Any, held: Any
+    ) -> Later | None:
         """The same for any response, as the general path does. Raises ServeError."""
         raise NotImplementedError
 

@@ -134,13 +134,15 @@ class Lifecycle:
     def __call__(self, pending: Pending, error: Any) -> None:
         exchange, prepared, request_id, held = pending.context
         exchange.on_gone = None
+        later = None
         try:
             if error is None:
                 try:
                     try:
-                        self.write(exchange, prepared, pending, request_id, held)
+                        later = self.write(exchange, prepared, pending, request_id, held)
                     finally:
-                        self.queue.release(pending)
+                        if later is None:
+                            self.queue.release(pending)
                 except self.refusals as fault:
                     error = fault
             if error is not None:
@@ -148,25 +150,30 @@ class Lifecycle:
         except Exception as fault:
             self.failed(exchange, prepared, request_id, fault)
         finally:
-            if held is not None:
+            if held is not None and later is None:
                 held.close()
+        if later is not None:
+            self.answer_later(pending, later)
 
-    def write(self, exchange: Any, prepared: Any, pending: Pending, request_id: Any, held: Any) -> None:
+    def write(self, exchange: Any, prepared: Any, pending: Pending, request_id: Any, held: Any) -> Any:
         began_ns = monotonic_ns()
         if self.replies:
-            self.reply(exchange, prepared, pending, request_id, held)
+            later = self.reply(exchange, prepared, pending, request_id, held)
         else:
             found = prepared.layout_out.read(pending.place, pending.rows)
             writer = None
             if found is not None:
                 writer = prepared.writers.get(found[0]) or prepared.add_writer(found[0])
             if writer is None:
-                self.respond(exchange, prepared, pending, request_id, held)
+                later = self.respond(exchange, prepared, pending, request_id, held)
             else:
-                prepared.write(exchange, writer, found[1], request_id, held)
+                later = prepared.write(exchange, writer, found[1], request_id, held)
+        if later is not None:
+            return later
         now_ns = monotonic_ns()
         self.encoded(now_ns - began_ns)
         self.counted()
         self.duration(now_ns - exchange.received_ns)
         if self.answered is not None:
             self.answered(prepared, now_ns - exchange.received_ns)
+        return None

@@ -27,8 +27,9 @@ from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.fast_path import FastPath
 from fastserve.serving.learned_frames import LearnedFrames
 from fastserve.serving.paths import LastPath, open_path
-from fastserve.serving.prepared import Described, Memory, PreparedRequest, ordinary_inputs
+from fastserve.serving.prepared import Described, Later, Memory, PreparedRequest, ordinary_inputs
 from fastserve.tensor import Tensor
+from fastserve.wire.apart import APART_BYTES
 from fastserve.wire.call import Call
 
 if TYPE_CHECKING:
@@ -74,8 +75,16 @@ class Frame(InferFrame, PreparedRequest):
 
     def write(
         self, exchange: Call, writer: Writer, memory: Sequence[Memory], request_id: Any, held: Any
-    ) -> None:
+    ) -> Later | None:
+        if (nbytes := sum(map(len, memory))) >= APART_BYTES:
+            return self._write_apart(exchange, writer, memory, nbytes)
         self._service.answer(exchange, writer.write(memory))
+        return None
+
+    async def _write_apart(
+        self, exchange: Call, writer: Writer, memory: Sequence[Memory], nbytes: int
+    ) -> None:
+        self._service.answer(exchange, await self._service.apart(nbytes, writer.write, memory))
 
     def write_response(self, exchange: Call, response: InferResponse, request_id: Any, held: Any) -> None:
         message = write_outputs(load("grps").GrpsMessage(gtensors={}), response.outputs)

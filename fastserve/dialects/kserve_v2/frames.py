@@ -20,7 +20,7 @@ from math import prod
 from fastserve._ext.infer_frame import InferFrame, find_holes
 from fastserve._ext.infer_json import InferInput, read_infer
 from fastserve._ext.infer_reply import InferWriter, UnwritableOutput
-from fastserve.dialects.kserve_v2.answers import BINARY, in_words, send, write_answer
+from fastserve.dialects.kserve_v2.answers import BINARY, in_words, send, send_apart, write_answer
 from fastserve.dialects.kserve_v2.request import Asked
 from fastserve.dialects.kserve_v2.service import JSON, Service
 from fastserve.engine import BatchQueue
@@ -31,9 +31,10 @@ from fastserve.serving.fast_path import FastPath
 from fastserve.serving.learned_frames import LearnedFrames
 from fastserve.serving.model_view import ModelView
 from fastserve.serving.paths import open_path
-from fastserve.serving.prepared import Described, Memory, PreparedRequest, ordinary_inputs
-from fastserve.serving.shared_memory import Range, Regions, Rooms, hold_rooms
+from fastserve.serving.prepared import Described, Later, Memory, PreparedRequest, ordinary_inputs
+from fastserve.serving.shared_memory import LARGE_BYTES, Range, Rooms, hold_rooms
 from fastserve.tensor import Tensor
+from fastserve.wire.apart import APART_BYTES
 from fastserve.wire.call import Call
 
 MOST_TEXT_BYTES = 65536  # of a frame
@@ -79,7 +80,7 @@ class Frame(InferFrame, PreparedRequest):
         self,
         view: ModelView,
         queue: BatchQueue,
-        regions: Regions,
+        service: Service,
         request: InferRequest,
         asked: Asked,
         parts: Parts,
@@ -92,10 +93,13 @@ class Frame(InferFrame, PreparedRequest):
         self.outside = bool(parts.sources or asked.ranges)
         if queue.requests:
             self.tell(request)
-        self._view, self._regions, self._asked, self._sources = view, regions, asked, parts.sources
+        self._view, self._asked, self._sources = view, asked, parts.sources
+        self._regions, self._apart = service.regions, service.apart
 
     def fill(self, source: tuple[Memory, int], memory: list[memoryview]) -> bool:
-        """`source`: the body, and how much of it is JSON."""
+        """`source`: the body, and how much of it is JSON. What is much to copy is the general path's."""
+        if self._sources and sum(self.rows * given.row_bytes for given in self._sources) >= LARGE_BYTES:
+            return False
         if not self.read_into(*source, memory):
             return False
         for given in self._sources:
@@ -121,7 +125,9 @@ class Frame(InferFrame, PreparedRequest):
 
     def write(
         self, exchange: Call, writer: Writer, memory: Sequence[Memory], request_id: str, held: Rooms | None
-    ) -> None:
+    ) -> Later | None:
+        if (nbytes := sum(map(len, memory))) >= APART_BYTES:
+            return self._write_apart(exchange, writer, memory, nbytes, request_id, held)
         if held:
             self._put_outside(writer, memory, held)
         packs = exchange.head.memo.packs
@@ -134,6 +140,26 @@ class Frame(InferFrame, PreparedRequest):
                 send(exchange, json_bytes if writer.binary else 0, text)
         except UnwritableOutput as fault:
             raise in_words(fault) from None
+        return None
+
+    async def _write_apart(
+        self,
+        exchange: Call,
+        writer: Writer,
+        memory: Sequence[Memory],
+        nbytes: int,
+        request_id: str,
+        held: Rooms | None,
+    ) -> None:
+        apart, own = self._apart, self.make_writer(writer.described)
+        assert own is not None
+        try:
+            if held:
+                await apart(nbytes, self._put_outside, own, memory, held)
+            json_bytes, text = await apart(nbytes, own.write_body, memory, request_id)
+        except UnwritableOutput as fault:
+            raise in_words(fault) from None
+        await send_apart(apart, exchange, json_bytes if own.binary else 0, text)
 
     def _put_outside(self, writer: Writer, memory: Sequence[Memory], held: Rooms) -> None:
         for (name, _, _), view in zip(writer.described, memory, strict=True):
@@ -161,9 +187,9 @@ class Outcome:
 class FastHttp:
     """The frames of one version, for one target, before its fast path."""
 
-    def __init__(self, path: FastPath, view: ModelView, regions: Regions) -> None:
+    def __init__(self, path: FastPath, view: ModelView, service: Service) -> None:
         self.version = path.version
-        self._path, self._view, self._regions = path, view, regions
+        self._path, self._view, self._service = path, view, service
         self._max_rows = path.queue.max_rows
         self._frames = LearnedFrames(MOST_FRAMES)
 
@@ -174,7 +200,7 @@ class FastHttp:
         if view.decoupled or service.forward_http:
             return None
         path = open_path(version, service.traffic, Outcome(service, version))
-        return None if path is None else cls(path, view, service.regions)
+        return None if path is None else cls(path, view, service)
 
     def start(self, call: Call, header_bytes: int) -> bool:
         """Take the call, whose JSON has so many bytes, or return False: nothing has happened then."""
@@ -196,7 +222,7 @@ class FastHttp:
         try:
             parts = _take_apart(bytes(memoryview(data)[:header_bytes]), found[1], found[0], batching=batching)
             bare = replace(request, inputs=found[1])
-            return None if parts is None else Frame(self._view, queue, self._regions, bare, asked, parts)
+            return None if parts is None else Frame(self._view, queue, self._service, bare, asked, parts)
         except ValueError:  # more tensors or larger rows than a frame has
             return None
 

@@ -189,7 +189,10 @@ async def read_call(service: Service, view: ModelView, call: Call) -> InferBody:
     memory = memoryview(data)
     header = memory[:length]
     read = await apart(length, read_header, header)
-    body = read_body(read, header, memory[length:], view.model, service.regions.read)
+    regions = service.regions
+    body = await apart(
+        regions.largest_bytes, read_body, read, header, memory[length:], view.model, regions.read
+    )
     for part in body.inputs if length * GROWTH > most else ():
         if part.is_json and (nbytes := memoryview(part.data).nbytes) > most:
             raise too_large(JSON_INPUT % (part.name, nbytes), most)

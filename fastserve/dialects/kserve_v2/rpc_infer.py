@@ -95,7 +95,8 @@ class RpcInference(Inference):
         return self.service.find(self.message.model_name, self.message.model_version)
 
     async def read_body(self, view: ModelView) -> InferBody:
-        return read_message(view, self._sent, self.service.regions)
+        regions = self.service.regions
+        return await self.service.apart(regions.largest_bytes, read_message, view, self._sent, regions)
 
     def sent_headers(self) -> Iterable[tuple[str, str | bytes]]:
         return self._rpc.metadata

@@ -22,8 +22,9 @@ from fastserve.repository.version import Version
 from fastserve.request import InferResponse
 from fastserve.serving.fast_path import FastPath
 from fastserve.serving.paths import open_path
-from fastserve.serving.prepared import Described, Memory, PreparedRequest
+from fastserve.serving.prepared import Described, Later, Memory, PreparedRequest
 from fastserve.tensor import Tensor
+from fastserve.wire.apart import APART_BYTES
 from fastserve.wire.call import Call
 
 
@@ -37,7 +38,8 @@ class JsonRows(PreparedRequest):
         version = path.version
         self._alias, name = next(iter(view.signature.output_names.items()))
         output = version.outputs[name]
-        self._writer = RowWriter(self._alias, output.dtype.code, output.shape or ())
+        self._about = (self._alias, output.dtype.code, output.shape or ())
+        self._writer, self._apart = RowWriter(*self._about), service.apart
         inputs = {name: Tensor(each.dtype, (1, *self._shape), b"") for name, each in version.inputs.items()}
         self.lay_out(path.queue, inputs, (name,), batching=True)
 
@@ -54,7 +56,9 @@ class JsonRows(PreparedRequest):
         memory: Sequence[Memory],
         request_id: None,
         held: None,
-    ) -> None:
+    ) -> Later | None:
+        if len(memory[0]) >= APART_BYTES:
+            return self._write_apart(exchange, writer[1], memory[0])
         head = b"" if self._headers else exchange.raw_head()
         try:
             text = writer[0].write(memory[0], writer[1], head)
@@ -64,6 +68,15 @@ class JsonRows(PreparedRequest):
             exchange.reply_raw(text)
         else:
             exchange.reply(200, text, JSON, self._headers)
+        return None
+
+    async def _write_apart(self, exchange: Call, rows: int, memory: Memory) -> None:
+        writer = RowWriter(*self._about)
+        try:
+            text = await self._apart(len(memory), writer.write, memory, rows, b"")
+        except WriterFault as fault:
+            raise writer_error(fault) from None
+        exchange.reply(200, text, JSON, self._headers)
 
     def write_response(self, exchange: Call, response: InferResponse, request_id: None, held: None) -> None:
         found = [(self._alias, t.dtype.code, t.shape, t.data) for t in response.outputs.values()]

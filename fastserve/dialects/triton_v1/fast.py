@@ -17,7 +17,7 @@ from typing import Any
 from typing_extensions import Self
 
 from fastserve._ext.proto_wire_v1 import V1InferMessage
-from fastserve.dialects.triton_v1.answers import HeaderForms
+from fastserve.dialects.triton_v1.answers import HeaderForms, bytes_of
 from fastserve.dialects.triton_v1.header import (
     REMEMBERED_CHARS,
     REMEMBERED_HEADERS,
@@ -35,10 +35,11 @@ from fastserve.serving.exchange import RpcExchange
 from fastserve.serving.fast_path import FastPath
 from fastserve.serving.model_view import ModelView
 from fastserve.serving.paths import open_path
-from fastserve.serving.prepared import Described, Memory, PreparedRequest
+from fastserve.serving.prepared import Described, Later, Memory, PreparedRequest
 from fastserve.serving.remembered import Remembered
-from fastserve.serving.shared_memory import Range, Rooms, hold_rooms
+from fastserve.serving.shared_memory import LARGE_BYTES, Range, Rooms, hold_rooms
 from fastserve.tensor import Tensor
+from fastserve.wire.apart import APART_BYTES
 from fastserve.wire.call import Call
 
 Writer = tuple[HeaderForms, tuple[int, ...]]  # which of an answer's outputs are sent, in order
@@ -67,6 +68,8 @@ class PreparedHeader(PreparedRequest):
         self._destinations = header.destinations
         self.outside = bool(places or self._destinations)
         self.replies, self._answers, self._shared = fast.replies, fast.served.answers, fast.service.shared
+        self._apart = fast.service.apart
+        self._is_large = sum(one.byte_size for one in places) >= LARGE_BYTES
         self.entries = tuple(one.end - one.begin for one in sources.values() if one.place is None)
         self.nbytes = sum(self.entries)
         self.sources = [sources[name] for name in fast.queue.inputs]
@@ -79,6 +82,8 @@ class PreparedHeader(PreparedRequest):
     def is_there(self) -> bool:
         """Whether inputs in shared memory are where the header says: it may claim any size, and memory is
         taken for it only after this."""
+        if self._is_large:  # copied apart from the loop
+            return False
         try:
             for end in self._ends:
                 self._shared.read(end)
@@ -122,8 +127,18 @@ class PreparedHeader(PreparedRequest):
 
     def write_response(
         self, exchange: Any, response: InferResponse, header: RequestHeader, held: Rooms | None
-    ) -> None:
+    ) -> Later | None:
+        size = bytes_of(response) if held else 0
+        if size >= APART_BYTES:
+            return self._write_apart(exchange, response, header, held, size)
         self.replies.answer(exchange, header.id, self._answers.write(header, response.outputs, held or {}))
+        return None
+
+    async def _write_apart(
+        self, exchange: Any, response: InferResponse, header: RequestHeader, held: Rooms | None, size: int
+    ) -> None:
+        answer = await self._apart(size, self._answers.write, header, response.outputs, held or {})
+        self.replies.answer(exchange, header.id, answer)
 
 
 class PreparedBody(PreparedHeader):

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any
 
+from fastserve.dialects.triton_v1.answers import bytes_of
 from fastserve.dialects.triton_v1.fast import FastHttp
 from fastserve.dialects.triton_v1.header import RequestHeader, read_header
 from fastserve.dialects.triton_v1.inputs import Body, Data, read_request
@@ -85,7 +86,9 @@ class GeneralRequest(SlowRequest):
         service = self._service
         served = self._served = service.find(self._model, self._number)
         self.version = served.view.version
-        request = read_request(served.view, self._header, self._make_data(self._model), service.shared)
+        shared, data = service.shared, self._make_data(self._model)
+        large = shared.largest_bytes
+        request = await service.apart(large, read_request, served.view, self._header, data, shared)
         request.deadline_ns = self._deadline_ns
         self._rooms = hold_rooms(service.shared, self._header.destinations)
         return request
@@ -95,7 +98,9 @@ class GeneralRequest(SlowRequest):
 
     async def write(self, response: InferResponse) -> None:
         assert self._served is not None
-        answer = self._served.answers.write(self._header, response.outputs, self._rooms)
+        size = bytes_of(response) if self._rooms else 0
+        write = self._served.answers.write
+        answer = await self._service.apart(size, write, self._header, response.outputs, self._rooms)
         self._replies.answer(self._exchange, self._header.id, answer)
 
     def close(self) -> None:

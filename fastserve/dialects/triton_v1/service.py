@@ -19,6 +19,7 @@ from fastserve.repository.version import Version
 from fastserve.serving.dialect import ServingContext
 from fastserve.serving.model_view import ModelView, Views, find_version
 from fastserve.serving.paths import Kept
+from fastserve.wire.apart import Apart
 
 SERVER_ID = "inference:0"
 GOOD = f'code: {SUCCESS} server_id: "{SERVER_ID}" request_id: '.encode()
@@ -46,7 +47,7 @@ class Service:
         self.catalog = engine.catalog
         self.readiness = context.readiness
         self.repository = context.repository
-        self.shared = context.regions
+        self.shared, self.apart = context.regions, Apart()
         self.statistics = Statistics()
         self.traffic = Traffic(context.registry, "triton_v1", engine.catalog.models)
         self.started_ns = monotonic_ns()

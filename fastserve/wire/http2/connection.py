@@ -69,8 +69,7 @@ class Http2Connection(Peered, asyncio.BufferedProtocol):
         self._lifetime = None if listener.lifetimes is None else Lifetime(listener.lifetimes)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Of a listener that has nothing but HTTP/2. One connection too many gets a GOAWAY and no SETTINGS:
-        after these grpcio's client takes it for established, and tries its calls again and again."""
+        """Of a listener of HTTP/2 alone. One too many gets no SETTINGS: after them grpcio tries again."""
         self.take_over(cast(asyncio.Transport, transport))
         if self.listener.admit(self):
             self.start(b"")
