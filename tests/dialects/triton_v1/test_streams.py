@@ -130,7 +130,12 @@ def test_bytes_that_are_no_request(tmp_path: Path, garbage: bytes) -> None:
             async with grpc.aio.insecure_channel(place) as channel:
                 path = "/nvidia.inferenceserver.GRPCService/"
                 good = make_request("simple", PAIR, ROW, ROW).SerializeToString()
-                call = channel.stream_stream(path + "StreamInfer")(iter([good, garbage, good]))
+                call = channel.stream_stream(path + "StreamInfer")()
+                for sent in (
+                    good,
+                    garbage,
+                ):  # a third could be on its way when the call ends: an error of its own
+                    await call.write(sent)
                 assert V1.InferResponse.FromString(await call.read()).request_status.code == 1
                 with pytest.raises(grpc.aio.AioRpcError, match="malformed InferRequest"):
                     await call.read()
