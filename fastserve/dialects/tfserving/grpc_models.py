@@ -7,12 +7,12 @@ from typing import Any
 from google.protobuf.json_format import ParseDict
 
 from fastserve.config import ModelEntry
-from fastserve.config.policy import PolicyChoice, VersionPolicy
+from fastserve.config.fields import convert
 from fastserve.dialects.tfserving.describe import find_versions, signature_def
 from fastserve.dialects.tfserving.grpc_spec import fill_spec, find_model, target_of, tell
 from fastserve.dialects.tfserving.routes import Target
 from fastserve.dialects.tfserving.service import Service
-from fastserve.errors import Kind, ServeError, invalid
+from fastserve.errors import ConfigError, Kind, ServeError, invalid
 from fastserve.protos import load
 from fastserve.repository.catalog import Catalog
 
@@ -99,10 +99,10 @@ def read_config(config: Any, catalog: Catalog) -> list[ModelEntry]:
         if one.name in names:
             raise invalid(f"Illegal to list model {one.name} multiple times in config list")
         names.add(one.name)
-    return [_read_model(one, catalog) for one in given]
+    return [_read_model(number, one, catalog) for number, one in enumerate(given)]
 
 
-def _read_model(given: Any, catalog: Catalog) -> ModelEntry:
+def _read_model(number: int, given: Any, catalog: Catalog) -> ModelEntry:
     if "://" in given.base_path:
         raise invalid(f"base_path of model {given.name}: given {given.base_path}, allowed: a folder there")
     if not given.base_path.startswith("/"):
@@ -112,13 +112,12 @@ def _read_model(given: Any, catalog: Catalog) -> ModelEntry:
     _check_platform(given, catalog)
     if given.HasField("logging_config"):
         raise invalid(f"logging_config of model {given.name}: logs of requests are not built")
-    _check_numbers(given)
-    return ModelEntry(
-        name=given.name,
-        base_path=given.base_path,
-        version_policy=_policy(given),
-        labels=dict(given.version_labels) or None,
-    )
+    entry = {"name": given.name, "base_path": given.base_path, "version_policy": _policy(given)}
+    entry["labels"] = dict(given.version_labels) or None
+    try:
+        return convert(entry, ModelEntry, f"model_config_list.config[{number}]")
+    except ConfigError as fault:
+        raise invalid(str(fault)) from None
 
 
 def _check_platform(given: Any, catalog: Catalog) -> None:
@@ -141,21 +140,10 @@ def _check_platform(given: Any, catalog: Catalog) -> None:
     raise invalid(f"Model {given.name} requests unsupported platform {platform}")
 
 
-def _check_numbers(given: Any) -> None:
-    numbers = [*given.model_version_policy.specific.versions, *given.version_labels.values()]
-    if any(number < 0 for number in numbers):
-        raise invalid(f"model {given.name}: a version is a number from 0 on")
-
-
-def _policy(given: Any) -> VersionPolicy | None:
+def _policy(given: Any) -> object:
     chosen = given.model_version_policy.WhichOneof("policy_choice")
-    if chosen is None:
-        return None
-    if chosen == "all":
-        return "all"
+    if chosen == "specific":
+        return {"specific": list(given.model_version_policy.specific.versions)}
     if chosen == "latest":
-        return PolicyChoice(latest=given.model_version_policy.latest.num_versions or 1)
-    versions = list(given.model_version_policy.specific.versions)
-    if not versions:
-        raise invalid(f"model {given.name}: model_version_policy.specific names no version")
-    return PolicyChoice(specific=versions)
+        return {"latest": given.model_version_policy.latest.num_versions or 1}
+    return chosen

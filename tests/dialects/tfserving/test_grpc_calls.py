@@ -332,6 +332,40 @@ def test_models_are_replaced(tmp_path: Path) -> None:
     run(work())
 
 
+def test_lists_that_cannot_be(tmp_path: Path) -> None:
+    """Nothing changes for them."""
+    write_model(tmp_path)
+
+    def one(**fields: Any) -> Any:
+        whole = {"name": "a", "base_path": str(tmp_path), "model_platform": "tensorflow", **fields}
+        return TFS.ModelConfig(**whole)
+
+    cases = {
+        "model_config_list.config[0]: name": [one(name="../up")],
+        "model_config_list.config[0]: name ": [one(name="")],
+        "model_config_list.config[0]: labels": [one(version_labels={"best": -1})],
+        "model_config_list.config[0]: version_policy": [
+            one(model_version_policy={"specific": {"versions": [-1]}})
+        ],
+        "model_config_list.config[0]: version_policy ": [one(model_version_policy={"specific": {}})],
+        "Illegal to list model a multiple times in config list": [one(), one()],
+        "allowed: a folder there": [one(base_path="s3://bucket")],
+        "logs of requests are not built": [one(logging_config={})],
+        "Model a requests unsupported platform other": [one(model_platform="", model_type=2)],
+    }
+
+    async def work() -> None:
+        async with serving(tmp_path) as served:
+            for text, models in cases.items():
+                request = TFS.ReloadConfigRequest(config={"model_config_list": {"config": models}})
+                data = request.SerializeToString()
+                code, told = await refused(served, MODELS + "HandleReloadConfigRequest", data)
+                assert (code, text.strip() in told) == ("INVALID_ARGUMENT", True), told
+            assert await served.predict(3) == [6]
+
+    run(work())
+
+
 def test_who_may_replace_them(tmp_path: Path) -> None:
     write_model(tmp_path)
 
