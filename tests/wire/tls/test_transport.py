@@ -76,6 +76,60 @@ def test_a_slow_reader_holds_its_reply_and_no_ciphertext_of_it() -> None:
     run(main())
 
 
+def test_replies_keep_their_order_behind_a_slow_reader() -> None:
+    held = Held()
+
+    async def main() -> None:
+        async with serving({"/": held}) as listener, client(listener) as peer:
+            peer.send(GET * 3)
+            await until(lambda: len(held.calls) == 3)
+            for number in (2, 1, 0):  # so that all three are written at once
+                held.calls[number].reply(200, bytes([number]) * (8 << 20))
+            for number in range(3):
+                assert (await peer.reply()).body == bytes([number]) * (8 << 20)
+
+    run(main())
+
+
+class Sipping(asyncio.BufferedProtocol):
+    """Takes 100 bytes, then no more until it is told."""
+
+    def __init__(self) -> None:
+        self.buffer, self.sips = bytearray(100), []
+
+    def connection_made(self, transport) -> None:  # type: ignore[no-untyped-def]
+        self.transport = transport
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        return self.buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.sips.append(bytes(self.buffer[:nbytes]))
+        self.transport.pause_reading()
+
+
+def test_what_is_decrypted_waits_for_who_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = Sipping()
+
+    async def main() -> None:
+        async with serving({}) as listener:
+            monkeypatch.setattr(listener, "_speak", lambda protocol: app)
+            peer = await HandClient.connect(listener)
+            await peer.shake()
+            await peer.send(bytes(range(250)))
+            for sips in (1, 2, 3):
+                await until(lambda sips=sips: len(app.sips) == sips)
+                for _ in range(5):
+                    await asyncio.sleep(0)
+                assert len(app.sips) == sips
+                app.transport.resume_reading()
+            assert b"".join(app.sips) == bytes(range(250))
+            peer.close()
+            app.transport.abort()
+
+    run(main())
+
+
 def unsent(listener) -> int:  # type: ignore[no-untyped-def]
     return sum(c._transport.get_write_buffer_size() for c in listener.connections)
 
