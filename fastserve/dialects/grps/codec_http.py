@@ -38,6 +38,7 @@ _BASE64 = re.compile(r"[A-Za-z0-9+/]*|[A-Za-z0-9_-]*")
 _URL_SAFE = re.compile(r"[_-]")
 _NUMERIC = "uint8|int8|int16|int32|int64|float16|float32|float64|double"
 _DATA = re.compile(rf'"(flat_?(?:{_NUMERIC}))"\s*:\s*(?=\[)'.encode(), re.IGNORECASE)
+_ALONE = re.compile(rb'\s*\{\s*"ndarray"\s*:')
 _NUMBER = re.compile(r"-?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|-?Infinity|NaN")
 _ONEOF = ("str_data", "gtensors", "ndarray", "gmap", "bin_data")
 _READERS = {
@@ -57,6 +58,9 @@ class JsonBody:
 
 def read_json(body: bytes | bytearray, options: GrpsOptions) -> JsonBody:
     """A request's body. Raises ServeError naming what is wrong and where."""
+    alone = _read_alone(body)
+    if alone is not None:
+        return JsonBody(alone)
     text, cut = cut_arrays(bytes(body))
     document = _parse(text)
     if not isinstance(document, Members):
@@ -225,6 +229,22 @@ def _leaves(value: Value, where: str) -> Iterator[Value]:
             yield from _leaves(item, where)
         else:
             yield item
+
+
+def _read_alone(body: bytes | bytearray) -> Any | None:
+    """The message of a body that is an ndarray of plain numbers and nothing else, however large; None for
+    any other, and for what is wrong, which is told elsewhere."""
+    begin = _ALONE.match(body)
+    if begin is None or body.count(b'"', begin.end()):
+        return None
+    try:
+        ((_, shape, data),) = _READERS["float32"].read(b'{"inputs":' + body[begin.end() :]).tensors.values()
+    except JSONFault:
+        return None
+    message = load("grps").GrpsMessage()
+    out = message.gtensors.tensors.add(dtype=BY_NAME["flat_float32"].number, shape=shape)
+    fill_packed(out, BY_NAME["flat_float32"], data)
+    return message
 
 
 def _read_ndarray(out: Any, value: Value) -> None:

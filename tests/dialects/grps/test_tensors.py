@@ -238,6 +238,16 @@ def test_ndarray_there_and_back(served: Deployed) -> None:
     assert "gtensors" in served.predict({"ndarray": [[1, 2]]}, "?model=float32-1&return-ndarray=1").json
 
 
+def test_a_large_ndarray(served: Deployed) -> None:
+    """More values than become objects each; what is wrong with it is told all the same."""
+    rows = [[0.5, n] for n in range(4)]
+    assert served.predict({"ndarray": rows}, "?model=float32-1&return-ndarray=true").json["ndarray"] == rows
+    text = b'{"ndarray":[[' + b"1," * 600_000 + b"1]]}"
+    answer = served.predict(text, "?model=free-1").json["gtensors"]["tensors"][0]
+    assert answer["shape"] == [1, 600_001]
+    assert "Parse NDArray failed" in served.predict(b'{"ndarray":[[1,2],[3]]}', "?model=float32-1").message
+
+
 def test_halves_and_strings(served: Deployed) -> None:
     answer = served.predict(gtensors(tensor("float16", [0.5, 65504], 1, 2)), "?model=half-1").json
     assert answer["gtensors"]["tensors"][0]["flat_float16"] == [0.5, 65504.0]
