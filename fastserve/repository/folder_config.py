@@ -103,16 +103,16 @@ class ConfigReader:
         """The config a client gave for `name`, completed from its folder. Raises ConfigError, OSError."""
         written = parse_triton_json(text, name)
         config = to_model_config(complete_from_files(written, numbered, root), folder.absolute())
-        return self._operated(_with_output_labels(config, folder))
+        return self.operate(_with_output_labels(config, folder))
 
     def _bare(self, entry: BackendEntry, name: str) -> ModelConfig:
         """A model without a config, whose file says the rest."""
         if entry.native:
             return parse_model_config({"backend": entry.name}, "model_defaults", self._defaults)
-        return self._operated(to_model_config(make_triton_config({"backend": entry.triton}, name)))
+        return self.operate(to_model_config(make_triton_config({"backend": entry.triton}, name)))
 
-    def _operated(self, config: ModelConfig) -> ModelConfig:
-        """A model of Triton's form, run as model_defaults say. Raises ConfigError."""
+    def operate(self, config: ModelConfig) -> ModelConfig:
+        """A model of another form than ours, run as model_defaults say. Raises ConfigError."""
         chosen = {key: value for key, value in self._defaults.items() if key in OPERATION}
         if not chosen:
             return config
@@ -146,7 +146,7 @@ class ConfigReader:
         completed = complete_from_files(written, numbered, root)
         config = to_model_config(completed, folder.absolute())
         labels = {folder / file: _stamp_or_none(folder / file) for file in _label_files(config).values()}
-        config = self._operated(_with_output_labels(config, folder))
+        config = self.operate(_with_output_labels(config, folder))
         self._known[path] = _Read(stamps, config, labels)
         return config
 

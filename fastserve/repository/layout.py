@@ -105,7 +105,7 @@ class Layout:
         """Every model, by name. Raises OSError when the root cannot be listed (then change nothing)."""
         found = {entry.name: self._scan_entry(entry) for entry in self.entries}
         if self.deployment is not None:
-            found |= _scan_deployment(self.deployment)
+            found |= _scan_deployment(self.deployment, self._configs)
         if self.root is None:
             return found
         for child in sorted(os.scandir(self.root), key=lambda c: c.name):
@@ -128,7 +128,9 @@ class Layout:
         for entry in self.entries:
             if entry.name == name:
                 return self._scan_entry(entry)
-        if self.deployment is not None and name in (deployed := _scan_deployment(self.deployment)):
+        if self.deployment is not None and name in (
+            deployed := _scan_deployment(self.deployment, self._configs)
+        ):
             return deployed[name]
         if self.root is None or not (self.root / name).is_dir():
             return None
@@ -175,19 +177,19 @@ class Layout:
         return model
 
 
-def _scan_deployment(folder: Path) -> dict[str, ModelFolder]:
+def _scan_deployment(folder: Path, configs: ConfigReader) -> dict[str, ModelFolder]:
     """The models of a grps deployment. Raises OSError when it cannot be read (then change nothing)."""
     try:
         deployment = read_deployment(folder)
     except ConfigError as fault:
         raise OSError(str(fault)) from None
-    return {name: _deployed(deployment, name) for name in deployment.names}
+    return {name: _deployed(deployment, name, configs) for name in deployment.names}
 
 
-def _deployed(deployment: Deployment, name: str) -> ModelFolder:
+def _deployed(deployment: Deployment, name: str, configs: ConfigReader) -> ModelFolder:
     model = ModelFolder(name, deployment.folder)
     try:
-        model.config = deployment.config(name)
+        model.config = configs.operate(deployment.config(name))
         stamps = [stamp_of(file) for file in deployment.files(model.config)]
         newest = max(stamps, key=lambda stamp: stamp[3])
         model.versions[NUMBER] = VersionFolder(NUMBER, deployment.folder, newest)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
 from fastserve.config.grps import grps_overrides, read_server_file
 from fastserve.errors import ConfigError, ServeError
 from fastserve.repository.grps_config import read_deployment
+from fastserve.repository.layout import Layout
 from tests.backends import models as onnx_models
 from tests.dialects.grps import deployments
 from tests.dialects.grps.deployments import DYNAMIC, echo_model
@@ -161,6 +163,17 @@ def test_settings_where_the_originals_differ(tmp_path: Path) -> None:
         assert served.ask("GET", "/grps/v1/health/online").status == 200
         assert served.call("CheckReadiness").status.code == 403
         assert served.call("Online").status.code == served.call("CheckReadiness").status.code == 200
+
+
+def test_how_models_are_run_is_set_as_for_any(tmp_path: Path) -> None:
+    settings = settings_of(deployments.write(tmp_path / "d"))
+    layout = Layout(msgspec.structs.replace(settings, model_defaults={"max_queue_rows": 7}))
+    for name in ("echo-1.0.0", "echo-2.0.0"):
+        for found in (layout.scan()[name], layout.scan_one(name)):
+            assert found is not None
+            assert found.config is not None
+            assert (found.config.max_queue_rows, found.config.options.decoupled) == (7, True)
+    assert layout.scan_one("echo") is None
 
 
 def test_models_by_name_or_name_and_version(tmp_path: Path) -> None:
