@@ -43,7 +43,7 @@ MODEL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class VersionFolder:
-    """One folder that holds a version; `stamp` is its model file's."""
+    """One folder that holds a version; `stamp` is its model file's, and its modules'."""
 
     number: int
     folder: Path
@@ -243,6 +243,15 @@ def _misplaced(folder: Path, file_name: str) -> list[str]:
     return notes
 
 
+def _stamp_of_all(file: Path) -> Stamp:
+    """That of a model's file, and of the modules beside one that is Python. Raises OSError."""
+    stamp = stamp_of(file)
+    if file.suffix != ".py":
+        return stamp
+    modules = tuple(stamp_of(module) for module in sorted(file.parent.glob("*.py")))
+    return (*stamp[:2], hash(modules), max((module[3] for module in modules), default=stamp[3]))
+
+
 def _fill_versions(model: ModelFolder, numbered: Mapping[int, Path], root: Path) -> None:
     assert model.config is not None
     file_name = model_file(model.config)
@@ -254,6 +263,6 @@ def _fill_versions(model: ModelFolder, numbered: Mapping[int, Path], root: Path)
         elif not (inside(folder, root) and inside(file, root)):
             model.notes.append(f"version {number}: a link leads out of the repository")
         else:
-            model.versions[number] = VersionFolder(number, folder.resolve(), stamp_of(file))
+            model.versions[number] = VersionFolder(number, folder.resolve(), _stamp_of_all(file))
     if file_name and not model.versions:
         model.notes += _misplaced(model.folder, file_name)
