@@ -14,6 +14,7 @@ from grps_framework.apis import grps_pb2
 from grps_framework.apis.grps_pb2 import GrpsMessage
 from grps_framework.context.context import GrpsContext
 from grps_framework.logger.logger import clogger
+from grps_framework.monitor.monitor import app_monitor
 from grps_framework.model_infer.inferer import ModelInferer, inferer_register
 
 
@@ -48,6 +49,11 @@ class Echo(ModelInferer):
             return self.stream(inp, said, context)
         if said == "none":
             return None
+        if word == "count":
+            app_monitor.inc("seen(times)", 2)
+            for name in ("avg", "max", "min", "cdf"):
+                for value in (1.0, 4.0):
+                    getattr(app_monitor, name)("took", value)
         if said == "tag":
             return GrpsMessage(str_data=self.tag)
         if said == "bin":

@@ -17,6 +17,7 @@ from tests.backends import models as onnx_models
 from tests.dialects.grps import deployments
 from tests.dialects.grps.deployments import DYNAMIC, echo_model
 from tests.dialects.grps.rig import JSON, deployed, settings_of
+from tests.running import until
 
 TWICE = {"converter_type": "customized", "converter_name": "twice"}
 NO_MESSAGE = b"Output type must be GrpsMessage."
@@ -174,6 +175,25 @@ def test_how_models_are_run_is_set_as_for_any(tmp_path: Path) -> None:
             assert found.config is not None
             assert (found.config.max_queue_rows, found.config.options.decoupled) == (7, True)
     assert layout.scan_one("echo") is None
+
+
+def test_metrics_of_the_projects_own(tmp_path: Path) -> None:
+    with deployed(settings_of(deployments.write(tmp_path / "d", [echo_model("1.0.0", "A")]))) as served:
+        for _ in range(2):
+            assert served.predict({"str_data": "count:"}).status == 200
+        wanted = {
+            'grps_app_inc{name="seen(times)"} 4',
+            'grps_app_avg{name="took"} 2.5',
+            'grps_app_max{name="took"} 4',
+            'grps_app_min{name="took"} 1',
+            'grps_app_cdf_count{name="took"} 4',
+        }
+
+        def shown() -> bool:
+            lines = served.ask("GET", "/metrics").body.decode().splitlines()
+            return wanted <= {line.removesuffix(".0").removesuffix(".000000") for line in lines}
+
+        until(shown, "\n".join(wanted))
 
 
 def test_models_by_name_or_name_and_version(tmp_path: Path) -> None:

@@ -144,6 +144,8 @@ def test_a_slow_reader_holds_its_model_up(served: Deployed) -> None:
         for _ in range(20):
             assert served.predict({"str_data": "hi"}).json["str_data"] == "hi"
         assert resident(served) - before < 30 << 20
+        held = sum(h.queue.ring.slab_pages_used() for h in served.server.host.hosted.values())
+        assert 0 < held * 4096 < 80 << 18  # 64 messages may wait
     assert served.predict({"str_data": "hi"}).json["str_data"] == "hi"
 
 
