@@ -18,6 +18,7 @@ from fastserve.config import ModelEntry
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.overrides import Override
 from fastserve.repository.repository import Repository
+from fastserve.serving.exchange import unforeseen
 from fastserve.serving.model_control import LoadOverride
 
 
@@ -59,7 +60,8 @@ class ClientLoads:
                 await self.replace_models(msgspec.convert(asked["entries"], list[ModelEntry]))
             else:
                 await self.unload(asked["name"], asked["dependents"])
-        except ServeError as fault:
+        except Exception as error:  # whatever it is: in the other process a client waits to hear of it
+            fault = error if isinstance(error, ServeError) else unforeseen(self, error)
             return {**told, "error": [fault.kind.value, fault.message]}
         return told
 

@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from time import monotonic_ns
 from typing import Any, TypeVar
 
-from fastserve.errors import ServeError
+from fastserve.errors import Kind, ServeError
 
 Request = TypeVar("Request")
 MOST_WAITING = 64
@@ -69,8 +69,10 @@ class Turn:
         await self._line.has_room()
 
     def leave(self) -> None:
-        """A turn out of line has said everything."""
-        self._line.leave()
+        """A turn out of line has said everything; what it says from now on is too late."""
+        if self._out:
+            self._out = False
+            self._line.leave()
 
 
 class Line:
@@ -98,7 +100,11 @@ class Line:
                 await self._room.acquire()
                 turn = Turn(self, stream)
                 self._turns.append(turn)
-                work = begin(request, turn)
+                try:
+                    work = begin(request, turn)
+                except Exception as error:  # in its turn, or the stream would wait for it for ever
+                    turn.fail(error)
+                    continue
                 if work is not None:
                     task = create_task(self._run(work, turn))
                     self._tasks.add(task)
@@ -111,6 +117,9 @@ class Line:
     async def _run(self, work: Coroutine[Any, Any, None], turn: Turn) -> None:
         try:
             await work
+        except asyncio.CancelledError:  # not always by `close`: what it waited for may have been
+            turn.fail(ServeError(Kind.CANCELLED, "the request was cancelled"))
+            raise
         except Exception as error:
             turn.fail(error)
 

@@ -152,6 +152,59 @@ def test_what_the_requests_raise_comes_after_the_answers() -> None:
     asyncio.run(work())
 
 
+def test_what_begin_raises_ends_the_stream_in_its_turn() -> None:
+    async def work() -> None:
+        asked = Asked()
+
+        def begin(request: int, turn: Turn) -> Coroutine[Any, Any, None] | None:
+            if request == 2:
+                raise FAULT
+            return asked.begin(request, turn)
+
+        answers = answer_stream(feed(1, 2, 3), begin, 8)
+        reading = asyncio.ensure_future(anext(answers))
+        await settle()
+        asked.turns[1].reply(b"1")
+        assert await reading == b"1"
+        with pytest.raises(ServeError, match="the test's"):
+            await asyncio.wait_for(anext(answers), 5)
+
+    asyncio.run(work())
+
+
+def test_a_coroutine_whose_work_is_cancelled_ends_the_stream() -> None:
+    async def work() -> None:
+        waited: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        async def wait() -> None:
+            await waited
+
+        answers = answer_stream(feed(1), lambda request, turn: wait(), 8)
+        reading = asyncio.ensure_future(anext(answers))
+        await settle()
+        waited.cancel()
+        with pytest.raises(ServeError, match="was cancelled"):
+            await asyncio.wait_for(reading, 5)
+
+    asyncio.run(work())
+
+
+def test_who_left_and_then_fails_has_left_once() -> None:
+    async def leave_and_fail(turn: Turn) -> None:
+        turn.step_out()
+        await turn.say(b"said")
+        turn.leave()
+        raise FAULT
+
+    async def work() -> None:
+        answers = answer_stream(feed(1), lambda request, turn: leave_and_fail(turn), 8)
+        assert await asyncio.wait_for(anext(answers), 5) == b"said"
+        with pytest.raises(StopAsyncIteration):
+            await asyncio.wait_for(anext(answers), 5)
+
+    asyncio.run(work())
+
+
 def test_who_leaves_ends_everything() -> None:
     async def work() -> None:
         asked = Asked()
