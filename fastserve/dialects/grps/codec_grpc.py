@@ -13,6 +13,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from fastserve.dialects.grps.errors import invalid
+from fastserve.errors import ServeError
 from fastserve.protos import load
 
 MOST_FIELDS = 1024  # of a message, and tensors of a request: each costs the parser a hundred bytes
@@ -94,14 +95,23 @@ def head_of(field: int, size: int) -> bytes:
 
 def find_raws(data: bytes) -> list[tuple[int, int]]:
     """The spans of packed floats and doubles, one of each tensor; none when some tensor has another number
-    of them. For messages that were read before."""
+    of them, or more fields than are looked at. For messages that were read before."""
+    try:
+        return _find_raws(data)
+    except (ServeError, ValueError, IndexError):  # fields that only the protobuf library knows how to pass
+        return []
+
+
+def _find_raws(data: bytes) -> list[tuple[int, int]]:
     found = []
     for field, start, end in walk(data, 0, len(data)):
         if field != GTENSORS:
             continue
         for inner, first, last in walk(data, start, end):
+            if inner != TENSORS:
+                return []
             spans = [(a, b) for f, a, b in walk(data, first, last) if f in (FLAT_FLOAT32, FLAT_FLOAT64)]
-            if inner != TENSORS or len(spans) != 1:
+            if len(spans) != 1:
                 return []
             found += spans
     return found

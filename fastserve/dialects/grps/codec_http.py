@@ -107,10 +107,14 @@ def find_arrays(body: bytes) -> Iterator[tuple[int, int, int, bytes]]:
     """(where its key begins, the array's begin and end, its key) of every flat array of numbers.
 
     Inside a JSON text no quote stands without a backslash, so what matches is a key."""
+    last = 0
     for found in _DATA.finditer(body):
         first = found.end()
-        last = body.find(b"]", first) + 1
-        if last and body.find(b"[", first + 1, last) < 0:
+        if last <= first:  # else that end is still the next: a body of keys alone is gone over once
+            last = body.find(b"]", first) + 1
+        if not last:
+            return
+        if body.find(b"[", first + 1, last) < 0:
             yield found.start(), first, last, found[1]
 
 

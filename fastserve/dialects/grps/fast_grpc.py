@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+from fastserve._ext.proto_outline import MOST_HEAD_BYTES
 from fastserve.dialects.grps.codec_grpc import find_raws, write_heads
 from fastserve.dialects.grps.errors import code_of, failure_message, ok_message
 from fastserve.dialects.grps.service import Service, speaks_messages
@@ -128,6 +129,8 @@ class FastGrpc:
         raws = find_raws(data)
         sizes = [len(tensor.data) for tensor in request.inputs.values()]
         if [last - first for first, last in raws] != sizes:  # unpacked, in pieces, or in another field too
+            return
+        if len(data) - sum(sizes) > MOST_HEAD_BYTES:  # which is kept: fields nobody knows may be of any size
             return
         path = open_path(version, self._service.traffic, Outcome(self._service, version), patience_ns)
         if path is None or not _is_whole(path, request):

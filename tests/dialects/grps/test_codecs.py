@@ -1,0 +1,85 @@
+"""Readers of grps's two forms by themselves: what they pass, what they bound, what is learned. No server."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, SupportsIndex
+
+import numpy as np
+import pytest
+
+from fastserve._ext.proto_outline import MOST_HEAD_BYTES
+from fastserve.dialects.grps import fast_grpc
+from fastserve.dialects.grps.codec_grpc import find_raws, head_of, write_varint
+from fastserve.dialects.grps.codec_http import cut_arrays, find_arrays
+from fastserve.dialects.grps.fast_grpc import FastGrpc
+from fastserve.protos import load
+from fastserve.repository.keepers import Keepers
+from fastserve.request import InferRequest
+from fastserve.tensor import DTYPES, Tensor
+
+UNKNOWN = write_varint(15 << 3 | 2) + b"\x02\x0b\x0c"  # a field nobody knows, which is no message
+
+
+def a_message(*values: float) -> Any:
+    message = load("grps").GrpsMessage(model="m")
+    message.gtensors.tensors.add(name="x", dtype="DT_FLOAT32", shape=[len(values)], flat_float32=values)
+    return message
+
+
+def test_fields_nobody_knows_are_passed_where_floats_are_looked_for() -> None:
+    data = a_message(1.0, 2.0).SerializeToString()
+    ((first, last),) = find_raws(data)
+    assert data[first:last] == np.array([1, 2], "<f4").tobytes()
+    tensors = a_message(1.0).gtensors.SerializeToString() + UNKNOWN
+    assert find_raws(head_of(5, len(tensors)) + tensors) == []
+
+
+def test_floats_that_are_not_packed_are_not_learned() -> None:
+    one = b"\x55\x00\x00\x80\x3f"  # field 10, four bytes
+    tensor = one * 2000
+    tensors = head_of(1, len(tensor)) + tensor
+    data = head_of(5, len(tensors)) + tensors
+    assert len(load("grps").GrpsMessage.FromString(data).gtensors.tensors[0].flat_float32) == 2000
+    assert find_raws(data) == []
+
+
+@pytest.mark.parametrize(("more", "learned"), [(0, True), (MOST_HEAD_BYTES, False)])
+def test_what_is_kept_of_a_message_is_bounded(
+    more: int, learned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[object] = []
+    monkeypatch.setattr(fast_grpc, "open_path", lambda version, *_: opened.append(version))
+    fast = FastGrpc(SimpleNamespace(keepers=Keepers(SimpleNamespace(on_change=[])), traffic=None))  # type: ignore[arg-type]
+    data = a_message(1.0, 2.0).SerializeToString() + head_of(99, more) + bytes(more)
+    request = InferRequest({"x": Tensor(DTYPES["float32"], (2,), np.array([1, 2], "<f4").tobytes())})
+    version: Any = SimpleNamespace(model="m")
+    monkeypatch.setattr(fast_grpc, "speaks_messages", lambda version: False)
+    fast.learn(data, a_message(1.0, 2.0), request, version, 0)
+    assert bool(opened) is learned
+
+
+class Counted(bytes):
+    """Counts the bytes that `find` has gone over."""
+
+    seen = 0
+
+    def find(self, sub: Any, start: Any = None, end: SupportsIndex | None = None) -> int:
+        found = super().find(sub, start, end)
+        Counted.seen += (len(self) if found < 0 else found) - int(start or 0)
+        return found
+
+
+@pytest.mark.parametrize("end", [b"", b"]"])
+def test_a_body_of_keys_alone_is_read_through_once(end: bytes) -> None:
+    body = Counted(b'"flat_int8":[' * 2000 + end)
+    Counted.seen = 0
+    assert len(list(find_arrays(body))) == len(end)  # the last of them has an end
+    assert Counted.seen < 3 * len(body)
+
+
+def test_arrays_are_cut_where_they_are() -> None:
+    body = b'{"flat_int8":[1,2],"a":[3],"flat_float32":[[4]],"flat_int32":[5]}'
+    text, cut = cut_arrays(body)
+    assert cut == [b"[1,2]", b"[5]"]
+    assert text == b'{"=flat_int8":0,"a":[3],"flat_float32":[[4]],"=flat_int32":1}'
