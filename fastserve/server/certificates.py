@@ -40,5 +40,5 @@ class CertificateWatch:
             self._timer = None
 
     def _turn(self) -> None:
+        self.open()  # first: what nobody foresaw must not end the watch
         self.look()
-        self.open()

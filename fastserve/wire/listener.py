@@ -271,9 +271,10 @@ class HttpListener:
             self._unseen = list(self.connections)
             self._at_a_time = max(LOOKS_AT_ONCE, ceil(len(self._unseen) / SLICES))
         some, self._unseen = self._unseen[: self._at_a_time], self._unseen[self._at_a_time :]
-        self._look_at(self.connections.intersection(some), now)
         pause_s = self._interval_s() / (SLICES if self._unseen else 1)
+        # First: one connection's trouble must not end the limits of all others.
         self._timer = asyncio.get_running_loop().call_later(pause_s, self._tick)
+        self._look_at(self.connections.intersection(some), now)
 
     def _interval_s(self) -> float:
         limits = self.limits

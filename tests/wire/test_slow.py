@@ -38,6 +38,36 @@ def test_an_idle_connection_is_closed_without_a_word(data: bytes) -> None:
     assert not pipe.listener.connections
 
 
+class Troubled:
+    """A connection whose look fails."""
+
+    looks = 0
+
+    def look(self, now: float) -> Verdict:
+        self.looks += 1
+        raise OSError("the test's")
+
+    def abort(self) -> None:
+        """Nothing is there."""
+
+
+def test_a_look_that_fails_does_not_end_the_looks() -> None:
+    async def work() -> None:
+        failures: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
+        async with serving({"/echo": echo}, limits(idle_timeout_s=0.04)) as listener:
+            troubled = Troubled()
+            listener.connections.add(troubled)  # type: ignore[arg-type]
+            end = asyncio.get_running_loop().time() + WAIT_S
+            while troubled.looks < 2 and asyncio.get_running_loop().time() < end:
+                await asyncio.sleep(0.01)
+            listener.connections.discard(troubled)  # type: ignore[arg-type]
+        assert troubled.looks >= 2
+        assert failures
+
+    asyncio.run(work())
+
+
 def test_a_request_restarts_the_idle_time() -> None:
     pipe = pipe_at(b"")
     pipe.scan(70.0)

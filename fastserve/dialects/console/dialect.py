@@ -99,8 +99,8 @@ class Console(Dialect):
         return found
 
     def _look(self) -> None:
-        self._history.look(time.monotonic_ns())
         self._next = asyncio.get_running_loop().call_later(INTERVAL_S, self._look)
+        self._history.look(time.monotonic_ns())
 
 
 def refuse_method(call: Call) -> None:

@@ -88,8 +88,8 @@ class Monitor:
             self._turn()
 
     def _turn(self) -> None:
-        self._look()
         self._timer = asyncio.get_running_loop().call_later(1.0, self._turn)
+        self._look()
 
     def close(self) -> None:
         if self._timer is not None:

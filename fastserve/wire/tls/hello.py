@@ -10,6 +10,7 @@ from __future__ import annotations
 HANDSHAKE, CLIENT_HELLO, ALPN = 22, 1, 16
 MOST_BYTES = 1 << 15  # of a client's first message; browsers send 2 KiB, with certificates to resume 4 KiB
 MOST_RECORD = 16384
+MOST_RECORDS = 64  # it comes in: with every piece that comes all of them are looked at again
 NO_PROTOCOL = b"\x15\x03\x03\x00\x02\x02\x78"  # a fatal alert: no_application_protocol
 _HTTP = b"ABCDEFGHIJKLMNOPQRSTUVWXYZ\r\n"  # a method begins with one of these
 
@@ -30,12 +31,13 @@ def is_http(data: bytes | bytearray) -> bool:
 def whole_hello(data: bytes | bytearray) -> bytes | None:
     """The client's first message without its records (RFC 8446 5.1), None while more of it is to come.
     Raises NotTls."""
-    message, at = bytearray(), 0
+    message, at, records = bytearray(), 0, 0
     while at + 5 <= len(data):
+        records += 1
         length = int.from_bytes(data[at + 3 : at + 5], "big")
         if data[at] != HANDSHAKE or data[at + 1] != 3 or not 0 < length <= MOST_RECORD:
             raise NotTls
-        if message and message[0] != CLIENT_HELLO:
+        if records > MOST_RECORDS or (message and message[0] != CLIENT_HELLO):
             raise NotTls
         message += data[at + 5 : at + 5 + length]
         at += 5 + length

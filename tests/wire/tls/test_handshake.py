@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastserve.wire.tls.handshake import Handshake
-from fastserve.wire.tls.hello import NotTls, is_tls, offered_protocols, whole_hello
+from fastserve.wire.tls.hello import MOST_RECORDS, NotTls, is_tls, offered_protocols, whole_hello
 from tests.certificates import trusting
 from tests.wire import kit
 from tests.wire.kit import WAIT_S, limits, read_replies, run, until
@@ -194,6 +194,14 @@ def test_a_hello_in_several_records() -> None:
         for part in (message[start : start + 50] for start in range(0, len(message), 50))
     )
     assert whole_hello(cut) == whole_hello(data)
+
+
+def test_a_hello_in_records_of_a_byte_is_refused_before_they_are_many() -> None:
+    message = b"\x01\x00\x7f\x00" + bytes(256)
+    data = b"".join(b"\x16\x03\x01\x00\x01%c" % byte for byte in message)
+    assert whole_hello(data[: MOST_RECORDS * 6]) is None
+    with pytest.raises(NotTls):
+        whole_hello(data)
 
 
 @given(st.binary(max_size=300), st.integers(0, 400), st.integers(0, 255))

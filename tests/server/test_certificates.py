@@ -1,0 +1,35 @@
+"""The watch over certificates goes on, whatever it meets."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from fastserve.config.tls import TlsOptions
+from fastserve.server.certificates import CertificateWatch
+from fastserve.wire.tls import Credentials
+
+
+class Failing(Credentials):
+    """Those of a process that has no descriptor left."""
+
+    looks = 0
+
+    def renew(self) -> bool:
+        self.looks += 1
+        raise OSError("too many open files")
+
+
+def test_what_nobody_foresaw_does_not_end_the_watch(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        credentials = Failing(TlsOptions(poll_s=0.01))
+        watch = CertificateWatch(credentials)
+        watch.open()
+        end = asyncio.get_running_loop().time() + 5
+        while credentials.looks < 2 and asyncio.get_running_loop().time() < end:
+            await asyncio.sleep(0.01)
+        watch.close()
+        assert credentials.looks >= 2
+
+    asyncio.run(work())
