@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fastserve.config import tensorflow
 from fastserve.metrics import names
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,6 +27,14 @@ def test_links_lead_to_files(page: Path) -> None:
 def test_drawings_are_the_tables() -> None:
     done = subprocess.run([sys.executable, "tools/draw_tables.py", "--check"], cwd=ROOT)
     assert done.returncode == 0, "run tools/draw_tables.py"
+
+
+def test_every_flag_of_tensorflow_servings_is_told() -> None:
+    page = (ROOT / "docs/moving-from-tensorflow-serving.md").read_text()
+    told = set(re.findall(r"`--([a-z]\w*_\w+|port|version)\b", page))
+    known = {*tensorflow._INT_FLAGS, *tensorflow._TEXT_FLAGS, *tensorflow._BOOL_FLAGS}
+    known |= {*tensorflow._IDLE_FLAGS, *tensorflow._UNBUILT_FLAGS}
+    assert told == known
 
 
 def test_the_readmes_library_example_runs(tmp_path: Path) -> None:
