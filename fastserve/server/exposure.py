@@ -6,8 +6,7 @@ import ipaddress
 import logging
 
 from fastserve.config import Listener, Settings
-from fastserve.server.speaking import find_specs
-from fastserve.wire.scope import Scope
+from fastserve.server.speaking import choose, find_specs
 
 log = logging.getLogger(__name__)
 
@@ -24,24 +23,15 @@ def is_public(listener: Listener) -> bool:
 
 def exposures(settings: Settings) -> list[str]:
     """A sentence for each thing that whoever reaches a public address may do."""
-    administered = {spec.name for spec in find_specs(settings) if Scope.ADMIN in spec.scopes}
-    open_to_all = [
-        listener.address
-        for listener in (*settings.listen, *settings.http, *settings.grpc)
-        if is_public(listener) and (not listener.dialects or administered.intersection(listener.dialects))
-    ]
-    allowed = {
-        "load and unload models": settings.model_control == "explicit",
-        "run code of its own, as files of a load": settings.model_control == "explicit"
-        and settings.admin.file_overrides,
-        "read and write this machine's shared memory": settings.allow_client_shm,
-        "change what is logged": settings.admin.log_settings,
-    }
-    places = ", ".join(open_to_all)
+    places: dict[str, list[str]] = {}
+    for listener in (*settings.listen, *settings.http, *settings.grpc):
+        if is_public(listener):
+            spoken = choose(find_specs(settings), listener)
+            for what in dict.fromkeys(what for spec in spoken for what in spec.exposes(settings)):
+                places.setdefault(what, []).append(listener.address)
     return [
-        f"whoever reaches {places} may {what}: there are no keys; see docs/security.md"
-        for what, is_so in allowed.items()
-        if is_so and places
+        f"whoever reaches {', '.join(found)} may {what}: there are no keys; see docs/security.md"
+        for what, found in places.items()
     ]
 
 

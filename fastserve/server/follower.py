@@ -37,7 +37,7 @@ from fastserve.server.listening import Front
 from fastserve.server.loads import OthersLoads
 from fastserve.server.mirror import apply_catalog
 from fastserve.tensor import DTYPES, TensorSpec
-from fastserve.wire import keep_freed_memory
+from fastserve.wire import keep_freed_memory, share_heap
 from fastserve.workers.arena import Arena
 from fastserve.workers.control import Control, PeerGone
 from fastserve.workers.tie import leave, tie_to_owner
@@ -201,4 +201,5 @@ async def follow(fd: int) -> NoReturn:
 
 if __name__ == "__main__":
     tie_to_owner(int(sys.argv[1]))
+    share_heap()
     uvloop.run(follow(int(sys.argv[1])))

@@ -35,7 +35,7 @@ from fastserve.server.health import judge
 from fastserve.server.listening import Front, all_listeners
 from fastserve.server.loads import ClientLoads
 from fastserve.server.welcome import announce, fill_standard_streams, welcome_text
-from fastserve.wire import keep_freed_memory
+from fastserve.wire import keep_freed_memory, share_heap
 from fastserve.wire.opening import Opening
 from fastserve.workers.tie import leave
 
@@ -195,6 +195,7 @@ def run(settings: Settings, *, give_up: Callable[[Exception], None] | None = Non
     """Run a server in this process; the exit status. Why it could not start goes to `give_up`, else to
     standard error."""
     fill_standard_streams()
+    share_heap()
     setup_logs(settings.log.level, settings.log.format, access=settings.log.access)
     log_uncaught()
     try:

@@ -43,7 +43,7 @@ def _import_spec(path: str) -> Spec:
 
 def choose_http(specs: Sequence[Spec], listener: Listener) -> list[Spec]:
     """What an HTTP listener speaks, in the order in which they are asked. Raises ConfigError."""
-    named = _choose(specs, listener)
+    named = choose(specs, listener)
     if len(named) == 1 and named[0].stands_in:
         return named
     return [spec for spec in specs if spec in named or spec.beside_others]
@@ -51,10 +51,11 @@ def choose_http(specs: Sequence[Spec], listener: Listener) -> list[Spec]:
 
 def choose_grpc(specs: Sequence[Spec], listener: Listener) -> list[Spec]:
     """What a gRPC listener speaks. Raises ConfigError."""
-    return [spec for spec in _choose(specs, listener) if spec.rpcs]
+    return [spec for spec in choose(specs, listener) if spec.rpcs]
 
 
-def _choose(specs: Sequence[Spec], listener: Listener) -> list[Spec]:
+def choose(specs: Sequence[Spec], listener: Listener) -> list[Spec]:
+    """The dialects a listener names, or those it speaks unasked. Raises ConfigError."""
     for name in listener.dialects:
         found = next((spec for spec in specs if spec.name == name), None)
         if found is None or (found.never_mixed and len(listener.dialects) > 1):

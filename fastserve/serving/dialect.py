@@ -9,7 +9,7 @@ tables and nowhere else: the dialect reads it there, and the wire does what it a
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
@@ -128,6 +128,9 @@ class DialectSpec(Generic[Options]):
     """A port beside that of the first HTTP listener, on which this is spoken alone; 0 for none."""
     health_names: tuple[str, ...] = ()
     """What grpc.health.v1 calls its services besides their own names."""
+    exposes: Callable[[Settings], Sequence[str]] = lambda settings: ()
+    """What these settings let whoever reaches it do beside asking models, such as "load and unload models".
+    Said loudly at the start where anybody may."""
     any_health_name: bool = False
     """Alone on a gRPC listener, grpc.health.v1 answers for the server under whatever name it is asked."""
 

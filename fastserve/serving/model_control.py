@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from fastserve.config import ModelEntry
+from fastserve.config import ModelEntry, Settings
 from fastserve.errors import Kind, ServeError
 
 NOT_EXPLICIT = "explicit model load / unload is not allowed if polling is enabled"
@@ -43,6 +43,18 @@ class RepositoryFace(Protocol):
     async def replace_models(self, entries: Sequence[ModelEntry]) -> None:
         """Serve these in place of the ones `models` named, and return when they are up."""
         ...
+
+
+def exposes(settings: Settings) -> Sequence[str]:
+    """DialectSpec.exposes of dialects whose clients load models, name shared memory and set the log."""
+    explicit = settings.model_control == "explicit"
+    allowed = {
+        "load and unload models": explicit,
+        "run code of its own, as files of a load": explicit and settings.admin.file_overrides,
+        "read and write this machine's shared memory": settings.allow_client_shm,
+        "change what is logged": settings.admin.log_settings,
+    }
+    return [what for what, is_so in allowed.items() if is_so]
 
 
 class NoRepository:

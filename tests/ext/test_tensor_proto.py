@@ -322,6 +322,9 @@ def test_responses(dtype: str, name: str, shape: list[int], content: bool, data:
         memory = data.draw(st.binary(min_size=size, max_size=size))
         if dtype == "bool":
             memory = bytes(byte & 1 for byte in memory)
+        elif dtype in ("float32", "complex64"):  # protobuf goes by doubles, which no signalling NaN survives
+            values = np.frombuffer(memory, np.float32)
+            memory = np.where(np.isnan(values), np.float32(np.nan), values).tobytes()
     expected = oracle.encode(name, dtype, tuple(shape), memory, content)
     expected.model_spec.name, expected.model_spec.signature_name = "m", "serving_default"
     expected.model_spec.version.value = 3

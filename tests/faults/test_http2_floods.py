@@ -22,6 +22,7 @@ from hyperframe.frame import DataFrame, GoAwayFrame, HeadersFrame, RstStreamFram
 from fastserve._ext.http2_frames import frame
 from fastserve.config import Limits
 from fastserve.wire.http2 import ErrorCode
+from fastserve.wire.memory import KEPT_BYTES
 from tests.dialects.kserve_v2 import client_models
 from tests.faults.bystander import Bystander
 from tests.faults.flooding import (
@@ -253,7 +254,7 @@ def test_a_client_that_does_not_read_large_replies(served: Running) -> None:
         assert refused
         assert {one.error_code for one in refused} == {ErrorCode.REFUSED_STREAM}
         assert cost.peak_bytes < 2 * QUEUED
-    until(lambda: served.rss_bytes < before + QUEUED // 2, "what was kept for it is given back", 30)
+    until(lambda: served.rss_bytes < before + KEPT_BYTES, "what was kept for it is given back", 30)
 
 
 # -- connections that end badly ---------------------------------------------------------------------

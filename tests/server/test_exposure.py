@@ -38,6 +38,12 @@ def test_what_is_said() -> None:
     assert exposures(settings("127.0.0.1:1", **everything)) == []
     assert exposures(settings("0.0.0.0:1")) == []
     assert exposures(settings("0.0.0.0:1=tfserving", **everything)) == []
+    reload = AdminOptions(reload_config=True)
+    assert exposures(Settings(http=(), grpc=(Listener("0.0.0.0:1", ("tfserving",)),), admin=reload)) == [
+        "whoever reaches 0.0.0.0:1 may replace the models, and so run code of its own: there are no keys; "
+        "see docs/security.md"
+    ]
+    assert "may take it offline" in exposures(settings("0.0.0.0:1=grps"))[0]
     assert exposures(settings("0.0.0.0:1", model_control="explicit")) == [
         "whoever reaches 0.0.0.0:1 may load and unload models: there are no keys; see docs/security.md"
     ]

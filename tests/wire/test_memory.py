@@ -5,9 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 
-def test_freed_memory_can_be_kept() -> None:
-    code = (
-        "import sys; from fastserve.wire import keep_freed_memory; sys.exit(0 if keep_freed_memory() else 1)"
-    )
+
+@pytest.mark.parametrize("name", ["keep_freed_memory", "share_heap"])
+def test_it_can_be_set(name: str) -> None:
+    code = f"import sys; from fastserve.wire import {name}; sys.exit(0 if {name}() else 1)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

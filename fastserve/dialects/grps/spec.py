@@ -17,4 +17,5 @@ SPEC = DialectSpec(
     rpcs=RPCS,
     unasked=False,  # it has `/`
     descriptors=lambda: [load("grps").descriptor_set],
+    exposes=lambda settings: ("take it offline, for load balancers",),
 )

@@ -71,6 +71,9 @@ class Writer(InferWriter):
     ) -> None:
         super().__init__(view.model, str(view.version.number), outputs)
         self.described = described
+        sizes = [prod(shape) * dtype.item_bytes for _, dtype, shape in described]
+        # Of all outputs together. None: nobody knows before how long strings are.
+        self.nbytes = sum(sizes) if all(dtype.item_bytes for _, dtype, _ in described) else None
 
 
 class Frame(InferFrame, PreparedRequest):
@@ -126,7 +129,10 @@ class Frame(InferFrame, PreparedRequest):
     def write(
         self, exchange: Call, writer: Writer, memory: Sequence[Memory], request_id: str, held: Rooms | None
     ) -> Later | None:
-        if (nbytes := sum(map(len, memory))) >= APART_BYTES:
+        nbytes = writer.nbytes
+        if nbytes is None:
+            nbytes = sum(map(len, memory))
+        if nbytes >= APART_BYTES:
             return self._write_apart(exchange, writer, memory, nbytes, request_id, held)
         if held:
             self._put_outside(writer, memory, held)

@@ -7,6 +7,7 @@ from fastserve.dialects.kserve_v2.dialect import KServeV2
 from fastserve.dialects.kserve_v2.operations import ROUTES, RPCS
 from fastserve.protos import load
 from fastserve.serving.dialect import DialectSpec
+from fastserve.serving.model_control import exposes
 
 SPEC = DialectSpec(
     name="kserve_v2",
@@ -16,6 +17,7 @@ SPEC = DialectSpec(
     routes=ROUTES,
     rpcs=RPCS,
     descriptors=lambda: [load("kserve_v2").descriptor_set],
+    exposes=exposes,
     stands_in=True,
     any_health_name=True,  # the original looks at no name
 )

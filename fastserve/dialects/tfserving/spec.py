@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from fastserve.config import TFServingOptions
+from collections.abc import Sequence
+
+from fastserve.config import Settings, TFServingOptions
 from fastserve.dialects.tfserving.dialect import TFServing
 from fastserve.dialects.tfserving.routes import ROUTES, RPCS
 from fastserve.protos import load
 from fastserve.serving.dialect import DialectSpec
+
+
+def exposes(settings: Settings) -> Sequence[str]:
+    """A list of models says where their code lies."""
+    return ("replace the models, and so run code of its own",) if settings.admin.reload_config else ()
+
 
 SPEC = DialectSpec(
     name="tfserving",
@@ -17,4 +25,5 @@ SPEC = DialectSpec(
     rpcs=RPCS,
     health_names=("PredictionService", "ModelService"),  # spec 4
     descriptors=lambda: [load("tfserving").descriptor_set],
+    exposes=exposes,
 )

@@ -8,6 +8,7 @@ import http.client
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,11 +57,14 @@ class Deployed:
     def __init__(self, settings: Settings) -> None:
         self.server = Server(settings)
         self._loop = uvloop.new_event_loop()
+        # Of many threads each test that makes one more would leave it behind.
+        self._loop.set_default_executor(ThreadPoolExecutor(1))
         self._thread = threading.Thread(target=self._loop.run_forever)
 
     def open(self) -> None:
         self._thread.start()
         try:
+            self.run(asyncio.to_thread(int))  # the thread is there before the first test begins
             self.run(self.server.open())
         except BaseException:
             self._end()
