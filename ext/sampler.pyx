@@ -70,11 +70,11 @@ cdef class Sampler:
         """A new sequence in a slot. `step` is how many tokens it has drawn before, where it goes on elsewhere."""
         cdef Sampling* s = &self.settings[self._check(slot)]
         cdef float least = 1e-30
-        within("temperature", temperature, least, 3.5e38, "more than 0")
+        within("temperature", temperature, least, 3.4e38, "more than 0")
         within("top_k", top_k, 0, TOKENS_MAX * 128.0, "0 (all) or more")
         within("top_p", top_p, least, 1, "more than 0, at most 1")
         within("typical_p", typical_p, least, 1, "more than 0, at most 1")
-        within("repetition_penalty", repetition_penalty, least, 3.5e38, "more than 0")
+        within("repetition_penalty", repetition_penalty, least, 3.4e38, "more than 0")
         within("presence_penalty", presence_penalty, -100, 100, "-100 to 100")
         within("frequency_penalty", frequency_penalty, -100, 100, "-100 to 100")
         s.seed, s.step, s.draws, s.top_k = seed, step, do_sample, top_k

@@ -8,6 +8,7 @@ and done here.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable
 from time import monotonic_ns
@@ -17,6 +18,8 @@ from fastserve.metrics.traffic import Traffic
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.exchange import Exchange, unforeseen
+
+log = logging.getLogger(__name__)
 
 
 class SlowRequest(ABC):
@@ -72,7 +75,10 @@ async def answer_slowly(exchange: Exchange, request: SlowRequest, traffic: Traff
         traffic.stages(version.model, version.number)[1].observe_ns(encode_ns)
         took_ns = monotonic_ns() - exchange.received_ns
         traffic.count(version.model, version.number, took_ns)
-        request.answered(took_ns)
+        try:
+            request.answered(took_ns)
+        except Exception:  # what is learned of a request is no matter of its client's, who has the answer
+            log.exception("nothing could be learned of a request that was answered")
 
 
 async def _run(exchange: Exchange, request: SlowRequest, traffic: Traffic) -> int:

@@ -176,6 +176,7 @@ def test_logprobs_are_of_the_row_itself(vocab: int, noise: int, best: int) -> No
     [
         ({"temperature": 0.0}, "temperature: given 0, allowed: more than 0"),
         ({"temperature": float("nan")}, "temperature: given nan"),
+        ({"temperature": 3.45e38}, "temperature: given 3.45e"),  # infinite as a float
         ({"top_k": -1}, "top_k: given -1, allowed: 0"),
         ({"top_p": 0.0}, "top_p: given 0"),
         ({"top_p": 1.5}, "top_p: given 1.5, allowed: more than 0, at most 1"),
