@@ -71,6 +71,7 @@ class Upkeep:
         return f"a batch ran longer than run_timeout_ms {self._limit_ms}"
 
     def _watch(self) -> None:
+        self._watching = self._loop.call_later(self._watch_s, self._watch)
         now, stuck = time.monotonic_ns(), set()
         for worker, since_ns, ran in self._looks.running():
             if self._decoupled and ran:  # execute() is over, its answers may come whenever they like
@@ -84,4 +85,3 @@ class Upkeep:
         if stuck != self.stuck:
             self.stuck = frozenset(stuck)
             self._on_stuck()
-        self._watching = self._loop.call_later(self._watch_s, self._watch)

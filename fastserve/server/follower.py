@@ -175,9 +175,9 @@ class Follower:
 
     def _beat(self) -> None:
         assert self._front is not None
+        asyncio.get_running_loop().call_later(BEAT_S, self._beat)  # first: a beat that fails is not the last
         self._front.heartbeat.beat()
         self._gauges.beat(self._front.http, BEAT_S)
-        asyncio.get_running_loop().call_later(BEAT_S, self._beat)
 
 
 def _read_specs(written: dict[str, Any]) -> dict[str, TensorSpec]:

@@ -138,12 +138,13 @@ class Server:
         self.registry.gauges(names.READY).of().set(found.ready)
 
     def _beat_on(self) -> None:
+        # First: a beat that fails is not the last.
+        self._beat = asyncio.get_running_loop().call_later(BEAT_S, self._beat_on)
         self.front.heartbeat.beat()
         self._gauges.beat(self.front.http, BEAT_S)
         self._gauges.show_queues(self.host.hosted.values())
         self.fronts.tell_custom_metrics(self.host.wishes.metrics.write())
         self.fronts.tell_catalog()  # labels move without a version that does
-        self._beat = asyncio.get_running_loop().call_later(BEAT_S, self._beat_on)
 
 
 async def serve(settings: Settings) -> int:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 
+import pytest
+
+from fastserve.server.gauges import FrontGauges
 from tests.server.rig import run, serving, write_model
 
 
@@ -43,3 +47,21 @@ def test_every_stage_of_a_request_is_counted(tmp_path):
     assert value(page, "fastserve_workers_alive", **who) == 1
     assert value(page, "fastserve_model_loads_total", result="ok", **who) == 1
     assert value(page, "fastserve_ready") == 1
+
+
+@pytest.mark.logs_errors
+def test_a_beat_that_fails_is_not_the_last(tmp_path, monkeypatch):
+    write_model(tmp_path)
+    failed = []
+
+    def fail(gauges, hosted):
+        failed.append(1)
+        raise OSError("once")
+
+    async def work():
+        async with serving(tmp_path) as served:
+            monkeypatch.setattr(FrontGauges, "show_queues", fail)
+            asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+            await served.until(lambda: len(failed) >= 2)
+
+    run(work())
