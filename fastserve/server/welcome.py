@@ -41,6 +41,9 @@ def welcome_text(
         lines.append(EMPTY.format(folder=settings.repository))
     if settings.repository == "demo" and http:
         lines += ["", "Try:", *(f"  {line}" for line in demo_requests(http[0], settings))]
+        if settings.allow_metrics:
+            place = f"{_scheme('http', secure, http[0])}{http[0].address}"
+            lines.append(f"and, in a browser, to see what it does: {place}/console")
     return "\n".join(lines)
 
 
