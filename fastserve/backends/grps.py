@@ -90,7 +90,7 @@ class GrpsBackend:
 
     def run(self, inputs: Any) -> Any:
         """Never asked: a message cannot be made up for a warm-up."""
-        raise NotImplementedError
+        raise NotImplementedError("a grps model is asked by messages")
 
     def where(self, error: BaseException) -> str:
         """Nothing: callers are told an exception's words, logs the rest."""

@@ -14,7 +14,10 @@ import re
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from fastserve._ext.flatten import FlattenFault, flatten
 from fastserve._ext.json_reader import JSONFault, PredictReader
@@ -90,6 +93,22 @@ def read_text_member(body: bytes | bytearray) -> str:
     if not isinstance(document, Members):
         raise invalid("Bad Request, err: the json body is not an object.")
     return _text(dict(_named(document)).get("str_data") or b"", "str_data")
+
+
+def wants_stream(body: bytes | bytearray, key: str) -> bool:
+    """Whether a body of a deployment's own is a JSON object with this member, and it is true. Nothing else
+    of it becomes an object: it may be of any size and have any number of values."""
+    try:
+        said = msgspec.json.decode(body, type=_said(key))
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return False
+    return bytes(said.wanted) == b"true"
+
+
+@lru_cache(maxsize=8)
+def _said(key: str) -> Any:
+    """An object of which this member alone is looked at, as the text that it is."""
+    return msgspec.defstruct("Said", [("wanted", msgspec.Raw, msgspec.Raw())], rename={"wanted": key})
 
 
 def cut_arrays(body: bytes) -> tuple[bytes, list[bytes]]:

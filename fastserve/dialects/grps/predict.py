@@ -14,10 +14,8 @@ from collections.abc import Awaitable, Coroutine
 from contextlib import aclosing
 from typing import Any
 
-import msgspec
-
 from fastserve.dialects.grps.asking import Asked, make_request, read_answer, run_once, stream_answers
-from fastserve.dialects.grps.codec_http import JsonBody, read_json
+from fastserve.dialects.grps.codec_http import JsonBody, read_json, wants_stream
 from fastserve.dialects.grps.errors import OK_JSON, code_of, failure_json, internal, invalid
 from fastserve.dialects.grps.fast_http import FastHttp
 from fastserve.dialects.grps.heads import BIN, content_kind
@@ -69,10 +67,14 @@ class Predict:
         except ServeError as fault:
             self.service.refuse(call, fault, self.query.model)
             return
-        if says(call.body, self.service.options.streaming_ctrl_key) if body is None else body.wants_stream:
+        if await self._says(call) if body is None else body.wants_stream:
             await self._stream(call, body)
         else:
             await answer_slowly(call, HttpPredict(self, call, self._fast, body), self.service.traffic)
+
+    async def _says(self, call: Call) -> bool:
+        key = self.service.options.streaming_ctrl_key
+        return await self.service.apart(len(call.body), wants_stream, call.body, key)
 
     async def read_body(self, call: Call) -> JsonBody:
         """The body by its Content-Type. Raises ServeError."""
@@ -206,15 +208,6 @@ def write_as_ndarray(message: Any, *, several: bool) -> bytes:
             f"Output has {len(tensors)} tensors, ndarray has room for one. Cannot convert to ndarray."
         )
     return b'%b,"ndarray":%b}' % (OK_JSON, write_ndarray(tensors[0]))
-
-
-def says(body: bytes | bytearray, key: str) -> bool:
-    """Whether a JSON object has this member, and it is true."""
-    try:
-        found = msgspec.json.decode(body)
-    except (msgspec.DecodeError, ValueError, RecursionError):
-        return False
-    return isinstance(found, dict) and found.get(key) is True
 
 
 def describe(call: Call) -> str:

@@ -159,7 +159,10 @@ class Handshake(asyncio.BufferedProtocol):
         passed = now - self._since_s
         if self._over:
             return Verdict.LINGERED if passed >= LINGER_S else Verdict.FINE
-        if passed >= self._port.options.handshake_timeout_s:
+        allowed_s = self._port.options.handshake_timeout_s
+        if self._ssl is None and not self._hello:  # it owes nothing yet, like a connection between requests
+            allowed_s = min(allowed_s, self._listener.limits.idle_timeout_s)
+        if passed >= allowed_s:
             self.give_up("tls.handshake_timeout_s")
         return Verdict.FINE
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from types import SimpleNamespace
 from typing import Any, SupportsIndex
 
@@ -11,7 +12,7 @@ import pytest
 from fastserve._ext.proto_outline import MOST_HEAD_BYTES
 from fastserve.dialects.grps import fast_grpc
 from fastserve.dialects.grps.codec_grpc import find_raws, head_of, write_varint
-from fastserve.dialects.grps.codec_http import cut_arrays, find_arrays
+from fastserve.dialects.grps.codec_http import cut_arrays, find_arrays, wants_stream
 from fastserve.dialects.grps.fast_grpc import FastGrpc
 from fastserve.protos import load
 from fastserve.repository.keepers import Keepers
@@ -83,3 +84,33 @@ def test_arrays_are_cut_where_they_are() -> None:
     text, cut = cut_arrays(body)
     assert cut == [b"[1,2]", b"[5]"]
     assert text == b'{"=flat_int8":0,"a":[3],"flat_float32":[[4]],"=flat_int32":1}'
+
+
+@pytest.mark.parametrize(
+    ("body", "wanted"),
+    [
+        (b'{"stream": true}', True),
+        (b' {"a": [1, {"stream": false}], "stream"\t:\ntrue , "b": "\\u00e9"}', True),
+        (b'{"stream": false}', False),
+        (b'{"stream": "true"}', False),
+        (b'{"stream": [true]}', False),
+        (b'{"a": {"stream": true}}', False),
+        (b'{"stream": true', False),
+        (b'[{"stream": true}]', False),
+        (b"", False),
+        (b"\xff\xfe", False),
+        (b'{"a": ' + b"[" * 100_000, False),
+    ],
+)
+def test_what_a_body_of_a_deployments_own_says_of_streaming(body: bytes, wanted: bool) -> None:
+    assert wants_stream(bytearray(body), "stream") is wanted
+
+
+def test_a_body_of_many_values_becomes_no_objects() -> None:
+    body = b'{"a": [' + b"[]," * 2_000_000 + b'[]], "stream": true}'
+    tracemalloc.start()
+    try:
+        assert wants_stream(body, "stream")
+        assert tracemalloc.get_traced_memory()[1] < len(body)  # 2 million lists would be 112 MB
+    finally:
+        tracemalloc.stop()

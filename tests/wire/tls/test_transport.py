@@ -244,6 +244,20 @@ def test_a_draining_listener_closes_quiet_connections_with_the_alert() -> None:
     run(main())
 
 
+def test_who_says_nothing_holds_no_drain() -> None:
+    """A port scanner, or a health check of bare TCP: no handshake is under way, so none is waited for."""
+
+    async def main() -> None:
+        by_loop = asyncio.get_event_loop().time
+        async with serving({"/": hello}, with_limits=limits(idle_timeout_s=0.1), clock=by_loop) as one:
+            silent = await HandClient.connect(one)
+            await until(lambda: one.connections)
+            assert await asyncio.wait_for(one.drain(WAIT_S), WAIT_S) == 0
+            silent.close()
+
+    run(main())
+
+
 def test_every_byte_by_itself() -> None:
     """Hello, handshake and request, cut wherever they can be."""
 
