@@ -1,0 +1,133 @@
+"""A text request as it travels from a front to a worker, and what comes back of it: tokens, one record each.
+
+    front                                                       worker
+      | -- TextNote, with the prompt's token ids or its text -->|    in the slab of its place
+      | <-- records: token, Finish, when, a few bytes more -----|    several a message, one doorbell a step
+
+Which clients' API it was asked in, nobody here knows. Every request brings its settings and its seed: what
+comes back depends on these, never on who shares the batch.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import msgspec
+
+
+class Finish(IntEnum):
+    """Why a sequence has ended; NONE while it goes on."""
+
+    NONE = 0
+    EOS = 1
+    LENGTH = 2
+    STOP = 3
+    """One of `Sampling.stop_ids`; stop strings are found by the front, which then cancels."""
+    CANCELLED = 4
+    TIMEOUT = 5
+    FAILED = 6
+
+
+class Sampling(msgspec.Struct, omit_defaults=True, frozen=True, gc=False, kw_only=True):
+    """How the next token is chosen, and when it is the last. Values are checked by whoever read them."""
+
+    max_new_tokens: int = 20
+    do_sample: bool = False
+    """False: the most likely token."""
+    temperature: float = 1.0
+    top_k: int = 0
+    """0: all."""
+    top_p: float = 1.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    """Covers the prompt too, as in transformers."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    """64 bits. The front chooses one where the client gave none, and can tell it."""
+    stop_ids: list[int] = []
+    ignore_eos: bool = False
+    logprobs: int = -1
+    """Of each token: -1 nothing, 0 its own, n also those of the n most likely."""
+    prompt_logprobs: bool = False
+
+
+class TextNote(msgspec.Struct, omit_defaults=True, gc=False, kw_only=True):
+    """Everything about a request but its prompt's ids, which lie beside it as int32 where the front has a
+    tokenizer for the model; `text` is the prompt where it has not."""
+
+    sampling: Sampling = Sampling()
+    text: str = ""
+    priority: int = 5
+    """1 (first) to 5."""
+    deadline_ns: int = 0
+    """On the clock of time.monotonic_ns(), from the request's arrival; 0 for none."""
+    request_id: str = ""
+    parameters: dict[str, msgspec.Raw] = {}
+    """What the client said besides, as JSON, for engines of users' own."""
+    images: list[bytes] = []
+    """Encoded images, checked by the front, for models that see."""
+
+
+class Info(msgspec.Struct, omit_defaults=True, frozen=True, kw_only=True):
+    """What a loaded engine says of itself; the fronts read it where they check requests."""
+
+    vocab_size: int = 0
+    max_tokens: int = 2560
+    """Prompt and answer together."""
+    max_prompt_tokens: int = 2048
+    max_new_tokens: int = 512
+    """The most one request gets, whatever it asks for."""
+    slots: int = 1
+    """Sequences that run at a time."""
+    kv_tokens: int = 0
+    """Tokens that fit into the cache, all sequences together; 0: not told."""
+    eos_ids: list[int] = []
+    dtype: str = ""
+    device: str = "cpu"
+    tokenizer: str = "folder"
+    """As in config.text."""
+    vision: bool = False
+    embeds: bool = False
+
+
+class Logprobs(msgspec.Struct, omit_defaults=True, gc=False, array_like=True):
+    """The bytes beside a token, as msgpack, when logprobs were asked for; natural logarithms."""
+
+    own: float
+    best: list[tuple[int, float]] = []
+
+
+class Extra(msgspec.Struct, omit_defaults=True, gc=False):
+    """The bytes beside a record, as msgpack; a plain token has none."""
+
+    text: str | None = msgspec.field(name="t", default=None)
+    """The token's own text, of engines that say it themselves."""
+    logprobs: Logprobs | None = msgspec.field(name="l", default=None)
+    prompt: list[tuple[int, float | None]] | None = msgspec.field(name="p", default=None)
+    """With the first token, when prompt_logprobs were asked for: each prompt token and its own."""
+    prompt_tokens: int = msgspec.field(name="n", default=0)
+    """With the first record, where the engine has counted them: it took text."""
+    message: str = msgspec.field(name="e", default="")
+    """With Finish.FAILED: words for the client, and their kind."""
+    kind: int = msgspec.field(name="k", default=0)
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_read_note = msgspec.msgpack.Decoder(TextNote).decode
+_read_extra = msgspec.msgpack.Decoder(Extra).decode
+
+
+def write_text(note: TextNote | Extra) -> bytes:
+    """Its bytes."""
+    return _encode(note)
+
+
+def read_text(data: memoryview | bytes) -> TextNote:
+    """Raises ValueError when these bytes are none."""
+    return _read_note(data)
+
+
+def read_extra(data: memoryview | bytes) -> Extra:
+    """Raises ValueError when these bytes are none."""
+    return _read_extra(data)

@@ -1,0 +1,64 @@
+"""The `text` section of model.yaml: bounds and settings of a model that generates text.
+
+    backend: text                    # a Hugging Face style folder: config.json, *.safetensors, tokenizer.json
+    text: {max_sequences: 32, max_new_tokens: 512}
+
+Sizes are tokens unless a field says otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+
+class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What may be set of it. 0 leaves a bound to the model."""
+
+    max_sequences: Annotated[int, Meta(ge=1, le=1024, description="Sequences that run at a time.")] = 32
+    max_waiting: Annotated[int, Meta(ge=0, description="Requests that may wait besides.")] = 1024
+    max_tokens: Annotated[
+        int, Meta(ge=0, description="Tokens of prompt and answer together; 0: what the model was made for.")
+    ] = 0
+    max_prompt_tokens: Annotated[
+        int, Meta(ge=0, description="Tokens of a prompt; 0: one less than max_tokens.")
+    ] = 0
+    max_new_tokens: Annotated[
+        int, Meta(ge=1, description="Tokens of an answer, whatever a request asks for.")
+    ] = 512
+    step_tokens: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Tokens of one step: a long prompt is read in chunks, between steps of the others.",
+        ),
+    ] = 128
+    kv_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Bytes of the KV cache; 0: max_sequences of max_tokens, at most a quarter of memory.",
+        ),
+    ] = 0
+    prefix_cache: Annotated[
+        bool, Meta(description="Prompts that begin as one before use what is computed of it.")
+    ] = False
+    ageing_s: Annotated[
+        float,
+        Meta(
+            ge=0, description="Seconds after which a waiting request counts as one priority higher; 0: never."
+        ),
+    ] = 0.0
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Meta(description="What it computes in; auto: float32 on a CPU, the weights' own on a GPU."),
+    ] = "auto"
+    tokenizer: Annotated[
+        Literal["folder", "words", ""],
+        Meta(description="tokenizer.json of the folder, one token a word, or none: the engine takes text."),
+    ] = "folder"
+    reader_tokens: Annotated[
+        int, Meta(ge=1, description="Tokens a client may be behind before its sequence stands still.")
+    ] = 256
