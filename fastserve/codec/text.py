@@ -10,7 +10,9 @@ comes back depends on these, never on who shares the batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
+from typing import Protocol
 
 import msgspec
 
@@ -111,6 +113,23 @@ class Extra(msgspec.Struct, omit_defaults=True, gc=False):
     message: str = msgspec.field(name="e", default="")
     """With Finish.FAILED: words for the client, and their kind."""
     kind: int = msgspec.field(name="k", default=0)
+
+
+Record = tuple[int, int, int, bytes]
+"""What a front hears of a sequence: token (-1: none), Finish, microseconds since the one before, and the
+bytes of an Extra or none. The last record of a sequence, and only that, has a Finish other than NONE."""
+Heard = Callable[[list[Record]], None]
+"""Called on the loop with all records of a sequence that came since, once a doorbell. May not raise."""
+
+
+class Run(Protocol):
+    """A sequence in the hands of the front that asked for it."""
+
+    def taken(self, records: int) -> None:
+        """So many records more have been passed on: its reader is that much nearer (reader_tokens)."""
+
+    def cancel(self, why: Finish = Finish.CANCELLED) -> None:
+        """End it. Its last record still comes. Nothing for one that has ended."""
 
 
 _encode = msgspec.msgpack.Encoder().encode

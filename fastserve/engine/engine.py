@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
+from fastserve.codec.text import Heard, Info, Run, TextNote
 from fastserve.engine.scheduler import scheduler_of
+from fastserve.errors import Kind, ServeError
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
@@ -33,3 +35,16 @@ class Engine:
         first look or later, for what ends the stream: as `infer`, or the worker died.
         """
         return scheduler_of(version).stream(self, version, request)
+
+    def text_info(self, version: Version) -> Info | None:
+        """What its text engine says of itself; None for a model that generates no text."""
+        return None
+
+    def generate(self, version: Version, ids: Sequence[int], note: TextNote, heard: Heard) -> Run:
+        """Start one sequence on a text model: `ids` is the prompt, empty where `note.text` is. `heard` gets
+        its records as they come, the last one in any case: cancelled, timed out or failed too.
+
+        Raises ServeError, and `heard` is never called: RESOURCE_EXHAUSTED or UNAVAILABLE when it cannot wait
+        anywhere, INVALID_ARGUMENT for a prompt that no place has room for.
+        """
+        raise ServeError(Kind.UNIMPLEMENTED, f"model '{version.model}' generates no text")

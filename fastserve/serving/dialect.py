@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import msgspec
 
+from fastserve.codec.text import Heard, Info, Run, TextNote
 from fastserve.config import Settings
 from fastserve.config.fields import convert
 from fastserve.metrics import Heartbeat, Readiness, Registry
@@ -45,6 +46,10 @@ class EngineFace(Protocol):
     async def infer(self, version: Version, request: InferRequest) -> InferResponse: ...
 
     def stream(self, version: Version, request: InferRequest) -> AsyncGenerator[InferResponse, None]: ...
+
+    def text_info(self, version: Version) -> Info | None: ...
+
+    def generate(self, version: Version, ids: Sequence[int], note: TextNote, heard: Heard) -> Run: ...
 
 
 @dataclass(kw_only=True)
