@@ -19,6 +19,9 @@ class Route(NamedTuple):
 
     endpoint: Endpoint
     scope: Scope
+    gives_way: bool = False
+    """Taken where no other dialect of the listener has a route that does not: an API with a catch-all leaves
+    the paths of others beside it, and two that share a path agree on whose it is."""
 
 
 class HttpDialect(Protocol):

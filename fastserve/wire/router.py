@@ -47,13 +47,23 @@ class Router:
         endpoint = self._remembered.get((method, target))
         if endpoint is not None:
             return endpoint, False
-        for dialect in self._dialects:
-            route = dialect.route(method, target)
-            if route is not None:
-                return self._admit(dialect, route), True
+        found = self._choose(method, target)
+        if found is not None:
+            return self._admit(*found), True
         if self._spokesman is not None:
             return self._spokesman.answer_unknown, False
         return answer_not_found, False
+
+    def _choose(self, method: str, target: str) -> tuple[HttpDialect, Route] | None:
+        """The first route; one that gives way only where all do."""
+        yielding: tuple[HttpDialect, Route] | None = None
+        for dialect in self._dialects:
+            route = dialect.route(method, target)
+            if route is not None and not route.gives_way:
+                return dialect, route
+            if route is not None and yielding is None:
+                yielding = dialect, route
+        return yielding
 
     def _admit(self, dialect: HttpDialect, route: Route) -> Endpoint:
         guarded = guard(route.endpoint, route.scope, self._origins, dialect.refuse)

@@ -81,6 +81,38 @@ def test_words_for_what_is_nobodys_are_those_of_the_one_that_has_some(
     assert bar == (501, plain.replace(b"FOO", b"BAR"))
 
 
+class Yielding(Paths):
+    """With a route for everything, that gives way."""
+
+    def route(self, method: str, target: str) -> Route | None:
+        return Route(self.answer, Scope.METADATA, gives_way=True)
+
+    def answer(self, call: Call) -> None:
+        call.reply(200, b"yielded", b"text/plain")
+
+
+class Owning(Yielding):
+    """With one path of its own."""
+
+    def route(self, method: str, target: str) -> Route | None:
+        return Route(echo, Scope.METADATA) if target == "/own" else None
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_route_that_gives_way_is_taken_where_no_other_has_one(order: int) -> None:
+    router = Router([Yielding({}), Owning({})][::order])
+    assert answer_of(router.find("GET", "/own")[0]) == (200, b"GET / ")
+    assert answer_of(router.find("GET", "/other")[0]) == (200, b"yielded")
+
+
+def test_of_routes_that_all_give_way_the_first_is_taken() -> None:
+    class Second(Yielding):
+        def answer(self, call: Call) -> None:
+            call.reply(200, b"second", b"text/plain")
+
+    assert answer_of(Router([Second({}), Yielding({})]).find("GET", "/x")[0]) == (200, b"second")
+
+
 def answer_of(endpoint: Callable[[Call], object]) -> tuple[int, bytes]:
     """What an endpoint says on a connection of its own."""
     pipe = Pipe({"/": endpoint})  # type: ignore[dict-item]

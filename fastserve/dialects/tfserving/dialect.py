@@ -1,8 +1,8 @@
 """The TensorFlow Serving REST dialect: which targets are its own, and their endpoints (spec 1.1, 1.2).
 
 `route` does the URL's work once; the wire remembers the endpoint of every target that was
-answered 200. Everything under /v1/ belongs to this dialect, so a dialect with paths of its own
-there comes before it on a listener.
+answered 200. Everything under /v1/ is answered, if only with `Malformed request`; what names no model gives
+way to dialects that have paths of their own there.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ class TFServing(Dialect):
 
     def _route_api(self, method: str, target: str) -> Route:
         if method == "OPTIONS":
-            return Route(self._preflight, PREFLIGHT.scopes[method])
+            return Route(self._preflight, PREFLIGHT.scopes[method], gives_way=True)
         try:
             parsed = parse_target(method, target)
         except VersionOverflow:
             return Route(self._overflow, Scope.METADATA)
         if parsed is None or (method == "POST" and parsed.verb not in ("predict", *VERBS)):
             fault = invalid(f"Malformed request: {method} {target_text(target)}")
-            return Route(partial(self.refuse, fault=fault), Scope.METADATA)
+            return Route(partial(self.refuse, fault=fault), Scope.METADATA, gives_way=True)
         if method == "GET":
-            return Route(partial(self._describe, target=parsed), parsed.scope)
+            return Route(partial(self._describe, target=parsed), parsed.scope, gives_way=not parsed.name)
         return Route((Predict if parsed.verb == "predict" else Examples)(self._service, parsed), parsed.scope)
 
     def grpc_methods(self) -> list[Method]:
