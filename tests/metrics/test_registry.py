@@ -242,3 +242,14 @@ def test_a_spoiled_section_never_stops_a_scrape(rng: random.Random) -> None:
     first.expose()
     for front in (first, other, after):
         front.close()
+
+
+def test_reading_some_metrics_adds_up_no_others(fronts: list[Registry]) -> None:
+    wanted = Metric("fastserve_wanted_total", "counter", "What is asked for.", ())
+    other = Metric("fastserve_other_total", "counter", "What is not.", ())
+    for front in fronts:
+        front.counters(wanted).of().add(1)
+        front.counters(other).of().add(1)
+    assert fronts[0].read(wanted) == [{(): (3.0,)}]
+    merged, _ = fronts[0]._exposition.merge({wanted.name})
+    assert list(merged) == [wanted.name]

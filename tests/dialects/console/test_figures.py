@@ -37,6 +37,15 @@ def test_a_percentile_is_in_the_bucket_of_the_true_one(durations: list[float], r
     assert min(low, high) * 1000 <= found <= high * 1000 * (1 + 1e-12)
 
 
+def test_a_percentile_lies_in_its_bucket_as_far_as_its_rank() -> None:
+    low, high = BOUNDS[3], BOUNDS[4]
+    counts = [0.0] * (len(BOUNDS) + 1)
+    counts[2], counts[4] = 2, 8
+    found = figures.percentiles(counts, [0.4, 0.6, 1.0])
+    wanted = [low + (high - low) * share for share in (0.25, 0.5, 1.0)]
+    assert found == pytest.approx([1000 * seconds for seconds in wanted])
+
+
 @given(DURATIONS)
 def test_percentiles_rise(durations: list[float]) -> None:
     found = figures.percentiles(counted(durations), [0.1, 0.5, 0.9, 0.99])
