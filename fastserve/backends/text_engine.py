@@ -2,7 +2,7 @@
 
     engine.submit(request)      joins at the next step it fits in; never waits
     engine.cancel(rid, why)     takes effect at the next step, and always yields a last record
-    engine.step(out)            one iteration: a record in `out` for each token
+    engine.step(out)            one iteration: a record in `out` for each token; whether anything ran
     engine.pending()            sequences that have not had their last record
 
 Everything is called from one thread. How requests get here and where records go is the worker's business
@@ -55,8 +55,9 @@ class TextEngine(Protocol):
     def cancel(self, rid: int, why: Finish) -> None:
         """End a sequence at the next step. Nothing for one that has ended."""
 
-    def step(self, out: Out) -> None:
-        """One iteration over all sequences that can go on."""
+    def step(self, out: Out) -> bool:
+        """One iteration over all sequences that can go on. False when none could: until there is a request, a
+        cancellation, room or a deadline, another step would do nothing. What it raises is the worker's end."""
 
     def pending(self) -> int:
         """Sequences submitted and not ended."""
