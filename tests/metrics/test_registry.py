@@ -245,8 +245,8 @@ def test_a_spoiled_section_never_stops_a_scrape(rng: random.Random) -> None:
 
 
 def test_reading_some_metrics_adds_up_no_others(fronts: list[Registry]) -> None:
-    wanted = Metric("fastserve_wanted_total", "counter", "What is asked for.", ())
-    other = Metric("fastserve_other_total", "counter", "What is not.", ())
+    wanted = Metric("fastserve_wanted_total", "What is asked for.", "counter")
+    other = Metric("fastserve_other_total", "What is not.", "counter")
     for front in fronts:
         front.counters(wanted).of().add(1)
         front.counters(other).of().add(1)
