@@ -15,6 +15,7 @@ from fastserve.config.settings import (
     Settings,
     TFServingOptions,
 )
+from fastserve.config.textgen import TextgenOptions
 from fastserve.config.tls import TlsOptions
 from fastserve.config.triton import TritonOptions
 
@@ -32,6 +33,7 @@ __all__ = [
     "RepositorySettings",
     "Settings",
     "TFServingOptions",
+    "TextgenOptions",
     "TlsOptions",
     "TritonOptions",
     "VersionPolicy",

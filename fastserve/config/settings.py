@@ -15,6 +15,7 @@ from msgspec import Meta
 from fastserve.config.grps import GrpsOptions
 from fastserve.config.metrics import read_metrics_config
 from fastserve.config.policy import VersionNumber, VersionPolicy
+from fastserve.config.textgen import TextgenOptions
 from fastserve.config.tls import TlsOptions
 from fastserve.config.triton import INPUT_BYTES, TritonOptions
 
@@ -298,6 +299,7 @@ class Settings(RepositorySettings, frozen=True, forbid_unknown_fields=True, kw_o
     tfserving: TFServingOptions = TFServingOptions()
     triton: TritonOptions = TritonOptions()
     grps: GrpsOptions = GrpsOptions()
+    textgen: TextgenOptions = TextgenOptions()
     log: LogOptions = LogOptions()
 
     def __post_init__(self) -> None:

@@ -1,0 +1,8 @@
+"""Which APIs there are, each a module with its `PATHS`. A new one is its module and its lines here."""
+
+from __future__ import annotations
+
+from fastserve.dialects.textgen import management
+from fastserve.dialects.textgen.paths import Path
+
+PATHS: tuple[Path, ...] = (*management.PATHS,)

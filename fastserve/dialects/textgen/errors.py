@@ -1,0 +1,58 @@
+"""Error kind -> MindIE's status, and its envelope (spec 1.3). The other APIs' are in their own files."""
+
+from __future__ import annotations
+
+from functools import partial
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from fastserve.errors import Kind, ServeError
+from fastserve.wire.dialect import retry_after
+
+if TYPE_CHECKING:
+    from fastserve.dialects.textgen.service import Service
+    from fastserve.wire.call import Call
+
+STATUS: dict[Kind, int] = {
+    Kind.CANCELLED: 500,
+    Kind.UNKNOWN: 500,
+    Kind.INVALID_ARGUMENT: 422,
+    Kind.DEADLINE_EXCEEDED: 500,
+    Kind.NOT_FOUND: 404,
+    Kind.ALREADY_EXISTS: 422,
+    Kind.PERMISSION_DENIED: 403,
+    Kind.RESOURCE_EXHAUSTED: 503,
+    Kind.FAILED_PRECONDITION: 422,
+    Kind.ABORTED: 500,
+    Kind.OUT_OF_RANGE: 424,
+    Kind.UNIMPLEMENTED: 501,
+    Kind.INTERNAL: 500,
+    Kind.UNAVAILABLE: 503,
+    Kind.DATA_LOSS: 500,
+    Kind.UNAUTHENTICATED: 401,
+}
+ERROR_TYPE = {
+    400: "Bad Request",
+    404: "NotFoundError",
+    422: "Input Validation Error",
+    424: "Generation Error",
+    500: "Incomplete Generation",
+    503: "Service Unavailable",
+}
+invalid = partial(ServeError, Kind.INVALID_ARGUMENT)
+
+
+def envelope(status: int, message: str) -> bytes:
+    """An error as JSON. Characters that UTF-8 has not are replaced."""
+    told = ERROR_TYPE.get(status) or HTTPStatus(status).phrase
+    text = msgspec.json.encode(message.encode("utf-8", "replace").decode())
+    return b'{"error":%b,"error_type":"%b"}' % (text, told.encode())
+
+
+def refuse(service: Service, call: Call, fault: ServeError, model: str = "") -> None:
+    """Reply with an error, count it, and close the connection as the original does."""
+    service.traffic.refused(model, fault.kind.name)
+    status = STATUS[fault.kind]
+    call.reply(status, envelope(status, fault.message), headers=retry_after(fault), close=True)
