@@ -1,0 +1,45 @@
+"""Text generation as all its dialects share it: what is asked, what comes back, and nobody's JSON.
+
+    texts = Texts(context)                         one per dialect
+    model = texts.find("llm")                      ServeError NOT_FOUND
+    stream = await model.start(TextAsk(prompt="Once", sampling=Sampling(max_new_tokens=20), stop=["."]))
+    async with stream:                             leaving it, however, cancels what still runs
+        async for tokens in stream:                all that came since, as list[Token]
+            ...
+    stream.ending                                  why, the whole text, how many tokens, or the fault
+
+Here are tokenizers, chat templates, bounds of prompts, text out of tokens, stop strings, and how it ends.
+What a client calls all of that, and in which words it is refused, is its dialect's.
+"""
+
+from fastserve.codec.text import Finish, Info, Sampling
+from fastserve.serving.text.ask import (
+    BadStop,
+    NoTokenizer,
+    PromptTooLong,
+    TextAsk,
+    TextTooLong,
+    UnknownToken,
+)
+from fastserve.serving.text.models import TextModel, Texts
+from fastserve.serving.text.stream import Ending, TextStream, Token, together
+from fastserve.serving.text.tokenizer import Piece
+
+__all__ = [
+    "BadStop",
+    "Ending",
+    "Finish",
+    "Info",
+    "NoTokenizer",
+    "Piece",
+    "PromptTooLong",
+    "Sampling",
+    "TextAsk",
+    "TextModel",
+    "TextStream",
+    "TextTooLong",
+    "Texts",
+    "Token",
+    "UnknownToken",
+    "together",
+]

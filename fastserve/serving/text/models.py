@@ -1,0 +1,188 @@
+"""Text models as dialects find them: by name, with what is worked out once for each version.
+
+A version's tokenizer and chat template are loaded when it is first asked, in the front process that asks, and
+dropped when it ends.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from fastserve.codec.text import Info, Record, TextNote
+from fastserve.errors import Kind, ServeError
+from fastserve.repository.keepers import Keepers
+from fastserve.repository.version import Version
+from fastserve.serving.dialect import EngineFace, ServingContext
+from fastserve.serving.paths import Kept
+from fastserve.serving.text.ask import TextAsk, check_stops, check_text, fit
+from fastserve.serving.text.chat import ChatTemplate
+from fastserve.serving.text.stops import StopStrings
+from fastserve.serving.text.stream import TextStream
+from fastserve.serving.text.tokenizer import Piece, load_tokenizer
+from fastserve.wire.apart import Apart
+
+WORK = 64
+"""Times a character: a token is made of three or four of them, in a microsecond each."""
+SEEDS = 1 << 64
+
+
+class Texts:
+    """The text models of one front process, for one dialect."""
+
+    def __init__(self, context: ServingContext, default: str = "") -> None:
+        self._engine = context.engine
+        self._catalog = context.engine.catalog
+        self._default = default
+        self._apart = Apart()
+        self._kept = Kept(Keepers(self._catalog), self._make)
+
+    def names(self) -> list[str]:
+        """The models that can be asked, in order."""
+        return sorted(name for name in self._catalog.models if self._available(name) is not None)
+
+    def find(self, name: str) -> TextModel:
+        """The newest version of a model; for "" the default one, or the only one. Raises ServeError
+        NOT_FOUND."""
+        if not name:
+            name = self._default or self._only()
+        version = self._available(name)
+        if version is None:
+            raise ServeError(Kind.NOT_FOUND, f"Model {name} not found.")
+        return self._kept.of(version)
+
+    def _only(self) -> str:
+        names = self.names()
+        if len(names) != 1:
+            has = f"there are {', '.join(names)}" if names else "there is none"
+            raise ServeError(Kind.NOT_FOUND, f"no model was named, and {has}")
+        return names[0]
+
+    def _available(self, name: str) -> Version | None:
+        version = self._catalog.available(name)
+        return None if version is None or self._engine.text_info(version) is None else version
+
+    def _make(self, version: Version) -> TextModel:
+        info = self._engine.text_info(version)
+        assert info is not None
+        return TextModel(self._engine, version, info, self._apart)
+
+
+class TextModel:
+    """One version of a model that generates text. Not kept past a request: `Texts` does that."""
+
+    def __init__(self, engine: EngineFace, version: Version, info: Info, apart: Apart) -> None:
+        self._engine, self._apart = engine, apart
+        self.version, self.info = version, info
+        self.name = version.model
+        self.created = int(time.time())
+        self._tokenizer = load_tokenizer(info.tokenizer, version.folder, version.model)
+        self._chat: ChatTemplate | None = None
+
+    @property
+    def most_prompt_tokens(self) -> int:
+        """A prompt may have."""
+        return max(0, min(self.info.max_prompt_tokens, self.info.max_tokens - 1))
+
+    # --- text and tokens
+
+    async def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Its tokens, with those that the model wants around it. Raises TextTooLong, NoTokenizer."""
+        check_text(text)
+        return await self._apart(len(text) * WORK, self._tokenizer.encode, text, special=special)
+
+    async def pieces(self, text: str, *, special: bool = True) -> list[Piece]:
+        """Its tokens, with where each stands in it."""
+        check_text(text)
+        return await self._apart(len(text) * WORK, self._tokenizer.pieces, text, special=special)
+
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """The text of tokens; without that of special ones, unless asked for."""
+        return self._tokenizer.decode(ids, special=special)
+
+    def token_text(self, token: int) -> str:
+        """One token by itself, special ones too."""
+        return self._tokenizer.token_text(token)
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The prompt that the model's chat template makes of messages: ask with `templated`. Raises
+        ServeError: INVALID_ARGUMENT when the template refuses them or there is none."""
+        if self._chat is None:
+            self._chat = ChatTemplate(self.version.folder, self.name)
+        return await self._chat.render(messages, tools, add_generation_prompt, variables)
+
+    # --- sequences
+
+    async def start(self, ask: TextAsk) -> TextStream:
+        """Start it. Raises ServeError: TextTooLong, PromptTooLong, UnknownToken, BadStop, UNAVAILABLE or
+        RESOURCE_EXHAUSTED where it cannot wait any more."""
+        return (await self.start_many(ask, 1))[0]
+
+    async def start_many(self, ask: TextAsk, count: int) -> list[TextStream]:
+        """Start it so many times, with seeds that follow each other; all of them, or it raises."""
+        check_stops(ask.stop)
+        if ask.images and not self.info.vision:
+            raise ServeError(Kind.INVALID_ARGUMENT, f"model '{self.name}' takes text only, not images")
+        ids, text = await self._read(ask)
+        seed = int.from_bytes(os.urandom(8), "little") if ask.seed is None else ask.seed
+        streams: list[TextStream] = []
+        try:
+            while len(streams) < count:
+                streams.append(self._start(ask, ids, text, (seed + len(streams)) % SEEDS))
+        except BaseException:
+            for stream in streams:
+                stream.cancel()
+            raise
+        return streams
+
+    async def _read(self, ask: TextAsk) -> tuple[list[int], str]:
+        """The tokens of its prompt; or the prompt itself, where the engine takes text."""
+        prompt = ask.prompt
+        if isinstance(prompt, str):
+            if not self.info.tokenizer:
+                check_text(prompt)
+                return [], prompt
+            prompt = await self.encode(prompt, special=not ask.templated)
+        return fit(prompt, ask.truncate, self.most_prompt_tokens, self.info.vocab_size), ""
+
+    def _start(self, ask: TextAsk, ids: list[int], text: str, seed: int) -> TextStream:
+        info = self.info
+        most = min(ask.sampling.max_new_tokens, info.max_new_tokens, info.max_tokens - len(ids))
+        stream = TextStream(
+            ids,
+            seed,
+            self._tokenizer.detokenizer(special=ask.special),
+            StopStrings(ask.stop, include=ask.include_stop) if ask.stop else None,
+            self._tokenizer.specials,
+            include_stop=ask.include_stop,
+        )
+        note = TextNote(
+            sampling=msgspec.structs.replace(ask.sampling, seed=seed, max_new_tokens=most),
+            text=text,
+            priority=ask.priority,
+            deadline_ns=ask.deadline_ns,
+            request_id=ask.request_id,
+            parameters=dict(ask.parameters),
+            images=list(ask.images),
+        )
+        reader = weakref.ref(stream)
+
+        def heard(records: list[Record]) -> None:
+            there = reader()
+            if there is not None:
+                there.heard(records)
+
+        stream.bind(self._engine.generate(self.version, ids, note, heard))
+        return stream
