@@ -57,7 +57,7 @@ class TextEngine(Protocol):
 
     def step(self, out: Out) -> bool:
         """One iteration over all sequences that can go on. False when none could: until there is a request, a
-        cancellation, room or a deadline, another step would do nothing. What it raises is the worker's end."""
+        cancellation, room or a deadline, another would do nothing. What it raises is the worker's end."""
 
     def pending(self) -> int:
         """Sequences submitted and not ended."""

@@ -1,0 +1,154 @@
+"""Attention of a ragged step: the model computes [1, tokens] as one sequence, and only what is here knows
+which token is whose. It is handed through the model's call: no engine in the process sees another's batch.
+
+    model(tokens, ..., ragged=Ragged(plan, cache)) -> each layer -> attend(..., ragged=...) -> cache, softmax
+
+Sequences that write are rows 0, 1, ... of the cache: their keys and values are a view of it, masked behind
+each one's own length. The heads that share a key are a query's axis of their own: nothing is repeated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from fastserve.backends.text.model import Chunk, Plan
+from fastserve.backends.text_torch.cache import RowCache
+from fastserve.backends.text_torch.memory import STRIDE
+
+NAME = "fastserve_ragged"
+_NEVER = 1 << 40
+
+
+def register() -> None:
+    """Makes the function known to transformers by its name. It has no state: once or twice is the same."""
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, lambda *_args, **_kwargs: None)
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    ragged: Ragged,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **_unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls in each layer: query [1, heads, tokens, dim] -> [1, tokens, heads, dim]."""
+    return ragged.attend(
+        module.layer_idx, query[0], key[0], value[0], scaling, sliding_window or _NEVER
+    ), None
+
+
+class Ragged:
+    """One step of one engine, on the device."""
+
+    def __init__(self, plan: Plan, cache: RowCache) -> None:
+        self._cache, self._chunks, self._writing = cache, plan.chunks, plan.writing
+        self._dtype, self._device = cache.data.dtype, cache.data.device
+        self.positions = torch.from_numpy(plan.positions).to(self._device)
+        self._at = self.positions[: plan.writing]
+        self._rows = torch.arange(plan.writing, device=self._device)
+        longest = int(plan.positions[: plan.writing].max(initial=0)) + 1
+        self._length = -(-longest // STRIDE) * STRIDE
+        self._masks: dict[tuple[int, int], torch.Tensor | None] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        window: int,
+    ) -> torch.Tensor:
+        """One layer: what is new goes into the cache, then each sequence looks at its own."""
+        heads, tokens, dim = query.shape
+        shared = (
+            query.view(key.shape[0], -1, tokens, dim)
+            if query.is_contiguous()
+            else query.reshape(key.shape[0], -1, tokens, dim)
+        )
+        parts = []
+        if self._writing:
+            parts.append(self._attend_writing(layer, shared, key, value, scaling, window))
+        parts += [self._attend_chunk(layer, one, shared, key, value, scaling, window) for one in self._chunks]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(1, tokens, heads, dim)
+
+    def _attend_writing(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        window: int,
+    ) -> torch.Tensor:
+        count, keys, values = self._writing, self._cache.keys[layer], self._cache.values[layer]
+        keys[self._rows, :, self._at] = key[:, :count].transpose(0, 1)
+        values[self._rows, :, self._at] = value[:, :count].transpose(0, 1)
+        return scaled_dot_product_attention(
+            query[:, :, :count].permute(2, 0, 1, 3),
+            keys[:count, :, : self._length],
+            values[:count, :, : self._length],
+            attn_mask=self._writing_mask(window),
+            scale=scaling,
+        ).reshape(count, -1, query.shape[3])
+
+    def _attend_chunk(
+        self,
+        layer: int,
+        chunk: Chunk,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        window: int,
+    ) -> torch.Tensor:
+        new, end = slice(chunk.offset, chunk.offset + chunk.count), chunk.start + chunk.count
+        keys, values = self._cache.keys[layer][chunk.row], self._cache.values[layer][chunk.row]
+        keys[:, chunk.start : end] = key[:, new]
+        values[:, chunk.start : end] = value[:, new]
+        sharing = (-1, query.shape[1], -1, -1)
+        mask = self._chunk_mask(chunk, window)
+        return (
+            scaled_dot_product_attention(
+                query[:, :, new],
+                keys[:, None, :end].expand(sharing),
+                values[:, None, :end].expand(sharing),
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scaling,
+            )
+            .permute(2, 0, 1, 3)
+            .reshape(chunk.count, -1, query.shape[3])
+        )
+
+    def _writing_mask(self, window: int) -> torch.Tensor | None:
+        if (-1, window) not in self._masks:
+            behind = self._at[:, None] - torch.arange(self._length, device=self._device)
+            self._masks[-1, window] = self._mask(behind, window)[:, None, None]
+        return self._masks[-1, window]
+
+    def _chunk_mask(self, chunk: Chunk, window: int) -> torch.Tensor | None:
+        """None for the plain triangle of a prompt's beginning."""
+        if (chunk.offset, window) not in self._masks:
+            end, mask = chunk.start + chunk.count, None
+            if chunk.start or end > window:
+                at = torch.arange(end, device=self._device)
+                mask = self._mask(at[chunk.start :, None] - at, window)
+            self._masks[chunk.offset, window] = mask
+        return self._masks[chunk.offset, window]
+
+    def _mask(self, behind: torch.Tensor, window: int) -> torch.Tensor:
+        """0 where a key is looked at, `behind` its query by less than the window, and -inf where not."""
+        hidden = (behind < 0) | (behind >= window)
+        zeros = torch.zeros(behind.shape, dtype=self._dtype, device=self._device)
+        return zeros.masked_fill_(hidden, float("-inf"))

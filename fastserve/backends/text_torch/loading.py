@@ -1,0 +1,125 @@
+"""From a checked folder to an engine: weights, a share of memory, one step to see that it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from fastserve.backends.base import clean
+from fastserve.backends.text.engine import Engine
+from fastserve.backends.text.model import Chunk, Plan
+from fastserve.backends.text_torch import attention
+from fastserve.backends.text_torch.cache import RowCache, shape_of
+from fastserve.backends.text_torch.memory import Room, find_room, host_bytes
+from fastserve.backends.text_torch.torch_model import TorchModel, is_memory
+from fastserve.codec.text import Info
+from fastserve.config.text import TextOptions
+from fastserve.errors import ConfigError, Kind, ServeError
+
+
+def open_engine(folder: Path, options: TextOptions, device: str, threads: int) -> Engine:
+    """Raises ConfigError and ServeError; see TextBackend.load. `threads`: 0 leaves them to torch."""
+    place = _find_device(device)
+    if threads:
+        torch.set_num_threads(threads)
+    weights = _read_weights(folder, _find_dtype(options.dtype, place), place)
+    room = _find_room(options, weights, place)
+    info = _describe(options, weights, room)
+    try:
+        cache = RowCache(shape_of(weights.config), room, weights.dtype, place)
+        model = TorchModel(weights, cache)
+        _try(model)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not is_memory(error):
+            raise
+        text = f"no memory for a cache of {info.kv_tokens} tokens: lower text.kv_bytes"
+        raise ServeError(Kind.RESOURCE_EXHAUSTED, text) from None
+    return Engine(model, info, options)
+
+
+def _read_weights(folder: Path, dtype: torch.dtype | str, device: torch.device) -> Any:
+    """The model of a checked folder. Raises ConfigError when weights are broken or missing."""
+    attention.register()
+    disable_progress_bar()
+    try:
+        model, said = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=attention.NAME,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except Exception as error:
+        text = clean(f"{type(error).__name__}: {error}", str(folder))
+        raise ConfigError(f"transformers cannot read the folder: {text}") from error
+    missing = sorted(said["missing_keys"])
+    if missing:
+        raise ConfigError(f"the weights lack {len(missing)} tensors, {missing[0]} among them")
+    return model.eval().to(device)
+
+
+def _find_device(name: str) -> torch.device:
+    kind, _, number = name.partition(":")
+    if kind not in ("cpu", "cuda") or not (number or "0").isdecimal():
+        raise ConfigError(f"device must be cpu, cuda or cuda:N, not {name!r}")
+    if kind == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r}: this torch finds no CUDA")
+    if int(number or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {name!r}: there are {torch.cuda.device_count()}, from cuda:0 on")
+    return torch.device("cuda", int(number or 0))
+
+
+def _find_dtype(name: str, device: torch.device) -> torch.dtype | str:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+def _find_room(options: TextOptions, weights: Any, device: torch.device) -> Room:
+    memory = host_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[1]
+    token_bytes = shape_of(weights.config).token_bytes(weights.dtype)
+    return find_room(options, weights.config.max_position_embeddings, token_bytes, memory)
+
+
+def _describe(options: TextOptions, weights: Any, room: Room) -> Info:
+    """What the engine says of itself."""
+    prompt = min(options.max_prompt_tokens or room.tokens - 1, room.tokens - 1)
+    if options.max_prompt_tokens > prompt:
+        text = f"given {options.max_prompt_tokens}, allowed: at most {prompt}, one less than max_tokens"
+        raise ConfigError(f"text.max_prompt_tokens: {text}")
+    return Info(
+        vocab_size=weights.config.vocab_size,
+        max_tokens=room.tokens,
+        max_prompt_tokens=prompt,
+        max_new_tokens=min(options.max_new_tokens, room.tokens - 1),
+        slots=room.slots,
+        kv_tokens=room.slots * room.tokens,
+        eos_ids=_eos_ids(weights),
+        dtype=str(weights.dtype).removeprefix("torch."),
+        device=str(weights.device),
+        tokenizer=options.tokenizer,
+    )
+
+
+def _eos_ids(weights: Any) -> list[int]:
+    """generation_config.json may list several; without that file transformers takes config.json's."""
+    found = weights.generation_config.eos_token_id
+    return [] if found is None else sorted(set(found if isinstance(found, list) else [found]))
+
+
+def _try(model: TorchModel) -> None:
+    """One step of each kind: what does not run is found at load, and the first request does not wait for
+    what a first step sets up."""
+    model.forward(Plan(np.zeros(2, np.int64), np.arange(2), 0, [Chunk(0, 0, 2, 0)], np.array([1])))
+    model.forward(Plan(np.zeros(1, np.int64), np.array([2]), 1, [], np.zeros(1, np.int64)))
+    model.cache.wipe(0, 3)

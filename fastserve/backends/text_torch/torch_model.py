@@ -1,0 +1,62 @@
+"""A folder's weights in transformers' own code, run over plans: backends.text.model.Model on torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastserve.backends.text.model import Plan
+from fastserve.backends.text_torch import attention
+from fastserve.backends.text_torch.cache import RowCache
+
+_NO_MEMORY = ("can't allocate memory", "not enough memory")
+
+
+def is_memory(error: BaseException) -> bool:
+    """Whether memory is all that was missing. On a CPU torch has no class of its own for it."""
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in _NO_MEMORY)
+
+
+class TorchModel:
+    """The cache belongs to it."""
+
+    def __init__(self, model: Any, cache: RowCache) -> None:
+        self.cache = cache
+        self._model = model
+        self._device = cache.data.device
+        # Four axes: transformers takes it for a mask that is finished. Attention here does not look at it.
+        self._no_mask = torch.zeros(1, 1, 1, 1, device=self._device)
+
+    def forward(self, plan: Plan) -> np.ndarray:
+        """Logits of what the plan wants. Raises MemoryError when torch has none."""
+        try:
+            with torch.inference_mode():
+                return self._forward(plan)
+        except RuntimeError as error:
+            if not is_memory(error):
+                raise
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # here, where no traceback holds the step's tensors any longer
+        raise MemoryError("torch has no memory for this step")
+
+    def close(self) -> None:
+        """Drops weights and cache."""
+        del self._model, self.cache
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _forward(self, plan: Plan) -> np.ndarray:
+        ragged = attention.Ragged(plan, self.cache)
+        everything = len(plan.wanted) == len(plan.tokens) and not plan.chunks
+        logits = self._model(
+            input_ids=torch.from_numpy(plan.tokens).to(self._device)[None],
+            position_ids=ragged.positions[None],
+            attention_mask=self._no_mask,
+            use_cache=False,
+            logits_to_keep=0 if everything else torch.from_numpy(plan.wanted).to(self._device),
+            ragged=ragged,
+        ).logits[0]
+        found: np.ndarray = logits.float().contiguous().cpu().numpy()
+        return found

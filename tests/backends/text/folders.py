@@ -1,0 +1,75 @@
+"""Models of a few thousand random weights, one of each family, saved as the folders that are served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCAB, LENGTH, EOS = 97, 128, 5
+_SIZE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": LENGTH,
+    "bos_token_id": 1,
+    "eos_token_id": EOS,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**_SIZE),
+    "qwen2": Qwen2Config(**_SIZE | {"tie_word_embeddings": True}),
+    "qwen3": Qwen3Config(**_SIZE | {"head_dim": 8}),
+    "mistral": MistralConfig(**_SIZE | {"sliding_window": 24}),
+    "qwen2_windows": Qwen2Config(**_SIZE, use_sliding_window=True, sliding_window=16, max_window_layers=1),
+    "gpt2": GPT2Config(
+        vocab_size=VOCAB,
+        n_positions=LENGTH,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        bos_token_id=1,
+        eos_token_id=EOS,
+        scale_attn_by_inverse_layer_idx=True,
+    ),
+}
+
+
+def save_model(folder: Path, family: str, *, spread: float = 0.25, **saving: Any) -> Any:
+    """Weights wide enough for logits that differ by more than rounding. The model, as transformers has it."""
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(CONFIGS[family], dtype=torch.float32).eval()
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            torch.nn.init.normal_(weight, std=spread)
+    model.save_pretrained(folder, **saving)
+    return model
+
+
+def generate(model: Any, prompt: list[int], count: int, **settings: Any) -> list[int]:
+    """What transformers makes of it: the oracle."""
+    ids = torch.tensor([prompt])
+    made = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        do_sample=False,
+        pad_token_id=0,
+        **settings,
+    )
+    found: list[int] = made[0, len(prompt) :].tolist()
+    return found
