@@ -173,15 +173,11 @@ def _load(path: Path, model: str) -> Library:
 
 def _clean(text: str) -> str:
     """Halves of surrogate pairs, which JSON can write and UTF-8 cannot, become U+FFFD."""
-    return text if text.isascii() else text.encode("utf-8", "replace").decode() if _broken(text) else text
-
-
-def _broken(text: str) -> bool:
     try:
         text.encode()
     except UnicodeEncodeError:
-        return True
-    return False
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def _word_id(word: str) -> int:
