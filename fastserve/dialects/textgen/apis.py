@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastserve.dialects.textgen import management
+from fastserve.dialects.textgen import infer, management
 from fastserve.dialects.textgen.paths import Path
 
-PATHS: tuple[Path, ...] = (*management.PATHS,)
+PATHS: tuple[Path, ...] = (*infer.PATHS, *management.PATHS)

@@ -41,7 +41,19 @@ ERROR_TYPE = {
     500: "Incomplete Generation",
     503: "Service Unavailable",
 }
+NO_ANSWER = "Failed to get engine response"
 invalid = partial(ServeError, Kind.INVALID_ARGUMENT)
+
+
+class Admission(ServeError):
+    """A prompt of more tokens than the model takes."""
+
+    def __init__(self, got: int, most: int) -> None:
+        text = (
+            "Failed to enqueue inferRequest. This model's maximum input ids length cannot be greater than "
+            f"{most},the input ids length is {got}"
+        )
+        super().__init__(Kind.OUT_OF_RANGE, text)
 
 
 def envelope(status: int, message: str) -> bytes:
@@ -51,8 +63,27 @@ def envelope(status: int, message: str) -> bytes:
     return b'{"error":%b,"error_type":"%b"}' % (text, told.encode())
 
 
+class TooLarge(ServeError):
+    """A body beyond maxRequestLength."""
+
+    def __init__(self, most_mb: int) -> None:
+        text = f"Request body too large. Maximum allowed size is {most_mb}MB."
+        super().__init__(Kind.INVALID_ARGUMENT, text)
+
+
 def refuse(service: Service, call: Call, fault: ServeError, model: str = "") -> None:
     """Reply with an error, count it, and close the connection as the original does."""
     service.traffic.refused(model, fault.kind.name)
+    if isinstance(fault, TooLarge):
+        call.reply(413, b'{"message":"%b"}' % fault.message.encode(), close=True)
+        return
     status = STATUS[fault.kind]
     call.reply(status, envelope(status, fault.message), headers=retry_after(fault), close=True)
+
+
+def tell(service: Service, fault: ServeError, model: str) -> bytes:
+    """An error in a stream that has begun, which is the last of it; it is counted."""
+    service.traffic.refused(model, fault.kind.name)
+    if service.options.stream_errors == "event":
+        return b"data: %b\n\n" % envelope(STATUS[fault.kind], fault.message)
+    return (fault.message if fault.kind is Kind.DEADLINE_EXCEEDED else NO_ANSWER).encode()

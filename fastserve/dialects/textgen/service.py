@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from time import monotonic_ns
+
 from fastserve.config import TextgenOptions
 from fastserve.metrics.traffic import Traffic
 from fastserve.serving.dialect import ServingContext
+from fastserve.serving.text import TextModel, Texts
 from fastserve.wire.apart import Apart
+from fastserve.wire.call import Call
 
 NAME = "textgen"
 
@@ -15,9 +19,18 @@ class Service:
 
     def __init__(self, context: ServingContext, options: TextgenOptions) -> None:
         self.options = options
+        self.context = context
         self.catalog = context.engine.catalog
         self.readiness = context.readiness
-        self.registry = context.registry
-        self.settings = context.settings
+        self.texts = Texts(context, options.default_model)
         self.apart = Apart()
         self.traffic = Traffic(context.registry, NAME, self.catalog.models)
+
+    def read(self, call: Call, model: TextModel) -> None:
+        """A call was read, and is about to be asked of the model."""
+        decoded = self.traffic.stages(model.name, model.version.number)[0]
+        decoded.observe_ns(monotonic_ns() - call.received_ns)
+
+    def count(self, call: Call, model: TextModel) -> None:
+        """A call was answered well."""
+        self.traffic.count(model.name, model.version.number, monotonic_ns() - call.received_ns)

@@ -1,0 +1,172 @@
+"""One request of MindIE's APIs on its way: what was read of it becomes a stream of the model's.
+
+    read -> start -> [tokens ...] -> ending        what fails until `start` is plain JSON, also of streams
+
+The APIs differ in what they read and in what they write of it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Generic, TypeVar
+
+from fastserve.dialects.textgen.errors import NO_ANSWER, Admission, invalid, refuse, tell
+from fastserve.dialects.textgen.infer_request import Asked
+from fastserve.dialects.textgen.inputs import BAD_TOKEN, MOST_TOKENS, TOKENS, too_long
+from fastserve.dialects.textgen.patience import Patience, deadline_ns
+from fastserve.dialects.textgen.service import Service
+from fastserve.dialects.textgen.sse import EventStream
+from fastserve.errors import Kind, ServeError
+from fastserve.serving.exchange import unforeseen
+from fastserve.serving.text import (
+    Ending,
+    PromptTooLong,
+    TextAsk,
+    TextModel,
+    TextStream,
+    TextTooLong,
+    Token,
+    UnknownToken,
+)
+from fastserve.serving.text.ask import TO_FIT
+from fastserve.wire.call import Call
+
+Read = TypeVar("Read", bound=Asked)
+
+
+class Answer(ABC, Generic[Read]):
+    """The life of one call, whose API says how it is read and written."""
+
+    model: TextModel
+    asked: Read
+    stream: TextStream
+
+    def __init__(self, service: Service, call: Call) -> None:
+        self.service, self.call = service, call
+
+    @abstractmethod
+    async def read(self) -> tuple[TextModel, Read]:
+        """The model, and what is asked of it. Raises ServeError."""
+
+    @abstractmethod
+    def write(self, ending: Ending) -> bytes:
+        """The reply of a call that wants no stream."""
+
+    @abstractmethod
+    def write_tokens(self, tokens: list[Token]) -> bytes:
+        """Their events; nothing for the one that ends the sequence, where `write_last` has it."""
+
+    @abstractmethod
+    def write_last(self, ending: Ending, token: Token | None) -> bytes:
+        """The event that ends a stream; `token` is the last, None where it ended without one of its own."""
+
+    async def run(self) -> None:
+        """Answer the call; when this returns, it was, unless its client is gone."""
+        name = ""
+        try:
+            self.model, self.asked = await self.read()
+            name = self.model.name
+            self.service.read(self.call, self.model)
+            self.stream = await start(self.service, self.call, self.model, self.asked)
+            async with self.stream:
+                await (self._send_events() if self.asked.stream else self._send_one())
+        except ServeError as fault:
+            refuse(self.service, self.call, fault, name)
+        except ConnectionResetError:
+            raise
+        except Exception as error:
+            try:
+                refuse(self.service, self.call, unforeseen(self.call, error), name)
+            except Exception:  # it was answered before
+                self.call.fail(error)
+
+    def _patience(self) -> Patience:
+        return Patience(self.stream, self.call.received_ns, self.asked.timeout_s, self.service.options)
+
+    def _ending(self) -> Ending:
+        ending = self.stream.ending
+        if ending is None:
+            raise RuntimeError("a stream of tokens is over without an ending")
+        return ending
+
+    async def _send_one(self) -> None:
+        with self._patience() as patience:
+            async for _ in self.stream:
+                patience.heard()
+        ending = self._ending()
+        fault = fault_of(ending, patience)
+        if fault is not None:
+            raise fault
+        self.call.reply(200, self.write(ending))
+        self.service.count(self.call, self.model)
+
+    async def _send_events(self) -> None:
+        service = self.service
+        async with EventStream(self.call, service.options.keepalive_s) as out:
+            fault = None
+            try:
+                fault = await self._pass_on(out)
+            except ConnectionResetError:
+                raise
+            except Exception as error:
+                fault = unforeseen(self.call, error)
+            if fault is None:
+                service.count(self.call, self.model)
+            else:
+                await out.write(tell(service, fault, self.model.name))
+            await out.close()
+
+    async def _pass_on(self, out: EventStream) -> ServeError | None:
+        """Every token as it comes, and the end; or what went wrong."""
+        last = None
+        with self._patience() as patience:
+            async for tokens in self.stream:
+                patience.heard()
+                if tokens and tokens[-1].finish:
+                    last = tokens[-1]
+                events = self.write_tokens(tokens)
+                if events:
+                    await out.write(events)
+        ending = self._ending()
+        fault = fault_of(ending, patience)
+        if fault is None:
+            await out.write(self.write_last(ending, last))
+        return fault
+
+
+async def start(service: Service, call: Call, model: TextModel, asked: Asked) -> TextStream:
+    """Raises ServeError in MindIE's words."""
+    options = service.options
+    if asked.inputs.images:
+        raise invalid(f"model '{model.name}' takes text only, not images")
+    ask = TextAsk(
+        prompt=asked.inputs.prompt,
+        sampling=asked.sampling,
+        seed=asked.seed,
+        priority=asked.priority,
+        deadline_ns=deadline_ns(call.received_ns, asked.timeout_s, options),
+        truncate=TO_FIT if options.truncate else 0,
+        request_id=asked.request_id or call.request_id,
+    )
+    try:
+        return await model.start(ask)
+    except TextTooLong as fault:
+        raise too_long(fault.got, fault.most) from None
+    except UnknownToken:
+        raise invalid(BAD_TOKEN) from None
+    except PromptTooLong as fault:
+        if not 0 < fault.got <= MOST_TOKENS:
+            raise invalid(TOKENS.format(fault.got)) from None
+        raise Admission(fault.got, fault.most) from None
+
+
+def fault_of(ending: Ending, patience: Patience) -> ServeError | None:
+    """What went wrong; None for nothing. What was stopped by its id is whole: it has what there was."""
+    fault = ending.fault
+    if patience.words:
+        return ServeError(Kind.DEADLINE_EXCEEDED, patience.words)
+    if fault is None or fault.kind is Kind.CANCELLED:
+        return None
+    if fault.kind is Kind.DEADLINE_EXCEEDED:
+        return ServeError(Kind.DEADLINE_EXCEEDED, patience.told)
+    return ServeError(fault.kind, f"{NO_ANSWER}: {fault.message}")

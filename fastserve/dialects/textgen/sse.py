@@ -1,0 +1,66 @@
+"""A reply of server-sent events, for all APIs of this dialect.
+
+    async with EventStream(call, options.keepalive_s) as out:
+        await out.write(b"data: {}\\n\\n")
+
+Left without `close`, it is cut off, so that no client takes half an answer for a whole one. Where nothing
+came for a while it may have a comment, which parsers of events drop, so that proxies keep the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from time import monotonic
+from types import TracebackType
+
+from fastserve.wire.call import Call
+
+EVENTS = b"text/event-stream"
+COMMENT = b": keep-alive\n\n"
+HEADERS = ((b"Cache-Control", b"no-cache"), (b"X-Accel-Buffering", b"no"))
+
+
+class EventStream:
+    """One reply. Its head goes out with the first piece."""
+
+    def __init__(
+        self,
+        call: Call,
+        keepalive_s: float = 0.0,
+        content_type: bytes = EVENTS,
+        headers: tuple[tuple[bytes, bytes], ...] = HEADERS,
+    ) -> None:
+        self._stream = call.stream(200, content_type, headers)
+        self._every = keepalive_s
+        self._wrote = monotonic()
+        self._beat: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> EventStream:
+        if self._every:
+            self._beat = asyncio.get_running_loop().create_task(self._keep_alive())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._beat is not None:
+            self._beat.cancel()
+
+    async def write(self, data: bytes) -> None:
+        """One or several whole events. Raises ConnectionResetError when the client has gone."""
+        self._wrote = monotonic()
+        await self._stream.write(data)
+
+    async def close(self) -> None:
+        """It is whole."""
+        await self._stream.close()
+
+    async def _keep_alive(self) -> None:
+        with contextlib.suppress(ConnectionResetError, RuntimeError):  # gone, or closed meanwhile
+            while True:
+                left = self._wrote + self._every - monotonic()
+                if left <= 0:
+                    await self.write(COMMENT)
+                else:
+                    await asyncio.sleep(left)
