@@ -12,7 +12,6 @@ import msgspec
 from fastserve.backends.registry import find_backend
 from fastserve.backends.text.engine import Engine
 from fastserve.backends.text_engine import Out, TextRequest
-from fastserve.backends.text_torch.folder import check_folder
 from fastserve.codec.text import Finish, Info
 from fastserve.config.text import TextOptions
 from fastserve.errors import ConfigError, Kind, ServeError
@@ -33,7 +32,6 @@ class TextBackend:
             options = msgspec.convert(self._config.get("text") or {}, TextOptions)
         except msgspec.ValidationError as error:
             raise ConfigError(f"text: {error}") from None
-        check_folder(self._folder)
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read once, when the hub's client is imported
         try:
             from fastserve.backends.text_torch.loading import open_engine

@@ -44,6 +44,19 @@ def check_folder(folder: Path) -> Mapping[str, Any]:
     return config
 
 
+def read_ends(folder: Path, config: Mapping[str, Any]) -> list[int]:
+    """Tokens that end a text: generation_config.json's, which may list several, or else config.json's."""
+    path, found = folder / "generation_config.json", None
+    if path.exists():
+        found = read_json(path).get("eos_token_id")
+    if found is None:
+        found = config.get("eos_token_id")
+    ends = [] if found is None else found if isinstance(found, list) else [found]
+    if not all(type(end) is int and end >= 0 for end in ends):
+        raise ConfigError(fault_text("eos_token_id", str(found), "a token id, or a list of them"))
+    return sorted(set(ends))
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises ConfigError that names the file."""
     try:

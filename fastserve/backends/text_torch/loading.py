@@ -15,6 +15,7 @@ from fastserve.backends.text.engine import Engine
 from fastserve.backends.text.model import Chunk, Plan
 from fastserve.backends.text_torch import attention
 from fastserve.backends.text_torch.cache import RowCache, shape_of
+from fastserve.backends.text_torch.folder import check_folder, read_ends
 from fastserve.backends.text_torch.memory import Room, find_room, host_bytes
 from fastserve.backends.text_torch.torch_model import TorchModel, is_memory
 from fastserve.codec.text import Info
@@ -24,25 +25,26 @@ from fastserve.errors import ConfigError, Kind, ServeError
 
 def open_engine(folder: Path, options: TextOptions, device: str, threads: int) -> Engine:
     """Raises ConfigError and ServeError; see TextBackend.load. `threads`: 0 leaves them to torch."""
+    ends = read_ends(folder, check_folder(folder))
     place = _find_device(device)
     if threads:
         torch.set_num_threads(threads)
-    weights = _read_weights(folder, _find_dtype(options.dtype, place), place)
+    weights = _read_weights(folder, _find_dtype(options.dtype, place))
     room = _find_room(options, weights, place)
-    info = _describe(options, weights, room)
+    info = _describe(options, weights, room, ends, str(place))
     try:
-        cache = RowCache(shape_of(weights.config), room, weights.dtype, place)
-        model = TorchModel(weights, cache)
+        weights = weights.to(place)
+        model = TorchModel(weights, RowCache(shape_of(weights.config), room, weights.dtype, place))
         _try(model)
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and not is_memory(error):
             raise
-        text = f"no memory for a cache of {info.kv_tokens} tokens: lower text.kv_bytes"
+        text = f"no memory for the weights and a cache of {info.kv_tokens} tokens: lower text.kv_bytes"
         raise ServeError(Kind.RESOURCE_EXHAUSTED, text) from None
     return Engine(model, info, options)
 
 
-def _read_weights(folder: Path, dtype: torch.dtype | str, device: torch.device) -> Any:
+def _read_weights(folder: Path, dtype: torch.dtype | str) -> Any:
     """The model of a checked folder. Raises ConfigError when weights are broken or missing."""
     attention.register()
     disable_progress_bar()
@@ -62,7 +64,7 @@ def _read_weights(folder: Path, dtype: torch.dtype | str, device: torch.device) 
     missing = sorted(said["missing_keys"])
     if missing:
         raise ConfigError(f"the weights lack {len(missing)} tensors, {missing[0]} among them")
-    return model.eval().to(device)
+    return model.eval()
 
 
 def _find_device(name: str) -> torch.device:
@@ -91,7 +93,7 @@ def _find_room(options: TextOptions, weights: Any, device: torch.device) -> Room
     return find_room(options, weights.config.max_position_embeddings, token_bytes, memory)
 
 
-def _describe(options: TextOptions, weights: Any, room: Room) -> Info:
+def _describe(options: TextOptions, weights: Any, room: Room, ends: list[int], device: str) -> Info:
     """What the engine says of itself."""
     prompt = min(options.max_prompt_tokens or room.tokens - 1, room.tokens - 1)
     if options.max_prompt_tokens > prompt:
@@ -104,17 +106,11 @@ def _describe(options: TextOptions, weights: Any, room: Room) -> Info:
         max_new_tokens=min(options.max_new_tokens, room.tokens - 1),
         slots=room.slots,
         kv_tokens=room.slots * room.tokens,
-        eos_ids=_eos_ids(weights),
+        eos_ids=ends,
         dtype=str(weights.dtype).removeprefix("torch."),
-        device=str(weights.device),
+        device=device,
         tokenizer=options.tokenizer,
     )
-
-
-def _eos_ids(weights: Any) -> list[int]:
-    """generation_config.json may list several; without that file transformers takes config.json's."""
-    found = weights.generation_config.eos_token_id
-    return [] if found is None else sorted(set(found if isinstance(found, list) else [found]))
 
 
 def _try(model: TorchModel) -> None:
