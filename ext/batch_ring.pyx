@@ -21,7 +21,7 @@ from arena_reading cimport *
 from slot_verbs cimport *
 
 FULL, OVER = PLACE_FULL, PLACE_OVER
-PART = -2
+PART, RECORDS = -2, -3
 STATES = ("free", "claimed", "open", "sealed", "ready", "running", "done")
 TALLIES = ("success", "queue", "compute_input", "compute_infer", "compute_output", "REJECTED", "CANCELED", "BACKEND", "OTHER")
 REJECTED, CANCELED, BACKEND, OTHER = 5, 6, 7, 8     # ends without an answer
@@ -164,18 +164,15 @@ cdef class BatchRing:
 
     def drain(self) -> list:
         """Slots done since the last call, as (slot, seq). (-1, 0) asks to look at every place still waited for;
-        (PART, (slot, seq, row, slab offset, bytes, final)) is one part of an answer to a place of ours, and so is its slab."""
-        cdef Message message
-        cdef uint32_t w, left
+        (PART, (slot, seq, row, slab offset, bytes, final)) is one part of an answer to a place of ours, and so is its slab;
+        (RECORDS, (slab offset, bytes)) are tokens for a TokenReader, who gives the slab back."""
+        cdef uint32_t w
         cdef FrontDesk* desk = &self.arena.header.front[self.front]
         found = []
         bell_clear(self.own_bell)
         desk_exchange(&desk.rung, 0)
         for w in range(self.arena.workers):
-            left = self.arena.ring_capacity     # a worker may claim to have written any number
-            while left and message_pop(ring_of(&self.arena, w, self.front), self.arena.ring_capacity, &message):
-                left -= 1
-                read_message(&self.arena, &self.claims, self.owner(), &message, found)
+            read_ring(&self.arena, &self.claims, self.owner(), ring_of(&self.arena, w, self.front), found)
         if desk_exchange(&desk.rescan, 0):
             found.append((-1, 0))
         return found

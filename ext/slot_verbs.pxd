@@ -54,7 +54,7 @@ cdef extern from "reclaim.h" nogil:
     ctypedef struct Message:
         uint64_t seq
         uint32_t slot, kind
-        uint64_t value, part
+        uint64_t value, part, tag
     ctypedef struct MessageRing:
         pass
     uint64_t arena_measure(ArenaHeader*)
@@ -64,7 +64,8 @@ cdef extern from "reclaim.h" nogil:
     Row* rows_of(Slot*)
     MessageRing* ring_of(const Arena*, uint32_t, uint32_t)
     bint message_push(MessageRing*, uint32_t, const Message*)
-    bint message_pop(MessageRing*, uint32_t, Message*)
+    bint message_peek(const MessageRing*, uint32_t, Message*)
+    void message_drop(MessageRing*)
     uint64_t monotonic_ns()
     uint64_t load64(const uint64_t*)
     uint32_t word_state(uint64_t)
@@ -121,7 +122,7 @@ cdef extern from "claims.h" nogil:
     bint claim_answered(const Arena*, const Claims*, int64_t place, uint32_t rows)
 
 cdef extern from "notify.h" nogil:
-    enum: DONE_MESSAGE, PART_MESSAGE
+    enum: DONE_MESSAGE, PART_MESSAGE, RECORDS_MESSAGE
     void tell_done(const Arena*, uint32_t worker, uint64_t fronts, const int* bells, uint32_t slot, uint64_t seq)
     bint part_send(const Arena*, uint32_t worker, uint32_t owner, const int* bells, uint32_t slot, uint32_t row, uint64_t offset, uint32_t nbytes, bint final)
     uint32_t part_row(const Message*)

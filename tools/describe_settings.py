@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from fastserve.config import Field, ModelEntry, Settings, list_fields
+from fastserve.config.text import TextOptions
 from fastserve.repository.model_config import NativeConfig, SignatureConfig, TensorConfig, WarmupSample
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -24,6 +25,7 @@ TABLES: dict[str, type[msgspec.Struct]] = {
     "tensor": TensorConfig,
     "signature": SignatureConfig,
     "warmup": WarmupSample,
+    "text": TextOptions,
 }
 # docs/security.md: every field of these groups, and these fields beside them.
 LIMIT_GROUPS = ("limits.", "grpc_options.")

@@ -40,14 +40,29 @@ static inline bool message_push(MessageRing *ring, uint32_t capacity, const Mess
     return true;
 }
 
-// False when the ring is empty.
-static inline bool message_pop(MessageRing *ring, uint32_t capacity, Message *message)
+// The oldest message, left where it is; false when the ring is empty.
+static inline bool message_peek(const MessageRing *ring, uint32_t capacity, Message *message)
 {
     uint64_t head = __atomic_load_n(&ring->head, __ATOMIC_RELAXED);
     uint64_t tail = __atomic_load_n(&ring->tail, __ATOMIC_ACQUIRE);
     if (head == tail)
         return false;
     *message = ring->entries[head & (capacity - 1)];
-    __atomic_store_n(&ring->head, head + 1, __ATOMIC_RELEASE);
+    return true;
+}
+
+// The oldest message has been dealt with. What comes with it is taken before: a reader that dies in between leaves
+// both to the next one, or neither.
+static inline void message_drop(MessageRing *ring)
+{
+    __atomic_store_n(&ring->head, __atomic_load_n(&ring->head, __ATOMIC_RELAXED) + 1, __ATOMIC_RELEASE);
+}
+
+// False when the ring is empty.
+static inline bool message_pop(MessageRing *ring, uint32_t capacity, Message *message)
+{
+    if (!message_peek(ring, capacity, message))
+        return false;
+    message_drop(ring);
     return true;
 }

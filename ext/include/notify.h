@@ -3,11 +3,12 @@
 //
 //   DONE  {seq, slot}                           the batch has been published
 //   PART  {seq, slot, slab, row, bytes, final}  one part of the answer to one place of a batch still running
+//   RECORDS {worker, slab, bytes, tag}          tokens of any number of sequences (token_records.h)
 #pragma once
 #include "doorbell.h"
 #include "claims.h"
 
-enum { DONE_MESSAGE = 1, PART_MESSAGE = 2 };
+enum { DONE_MESSAGE = 1, PART_MESSAGE = 2, RECORDS_MESSAGE = 3 };
 
 static inline bool tell_front(const Arena *a, uint32_t worker, uint32_t front, int bell, const Message *message)
 {
@@ -95,7 +96,7 @@ static inline void tell_workers(Arena *a, const int *bells)
     a->ready = 0;
     for (uint32_t i = 0; i < a->workers && wanted; i++) {
         uint32_t asleep = desk_load(&a->header->worker[i].asleep);
-        if (asleep == AWAKE || (asleep == ASLEEP_UNTIL_DUE && ready == 0))
+        if (asleep == AWAKE || asleep == ASLEEP_FULL || (asleep == ASLEEP_UNTIL_DUE && ready == 0))
             continue;
         if (desk_exchange(&a->header->worker[i].asleep, AWAKE) != AWAKE && bells[i] >= 0) {
             bell_ring(bells[i]);

@@ -6,6 +6,7 @@ from typing_extensions import Buffer
 FULL: int
 OVER: int
 PART: int
+RECORDS: int
 STATES: tuple[str, ...]
 EVENTS: tuple[str, ...]
 TALLIES: tuple[str, ...]

@@ -47,12 +47,12 @@ class PythonBackend:
         for field in ("inputs", "outputs"):
             if not getattr(self, field):
                 raise ConfigError(f"a python model must declare its {field} in model.yaml")
-        factory = self._import_class()
-        _must_take_one(factory, f"class {factory.__name__!r}", "def __init__(self, config)")
-        self._model = factory(self._model_config())
+        factory = import_class(self._version_dir, str(self._config.get("class") or "Model"))
+        must_take_one(factory, f"class {factory.__name__!r}", "def __init__(self, config)")
+        self._model = factory(describe_model(self._config, self._version_dir, self._instance))
         if not callable(getattr(self._model, "run", None)):
             raise ConfigError(f"class {factory.__name__!r} has no method run(self, inputs)")
-        _must_take_one(self._model.run, "run", "def run(self, inputs)")
+        must_take_one(self._model.run, "run", "def run(self, inputs)")
         if inspect.iscoroutinefunction(self._model.run):
             raise ConfigError("run must be a plain function: a worker runs one batch at a time")
         for name in ("load", "warmup"):
@@ -66,48 +66,56 @@ class PythonBackend:
     def close(self) -> None:
         """Calls the model's close, if there is one."""
         model, self._model = self._model, None
-        if str(self._version_dir) in sys.path:
-            sys.path.remove(str(self._version_dir))
+        forget_folder(self._version_dir)
         if hasattr(model, "close"):
             model.close()
 
-    def _import_class(self) -> Any:
-        path = self._version_dir / "model.py"
-        if not path.is_file():
-            raise ConfigError("the version's folder has no file model.py")
-        # No __pycache__ beside the model: a repository may be read-only, and is watched for changes.
-        sys.dont_write_bytecode = True
-        sys.path.insert(0, str(self._version_dir))
-        name = f"fastserve_model_{self._version_dir.parent.name}_{self._version_dir.name}"
-        spec = spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = module_from_spec(spec)
-        sys.modules[name] = module  # dataclasses and typing look their module up there
-        spec.loader.exec_module(module)
-        wanted = str(self._config.get("class") or "Model")
-        factory = getattr(module, wanted, None)
-        if not isinstance(factory, type):
-            raise ConfigError(f"model.py has no class {wanted!r}")
-        return factory
 
-    def _model_config(self) -> Mapping[str, Any]:
-        config = self._config
-        version = self._version_dir.name
-        return MappingProxyType(
-            {
-                "name": config.get("name") or self._version_dir.parent.name,
-                "version": int(version) if version.isdecimal() else 0,
-                "version_dir": str(self._version_dir),
-                "instance": self._instance,
-                "device": config.get("device") or "cpu",
-                "max_batch_size": int(config.get("max_batch_size", 0)),
-                "parameters": MappingProxyType(dict(config.get("parameters") or {})),
-            }
-        )
+def import_class(version_dir: Path, wanted: str) -> type:
+    """The class of that name in model.py of a version's folder. Raises ConfigError for none, and what the
+    file raises."""
+    path = version_dir / "model.py"
+    if not path.is_file():
+        raise ConfigError("the version's folder has no file model.py")
+    # No __pycache__ beside the model: a repository may be read-only, and is watched for changes.
+    sys.dont_write_bytecode = True
+    sys.path.insert(0, str(version_dir))
+    name = f"fastserve_model_{version_dir.parent.name}_{version_dir.name}"
+    spec = spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and typing look their module up there
+    spec.loader.exec_module(module)
+    factory = getattr(module, wanted, None)
+    if not isinstance(factory, type):
+        raise ConfigError(f"model.py has no class {wanted!r}")
+    return factory
 
 
-def _must_take_one(called: Any, name: str, form: str) -> None:
+def forget_folder(version_dir: Path) -> None:
+    """The way back of what `import_class` did to sys.path."""
+    if str(version_dir) in sys.path:
+        sys.path.remove(str(version_dir))
+
+
+def describe_model(config: Mapping[str, Any], version_dir: Path, instance: int) -> Mapping[str, Any]:
+    """What a model's class is told of itself; see docs/writing-a-backend.md."""
+    version = version_dir.name
+    return MappingProxyType(
+        {
+            "name": config.get("name") or version_dir.parent.name,
+            "version": int(version) if version.isdecimal() else 0,
+            "version_dir": str(version_dir),
+            "instance": instance,
+            "device": config.get("device") or "cpu",
+            "max_batch_size": int(config.get("max_batch_size", 0)),
+            "parameters": MappingProxyType(dict(config.get("parameters") or {})),
+        }
+    )
+
+
+def must_take_one(called: Any, name: str, form: str) -> None:
     """Says it before the call would, which could not tell whose fault a TypeError is."""
     try:
         inspect.signature(called).bind(None)

@@ -26,14 +26,16 @@ class BackendEntry:
 
     name: str
     place: str
-    takes: Literal["arrays", "requests"] = "arrays"
-    """Batches as arrays, or requests one by one."""
+    takes: Literal["arrays", "requests", "text"] = "arrays"
+    """Batches as arrays, requests one by one, or prompts: see text_engine.TextBackend."""
     streams: bool = False
     """A request may have any number of responses."""
     memory: tuple[Memory, ...] = ("host",)
     """Where it can read a batch from."""
     model_file: str = ""
     """In a version's folder; "" when the folder is enough."""
+    beside: str = ""
+    """A pattern of files that must lie beside it where no config says whose model it is."""
     class_name: str = ""
     """What a Python `model_file` must define, where its config does not say."""
     needs_tensors: bool = False
@@ -97,6 +99,24 @@ BACKENDS = {
             streams=True,
             needs_tensors=True,
             native=False,
+        ),
+        BackendEntry(
+            "text",
+            "fastserve.backends.text_torch.backend:TextBackend",
+            takes="text",
+            streams=True,
+            model_file="config.json",
+            beside="*.safetensors",
+            needs_config=False,
+            framework="torch",
+            extra="llm",
+        ),
+        BackendEntry(
+            "text_python",
+            "fastserve.backends.text_python:TextPythonBackend",
+            takes="text",
+            streams=True,
+            model_file="model.py",
         ),
         BackendEntry("ensemble", "", native=False),
     )

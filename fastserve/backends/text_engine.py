@@ -64,3 +64,10 @@ class TextEngine(Protocol):
 
     def close(self) -> None:
         """Give memory back."""
+
+
+class TextBackend(TextEngine, Protocol):
+    """A backend that takes text (registry: takes="text"): made like others, an engine once it is loaded."""
+
+    def load(self) -> None:
+        """Loads the model; may take minutes. Whatever it raises fails the load, in those words."""

@@ -8,10 +8,24 @@ Sizes are tokens unless a field says otherwise.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
+
+# What a text model is to clients who know tensors alone, as vLLM's backend is in Triton.
+INPUTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "text_input": {"dtype": "bytes", "shape": [1]},
+        "stream": {"dtype": "bool", "shape": [1]},
+        "sampling_parameters": {"dtype": "bytes", "shape": [1]},
+        "exclude_input_in_output": {"dtype": "bool", "shape": [1]},
+    }
+)
+OPTIONAL_INPUTS = ("stream", "sampling_parameters", "exclude_input_in_output")
+OUTPUTS: Mapping[str, Any] = MappingProxyType({"text_output": {"dtype": "bytes", "shape": [1]}})
 
 
 class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

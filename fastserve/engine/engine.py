@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 from fastserve.codec.text import Heard, Info, Run, TextNote
 from fastserve.engine.scheduler import scheduler_of
+from fastserve.engine.text import TextScheduler
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.version import Version
@@ -38,7 +39,7 @@ class Engine:
 
     def text_info(self, version: Version) -> Info | None:
         """What its text engine says of itself; None for a model that generates no text."""
-        return None
+        return version.text
 
     def generate(self, version: Version, ids: Sequence[int], note: TextNote, heard: Heard) -> Run:
         """Start one sequence on a text model: `ids` is the prompt, empty where `note.text` is. `heard` gets
@@ -47,4 +48,7 @@ class Engine:
         Raises ServeError, and `heard` is never called: RESOURCE_EXHAUSTED or UNAVAILABLE when it cannot wait
         anywhere, INVALID_ARGUMENT for a prompt that no place has room for.
         """
-        raise ServeError(Kind.UNIMPLEMENTED, f"model '{version.model}' generates no text")
+        scheduler = scheduler_of(version)
+        if not isinstance(scheduler, TextScheduler):
+            raise ServeError(Kind.UNIMPLEMENTED, f"model '{version.model}' generates no text")
+        return scheduler.generate(ids, note, heard)

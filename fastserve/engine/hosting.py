@@ -24,8 +24,9 @@ from fastserve.engine.ensemble import Ensemble
 from fastserve.engine.ensemble_plan import check_models, make_plan
 from fastserve.engine.meters import QueueMeters
 from fastserve.engine.rate import RateLimiter
-from fastserve.engine.schedule import Schedule, Specs
+from fastserve.engine.schedule import Schedule, Specs, open_queue
 from fastserve.engine.scheduler import find_scheduler
+from fastserve.engine.text import TextQueue
 from fastserve.engine.upkeep import Upkeep
 from fastserve.engine.wishes import Tell, Wishes
 from fastserve.errors import ConfigError, Kind, ServeError
@@ -136,6 +137,7 @@ class Host:
         def make_arena(inputs: dict[str, TensorSpec], outputs: dict[str, TensorSpec]) -> Arena:
             seen_inputs, seen_outputs = schedule.describe(inputs, outputs)
             version.describe(seen_inputs, seen_outputs)
+            version.text = group.text
             arena = Arena.create(plan_geometry(config, inputs, outputs, fronts=self._fronts))
             made.append((arena, inputs, outputs))
             return arena
@@ -229,8 +231,7 @@ class Host:
         meters = QueueMeters(
             self._registry, version.model, version.number, geometry.max_delay_ns, geometry.max_rows
         )
-        queue = BatchQueue(arena, 0, inputs, outputs, meters)
-        queue.open()
+        queue = open_queue(arena, 0, inputs, outputs, meters)
         counters_of(version).queues.append(queue)
         upkeep = Upkeep(
             queue, group.kill, lambda: self._stuck_changed(hosted), limit_ms=version.config.run_timeout_ms
@@ -269,7 +270,13 @@ class Host:
         self.wishes.forget_worker(version, part, worker)
         # Parts of an answer have gone out already: it is not begun again. What hung would hang the next.
         ended = hosted.upkeep.ended(worker)
-        attempts = MOST_ATTEMPTS if hosted.group.alive and not hosted.queue.decoupled and not ended else 1
+        # Of text, what has begun says so itself, and the rest waits for the next worker.
+        retry = (
+            (hosted.group.alive or isinstance(hosted.queue, TextQueue))
+            and not hosted.queue.decoupled
+            and not ended
+        )
+        attempts = MOST_ATTEMPTS if retry else 1
         kind, text = (Kind.DEADLINE_EXCEEDED, ENDED.format(ended)) if ended else (Kind.UNAVAILABLE, DIED)
         retried, failed = hosted.queue.ring.worker_died(worker, attempts, kind.value, text)
         if (scheduler := find_scheduler(version)) is not None:

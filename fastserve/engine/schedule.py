@@ -4,6 +4,7 @@
     queued       `queued`: priority levels, queue policies, preferred batch sizes, kept order
     cached       `cache`, before a queue or a scheduler with a queue
     sequences    `stateful`: control inputs, states, a slot for each sequence
+    text         `text`: prompts in, tokens one by one
     ensemble     no queue at all, see `ensemble` and `hosting`
 
 What a config asks for and is not here is refused by `check_schedule`, never passed over.
@@ -20,6 +21,7 @@ from fastserve.engine.batch_queue import BatchQueue
 from fastserve.engine.cache import CachedScheduler, ResponseCache
 from fastserve.engine.controls import Extras, open_extras
 from fastserve.engine.counters import counters_of
+from fastserve.engine.meters import QueueMeters
 from fastserve.engine.plain import PlainScheduler
 from fastserve.engine.priority import Levels, levels_of
 from fastserve.engine.queued import Forming, QueuedScheduler
@@ -27,10 +29,12 @@ from fastserve.engine.rate import RateLimiter, needs_of
 from fastserve.engine.scheduler import Scheduler
 from fastserve.engine.sealed import Sealed, sealed_config
 from fastserve.engine.stateful import SequenceScheduler, strategy_of
+from fastserve.engine.text import TextQueue, TextScheduler
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.model_config import ModelConfig, config_json
 from fastserve.repository.version import Version
 from fastserve.tensor import TensorSpec
+from fastserve.workers.arena import Arena
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +114,20 @@ class Schedule:
             if self._limiter is not None and self._needs.resources:
                 gate = self._limiter.open_gate(self._needs)
             return QueuedScheduler(model, senders[0], *self._queue, gate)
-        return PlainScheduler(queues[0])
+        return simple_scheduler(queues[0])
+
+
+def open_queue(arena: Arena, front: int, inputs: Specs, outputs: Specs, meters: QueueMeters) -> BatchQueue:
+    """The queue of an arena, of the kind its form asks for, open on the running loop."""
+    kind = TextQueue if arena.geometry.window else BatchQueue
+    queue = kind(arena, front, inputs, outputs, meters)
+    queue.open()
+    return queue
+
+
+def simple_scheduler(queue: BatchQueue) -> Scheduler:
+    """What stands before a queue when nothing else decides; the only kind there is with several fronts."""
+    return TextScheduler(queue) if isinstance(queue, TextQueue) else PlainScheduler(queue)
 
 
 def read_queue(config: ModelConfig, *, limited: bool = False) -> tuple[Levels, Forming] | None:

@@ -163,6 +163,8 @@ def _is_enough(entry: BackendEntry) -> bool:
 def _recognises(entry: BackendEntry, numbered: Mapping[int, Path], root: Path) -> bool:
     """Whether a version folder holds a model of this backend."""
     file = find_file(numbered, entry.model_file, root)
+    if file is not None and entry.beside and next(file.parent.glob(entry.beside), None) is None:
+        return False
     if file is None or not entry.class_name:
         return file is not None
     with file.open("rb") as stream:

@@ -18,11 +18,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from fastserve.backends.registry import NAMES, find_backend
+from fastserve.backends.registry import BACKENDS, NAMES, find_backend
 from fastserve.config import DEFAULT_POLICY, VersionPolicy, convert
 from fastserve.config.fields import fault_text
 from fastserve.config.options import Options
 from fastserve.config.policy import VersionNumber
+from fastserve.config.text import OPTIONAL_INPUTS, TextOptions
 from fastserve.errors import ConfigError
 from fastserve.tensor import DTYPES, TensorSpec
 
@@ -165,6 +166,9 @@ class NativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             gt=0, description="Longest wait after a start that failed, in seconds; after a death at work 1."
         ),
     ] = 30.0
+    text: Annotated[
+        TextOptions | None, Meta(description="Bounds and settings of a model that generates text.")
+    ] = None
     class_name: Annotated[
         str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", description="Class in model.py.")
     ] = msgspec.field(name="class", default="Model")
@@ -174,6 +178,7 @@ class NativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         entry = find_backend(self.backend)
         if not entry.native and type(self) is NativeConfig:
             raise ValueError(fault_text("backend", self.backend, NAMES))
+        _check_text(self, generates=entry.takes == "text")
         if entry.needs_tensors and not (self.inputs and self.outputs):
             missing = "outputs" if self.inputs else "inputs"
             raise ValueError(f"{missing}: given nothing, allowed: a mapping of name: dtype, shape")
@@ -223,7 +228,10 @@ def parse_model_config(
     Raises ConfigError naming origin, field, given value and allowed values.
     """
     native = convert(_filled(raw, defaults or {}), NativeConfig, origin)
-    return ModelConfig(**msgspec.structs.asdict(native))
+    options = Options()
+    if native.text is not None:
+        options = Options(decoupled=True, optional_inputs=list(OPTIONAL_INPUTS))
+    return ModelConfig(**msgspec.structs.asdict(native), options=options)
 
 
 def _filled(raw: Mapping[str, object], defaults: Mapping[str, object]) -> dict[str, object]:
@@ -232,10 +240,33 @@ def _filled(raw: Mapping[str, object], defaults: Mapping[str, object]) -> dict[s
         # sizes to round up to belong to the max_batch_size they were written for
         fill.pop("allowed_batch_sizes", None)
     merged = {**fill, **raw}
+    backend = merged.get("backend")
+    if isinstance(backend, str) and backend in BACKENDS and BACKENDS[backend].takes == "text":
+        _fill_text(merged, raw)
     rows, size = merged.get("max_queue_rows", 1024), merged.get("max_batch_size", 32)
     if "max_queue_rows" not in raw and isinstance(size, int) and isinstance(rows, int) and rows < size:
         merged["max_queue_rows"] = size  # a queue that cannot hold one batch would refuse full batches
     return merged
+
+
+def _fill_text(merged: dict[str, object], raw: Mapping[str, object]) -> None:
+    """Sequences share steps, not batches of rows: what model_defaults say of these is for others."""
+    merged["max_batch_size"] = raw.get("max_batch_size", 0)
+    merged.setdefault("text", {})
+    if "allowed_batch_sizes" not in raw:
+        merged.pop("allowed_batch_sizes", None)
+
+
+def _check_text(config: NativeConfig, *, generates: bool) -> None:
+    if not generates and config.text is not None:
+        raise ValueError(f"text: given settings, allowed: nothing with backend {config.backend}")
+    if not generates:
+        return
+    if config.max_batch_size:
+        raise ValueError(fault_text("max_batch_size", config.max_batch_size, "0 for a model that generates"))
+    for side in ("inputs", "outputs"):
+        if getattr(config, side) and type(config) is NativeConfig:
+            raise ValueError(f"{side}: given tensors, allowed: nothing for a model that generates text")
 
 
 def _check_batch_sizes(max_batch_size: int, sizes: list[int] | None) -> None:

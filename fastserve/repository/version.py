@@ -11,6 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from fastserve.codec.text import Info
 from fastserve.errors import ServeError
 from fastserve.repository.model_config import ModelConfig, build_specs
 from fastserve.repository.signature import Signature, build_signatures
@@ -43,7 +44,7 @@ class Version:
 
     `inputs` and `outputs` are the model's own tensors; empty until `describe` when the model
     tells them only once it is loaded. `scheduler` and `counters` belong to the engine, `view` to the
-    serving floor: they are opaque here.
+    serving floor: they are opaque here. `text` is what a loaded text engine says of itself.
     """
 
     __slots__ = (
@@ -59,6 +60,7 @@ class Version:
         "scheduler",
         "signatures",
         "state",
+        "text",
         "view",
     )
 
@@ -75,6 +77,7 @@ class Version:
         self.scheduler: object | None = None
         self.counters: object | None = None
         self.view: object | None = None
+        self.text: Info | None = None
         if self.inputs and self.outputs:
             self.signatures = build_signatures(config, self.inputs, self.outputs)
 

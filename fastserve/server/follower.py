@@ -21,12 +21,13 @@ from typing import Any, NoReturn
 import msgspec
 import uvloop
 
+from fastserve.codec.text import Info
 from fastserve.config import Listener, Settings
 from fastserve.engine.batch_queue import BatchQueue
 from fastserve.engine.counters import counters_of
 from fastserve.engine.engine import Engine
 from fastserve.engine.meters import QueueMeters
-from fastserve.engine.plain import PlainScheduler
+from fastserve.engine.schedule import open_queue, simple_scheduler
 from fastserve.logs import log_uncaught, setup_logs
 from fastserve.metrics import Readiness, Registry
 from fastserve.repository.catalog import Catalog
@@ -138,9 +139,10 @@ class Follower:
         meters = QueueMeters(
             self._front.registry, version.model, version.number, geometry.max_delay_ns, geometry.max_rows
         )
-        queue = BatchQueue(arena, self._number, version.inputs, version.outputs, meters)
-        queue.open()
-        version.scheduler = PlainScheduler(queue)
+        queue = open_queue(arena, self._number, version.inputs, version.outputs, meters)
+        version.scheduler = simple_scheduler(queue)
+        if message["text"] is not None:
+            version.text = msgspec.convert(message["text"], Info)
         counters = counters_of(version)
         counters.queues.append(queue)
         counters.load_s = float(message["load_s"])

@@ -232,6 +232,7 @@ class FrontLink:
             "inputs": {n: [s.dtype.name, s.shape] for n, s in version.inputs.items()},
             "outputs": {n: [s.dtype.name, s.shape] for n, s in version.outputs.items()},
             "load_s": counters_of(version).load_s,
+            "text": msgspec.to_builtins(version.text),
         }
         await self._ask("opened", key, message, fds, timeout_s=ANSWER_TIMEOUT_S)
 

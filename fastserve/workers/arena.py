@@ -14,13 +14,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from fastserve._ext import batch_ring
 from fastserve._ext.batch_ring import BatchRing
 from fastserve.backends.registry import find_backend
 from fastserve.config.options import read_options
+from fastserve.config.text import TextOptions
 from fastserve.tensor import TensorSpec
 
 MAX_ROWS = 65535  # MAX_BATCH_ROWS of arena.h
+MAX_SLOTS = 65536
 MOST_SLOTS = 256  # a worker looks at every slot when it takes one
 MOST_STREAMS = 1024  # an answer in parts holds its slot until the last of them
 # Batches are sealed before they are full, and held while they run and are answered: slots beside those that
@@ -48,6 +52,7 @@ class Geometry:
     requests: bool = False  # the worker sees requests one by one: slabs, with notes
     decoupled: bool = False  # and answers each of them in parts
     max_queued: int = 0  # rows that may wait for a worker at a time, 0 for any number
+    window: int = 0  # of text: tokens a reader may be behind; 0 in any other form
 
     @property
     def dense(self) -> bool:
@@ -67,6 +72,8 @@ def plan_geometry(
     Columns when every row has a known size, slabs otherwise. The queue's bound in bytes is one in rows
     where rows have a size.
     """
+    if find_backend(str(config["backend"])).takes == "text":
+        return plan_text(config, fronts=fronts)
     max_batch = min(int(config["max_batch_size"]), MAX_ROWS)
     rows_in, rows_out = _row_bytes(inputs), _row_bytes(outputs)
     requests = find_backend(str(config["backend"])).takes == "requests"
@@ -95,6 +102,23 @@ def plan_geometry(
         requests=requests,
         decoupled=decoupled,
         max_queued=0 if config.get("queued_elsewhere") else queued,
+    )
+
+
+def plan_text(config: Mapping[str, Any], *, fronts: int) -> Geometry:
+    """The geometry of a text model: a slot for every sequence that may run or wait, prompts in slabs. As
+    much again as prompts may take is for tokens on their way."""
+    text, workers = msgspec.convert(config.get("text") or {}, TextOptions), int(config["instances"])
+    return Geometry(
+        slots=min(text.max_sequences * workers + text.max_waiting, MAX_SLOTS),
+        max_rows=1,
+        inputs=(),
+        outputs=(),
+        slab_pages=min(2 * int(config["max_queue_bytes"]), MOST_SLAB_BYTES) // SLAB_PAGE,
+        max_delay_ns=0,
+        workers=workers,
+        fronts=fronts,
+        window=text.reader_tokens,
     )
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from fastserve.backends.base import explain
+from fastserve.codec.text import Info
 from fastserve.errors import Kind, ServeError
 from fastserve.logs import current_logs
 from fastserve.tensor import TensorSpec
@@ -132,6 +133,11 @@ class WorkerGroup:
     def alive(self) -> int:
         """How many workers are ready to run batches now. 0 means: not ready."""
         return sum(instance.state is State.READY for instance in self._instances)
+
+    @property
+    def text(self) -> Info | None:
+        """What a text engine says of itself, as the first worker has loaded it."""
+        return self._instances[0].text
 
     @property
     def pids(self) -> list[int]:

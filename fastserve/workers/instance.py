@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from fastserve.backends.base import clean, read_specs
+from fastserve.codec.text import Info
 from fastserve.errors import ConfigError, Kind, RemoteTrace, ServeError
 from fastserve.tensor import TensorSpec
 from fastserve.workers.control import ControlFault, PeerGone
@@ -56,6 +57,7 @@ _NEXT = {(State.LOADING, "loaded"): State.LOADED, (State.ATTACHING, "ready"): St
 class _Loaded(msgspec.Struct, tag="loaded", tag_field="op"):
     inputs: dict[str, dict[str, Any]]
     outputs: dict[str, dict[str, Any]]
+    text: Info | None = None
 
 
 class _Ready(msgspec.Struct, tag="ready", tag_field="op"):
@@ -116,6 +118,7 @@ class Instance:
     ) -> None:
         self.index = index
         self.state = State.IDLE
+        self.text: Info | None = None  # what its engine says of itself, once it is loaded
         self._order = order
         self._make_process = make_process
         self._on_ready = on_ready
@@ -143,6 +146,7 @@ class Instance:
             ) from error
         loaded = await self._ask(State.LOADING, {**self._order, "op": "load", "instance": self.index}, ())
         assert loaded is not None
+        self.text = loaded.text
         return _read_loaded(loaded)
 
     async def serve(self, layout: Mapping[str, Any], fds: Sequence[int]) -> None:

@@ -18,6 +18,7 @@ from fastserve.workers.control import Control, PeerGone
 
 if TYPE_CHECKING:
     from fastserve._ext.batch_ring import BatchRing
+    from fastserve.backends.text_engine import TextBackend
     from fastserve.backends.transformer import TransformerBackend
     from fastserve.backends.triton_python import TritonPythonBackend
     from fastserve.workers.guesses import Guess
@@ -56,7 +57,11 @@ def serve(
     """
     arena = Arena.join(message, fds)
     try:
-        ring = arena.ring(worker=int(message["worker"]), control=control.fileno())
+        worker = int(message["worker"])
+        ring = arena.ring(worker=worker, control=control.fileno())
+        if arena.geometry.window:
+            serve_text(arena, ring, worker, backend, control)
+            return
         runner = make_runner(arena, ring, backend, config)
         _warm_up(runner, arena, backend, config)
         stopped = (
@@ -68,6 +73,17 @@ def serve(
         run_batches(ring, runner, stopped)
     finally:
         arena.close()
+
+
+def serve_text(arena: Arena, ring: BatchRing, worker: int, backend: Backend, control: Control) -> None:
+    """The same for an engine of text, which warms itself up when it loads."""
+    from fastserve.workers.text import TextLoop
+
+    loop = TextLoop(arena, ring, worker, cast("TextBackend", backend), control.fileno())
+    gc.collect()
+    gc.freeze()
+    control.send({"op": "ready"})
+    loop.run(lambda: _told_to_stop(control))
 
 
 def make_runner(arena: Arena, ring: BatchRing, backend: Backend, config: Mapping[str, Any]) -> Runner:

@@ -18,15 +18,22 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
 
 from fastserve.backends import Backend, create, wishes
 from fastserve.backends.base import CompletedConfig, explain, kind_of, write_specs
+from fastserve.backends.registry import find_backend
+from fastserve.config.text import INPUTS, OUTPUTS
 from fastserve.errors import ConfigError
 from fastserve.logs import log_prints, log_uncaught, raw_trace, setup_logs
 from fastserve.workers.control import Control, ControlFault, PeerGone
 from fastserve.workers.tie import tie_to_owner
 from fastserve.workers.wishes import EarlyLine
+
+if TYPE_CHECKING:
+    from fastserve.backends.text_engine import TextBackend
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +65,7 @@ def _live(control: Control, order: Mapping[str, Any], serve: Serve) -> int:
     try:
         backend = create({"name": order["name"], **order["config"]}, version_dir, order["instance"])
         backend.load()
-        specs = {"inputs": write_specs(backend.inputs), "outputs": write_specs(backend.outputs)}
-        control.send({"op": "loaded", **specs})
+        control.send({"op": "loaded", **_describe(backend, str(order["config"].get("backend")))})
         message, fds = control.receive()
         if message["op"] == "serve":
             serve(backend, control, order["config"], message, fds)
@@ -73,6 +79,13 @@ def _live(control: Control, order: Mapping[str, Any], serve: Serve) -> int:
     finally:
         if backend is not None:
             _close(backend)
+
+
+def _describe(backend: Backend, name: str) -> dict[str, Any]:
+    if find_backend(name).takes == "text":
+        info = cast("TextBackend", backend).info
+        return {"inputs": dict(INPUTS), "outputs": dict(OUTPUTS), "text": msgspec.to_builtins(info)}
+    return {"inputs": write_specs(backend.inputs), "outputs": write_specs(backend.outputs)}
 
 
 def _report(control: Control, error: BaseException, version_dir: str) -> None:

@@ -33,7 +33,9 @@ def test_a_class_of_ones_own_is_a_backend() -> None:
 
 @pytest.mark.parametrize("name", ["", "tensorflow", "mine:", ":Net", "mine/fast:Net", "a:b:c"])
 def test_anything_else_is_none(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"backend: given .*, allowed: python, onnx or module:Class"):
+    with pytest.raises(
+        ConfigError, match=r"backend: given .*, allowed: python, onnx, text, text_python or module:Class"
+    ):
         find_backend(name)
 
 
@@ -50,7 +52,7 @@ def write_model(folder: Path, backend: str) -> Path:
     [
         ("no_such_package.at_all:Net", "no module no_such_package can be imported"),
         ("json:Net", "module json has no Net"),
-        ("ensemble", 'backend: given "ensemble", allowed: python, onnx or module:Class'),
+        ("ensemble", 'backend: given "ensemble", allowed: python, onnx, text, text_python or module:Class'),
     ],
 )
 @pytest.mark.logs_errors

@@ -1,0 +1,211 @@
+"""Text versions: a prompt goes into the queue, its tokens come back one by one; no task or future in between.
+
+    run = scheduler.generate(ids, note, heard)     heard(records) once a doorbell, the last record in any case
+    run.taken(n)                                   the reader is so much nearer; one that is not stands still
+    run.cancel()                                   its worker hears of it within a step
+
+A sequence holds a slot from its first moment to its last, waiting or running: there are as many as may be
+(max_sequences of every instance, and max_waiting). Who finds none is refused, and told when to come again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastserve._ext.batch_ring import RECORDS
+from fastserve._ext.fast_path import Pending
+from fastserve._ext.token_records import TokenReader, prompt_bytes, write_prompt
+from fastserve.codec.text import Extra, Finish, Heard, Record, TextNote, write_text
+from fastserve.engine.batch_queue import BatchQueue
+from fastserve.engine.meters import QueueMeters
+from fastserve.engine.scheduler import Runs, Scheduler
+from fastserve.errors import DeadlineError, Kind, ServeError
+from fastserve.repository.version import Version
+from fastserve.request import InferRequest, InferResponse
+from fastserve.tensor import TensorSpec
+from fastserve.workers.arena import SLAB_PAGE, Arena
+
+log = logging.getLogger(__name__)
+
+FULL = "the queue of this model is full: {} sequences run or wait (text.max_sequences, text.max_waiting)"
+NO_ROOM = "the prompts that wait for this model take all of their memory (max_queue_bytes)"
+TOO_LARGE = "a prompt of {} bytes is larger than all that may wait (max_queue_bytes)"
+LOST = "tokens of this request were lost on their way from the worker"
+# The worker ends what is past its time; here that is found when the worker does not come to it.
+SLACK_NS = 100_000_000
+
+
+class TextRun:
+    """One sequence of this front; see codec.text.Run."""
+
+    __slots__ = ("_heard", "_pages", "_pending", "_queue", "_slot", "begun", "ended")
+
+    def __init__(self, queue: TextQueue, slot: int, pages: int, heard: Heard) -> None:
+        self._queue, self._slot, self._pages, self._heard = queue, slot, pages, heard
+        self._pending: Pending | None = None
+        self.begun = self.ended = False
+
+    def submit(self, place: int, deadline_ns: int) -> None:
+        """Let it run."""
+        self._pending = self._queue.submit(place, 1, self._done, deadline_ns, self)
+
+    def taken(self, records: int) -> None:
+        if not self.ended:
+            self._queue.tokens.taken(self._slot, records)
+
+    def cancel(self, why: Finish = Finish.CANCELLED) -> None:
+        if self.ended:
+            return
+        self._close()
+        assert self._pending is not None
+        self._queue.cancel(self._pending)
+        self._queue.tokens.leave(self._slot)
+        self._queue.later(self._heard, [(-1, why, 0, b"")])
+
+    def hear(self, records: list[Record] | None) -> None:
+        """For the queue: what came; None when some of it was lost."""
+        if records is None:
+            assert self._pending is not None
+            self._queue.cancel(self._pending)
+            self._fail(ServeError(Kind.INTERNAL, LOST))
+            return
+        if not self.begun:
+            self.begun = True
+            self._queue.free_pages(self._pages)  # its worker has let go of the prompt
+        if records[-1][1]:
+            self.ended = True
+        self._tell(records)
+
+    def _done(self, pending: Pending, error: ServeError | None) -> None:
+        """For the queue: the slot is through."""
+        if error is None:
+            self._queue.release(pending)
+        if not self.ended:  # its last record would have come before
+            self._queue.tokens.leave(self._slot)
+            self._fail(error or ServeError(Kind.INTERNAL, LOST))
+
+    def _fail(self, error: ServeError) -> None:
+        self._close()
+        finish = Finish.TIMEOUT if isinstance(error, DeadlineError) else Finish.FAILED
+        self._tell([(-1, finish, 0, write_text(Extra(message=error.message, kind=error.kind.value)))])
+
+    def _close(self) -> None:
+        self.ended = True
+        if not self.begun:
+            self.begun = True
+            self._queue.free_pages(self._pages)
+
+    def _tell(self, records: list[Record]) -> None:
+        try:
+            self._heard(records)
+        except Exception:
+            log.exception("tokens could not be delivered")
+
+
+class TextQueue(BatchQueue):
+    """The queue of a text version as this front sees it."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        front: int,
+        inputs: Mapping[str, TensorSpec],
+        outputs: Mapping[str, TensorSpec],
+        meters: QueueMeters,
+    ) -> None:
+        super().__init__(arena, front, inputs, outputs, meters)
+        geometry = arena.geometry
+        self.tokens = TokenReader(
+            arena.memory, front=front, worker_bells=arena.worker_bells, window=geometry.window
+        )
+        # Prompts share their half of the memory evenly; the other half is for tokens.
+        self._most_pages = max(geometry.slab_pages // 2 // geometry.fronts, 1)
+        self.prompt_pages = 0  # of prompts of this front that have not begun
+
+    def open(self) -> None:
+        super().open()
+        self._hear(self.ring.drain())  # of a front that died in this one's place
+
+    def start(self, ids: Sequence[int], note: TextNote, heard: Heard) -> TextRun:
+        """One sequence. Raises ServeError when it cannot wait."""
+        said = write_text(note)
+        nbytes = prompt_bytes(ids, said)
+        pages = self._find_pages(nbytes)
+        place = self.ring.reserve(1)
+        if place < 0:
+            self.rejected("queue_rows")
+            retry_s = self.meters.seconds_for(self.ring.slots)
+            raise ServeError(Kind.UNAVAILABLE, FULL.format(self.ring.slots), retry_after_s=retry_s)
+        run = TextRun(self, place >> 16, pages, heard)
+        try:
+            self._write(place, nbytes, ids, said)
+            self.tokens.listen(place >> 16, self.ring.seq(place >> 16), run)
+            run.submit(place, note.deadline_ns + SLACK_NS if note.deadline_ns else 0)
+        except BaseException:
+            self.tokens.leave(place >> 16)
+            self.abandon(place, 1)
+            raise
+        self.prompt_pages += pages
+        return run
+
+    def later(self, heard: Heard, records: list[Record]) -> None:
+        """Call it in a turn of its own: never from inside what its caller calls."""
+        assert self._loop is not None
+        self._loop.call_soon(heard, records)
+
+    def free_pages(self, pages: int) -> None:
+        """A prompt needs no memory any more."""
+        self.prompt_pages -= pages
+
+    def _find_pages(self, nbytes: int) -> int:
+        pages = -(-nbytes // SLAB_PAGE)
+        if pages > self._most_pages:
+            raise ServeError(Kind.INVALID_ARGUMENT, TOO_LARGE.format(nbytes))
+        if self.prompt_pages + pages > self._most_pages:
+            raise self._no_room()
+        return pages
+
+    def _no_room(self) -> ServeError:
+        self.rejected("queue_bytes")
+        return ServeError(Kind.UNAVAILABLE, NO_ROOM, retry_after_s=self.meters.seconds_for(self.waiting))
+
+    def _write(self, place: int, nbytes: int, ids: Sequence[int], said: bytes) -> None:
+        offset = self.ring.lease(nbytes)
+        if not offset:
+            raise self._no_room()
+        try:
+            write_prompt(self.ring.slab(offset, nbytes, writable=True), ids, said)
+        except BaseException:
+            self.ring.return_lease(offset)
+            raise
+        self.ring.attach_slab(place, offset, nbytes)
+
+    def _on_bell(self) -> None:
+        self._hear(self.ring.drain())
+
+    def _hear(self, found: list[tuple[int, Any]]) -> None:
+        messages = [entry for kind, entry in found if kind == RECORDS]
+        if messages:
+            for run, records in self.tokens.read(messages):
+                run.hear(records)
+        for slot, seq in found:
+            if slot == -1:
+                self._rescan()
+            elif slot >= 0 and self.ring.is_done(slot, seq):
+                self.finish(slot)
+
+
+class TextScheduler(Scheduler):
+    """Prompts and their tokens; and requests of tensors, which whoever knows tokenizers reads (`tensors`)."""
+
+    def __init__(self, queue: TextQueue) -> None:
+        self.queue = queue
+
+    def generate(self, ids: Sequence[int], note: TextNote, heard: Heard) -> TextRun:
+        """See Engine.generate."""
+        return self.queue.start(ids, note, heard)
+
+    async def infer(self, engine: Runs, version: Version, request: InferRequest) -> InferResponse:
+        raise ServeError(Kind.UNIMPLEMENTED, f"model '{version.model}' takes no tensors")

@@ -1,0 +1,125 @@
+"""A worker's life with a text engine: prompts in, tokens out, many sequences in one step.
+
+    take what is there -> submit        who has left, whose time is up -> cancel
+    engine.step(out)                    publish: one message and one doorbell for each front concerned
+
+A slot stays RUNNING from the moment its prompt is taken until its last record is sent, so that the death of
+this worker ends what has begun, and what has not goes to the next one. Nothing here waits for a reader: a
+sequence whose reader is behind stands still (`TokenSender.room`), the others go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from fastserve._ext.token_records import TokenSender, read_prompt
+from fastserve.backends.base import explain, kind_of
+from fastserve.backends.text_engine import TextEngine, TextRequest
+from fastserve.codec.text import Extra, Finish, read_text, write_text
+from fastserve.errors import Kind, ServeError
+from fastserve.workers.arena import Arena
+
+if TYPE_CHECKING:
+    from fastserve._ext.batch_ring import BatchRing
+
+log = logging.getLogger(__name__)
+
+CONTROL_SPOKE = 2
+# Sequences that all stand still give a sign of life this often; what found no room in a ring is tried again.
+BEAT_NS, AGAIN_NS = 1_000_000_000, 1_000_000
+# What a place ends with that its engine could not answer: for the counters; its client has its last record.
+STATUSES = [0] * len(Finish)
+STATUSES[Finish.TIMEOUT] = Kind.DEADLINE_EXCEEDED.value
+STATUSES[Finish.FAILED] = Kind.INTERNAL.value
+UNREADABLE = "the prompt cannot be read"
+
+
+class TextLoop:
+    """One engine, and the slots it has taken."""
+
+    def __init__(
+        self, arena: Arena, ring: BatchRing, worker: int, engine: TextEngine, control: int = -1
+    ) -> None:
+        self._ring, self._engine = ring, engine
+        self._workers = arena.geometry.workers
+        # One engine takes all there is, so that its priorities order what waits; of several each what fits.
+        self._most = arena.geometry.slots if self._workers == 1 else max(engine.info.slots, 1)
+        self.out = TokenSender(
+            arena.memory,
+            worker=worker,
+            own_bell=arena.worker_bells[worker],
+            front_bells=arena.front_bells,
+            control=control,
+            window=arena.geometry.window,
+            statuses=STATUSES,
+        )
+
+    def run(self, stopped: Callable[[], bool]) -> None:
+        """Until told to stop. `stopped` is asked whenever the control line has something to say."""
+        while True:
+            ran = self.turn()
+            if self.out.sleep(self._patience_ns(ran), self._full) & CONTROL_SPOKE and stopped():
+                return
+
+    def turn(self) -> bool:
+        """One step, and what goes before and after it. False when the engine could do nothing."""
+        self._admit()
+        for rid, finish in self.out.gone():
+            self._engine.cancel(rid, Finish(finish))
+        ran = self._engine.pending() > 0 and self._engine.step(self.out)
+        for slot in self.out.publish():
+            self._ring.end_run(slot)
+            self._ring.publish(slot)
+        return ran
+
+    @property
+    def _full(self) -> bool:
+        return self._engine.pending() >= self._most
+
+    def _patience_ns(self, ran: bool) -> int:
+        """How long there may be nothing to do; negative: for ever."""
+        if ran:
+            return 0
+        if self.out.unsent:
+            return AGAIN_NS
+        if not self.out.active:
+            return -1
+        due_ns = self.out.next_deadline_ns()
+        left_ns = due_ns - time.monotonic_ns() if due_ns else BEAT_NS
+        return min(max(left_ns, 1), BEAT_NS)
+
+    def _admit(self) -> None:
+        left = self._most - self._engine.pending()
+        if self._workers > 1:
+            left = -(-left // self._workers)  # others may be free as well
+        while left > 0 and (slot := self._ring.take()) >= 0:
+            left -= 1
+            self._submit(slot)
+
+    def _submit(self, slot: int) -> None:
+        places = self._ring.places(slot)
+        if not places:  # its caller has left
+            self._ring.publish(slot)
+            return
+        self._ring.start_run(slot)
+        try:
+            ids, said = read_prompt(self._ring.slab(*places[0][2:]))
+            note = read_text(said)
+        except ValueError:
+            rid = self.out.admit(slot)
+            self._fail(rid, ServeError(Kind.INVALID_ARGUMENT, UNREADABLE))
+            return
+        rid = self.out.admit(slot, note.deadline_ns)
+        try:
+            self._engine.submit(TextRequest(rid, ids, note, self._ring.times_ns(slot)[0]))
+        except Exception as error:
+            if not isinstance(error, ServeError):
+                log.exception("the engine failed to take a request")
+            self._fail(rid, error)
+
+    def _fail(self, rid: int, error: Exception) -> None:
+        extra = write_text(Extra(message=explain(error), kind=kind_of(error).value))
+        self.out.end(rid, Finish.FAILED, extra)
