@@ -337,6 +337,10 @@ class Connection(Peered, asyncio.Protocol):
         if call.gone:
             raise ConnectionResetError("the client has gone")
 
+    def may_send(self, call: Call) -> bool:
+        """Whether it is the turn of `call`, and the client reads."""
+        return call is self._current and not self._choked
+
     def send_part(self, data: bytes) -> None:  # of the current call's reply
         self._transport.write(data)
 

@@ -78,6 +78,20 @@ class Stream:
         self.sent_bytes += len(data)
         self._send_piece(data)
 
+    @property
+    def ready(self) -> bool:
+        """Whether a piece would go out at once: it is this reply's turn, and the client reads."""
+        return not self._closed and not self._call.gone and self._may_send()
+
+    async def wait(self) -> None:
+        """Until `ready`. Raises ConnectionResetError when the client has gone."""
+        await self._wait_turn()
+
+    def send(self, data: bytes) -> None:
+        """`write`, for callbacks that found it `ready`: any number of times until they return."""
+        self.sent_bytes += len(data)
+        self._send_piece(data)
+
     async def close(self) -> None:
         """End the reply. Does nothing the second time or when the client has gone."""
         if self._closed:
@@ -110,6 +124,9 @@ class Stream:
             access_log(self._call, self._status, self.sent_bytes)
 
     # ---- how HTTP/1.1 does it
+
+    def _may_send(self) -> bool:
+        return self._connection.may_send(self._call)
 
     async def _wait_turn(self) -> None:
         await self._connection.wait_turn(self._call)

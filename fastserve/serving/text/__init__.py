@@ -7,6 +7,7 @@
         async for tokens in stream:                all that came since, as list[Token]
             ...
     stream.ending                                  why, the whole text, how many tokens, or the fault
+    ending = await pour(stream, reply, write)      the same to a streamed reply, without a turn for each token
 
 Here are tokenizers, chat templates, bounds of prompts, text out of tokens, stop strings, and how it ends.
 What a client calls all of that, and in which words it is refused, is its dialect's.
@@ -22,6 +23,7 @@ from fastserve.serving.text.ask import (
     UnknownToken,
 )
 from fastserve.serving.text.models import TextModel, Texts
+from fastserve.serving.text.pour import pour
 from fastserve.serving.text.stream import Ending, TextStream, Token, together
 from fastserve.serving.text.tokenizer import Piece
 
@@ -41,5 +43,6 @@ __all__ = [
     "Texts",
     "Token",
     "UnknownToken",
+    "pour",
     "together",
 ]

@@ -233,6 +233,9 @@ class StreamedReply(Stream):
         self._carrier = carrier
         self._turns = Turns()
 
+    def _may_send(self) -> bool:
+        return not self._carrier.full
+
     async def _wait_turn(self) -> None:
         while self._carrier.full and not self._call.gone:
             await self._turns.wait()
