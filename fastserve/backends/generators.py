@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
-
-import msgspec
 
 from fastserve.backends.base import explain, kind_of
 from fastserve.backends.text_engine import Out, TextRequest
@@ -201,12 +199,11 @@ class GeneratorEngine:
 def read_prompt(request: TextRequest) -> Prompt:
     """A request as a model sees it."""
     note = request.note
-    parameters: Mapping[str, msgspec.Raw] = note.parameters
     return Prompt(
         ids=request.ids,
         text=note.text,
         sampling=note.sampling,
-        parameters={name: msgspec.json.decode(raw) for name, raw in parameters.items()},
+        parameters=note.parameters,
         images=note.images,
         request_id=note.request_id,
         priority=note.priority,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -65,8 +65,8 @@ class TextNote(msgspec.Struct, omit_defaults=True, gc=False, kw_only=True):
     deadline_ns: int = 0
     """On the clock of time.monotonic_ns(), from the request's arrival; 0 for none."""
     request_id: str = ""
-    parameters: dict[str, msgspec.Raw] = {}
-    """What the client said besides, as JSON, for engines of users' own."""
+    parameters: dict[str, Any] = {}
+    """What the client said besides, as plain values, for engines of users' own."""
     images: list[bytes] = []
     """Encoded images, checked by the front, for models that see."""
 

@@ -108,7 +108,7 @@ class TextLoop:
         try:
             ids, said = read_prompt(self._ring.slab(*places[0][2:]))
             note = read_text(said)
-        except ValueError:
+        except (ValueError, RecursionError):
             rid = self.out.admit(slot)
             self._fail(rid, ServeError(Kind.INVALID_ARGUMENT, UNREADABLE))
             return

@@ -1,13 +1,47 @@
-"""Text versions on real workers: tokens arrive in order and whole, whoever leaves, dies or is slow."""
+"""Text versions on real workers: tokens come whole and in order, whoever leaves, is late, slow or refused."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 
-from fastserve.codec.text import Finish
-from tests.text.serving import run, serving
+import pytest
+
+from fastserve.codec.text import Finish, read_extra
+from fastserve.errors import ConfigError, Kind, ServeError
+from tests.text.serving import Heard, Served, run, serving, until
 
 SEED = "am a French photographer based in Paris.\nI have been shooting since I was 15"
+COUNTING = """
+import itertools
+
+class Model:
+    info = {"tokenizer": "", "eos_ids": [999]}
+
+    def __init__(self, config):
+        pass
+
+    def generate(self, request):
+        yield from itertools.count(request.ids[0])
+"""
+# Says what it was asked, then what it was asked for.
+TELLING = """
+class Model:
+    def __init__(self, config):
+        pass
+
+    def generate(self, request):
+        said = request.parameters.get("raise")
+        yield f"{request.ids} {request.text} {request.priority} {request.images} {request.request_id}"
+        if said:
+            raise ValueError(said)
+        yield 7, "x", -0.5
+        yield {"a": 1} if request.parameters.get("bad") else 8
+"""
+
+
+def counted(heard: Heard, first: int) -> bool:
+    return heard.ids == list(range(first, first + len(heard.ids)))
 
 
 def test_the_seeds_stream(tmp_path):
@@ -24,13 +58,367 @@ def test_the_seeds_stream(tmp_path):
     run(work())
 
 
-def test_many_at_once(tmp_path):
+def test_many_at_once_each_in_order(tmp_path):
     async def work() -> None:
         async with serving(tmp_path) as at:
-            version = await at.load_rig("llm-seed1")
-            asked = [at.ask(version, max_new_tokens=1 + n % 50) for n in range(200)]
+            version = await at.load_code(COUNTING)
+            asked = [at.ask(version, [1000 * n], max_new_tokens=1 + n % 50) for n in range(300)]
             ends = await asyncio.gather(*(heard.end() for heard in asked))
             assert set(ends) == {Finish.LENGTH}
-            assert [len(heard.ids) for heard in asked] == [1 + n % 50 for n in range(200)]
+            assert [len(heard.ids) for heard in asked] == [1 + n % 50 for n in range(300)]
+            assert all(counted(heard, 1000 * n) for n, heard in enumerate(asked))
+
+    run(work())
+
+
+def test_what_a_model_is_told_and_what_it_may_say(tmp_path):
+    async def work() -> None:
+        async with serving(tmp_path) as at:
+            version = await at.load_code(TELLING, text={"tokenizer": ""})
+            heard = at.ask(
+                version, [], text="hé", priority=2, images=[b"\x89PNG"], request_id="r1", logprobs=0
+            )
+            assert await heard.end() is Finish.EOS
+            assert heard.text == "[] hé 2 [b'\\x89PNG'] r1x"
+            assert [record[0] for record in heard.records] == [-1, 7, 8, -1]
+            logprobs = read_extra(heard.records[1][3]).logprobs
+            assert logprobs is not None
+            assert logprobs.own == -0.5
+            bad = at.ask(version, [3], parameters={"bad": True})
+            assert await bad.end() is Finish.FAILED
+            assert "generate yielded dict" in bad.error
+
+    run(work())
+
+
+@pytest.mark.logs_errors
+def test_a_model_that_raises_fails_its_own_request(tmp_path):
+    async def work() -> None:
+        async with serving(tmp_path) as at:
+            version = await at.load_code(TELLING)
+            others = [at.ask(version, [n]) for n in range(8)]
+            heard = at.ask(version, [1], parameters={"raise": "kaboom"})
+            assert await heard.end() is Finish.FAILED
+            assert heard.error == "ValueError: kaboom"
+            assert heard.text.startswith("[1]")
+            assert [await other.end() for other in others] == [Finish.EOS] * 8
+
+    run(work())
+
+
+def test_how_sequences_end(tmp_path):
+    async def work() -> None:
+        async with serving(tmp_path) as at:
+            version = await at.load_code(COUNTING, text={"max_new_tokens": 6, "max_tokens": 16})
+            ends = {
+                Finish.STOP: at.ask(version, [5], stop_ids=[8]),
+                Finish.EOS: at.ask(version, [997]),
+                Finish.LENGTH: at.ask(version, [997], ignore_eos=True, max_new_tokens=50),
+            }
+            for finish, heard in ends.items():
+                assert await heard.end() is finish
+            assert [len(heard.ids) for heard in ends.values()] == [4, 3, 6]
+            almost = at.ask(version, [1] * 15, max_new_tokens=50)
+            assert (await almost.end(), almost.ids) == (Finish.LENGTH, [1])
+            long = at.ask(version, [1] * 16)
+            assert await long.end() is Finish.FAILED
+            assert long.error == "a prompt of 16 tokens, allowed: up to 15"
+
+    run(work())
+
+
+def test_who_leaves_hears_one_record_more(tmp_path):
+    async def work() -> None:
+        async with serving(tmp_path) as at:
+            version = await at.load_code(COUNTING, text={"max_new_tokens": 1 << 30, "max_tokens": 1 << 30})
+            heard = at.ask(version, [0], max_new_tokens=1 << 30)
+            await heard.until(10)
+            assert heard.run is not None
+            before = len(heard.records)
+            heard.run.cancel(Finish.STOP)
+            assert len(heard.records) == before, "not from inside"
+            assert await heard.end() is Finish.STOP
+            assert len(heard.records) == before + 1
+            heard.run.cancel()
+            heard.run.taken(3)
+            early = at.ask(version, [0], max_new_tokens=1 << 30)
+            assert early.run is not None
+            early.run.cancel()
+            assert await early.end() is Finish.CANCELLED
+            await until(lambda: not any(at.left(version)))
+
+    run(work())
+
+
+def test_a_slow_reader_stands_still_and_stops_nobody(tmp_path):
+    async def work() -> None:
+        async with serving(tmp_path) as at:
+            version = await at.load_code(
+                COUNTING, text={"reader_tokens": 8, "max_new_tokens": 4000, "max_tokens": 5000}
+            )
+            slow = at.ask(version, [0], reads=False, max_new_tokens=100)
+            fast = [at.ask(version, [n], max_new_tokens=2000, ignore_eos=True) for n in range(4)]
+            assert [await heard.end() for heard in fast] == [Finish.LENGTH] * 4
+            assert len(slow.records) == 8
+            await asyncio.sleep(0.05)  # the worker sleeps: nobody can go on
+            assert len(slow.records) == 8
+            assert slow.run is not None
+            while not slow.ended.is_set():
+                slow.news.clear()
+                slow.run.taken(4)
+                await asyncio.wait_for(slow.news.wait(), 30)
+            assert slow.ids == list(range(100))
+
+    run(work())
+
+
+def test_all_readers_behind_and_one_leaves(tmp_path):
+    async def work() -> None:
+        async with serving(tmp_path) as at:
+            version = await at.load_code(COUNTING, text={"reader_tokens": 4, "max_sequences": 2})
+            first, second = (at.ask(version, [n], reads=False, max_new_tokens=100) for n in (0, 50))
+            await asyncio.gather(first.until(4), second.until(4))
+            waiting = at.ask(version, [7], max_new_tokens=3)
+            await asyncio.sleep(0.02)
+            assert waiting.records == []
+            assert first.run is not None
+            assert second.run is not None
+            began = time.monotonic()
+            first.run.cancel()
+            assert await waiting.end() is Finish.LENGTH
+            assert time.monotonic() - began < 0.9, "the worker was woken, and did not look by itself"
+            second.run.cancel()
+
+    run(work())
+
+
+def test_deadlines_of_who_runs_and_who_waits(tmp_path):
+    async def work() -> None:
+        async with serving(tmp_path) as at:
+            version = await at.load_rig("llm-slow", parameters={"pause_s": 5})
+            due = time.monotonic_ns() + 200_000_000
+            heard = [at.ask(version, [1], deadline_ns=due) for _ in range(3)]
+            began = time.monotonic()
+            assert [await one.end() for one in heard] == [Finish.TIMEOUT] * 3
+            assert 0.1 < time.monotonic() - began < 4
+            assert [one.ids for one in heard] == [[], [], []]
+
+    run(work())
+
+
+def test_priority_orders_who_waits(tmp_path):
+    async def work() -> None:
+        async with serving(tmp_path) as at:
+            version = await at.load_rig("llm-slow", parameters={"pause_s": 0.05})
+            order: list[int] = []
+
+            async def ask(number: int, priority: int) -> None:
+                heard = at.ask(version, [1], priority=priority)
+                assert await heard.end() is Finish.EOS
+                order.append(number)
+
+            tasks = []
+            for number, priority in enumerate((5, 5, 1, 3)):
+                tasks.append(asyncio.ensure_future(ask(number, priority)))
+                await asyncio.sleep(0.01)
+            await asyncio.gather(*tasks)
+            assert order == [0, 2, 3, 1]
+
+    run(work())
+
+
+def test_waiting_has_a_bound(tmp_path):
+    async def work() -> None:
+        async with serving(tmp_path) as at:
+            version = await at.load_rig(
+                "llm-slow", parameters={"pause_s": 60}, text={"max_sequences": 1, "max_waiting": 2}
+            )
+            held = [at.ask(version, [1]) for _ in range(3)]
+            with pytest.raises(ServeError, match=r"3 sequences run or wait \(text.max_sequences") as refused:
+                at.ask(version, [1])
+            assert refused.value.kind is Kind.UNAVAILABLE
+            assert refused.value.retry_after_s
+            for heard in held:
+                assert heard.run is not None
+                heard.run.cancel()
+            await until(lambda: not any(at.left(version)))
+            at.ask(version, [1]).run.cancel()  # type: ignore[union-attr]
+
+    run(work())
+
+
+def test_prompts_that_wait_have_a_bound(tmp_path):
+    async def work() -> None:
+        async with serving(tmp_path) as at:
+            version = await at.load_code(
+                COUNTING, max_queue_bytes=8 * 4096, text={"max_tokens": 1 << 20, "reader_tokens": 1}
+            )
+            with pytest.raises(ServeError, match=r"larger than all that may wait \(max_queue_bytes\)"):
+                at.ask(version, [1] * 8 * 1024)
+            begun = at.ask(version, [1] * 6000, reads=False)
+            await begun.until(1)  # its prompt needs no memory any more
+            assert at.queue(version).prompt_pages == 0
+            assert at.queue(version).ring.slab_pages_used() == 0
+            also = at.ask(version, [1] * 7000)
+            with pytest.raises(ServeError, match="take all of their memory") as refused:
+                at.ask(version, [1] * 2000)
+            assert refused.value.kind is Kind.UNAVAILABLE
+            for heard in (begun, also):
+                assert heard.run is not None
+                heard.run.cancel()
+
+    run(work())
+
+
+ENGINE = """
+class Model:
+    info = {"slots": 4, "tokenizer": ""}
+
+    def __init__(self, config):
+        self.running = {}
+
+    def submit(self, request):
+        self.running[request.rid] = request.note.sampling.max_new_tokens
+
+    def cancel(self, rid, why):
+        self.running[rid] = -why if rid in self.running else 0
+
+    def step(self, out):
+        for rid, left in list(self.running.items()):
+            if left < 0:
+                out.end(rid, -left)
+                del self.running[rid]
+            elif out.room(rid):
+                out.token(rid, left, 2 if left == 1 else 0, 11)
+                self.running[rid] -= 1
+                if left == 1:
+                    del self.running[rid]
+        return True
+
+    def pending(self):
+        return len(self.running)
+"""
+
+
+def test_a_whole_engine_of_ones_own(tmp_path):
+    async def work() -> None:
+        async with serving(tmp_path) as at:
+            version = await at.load_code(ENGINE)
+            heard = [at.ask(version, [1], max_new_tokens=n) for n in (1, 5, 9)]
+            left = at.ask(version, [1], max_new_tokens=1 << 20)
+            await left.until(3)
+            assert left.run is not None
+            left.run.cancel()
+            assert [await one.end() for one in heard] == [Finish.LENGTH] * 3
+            assert [one.ids for one in heard] == [[1], [5, 4, 3, 2, 1], [9, 8, 7, 6, 5, 4, 3, 2, 1]]
+            assert {record[2] for one in heard for record in one.records} == {11}
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("class Model:\n    def __init__(self, config): pass", "has neither a generator"),
+        (
+            "class Model:\n    def __init__(self, config): pass\n    def generate(self): yield 1",
+            "must take one",
+        ),
+        (
+            "class Model:\n    def __init__(self, config): pass\n    def step(self, out): pass",
+            "has a step, and no method submit",
+        ),
+        (COUNTING.replace('"eos_ids": [999]', '"slot": 3'), "info: given 'slot', allowed: vocab_size"),
+        (COUNTING.replace("[999]", '"x"'), "info: Expected `array`"),
+    ],
+)
+@pytest.mark.logs_errors
+def test_classes_that_do_not_fit(tmp_path, code, words):
+    async def work() -> None:
+        async with serving(tmp_path) as at:
+            with pytest.raises(ServeError, match=words):
+                await at.load_code(code)
+
+    run(work())
+
+
+def test_what_model_yaml_may_not_say(tmp_path):
+    async def work() -> None:
+        async with serving(tmp_path) as at:
+            tensors = {"x": {"dtype": "float32", "shape": [1]}}
+            for fields, words in (
+                ({"max_batch_size": 4}, "max_batch_size: given 4, allowed: 0"),
+                ({"inputs": tensors}, "inputs: given tensors, allowed: nothing"),
+                ({"text": {"max_sequences": 0}}, "text.max_sequences"),
+                (
+                    {"backend": "python", "text": {}},
+                    "text: given settings, allowed: nothing with backend python",
+                ),
+            ):
+                with pytest.raises(ConfigError, match=words):
+                    await at.load_code(COUNTING, name=f"m{len(words)}", **fields)
+
+    run(work())
+
+
+def test_a_model_of_tensors_generates_nothing(tmp_path):
+    async def work() -> None:
+        async with serving(tmp_path) as at:
+            tensor = {"dtype": "float32", "shape": [1]}
+            version = await at.load_code(
+                "class Model:\n    def __init__(self, c): pass\n    def run(self, inputs): return inputs",
+                backend="python",
+                inputs={"x": tensor},
+                outputs={"x": tensor},
+            )
+            assert at.engine.text_info(version) is None
+            with pytest.raises(ServeError, match="generates no text") as refused:
+                at.ask(version, [1])
+            assert refused.value.kind is Kind.UNIMPLEMENTED
+            await at.unload(version)
+
+    run(work())
+
+
+def test_unload_lets_everybody_finish(tmp_path):
+    async def work() -> None:
+        async with serving(tmp_path) as at:
+            version = await at.load_code(COUNTING, text={"max_sequences": 4})
+            asked = [at.ask(version, [n], max_new_tokens=300) for n in range(20)]
+            await asked[0].until(5)
+            await at.unload(version)
+            assert all(heard.ended.is_set() for heard in asked)
+            assert [len(heard.ids) for heard in asked] == [300] * 20
+            with pytest.raises(ServeError, match="is not available"):
+                at.ask(version, [1])
+
+    run(work())
+
+
+def test_closing_ends_everybody(tmp_path):
+    async def work() -> None:
+        at = Served(tmp_path)
+        version = await at.load_rig("llm-slow", parameters={"pause_s": 60})
+        asked = [at.ask(version, [n]) for n in range(3)]
+        await at.host.close()
+        at.registry.close()
+        assert [await heard.end() for heard in asked] == [Finish.FAILED] * 3
+        assert {heard.error for heard in asked} == {"the model version was unloaded"}
+
+    run(work())
+
+
+def test_several_instances_share_what_comes(tmp_path):
+    async def work() -> None:
+        telling = COUNTING.replace("request.ids[0]", "self.first").replace(
+            "pass", 'self.first = 1000 * config["instance"]'
+        )
+        async with serving(tmp_path) as at:
+            version = await at.load_code(telling, instances=2, text={"max_sequences": 4})
+            asked = [at.ask(version, [0], max_new_tokens=200) for _ in range(32)]
+            assert {await heard.end() for heard in asked} == {Finish.LENGTH}
+            by = [heard.ids[0] // 1000 for heard in asked]
+            assert all(counted(heard, heard.ids[0]) for heard in asked)
+            assert set(by) == {0, 1}, by
 
     run(work())

@@ -107,6 +107,11 @@ class Served:
         heard.run = self.engine.generate(version, ids, note, heard)
         return heard
 
+    async def unload(self, version: Version) -> None:
+        """As the repository does it."""
+        self.catalog.move(version, VersionState.UNLOADING)
+        await self.host.unload(version)
+
     def queue(self, version: Version) -> TextQueue:
         assert isinstance(version.scheduler, TextScheduler)
         return version.scheduler.queue
@@ -129,8 +134,7 @@ async def serving(folder: Path) -> AsyncIterator[Served]:
     try:
         yield served
         for hosted in list(served.host.hosted.values()):
-            version = hosted.version
-            await until(lambda version=version: not any(served.left(version)))
+            await until(lambda version=hosted.version: not any(served.left(version)))
     finally:
         await served.host.close()
         served.registry.close()

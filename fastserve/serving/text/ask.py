@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-
-import msgspec
+from typing import Any
 
 from fastserve.codec.text import Sampling
 from fastserve.errors import Kind, ServeError
@@ -44,7 +43,7 @@ class TextAsk:
     """The prompt is a chat template's: the special tokens it begins with are written out."""
     request_id: str = ""
     images: Sequence[bytes] = ()
-    parameters: Mapping[str, msgspec.Raw] = field(default_factory=dict)
+    parameters: Mapping[str, Any] = field(default_factory=dict)
     """What the client said besides, for engines of users' own."""
 
 
