@@ -191,7 +191,10 @@ class Call:
         lines = listener.heads.find(status, content_type, mode) + header_lines(headers)
         coding = b"" if self.head.http_1_0 else b"Transfer-Encoding: chunked\r\n"
         self._replied = True
-        self._stream = Stream(self, self._connection, status, b"%b%b\r\n" % (lines, coding), mode == CLOSE)
+        turns = self._connection.turns
+        self._stream = Stream(
+            self, self._connection, turns, status, b"%b%b\r\n" % (lines, coding), mode == CLOSE
+        )
         return self._stream
 
     def switch(self, message: bytes) -> Http2Connection | None:

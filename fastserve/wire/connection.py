@@ -44,7 +44,7 @@ class Connection(Peered, asyncio.Protocol):
     __slots__ = (
         "_buffer", "_choked", "_chunks", "_continue_due", "_current", "_ended", "_half", "_head", "_need",
         "_pace", "_parsing", "_paused", "_pieces", "_repeated", "_scanned", "_state",
-        "_transport", "_turns", "_waiting", "listener", "served",
+        "_transport", "_waiting", "listener", "served", "turns",
     )  # fmt: skip
 
     def __init__(self, listener: HttpListener) -> None:
@@ -59,7 +59,7 @@ class Connection(Peered, asyncio.Protocol):
         self._chunks: ChunkReader | None = None
         self._current: Call | None = None
         self._waiting: deque[Call] = deque()
-        self._turns = Turns()
+        self.turns = Turns()
         self._parsing = self._paused = self._choked = self._continue_due = False
         self._ended = False  # the last reply is handed over
         self.served, self._pace = 0, Pace()
@@ -111,7 +111,7 @@ class Connection(Peered, asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._choked = False
-        self._turns.wake()
+        self.turns.wake()
         self._resume()
 
     def _pause(self) -> None:
@@ -301,7 +301,7 @@ class Connection(Peered, asyncio.Protocol):
         while self._waiting:
             call = self._current = self._waiting.popleft()
             if call.ready is None:
-                self._turns.wake()
+                self.turns.wake()
                 break
             message, body, closes = call.ready
             self._transport.write(message + body)
@@ -329,13 +329,6 @@ class Connection(Peered, asyncio.Protocol):
         """Whether nothing has come behind this call, not even the beginning of a request."""
         newest = self._waiting[-1] if self._waiting else self._current
         return call is newest and self._state in (HEAD, DEAF) and not self._buffer
-
-    async def wait_turn(self, call: Call) -> None:
-        """Wait until `call` may write and the client reads. Raises ConnectionResetError when it has gone."""
-        while not call.gone and (call is not self._current or self._choked):
-            await self._turns.wait()
-        if call.gone:
-            raise ConnectionResetError("the client has gone")
 
     def may_send(self, call: Call) -> bool:
         """Whether it is the turn of `call`, and the client reads."""
@@ -375,7 +368,7 @@ class Connection(Peered, asyncio.Protocol):
         for call in (current, *waiting):
             if call is not None:
                 call.leave()
-        self._turns.wake()
+        self.turns.wake()
 
     def abort(self) -> None:
         """Cut the connection; calls in flight learn that their client is gone."""

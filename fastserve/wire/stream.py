@@ -49,11 +49,15 @@ class Stream:
         "_head",
         "_silent",
         "_status",
+        "_turns",
         "sent_bytes",
     )
 
-    def __init__(self, call: Call, connection: Connection, status: int, head: bytes, closes: bool) -> None:
+    def __init__(
+        self, call: Call, connection: Connection, turns: Turns, status: int, head: bytes, closes: bool
+    ) -> None:
         self._call = call
+        self._turns = turns
         self._status = status
         self.sent_bytes = 0
         self._connection = connection
@@ -118,6 +122,12 @@ class Stream:
         if not self._closed:
             self._log()
 
+    async def _wait_turn(self) -> None:
+        while not self._call.gone and not self._may_send():
+            await self._turns.wait()
+        if self._call.gone:
+            raise ConnectionResetError("the client has gone")
+
     def _log(self) -> None:
         access_log = self._connection.listener.access_log
         if access_log is not None:
@@ -127,9 +137,6 @@ class Stream:
 
     def _may_send(self) -> bool:
         return self._connection.may_send(self._call)
-
-    async def _wait_turn(self) -> None:
-        await self._connection.wait_turn(self._call)
 
     def _send_piece(self, data: bytes) -> None:
         framed = b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data

@@ -225,22 +225,15 @@ class Exchange(Call):
 class StreamedReply(Stream):
     """A reply in pieces: DATA frames, at the pace of the client."""
 
-    __slots__ = ("_carrier", "_turns")
+    __slots__ = ("_carrier",)
 
     def __init__(self, call: Exchange, status: int, block: bytes, carrier: Http2Stream) -> None:
         connection: Any = carrier.connection
-        super().__init__(call, connection, status, block, False)
+        super().__init__(call, connection, Turns(), status, block, False)
         self._carrier = carrier
-        self._turns = Turns()
 
     def _may_send(self) -> bool:
         return not self._carrier.full
-
-    async def _wait_turn(self) -> None:
-        while self._carrier.full and not self._call.gone:
-            await self._turns.wait()
-        if self._call.gone:
-            raise ConnectionResetError("the client has gone")
 
     def _send_piece(self, data: bytes) -> None:
         head, self._head = self._head, b""
