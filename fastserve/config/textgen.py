@@ -63,6 +63,23 @@ class TextgenOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stop_service: Annotated[
         bool, Meta(description="Whoever reaches GET /stopService may stop the server.")
     ] = False
+    any_model: Annotated[
+        bool,
+        Meta(
+            description="A body's `model` that nobody serves means default_model (OpenAI's API; "
+            "huggingface_hub sends made-up ones)."
+        ),
+    ] = False
+    openai_errors: Annotated[
+        Literal["openai", "mindie"],
+        Meta(description="Errors of OpenAI's API: its own envelope and statuses, or MindIE's flat ones."),
+    ] = "openai"
+    max_stops: Annotated[
+        int, Meta(ge=1, le=64, description="Stop strings of a request (TGI's, OpenAI's and vLLM's).")
+    ] = 4
+    max_best_of: Annotated[
+        int, Meta(ge=1, le=128, description="Sequences a request of TGI's may start (best_of).")
+    ] = 4
     tgi_flavor: Annotated[
         Literal["tgi", "mindie"],
         Meta(description="Whose shape /, /generate, /generate_stream and /info have where the two differ."),

@@ -46,7 +46,8 @@ SAID = {
     "/...": "/unregisterall", "[/metadata]": "/metadata", "[/versions/N or /labels/L]": "/labels/new",
     "live|ready": "ready", "load|unload": "load", ":predict|classify|regress": ":classify",
     "tfserving.monitoring_path": "/monitoring/prometheus/metrics", "/v1/unregisterall": "/v1/anything",
-    "MODEL": "m", "NAME": "m", "VERSION": "7", "REPOSITORY": "r", "REGION": "x",
+    "MODEL": "m", "NAME": "m", "VERSION": "7",
+    "REPOSITORY": "r", "REGION": "x",
     "timed-N": "timed-7", "ROLE": "prefill",
 }  # fmt: skip
 

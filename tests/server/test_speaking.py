@@ -74,7 +74,7 @@ def test_what_is_nobodys(tmp_path: Path) -> None:
     async def work() -> None:
         async with speaking(tmp_path, *UNKNOWN) as server:
             for listener, (names, (answer, status)) in zip(server.front.http, UNKNOWN.items(), strict=True):
-                for path in ("/nowhere", "/", "/v1", "/apis"):
+                for path in ("/nowhere", "/v1", "/apis"):
                     got, client, body = await ask(listener.address, f"GET {path} HTTP/1.1")
                     assert (got, client.headers.get("content-type"), body) == answer, (names, path)
                 got, client, body = await ask(listener.address, "FOO /nowhere HTTP/1.1")

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from fastserve.dialects.textgen import infer, management
+from fastserve.dialects.textgen import infer, management, openai_calls, openai_models, tgi_paths
 from fastserve.dialects.textgen.paths import Path
 
-PATHS: tuple[Path, ...] = (*infer.PATHS, *management.PATHS)
+PATHS: tuple[Path, ...] = (
+    *infer.PATHS,
+    *openai_calls.PATHS,
+    *openai_models.PATHS,
+    *tgi_paths.PATHS,
+    *management.PATHS,
+)

@@ -21,7 +21,12 @@ if TYPE_CHECKING:
     from fastserve.wire.call import Call, Endpoint
 
 # Words in capitals of a path -> what clients may write for them.
-_WORDS = {"MODEL": r"(?P<model>[\w.\-]+)", "-N": r"-(?P<number>[0-9]+)", "ROLE": r"(?P<role>\w+)"}
+_WORDS = {
+    "MODEL": r"(?P<model>[\w.\-]+)",
+    "-N": r"-(?P<number>[0-9]+)",
+    "ROLE": r"(?P<role>\w+)",
+    "NAME": r"(?P<name>.+)",
+}
 Refuse = Callable[["Service", "Call", "ServeError"], None]
 
 
@@ -32,6 +37,8 @@ class Named(NamedTuple):
     model: str = ""
     number: int = 0
     role: str = ""
+    name: str = ""
+    """A model's, however it is written; not decoded."""
 
 
 class Path(NamedTuple):
@@ -69,7 +76,9 @@ class Table:
             if match is not None and method in path.row.scopes:
                 said = match.groupdict()
                 number = int(said.get("number") or 0)
-                return path, Named(target, said.get("model", ""), number, said.get("role", ""))
+                return path, Named(
+                    target, said.get("model", ""), number, said.get("role", ""), said.get("name", "")
+                )
         return None
 
 

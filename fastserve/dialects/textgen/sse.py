@@ -15,6 +15,7 @@ from time import monotonic
 from types import TracebackType
 
 from fastserve.wire.call import Call
+from fastserve.wire.stream import Stream
 
 EVENTS = b"text/event-stream"
 COMMENT = b": keep-alive\n\n"
@@ -22,7 +23,8 @@ HEADERS = ((b"Cache-Control", b"no-cache"), (b"X-Accel-Buffering", b"no"))
 
 
 class EventStream:
-    """One reply. Its head goes out with the first piece."""
+    """One reply. It begins, with its status, when something is first written: until then the call may be
+    refused."""
 
     def __init__(
         self,
@@ -31,7 +33,8 @@ class EventStream:
         content_type: bytes = EVENTS,
         headers: tuple[tuple[bytes, bytes], ...] = HEADERS,
     ) -> None:
-        self._stream = call.stream(200, content_type, headers)
+        self._call, self._content_type, self._headers = call, content_type, headers
+        self._stream: Stream | None = None
         self._every = keepalive_s
         self._wrote = monotonic()
         self._beat: asyncio.Task[None] | None = None
@@ -47,14 +50,24 @@ class EventStream:
         if self._beat is not None:
             self._beat.cancel()
 
+    @property
+    def begun(self) -> bool:
+        """Whether a status has been sent."""
+        return self._stream is not None
+
+    def _begin(self) -> Stream:
+        if self._stream is None:
+            self._stream = self._call.stream(200, self._content_type, self._headers)
+        return self._stream
+
     async def write(self, data: bytes) -> None:
         """One or several whole events. Raises ConnectionResetError when the client has gone."""
         self._wrote = monotonic()
-        await self._stream.write(data)
+        await self._begin().write(data)
 
     async def close(self) -> None:
         """It is whole."""
-        await self._stream.close()
+        await self._begin().close()
 
     async def _keep_alive(self) -> None:
         with contextlib.suppress(ConnectionResetError, RuntimeError):  # gone, or closed meanwhile

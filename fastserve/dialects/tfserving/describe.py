@@ -33,10 +33,13 @@ def find_versions(catalog: Catalog, target: Target) -> list[Version]:
     return [model.versions[target.version]]
 
 
-def write_status(versions: Iterable[Version]) -> bytes:
-    """The whole body of a status reply: every version ever seen, highest first."""
+def write_status(versions: Iterable[Version], card: Mapping[str, object] | None = None) -> bytes:
+    """The whole body of a status reply: every version ever seen, highest first. `card`: what other APIs that
+    have this path want to read besides."""
     rows = sorted(versions, key=lambda version: version.number, reverse=True)
-    return print_json({"model_version_status": [_version_status(version) for version in rows]})
+    return print_json(
+        {"model_version_status": [_version_status(version) for version in rows], **(card or {})}
+    )
 
 
 def _version_status(version: Version) -> dict[str, object]:

@@ -28,6 +28,7 @@ from fastserve.dialects.tfserving.service import Service
 from fastserve.dialects.tfserving.signatures import find_version
 from fastserve.errors import ServeError, invalid
 from fastserve.serving.dialect import Dialect, ServingContext
+from fastserve.serving.text.card import card_of
 from fastserve.wire.call import Call, Endpoint
 from fastserve.wire.dialect import Route
 from fastserve.wire.scope import Scope
@@ -95,7 +96,8 @@ class TFServing(Dialect):
             if target.verb == "metadata":
                 body = write_metadata(find_version(service.catalog, target))
             else:
-                body = write_status(find_versions(service.catalog, target))
+                card = card_of(service.engine, service.catalog, target.name)
+                body = write_status(find_versions(service.catalog, target), card)
         except ServeError as fault:
             service.refuse(call, target.name, fault)
         else:

@@ -7,17 +7,21 @@ import contextlib
 import http.client
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fastserve.backends.text_engine import TextEngine
 from fastserve.config import TextgenOptions
 from fastserve.dialects.textgen.dialect import Textgen
+from fastserve.serving.dialect import DialectSpec
 from tests.text_rig import LocalEngine, listening
 
 POST = {"Content-Type": "application/json"}
+FOLDER = Path(__file__).parent / "folder"
+"""A model's, with nothing but a chat template."""
 
 
 @dataclass
@@ -46,6 +50,10 @@ class Asking:
 
     port: int
 
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
     def connect(self, timeout_s: float = 20) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
 
@@ -69,8 +77,17 @@ class Asking:
 class Local(Asking):
     """Dialects over one engine, each with options of its own."""
 
-    def __init__(self, models: dict[str, TextEngine], options: TextgenOptions, pause_s: float) -> None:
+    def __init__(
+        self,
+        models: dict[str, TextEngine],
+        options: TextgenOptions,
+        pause_s: float = 0.0,
+        *,
+        beside: Sequence[DialectSpec[Any]] = (),
+        folder: Path = FOLDER,
+    ) -> None:
         self.models, self.options, self._pause_s = models, options, pause_s
+        self._beside, self._folder = beside, folder
         self.loop = asyncio.new_event_loop()
         # Of many threads each test that makes one more would leave it behind.
         self.loop.set_default_executor(ThreadPoolExecutor(1))
@@ -84,9 +101,10 @@ class Local(Asking):
         self.engine = self._stack.enter_context(LocalEngine())
         self.engine.context.readiness.ready = True
         for name, engine in self.models.items():
-            self.engine.add(name, engine, pause_s=self._pause_s)
+            self.engine.add(name, engine, self._folder, pause_s=self._pause_s)
         self.dialect = Textgen(self.engine.context, self.options)
-        self.port = await self._stack.enter_async_context(listening(self.dialect))
+        others = [spec.build(self.engine.context, spec.options()) for spec in self._beside]
+        self.port = await self._stack.enter_async_context(listening(self.dialect, *others))
 
     def __enter__(self) -> Local:
         self._thread.start()

@@ -1,4 +1,4 @@
-"""Every conformance case of MindIE's API, over real sockets, against its rig."""
+"""Every conformance case of MindIE's and TGI's APIs, over real sockets, against its rig."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from tests.dialects.textgen.deviations import DEVIATIONS
 from tests.dialects.textgen.rigs import PROFILES, RIGS
 from tests.dialects.textgen.serving import Asking, local
 
-CASES = [json.loads(line) for line in Path("tests/vectors/mindie.jsonl").read_text().splitlines()]
+CASES = [
+    json.loads(line)
+    for name in ("mindie", "tgi")
+    for line in Path(f"tests/vectors/{name}.jsonl").read_text().splitlines()
+]
 
 
 def wanted(case: dict[str, Any]) -> tuple[str, str]:

@@ -84,6 +84,9 @@ class FakeEngine:
         self.open_responses = 0
         self._runs: dict[str, Run] = {}
 
+    def text_info(self, version: Version) -> None:
+        """None of its models generates text."""
+
     def serve(self, name: str, config: dict[str, Any], run: Run, numbers: Sequence[int] = (1,)) -> None:
         """Make a model available under these version numbers."""
         self._runs[name] = run

@@ -1,0 +1,278 @@
+"""POST /v1/chat/completions and /v1/completions: from a call to its answer, whole or as a stream of events.
+
+    read -> find the model -> prompts -> sequences -> whole answer
+                                                   -> events, then [DONE]; or an error event, and no [DONE]
+
+What is wrong before the first token is told by a status. A stream that goes wrong later has an event with the
+error, which clients raise: its end is never silent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from fastserve.dialects.textgen.events import Pieces, send_events
+from fastserve.dialects.textgen.openai_errors import refuse, tell
+from fastserve.dialects.textgen.openai_models import no_model
+from fastserve.dialects.textgen.openai_read import Wanted, read_chat, read_completion
+from fastserve.dialects.textgen.openai_write import (
+    Answer,
+    ChatAnswer,
+    Choice,
+    CompletionAnswer,
+    Scored,
+    Usage,
+    finish_of,
+)
+from fastserve.dialects.textgen.paths import Named, Path, Refuse
+from fastserve.dialects.textgen.patience import deadline_ns
+from fastserve.dialects.textgen.sequences import Sequences, likelihood
+from fastserve.dialects.textgen.service import Service
+from fastserve.dialects.textgen.typed import Misread
+from fastserve.errors import Kind, ServeError
+from fastserve.serving.dialect import HttpRoute
+from fastserve.serving.text import TextAsk, TextModel, TextStream, Token
+from fastserve.wire.call import Call, Endpoint
+from fastserve.wire.scope import Scope
+
+SEED_MASK = 2**64 - 1
+
+
+class Api(NamedTuple):
+    """One of those that complete text: how it is read, written, refused."""
+
+    read: Callable[[bytes | bytearray, int], Wanted]
+    answer: type[Answer]
+    refuse: Callable[[Service, Call, ServeError, str], None]
+    tell: Callable[[Service, ServeError], bytes]
+    """An error in the midst of a stream."""
+
+
+class Complete:
+    """The endpoint of one of them."""
+
+    def __init__(self, service: Service, api: Api) -> None:
+        self._service, self._api = service, api
+
+    async def __call__(self, call: Call) -> None:
+        service, api, name = self._service, self._api, ""
+        try:
+            wanted = await service.apart(len(call.body), api.read, call.body, service.options.max_stops)
+            model = find_model(service, wanted)
+            name = model.name
+            answer = api.answer(
+                name, model.version.number, scored=wanted.logprobs >= 0, usage=wanted.tells_usage
+            )
+            one = Completing(service, call, model, wanted, answer)
+            if not wanted.streams:
+                call.reply(200, await one.whole())
+            elif not await send_events(
+                service, call, name, one.events(), self._tell, content_type=answer.content_type
+            ):
+                return
+        except ServeError as fault:  # nothing has been sent yet
+            api.refuse(service, call, fault, name)
+        else:
+            service.count(call, model)
+
+    def _tell(self, fault: ServeError) -> bytes:
+        return self._api.tell(self._service, fault)
+
+
+def find_model(service: Service, wanted: Wanted) -> TextModel:
+    """The model that a body names. Raises ServeError."""
+    name = wanted.body.model or ""
+    if service.options.any_model:
+        return service.texts.find(name if name in service.texts.names() else "")
+    if not name and wanted.names_model:
+        raise Misread("`model` is required", "model")
+    try:
+        return service.texts.find(name)
+    except ServeError as fault:
+        if not name or fault.kind is not Kind.NOT_FOUND:
+            raise
+        raise no_model(name) from None
+
+
+@dataclass(slots=True)
+class Sequence:
+    """One sequence of an answer: its prompt's text where that is echoed, its tokens where they are scored."""
+
+    index: int
+    stream: TextStream
+    echo: str = ""
+    tokens: list[Token] = field(default_factory=list)
+    begun: bool = False
+    chars: int = 0
+
+
+class Completing:
+    """One request on its way to its answer."""
+
+    def __init__(
+        self, service: Service, call: Call, model: TextModel, wanted: Wanted, answer: Answer
+    ) -> None:
+        self._service, self._call, self._model = service, call, model
+        self._wanted, self._answer = wanted, answer
+        self._sequences: list[Sequence] = []
+
+    async def whole(self) -> bytes:
+        """The whole answer. Raises ServeError."""
+        wanted = self._wanted
+        async with await self._start() as running:
+            tokens = await running.rest(keep=wanted.logprobs >= 0 or wanted.candidates > wanted.choices)
+        for sequence, came in zip(self._sequences, tokens, strict=True):
+            sequence.tokens = came
+        choices = [self._choice(index, each) for index, each in enumerate(self._chosen())]
+        return self._answer.write(choices, self._usage())
+
+    async def events(self) -> Pieces:
+        """The pieces of its stream. Raises ServeError."""
+        async with await self._start() as running, aclosing(running.turns()) as turns:
+            async for index, tokens in turns:
+                yield b"".join(self._pieces(self._sequences[index], tokens))
+            end = self._answer.usage(self._usage()) if self._wanted.tells_usage else b""
+            yield end + self._answer.done
+
+    async def _start(self) -> Sequences:
+        """Every sequence there will be, or none. Raises ServeError."""
+        service, call, timeout_s = self._service, self._call, self._timeout_s()
+        running = Sequences([], call, timeout_s, service.options)
+        try:
+            for ask in await self._asks():
+                for stream in await self._model.start_many(ask, self._wanted.candidates):
+                    running.streams.append(stream)
+                    self._sequences.append(Sequence(len(self._sequences), stream, self._echo(ask)))
+        except BaseException:
+            running.cancel()
+            raise
+        return running
+
+    async def _asks(self) -> list[TextAsk]:
+        """What is asked of the model, for each prompt. Raises ServeError."""
+        wanted, body = self._wanted, self._wanted.body
+        if wanted.images:
+            raise Misread(
+                f"`{wanted.images[0][0]}`: model '{self._model.name}' takes text only, not images",
+                wanted.images[0][0],
+            )
+        prompts = wanted.prompts
+        if wanted.messages:
+            prompts = [await self._model.chat(wanted.messages, **wanted.template)]
+        return [
+            TextAsk(
+                prompt=prompt,
+                sampling=wanted.sampling,
+                seed=None if body.seed is None else body.seed & SEED_MASK,
+                stop=wanted.stop,
+                include_stop=bool(body.include_stop_str_in_output),
+                priority=body.priority or 5,
+                deadline_ns=deadline_ns(self._call.received_ns, self._timeout_s(), self._service.options),
+                special=body.skip_special_tokens is False,
+                templated=bool(wanted.messages),
+                request_id=self._call.request_id,
+            )
+            for prompt in prompts
+        ]
+
+    def _timeout_s(self) -> int:
+        return self._wanted.body.timeout or self._service.options.timeout_s
+
+    def _echo(self, ask: TextAsk) -> str:
+        if not self._wanted.echo:
+            return ""
+        return ask.prompt if isinstance(ask.prompt, str) else self._model.decode(ask.prompt)
+
+    def _chosen(self) -> list[Sequence]:
+        """The sequences that are told: of each prompt the likeliest, where there are more."""
+        size, most = self._wanted.candidates, self._wanted.choices
+        if size == most:
+            return self._sequences
+        groups = [self._sequences[at : at + size] for at in range(0, len(self._sequences), size)]
+        ranked = [sorted(group, key=lambda each: likelihood(each.tokens), reverse=True) for group in groups]
+        return [each for group in ranked for each in group[:most]]
+
+    def _choice(self, index: int, sequence: Sequence) -> Choice:
+        ending = sequence.stream.ending
+        assert ending is not None
+        scored = [*self._prompt_scored(sequence), *self._scored(sequence, sequence.tokens)]
+        return Choice(index, sequence.echo + ending.text, finish_of(ending.reason), scored)
+
+    def _pieces(self, sequence: Sequence, tokens: list[Token]) -> list[bytes]:
+        answer, index = self._answer, sequence.index
+        said = [] if sequence.begun else self._beginning(sequence)
+        if answer.scored:
+            said += [answer.piece(index, each.text, self._scored(sequence, [each])) for each in tokens]
+        else:
+            said += [answer.piece(index, each.text) for each in tokens if each.text]
+        ending = sequence.stream.ending
+        if ending is not None and ending.fault is None:
+            said.append(answer.last(index, finish_of(ending.reason)))
+        return said
+
+    def _beginning(self, sequence: Sequence) -> list[bytes]:
+        sequence.begun = True
+        said = [self._answer.begin(sequence.index)]
+        if sequence.echo:
+            said.append(self._answer.piece(sequence.index, sequence.echo, self._prompt_scored(sequence)))
+        return said
+
+    def _prompt_scored(self, sequence: Sequence) -> list[Scored]:
+        """What is known of an echoed prompt's tokens: how likely each was, not what else might have been."""
+        if not (self._answer.scored and self._wanted.echo):
+            return []
+        return [self._one(sequence, token, "", lp, None) for token, lp in sequence.stream.prompt_logprobs]
+
+    def _scored(self, sequence: Sequence, tokens: list[Token]) -> list[Scored]:
+        if not self._answer.scored:
+            return []
+        text_of = self._model.token_text
+        return [
+            self._one(
+                sequence,
+                each.id,
+                each.text,
+                each.logprob,
+                [(text_of(id) or f"token_id:{id}", lp) for id, lp in each.best],
+            )
+            for each in tokens
+        ]
+
+    def _one(
+        self,
+        sequence: Sequence,
+        token: int,
+        text: str,
+        lp: float | None,
+        best: list[tuple[str, float]] | None,
+    ) -> Scored:
+        text = self._model.token_text(token) or text
+        offset, sequence.chars = sequence.chars, sequence.chars + len(text)
+        return Scored(text, lp, best, offset)
+
+    def _usage(self) -> Usage:
+        """Each prompt counts once, every token made counts."""
+        streams = [each.stream for each in self._sequences]
+        asked = sum(stream.prompt_tokens for stream in streams[:: self._wanted.candidates])
+        made = sum(stream.ending.generated for stream in streams if stream.ending is not None)
+        return Usage(asked, made)
+
+
+def completing_path(name: str, path: str, api: Api, refuse: Refuse) -> Path:
+    """The row of one of them."""
+
+    def make(service: Service, named: Named) -> Endpoint:
+        return Complete(service, api)
+
+    return Path(HttpRoute(name, path, {"POST": Scope.INFER}), make, refuse)
+
+
+CHAT = Api(read_chat, ChatAnswer, refuse, tell)
+COMPLETION = Api(read_completion, CompletionAnswer, refuse, tell)
+PATHS = (
+    completing_path("chat", "/v1/chat/completions", CHAT, refuse),
+    completing_path("completions", "/v1/completions", COMPLETION, refuse),
+)

@@ -1,0 +1,212 @@
+"""Answers in OpenAI's words (spec 8): whole ones, and the pieces of streams.
+
+    data: {"id":"chatcmpl-1","object":"chat.completion.chunk","choices":[{"delta":{"content":"He"}}]}
+
+An `Answer` writes what is the same in all pieces of a stream once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from secrets import token_hex
+from time import time
+from typing import Any
+
+import msgspec
+
+from fastserve.codec.text import Finish
+from fastserve.dialects.textgen.sse import EVENTS
+
+_encode = msgspec.json.Encoder().encode
+_FINISH = {Finish.EOS: "stop", Finish.STOP: "stop", Finish.LENGTH: "length"}
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A token and how likely it was, with those that were the most likely in its place."""
+
+    text: str
+    logprob: float | None
+    best: Sequence[tuple[str, float]] | None = None
+    offset: int = 0
+    """Characters of the choice's text before it."""
+
+
+@dataclass(slots=True)
+class Choice:
+    """One of the answers to a request, whole."""
+
+    index: int
+    text: str
+    finish: str
+    scored: list[Scored] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of a request, of all its choices together."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+    def write(self) -> dict[str, int]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+        }
+
+
+def finish_of(finish: Finish) -> str:
+    """What a client is told of an ending that went well."""
+    return _FINISH[finish]
+
+
+class Answer(ABC):
+    """What is said to one request: the whole, or piece by piece. `scored`: with logprobs."""
+
+    content_type: bytes
+    done: bytes
+    """The last piece of all."""
+
+    def __init__(self, model: str, version: object, *, scored: bool = False, usage: bool = False) -> None:
+        self.scored = scored
+
+    @abstractmethod
+    def write(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        """The whole answer, of a request that is not streamed."""
+
+    @abstractmethod
+    def begin(self, index: int) -> bytes:
+        """What comes before the text of one choice."""
+
+    @abstractmethod
+    def piece(self, index: int, text: str, scored: Sequence[Scored] = ()) -> bytes:
+        """More text of one choice."""
+
+    @abstractmethod
+    def last(self, index: int, finish: str) -> bytes:
+        """The end of one choice."""
+
+    @abstractmethod
+    def usage(self, usage: Usage) -> bytes:
+        """How many tokens there were, for those who asked."""
+
+
+class OpenAiAnswer(Answer):
+    """What both APIs have in common."""
+
+    content_type = EVENTS
+    done = b"data: [DONE]\n\n"
+    whole_object: str
+    chunk_object: str
+    prefix: str
+
+    def __init__(self, model: str, version: object, *, scored: bool = False, usage: bool = False) -> None:
+        super().__init__(model, version, scored=scored)
+        self._head = {
+            "id": self.prefix + token_hex(12),
+            "object": self.whole_object,
+            "created": int(time()),
+            "model": model,
+            "system_fingerprint": f"fastserve-{version}",
+        }
+        head = _encode({**self._head, "object": self.chunk_object})[:-1]
+        self._open = b'data: %b,"choices":[' % head
+        self._close = b'],"usage":null}\n\n' if usage else b"]}\n\n"
+
+    def write(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        written = [self._choice(choice) for choice in choices]
+        return _encode({**self._head, "choices": written, "usage": usage.write()})
+
+    def piece(self, index: int, text: str, scored: Sequence[Scored] = ()) -> bytes:
+        return self._chunk(index, self._delta(text), b"null", scored)
+
+    def last(self, index: int, finish: str) -> bytes:
+        return self._chunk(index, self._nothing, b'"%b"' % finish.encode(), ())
+
+    def usage(self, usage: Usage) -> bytes:
+        closing = _encode({"usage": usage.write()})
+        return b"%b],%b\n\n" % (self._open, closing[1:])
+
+    def _chunk(self, index: int, said: bytes, finish: bytes, scored: Sequence[Scored]) -> bytes:
+        logprobs = _encode(self._logprobs(scored)) if scored else b"null"
+        return b'%b{"index":%d,%b,"logprobs":%b,"finish_reason":%b}%b' % (
+            self._open, index, said, logprobs, finish, self._close
+        )  # fmt: skip
+
+    _nothing: bytes
+
+    @abstractmethod
+    def _delta(self, text: str) -> bytes: ...
+
+    @abstractmethod
+    def _choice(self, choice: Choice) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _logprobs(self, scored: Sequence[Scored]) -> dict[str, Any]: ...
+
+
+class ChatAnswer(OpenAiAnswer):
+    """Of /v1/chat/completions."""
+
+    whole_object, chunk_object, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+    _nothing = b'"delta":{}'
+
+    def begin(self, index: int) -> bytes:
+        return self._chunk(index, b'"delta":{"role":"assistant","content":""}', b"null", ())
+
+    def _delta(self, text: str) -> bytes:
+        return b'"delta":{"content":%b}' % _encode(text)
+
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        return {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": self._logprobs(choice.scored) if self.scored else None,
+            "finish_reason": choice.finish,
+        }
+
+    def _logprobs(self, scored: Sequence[Scored]) -> dict[str, Any]:
+        content = [
+            {**_token(each.text, each.logprob), "top_logprobs": [_token(*best) for best in each.best or ()]}
+            for each in scored
+        ]
+        return {"content": content, "refusal": None}
+
+
+class CompletionAnswer(OpenAiAnswer):
+    """Of /v1/completions."""
+
+    whole_object, chunk_object, prefix = "text_completion", "text_completion", "cmpl-"
+    _nothing = b'"text":""'
+
+    def begin(self, index: int) -> bytes:
+        return b""
+
+    def _delta(self, text: str) -> bytes:
+        return b'"text":%b' % _encode(text)
+
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        return {
+            "index": choice.index,
+            "text": choice.text,
+            "logprobs": self._logprobs(choice.scored) if self.scored else None,
+            "finish_reason": choice.finish,
+        }
+
+    def _logprobs(self, scored: Sequence[Scored]) -> dict[str, Any]:
+        return {
+            "tokens": [each.text for each in scored],
+            "token_logprobs": [each.logprob for each in scored],
+            "top_logprobs": [None if each.best is None else dict(each.best) for each in scored],
+            "text_offset": [each.offset for each in scored],
+        }
+
+
+def _token(text: str, logprob: float | None) -> dict[str, Any]:
+    """One token of a chat. -9999 is what OpenAI says of one that is next to impossible."""
+    sure = -9999.0 if logprob is None else max(logprob, -9999.0)
+    return {"token": text, "logprob": sure, "bytes": list(text.encode())}

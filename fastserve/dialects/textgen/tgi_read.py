@@ -1,0 +1,214 @@
+"""What a body of TGI's API asks for (spec 7; MindIE's likeness, 3.4): keys, bounds, and the words for both.
+
+    read_tgi(b'{"inputs": "", ...}', limits, streams=False)
+    -> Misread("Input validation error: `inputs` cannot be empty")
+
+`null` is as good as nothing everywhere. What depends on a model's sizes is checked by `fit_prompt`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgspec
+
+from fastserve.codec.text import Sampling
+from fastserve.dialects.textgen.typed import MOST_FLOAT, Misread, read_typed
+from fastserve.serving.text import Info
+
+PREFIX = "Input validation error: "
+MOST_TOP_TOKENS = 5
+MOST_SEED = 2**64 - 1
+MOST_INT = 2**31 - 1
+DEFAULT_NEW_TOKENS = {"tgi": 100, "mindie": 20}
+
+
+class Limits(NamedTuple):
+    """What the server allows of a request, whatever the model."""
+
+    stops: int
+    best_of: int
+    timeout_s: int
+    flavor: str = "tgi"
+
+
+class Parameters(msgspec.Struct, kw_only=True):
+    best_of: int | None = None
+    temperature: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    typical_p: float | None = None
+    do_sample: bool | None = None
+    max_new_tokens: int | None = None
+    return_full_text: bool | None = None
+    stop: list[str] | None = None
+    truncate: int | None = None
+    watermark: bool | None = None
+    details: bool | None = None
+    decoder_input_details: bool | None = None
+    seed: int | None = None
+    top_n_tokens: int | None = None
+    grammar: Any = None
+    adapter_id: str | None = None
+    priority: int | None = None
+    timeout: int | None = None
+
+
+class Body(msgspec.Struct, kw_only=True):
+    inputs: str
+    parameters: Parameters | None = None
+    stream: bool | None = None
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """POST /tokenize: the same, less what generation needs."""
+
+    inputs: str
+    add_special_tokens: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TgiAsk:
+    """One request, read."""
+
+    inputs: str
+    parameters: Parameters
+    sampling: Sampling
+    stop: Sequence[str]
+    streams: bool
+    best_of: int
+
+    @property
+    def details(self) -> bool:
+        return bool(self.parameters.details or self.parameters.decoder_input_details)
+
+
+_read_body = msgspec.json.Decoder(Body)
+_read_tokenize = msgspec.json.Decoder(TokenizeBody)
+
+
+def read_tgi(data: bytes | bytearray, limits: Limits, streams: bool | None = None) -> TgiAsk:
+    """A body of any of the generating paths; `streams` None where the body says it. Raises Misread."""
+    body = read_typed(_read_body, data)
+    given = body.parameters or Parameters()
+    streams = bool(body.stream) if streams is None else streams
+    sampling = does_sample(given)
+    best_of = _check_best_of(given, limits, sampling, streams)
+    _check_ranges(given, limits)
+    _check(not (given.decoder_input_details and streams), PREFILL_STREAM)
+    _check(bool(body.inputs), "`inputs` cannot be empty")
+    stop = given.stop or []
+    _check(
+        len(stop) <= limits.stops, f"`stop` supports up to {limits.stops} stop sequences. Given: {len(stop)}"
+    )
+    _check(all(stop), "`stop` sequences cannot be empty")
+    return TgiAsk(
+        body.inputs, given, _read_sampling(given, limits, sampling, streams), stop, streams, best_of
+    )
+
+
+def read_tokenize(data: bytes | bytearray) -> TokenizeBody:
+    """Raises Misread."""
+    body = read_typed(_read_tokenize, data)
+    _check(bool(body.inputs), "`inputs` cannot be empty")
+    return body
+
+
+def fit_prompt(ask: TgiAsk, tokens: list[int], info: Info, most: int) -> list[int]:
+    """The prompt's tokens, cut where that is asked for; `most` may it have. Raises Misread."""
+    truncate = ask.parameters.truncate
+    if truncate is not None:
+        words = f"`truncate` must be strictly positive and less than {most + 1}. Given: {truncate}"
+        _check(truncate <= most, words)
+        tokens = tokens[-truncate:]
+    size, asked = len(tokens), ask.parameters.max_new_tokens
+    _check(size <= most, f"`inputs` must have less than {most + 1} tokens. Given: {size}")
+    if asked is not None:
+        words = f"`max_new_tokens` must be <= {info.max_new_tokens}. Given: {asked}"
+        _check(asked <= info.max_new_tokens, words)
+        words = (
+            f"`inputs` tokens + `max_new_tokens` must be <= {info.max_tokens}. "
+            f"Given: {size} `inputs` tokens and {asked} `max_new_tokens`"
+        )
+        _check(size + asked <= info.max_tokens, words)
+    return tokens
+
+
+def does_sample(given: Parameters) -> bool:
+    """Who names a way of choosing tokens wants them chosen."""
+    ways = (given.temperature, given.top_k, given.top_p, given.typical_p)
+    return bool(given.do_sample) or any(way is not None for way in ways)
+
+
+PREFILL_STREAM = "`decoder_input_details` == true is not supported when streaming tokens"
+
+
+def _check(good: bool, words: str) -> None:
+    if not good:
+        raise Misread(PREFIX + words)
+
+
+def _check_best_of(given: Parameters, limits: Limits, sampling: bool, streams: bool) -> int:
+    if given.best_of is None or given.best_of == 1:
+        return 1
+    words = f"`best_of` must be > 0 and <= {limits.best_of}. Given: {given.best_of}"
+    _check(0 < given.best_of <= limits.best_of, words)
+    _check(sampling, "you must use sampling when `best_of` is > 1")
+    _check(given.seed is None, "`seed` must not be set when `best_of` > 1")
+    _check(not streams, "`best_of` != 1 is not supported when streaming tokens")
+    return given.best_of
+
+
+def _check_ranges(given: Parameters, limits: Limits) -> None:
+    """In the original's order."""
+    _check(_within(given.temperature), "`temperature` must be strictly positive")
+    _check(_within(given.repetition_penalty), "`repetition_penalty` must be strictly positive")
+    penalty = given.frequency_penalty
+    _check(penalty is None or -2 <= penalty <= 2, "`frequency_penalty` must be >= -2.0 and <= 2.0")
+    for key, share in (("top_p", given.top_p), ("typical_p", given.typical_p)):
+        _check(share is None or 0 < share < 1, f"`{key}` must be > 0.0 and < 1.0")
+    for key, count in (("top_k", given.top_k), ("max_new_tokens", given.max_new_tokens)):
+        _check(count is None or count > 0, f"`{key}` must be strictly positive")
+        _check(count is None or count <= MOST_INT, f"`{key}` must be <= {MOST_INT}. Given: {count}")
+    top = given.top_n_tokens
+    _check(
+        top is None or 0 <= top <= MOST_TOP_TOKENS,
+        f"`top_n_tokens` must be >= 0 and <= {MOST_TOP_TOKENS}. Given: {top}",
+    )
+    _check(
+        given.truncate is None or given.truncate > 0,
+        f"`truncate` must be strictly positive. Given: {given.truncate}",
+    )
+    seed = given.seed
+    _check(seed is None or 0 <= seed <= MOST_SEED, f"`seed` must be >= 0 and <= {MOST_SEED}. Given: {seed}")
+    _check(given.grammar is None, "grammar is not supported")
+    _check(given.adapter_id is None, "`adapter_id` is not supported")
+    _check(given.priority is None or 1 <= given.priority <= 5, "`priority` must be >= 1 and <= 5")
+    most = limits.timeout_s
+    _check(given.timeout is None or 0 < given.timeout <= most, f"`timeout` must be > 0 and <= {most}")
+
+
+def _within(value: float | None) -> bool:
+    return value is None or 0 < value <= MOST_FLOAT
+
+
+def _read_sampling(given: Parameters, limits: Limits, sampling: bool, streams: bool) -> Sampling:
+    """TGI tells how likely each token was in every event, and in details."""
+    told = streams or bool(given.details or given.decoder_input_details) or (given.best_of or 1) > 1
+    scored = told and limits.flavor == "tgi"
+    return Sampling(
+        max_new_tokens=given.max_new_tokens or DEFAULT_NEW_TOKENS[limits.flavor],
+        do_sample=sampling,
+        temperature=given.temperature or 1.0,
+        top_k=given.top_k or 0,
+        top_p=given.top_p or 1.0,
+        typical_p=given.typical_p or 1.0,
+        repetition_penalty=given.repetition_penalty or 1.0,
+        frequency_penalty=given.frequency_penalty or 0.0,
+        logprobs=(given.top_n_tokens or 0) if scored else -1,
+        prompt_logprobs=scored and bool(given.decoder_input_details),
+    )
