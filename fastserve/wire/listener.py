@@ -148,7 +148,7 @@ class HttpListener:
         """
         end = asyncio.get_running_loop().time() + grace_s
         await self._let_in(grace_s)
-        self._stop_accepting()
+        await self._stop_accepting()
         self.draining, self.plain = True, False
         quiet_s = min(QUIET_S, self.limits.idle_timeout_s)
         self.limits = msgspec.structs.replace(self.limits, idle_timeout_s=quiet_s)
@@ -175,7 +175,7 @@ class HttpListener:
 
     async def close(self) -> None:
         """Stop at once; connections that are left are cut off."""
-        self._stop_accepting()
+        await self._stop_accepting()
         for connection in list(self.connections):
             connection.abort()
         while self.connections:
@@ -187,10 +187,12 @@ class HttpListener:
             self._timer.cancel()
             self._timer = None
 
-    def _stop_accepting(self) -> None:
+    async def _stop_accepting(self) -> None:
+        """Afterwards who was accepted is among the connections: the loop tells them in the turn after."""
         if self._server is not None:
             self._server.close()
             self._server = self._listening = None
+            await asyncio.sleep(0)
 
     # ---- for connections
 

@@ -263,6 +263,46 @@ def test_drain_takes_in_who_has_connected_but_is_not_accepted_yet() -> None:
     run(main())
 
 
+def test_drain_takes_in_who_was_accepted_in_the_turn_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop accepts in one turn and tells the protocol in the next: between them nobody knows of it."""
+
+    async def main() -> None:
+        monkeypatch.setattr("fastserve.wire.listener.shut_gate", lambda listening: 0.0)
+        for turns in range(2):
+            held = Held()
+            async with serving({"/held": held}, clock=time.monotonic) as listener:
+                drained = asyncio.ensure_future(listener.drain(WAIT_S))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                link = socket.create_connection(listener.address)
+                link.sendall(HELD)
+                await until(lambda held=held: held.calls)
+                assert not drained.done()
+                held.calls[0].reply(200, b"late")
+                assert (await asyncio.to_thread(read_all, link)).endswith(b"late")
+                assert await drained == 0
+
+    run(main())
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_DEFER_ACCEPT"), reason="no way to hold a handshake up")
+def test_drain_waits_for_a_handshake_under_way() -> None:
+    """This client keeps back the last acknowledgement until it sends: connected, and not in the queue."""
+
+    async def main() -> None:
+        async with serving({"/echo": echo}, clock=time.monotonic) as listener:
+            link = socket.socket()
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 1)
+            link.connect(listener.address)
+            loop = asyncio.get_running_loop()
+            drained = asyncio.ensure_future(listener.drain(WAIT_S))
+            loop.call_later(0.01, link.sendall, GET)  # it is due before the end of any longer wait
+            assert await drained == 0
+            assert b"GET /echo" in await asyncio.to_thread(read_all, link)
+
+    run(main())
+
+
 def test_drain_cuts_off_what_takes_too_long() -> None:
     async def main() -> None:
         held = Held()
