@@ -199,7 +199,10 @@ def test_a_model_config_travels_as_plain_values() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"backend": "tf"}, 'backend: given "tf", allowed: python, onnx, text, text_python or module:Class'),
+        (
+            {"backend": "tf"},
+            'backend: given "tf", allowed: python, onnx, torch, text, text_python or module:Class',
+        ),
         ({"inputs": {}}, "inputs: given nothing, allowed: a mapping of name: dtype, shape"),
         ({"outputs": {}}, "outputs: given nothing"),
         (

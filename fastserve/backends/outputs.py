@@ -43,7 +43,9 @@ class OutputCheck:
     def __call__(self, inputs: Arrays, outputs: Any) -> Arrays:
         """Returns the outputs, cast where that is allowed. Raises ServeError (INTERNAL)."""
         if type(outputs) is not dict and not isinstance(outputs, Mapping):
-            raise _fault(f"run must return a dict of arrays by output name, not {type(outputs).__name__}")
+            raise output_fault(
+                f"run must return a dict of arrays by output name, not {type(outputs).__name__}"
+            )
         head: tuple[int, ...] = ()
         if self._batched:
             head = next(iter(inputs.values())).shape[:1] if inputs else (1,)
@@ -62,7 +64,7 @@ class OutputCheck:
             recast[name] = self._check(name, array, dtype, shape, head)
         if len(outputs) != len(self._wanted):
             extra = ", ".join(repr(name) for name in outputs if name not in {w[0] for w in self._wanted})
-            raise _fault(f"run returned {extra}, which model.yaml does not declare as an output")
+            raise output_fault(f"run returned {extra}, which model.yaml does not declare as an output")
         return {**outputs, **recast} if recast else outputs
 
     def _check(
@@ -74,20 +76,22 @@ class OutputCheck:
         head: tuple[int, ...],
     ) -> NDArray[Any]:
         if array is None:
-            raise _fault(f"run did not return output {name!r}")
+            raise output_fault(f"run did not return output {name!r}")
         if isinstance(array, np.generic):  # what numpy makes of arithmetic on an array without axes
             array = np.asarray(array)
         if not isinstance(array, np.ndarray):
-            raise _fault(f"output {name!r} must be a numpy array, not {type(array).__name__}")
+            raise output_fault(f"output {name!r} must be a numpy array, not {type(array).__name__}")
         tensor: NDArray[Any] = array if array.dtype == dtype else _cast(name, array, dtype)
         if tensor.shape[: len(head)] != head:
-            raise _fault(WRONG_ROWS.format(name=name, shape=list(tensor.shape), rows=head[0]))
+            raise output_fault(WRONG_ROWS.format(name=name, shape=list(tensor.shape), rows=head[0]))
         row = tensor.shape[len(head) :]
         if shape is not None and not _fits(row, shape):
-            raise _fault(f"output {name!r} has rows of shape {list(row)}, model.yaml says {list(shape)}")
+            raise output_fault(
+                f"output {name!r} has rows of shape {list(row)}, model.yaml says {list(shape)}"
+            )
         if dtype == _OBJECT and not all(isinstance(item, bytes | str) for item in tensor.flat):
             wrong = next(item for item in tensor.flat if not isinstance(item, bytes | str))
-            raise _fault(f"output {name!r} must hold bytes or str, but holds {type(wrong).__name__}")
+            raise output_fault(f"output {name!r} must hold bytes or str, but holds {type(wrong).__name__}")
         return tensor
 
 
@@ -98,13 +102,13 @@ def _cast(name: str, array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
         return array.astype(object)
     wanted = "bytes (an object array of bytes or str)" if dtype == _OBJECT else dtype.name
     order = "" if array.dtype.isnative else "big-endian "
-    raise _fault(f"output {name!r} is {order}{array.dtype.name}, model.yaml says {wanted}")
+    raise output_fault(f"output {name!r} is {order}{array.dtype.name}, model.yaml says {wanted}")
 
 
 def _fits(row: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     return len(row) == len(shape) and all(want in (-1, got) for got, want in zip(row, shape, strict=True))
 
 
-def _fault(text: str) -> ServeError:
+def output_fault(text: str) -> ServeError:
     log.warning("the model's answer is not what it declares: %s", text)
     return ServeError(Kind.INTERNAL, text)

@@ -71,12 +71,12 @@ class PythonBackend:
             model.close()
 
 
-def import_class(version_dir: Path, wanted: str) -> type:
+def import_class(version_dir: Path, wanted: str, file: str = "model.py") -> type:
     """The class of that name in model.py of a version's folder. Raises ConfigError for none, and what the
     file raises."""
-    path = version_dir / "model.py"
+    path = version_dir / file
     if not path.is_file():
-        raise ConfigError("the version's folder has no file model.py")
+        raise ConfigError(f"the version's folder has no file {file}")
     # No __pycache__ beside the model: a repository may be read-only, and is watched for changes.
     sys.dont_write_bytecode = True
     sys.path.insert(0, str(version_dir))
@@ -89,7 +89,7 @@ def import_class(version_dir: Path, wanted: str) -> type:
     spec.loader.exec_module(module)
     factory = getattr(module, wanted, None)
     if not isinstance(factory, type):
-        raise ConfigError(f"model.py has no class {wanted!r}")
+        raise ConfigError(f"{file} has no class {wanted!r}")
     return factory
 
 

@@ -36,6 +36,8 @@ class BackendEntry:
     """In a version's folder; "" when the folder is enough."""
     beside: str = ""
     """A pattern of files that must lie beside it where no config says whose model it is."""
+    other_files: tuple[str, ...] = ()
+    """What may lie there in its place."""
     class_name: str = ""
     """What a Python `model_file` must define, where its config does not say."""
     needs_tensors: bool = False
@@ -80,6 +82,17 @@ BACKENDS = {
             triton="onnxruntime",
             triton_platform="onnxruntime_onnx",
             triton_instances=2,
+        ),
+        BackendEntry(
+            "torch",
+            "fastserve.backends.torch:TorchBackend",
+            memory=("host", "device"),
+            model_file="model.pt",
+            other_files=("model.pt2", "model.py"),
+            framework="torch",
+            extra="torch",
+            triton="pytorch",
+            triton_platform="pytorch_libtorch",
         ),
         BackendEntry(
             "triton_python",

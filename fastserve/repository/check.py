@@ -191,7 +191,7 @@ def _backend_problems(config: ModelConfig) -> list[str]:
 
 
 def _file_problems(folder: Path, number: int, config: ModelConfig) -> list[str]:
-    file = folder / model_file(config)
+    file = folder / model_file(config, folder)
     if file.suffix != ".py":
         return [] if file.is_dir() or file.stat().st_size else [f"version {number}: {file.name} is empty"]
     try:

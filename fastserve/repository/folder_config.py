@@ -48,11 +48,15 @@ LABEL_BYTES = 16 << 20  # of one file of class labels
 Stamp = tuple[int, int, int, int]  # device, inode, bytes, mtime_ns: changes whenever a file is replaced
 
 
-def model_file(config: ModelConfig) -> str:
+def model_file(config: ModelConfig, folder: Path | None = None) -> str:
     """The file a version's folder must hold; "" when the folder is enough."""
     if config.fault:
         return ""  # its versions are listed with the fault, whatever they hold
-    return config.options.model_file or find_backend(config.backend).model_file
+    named = config.options.model_file or (config.torch.file if config.torch is not None else "")
+    entry = find_backend(config.backend)
+    if named or folder is None:
+        return named or entry.model_file
+    return next((name for name in entry.other_files if (folder / name).is_file()), entry.model_file)
 
 
 def inside(path: Path, root: Path) -> bool:

@@ -17,7 +17,9 @@ _ENDINGS = {
     ".tflite": ("a TensorFlow Lite model", _CONVERT),
     ".pt": (
         "a PyTorch model",
-        "export it: torch.onnx.export(model, (x,), '{folder}/model.onnx', "
+        "a TorchScript or torch.export program is served as {folder}/model.pt or model.pt2, beside a "
+        "model.yaml with backend: torch, inputs and outputs; export others: "
+        "torch.onnx.export(model, (x,), '{folder}/model.onnx', "
         "dynamic_axes={{'x': {{0: 'rows'}}}}, input_names=['x'])",
     ),
     ".pkl": (

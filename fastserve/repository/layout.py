@@ -256,7 +256,7 @@ def _fill_versions(model: ModelFolder, numbered: Mapping[int, Path], root: Path)
     assert model.config is not None
     file_name = model_file(model.config)
     for number, folder in sorted(numbered.items()):
-        file = folder / file_name
+        file = folder / model_file(model.config, folder)
         if file_name and not file.is_file():
             other = foreign_text(model.name, folder)
             model.notes.append(f"version {number}: no {file_name}" + f"; {other}" * bool(other))

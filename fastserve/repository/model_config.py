@@ -24,6 +24,7 @@ from fastserve.config.fields import fault_text
 from fastserve.config.options import Options
 from fastserve.config.policy import VersionNumber
 from fastserve.config.text import OPTIONAL_INPUTS, TextOptions
+from fastserve.config.torch_options import TorchOptions
 from fastserve.errors import ConfigError
 from fastserve.tensor import DTYPES, TensorSpec
 
@@ -169,6 +170,9 @@ class NativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     text: Annotated[
         TextOptions | None, Meta(description="Bounds and settings of a model that generates text.")
     ] = None
+    torch: Annotated[
+        TorchOptions | None, Meta(description="torch models: how the program is opened and run.")
+    ] = None
     class_name: Annotated[
         str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", description="Class in model.py.")
     ] = msgspec.field(name="class", default="Model")
@@ -182,6 +186,8 @@ class NativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         if entry.needs_tensors and not (self.inputs and self.outputs):
             missing = "outputs" if self.inputs else "inputs"
             raise ValueError(f"{missing}: given nothing, allowed: a mapping of name: dtype, shape")
+        if self.torch is not None and self.backend != "torch":
+            raise ValueError(fault_text("torch", "settings", f"nothing with backend {self.backend}"))
         if self.max_queue_rows < self.max_batch_size:
             raise ValueError(
                 fault_text(

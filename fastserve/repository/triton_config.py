@@ -156,10 +156,14 @@ def delay_us(config: TritonConfig) -> int:
     return strategy.max_queue_delay_microseconds if strategy is not None else 0
 
 
+_THREADS = {"onnxruntime": "intra_op_thread_count", "pytorch": "INTRA_OP_THREAD_COUNT"}
+
+
 def threads_of(config: TritonConfig) -> int:
-    """Threads of one worker: parameter intra_op_thread_count of onnxruntime models, 1 otherwise."""
-    given = config.parameters.get("intra_op_thread_count")
-    if config.backend != "onnxruntime" or given is None or not given.string_value.isdecimal():
+    """Threads of one worker: parameter intra_op_thread_count of onnxruntime models, INTRA_OP_THREAD_COUNT of
+    pytorch ones, 1 otherwise."""
+    given = config.parameters.get(_THREADS.get(config.backend, ""))
+    if given is None or not given.string_value.isdecimal():
         return 1
     return min(int(given.string_value), 1024)
 

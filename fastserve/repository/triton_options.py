@@ -193,6 +193,10 @@ def _reshapes(tensors: list[ModelInput] | list[ModelOutput]) -> dict[str, Reshap
 
 
 def _session(config: TritonConfig) -> SessionOptions:
+    if config.backend == "pytorch":
+        said = config.parameters.get("INTER_OP_THREAD_COUNT")
+        count = int(said.string_value) if said and said.string_value.isdecimal() else 0
+        return SessionOptions(inter_op_threads=count)
     if config.backend != "onnxruntime":
         return SessionOptions()
     given = config.optimization

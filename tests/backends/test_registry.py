@@ -34,7 +34,8 @@ def test_a_class_of_ones_own_is_a_backend() -> None:
 @pytest.mark.parametrize("name", ["", "tensorflow", "mine:", ":Net", "mine/fast:Net", "a:b:c"])
 def test_anything_else_is_none(name: str) -> None:
     with pytest.raises(
-        ConfigError, match=r"backend: given .*, allowed: python, onnx, text, text_python or module:Class"
+        ConfigError,
+        match=r"backend: given .*, allowed: python, onnx, torch, text, text_python or module:Class",
     ):
         find_backend(name)
 
@@ -52,7 +53,10 @@ def write_model(folder: Path, backend: str) -> Path:
     [
         ("no_such_package.at_all:Net", "no module no_such_package can be imported"),
         ("json:Net", "module json has no Net"),
-        ("ensemble", 'backend: given "ensemble", allowed: python, onnx, text, text_python or module:Class'),
+        (
+            "ensemble",
+            'backend: given "ensemble", allowed: python, onnx, torch, text, text_python or module:Class',
+        ),
     ],
 )
 @pytest.mark.logs_errors

@@ -35,7 +35,10 @@ def test_a_broken_model_is_explained(tmp_path: Path) -> None:
     (tmp_path / "m" / "model.yaml").write_text("backend: pyton\n")
     result = run(str(tmp_path))
     assert result.exit_code == 1
-    assert 'backend: given "pyton", allowed: python, onnx, text, text_python or module:Class' in result.output
+    assert (
+        'backend: given "pyton", allowed: python, onnx, torch, text, text_python or module:Class'
+        in result.output
+    )
 
 
 def test_no_such_folder(tmp_path: Path) -> None:
