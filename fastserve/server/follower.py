@@ -125,6 +125,7 @@ class Follower:
         self._loads = OthersLoads(settings.model_control == "explicit", self._control.send)
         self._front = Front(settings, Engine(self._catalog), registry, self._loads)
         self._front.custom_metrics = lambda: self._custom_metrics
+        self._front.stop = self._loads.stop
         self._gauges = FrontGauges(registry)
         self._beat()
 

@@ -19,7 +19,7 @@ from fastserve.server.access import log_http, log_rpc
 from fastserve.server.certificates import CertificateWatch
 from fastserve.server.nv_metrics import NvMetrics
 from fastserve.server.speaking import Spec, choose_grpc, choose_http, find_specs
-from fastserve.serving.dialect import Dialect, ServingContext
+from fastserve.serving.dialect import Dialect, ServingContext, Stop, refuse_to_stop
 from fastserve.serving.model_control import NoRepository, RepositoryFace
 from fastserve.serving.shared_memory import Regions
 from fastserve.wire import HttpListener, check_free
@@ -48,6 +48,7 @@ class Front:
     http: list[HttpListener] = field(default_factory=list)
     grpc: list[GrpcListener] = field(default_factory=list)
     custom_metrics: Callable[[], list[str]] = list
+    stop: Stop = refuse_to_stop
     opening: Opening = field(default_factory=Opening)
     owner: bool = False  # of the ports: the other fronts share them with it
     dialects: dict[str, Dialect] = field(default_factory=dict)  # those that a listener speaks, once built
@@ -135,6 +136,7 @@ class Front:
             readiness=self.readiness,
             heartbeat=self.heartbeat,
             model_metrics=metrics.prepare,
+            stop=lambda force: self.stop(force),  # it is set later
         )
 
     async def _open_http(

@@ -1,6 +1,6 @@
 """The repository as dialects see it: what clients may ask of it, in the owner and in other fronts.
 
-front -> owner   ask {id, do: names | load | unload | replace, name ...}
+front -> owner   ask {id, do: names | load | unload | replace | stop, name ...}
 owner -> front   told {id, names | error}       after the catalog that the change has led to
 """
 
@@ -18,6 +18,7 @@ from fastserve.config import ModelEntry
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.overrides import Override
 from fastserve.repository.repository import Repository
+from fastserve.serving.dialect import Stop, refuse_to_stop
 from fastserve.serving.exchange import unforeseen
 from fastserve.serving.model_control import LoadOverride
 
@@ -27,6 +28,7 @@ class ClientLoads:
 
     def __init__(self, repository: Repository) -> None:
         self._repository = repository
+        self.stop: Stop = refuse_to_stop
 
     @property
     def explicit(self) -> bool:
@@ -56,6 +58,8 @@ class ClientLoads:
                 return {**told, "names": await self.names()}
             if asked["do"] == "load":
                 await self.load(asked["name"], _read_override(asked["override"]))
+            elif asked["do"] == "stop":
+                await self.stop(asked["force"])
             elif asked["do"] == "replace":
                 await self.replace_models(msgspec.convert(asked["entries"], list[ModelEntry]))
             else:
@@ -90,6 +94,10 @@ class OthersLoads:
     async def replace_models(self, entries: Sequence[ModelEntry]) -> None:
         """Raises ServeError."""
         await self._ask({"do": "replace", "entries": msgspec.to_builtins(list(entries))})
+
+    async def stop(self, force: bool) -> None:
+        """End the server. Raises ServeError."""
+        await self._ask({"do": "stop", "force": force})
 
     def hear(self, told: dict[str, Any]) -> None:
         """An answer of the owner's."""

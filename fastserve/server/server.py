@@ -22,7 +22,7 @@ from fastserve.config import Settings
 from fastserve.engine.engine import Engine
 from fastserve.engine.hosting import Host
 from fastserve.engine.rate import RateLimiter, read_pools
-from fastserve.errors import ConfigError, ServeError
+from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.logs import log_uncaught, setup_logs
 from fastserve.metrics import Readiness, Registry, names
 from fastserve.repository.catalog import Catalog
@@ -35,6 +35,7 @@ from fastserve.server.health import judge
 from fastserve.server.listening import Front, all_listeners
 from fastserve.server.loads import ClientLoads
 from fastserve.server.welcome import announce, fill_standard_streams, welcome_text
+from fastserve.serving.dialect import refuse_to_stop
 from fastserve.wire import keep_freed_memory, share_heap
 from fastserve.wire.opening import Opening
 from fastserve.workers.tie import leave
@@ -76,9 +77,12 @@ class Server:
             owner=True,
         )
         self.front.custom_metrics = self.host.wishes.metrics.write
+        self.on_stop: Callable[[bool], None] | None = None
+        """Called when a client has asked for the end, with whether to wait for what is under way."""
+        self.front.stop = loads.stop = self.stop_asked
         self.fronts = Fronts(settings, self.catalog, self.host, self.registry, loads)
         self._gauges = FrontGauges(self.registry)
-        self._draining = False
+        self._draining = self._stop_asked = False
         self._beat: asyncio.TimerHandle | None = None
         self.catalog.on_change.append(self._version_changed)
 
@@ -111,6 +115,16 @@ class Server:
         if self._beat is not None:
             self._beat.cancel()
         self.registry.close()
+
+    async def stop_asked(self, force: bool) -> None:
+        """A client wants the server to end. Raises ServeError."""
+        if self._draining or self._stop_asked:
+            raise ServeError(Kind.FAILED_PRECONDITION, "The service has been stopped")
+        if self.on_stop is None:
+            await refuse_to_stop(force)
+        else:
+            self._stop_asked = True
+            self.on_stop(force)
 
     def renew_certificates(self) -> None:
         """Of all front processes."""
@@ -154,6 +168,14 @@ async def serve(settings: Settings) -> int:
     for number in STOP_SIGNALS:  # before the models load: a stop during a long load is a stop
         loop.add_signal_handler(number, _on_signal, stop)
     server = Server(settings)
+    forced = asyncio.Event()
+
+    def stop_for_client(force: bool) -> None:
+        if force:
+            forced.set()
+        stop.set()
+
+    server.on_stop = stop_for_client
     if settings.tls.cert:  # else a terminal that hangs up ends the server, as it always has
         loop.add_signal_handler(signal.SIGHUP, server.renew_certificates)
     opening = asyncio.ensure_future(server.open())
@@ -170,12 +192,12 @@ async def serve(settings: Settings) -> int:
     gc.freeze()
     announce(welcome_text(settings, *server.front.addresses(), server.front.readiness))
     await stopping
-    return await _stop(server)
+    return await _stop(server, forced=forced.is_set())
 
 
-async def _stop(server: Server) -> int:
+async def _stop(server: Server, *, forced: bool) -> int:
     """Drain and stop; the exit status. In bounded time, whatever a model or a client does."""
-    delay_s, grace_s = server.settings.drain_delay_s, server.settings.drain_s
+    delay_s, grace_s = (0.0, 0.0) if forced else (server.settings.drain_delay_s, server.settings.drain_s)
     log.info("stopping", extra={"drain_delay_s": delay_s, "drain_s": grace_s})
     stopped = asyncio.ensure_future(server.drain(grace_s, delay_s))
     await asyncio.wait({stopped}, timeout=delay_s + grace_s + STOP_S)

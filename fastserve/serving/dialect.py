@@ -9,7 +9,7 @@ tables and nowhere else: the dialect reads it there, and the wire does what it a
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
@@ -18,6 +18,7 @@ import msgspec
 from fastserve.codec.text import Heard, Info, Run, TextNote
 from fastserve.config import Settings
 from fastserve.config.fields import convert
+from fastserve.errors import Kind, ServeError
 from fastserve.metrics import Heartbeat, Readiness, Registry
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.version import Version
@@ -28,13 +29,20 @@ from fastserve.wire.dialect import Route, refuse_plainly
 from fastserve.wire.scope import Scope
 
 if TYPE_CHECKING:
-    from fastserve.errors import ServeError
     from fastserve.wire import Call
     from fastserve.wire.grpc import Method
 
 Options = TypeVar("Options")
 # Called on the loop for what writes the page beside it.
 Page = Callable[[], Callable[[], bytes]]
+
+
+Stop = Callable[[bool], Awaitable[None]]
+
+
+async def refuse_to_stop(force: bool) -> None:
+    """Raises ServeError."""
+    raise ServeError(Kind.UNIMPLEMENTED, "this server is not stopped by its clients")
 
 
 class EngineFace(Protocol):
@@ -65,6 +73,9 @@ class ServingContext:
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     model_metrics: Page = lambda: bytes
     """What is measured of models: Triton's nv_* metrics, and those of the models' own."""
+    stop: Stop = refuse_to_stop
+    """End the server: what is under way is finished, or with True cut off. Returns at once. Raises ServeError
+    when it is ending already, and where nobody may."""
 
 
 class NoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -40,6 +40,7 @@ ADMINISTERS = {
         *(f"{verb} /grps/v1/health/{word}" for verb in ("GET", "POST") for word in ("online", "offline")),
         "Online", "Offline",
     },
+    "textgen": {"GET /stopService"},
 }  # fmt: skip
 # A word of a path -> what a client may write for it.
 SAID = {

@@ -148,3 +148,22 @@ def test_a_port_that_is_taken(tmp_path, fronts):
         done = subprocess.run(words, capture_output=True, timeout=30, check=False)
     assert done.returncode == 1
     assert done.stderr.decode().splitlines()[-1].startswith("fastserve: ")
+
+
+@pytest.mark.parametrize("fronts", ["1", "4"])
+@pytest.mark.parametrize("mode", ["", "?mode=Force"])
+def test_a_client_that_may_ends_it(tmp_path, fronts, mode):
+    """MindIE's stopService, in whatever front it arrives."""
+    write_model(tmp_path)
+
+    async def work() -> None:
+        flags = ("--frontends", fronts, "--textgen-stop-service")
+        with command(tmp_path, *flags, "--drain-s", "1" if mode == "" else "60") as server:
+            client, other = await connect(port := port_of(server)), await connect(port)
+            client.send(HOLD)
+            await started(tmp_path)
+            assert await other.get("/stopService" + mode) == (200, b"")
+            assert await asyncio.to_thread(server.wait, 30) == 0
+            client.close()
+
+    run(work())

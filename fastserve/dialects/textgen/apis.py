@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from fastserve.dialects.textgen import infer, management, openai_calls, openai_models, tgi_paths
+from fastserve.dialects.textgen import (
+    infer,
+    management,
+    metadata,
+    openai_calls,
+    openai_models,
+    tgi_paths,
+    tokenizer,
+    triton,
+)
 from fastserve.dialects.textgen.paths import Path
 
 PATHS: tuple[Path, ...] = (
@@ -10,5 +19,8 @@ PATHS: tuple[Path, ...] = (
     *openai_calls.PATHS,
     *openai_models.PATHS,
     *tgi_paths.PATHS,
+    *tokenizer.PATHS,
+    *triton.PATHS,
+    *metadata.PATHS,
     *management.PATHS,
 )

@@ -14,6 +14,7 @@ from fastserve.dialects.textgen.errors import NO_ANSWER, Admission, invalid, ref
 from fastserve.dialects.textgen.infer_request import Asked
 from fastserve.dialects.textgen.inputs import BAD_TOKEN, MOST_TOKENS, TOKENS, too_long
 from fastserve.dialects.textgen.patience import Patience, deadline_ns
+from fastserve.dialects.textgen.running import Held
 from fastserve.dialects.textgen.service import Service
 from fastserve.dialects.textgen.sse import EventStream
 from fastserve.errors import Kind, ServeError
@@ -68,8 +69,10 @@ class Answer(ABC, Generic[Read]):
             name = self.model.name
             self.service.read(self.call, self.model)
             self.stream = await start(self.service, self.call, self.model, self.asked)
+            held = self.service.running.hold(name, self.asked.request_id, self.stream)
             async with self.stream:
-                await (self._send_events() if self.asked.stream else self._send_one())
+                with held as self._held:
+                    await (self._send_events() if self.asked.stream else self._send_one())
         except ServeError as fault:
             refuse(self.service, self.call, fault, name)
         except ConnectionResetError:
@@ -94,7 +97,7 @@ class Answer(ABC, Generic[Read]):
             async for _ in self.stream:
                 patience.heard()
         ending = self._ending()
-        fault = fault_of(ending, patience)
+        fault = fault_of(ending, patience, self._held)
         if fault is not None:
             raise fault
         self.call.reply(200, self.write(ending))
@@ -128,7 +131,7 @@ class Answer(ABC, Generic[Read]):
                 if events:
                     await out.write(events)
         ending = self._ending()
-        fault = fault_of(ending, patience)
+        fault = fault_of(ending, patience, self._held)
         if fault is None:
             await out.write(self.write_last(ending, last))
         return fault
@@ -160,12 +163,12 @@ async def start(service: Service, call: Call, model: TextModel, asked: Asked) ->
         raise Admission(fault.got, fault.most) from None
 
 
-def fault_of(ending: Ending, patience: Patience) -> ServeError | None:
+def fault_of(ending: Ending, patience: Patience, held: Held) -> ServeError | None:
     """What went wrong; None for nothing. What was stopped by its id is whole: it has what there was."""
     fault = ending.fault
     if patience.words:
         return ServeError(Kind.DEADLINE_EXCEEDED, patience.words)
-    if fault is None or fault.kind is Kind.CANCELLED:
+    if fault is None or held.stopped:
         return None
     if fault.kind is Kind.DEADLINE_EXCEEDED:
         return ServeError(Kind.DEADLINE_EXCEEDED, patience.told)

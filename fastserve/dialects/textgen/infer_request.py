@@ -40,7 +40,9 @@ def read_infer(body: Any, rules: tuple[Rule, ...], options: TextgenOptions) -> A
     return make_asked(inputs, given, options, stream=bool(take(body, "stream", "boolean")))
 
 
-def make_asked(inputs: Inputs, given: dict[str, Any], options: TextgenOptions, *, stream: bool) -> Asked:
+def make_asked(
+    inputs: Inputs, given: dict[str, Any], options: TextgenOptions, *, stream: bool, request_id: str = ""
+) -> Asked:
     """A request of parameters that are right."""
     return Asked(
         inputs,
@@ -50,6 +52,7 @@ def make_asked(inputs: Inputs, given: dict[str, Any], options: TextgenOptions, *
         timeout_s=given.get("timeout", min(options.timeout_s, options.most_timeout_s)),
         details=given.get("details", False),
         stream=stream,
+        request_id=request_id,
     )
 
 

@@ -1,19 +1,34 @@
-"""MindIE's management endpoints (spec 4): probes, figures, and those that are refused by their name."""
+"""MindIE's management endpoints (spec 4): probes, states, the end of the service, refusals by name."""
 
 from __future__ import annotations
 
-from fastserve.dialects.textgen.errors import refuse
+import asyncio
+from collections.abc import Callable
+from time import monotonic_ns
+from typing import Any
+from urllib.parse import parse_qs
+
+import msgspec
+
+from fastserve.codec.text import Sampling
+from fastserve.dialects.textgen.errors import envelope, refuse
 from fastserve.dialects.textgen.paths import Named, Path
 from fastserve.dialects.textgen.service import Service
+from fastserve.errors import Kind, ServeError
 from fastserve.serving.dialect import HttpRoute
+from fastserve.serving.text import TextAsk
 from fastserve.wire.call import Call, Endpoint
 from fastserve.wire.scope import Scope
 
-_PROBE = dict.fromkeys(("GET", "HEAD"), Scope.HEALTH)
+MOST_TIMED_S = 600
+TEXT = b"text/plain; charset=utf-8"
+PD = "disaggregated prefill and decode"
+LORA = "LoRA adapters"
+ENGINES = "the commands of an engine's own server"
 
 
-def show_health(service: Service, named: Named) -> Endpoint:
-    """Nothing but a status."""
+def show_ready(service: Service, named: Named) -> Endpoint:
+    """Nothing but a status: whether requests would be answered."""
 
     def show(call: Call) -> None:
         call.reply(200 if service.readiness.ready else 503, b"", b"")
@@ -21,7 +36,158 @@ def show_health(service: Service, named: Named) -> Endpoint:
     return show
 
 
+def show_live(service: Service, named: Named) -> Endpoint:
+    """Nothing but a status: this process answers."""
+
+    def show(call: Call) -> None:
+        call.reply(200, b"", b"")
+
+    return show
+
+
+def show_model_ready(service: Service, named: Named) -> Endpoint:
+    """Nothing but a status, of a model."""
+
+    def show(call: Call) -> None:
+        try:
+            service.texts.find(named.model)
+        except ServeError as fault:
+            refuse(service, call, fault, named.model)
+        else:
+            call.reply(200, b"", b"")
+
+    return show
+
+
+def check_timed(service: Service, named: Named) -> Endpoint:
+    """Every model says one token within so many seconds."""
+    limit_s = named.number or MOST_TIMED_S
+
+    async def check(call: Call) -> None:
+        if limit_s > MOST_TIMED_S:
+            call.reply(404, envelope(404, f"health/timed-N: N is 1 to {MOST_TIMED_S}."), close=True)
+            return
+        try:
+            for name in service.texts.names():
+                await _say_one(service, name, call.received_ns + limit_s * 1_000_000_000)
+        except ServeError as fault:
+            call.reply(500, envelope(500, fault.message), close=True)
+        else:
+            call.reply(200, b'{"status":"healthy"}')
+
+    return check
+
+
+async def _say_one(service: Service, name: str, deadline_ns: int) -> None:
+    """Raises ServeError."""
+    model = service.texts.find(name)
+    prompt: str | list[int] = [0] if model.info.tokenizer else "a"
+    ask = TextAsk(prompt=prompt, sampling=Sampling(max_new_tokens=1), priority=1, deadline_ns=deadline_ns)
+    stream = await model.start(ask)
+    left_s = max(0.0, (deadline_ns - monotonic_ns()) / 1e9)
+    timer = asyncio.get_running_loop().call_later(left_s, stream.cancel)
+    try:
+        async with stream:
+            ending = await stream.rest()
+    finally:
+        timer.cancel()
+    if ending.fault is not None:
+        raise ServeError(
+            Kind.DEADLINE_EXCEEDED, f"model '{name}' has not said a token: {ending.fault.message}"
+        )
+
+
+def show_status(service: Service, named: Named) -> Endpoint:
+    """What runs, of what there is."""
+
+    def show(call: Call) -> None:
+        names = service.texts.names()
+        running = {name: service.running.count(name) for name in names}
+        slots = {name: service.texts.find(name).info.slots for name in names}
+        ready = service.readiness.ready
+        told: dict[str, Any] = {
+            "service": {
+                "roleName": "",
+                "isHealthy": ready,
+                "currentRole": "Standard",
+                "roleStatus": "RoleReady",
+            },
+            "resource": {
+                "availSlotsNum": sum(max(0, slots[name] - running[name]) for name in names),
+                "totalSlotsNum": sum(slots.values()),
+                "runningRequestNum": sum(running.values()),
+            },
+            "linkStatus": {"peers": []},
+        }
+        call.reply(200 if ready else 503, msgspec.json.encode(told))
+
+    return show
+
+
+def stop_service(service: Service, named: Named) -> Endpoint:
+    """The end of the server, where it may be had: what is under way is finished; cut off with mode=Force."""
+    modes = parse_qs(named.target.partition("?")[2]).get("mode", [""])
+
+    async def stop(call: Call) -> None:
+        if not service.options.stop_service:
+            text = "stopService is off on this server (textgen.stop_service)."
+            call.reply(403, envelope(403, text), close=True)
+            return
+        try:
+            await service.context.stop(modes[0].lower() == "force")
+        except ServeError as fault:
+            call.reply(500, envelope(500, fault.message), close=True)
+        else:
+            call.reply(200, b"", TEXT, close=True)
+
+    return stop
+
+
+def refusing(what: str) -> Callable[[Service, Named], Endpoint]:
+    """The endpoint of what this server has not."""
+
+    def make(service: Service, named: Named) -> Endpoint:
+        def say_no(call: Call) -> None:
+            path = named.target.partition("?")[0]
+            fault = ServeError(Kind.UNIMPLEMENTED, f"{path} is not served: {what} are none of this server's.")
+            refuse(service, call, fault)
+
+        return say_no
+
+    return make
+
+
+_PROBE = dict.fromkeys(("GET", "HEAD"), Scope.HEALTH)
+_INFER = {"GET": Scope.INFER}
+_NOTHING = {"POST": Scope.METADATA}  # they are refused, whoever asks
+
+
+def _path(
+    name: str,
+    path: str,
+    scopes: dict[str, Scope],
+    make: Callable[[Service, Named], Endpoint],
+    *,
+    yields: bool = False,
+) -> Path:
+    return Path(HttpRoute(name, path, scopes), make, refuse, yields)
+
+
 PATHS = (
-    Path(HttpRoute("health", "/health", _PROBE), show_health, refuse, gives_way=True),
-    Path(HttpRoute("ready", "/v2/health/ready", _PROBE), show_health, refuse, gives_way=True),
+    _path("health", "/health", _PROBE, show_ready, yields=True),
+    _path("timed", "/health/timed", _INFER, check_timed),
+    _path("timed", "/health/timed-N", _INFER, check_timed),
+    _path("live", "/v2/health/live", _PROBE, show_live, yields=True),
+    _path("ready", "/v2/health/ready", _PROBE, show_ready, yields=True),
+    _path("model_ready", "/v2/models/MODEL/ready", _PROBE, show_model_ready, yields=True),
+    _path("status", "/v1/status", {"GET": Scope.METADATA}, show_status),
+    _path("status", "/v2/status", {"GET": Scope.METADATA}, show_status),
+    _path("stop_service", "/stopService", {"GET": Scope.ADMIN}, stop_service),
+    _path("role", "/v1/role/ROLE", _NOTHING, refusing(PD)),
+    _path("role", "/v2/role/ROLE", _NOTHING, refusing(PD)),
+    _path("dresult", "/dresult", {"GET": Scope.METADATA}, refusing(PD)),
+    _path("lora", "/v1/load_lora_adapter", _NOTHING, refusing(LORA)),
+    _path("lora", "/v1/unload_lora_adapter", _NOTHING, refusing(LORA)),
+    _path("engine", "/v1/engine-server/running-status", {"GET": Scope.METADATA}, refusing(ENGINES)),
+    _path("engine", "/v1/engine-server/fault-handling-command", _NOTHING, refusing(ENGINES)),
 )

@@ -34,6 +34,11 @@ def quote(text: str) -> bytes:
     return _encode(text if _find_control(text) is None else _CONTROL.sub("", text))
 
 
+def milliseconds(index: int, ms: float) -> tuple[bytes, bytes]:
+    """What a token took, as the first one or another: prefill_time and decode_time."""
+    return (b"%.3f" % ms, b"null") if index == 0 else (b"null", b"%.3f" % ms)
+
+
 def details_of(ending: Ending, seed: int, options: TextgenOptions) -> bytes:
     """The object `details`."""
     ids = b""
@@ -76,15 +81,14 @@ class EventWriter:
             if self._whole:
                 self._text += text
                 text = self._text
-            ms = b"%.3f" % token.ms
-            first, other = (ms, b"null") if token.index == 0 else (b"null", ms)
+            first, other = milliseconds(token.index, token.ms)
             events.append(self._event % (first, other, token.id, quote(text)))
         return b"".join(events)
 
     def last(self, ending: Ending, token: Token | None, details: bytes) -> bytes:
         """The event that ends a stream; without a token of its own it has the id of the one before."""
         ms, index = (0.0, ending.generated) if token is None else (token.ms, token.index)
-        first, other = (b"%.3f" % ms, b"null") if index == 0 else (b"null", b"%.3f" % ms)
+        first, other = milliseconds(index, ms)
         event = (
             b'data: {"prefill_time":%b,"decode_time":%b,"generated_text":%b,"details":%b,'
             b'"token":{"id":' + self._id + b',"text":null}}\n\n'

@@ -5,6 +5,7 @@ from __future__ import annotations
 from time import monotonic_ns
 
 from fastserve.config import TextgenOptions
+from fastserve.dialects.textgen.running import Running
 from fastserve.metrics.traffic import Traffic
 from fastserve.serving.dialect import ServingContext
 from fastserve.serving.text import TextModel, Texts
@@ -23,6 +24,7 @@ class Service:
         self.catalog = context.engine.catalog
         self.readiness = context.readiness
         self.texts = Texts(context, options.default_model)
+        self.running = Running()
         self.apart = Apart()
         self.traffic = Traffic(context.registry, NAME, self.catalog.models)
 

@@ -1,0 +1,125 @@
+"""What MindIE says of itself and its models (spec 3.1, 4): as GET replies, of what the engines tell.
+
+Sizes of memory are of NPUs there and are 0 here; where a model's weights lie is nobody's business, so its
+name stands for the path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from fastserve import __version__
+from fastserve.dialects.textgen.errors import refuse
+from fastserve.dialects.textgen.paths import Named, Path
+from fastserve.dialects.textgen.service import Service
+from fastserve.errors import ServeError
+from fastserve.serving.dialect import HttpRoute
+from fastserve.serving.text import Info
+from fastserve.wire.call import Call, Endpoint
+from fastserve.wire.scope import Scope
+
+SERVER = "MindIE Server"
+BLOCK = 128
+"""cacheBlockSize, which is none of the cache here."""
+
+
+def first_info(service: Service) -> tuple[str, Info]:
+    """The model of calls that name none; zeros where there is none."""
+    try:
+        model = service.texts.find("")
+    except ServeError:
+        return "", Info(max_tokens=0, max_prompt_tokens=0, max_new_tokens=0, slots=0)
+    return model.name, model.info
+
+
+def describe_server(service: Service, named: Named) -> dict[str, Any]:
+    _, info = first_info(service)
+    policy = {"prefill_policy_type": 0, "decode_policy_type": 0}
+    more = {"max_prefill_batch_size": info.slots, "max_prefill_tokens": info.max_prompt_tokens}
+    extensions = {"max_iter_times": info.max_new_tokens, **policy, **more}
+    return {"name": SERVER, "version": __version__, "extensions": extensions}
+
+
+def describe_model(service: Service, named: Named) -> dict[str, Any]:
+    """Raises ServeError."""
+    model = service.texts.find(named.model)
+    sides = {
+        side: [{"name": name, "shape": [-1], "datatype": "UINT32"}]
+        for side, name in (("inputs", "input0"), ("outputs", "output0"))
+    }
+    return {"name": model.name, "platform": SERVER, **sides}
+
+
+def describe_config(service: Service, named: Named) -> dict[str, Any]:
+    """Raises ServeError."""
+    model = service.texts.find(named.model)
+    return {
+        "model_name": model.name,
+        "input_datatype": "UINT32",
+        "output_datatype": "UINT32",
+        "max_seq_len": model.info.max_tokens,
+        "npu_mem_size": 0,
+        "cpu_mem_size": 0,
+        "world_size": 1,
+        "model_weight_path": model.name,
+        "model_instance_type": "Standard",
+    }
+
+
+def describe_limits(service: Service, named: Named) -> dict[str, Any]:
+    """/v1/config."""
+    name, info = first_info(service)
+    return {
+        "modelName": name,
+        "maxSeqLen": info.max_tokens,
+        "npuMemSize": 0,
+        "cpuMemSize": 0,
+        "worldSize": 1,
+        "maxOutputLen": info.max_new_tokens,
+        "cacheBlockSize": BLOCK,
+    }
+
+
+def count_slots(service: Service, named: Named) -> dict[str, Any]:
+    """Raises ServeError."""
+    model = service.texts.find(named.model)
+    info = model.info
+    free = max(0, info.slots - service.running.count(model.name))
+    tokens = info.kv_tokens or info.slots * info.max_tokens
+    left = tokens * free // max(1, info.slots)
+    return {"total_slots": info.slots, "free_slots": free, "available_tokens_length": left}
+
+
+def answering(describe: Callable[[Service, Named], dict[str, Any]]) -> Callable[[Service, Named], Endpoint]:
+    """The endpoint that replies with what is described."""
+
+    def make(service: Service, named: Named) -> Endpoint:
+        def show(call: Call) -> None:
+            try:
+                found = describe(service, named)
+            except ServeError as fault:
+                refuse(service, call, fault, named.model)
+            else:
+                call.reply(200, msgspec.json.encode(found))
+
+        return show
+
+    return make
+
+
+_ASK = {"GET": Scope.METADATA}
+PATHS = (
+    Path(HttpRoute("server", "/v2", _ASK), answering(describe_server), refuse, gives_way=True),
+    Path(HttpRoute("model", "/v2/models/MODEL", _ASK), answering(describe_model), refuse, gives_way=True),
+    Path(
+        HttpRoute("config", "/v2/models/MODEL/config", _ASK),
+        answering(describe_config),
+        refuse,
+        gives_way=True,
+    ),
+    Path(HttpRoute("limits", "/v1/config", _ASK), answering(describe_limits), refuse),
+    Path(HttpRoute("slots", "/v2/models/MODEL/getSlotCount", _ASK), answering(count_slots), refuse),
+)

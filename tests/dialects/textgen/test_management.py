@@ -1,0 +1,194 @@
+"""MindIE's endpoints about the server: probes, what it says of itself, its end, and what it has not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from fastserve.config import TextgenOptions
+from tests.dialects.textgen.rigs import RIGS
+from tests.dialects.textgen.serving import Local, local, served
+
+
+@pytest.fixture(scope="module")
+def limits() -> Iterator[Local]:
+    with local(RIGS["llm-limits"].engine()) as at:
+        yield at
+
+
+def test_probes(limits: Local) -> None:
+    paths = ["/health", "/v2/health/ready", "/v2/health/live", "/v2/models/m1/ready"]
+    for path in paths:
+        assert (limits.ask("GET", path).status, limits.ask("GET", path).body) == (200, b"")
+        assert limits.ask("HEAD", path).status == 200
+    limits.engine.context.readiness.ready = False
+    assert [limits.ask("GET", path).status for path in paths] == [503, 503, 200, 200]
+    limits.engine.context.readiness.ready = True
+    assert limits.ask("GET", "/v2/models/m2/ready").status == 404
+
+
+def test_timed_health_says_a_token(limits: Local) -> None:
+    seen = limits.models["m1"].seen  # type: ignore[attr-defined]
+    before = len(seen)
+    for path in ("/health/timed", "/health/timed-1", "/health/timed-600"):
+        assert limits.ask("GET", path).body == b'{"status":"healthy"}'
+    assert len(seen) == before + 3
+    assert limits.ask("GET", "/health/timed-601").status == 404
+    assert limits.ask("GET", "/health/timed-x").status == 404
+    with served(RIGS["llm-eos"].engine(), pause_s=2.5) as at:
+        assert at.ask("GET", "/health/timed-1").status == 500
+
+
+# What a GET says, key by key.
+TOLD: list[tuple[str, dict[str, Any]]] = [
+    (
+        "/v2",
+        {
+            "name": "MindIE Server",
+            "version": None,
+            "extensions": {
+                "max_iter_times": 6,
+                "prefill_policy_type": 0,
+                "decode_policy_type": 0,
+                "max_prefill_batch_size": 64,
+                "max_prefill_tokens": 8,
+            },
+        },
+    ),
+    (
+        "/v2/models/m1",
+        {
+            "name": "m1",
+            "platform": "MindIE Server",
+            "inputs": [{"name": "input0", "shape": [-1], "datatype": "UINT32"}],
+            "outputs": [{"name": "output0", "shape": [-1], "datatype": "UINT32"}],
+        },
+    ),
+    (
+        "/v2/models/m1/config",
+        {
+            "model_name": "m1",
+            "input_datatype": "UINT32",
+            "output_datatype": "UINT32",
+            "max_seq_len": 16,
+            "npu_mem_size": 0,
+            "cpu_mem_size": 0,
+            "world_size": 1,
+            "model_weight_path": "m1",
+            "model_instance_type": "Standard",
+        },
+    ),
+    (
+        "/v1/config",
+        {
+            "modelName": "m1",
+            "maxSeqLen": 16,
+            "npuMemSize": 0,
+            "cpuMemSize": 0,
+            "worldSize": 1,
+            "maxOutputLen": 6,
+            "cacheBlockSize": 128,
+        },
+    ),
+    (
+        "/v2/models/m1/getSlotCount",
+        {"total_slots": 64, "free_slots": 64, "available_tokens_length": 1024},
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "told"), TOLD, ids=[path for path, _ in TOLD])
+def test_what_is_told(limits: Local, path: str, told: dict[str, Any]) -> None:
+    reply = limits.ask("GET", path)
+    found = reply.json
+    if "version" in found:
+        found["version"] = None
+    assert (reply.status, list(found.items())) == (200, list(told.items()))
+
+
+def test_of_whom_nobody_knows(limits: Local) -> None:
+    for path in ("/v2/models/m2", "/v2/models/m2/config", "/v2/models/m2/getSlotCount"):
+        reply = limits.ask("GET", path)
+        assert (reply.status, reply.json) == (
+            404,
+            {"error": "Model m2 not found.", "error_type": "NotFoundError"},
+        )
+    with Local({}, TextgenOptions(), 0.0) as at:
+        assert at.ask("GET", "/v2").json["extensions"]["max_iter_times"] == 0
+        assert at.ask("GET", "/v1/config").json["modelName"] == ""
+
+
+def test_status(limits: Local) -> None:
+    for path in ("/v1/status", "/v2/status"):
+        reply = limits.ask("GET", path)
+        assert list(reply.json) == ["service", "resource", "linkStatus"]
+        assert reply.json["resource"] == {
+            "availSlotsNum": 64,
+            "totalSlotsNum": 64,
+            "runningRequestNum": 0,
+        }
+
+
+def test_the_end_is_asked_for_where_it_may_be(limits: Local) -> None:
+    reply = limits.ask("GET", "/stopService")
+    assert (reply.status, "textgen.stop_service" in reply.json["error"]) == (403, True)
+    asked: list[bool] = []
+    with served(RIGS["llm-eos"].engine(), stop_service=True) as at:
+        reply = at.ask("GET", "/stopService")  # a server of nobody's
+        assert (reply.status, reply.json["error"]) == (500, "this server is not stopped by its clients")
+
+        async def stop(force: bool) -> None:
+            asked.append(force)
+
+        at.engine.context.stop = stop
+        for query in ("", "?mode=Force", "?mode=force", "?mode=x"):
+            assert (at.ask("GET", "/stopService" + query).status) == 200
+        from_a_page = {"Origin": "http://evil.example"}
+        assert at.ask("GET", "/stopService", headers=from_a_page).status == 403
+    assert asked == [False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/role/prefill"),
+        ("POST", "/v2/role/decode"),
+        ("GET", "/dresult"),
+        ("POST", "/v1/load_lora_adapter"),
+        ("POST", "/v1/unload_lora_adapter"),
+        ("GET", "/v1/engine-server/running-status"),
+        ("POST", "/v1/engine-server/fault-handling-command"),
+    ],
+)
+def test_what_there_is_not_is_refused_by_its_name(limits: Local, method: str, path: str) -> None:
+    reply = limits.ask(method, path, b"{}" if method == "POST" else None)
+    assert reply.status == 501
+    assert reply.json["error"].startswith(f"{path} is not served: ")
+
+
+def test_tokens_of_a_text(limits: Local) -> None:
+    reply = limits.post("/v1/tokenizer", {"inputs": "one two  three"})
+    assert (reply.status, list(reply.json)) == (200, ["token_number", "tokens"])
+    assert reply.json["token_number"] == len(reply.json["tokens"]) == 3
+    assert "".join(reply.json["tokens"]).replace(" ", "") == "onetwothree"
+    short = limits.post("/v1/tokenizer", {"inputs": "one two", "do_decode": False})
+    assert short.json == {"token_number": 2, "tokens": []}
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ({}, "Not found inputs."),
+        ({"inputs": None}, "Inputs must not be null"),
+        ({"inputs": 5}, "inputs must be string type."),
+        ({"inputs": ""}, "but the length of inputs is 0"),
+        ({"inputs": "a", "do_decode": 1}, "do_decode must be boolean type."),
+        (b"[" * 99, "Failed to parse request context to json"),
+    ],
+)
+def test_texts_that_have_no_tokens(limits: Local, body: Any, told: str) -> None:
+    reply = limits.post("/v1/tokenizer", body)
+    assert (reply.status, told in json.loads(reply.body)["error"]) == (422, True)
