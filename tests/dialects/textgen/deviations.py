@@ -1,5 +1,3 @@
 """Where fastserve answers a conformance case in another way than it is written, on purpose: id -> why."""
 
-DEVIATIONS: dict[str, str] = {
-    "mindie-priority-order": "the engine of these tests runs everything at once",
-}
+DEVIATIONS: dict[str, str] = {}

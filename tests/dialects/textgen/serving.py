@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,10 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from fastserve.backends.text_engine import TextEngine
-from fastserve.config import TextgenOptions
+from fastserve.config import Listener, Settings, TextgenOptions
 from fastserve.dialects.textgen.dialect import Textgen
+from fastserve.server import Server
 from fastserve.serving.dialect import DialectSpec
+from tests.dialects.grps.rig import Deployed
 from tests.text_rig import LocalEngine, listening
 
 POST = {"Content-Type": "application/json"}
@@ -121,6 +126,51 @@ class Local(Asking):
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join()
             self.loop.close()
+
+
+class Hosted(Asking):
+    """A whole server with the workers of a rig's folder, in a thread of the test's process."""
+
+    def __init__(self, folder: Path, options: TextgenOptions, **settings: Any) -> None:
+        listener = Listener("127.0.0.1:0", ("textgen",))
+        whole = {"http": (listener,), "grpc": (), "drain_s": 5, "drain_delay_s": 0, **settings}
+        self.deployed = Deployed(Settings(repository=str(folder), textgen=options, **whole))
+
+    @property
+    def server(self) -> Server:
+        return self.deployed.server
+
+    def run(self, work: Any) -> Any:
+        return self.deployed.run(work)
+
+    def settle(self) -> None:
+        """Nothing is outstanding in any arena."""
+        self.deployed.settle()
+
+    def __enter__(self) -> Hosted:
+        self.deployed.open()
+        self.port = self.deployed.port
+        return self
+
+    def __exit__(self, kind: Any, *exc: object) -> None:
+        try:
+            if kind is None:
+                self.settle()
+        finally:
+            self.deployed.close()
+
+
+RIG_FOLDERS = Path("tests/text/rigs")
+
+
+def hosted(rig: str, folder: Path, *, parameters: dict[str, Any] | None = None, **options: Any) -> Hosted:
+    """The workers of a rig; `folder` is for a copy of it where its parameters differ."""
+    place = RIG_FOLDERS / rig
+    if parameters:
+        shutil.copytree(place, folder, dirs_exist_ok=True)
+        place, config = folder, folder / "m1" / "model.yaml"
+        config.write_text(json.dumps({**yaml.safe_load(config.read_text()), "parameters": parameters}))
+    return Hosted(place, TextgenOptions(**options))
 
 
 def local(engine: TextEngine, *, pause_s: float = 0.0, **options: Any) -> Local:
