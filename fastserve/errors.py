@@ -53,6 +53,13 @@ def invalid(message: str) -> ServeError:
     return ServeError(Kind.INVALID_ARGUMENT, message)
 
 
+class NoDeviceError(ServeError):
+    """There is no GPU that CUDA could use."""
+
+    def __init__(self) -> None:
+        super().__init__(Kind.INVALID_ARGUMENT, "there is no GPU")
+
+
 class ModelError(ServeError):
     """What the model itself answered a request with: an error among its responses, or an exception."""
 

@@ -9,6 +9,19 @@ from fastserve.errors import ServeError
 from fastserve.tensor import Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """Memory of a client's on a GPU: `handle` is its cudaIpcMemHandle_t, which a front process passes on.
+
+    `device` is CUDA's number in a process with this server's environment; `region` is for words."""
+
+    handle: bytes
+    device: int
+    offset: int
+    nbytes: int
+    region: str = ""
+
+
 @dataclass(slots=True)
 class InferRequest:
     """One request for one loaded version.

@@ -20,12 +20,15 @@ from fastserve.server.certificates import CertificateWatch
 from fastserve.server.nv_metrics import NvMetrics
 from fastserve.server.speaking import Spec, choose_grpc, choose_http, find_specs
 from fastserve.serving.dialect import Dialect, ServingContext, Stop, refuse_to_stop
+from fastserve.serving.device_regions import DeviceMemory
+from fastserve.serving.dialect import Dialect, ServingContext
 from fastserve.serving.model_control import NoRepository, RepositoryFace
 from fastserve.serving.shared_memory import Regions
 from fastserve.wire import HttpListener, check_free
 from fastserve.wire.http2.lifetime import Lifetimes
 from fastserve.wire.opening import Opening
 from fastserve.wire.tls import Credentials
+from fastserve.workers.device_line import DeviceLine
 
 if TYPE_CHECKING:
     from fastserve.wire.grpc import GrpcListener
@@ -65,6 +68,7 @@ class Front:
         that cannot be had.
         """
         self.regions.allowed = self.settings.allow_client_shm
+        self.regions.devices = DeviceMemory(DeviceLine())
         if self.settings.tls.cert:
             self.tls = Credentials(self.settings.tls)
             self.tls.load()

@@ -2,7 +2,8 @@
 
 One registry serves every dialect, and refuses in the words that Triton's APIs share (spec 6).
 
-A region is an open file under /dev/shm with a range of it. Data goes through pread and pwrite, never a
+A region is an open file under /dev/shm with a range of it, or memory on a GPU (device_regions.py): they share
+one space of names. Data of files goes through pread and pwrite, never a
 mapping: a client that shrinks its file makes a short read, which is an error, and never a signal. Every
 request that uses a region holds its own duplicate of the descriptor, so unregistering ends nothing.
 
@@ -16,11 +17,13 @@ import mmap
 import os
 import stat
 import threading
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fastserve.errors import Kind, ServeError, invalid
+from fastserve.errors import Kind, NoDeviceError, ServeError, invalid
+from fastserve.request import Lent
+from fastserve.serving.device_regions import DeviceDestination, DeviceMemory, DeviceRegion, must_fit
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -32,6 +35,7 @@ REGIONS_MAX = 4096
 KEY_BYTES = 255
 LARGE_BYTES = 8 << 20
 """Of inputs in regions, from here on: 7 ms of copying. They are read apart from the event loop."""
+_KINDS = {"system": "system", "cuda": "CUDA"}
 DISABLED = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
 
 
@@ -44,6 +48,9 @@ class Region:
     offset: int
     byte_size: int
     fd: int
+
+
+AnyRegion = Region | DeviceRegion
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,50 +67,61 @@ class Regions:
 
     def __init__(self, allowed: bool, folder: str = FOLDER) -> None:
         self.allowed = allowed
+        self.devices: DeviceMemory | None = None
         self._folder = folder
-        self._regions: dict[str, Region] = {}
+        self._regions: dict[str, AnyRegion] = {}
         self._lock = threading.Lock()  # held while a descriptor is looked up, and while one is closed
         self.largest_bytes = 0  # of the regions there have been
 
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
         """Open a client's memory. Raises ServeError in the original's words."""
-        self.must_be_allowed()
-        if name in self._regions:
-            raise ServeError(Kind.ALREADY_EXISTS, f"shared memory region '{name}' already in manager")
-        if len(self._regions) >= REGIONS_MAX:
-            raise ServeError(Kind.UNAVAILABLE, f"there are {REGIONS_MAX} shared memory regions already")
+        self._must_be_free(name)
         fd = self._open(name, key)
         try:
             _check_range(name, fd, offset, byte_size)
         except ServeError:
             os.close(fd)
-            if any(region.key == key for region in self._regions.values()):
+            if any(region.key == key for region in self.list_files()):
                 raise _internal(f"Invalid shared memory region: '{key}'") from None  # as 24.10 tells it
             raise
         self._regions[name] = Region(name, key, offset, byte_size, fd)
         self.largest_bytes = max(self.largest_bytes, byte_size)
 
-    def unregister(self, name: str) -> None:
-        """Forget one region; an unknown name is no fault."""
-        self.must_be_allowed()
-        if name in self._regions:
-            self._forget(self._regions[name])
+    async def register_device(self, name: str, handle: bytes, device: int, byte_size: int) -> None:
+        """Open a client's memory on a GPU. Raises ServeError, and NoDeviceError where there are no devices;
+        the words for a handle that cannot be opened are the dialect's."""
+        self._must_be_free(name)
+        if self.devices is None:
+            raise NoDeviceError
+        region = await self.devices.open(name, handle, device, byte_size)
+        try:
+            self._must_be_free(name)  # another may have come meanwhile
+        except ServeError:
+            self.devices.forget(region)
+            raise
+        self._regions[name] = region
 
-    def unregister_all(self) -> None:
+    def unregister(self, name: str, kind: type[AnyRegion] | None = None) -> Awaitable[None] | None:
+        """Forget one region; an unknown name is no fault, nor is one of the other kind. To be awaited, if
+        anything, until the memory is given back."""
+        self.must_be_allowed()
+        region = self._regions.get(name)
+        if region is None or (kind is not None and not isinstance(region, kind)):
+            return None
+        return self._forget_all([region])
+
+    def unregister_all(self, kind: type[AnyRegion] | None = None) -> Awaitable[None] | None:
         """Forget every region, as a client asks for it."""
         self.must_be_allowed()
-        self.close()
+        return self._forget_all([r for r in self._regions.values() if kind is None or isinstance(r, kind)])
 
-    def list(self, name: str = "") -> list[Region]:
-        """All regions, or one. Raises ServeError NOT_FOUND."""
-        if not name:
-            return [self._regions[known] for known in sorted(self._regions)]
-        if name not in self._regions:
-            raise ServeError(Kind.NOT_FOUND, f"Unable to find system shared memory region: '{name}'")
-        return [self._regions[name]]
+    def list_files(self, name: str = "") -> list[Region]:
+        """All regions that are files, or one. Raises ServeError NOT_FOUND."""
+        return [region for region in self._named(name, "system") if isinstance(region, Region)]
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._regions
+    def list_devices(self, name: str = "") -> list[DeviceRegion]:
+        """All regions on GPUs, or one. Raises ServeError NOT_FOUND."""
+        return [region for region in self._named(name, "cuda") if isinstance(region, DeviceRegion)]
 
     def must_be_allowed(self) -> None:
         """Raises ServeError UNIMPLEMENTED unless the server was told to allow client memory."""
@@ -113,7 +131,7 @@ class Regions:
     def read(self, range: Range) -> bytes:
         """The bytes of a range as they are now; from any thread. Raises ServeError."""
         with self._lock:
-            region = self._find(range)
+            region = self._find_file(range)
             try:
                 fd = os.dup(region.fd)
             except OSError as error:  # no descriptor is left
@@ -128,9 +146,24 @@ class Regions:
             raise _beyond(region.name)
         return data
 
-    def read_into(self, range: Range, memory: memoryview) -> None:
-        """Fill `memory`, as many bytes as the range has: the only copy there is. Raises ServeError."""
+    def borrow(self, range: Range) -> tuple[bytes, Lent | None]:
+        """The bytes of a range, or what `fetch` brings them by. From any thread. Raises ServeError."""
         region = self._find(range)
+        if isinstance(region, DeviceRegion):
+            return b"", region.lend(range.offset, range.byte_size)
+        return self.read(range), None
+
+    async def fetch(self, lent: Lent) -> bytes:
+        """The bytes of device memory as they are now. Raises ServeError."""
+        region = self._regions.get(lent.region)
+        if self.devices is None or not isinstance(region, DeviceRegion) or region.handle != lent.handle:
+            raise _unknown(lent.region)  # unregistered since
+        return await self.devices.read(region, lent)
+
+    def read_into(self, range: Range, memory: memoryview) -> None:
+        """Fill `memory`, as many bytes as the range has: the only copy there is. Raises ServeError, also for
+        device memory: it cannot be read at once."""
+        region = self._find_file(range)
         try:
             count = os.preadv(region.fd, [memory], region.offset + range.offset)
         except OSError as error:
@@ -138,10 +171,13 @@ class Regions:
         if count != range.byte_size:
             raise _beyond(region.name)
 
-    def hold(self, range: Range) -> Destination:
+    def hold(self, range: Range) -> Room:
         """Where an output will be written, to be closed; stays good if the region is unregistered meanwhile.
         Raises ServeError."""
         region = self._find(range)
+        if isinstance(region, DeviceRegion):
+            assert self.devices is not None
+            return DeviceDestination(self.devices, region, region.lend(range.offset, range.byte_size))
         try:
             fd = os.dup(region.fd)
         except OSError as error:  # no descriptor is left
@@ -150,18 +186,57 @@ class Regions:
 
     def close(self) -> None:
         """Forget every region."""
-        for region in list(self._regions.values()):
+        for region in self.list_files():
             self._forget(region)
+        self._regions.clear()
+        if self.devices is not None:
+            self.devices.stop()
 
-    def _forget(self, region: Region) -> None:
+    def _must_be_free(self, name: str) -> None:
+        self.must_be_allowed()
+        if name in self._regions:
+            raise ServeError(Kind.ALREADY_EXISTS, f"shared memory region '{name}' already in manager")
+        if len(self._regions) >= REGIONS_MAX:
+            raise ServeError(Kind.UNAVAILABLE, f"there are {REGIONS_MAX} shared memory regions already")
+
+    def _named(self, name: str, kind: str) -> list[AnyRegion]:
+        if not name:
+            return [self._regions[known] for known in sorted(self._regions)]
+        region = self._regions.get(name)
+        if region is None:
+            raise ServeError(Kind.NOT_FOUND, f"Unable to find {kind} shared memory region: '{name}'")
+        is_kind = "cuda" if isinstance(region, DeviceRegion) else "system"
+        if is_kind != kind:
+            text = f"is registered as {_KINDS[is_kind]} shared memory, not {_KINDS[kind]} shared memory"
+            raise ServeError(Kind.NOT_FOUND, f"The region named '{name}' {text}")
+        return [region]
+
+    def _forget_all(self, regions: list[AnyRegion]) -> Awaitable[None] | None:
+        for region in regions:
+            self._forget(region)
+        held = any(isinstance(region, DeviceRegion) for region in regions)
+        return self.devices.closed() if held and self.devices is not None else None
+
+    def _forget(self, region: AnyRegion) -> None:
+        if isinstance(region, DeviceRegion):
+            del self._regions[region.name]
+            assert self.devices is not None
+            self.devices.forget(region)
+            return
         with self._lock:
             del self._regions[region.name]
             os.close(region.fd)
 
-    def _find(self, range: Range) -> Region:
+    def _find_file(self, range: Range) -> Region:
+        region = self._find(range)
+        if isinstance(region, DeviceRegion):
+            raise _unknown(range.region)
+        return region
+
+    def _find(self, range: Range) -> AnyRegion:
         region = self._regions.get(range.region)
         if region is None:
-            raise ServeError(Kind.NOT_FOUND, f"Unable to find shared memory region: '{range.region}'")
+            raise _unknown(range.region)
         if range.offset > region.byte_size:
             raise invalid(f"Invalid offset for shared memory region: '{region.name}'")
         if range.offset + range.byte_size > region.byte_size:
@@ -217,12 +292,7 @@ class Destination:
 
     def put(self, output: str, data: Buffer) -> None:
         """Write an output that has to fit. Raises ServeError."""
-        size = memoryview(data).nbytes
-        if size > self.byte_size:
-            raise _internal(
-                f"shared memory size specified with the request for output '{output}' ({self.byte_size} "
-                f"bytes) should be at least {size} bytes to hold the results"
-            )
+        must_fit(output, memoryview(data).nbytes, self.byte_size)
         self.write(data)
 
     def write(self, data: Buffer) -> None:
@@ -238,8 +308,22 @@ class Destination:
             raise _broken(self._region, error) from None
 
 
-class Rooms(dict[str, Destination]):
+Room = Destination | DeviceDestination
+
+
+class Rooms(dict[str, Room]):
     """Client memory for outputs by their names, good until closed."""
+
+    @property
+    def apart(self) -> bool:
+        """Some of it is on a device: what is put there has to be flushed."""
+        return any(isinstance(room, DeviceDestination) for room in self.values())
+
+    async def flush(self) -> None:
+        """What was put into device memory is there when this returns. Raises ServeError."""
+        for room in self.values():
+            if isinstance(room, DeviceDestination):
+                await room.flush()
 
     def __enter__(self) -> Rooms:
         return self
@@ -253,8 +337,20 @@ class Rooms(dict[str, Destination]):
             self.popitem()[1].close()
 
 
+def hold_files(regions: Regions, ranges: Mapping[str, Range]) -> Rooms:
+    """Rooms for outputs, of which none has to be flushed; close them. Raises ServeError, also for device
+    memory, which is not for those who cannot wait."""
+    rooms = hold_rooms(regions, ranges)
+    if rooms.apart:
+        rooms.close()
+        raise invalid("outputs in device memory are written by those who can wait for it")
+    return rooms
+
+
 def hold_rooms(regions: Regions, ranges: Mapping[str, Range]) -> Rooms:
-    """Rooms for outputs; close them. Raises ServeError."""
+    """Rooms for outputs; close them. Raises ServeError.
+
+    Who puts anything into them calls `flush` before it answers."""
     rooms = Rooms()
     try:
         for name, range in ranges.items():
@@ -271,6 +367,10 @@ def _check_range(name: str, fd: int, offset: int, byte_size: int) -> None:
         raise invalid(f"{failed}: unable to process address spaceInvalid argument")
     if byte_size < 1 or offset + byte_size > min(os.fstat(fd).st_size, UINT64_MAX):
         raise invalid(f"{failed}: invalid args")
+
+
+def _unknown(region: str) -> ServeError:
+    return ServeError(Kind.NOT_FOUND, f"Unable to find shared memory region: '{region}'")
 
 
 def _internal(message: str) -> ServeError:

@@ -57,7 +57,7 @@ def test_links_and_pipes_are_not_opened(regions: Regions, tmp_path: Path) -> Non
 )
 def test_ranges_beyond_the_file(regions: Regions, offset: int, size: int) -> None:
     assert refused(regions.register, "r", "/two_pages", offset, size).message.endswith("invalid args")
-    assert regions.list() == []
+    assert regions.list_files() == []
 
 
 def test_a_second_region_on_one_key(regions: Regions) -> None:

@@ -5,7 +5,6 @@ the text of HTTP's reply (spec 3.1, 3.2, 5). For outputs of any kind; `frames` w
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
 from math import prod
 from typing import Any, Literal, NamedTuple
 
@@ -20,7 +19,7 @@ from fastserve.errors import Kind, ServeError
 from fastserve.request import InferResponse
 from fastserve.serving.classification import Class, check_order, classify
 from fastserve.serving.model_view import ModelView
-from fastserve.serving.shared_memory import Destination
+from fastserve.serving.shared_memory import Room, Rooms
 from fastserve.tensor import DTYPES, Tensor, kserve_name
 from fastserve.wire.apart import Apart
 from fastserve.wire.call import Call
@@ -38,14 +37,12 @@ class Shown(NamedTuple):
     outside: bool
 
 
-def show_outputs(
-    view: ModelView, asked: Asked, response: InferResponse, rooms: Mapping[str, Destination]
-) -> list[Shown]:
+def show_outputs(view: ModelView, asked: Asked, response: InferResponse, rooms: Rooms) -> list[Shown]:
     """Outputs as they were asked for; those for client memory are put there. Raises ServeError."""
     return [_show(view, asked, name, t, rooms.get(name)) for name, t in response.outputs.items()]
 
 
-def _show(view: ModelView, asked: Asked, name: str, tensor: Tensor, room: Destination | None) -> Shown:
+def _show(view: ModelView, asked: Asked, name: str, tensor: Tensor, room: Room | None) -> Shown:
     tensor, part = client_tensor(view, name, tensor), asked.parts.get(name)
     if part is not None and part.classes:
         tensor = _best_classes(view, name, tensor, part.classes)
@@ -89,7 +86,7 @@ def reply_parameters(view: ModelView, asked: Asked, response: InferResponse) -> 
 
 
 def write_answer(
-    view: ModelView, asked: Asked, response: InferResponse, request_id: str, rooms: Mapping[str, Destination]
+    view: ModelView, asked: Asked, response: InferResponse, request_id: str, rooms: Rooms
 ) -> tuple[int, bytes]:
     """How much of the reply is JSON when that is not all of it, and the reply. Raises ServeError."""
     described: list[tuple[str, int, tuple[int, ...], Memory | None, dict[str, Any] | None]] = []

@@ -38,11 +38,12 @@ from fastserve.dialects.kserve_v2.values import (
     read_json,
     read_leaves,
 )
+from fastserve.request import Lent
 from fastserve.serving.shared_memory import Range
 from fastserve.tensor import DTYPE_BY_KSERVE, count_items
 
 Header = CompiledBody | InferFault
-ReadRegion = Callable[[Range], bytes]
+ReadRegion = Callable[[Range], tuple[bytes, Lent | None]]
 Scalar = str | int | float | bool | None
 EXPLAIN_BYTES = 1 << 18
 FORMS = ("'data'", "'binary_data_size'", "'shared_memory_region'")
@@ -98,18 +99,20 @@ def _take_over(read: CompiledBody, rest: _Blobs, read_region: ReadRegion) -> Inf
     names: set[str] = set()
     for part in read.inputs:
         refuse_double(part.name, names, read.id)
-        is_json = part.data is not None
-        data = part.data if part.data is not None else _find_data(part, rest, read_region)
-        body.inputs.append(InputPart(part.name, part.datatype, part.shape, data, is_json))
+        if part.data is not None:
+            found = InputPart(part.name, part.datatype, part.shape, part.data, is_json=True)
+        else:
+            found = InputPart(part.name, part.datatype, part.shape, *_find_data(part, rest, read_region))
+        body.inputs.append(found)
     rest.end()
     body.outputs = [_make_output(part.name, _members(part.parameters)) for part in read.outputs]
     return body
 
 
-def _find_data(part: InferInput, rest: _Blobs, read_region: ReadRegion) -> Memory:
+def _find_data(part: InferInput, rest: _Blobs, read_region: ReadRegion) -> tuple[Memory, Lent | None]:
     parameters = _members(part.parameters)
     if "binary_data_size" in part.parameters:
-        return rest.take(member(parameters, "binary_data_size", as_uint), part.name)
+        return rest.take(member(parameters, "binary_data_size", as_uint), part.name), None
     range = _read_range(parameters)
     assert range is not None  # the reader saw one of the three
     return read_region(range)
@@ -165,7 +168,7 @@ def _read_input(
         return InputPart(name, datatype, shape, blobs.take(size, name))
     range = _read_range(parameters)
     if range is not None:
-        return InputPart(name, datatype, shape, read_region(range))
+        return InputPart(name, datatype, shape, *read_region(range))
     return InputPart(name, datatype, shape, _read_data(data, datatype, shape, name), is_json=True)
 
 

@@ -13,15 +13,17 @@ from typing import Any
 import msgspec
 
 from fastserve import __version__
-from fastserve.dialects.kserve_v2.errors import internal, invalid, not_found, unsupported
+from fastserve.dialects.kserve_v2.errors import internal, invalid, unsupported
 from fastserve.dialects.kserve_v2.service import Service, read_version
 from fastserve.engine import BatchCounts, counts_of
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.triton_config import config_json
 from fastserve.repository.version import Version, VersionState
+from fastserve.serving.device_regions import DeviceRegion
 from fastserve.serving.model_control import NOT_EXPLICIT, LoadOverride, RepositoryFace
 from fastserve.serving.model_view import ModelView, TensorView
+from fastserve.serving.shared_memory import Region
 from fastserve.tensor import kserve_name
 
 SERVER_NAME = "triton"
@@ -185,7 +187,7 @@ def show_regions(service: Service, asked: Asked) -> list[dict[str, Any]]:
     """Raises ServeError NOT_FOUND."""
     return [
         {"name": one.name, "key": one.key, "offset": one.offset, "byte_size": one.byte_size}
-        for one in service.regions.list(asked.name)
+        for one in service.regions.list_files(asked.name)
     ]
 
 
@@ -195,34 +197,39 @@ def register_region(service: Service, asked: Asked) -> None:
     service.regions.register(asked.name, key, offset, byte_size)
 
 
-def unregister_region(service: Service, asked: Asked) -> None:
-    """One region, or all of them for "". Raises ServeError."""
-    if asked.name:
-        service.regions.unregister(asked.name)
-    else:
-        service.regions.unregister_all()
+def unregister_region(service: Service, asked: Asked) -> Awaitable[None] | None:
+    """One region, or all of this kind for "". Raises ServeError."""
+    return _unregister(service, asked, Region)
 
 
 def show_cuda_regions(service: Service, asked: Asked) -> list[dict[str, Any]]:
-    """There are none. Raises ServeError NOT_FOUND for a name."""
-    if asked.name in service.regions:
-        raise not_found(
-            f"The region named '{asked.name}' is registered as system shared memory, not CUDA shared memory"
-        )
-    if asked.name:
-        raise not_found(f"Unable to find cuda shared memory region: '{asked.name}'")
-    return []
+    """Raises ServeError NOT_FOUND."""
+    return [
+        {"name": one.name, "device_id": one.device, "byte_size": one.byte_size}
+        for one in service.regions.list_devices(asked.name)
+    ]
 
 
-def register_cuda_region(service: Service, asked: Asked) -> None:
-    """Always raises: there is no GPU whose memory could be opened. What was sent is checked before."""
+async def register_cuda_region(service: Service, asked: Asked) -> None:
+    """Raises ServeError; where there is no GPU, in the words of one that cannot open the handle."""
     _must_be_named(service, asked, "cuda")
-    asked.read()
-    raise invalid("failed to register shared memory region: invalid args")
+    handle, device, byte_size = asked.read()
+    try:
+        await service.regions.register_device(asked.name, handle, device, byte_size)
+    except ServeError as fault:
+        if fault.kind is not Kind.INVALID_ARGUMENT:
+            raise
+        raise invalid("failed to register shared memory region: invalid args") from None
 
 
-def unregister_cuda_region(service: Service, asked: Asked) -> None:
-    service.regions.must_be_allowed()
+def unregister_cuda_region(service: Service, asked: Asked) -> Awaitable[None] | None:
+    return _unregister(service, asked, DeviceRegion)
+
+
+def _unregister(service: Service, asked: Asked, kind: type[Region | DeviceRegion]) -> Awaitable[None] | None:
+    if asked.name:
+        return service.regions.unregister(asked.name, kind)
+    return service.regions.unregister_all(kind)
 
 
 def _must_be_named(service: Service, asked: Asked, kind: str) -> None:

@@ -32,7 +32,7 @@ from fastserve.serving.learned_frames import LearnedFrames
 from fastserve.serving.model_view import ModelView
 from fastserve.serving.paths import open_path
 from fastserve.serving.prepared import Described, Later, Memory, PreparedRequest, ordinary_inputs
-from fastserve.serving.shared_memory import LARGE_BYTES, Range, Rooms, hold_rooms
+from fastserve.serving.shared_memory import LARGE_BYTES, Range, Rooms, hold_files
 from fastserve.tensor import Tensor
 from fastserve.wire.apart import APART_BYTES
 from fastserve.wire.call import Call
@@ -111,7 +111,7 @@ class Frame(InferFrame, PreparedRequest):
         return True
 
     def hold(self) -> Rooms | None:
-        return hold_rooms(self._regions, self._asked.ranges) if self._asked.ranges else None
+        return hold_files(self._regions, self._asked.ranges) if self._asked.ranges else None
 
     def make_writer(self, described: Described) -> Writer | None:
         view = self._view
@@ -175,7 +175,7 @@ class Frame(InferFrame, PreparedRequest):
     def write_response(
         self, exchange: Call, response: InferResponse, request_id: str, held: Rooms | None
     ) -> None:
-        send(exchange, *write_answer(self._view, self._asked, response, request_id, held or {}))
+        send(exchange, *write_answer(self._view, self._asked, response, request_id, held or Rooms()))
 
 
 class Outcome:

@@ -32,6 +32,7 @@ from fastserve.serving.known_messages import KnownMessage, KnownMessages, Source
 from fastserve.serving.model_view import ModelView
 from fastserve.serving.paths import open_path
 from fastserve.serving.prepared import Described, Memory, ordinary_inputs
+from fastserve.serving.shared_memory import Rooms
 from fastserve.serving.streams import Turn
 from fastserve.tensor import KSERVE_NAME, Tensor
 
@@ -93,7 +94,9 @@ class Head(KnownMessage):
     def write_response(
         self, exchange: RpcExchange, response: InferResponse, request_id: str, held: None
     ) -> None:
-        exchange.reply(write_message(self._view, self._asked, response, request_id, {}, streams=self.streams))
+        rooms = Rooms()
+        message = write_message(self._view, self._asked, response, request_id, rooms, streams=self.streams)
+        exchange.reply(message)
 
 
 class StreamHead(Head):

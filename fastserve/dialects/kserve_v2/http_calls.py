@@ -27,11 +27,11 @@ from fastserve.dialects.kserve_v2.values import (
     read_object,
 )
 from fastserve.errors import ServeError
+from fastserve.serving.device_regions import HANDLE_BYTES
 from fastserve.serving.model_control import LoadOverride
 from fastserve.wire.call import Call
 
 Body = bytes | bytearray
-CUDA_HANDLE_BYTES = 64
 _AS: dict[type, Callable[[Value], bool | int | str]] = {bool: as_bool, int: as_uint, str: as_string}
 
 
@@ -97,13 +97,14 @@ def _read_region(body: Body) -> tuple[str, int, int]:
     return key, as_uint(offset) if found else 0, as_uint(_required(request, "byte_size"))
 
 
-def _read_cuda_region(body: Body) -> None:
+def _read_cuda_region(body: Body) -> tuple[bytes, int, int]:
     request = read_json(body)
-    handle = as_string(need(_required(request, "raw_handle"), "b64"))
-    as_uint(need(request, "byte_size"))
-    as_uint(need(request, "device_id"))
-    if len(_decode(handle) or b"") != CUDA_HANDLE_BYTES:
+    text = as_string(need(_required(request, "raw_handle"), "b64"))
+    byte_size, device = as_uint(need(request, "byte_size")), as_uint(need(request, "device_id"))
+    handle = _decode(text) or b""
+    if len(handle) != HANDLE_BYTES:
         raise invalid("'raw_handle' must be a valid base64 encoded cudaIpcMemHandle_t")
+    return handle, device, byte_size
 
 
 def _required(request: Value, field: str) -> Value:

@@ -191,7 +191,7 @@ async def read_call(service: Service, view: ModelView, call: Call) -> InferBody:
     read = await apart(length, read_header, header)
     regions = service.regions
     body = await apart(
-        regions.largest_bytes, read_body, read, header, memory[length:], view.model, regions.read
+        regions.largest_bytes, read_body, read, header, memory[length:], view.model, regions.borrow
     )
     for part in body.inputs if length * GROWTH > most else ():
         if part.is_json and (nbytes := memoryview(part.data).nbytes) > most:

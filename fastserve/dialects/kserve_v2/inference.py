@@ -20,7 +20,7 @@ from fastserve.dialects.kserve_v2.traces import Traced
 from fastserve.errors import Kind, ModelError
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.model_view import ModelView, TensorView
-from fastserve.serving.shared_memory import Rooms, hold_rooms
+from fastserve.serving.shared_memory import Regions, Rooms, hold_rooms
 from fastserve.serving.slow_path import SlowRequest
 from fastserve.tensor import DTYPE_BY_KSERVE, KSERVE_NAME, Tensor, count_items, kserve_name
 
@@ -74,6 +74,7 @@ class Inference(SlowRequest):
         self.rooms = hold_rooms(service.regions, self.asked.ranges)
         strings = sum(len(part.data) for part in body.inputs if part.datatype == "BYTES")  # read one by one
         request = await service.apart(strings, make_request, view, body)
+        await fetch_lent(service.regions, view, body, request)
         request.deadline_ns = self.deadline_ns
         self.request = request
         return request
@@ -85,9 +86,22 @@ class Inference(SlowRequest):
         assert self.view is not None
         size = sum(memoryview(tensor.data).nbytes for tensor in response.outputs.values())
         self.reply = await self.service.apart(size, self.encode, self.view, response)
+        await self.rooms.flush()
 
     def close(self) -> None:
         self.rooms.close()
+
+
+async def fetch_lent(regions: Regions, view: ModelView, body: InferBody, request: InferRequest) -> None:
+    """Bring the bytes of inputs that lie on a device, now that their sizes are found to be right. Raises
+    ServeError."""
+    for part in body.inputs:
+        if part.lent is None:
+            continue
+        tensor = request.inputs[part.name]
+        tensor.data = await regions.fetch(part.lent)
+        if not tensor.dtype.item_bytes:
+            check_strings(tensor.data, count_items(part.shape), part.name, view.model, tag(body.request_id))
 
 
 _LENGTH_BYTES = 4
@@ -199,7 +213,7 @@ def _check_part(view: ModelView, side: TensorView, part: InputPart, told: str) -
     _check_shape(view, side, part, told)
     if side.dtype.item_bytes:
         _check_size(view, side, part, told)
-    else:
+    elif part.lent is None:
         check_strings(part.data, count_items(part.shape), part.name, view.model, told)
 
 
@@ -220,7 +234,7 @@ def _check_size(view: ModelView, side: TensorView, part: InputPart, told: str) -
     shape = part.shape
     if view.max_batch_size and shape[0] == 0:
         shape = (1, *shape[1:])  # the original wants one row for none
-    wanted, given = count_items(shape) * side.dtype.item_bytes, len(part.data)
+    wanted, given = count_items(shape) * side.dtype.item_bytes, part.nbytes
     if wanted != given:
         raise invalid(
             f"{told}input byte size mismatch for input '{part.name}' for model '{view.model}'. "

@@ -6,7 +6,7 @@ written once into memory of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -39,9 +39,9 @@ from fastserve.dialects.kserve_v2.request import (
     tag,
 )
 from fastserve.errors import Kind, ServeError
-from fastserve.request import InferResponse
+from fastserve.request import InferResponse, Lent
 from fastserve.serving.model_view import ModelView
-from fastserve.serving.shared_memory import Destination, Range, Regions
+from fastserve.serving.shared_memory import Range, Regions, Rooms
 from fastserve.tensor import DTYPE_BY_KSERVE, KSERVE_NAME
 from fastserve.wire.apart import APART_BYTES
 
@@ -93,8 +93,8 @@ def read_message(view: ModelView, sent: Sent, regions: Regions) -> InferBody:
         refuse_double(given.name, names, message.id)
     raws = iter(range(message.raw_count))
     for index, given in enumerate(message.inputs):
-        memory = _read_memory(view.model, regions, sent, index, raws)
-        body.inputs.append(InputPart(given.name, given.datatype, given.shape, memory))
+        memory, lent = _read_memory(view.model, regions, sent, index, raws)
+        body.inputs.append(InputPart(given.name, given.datatype, given.shape, memory, lent))
     body.outputs = [_read_output(one.name, one.parameters) for one in message.outputs]
     first = body.inputs[0] if len(body.inputs) > 1 else None
     if view.max_batch_size and first is not None and first.shape and first.shape[0] < 0:
@@ -104,7 +104,9 @@ def read_message(view: ModelView, sent: Sent, regions: Regions) -> InferBody:
     return body
 
 
-def _read_memory(model: str, regions: Regions, sent: Sent, index: int, raws: Iterator[int]) -> Memory:
+def _read_memory(
+    model: str, regions: Regions, sent: Sent, index: int, raws: Iterator[int]
+) -> tuple[Memory, Lent | None]:
     """The bytes of one input, of the next raw entry if they are nowhere else."""
     message, given = sent.message, sent.message.inputs[index]
     of_model = f"'{given.name}' for model '{model}'"
@@ -113,16 +115,16 @@ def _read_memory(model: str, regions: Regions, sent: Sent, index: int, raws: Ite
         if given.contents:
             text = "unexpected 'content' provided when using shared memory for input tensor "
             raise invalid(text + of_model)
-        return regions.read(range)
+        return regions.borrow(range)
     if given.contents and message.raw_count:
         raise invalid(f"contents field must not be specified when using raw_input_contents for {of_model}")
     if given.contents:
-        return sent.typed.get(index) or _read_contents(of_model, message, index, given)
+        return sent.typed.get(index) or _read_contents(of_model, message, index, given), None
     raw = next(raws, None)
     if raw is None:
         raise invalid(f"unable to find data for input tensor {of_model} in request.")
     offset, size = message.raw(raw)
-    return sent.data[offset : offset + size]
+    return sent.data[offset : offset + size], None
 
 
 def _read_contents(of_model: str, message: InferMessage, index: int, given: WireInput) -> Memory:
@@ -193,7 +195,7 @@ def write_message(
     asked: Asked,
     response: InferResponse,
     request_id: str,
-    rooms: Mapping[str, Destination],
+    rooms: Rooms,
     *,
     streams: bool = False,
 ) -> bytes:

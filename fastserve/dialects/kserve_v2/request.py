@@ -18,6 +18,7 @@ from fastserve._ext.proto_wire import Unsigned
 from fastserve.dialects.kserve_v2.errors import invalid, to_bytes, to_text, unsupported
 from fastserve.dialects.kserve_v2.values import INT64_MAX, Value, as_bool, as_string, as_uint, is_uint
 from fastserve.errors import ServeError
+from fastserve.request import Lent
 from fastserve.serving.shared_memory import Range
 
 Memory = bytes | bytearray | memoryview
@@ -39,13 +40,19 @@ class Parameters:
 
 @dataclass(slots=True)
 class InputPart:
-    """One input as sent. `datatype` is the client's text, which may name no type at all."""
+    """One input as sent. `datatype` is the client's text, which may name no type at all. `lent` is memory on
+    a device, whose bytes are not here: `data` is empty then."""
 
     name: str
     datatype: str
     shape: tuple[int, ...]
     data: Memory
+    lent: Lent | None = None
     is_json: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data) if self.lent is None else self.lent.nbytes
 
 
 @dataclass(slots=True)

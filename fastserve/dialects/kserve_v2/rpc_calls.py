@@ -20,6 +20,7 @@ from fastserve.dialects.kserve_v2.service import Service
 from fastserve.dialects.kserve_v2.settings import LOG_SETTINGS, RANGES
 from fastserve.errors import ServeError
 from fastserve.protos import load
+from fastserve.serving.device_regions import HANDLE_BYTES
 from fastserve.serving.model_control import LoadOverride
 from fastserve.wire.grpc import Method, Rpc
 
@@ -121,6 +122,12 @@ def _read_dependents(request: Any) -> bool:
     return bool(value.bool_param)
 
 
+def _read_cuda_region(request: Any) -> tuple[bytes, int, int]:
+    if len(request.raw_handle) != HANDLE_BYTES:
+        raise invalid("failed to register shared memory region: invalid args")
+    return request.raw_handle, request.device_id, request.byte_size
+
+
 def _read_trace(request: Any) -> Members:
     """As the JSON form has them: strings, a list of levels, None for what is to be reset."""
     found: list[tuple[bytes, Any]] = []
@@ -153,6 +160,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "load": _read_override,
     "unload": _read_dependents,
     "system_register": lambda request: (request.key, request.offset, request.byte_size),
+    "cuda_register": _read_cuda_region,
     "trace": _read_trace,
     "logging": _read_log,
 }

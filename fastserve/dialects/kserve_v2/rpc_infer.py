@@ -193,6 +193,7 @@ class Stream:
             async for event in events:
                 ended, well = event.final, well and event.fault is None
                 if event.fault is None:
+                    await request.rooms.flush()
                     await turn.say(event.text)
                 elif not await self._say_fault(turn, request, event.fault, final=ended):
                     return

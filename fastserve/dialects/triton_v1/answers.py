@@ -22,7 +22,7 @@ from fastserve.repository.version import Version
 from fastserve.request import InferResponse
 from fastserve.serving.classification import Class, check_order, classify
 from fastserve.serving.model_view import Dims, ModelView
-from fastserve.serving.shared_memory import Destination
+from fastserve.serving.shared_memory import Rooms
 from fastserve.tensor import Tensor
 
 REMEMBERED_HEADERS = 64
@@ -107,9 +107,7 @@ class Answers:
         self._view = view
         self._remember = lru_cache(REMEMBERED_HEADERS)(partial(HeaderForms, view.version))
 
-    def write(
-        self, header: RequestHeader, outputs: dict[str, Tensor], held: Mapping[str, Destination]
-    ) -> Answer:
+    def write(self, header: RequestHeader, outputs: dict[str, Tensor], held: Rooms) -> Answer:
         """The header, and what is sent beside it. `held` is where outputs into shared memory go.
 
         Raises ServeError when an output cannot be classified or does not fit its shared memory.
@@ -165,7 +163,7 @@ def bytes_of(response: InferResponse) -> int:
     return sum(memoryview(tensor.data).nbytes for tensor in response.outputs.values())
 
 
-def _place(wanted: OutputHeader, tensor: Tensor, held: Mapping[str, Destination]) -> Buffer:
+def _place(wanted: OutputHeader, tensor: Tensor, held: Rooms) -> Buffer:
     """What is sent of a raw output: everything, or nothing when it goes into shared memory."""
     if wanted.shared is None:
         return tensor.data

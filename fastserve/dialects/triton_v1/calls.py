@@ -11,12 +11,11 @@ from typing import Any
 from fastserve.dialects.triton_v1.service import Service
 from fastserve.dialects.triton_v1.status import write_status
 from fastserve.engine import Took
-from fastserve.errors import Kind, ServeError, invalid
+from fastserve.errors import Kind, NoDeviceError, ServeError, invalid
 from fastserve.protos import load
 from fastserve.repository.version import VersionState
+from fastserve.serving.device_regions import HANDLE_BYTES
 from fastserve.serving.model_control import NOT_EXPLICIT
-
-CUDA_HANDLE_BYTES = 64
 
 
 class Calls:
@@ -74,17 +73,28 @@ class Calls:
     def regions(self) -> Any:
         """SharedMemoryStatus: every region."""
         message = self._messages.SharedMemoryStatus()
-        for region in self._service.shared.list():
+        for region in self._service.shared.list_files():
             one = message.shared_memory_region.add(name=region.name, byte_size=region.byte_size)
             one.system_shared_memory.shared_memory_key = region.key
             one.system_shared_memory.offset = region.offset
+        for lent in self._service.shared.list_devices():
+            one = message.shared_memory_region.add(name=lent.name, byte_size=lent.byte_size)
+            one.cuda_shared_memory.device_id = lent.device
         return message
 
-    def register_cuda(self, name: str, handle: bytes) -> None:
-        """Always raises: what a server without a GPU answers (spec 6)."""
-        if len(handle) != CUDA_HANDLE_BYTES:
+    async def register_cuda(self, name: str, handle: bytes, device: int, byte_size: int) -> None:
+        """Raises ServeError, in the words of a server without a GPU where there is none (spec 6)."""
+        if len(handle) != HANDLE_BYTES:
             raise invalid("unexpected size for CUDA shared-memory handle, expecting 64 bytes")
-        raise invalid(f"failed to register CUDA shared memory region: '{name}', GPUs not supported")
+        failed = "failed to register CUDA shared memory region"
+        try:
+            await self._service.shared.register_device(name, handle, device, byte_size)
+        except NoDeviceError:
+            raise invalid(f"{failed}: '{name}', GPUs not supported") from None
+        except ServeError as fault:
+            if fault.kind is not Kind.INVALID_ARGUMENT:
+                raise
+            raise invalid(f"{failed} '{name}'") from None
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ from fastserve.serving.model_view import ModelView
 from fastserve.serving.paths import open_path
 from fastserve.serving.prepared import Described, Later, Memory, PreparedRequest
 from fastserve.serving.remembered import Remembered
-from fastserve.serving.shared_memory import LARGE_BYTES, Range, Rooms, hold_rooms
+from fastserve.serving.shared_memory import LARGE_BYTES, Range, Rooms, hold_files
 from fastserve.tensor import Tensor
 from fastserve.wire.apart import APART_BYTES
 from fastserve.wire.call import Call
@@ -101,7 +101,7 @@ class PreparedHeader(PreparedRequest):
         return self._note
 
     def hold(self) -> Rooms:
-        return hold_rooms(self._shared, self._destinations)
+        return hold_files(self._shared, self._destinations)
 
     def make_writer(self, described: Described) -> Writer | None:
         if not self._raw:
@@ -131,13 +131,15 @@ class PreparedHeader(PreparedRequest):
         size = bytes_of(response) if held else 0
         if size >= APART_BYTES:
             return self._write_apart(exchange, response, header, held, size)
-        self.replies.answer(exchange, header.id, self._answers.write(header, response.outputs, held or {}))
+        self.replies.answer(
+            exchange, header.id, self._answers.write(header, response.outputs, held or Rooms())
+        )
         return None
 
     async def _write_apart(
         self, exchange: Any, response: InferResponse, header: RequestHeader, held: Rooms | None, size: int
     ) -> None:
-        answer = await self._apart(size, self._answers.write, header, response.outputs, held or {})
+        answer = await self._apart(size, self._answers.write, header, response.outputs, held or Rooms())
         self.replies.answer(exchange, header.id, answer)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from fastserve.dialects.triton_v1.answers import bytes_of
 from fastserve.dialects.triton_v1.fast import FastHttp
 from fastserve.dialects.triton_v1.header import RequestHeader, read_header
-from fastserve.dialects.triton_v1.inputs import Body, Data, read_request
+from fastserve.dialects.triton_v1.inputs import Body, Data, fetch_lent, read_request
 from fastserve.dialects.triton_v1.replies import HttpReplies, Replies
 from fastserve.dialects.triton_v1.routes import Target
 from fastserve.dialects.triton_v1.service import Served, Service
@@ -88,7 +88,9 @@ class GeneralRequest(SlowRequest):
         self.version = served.view.version
         shared, data = service.shared, self._make_data(self._model)
         large = shared.largest_bytes
-        request = await service.apart(large, read_request, served.view, self._header, data, shared)
+        read = service.apart(large, read_request, served.view, self._header, data, shared)
+        request, outside = await read
+        await fetch_lent(served.view, request, outside, shared)
         request.deadline_ns = self._deadline_ns
         self._rooms = hold_rooms(service.shared, self._header.destinations)
         return request
@@ -101,6 +103,7 @@ class GeneralRequest(SlowRequest):
         size = bytes_of(response) if self._rooms else 0
         write = self._served.answers.write
         answer = await self._service.apart(size, write, self._header, response.outputs, self._rooms)
+        await self._rooms.flush()
         self._replies.answer(self._exchange, self._header.id, answer)
 
     def close(self) -> None:

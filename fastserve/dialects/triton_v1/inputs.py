@@ -8,7 +8,7 @@ Tensors are views of what was received: nothing is copied before the engine writ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Protocol
@@ -21,7 +21,7 @@ from fastserve.dialects.triton_v1.header import (
     RequestHeader,
 )
 from fastserve.errors import invalid
-from fastserve.request import InferRequest
+from fastserve.request import InferRequest, Lent
 from fastserve.serving.model_view import Dims, ModelView, TensorView
 from fastserve.serving.shared_memory import Range, Regions
 from fastserve.tensor import DType, Tensor
@@ -88,24 +88,39 @@ class Entries:
         """Surplus entries are ignored."""
 
 
-def read_request(view: ModelView, header: RequestHeader, data: Data, shared: Regions) -> InferRequest:
-    """The neutral request. Raises ServeError."""
+def read_request(
+    view: ModelView, header: RequestHeader, data: Data, shared: Regions
+) -> tuple[InferRequest, dict[str, Lent]]:
+    """The neutral request, and inputs whose bytes are on a device, for `fetch_lent`. Raises ServeError."""
     check_header(view, header)
     measured = [measure(view, one, header.batch_size) for one in header.inputs]
-    inputs = {}
+    inputs, outside = {}, {}
     for one, (shape, nbytes) in zip(header.inputs, measured, strict=True):
         place = one.shared
         if place is None:
-            raw = data.take(one.name, nbytes)
+            raw, lent = data.take(one.name, nbytes), None
         else:
             _check_shared_size(view, one, place, nbytes, shared)
-            raw = shared.read(place)
+            raw, lent = shared.borrow(place)
         tensor = view.inputs[one.name]
-        if not tensor.dtype.item_bytes:
+        if lent is not None:
+            outside[one.name] = lent
+        elif not tensor.dtype.item_bytes:
             check_strings(raw, shape, one.name, view.model)
         inputs[one.name] = Tensor(tensor.dtype, shape, raw)
     data.finish()
-    return build_request(header, inputs)
+    return build_request(header, inputs), outside
+
+
+async def fetch_lent(
+    view: ModelView, request: InferRequest, outside: Mapping[str, Lent], shared: Regions
+) -> None:
+    """Bring the bytes of inputs that lie on a device. Raises ServeError."""
+    for name, lent in outside.items():
+        tensor = request.inputs[name]
+        tensor.data = await shared.fetch(lent)
+        if not tensor.dtype.item_bytes:
+            check_strings(tensor.data, tensor.shape, name, view.model)
 
 
 def build_request(header: RequestHeader, inputs: dict[str, Tensor]) -> InferRequest:
@@ -185,7 +200,7 @@ def _check_shared_size(
     view: ModelView, given: InputHeader, place: Range, nbytes: int, shared: Regions
 ) -> None:
     if place.byte_size != nbytes:
-        shared.read(replace(place, byte_size=0))  # a region that is not there is said first
+        shared.borrow(replace(place, byte_size=0))  # a region that is not there is said first
         raise invalid(
             f"unexpected shared-memory size {place.byte_size} for input '{given.name}', "
             f"expecting {nbytes} for model '{view.model}'"

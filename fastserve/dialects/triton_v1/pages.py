@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
@@ -37,27 +37,29 @@ class Page:
         try:
             if target.place == "health":
                 self._reply(call, 200 if calls.health(target.action) else 400)
-            else:
-                self._show(call, calls.status(target.name) if target.place == "status" else self._share(call))
+                return None
+            shown = calls.status(target.name) if target.place == "status" else self._share(call)
+            if isinstance(shown, Awaitable):
+                return self._show_later(call, shown)
+            self._show(call, shown)
         except ServeError as fault:
             self._refuse(call, fault)
         return None
 
     def _share(self, call: Call) -> Any:
+        """What to show, or something to wait for before there is nothing to show."""
         target, shared = self._target, self._service.shared
         if target.action == "status":
             return self._calls.regions()
         if target.action == "register":
             shared.register(target.name, target.key, target.offset, target.byte_size)
-        elif target.action == "cudaregister":
-            self._calls.register_cuda(target.name, bytes(call.body))
-        elif target.action == "unregister":
-            shared.unregister(target.name)
-        else:
-            shared.unregister_all()
-        return None
+            return None
+        if target.action == "cudaregister":
+            handle = bytes(call.body)
+            return self._calls.register_cuda(target.name, handle, target.device, target.byte_size)
+        return shared.unregister(target.name) if target.action == "unregister" else shared.unregister_all()
 
-    async def _show_later(self, call: Call, work: Coroutine[Any, Any, Any]) -> None:
+    async def _show_later(self, call: Call, work: Awaitable[Any]) -> None:
         try:
             self._show(call, await work)
         except ServeError as fault:

@@ -68,6 +68,7 @@ class Target:
     key: str = ""
     offset: int = 0
     byte_size: int = 0
+    device: int = 0
     format: str = ""
     scope: Scope = Scope.METADATA
 
@@ -100,6 +101,7 @@ def parse_target(method: str, target: str) -> Target | int:
         given.get("key", ""),
         int(given.get("offset", 0)),
         int(given.get("byte_size", 0)),
+        int(given.get("device", 0)),
         dict(parse_qsl(query)).get("format", "") if query else "",
         scopes[method],
     )

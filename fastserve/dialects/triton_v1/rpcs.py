@@ -178,11 +178,12 @@ class Rpcs:
     async def shared_memory(self, request: Any, response: Any) -> None:
         shared, asked = self._service.shared, request.WhichOneof("shared_memory_control")
         if asked == "register":
-            self._register(request.register)
-        elif asked == "unregister":
-            shared.unregister(request.unregister.name)
-        elif asked == "unregister_all":
-            shared.unregister_all()
+            await self._register(request.register)
+        elif asked in ("unregister", "unregister_all"):
+            one = asked == "unregister"
+            closing = shared.unregister(request.unregister.name) if one else shared.unregister_all()
+            if closing is not None:
+                await closing
         elif asked == "status":
             # Regions as the declared field 1 and, as the official client reads them, as field 2 (spec 6).
             regions, target = self._calls.regions(), response.shared_memory_status
@@ -191,10 +192,11 @@ class Rpcs:
         else:
             raise ServeError(Kind.UNKNOWN, "unknown sharedmemorycontrol request type")
 
-    def _register(self, asked: Any) -> None:
+    async def _register(self, asked: Any) -> None:
         kind = asked.WhichOneof("shared_memory_types")
         if kind == "cuda_shared_memory":
-            self._calls.register_cuda(asked.name, asked.cuda_shared_memory.raw_handle)
+            given = asked.cuda_shared_memory
+            await self._calls.register_cuda(asked.name, given.raw_handle, given.device_id, asked.byte_size)
         elif kind is None:
             text = f"failed to register shared memory region: '{asked.name}', improperly formed request."
             raise invalid(text)

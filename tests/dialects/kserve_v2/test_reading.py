@@ -29,8 +29,8 @@ NUMBERS = {
 }
 
 
-def no_region(range: Range) -> bytes:
-    return bytes(range.byte_size)
+def no_region(range: Range) -> tuple[bytes, None]:
+    return bytes(range.byte_size), None
 
 
 @st.composite

@@ -1,0 +1,192 @@
+"""The CUDA driver, as little of it as is needed: devices, memory that another process lends, and copies.
+
+    cuda = Cuda.load()                  None: this machine has no driver
+    cuda.enter(0)                       this thread uses device 0, in the context that frameworks share
+    at = cuda.open_handle(handle)       64 bytes of another process's cudaIpcGetMemHandle
+    cuda.to_host(memory, at + 16)       returns when the bytes are there
+
+Run as a program it prints the devices that CUDA gives to a process with this environment, as JSON, and ends
+(`found`). It then runs alone, without the package: nothing but the standard library is imported here.
+
+Loaded by name, as every program does it. A call that initialises CUDA makes threads and takes memory, and a
+process that was forked after it is broken: only workers and their like call anything of this (hardening R11).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+LIBRARIES = ("libcuda.so.1", "libcuda.so")
+HANDLE_BYTES = 64
+_LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
+_OUT_OF_MEMORY = 2
+_NAME_BYTES = 96
+
+_Address = ctypes.c_uint64  # CUdeviceptr
+_Pointer = ctypes.c_void_p
+_Size = ctypes.c_size_t
+
+
+class _Handle(ctypes.Structure):
+    """CUipcMemHandle, which is passed by value."""
+
+    _fields_ = [("reserved", ctypes.c_ubyte * HANDLE_BYTES)]
+
+
+class _Uuid(ctypes.Structure):
+    _fields_ = [("bytes", ctypes.c_ubyte * 16)]
+
+
+def _ref(kind: Any) -> Any:
+    return ctypes.POINTER(kind)
+
+
+# name in the library -> its arguments; newer names first, where there is an older one
+_CALLS: dict[str, tuple[tuple[str, ...], tuple[Any, ...]]] = {
+    "init": (("cuInit",), (ctypes.c_uint,)),
+    "count": (("cuDeviceGetCount",), (_ref(ctypes.c_int),)),
+    "device": (("cuDeviceGet",), (_ref(ctypes.c_int), ctypes.c_int)),
+    "name": (("cuDeviceGetName",), (ctypes.c_char_p, ctypes.c_int, ctypes.c_int)),
+    "memory": (("cuDeviceTotalMem_v2",), (_ref(_Size), ctypes.c_int)),
+    "uuid": (("cuDeviceGetUuid_v2", "cuDeviceGetUuid"), (_ref(_Uuid), ctypes.c_int)),
+    "retain": (("cuDevicePrimaryCtxRetain",), (_ref(_Pointer), ctypes.c_int)),
+    "current": (("cuCtxSetCurrent",), (_Pointer,)),
+    "open": (("cuIpcOpenMemHandle_v2", "cuIpcOpenMemHandle"), (_ref(_Address), _Handle, ctypes.c_uint)),
+    "close": (("cuIpcCloseMemHandle",), (_Address,)),
+    "range": (("cuMemGetAddressRange_v2",), (_ref(_Address), _ref(_Size), _Address)),
+    "to_host": (("cuMemcpyDtoH_v2",), (_Pointer, _Address, _Size)),
+    "to_device": (("cuMemcpyHtoD_v2",), (_Address, _Pointer, _Size)),
+    "error_name": (("cuGetErrorName",), (ctypes.c_int, _ref(ctypes.c_char_p))),
+}
+
+
+class CudaFault(Exception):
+    """A call of the driver's failed. The text names the call and the driver's own name for what is wrong."""
+
+    def __init__(self, call: str, code: int, name: str) -> None:
+        super().__init__(f"{call}: {name}")
+        self.code = code
+        self.out_of_memory = code == _OUT_OF_MEMORY
+
+
+class Cuda:
+    """The driver in this process. Every call but `load` raises CudaFault."""
+
+    def __init__(self, library: Any) -> None:
+        self._calls: dict[str, Callable[..., int]] = {}
+        self._names: dict[str, str] = {}
+        for call, (names, arguments) in _CALLS.items():
+            name = next(name for name in names if hasattr(library, name))
+            found = getattr(library, name)
+            found.argtypes, found.restype = arguments, ctypes.c_int
+            self._calls[call], self._names[call] = found, name
+        self._contexts: dict[int, ctypes.c_void_p] = {}
+        self._entered = -1
+
+    @classmethod
+    def load(cls) -> Cuda | None:
+        """The driver, initialised; None where there is none, or none that works."""
+        for name in LIBRARIES:
+            try:
+                cuda = cls(ctypes.CDLL(name))
+                cuda._do("init", 0)
+            except (OSError, StopIteration, CudaFault):  # no library, an ancient one, no device behind it
+                continue
+            return cuda
+        return None
+
+    # --- devices ------------------------------------------------------------------------------------
+
+    def count(self) -> int:
+        """Devices this process may use: CUDA_VISIBLE_DEVICES is looked at once, by the driver."""
+        return int(self._get("count", ctypes.c_int))
+
+    def describe(self, device: int) -> dict[str, Any]:
+        """uuid, name and memory_bytes of a device."""
+        name, told = ctypes.create_string_buffer(_NAME_BYTES), _Uuid()
+        number = self._get("device", ctypes.c_int, device)
+        self._do("name", name, _NAME_BYTES, number)
+        self._do("uuid", ctypes.byref(told), number)
+        return {
+            "uuid": str(uuid.UUID(bytes=bytes(told.bytes))),
+            "name": name.value.decode("utf-8", "replace"),
+            "memory_bytes": int(self._get("memory", _Size, number)),
+        }
+
+    def enter(self, device: int) -> None:
+        """What follows on this thread is about `device`, in its primary context: the one that every framework
+        of the process uses, so that a process has one context for each device and no more."""
+        if device == self._entered:
+            return
+        if device not in self._contexts:
+            number = self._get("device", ctypes.c_int, device)
+            context = _Pointer()
+            self._do("retain", ctypes.byref(context), number)
+            self._contexts[device] = context
+        self._do("current", self._contexts[device])
+        self._entered = device
+
+    # --- memory -------------------------------------------------------------------------------------
+
+    def open_handle(self, handle: bytes) -> int:
+        """The address of memory that another process lends. One handle is opened once: a second time is an
+        error of some drivers."""
+        return int(self._get("open", _Address, _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS))
+
+    def close_handle(self, address: int) -> None:
+        """It is not looked at any more."""
+        self._do("close", address)
+
+    def extent(self, address: int) -> int:
+        """Bytes from `address` to the end of the allocation it is in."""
+        base, size = _Address(), _Size()
+        self._do("range", ctypes.byref(base), ctypes.byref(size), address)
+        return int(base.value + size.value - address)
+
+    def to_host(self, memory: Any, address: int) -> None:
+        """Fill a writable buffer. Returns when it is filled."""
+        view = memoryview(memory).cast("B")
+        if view.nbytes:
+            into = (ctypes.c_ubyte * view.nbytes).from_buffer(view)
+            self._do("to_host", ctypes.addressof(into), address, view.nbytes)
+
+    def to_device(self, address: int, memory: Any) -> None:
+        """Write a buffer, read-only ones too. Returns when it may be reused."""
+        view = memoryview(memory).cast("B")
+        if not view.nbytes:
+            return
+        if view.readonly:
+            source: Any = ctypes.create_string_buffer(view.tobytes(), view.nbytes)
+        else:
+            source = (ctypes.c_ubyte * view.nbytes).from_buffer(view)
+        self._do("to_device", address, ctypes.addressof(source), view.nbytes)
+
+    # --- calls --------------------------------------------------------------------------------------
+
+    def _get(self, call: str, kind: Any, *arguments: Any) -> Any:
+        """What a call leaves where its first argument points."""
+        found = kind()
+        self._do(call, ctypes.byref(found), *arguments)
+        return found.value
+
+    def _do(self, call: str, *arguments: Any) -> None:
+        code = self._calls[call](*arguments)
+        if code:
+            name = ctypes.c_char_p()
+            self._calls["error_name"](code, ctypes.byref(name))
+            text = name.value.decode("ascii", "replace") if name.value else f"error {code}"
+            raise CudaFault(self._names[call], code, text)
+
+
+def describe_all() -> list[dict[str, Any]]:
+    """Every device of this process; [] without a driver."""
+    cuda = Cuda.load()
+    return [] if cuda is None else [cuda.describe(device) for device in range(cuda.count())]
+
+
+if __name__ == "__main__":
+    print(json.dumps(describe_all()))

@@ -1,0 +1,91 @@
+"""Which GPUs a process of this server would be given, asked without becoming one of CUDA's processes.
+
+    devices = find_devices()        [] on a machine without any
+    devices[1].select               what CUDA_VISIBLE_DEVICES says to mean this one
+
+A child process is asked and gone again (30 ms where there is no driver): the numbers are those of CUDA's own
+order, of CUDA_VISIBLE_DEVICES, of MIG and of whatever a container leaves, which no file under /proc tells. It
+makes no context, so it takes nothing of a device.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+log = logging.getLogger(__name__)
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+PROGRAM = Path(__file__).with_name("cuda.py")
+# A driver that loads its kernel module for this, and looks at eight devices, takes seconds.
+ASK_S = 60.0
+
+
+class Device(NamedTuple):
+    """One GPU, or one MIG instance of one. `number` is CUDA's for a process with our environment."""
+
+    number: int
+    uuid: str
+    name: str
+    memory_bytes: int
+    select: str
+
+    @property
+    def title(self) -> str:
+        """Words for a person."""
+        return f"GPU {self.number} ({self.name}, {self.memory_bytes / 2**30:.1f} GiB)"
+
+
+def find_devices(environment: Mapping[str, str] | None = None) -> list[Device]:
+    """Ask. Blocks; a driver that does not answer is none, and that is logged."""
+    environment = os.environ if environment is None else environment
+    # -I and -S: the program needs nothing but the standard library, and starts in half the time.
+    command = [sys.executable, "-I", "-S", str(PROGRAM)]
+    try:
+        asked = subprocess.run(
+            command, env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, timeout=ASK_S
+        )
+        found = json.loads(asked.stdout) if asked.returncode == 0 else None
+    except (OSError, subprocess.TimeoutExpired, ValueError):
+        found = None
+    if found is None:
+        log.error("the CUDA driver could not be asked for its devices: this server goes on without any")
+        return []
+    return [
+        Device(number, told["uuid"], told["name"], told["memory_bytes"], select)
+        for number, (told, select) in enumerate(zip(found, _selectors(found, environment), strict=True))
+    ]
+
+
+def _selectors(found: list[dict[str, str]], environment: Mapping[str, str]) -> list[str]:
+    """How a child's CUDA_VISIBLE_DEVICES names each: as ours does, so that a MIG instance keeps its name."""
+    given = [name.strip() for name in environment.get(VISIBLE, "").split(",") if name.strip()]
+    if len(given) >= len(found):
+        return given[: len(found)]
+    return [f"GPU-{told['uuid']}" for told in found]
+
+
+class Machine:
+    """The devices of this machine, asked for once in the life of the server, when first wanted."""
+
+    def __init__(self) -> None:
+        self._devices: list[Device] | None = None
+        self._asking = threading.Lock()
+
+    def devices(self) -> list[Device]:
+        """Blocks the first time, from any thread."""
+        with self._asking:
+            if self._devices is None:
+                self._devices = find_devices()
+            return self._devices
+
+
+MACHINE = Machine()
+"""This one. What it has does not change while the process lives."""

@@ -1,0 +1,163 @@
+"""Client memory on GPUs: regions that are a handle (cudaIpcMemHandle_t) and a size.
+
+This process never opens one: initialising CUDA is for workers (docs/gpu.md). What can be known without is
+checked here: names, sizes, ranges, device numbers. Whether a handle can be opened, and how much memory there
+is behind it, the ferry finds out when it is registered (workers/device_line.py).
+
+A region that is unregistered goes when the last request lets go of it; its name is free at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from fastserve.errors import Kind, ServeError
+from fastserve.request import Lent
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+log = logging.getLogger(__name__)
+
+HANDLE_BYTES = 64
+
+
+class Line(Protocol):
+    """What carries bytes to and from device memory; see `workers.device_line`."""
+
+    async def open(self, lent: Lent) -> None:
+        """Raises ServeError when it cannot be opened, NoDeviceError where there are no devices."""
+
+    async def read(self, lent: Lent) -> bytes:
+        """Raises ServeError."""
+
+    async def write(self, lent: Lent, data: bytes) -> None:
+        """Raises ServeError."""
+
+    async def close(self, lent: Lent) -> None:
+        """It is not used any more."""
+
+    def stop(self) -> None:
+        """Nothing is any more."""
+
+
+@dataclass(slots=True, eq=False)
+class DeviceRegion:
+    """One registered handle. `users` are requests that read or will write it."""
+
+    name: str
+    handle: bytes
+    device: int
+    byte_size: int
+    users: int = 0
+    registered: bool = True
+
+    def lend(self, offset: int, nbytes: int) -> Lent:
+        """A range of it, already found to lie within."""
+        return Lent(self.handle, self.device, offset, nbytes, self.name)
+
+
+class DeviceMemory:
+    """The way to all device regions of a front process."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def open(self, name: str, handle: bytes, device: int, byte_size: int) -> DeviceRegion:
+        """A region that can be read and written. Raises ServeError."""
+        region = DeviceRegion(name, handle, device, byte_size)
+        try:
+            await self._line.open(region.lend(0, byte_size))
+        except ServeError as fault:
+            log.warning("device memory of a client's was refused: %s", fault.message)
+            raise
+        return region
+
+    async def read(self, region: DeviceRegion, lent: Lent) -> bytes:
+        """Raises ServeError."""
+        region.users += 1
+        try:
+            return await self._line.read(lent)
+        except ServeError as fault:
+            raise _broken(region.name, fault) from None
+        finally:
+            self.leave(region)
+
+    async def write(self, lent: Lent, data: bytes) -> None:
+        """Raises ServeError."""
+        try:
+            await self._line.write(lent, data)
+        except ServeError as fault:
+            raise _broken(lent.region, fault) from None
+
+    def leave(self, region: DeviceRegion) -> None:
+        """One user less."""
+        region.users -= 1
+        self._look(region)
+
+    def forget(self, region: DeviceRegion) -> None:
+        """It is not registered any more."""
+        region.registered = False
+        self._look(region)
+
+    async def closed(self) -> None:
+        """Return when what was forgotten so far, and is not in use, is closed."""
+        if self._closing:
+            await asyncio.wait(set(self._closing))
+
+    def stop(self) -> None:
+        """Let go of everything at once."""
+        self._line.stop()
+
+    def _look(self, region: DeviceRegion) -> None:
+        if region.registered or region.users:
+            return
+        task = asyncio.get_running_loop().create_task(self._line.close(region.lend(0, 0)))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+
+class DeviceDestination:
+    """Room for one output in device memory, good until closed. What is put there is copied at once, and is on
+    the device when `flush` returns."""
+
+    __slots__ = ("_data", "_lent", "_memory", "_region", "byte_size")
+
+    def __init__(self, memory: DeviceMemory, region: DeviceRegion, lent: Lent) -> None:
+        self._memory, self._region, self._lent = memory, region, lent
+        self.byte_size = lent.nbytes
+        self._data: bytes | None = None
+        region.users += 1
+
+    def put(self, output: str, data: Buffer) -> None:
+        """Take an output that has to fit. Raises ServeError."""
+        must_fit(output, memoryview(data).nbytes, self.byte_size)
+        self._data = bytes(data)
+
+    async def flush(self) -> None:
+        """Raises ServeError."""
+        data, self._data = self._data, None
+        if data is not None:
+            await self._memory.write(self._lent, data)
+
+    def close(self) -> None:
+        """It will not be written any more."""
+        self._memory.leave(self._region)
+
+
+def must_fit(output: str, nbytes: int, there: int) -> None:
+    """Raises ServeError for an output larger than the room for it."""
+    if nbytes > there:
+        text = (
+            f"shared memory size specified with the request for output '{output}' ({there} "
+            f"bytes) should be at least {nbytes} bytes to hold the results"
+        )
+        raise ServeError(Kind.INTERNAL, text)
+
+
+def _broken(region: str, fault: ServeError) -> ServeError:
+    return ServeError(Kind.UNAVAILABLE, f"shared memory region '{region}' cannot be used: {fault.message}")
