@@ -13,6 +13,7 @@ Here are tokenizers, chat templates, bounds of prompts, text out of tokens, stop
 What a client calls all of that, and in which words it is refused, is its dialect's.
 """
 
+from fastserve._ext.text_tokens import Frames, Hole, Token
 from fastserve.codec.text import Finish, Info, Sampling
 from fastserve.serving.text.ask import (
     BadStop,
@@ -24,13 +25,15 @@ from fastserve.serving.text.ask import (
 )
 from fastserve.serving.text.models import TextModel, Texts
 from fastserve.serving.text.pour import pour
-from fastserve.serving.text.stream import Ending, TextStream, Token, together
+from fastserve.serving.text.stream import Ending, TextStream, together
 from fastserve.serving.text.tokenizer import Piece
 
 __all__ = [
     "BadStop",
     "Ending",
     "Finish",
+    "Frames",
+    "Hole",
     "Info",
     "NoTokenizer",
     "Piece",

@@ -5,7 +5,8 @@
     detokenizer.add(131)  -> "☃"
     detokenizer.end()     -> ""         U+FFFD where tokens end within a character
 
-    Bytes    byte-level decoders (GPT-2, Llama 3, Qwen): a token is bytes, whatever stands beside it
+    ByteText byte-level decoders (GPT-2, Llama 3, Qwen): a token is bytes, whatever stands beside it
+             (compiled)
     Window   any other: the last few tokens are decoded together, with and without the new one, since a
              token's text depends on those before it (a leading space that falls away, a byte of a character)
 
@@ -15,16 +16,16 @@ models do write, and drops them.
 
 from __future__ import annotations
 
-from codecs import getincrementaldecoder
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from fastserve._ext.text_tokens import ByteText
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
 
-_Utf8 = getincrementaldecoder("utf-8")
 BROKEN = "�"
 MOST_HELD = 8
 """Tokens without a whole character, after which what there is passes as it is: no character is that long."""
@@ -48,27 +49,6 @@ class Silent:
 
     def end(self) -> str:
         return ""
-
-
-class Bytes:
-    """Byte-level: every token is bytes of UTF-8. `table` is filled as tokens are met, and shared."""
-
-    __slots__ = ("_library", "_skip", "_table", "_utf8")
-
-    def __init__(self, library: Library, table: dict[int, bytes], skip: frozenset[int]) -> None:
-        self._library, self._table, self._skip = library, table, skip
-        self._utf8 = _Utf8("replace")
-
-    def add(self, token: int) -> str:
-        if token in self._skip:
-            return ""
-        data = self._table.get(token)
-        if data is None:
-            data = self._table[token] = _bytes_of(self._library.id_to_token(token))
-        return self._utf8.decode(data)
-
-    def end(self) -> str:
-        return self._utf8.decode(b"", True)
 
 
 class Window:
@@ -111,9 +91,29 @@ class Window:
 def detokenizer_of(library: Library) -> Callable[[frozenset[int]], Detokenizer]:
     """What makes the detokenizers of a tokenizer, given the tokens that are no text."""
     if _is_byte_level(library):
-        table: dict[int, bytes] = {}
-        return lambda skip: Bytes(library, table, skip)
+        return _ByteLevel(library).detokenizer
     return lambda skip: Window(library, skip)
+
+
+class _ByteLevel:
+    """The tables of one tokenizer, by what is skipped: there are two, with special tokens and without."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+        self._tables: dict[frozenset[int], dict[int, str | bytes]] = {}
+
+    def detokenizer(self, skip: frozenset[int]) -> Detokenizer:
+        table = self._tables.get(skip)
+        if table is None:
+            table = self._tables[skip] = dict.fromkeys(skip, "")
+        return ByteText(table, self._look)
+
+    def _look(self, token: int) -> str | bytes:
+        data = _bytes_of(self._library.id_to_token(token))
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return data
 
 
 class _Decoder(msgspec.Struct):

@@ -14,7 +14,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from fastserve.serving.text.stream import Ending, TextStream, Token
+from fastserve._ext.text_tokens import Token
+from fastserve.serving.text.stream import Ending, TextStream
 
 
 class Reply(Protocol):

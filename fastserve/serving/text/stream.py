@@ -16,6 +16,7 @@ from types import TracebackType
 
 import msgspec
 
+from fastserve._ext.text_tokens import Token, take_plain
 from fastserve.codec.text import Extra, Finish, Logprobs, Record, Run, read_extra
 from fastserve.errors import DeadlineError, Kind, ModelError, ServeError
 from fastserve.serving.text.detokenize import Detokenizer
@@ -24,24 +25,6 @@ from fastserve.serving.text.stops import StopStrings
 CANCELLED = "the request was cancelled"
 TIMED_OUT = "the request's time was up"
 FAILED = "the model failed"
-
-
-class Token(msgspec.Struct, gc=False):
-    """One token. `text` is what it completed: none while a character or a stop string may go on, more than
-    its own after that. `ms` since its request came, or since the token before."""
-
-    id: int
-    text: str
-    index: int
-    ms: float
-    special: bool = False
-    finish: Finish = Finish.NONE
-    logprob: float | None = None
-    best: Sequence[tuple[int, float]] = ()
-
-    @property
-    def first(self) -> bool:
-        return self.index == 0
 
 
 class Ending(msgspec.Struct):
@@ -159,14 +142,29 @@ class TextStream:
 
     def heard(self, records: list[Record]) -> None:
         """Records came. The engine holds this weakly: a stream that nobody reads hears nothing more."""
-        for record in records:
-            if self.ending is not None:
-                break  # they were under way when it was cancelled
-            self._records += 1
-            self._take_in(*record)
+        if self.ending is None:  # else they were under way when it was cancelled
+            self._records += len(records)
+            self._take(records)
         if self.ending is not None:
             self._leave()
         self._tell()
+
+    def _take(self, records: list[Record]) -> None:
+        plain = 0
+        if self._stops is None:
+            plain = take_plain(
+                records,
+                self._detokenizer,
+                self._specials,
+                Finish.NONE,
+                self._came,
+                self._ids,
+                self._texts,
+            )
+        for i in range(plain, len(records)):
+            self._take_in(*records[i])
+            if self.ending is not None:
+                break
 
     def _take_in(self, token: int, finish: int, took_us: int, data: bytes) -> None:
         extra = read_extra(data) if data else None
@@ -186,7 +184,7 @@ class TextStream:
             text = self._text_of(token, finish)
             if extra is not None:
                 logprobs = extra.logprobs
-        found = Token(token, text, len(self._ids), took_us / 1000, token in self._specials)
+        found = Token(token, text, len(self._ids), took_us, token in self._specials, Finish.NONE)
         if logprobs is not None:
             found.logprob, found.best = logprobs.own, logprobs.best
         self._ids.append(token)

@@ -1,0 +1,259 @@
+"""Tokens as their readers get them, the text of byte-level vocabularies, and the events tokens are sent as: what
+a front process does for every token of every stream.
+
+    detokenizer = ByteText({17: "the", 226: b"\\xe2", ...}, look)     look(token) -> what stands in the table
+    detokenizer.add(17) -> "the"
+    take_plain(records, detokenizer, specials, NONE, tokens, ids, texts) -> 3    so many were plain, and are taken
+
+    frames = Frames((b'data: {"token":{"id":', Hole.ID, b',"text":', Hole.TEXT, b"}}\\n\\n"))
+    frames.write([Token(5, "a", 0, 1500)])  ->  b'data: {"token":{"id":5,"text":"a"}}\\n\\n'
+
+A table holds each token's text, or its bytes where these are no whole characters; it is filled as tokens are
+met and shared by all streams of a model. Bytes that are no UTF-8 become U+FFFD as Unicode recommends, which is
+what the library tokenizers does with a whole answer.
+"""
+
+from enum import IntEnum
+
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.dict cimport PyDict_GetItem
+from cpython.object cimport PyObject
+from libc.math cimport isfinite
+from libc.stdint cimport int64_t, uint8_t
+from libc.string cimport memcpy
+from libcpp cimport bool as flag
+from libcpp.string cimport string
+from libcpp.vector cimport vector
+
+cdef extern from "Python.h":
+    str PyUnicode_DecodeUTF8Stateful(const char* data, Py_ssize_t size, const char* errors, Py_ssize_t* used)
+    const char* PyUnicode_AsUTF8AndSize(object text, Py_ssize_t* size) except NULL
+
+cdef extern from "scratch.h" nogil:
+    char* take_scratch(size_t size)
+
+cdef extern from "token_text.h" nogil:
+    const int WIDE_STORE
+    char* put_integer(char* at, int64_t value)
+    char* put_millis(char* at, int64_t us)
+    char* put_number(char* at, double value)
+    char* put_bytes(char* at, const void* data, size_t size)
+    char* put_string(char* at, const uint8_t* data, size_t size)
+    char* put_stripped(char* at, const uint8_t* data, size_t size)
+
+
+class Hole(IntEnum):
+    """What stands between the literal bytes of an event; Frames says more."""
+
+    ID = 0
+    NUMBER = 1
+    TEXT = 2
+    PREFILL = 3
+    DECODE = 4
+    LOGPROB = 5
+    SPECIAL = 6
+
+
+cdef class Token:
+    """One token. `text` is what it completed: none while a character or a stop string may go on, more than its
+    own after that. `us`, `ms`: since its request came, or since the token before. `finish`: codec.text.Finish.
+    `logprob` and `best` where they were asked for."""
+
+    cdef public int64_t id
+    cdef public str text
+    cdef public int64_t index
+    cdef public int64_t us
+    cdef public bint special
+    cdef public object finish
+    cdef public object logprob
+    cdef public object best
+
+    def __init__(
+        self, int64_t id, str text not None, int64_t index, us, bint special=False, finish=0, logprob=None,
+        best=(),
+    ):
+        self.id, self.text, self.index, self.us, self.special = id, text, index, int(us), special
+        self.finish, self.logprob, self.best = finish, logprob, best
+
+    @property
+    def ms(self):
+        """Milliseconds."""
+        return self.us / 1000.0
+
+    @property
+    def first(self):
+        """Whether it is the first of its sequence."""
+        return self.index == 0
+
+    def __repr__(self):
+        return f"Token({self.id}, {self.text!r}, index={self.index}, us={self.us}, finish={self.finish!r})"
+
+
+cdef class ByteText:
+    """The detokenizer of one sequence: bytes of a character that is not whole yet are kept."""
+
+    cdef dict table
+    cdef object look
+    cdef int held               # bytes
+    cdef char[4] begun
+
+    def __init__(self, dict table not None, look):
+        self.table, self.look = table, look
+        self.held = 0
+
+    cpdef str add(self, token):
+        """The text that this token completes."""
+        cdef PyObject* found = PyDict_GetItem(self.table, token)
+        if found == NULL:
+            self.table[token] = self.look(token)
+            found = PyDict_GetItem(self.table, token)
+        value = <object>found
+        if type(value) is str and self.held == 0:
+            return <str>value
+        return self.join(value)
+
+    cdef str join(self, value):
+        cdef Py_ssize_t size = 0
+        cdef const char* data
+        if type(value) is str:
+            data = PyUnicode_AsUTF8AndSize(value, &size)
+        else:
+            data, size = PyBytes_AS_STRING(value), PyBytes_GET_SIZE(value)
+        if self.held == 0:
+            return self.decode(data, size)
+        whole = self.begun[: self.held] + data[:size]
+        return self.decode(PyBytes_AS_STRING(whole), PyBytes_GET_SIZE(whole))
+
+    cdef str decode(self, const char* data, Py_ssize_t size):
+        cdef Py_ssize_t used = 0
+        text = PyUnicode_DecodeUTF8Stateful(data, size, "replace", &used)
+        self.held = <int>(size - used)          # at most 3: more cannot begin a character
+        memcpy(self.begun, data + used, self.held)
+        return text
+
+    def end(self):
+        """What is left: no more tokens come."""
+        cdef int held = self.held
+        self.held = 0
+        return PyUnicode_DecodeUTF8Stateful(self.begun, held, "replace", NULL)
+
+
+def take_plain(
+    list records not None, detokenizer, frozenset specials not None, none, list tokens not None, list ids not None,
+    list texts not None,
+):
+    """Take records, (token, finish, us, extra) each, up to the first that ends its sequence, has no token or says
+    more: a Token in `tokens`, its id in `ids`, its text in `texts`. How many it took. `none` is Finish.NONE."""
+    cdef ByteText quick = detokenizer if type(detokenizer) is ByteText else None
+    cdef Token made
+    cdef tuple record
+    cdef int taken = 0
+    for record in records:
+        token = record[0]
+        if record[1] or record[3] or token < 0:
+            break
+        made = Token.__new__(Token)
+        made.id = token
+        made.text = quick.add(token) if quick is not None else detokenizer.add(token)
+        made.index = len(ids)
+        made.us = record[2]
+        made.special = token in specials
+        made.finish = none
+        made.best = ()
+        tokens.append(made)
+        ids.append(token)
+        texts.append(made.text)
+        taken += 1
+    return taken
+
+
+cdef enum:
+    HOLE_BYTES = 32             # the longest of a number
+    TEXT_GROWS = 6              # times, where every byte is escaped
+
+
+cdef struct Part:
+    int hole                    # -1: none after the literal
+    string literal
+
+
+cdef class Frames:
+    """The form of an event, and a writer of events. Holes:
+
+    ID NUMBER        the token; its number in the sequence, from 1
+    TEXT             its text as JSON: raw UTF-8, quotes, backslashes and control characters escaped
+    PREFILL DECODE   milliseconds with three digits: the first token has PREFILL, the others DECODE, else null
+    LOGPROB SPECIAL  a number or null; true or false
+
+    `bare` leaves out a token that ends its sequence: that event is the caller's. `skip_empty` leaves out tokens
+    without text, `strip` control characters but tabs and line ends. Threads may share one.
+    """
+
+    cdef vector[Part] parts
+    cdef size_t literals        # bytes of an event that are no hole's
+    cdef bint bare, skip_empty, strip
+
+    def __init__(self, form, *, bint bare=False, bint skip_empty=False, bint strip=False):
+        cdef Part part
+        part.hole, part.literal = -1, string()
+        for piece in form:
+            if isinstance(piece, bytes):
+                part.literal.append(PyBytes_AS_STRING(piece), PyBytes_GET_SIZE(piece))
+                continue
+            part.hole = Hole(piece)
+            self.keep(part)
+            part.hole, part.literal = -1, string()
+        self.keep(part)
+        self.bare, self.skip_empty, self.strip = bare, skip_empty, strip
+
+    cdef void keep(self, const Part& part):
+        self.parts.push_back(part)
+        self.literals += part.literal.size() + HOLE_BYTES
+
+    def write(self, list tokens not None):
+        """The events of these tokens, b"" for none."""
+        cdef size_t bound = WIDE_STORE
+        cdef Token token
+        cdef Py_ssize_t size = 0
+        cdef vector[char] large
+        cdef char* start
+        cdef char* at
+        for token in tokens:
+            PyUnicode_AsUTF8AndSize(token.text, &size)
+            bound += self.literals + size * TEXT_GROWS * self.parts.size()
+        start = take_scratch(bound)
+        if start == NULL:
+            large.resize(bound)
+            start = large.data()
+        at = start
+        for token in tokens:
+            if not ((self.bare and token.finish) or (self.skip_empty and not token.text)):
+                at = self.put(at, token)
+        return PyBytes_FromStringAndSize(start, at - start)
+
+    cdef char* put(self, char* at, Token token) except NULL:
+        cdef Part* part
+        cdef size_t i
+        for i in range(self.parts.size()):
+            part = &self.parts[i]
+            at = put_bytes(at, part.literal.data(), part.literal.size())
+            if part.hole == 2:
+                at = self.put_text(at, token.text)
+            elif part.hole == 0:
+                at = put_integer(at, token.id)
+            elif part.hole == 1:
+                at = put_integer(at, token.index + 1)
+            elif part.hole == 3 or part.hole == 4:
+                at = put_millis(at, token.us) if (token.index == 0) == (part.hole == 3) else put_bytes(at, b"null", 4)
+            elif part.hole == 5:
+                at = put_number(at, token.logprob) if token.logprob is not None else put_bytes(at, b"null", 4)
+            elif part.hole == 6:
+                at = put_bytes(at, b"true", 4) if token.special else put_bytes(at, b"false", 5)
+        return at
+
+    cdef char* put_text(self, char* at, str text) except NULL:
+        cdef Py_ssize_t size = 0
+        cdef const char* data = PyUnicode_AsUTF8AndSize(text, &size)
+        if self.strip:
+            return put_stripped(at, <const uint8_t*>data, size)
+        return put_string(at, <const uint8_t*>data, size)

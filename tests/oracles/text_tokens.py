@@ -1,0 +1,68 @@
+"""What _ext/text_tokens does, in Python."""
+
+from __future__ import annotations
+
+import json
+from codecs import getincrementaldecoder
+from collections.abc import Callable, Sequence
+from math import isfinite
+from typing import Any
+
+from fastserve._ext.text_tokens import Hole, Token
+
+
+class ByteText:
+    """Bytes of tokens through Python's incremental decoder."""
+
+    def __init__(self, table: dict[int, str | bytes], look: Callable[[int], str | bytes]) -> None:
+        self._table, self._look = table, look
+        self._utf8 = getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token: int) -> str:
+        value = self._table.setdefault(token, self._look(token))
+        return self._utf8.decode(value.encode() if isinstance(value, str) else value)
+
+    def end(self) -> str:
+        found = self._utf8.decode(b"", True)
+        self._utf8.reset()
+        return found
+
+
+def take_plain(
+    records: list[tuple[int, int, int, bytes]],
+    detokenizer: Any,
+    specials: frozenset[int],
+    none: Any,
+    tokens: list[Token],
+    ids: list[int],
+    texts: list[str],
+) -> int:
+    for taken, (token, finish, us, extra) in enumerate(records):
+        if finish or extra or token < 0:
+            return taken
+        made = Token(token, detokenizer.add(token), len(ids), us, token in specials, none)
+        tokens.append(made)
+        ids.append(made.id)
+        texts.append(made.text)
+    return len(records)
+
+
+def write_event(form: Sequence[bytes | Hole], token: Token, *, strip: bool = False) -> bytes:
+    """One token's event."""
+    return b"".join(part if isinstance(part, bytes) else _fill(part, token, strip) for part in form)
+
+
+def _fill(hole: Hole, token: Token, strip: bool) -> bytes:
+    ms = f"{max(token.us, 0) // 1000}.{max(token.us, 0) % 1000:03d}"
+    text = "".join(c for c in token.text if not strip or c >= " " or c in "\t\n\r")
+    number = "null" if token.logprob is None or not isfinite(token.logprob) else repr(token.logprob)
+    found = {
+        Hole.ID: str(token.id),
+        Hole.NUMBER: str(token.index + 1),
+        Hole.TEXT: json.dumps(text, ensure_ascii=False),
+        Hole.PREFILL: ms if token.first else "null",
+        Hole.DECODE: "null" if token.first else ms,
+        Hole.LOGPROB: number,
+        Hole.SPECIAL: "true" if token.special else "false",
+    }
+    return found[hole].encode()
