@@ -19,9 +19,8 @@ from fastserve.server.access import log_http, log_rpc
 from fastserve.server.certificates import CertificateWatch
 from fastserve.server.nv_metrics import NvMetrics
 from fastserve.server.speaking import Spec, choose_grpc, choose_http, find_specs
-from fastserve.serving.dialect import Dialect, ServingContext, Stop, refuse_to_stop
 from fastserve.serving.device_regions import DeviceMemory
-from fastserve.serving.dialect import Dialect, ServingContext
+from fastserve.serving.dialect import Dialect, ServingContext, Stop, refuse_to_stop
 from fastserve.serving.model_control import NoRepository, RepositoryFace
 from fastserve.serving.shared_memory import Regions
 from fastserve.wire import HttpListener, check_free
