@@ -107,7 +107,7 @@ class Generation:
 
     async def events(self) -> Pieces:
         """An event a token; the last has the whole text. Raises ServeError."""
-        shape, last = self._shape, Token(0, "", 0, 0.0)
+        shape, last = self._shape, Token(0, "", 0, 0)
         async with await self._start() as sequences:
             (stream,) = sequences.streams
             async with aclosing(sequences.turns()) as turns:
