@@ -2,12 +2,12 @@
 
     def generate(self, request):
         yield 5122              a token's id
-        yield "Hello"           a piece of text, where there are no ids
+        yield "Hello"           a piece of text, where there are no ids: 0 is its token's
         yield 5122, "Hello"     both; a third value is its log probability
         yield None              nothing yet: it is asked again soon
 
-A generator that returns has come to its end. It is closed when it has given what was asked for, when it gave
-an end of sequence, and when nobody wants more: what it holds belongs into a `finally`.
+A generator that returns gives an end of sequence with that. It is closed when it has given what was asked
+for, when it gave an end of sequence, and when nobody wants more: what it holds belongs into a `finally`.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ class GeneratorEngine:
         self._make = make
         self._ageing_ns = int(ageing_s * 1e9)
         self._eos = frozenset(info.eos_ids)
+        self._end = (min(info.eos_ids, default=0), "")  # of a generator that returns
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._by_rid: dict[int, Sequence] = {}
@@ -138,13 +139,10 @@ class GeneratorEngine:
         try:
             if sequence.tokens is None:
                 sequence.tokens = self._make(read_prompt(sequence.request))
-            said = next(sequence.tokens)
+            said = next(sequence.tokens, self._end)
             if said is None:
                 return False
             token, extra = self._read(said, sequence.request.note.sampling)
-        except StopIteration:
-            self._forget(sequence)
-            out.end(rid, Finish.EOS)
         # Whatever a model raises is its own request's fault alone.
         except Exception as error:
             if not isinstance(error, ServeError):
@@ -153,7 +151,7 @@ class GeneratorEngine:
             out.end(rid, Finish.FAILED, write_text(Extra(message=explain(error), kind=kind_of(error).value)))
         else:
             sequence.made += 1
-            finish = self._finish(sequence, token)
+            finish = Finish.EOS if said is self._end else self._finish(sequence, token)
             if finish:
                 self._forget(sequence)
             out.token(rid, token, finish, sequence.took_us(), extra)
@@ -173,15 +171,15 @@ class GeneratorEngine:
             raise TypeError(
                 f"generate yielded a tuple of {len(parts)}, not (id, text) or (id, text, logprob)"
             )
-        token = next((part for part in parts[:1] if isinstance(part, int)), -1)
+        token = next((part for part in parts[:1] if isinstance(part, int)), None)
         text = next((part for part in parts[:2] if isinstance(part, str)), None)
-        if token < 0 and text is None:
+        if token is None and text is None:
             raise TypeError(f"generate yielded {type(said).__name__}, not an id, a text or (id, text)")
         own = float(parts[2]) if len(parts) == 3 else None
         if text is None and (own is None or sampling.logprobs < 0):
-            return token, b""
+            return token or 0, b""
         logprobs = Logprobs(own) if own is not None and sampling.logprobs >= 0 else None
-        return token, write_text(Extra(text=text, logprobs=logprobs))
+        return token or 0, write_text(Extra(text=text, logprobs=logprobs))
 
     def _forget(self, sequence: Sequence) -> None:
         del self._by_rid[sequence.request.rid]

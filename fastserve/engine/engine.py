@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 
 from fastserve.codec.text import Heard, Info, Run, TextNote
-from fastserve.engine.scheduler import scheduler_of
+from fastserve.engine.scheduler import TensorFace, scheduler_of
 from fastserve.engine.text import TextScheduler
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.catalog import Catalog
@@ -18,6 +18,7 @@ class Engine:
 
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
+        self.tensors: TensorFace | None = None
 
     async def infer(self, version: Version, request: InferRequest) -> InferResponse:
         """Run one request. The caller releases the response.

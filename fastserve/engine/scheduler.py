@@ -23,10 +23,21 @@ if TYPE_CHECKING:
     from fastserve.engine.cache import CacheStage
 
 
+class TensorFace(Protocol):
+    """Requests of tensors to text models, read by whoever knows tokenizers: the serving floor."""
+
+    async def infer(self, version: Version, request: InferRequest) -> InferResponse:
+        """Its one response. Raises ServeError."""
+
+    def stream(self, version: Version, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+        """Its responses, one by one."""
+
+
 class Runs(Protocol):
     """The engine as a scheduler sees it."""
 
     catalog: Catalog
+    tensors: TensorFace | None
 
     async def infer(self, version: Version, request: InferRequest) -> InferResponse:
         """Run one request on any version."""

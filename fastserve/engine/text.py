@@ -10,8 +10,9 @@ A sequence holds a slot from its first moment to its last, waiting or running: t
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from fastserve._ext.batch_ring import RECORDS
@@ -20,7 +21,8 @@ from fastserve._ext.token_records import TokenReader, prompt_bytes, write_prompt
 from fastserve.codec.text import Extra, Finish, Heard, Record, TextNote, write_text
 from fastserve.engine.batch_queue import BatchQueue
 from fastserve.engine.meters import QueueMeters
-from fastserve.engine.scheduler import Runs, Scheduler
+from fastserve.engine.rows import check_inputs
+from fastserve.engine.scheduler import Runs, Scheduler, TensorFace
 from fastserve.errors import DeadlineError, Kind, ServeError
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
@@ -208,4 +210,19 @@ class TextScheduler(Scheduler):
         return self.queue.start(ids, note, heard)
 
     async def infer(self, engine: Runs, version: Version, request: InferRequest) -> InferResponse:
-        raise ServeError(Kind.UNIMPLEMENTED, f"model '{version.model}' takes no tensors")
+        check_inputs(version, request.inputs)
+        return await _tensors(engine).infer(version, request)
+
+    async def stream(
+        self, engine: Runs, version: Version, request: InferRequest
+    ) -> AsyncGenerator[InferResponse, None]:
+        check_inputs(version, request.inputs)
+        async with contextlib.aclosing(_tensors(engine).stream(version, request)) as responses:
+            async for response in responses:
+                yield response
+
+
+def _tensors(engine: Runs) -> TensorFace:
+    if engine.tensors is None:
+        raise ServeError(Kind.UNIMPLEMENTED, "text models take no tensors here")
+    return engine.tensors

@@ -236,7 +236,7 @@ def parse_model_config(
     native = convert(_filled(raw, defaults or {}), NativeConfig, origin)
     options = Options()
     if native.text is not None:
-        options = Options(decoupled=True, optional_inputs=list(OPTIONAL_INPUTS))
+        options = Options(decoupled=True, parts_if_asked=True, optional_inputs=list(OPTIONAL_INPUTS))
     return ModelConfig(**msgspec.structs.asdict(native), options=options)
 
 

@@ -23,6 +23,8 @@ from fastserve.serving.device_regions import DeviceMemory
 from fastserve.serving.dialect import Dialect, ServingContext, Stop, refuse_to_stop
 from fastserve.serving.model_control import NoRepository, RepositoryFace
 from fastserve.serving.shared_memory import Regions
+from fastserve.serving.text import Texts
+from fastserve.serving.text.tensors import TextTensors
 from fastserve.wire import HttpListener, check_free
 from fastserve.wire.http2.lifetime import Lifetimes
 from fastserve.wire.opening import Opening
@@ -130,7 +132,7 @@ class Front:
         options = read_metrics_config(self.settings.metrics_config)
         metrics = NvMetrics(self.engine.catalog, self.cache, options)
         metrics.custom = lambda: self.custom_metrics()
-        return ServingContext(
+        context = ServingContext(
             engine=self.engine,
             registry=self.registry,
             settings=self.settings,
@@ -141,6 +143,8 @@ class Front:
             model_metrics=metrics.prepare,
             stop=lambda force: self.stop(force),  # it is set later
         )
+        self.engine.tensors = TextTensors(Texts(context))
+        return context
 
     async def _open_http(
         self,

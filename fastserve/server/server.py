@@ -92,6 +92,7 @@ class Server:
         try:
             shared = self.settings.frontends > 1
             await self.front.open(*all_listeners(self.settings), shared=shared)
+            self.host.engine.tensors = self.front.engine.tensors
             await self.repository.open()
             await self.fronts.open(*self.front.addresses())
         except BaseException:

@@ -69,6 +69,8 @@ class ModelView:
     max_batch_size: int
     row_limit: int
     decoupled: bool
+    whole: bool
+    """A request may ask for its one answer, also of a model that is decoupled."""
     ensemble: bool
 
     @property
@@ -123,6 +125,7 @@ def _view(version: Version, catalog: Catalog) -> ModelView:
         max_batch_size=config.max_batch_size,
         row_limit=0 if config.split_large_requests else config.max_batch_size,
         decoupled=options.decoupled,
+        whole=not options.decoupled or version.text is not None,
         ensemble=options.ensemble is not None,
     )
 

@@ -80,7 +80,7 @@ def test_what_a_model_is_told_and_what_it_may_say(tmp_path):
             )
             assert await heard.end() is Finish.EOS
             assert heard.text == "[] hé 2 [b'\\x89PNG'] r1x"
-            assert [record[0] for record in heard.records] == [-1, 7, 8, -1]
+            assert [record[0] for record in heard.records] == [0, 7, 8, 0]
             logprobs = read_extra(heard.records[1][3]).logprobs
             assert logprobs is not None
             assert logprobs.own == -0.5

@@ -60,7 +60,7 @@ class Inference(SlowRequest):
 
     async def read(self) -> InferRequest:
         view = self.view = self.find()
-        if view.decoupled:
+        if view.decoupled and not view.whole:
             raise unsupported(self.refusal)
         return await self.prepare(view)
 

@@ -56,6 +56,10 @@ class Texts:
             raise ServeError(Kind.NOT_FOUND, f"Model {name} not found.")
         return self._kept.of(version)
 
+    def of(self, version: Version) -> TextModel:
+        """A version that is a text model."""
+        return self._kept.of(version)
+
     def _only(self) -> str:
         names = self.names()
         if len(names) != 1:

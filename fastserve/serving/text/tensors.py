@@ -1,0 +1,159 @@
+"""Text models for clients who know tensors alone: text in, text out, as vLLM's backend is in Triton.
+
+    text_input, stream?, sampling_parameters? (JSON), exclude_input_in_output?  ->  text_output      each [1]
+
+Settings are those of vLLM's SamplingParams, in `sampling_parameters` or, without it, among the parameters of
+the request. A request that streams has one response for all tokens that came since the one before; any other
+has one, and its text begins with the prompt unless that is excluded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from fastserve._ext.flatten import pack_bytes, unpack_bytes
+from fastserve.codec.text import Sampling
+from fastserve.config.fields import convert
+from fastserve.errors import ConfigError, invalid
+from fastserve.repository.version import Version
+from fastserve.request import InferRequest, InferResponse
+from fastserve.serving.text.ask import TextAsk
+from fastserve.serving.text.models import Texts
+from fastserve.tensor import DTYPES, Tensor
+
+BYTES = DTYPES["bytes"]
+MOST_TOKENS = 1 << 31
+# vLLM's own words.
+NOT_BOTH = "When streaming, `exclude_input_in_output` = False is not allowed."
+NO_PARTS = "stream: given true, allowed: false for a request that has one response"
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What may be set of a request."""
+
+    max_tokens: Annotated[int, Meta(ge=1, le=MOST_TOKENS)] | None = 16
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1, le=MOST_TOKENS)] = 0
+    seed: Annotated[int, Meta(ge=0)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Annotated[int, Meta(ge=0, le=MOST_TOKENS - 1)]] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    n: Annotated[int, Meta(ge=1, le=1)] = 1
+
+    def sampling(self) -> Sampling:
+        """As the engine has it: no temperature is the most likely token."""
+        return Sampling(
+            max_new_tokens=MOST_TOKENS if self.max_tokens is None else self.max_tokens,
+            do_sample=self.temperature > 0,
+            temperature=self.temperature or 1.0,
+            top_p=self.top_p,
+            top_k=max(self.top_k, 0),
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            stop_ids=self.stop_token_ids or [],
+            ignore_eos=self.ignore_eos,
+        )
+
+
+class TextTensors:
+    """See engine.text.TensorFace; one for a front process."""
+
+    def __init__(self, texts: Texts) -> None:
+        self._texts = texts
+
+    async def infer(self, version: Version, request: InferRequest) -> InferResponse:
+        """Its one response. Raises ServeError."""
+        if _flag(request, "stream"):
+            raise invalid(NO_PARTS)
+        ask = make_ask(request)
+        async with await self._texts.of(version).start(ask) as stream:
+            ending = await stream.rest()
+        if ending.fault is not None:
+            raise ending.fault
+        before = "" if _flag(request, "exclude_input_in_output") else str(ask.prompt)
+        return _response(before + ending.text)
+
+    async def stream(self, version: Version, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+        """Its responses. Raises ServeError, also for what ends it early."""
+        if not _flag(request, "stream"):
+            yield await self.infer(version, request)
+            return
+        if not _flag(request, "exclude_input_in_output", absent=True):
+            raise invalid(NOT_BOTH)
+        async with await self._texts.of(version).start(make_ask(request)) as stream:
+            async for tokens in stream:
+                ending = stream.ending
+                if ending is not None and ending.fault is not None:
+                    raise ending.fault
+                text = "".join(token.text for token in tokens)
+                if text or ending is not None:
+                    yield _response(text, final=ending is not None)
+
+
+def make_ask(request: InferRequest) -> TextAsk:
+    """What a request of tensors asks for. Raises ServeError INVALID_ARGUMENT."""
+    settings = _settings(request)
+    stop = settings.stop or ()
+    return TextAsk(
+        prompt=_text(request, "text_input"),
+        sampling=settings.sampling(),
+        seed=settings.seed,
+        stop=(stop,) if isinstance(stop, str) else stop,
+        include_stop=settings.include_stop_str_in_output,
+        special=not settings.skip_special_tokens,
+        priority=min(request.priority, 5) or 5,
+        deadline_ns=request.deadline_ns,
+        request_id=request.request_id,
+    )
+
+
+def _settings(request: InferRequest) -> Settings:
+    try:
+        if "sampling_parameters" in request.inputs:
+            said = _object(_text(request, "sampling_parameters"))
+            return convert(said, Settings, "sampling_parameters", lax=True)
+        # Beside what else a request may say, such as a client's headers.
+        own = {k: v for k, v in request.parameters.items() if k in Settings.__struct_fields__}
+        return convert(own, Settings, "parameters", lax=True)
+    except ConfigError as fault:
+        raise invalid(str(fault)) from None
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        said = json.loads(text) if text else {}
+    except (ValueError, RecursionError):
+        said = None
+    if not isinstance(said, dict):
+        raise ConfigError("sampling_parameters: no JSON object")
+    return said
+
+
+def _text(request: InferRequest, name: str) -> str:
+    found = unpack_bytes(request.inputs[name].data, 1)[0]
+    try:
+        return bytes(found).decode()
+    except UnicodeDecodeError as fault:
+        raise invalid(f"input {name!r} is not UTF-8: byte {fault.start}") from None
+
+
+def _flag(request: InferRequest, name: str, *, absent: bool = False) -> bool:
+    tensor = request.inputs.get(name)
+    return absent if tensor is None else bool(memoryview(tensor.data).cast("B")[0])
+
+
+def _response(text: str, *, final: bool = True) -> InferResponse:
+    data = pack_bytes([text.encode("utf-8", "replace")])
+    return InferResponse({"text_output": Tensor(BYTES, (1,), data)}, final=final)
