@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import msgspec
+from msgspec import UNSET
 
 from fastserve.codec.text import Sampling
 from fastserve.dialects.textgen.openai_schema import (
@@ -269,7 +270,7 @@ def _read_parts(parts: list[Part], place: str, images: list[tuple[str, msgspec.R
                 raise Misread(f"`{place}[{i}].text` is required", f"{place}[{i}].text")
             texts.append(part.text)
         elif part.type == "image_url":
-            check(part.image_url is not None, f"{place}[{i}].image_url", "is required")
+            check(part.image_url is not UNSET, f"{place}[{i}].image_url", "is required")
             images.append((f"{place}[{i}].image_url", cast(msgspec.Raw, part.image_url)))
         else:
             check(False, f"{place}[{i}].type", f"'{part.type:.64}' is not supported")

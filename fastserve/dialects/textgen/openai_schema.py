@@ -72,7 +72,7 @@ class Part(msgspec.Struct):
 
     type: str
     text: str | None = None
-    image_url: Raw | None = None
+    image_url: Refused = UNSET
 
 
 class Message(msgspec.Struct):

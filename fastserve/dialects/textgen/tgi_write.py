@@ -44,7 +44,7 @@ TextOf = Callable[[int], str]
 
 def error_status(fault: ServeError, flavor: str) -> int:
     """A fault's status."""
-    return errors.STATUS[fault.kind] if flavor == "mindie" else STATUS[fault.kind][0]
+    return errors.STATUS[fault.kind] if flavor == "mindie" else _told(fault)[0]
 
 
 def error_body(fault: ServeError, flavor: str) -> bytes:
@@ -52,7 +52,13 @@ def error_body(fault: ServeError, flavor: str) -> bytes:
     if flavor == "mindie":
         return errors.envelope(errors.STATUS[fault.kind], fault.message)
     message = fault.message.encode("utf-8", "replace").decode()
-    return _encode({"error": message, "error_type": STATUS[fault.kind][1]})
+    return _encode({"error": message, "error_type": _told(fault)[1]})
+
+
+def _told(fault: ServeError) -> tuple[int, str]:
+    """What may be tried again soon is an overload there, whoever is full."""
+    again = fault.kind is Kind.UNAVAILABLE and fault.retry_after_s is not None
+    return STATUS[Kind.RESOURCE_EXHAUSTED if again else fault.kind]
 
 
 @dataclass(frozen=True, slots=True)

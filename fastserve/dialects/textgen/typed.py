@@ -56,7 +56,8 @@ def _in_words(text: str) -> Misread:
     if missing:
         field = f"{field}.{missing[1]}" if field else missing[1]
         return Misread(f"`{field}` is required", field)
-    what = what.replace("`", "").replace("Expected", "expected")
+    what = what.replace("`", "")
+    what = what[:1].lower() + what[1:]
     return Misread(f"`{field}`: {what}" if field else f"The request body: {what}", field)
 
 

@@ -1,0 +1,251 @@
+"""OpenAI's paths by their bytes: fields, bounds, what is refused by name, bodies that are none, many models."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from fastserve.config import TextgenOptions
+from tests.dialects.textgen.likely import Likely
+from tests.dialects.textgen.rigs import HELLO
+from tests.dialects.textgen.serving import Local, Reply
+from tests.text_rig import Scripted
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+USER: list[Any] = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Local]:
+    with Local({"m1": Likely(HELLO, eos={2})}, TextgenOptions()) as server:
+        yield server
+
+
+def chat(server: Local, **more: Any) -> Reply:
+    return server.post(CHAT, {"model": "m1", "messages": USER, **more})
+
+
+def completion(server: Local, **more: Any) -> Reply:
+    return server.post(COMPLETIONS, {"model": "m1", "prompt": "hi", **more})
+
+
+def refused(reply: Reply, param: str | None, words: str) -> None:
+    error = reply.json["error"]
+    assert (reply.status, error["param"], error["type"]) == (400, param, "invalid_request_error"), reply
+    assert words in error["message"]
+
+
+BOTH: list[tuple[str, Any, str]] = [
+    ("temperature", -0.1, "expected float >= 0"),
+    ("temperature", 2.1, "at most 2.0"),
+    ("temperature", "hot", "expected float"),
+    ("top_p", 1.1, "expected float <= 1"),
+    ("top_k", -2, "expected int >= -1"),
+    ("max_tokens", 0, "expected int >= 1"),
+    ("max_tokens", 1.5, "expected int"),
+    ("n", 0, "expected int >= 1"),
+    ("n", 129, "expected int <= 128"),
+    ("presence_penalty", 2.5, "expected float <= 2"),
+    ("frequency_penalty", -2.5, "expected float >= -2"),
+    ("repetition_penalty", 0, "expected float > 0"),
+    ("seed", 1 << 64, "expected int"),
+    ("stop", ["a", "b", "c", "d", "e"], "has 5 strings, allowed: at most 4"),
+    ("stop", "", "length >= 1"),
+    ("stop", 5, "expected str | array"),
+    ("stop_token_ids", [-1], "expected int >= 0"),
+    ("priority", 6, "expected int <= 5"),
+    ("timeout", 0, "expected int >= 1"),
+    ("stream", "yes", "expected bool"),
+    ("stream_options", {"include_usage": True}, "wants `stream`"),
+    ("logit_bias", {"5": 1}, "is not supported"),
+    ("min_p", 0.1, "is not supported"),
+    ("guided_json", {"type": "object"}, "is not supported"),
+    ("use_beam_search", True, "is not supported"),
+    ("model", 7, "expected str"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "words"), BOTH, ids=lambda value: str(value)[:20])
+def test_fields_of_both(server: Local, key: str, value: Any, words: str) -> None:
+    for reply in (chat(server, **{key: value}), completion(server, **{key: value})):
+        param = reply.json["error"]["param"]
+        refused(reply, param, words)
+        assert param is not None
+        assert param.partition("[")[0] == key
+
+
+def test_what_goes_together(server: Local) -> None:
+    refused(chat(server, n=2, temperature=0), "n", "must be 1 when `temperature` is 0")
+    refused(completion(server, best_of=2, temperature=0), "best_of", "must be 1 when `temperature` is 0")
+    refused(completion(server, n=3, best_of=2), "best_of", "at least `n` (3), got 2")
+    refused(completion(server, best_of=2, stream=True), "best_of", "must be `n` (1) in a stream, got 2")
+    refused(chat(server, top_logprobs=1), "top_logprobs", "wants `logprobs`")
+    refused(chat(server, logprobs=True, top_logprobs=21), "top_logprobs", "<= 20")
+    refused(completion(server, logprobs=6), "logprobs", "<= 5")
+    refused(completion(server, suffix="x"), "suffix", "is not supported")
+    refused(completion(server, prompt=["a"] * 9, n=30), "prompt", "would start 270 sequences")
+
+
+def test_what_asks_for_nothing_is_no_fault(server: Local) -> None:
+    nothing = {"logit_bias": {}, "min_p": 0, "use_beam_search": False, "guided_json": None, "unknown": [1]}
+    assert chat(server, tools=[], functions=None, response_format={"type": "text"}, **nothing).status == 200
+    assert chat(server, tools=[{"type": "function"}], tool_choice="none").status == 200
+    assert completion(server, suffix="", **nothing).status == 200
+
+
+def test_answers_are_text(server: Local) -> None:
+    refused(chat(server, tools=[{"type": "function"}]), "tools", "are not supported")
+    refused(chat(server, response_format={"type": "json_object"}), "response_format", "'json_object'")
+    refused(chat(server, modalities=["text", "audio"]), "modalities", "'audio'")
+    refused(chat(server, audio={"voice": "x"}), "audio", "is not supported")
+
+
+MESSAGES: list[tuple[Any, str, str]] = [
+    ([], "messages", "length >= 1"),
+    ("hi", "messages", "expected array"),
+    ([{"content": "hi"}], "messages[0].role", "is required"),
+    ([{"role": "pope", "content": "hi"}], "messages[0].role", "invalid enum value"),
+    ([{"role": "user"}], "messages[0].content", "is required"),
+    ([*USER, {"role": "user", "content": 5}], "messages[1].content", "expected str | array"),
+    ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text", "is required"),
+    ([{"role": "user", "content": [{"type": "file"}]}], "messages[0].content[0].type", "'file'"),
+]
+
+
+@pytest.mark.parametrize(("messages", "param", "words"), MESSAGES, ids=lambda value: str(value)[:30])
+def test_messages(server: Local, messages: Any, param: str, words: str) -> None:
+    refused(server.post(CHAT, {"model": "m1", "messages": messages}), param, words)
+
+
+def test_contents_in_parts(server: Local) -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two three"}]
+    reply = server.post(CHAT, {"model": "m1", "messages": [{"role": "user", "content": parts}]})
+    assert reply.json["usage"]["prompt_tokens"] == 4  # the template says `user` too
+    image = [*parts, {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}]
+    reply = server.post(CHAT, {"model": "m1", "messages": [{"role": "user", "content": image}]})
+    refused(reply, "messages[0].content[2].image_url", "takes text only")
+
+
+def test_variables_of_a_template(server: Local) -> None:
+    assert chat(server, chat_template_kwargs={"enable_thinking": False}).status == 200
+    for key in ("messages", "self", "tools", "documents"):
+        reply = chat(server, chat_template_kwargs={key: []})
+        refused(reply, f"chat_template_kwargs.{key}", "cannot be set")
+    reply = chat(server, chat_template_kwargs={"add_generation_prompt": 1})
+    refused(reply, "chat_template_kwargs.add_generation_prompt", "must be a boolean")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param", "words"),
+    [
+        ([], "prompt", "must not be empty"),
+        ([[]], "prompt[0]", "must not be empty"),
+        ([1, -1], "prompt[1]", "must be a token"),
+        ([1, "a"], "prompt[1]", "must be a token"),
+        ([1, True], "prompt[1]", "must be a token"),
+        ([True], "prompt[0]", "must be"),
+        (["a", 5], "prompt[1]", "must be a string or a list of tokens"),
+        ([[1, 1 << 40]], "prompt[0][1]", "must be a token"),
+        ({"a": 1}, "prompt", "expected str | array"),
+        (["a"] * 257, "prompt", "at most 256"),
+        ([1 << 20], None, "allowed: 0 to 1048575"),
+        ("", None, "allowed: 1 to"),
+    ],
+)
+def test_prompts(server: Local, prompt: Any, param: str | None, words: str) -> None:
+    refused(completion(server, prompt=prompt), param, words)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "not valid JSON"),
+        (b"[]", "expected object, got array"),
+        (b'{"model":"m1"', "not valid JSON"),
+        (b'{"model":"\xff"}', "not valid UTF-8"),
+        (b'{"model":NaN}', "not valid JSON"),
+        (b'{"x":' + b'{"y":' * 50_000, "nested too deeply"),
+        (
+            b'{"model":"m1","messages":[{"role":"user","tool_calls":[{"a":' + b"[" * 50_000,
+            "nested too deeply",
+        ),
+        (b'{"model":"m1"}', "is required"),
+    ],
+)
+def test_bodies_that_are_none(server: Local, body: bytes, words: str) -> None:
+    for path in (CHAT, COMPLETIONS):
+        error = server.post(path, body).json["error"]
+        assert words in error["message"]
+
+
+def test_a_model_has_to_be_named(server: Local) -> None:
+    refused(server.post(COMPLETIONS, {"prompt": "a"}), "model", "`model` is required")
+    with Local({"m1": Scripted(HELLO, eos={2})}, TextgenOptions(any_model=True)) as any_model:
+        for name in ("tgi", "dummy", None):
+            assert any_model.post(CHAT, {"model": name, "messages": USER}).json["model"] == "m1"
+
+
+def test_bodies_that_were_changed_somewhere_crash_nothing(server: Local) -> None:
+    """Whatever a changed byte makes of it, it is answered or refused."""
+    whole = {
+        "model": "m1", "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "n": 2,
+        "logprobs": True, "top_logprobs": 1, "stop": ["zz"], "stream": False, "seed": 5, "max_tokens": 3,
+        "chat_template_kwargs": {"a": [1]}, "prompt": "hi", "inputs": "hi", "parameters": {"details": True},
+    }  # fmt: skip
+    good = json.dumps(whole).encode()
+    chance = random.Random(20261122)
+    seen = set()
+    for turn in range(600):
+        body = bytearray(good)
+        for _ in range(chance.choice((1, 1, 2, 8))):
+            place = chance.randrange(len(body))
+            body[place : place + chance.choice((0, 1, 1, 3))] = chance.choice(
+                (
+                    b"",
+                    b"\0",
+                    b"\xff",
+                    b"{",
+                    b"]",
+                    b'"',
+                    b"9",
+                    b"-",
+                    b"null",
+                    b"\\u",
+                    bytes([chance.randrange(256)]),
+                )
+            )
+        path = (CHAT, "/generate", "/", "/generate_stream", "/tokenize")[turn % 5]
+        seen.add(server.post(path, bytes(body)).status)
+    assert {200, 400, 422} <= seen <= {200, 400, 404, 422}
+
+
+def test_sixty_four_models(server: Local) -> None:
+    names = [f"m{i}" for i in range(60)] + ["a b", "é/ü", "x:y@1", "<&>\"'"]
+    with Local({name: Scripted(HELLO, eos={2}) for name in names}, TextgenOptions()) as many:
+        told = many.ask("GET", "/v1/models").json
+        assert sorted(each["id"] for each in told["data"]) == sorted(names)
+        assert {each["object"] for each in told["data"]} == {"model"}
+        for name in names:
+            assert many.post(CHAT, {"model": name, "messages": USER}).json["model"] == name
+        no_name = many.post("/generate", {"inputs": "hi"})
+        assert no_name.status == 404
+
+
+def test_curl_reads_the_stream(server: Local) -> None:
+    curl = shutil.which("curl")
+    if curl is None:
+        pytest.skip("there is no curl")
+    body = json.dumps({"model": "m1", "messages": USER, "stream": True})
+    json_type = "Content-Type: application/json"
+    asked = [curl, "-sN", "--max-time", "20", server.url + CHAT, "-H", json_type, "-d", body]
+    found = subprocess.run(asked, capture_output=True, check=True).stdout
+    events = found.split(b"\n\n")
+    assert events[-2:] == [b"data: [DONE]", b""]
+    texts = [json.loads(event[6:])["choices"][0]["delta"].get("content") or "" for event in events[:-2]]
+    assert "".join(texts) == "Hello world"
