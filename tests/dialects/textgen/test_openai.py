@@ -1,4 +1,4 @@
-"""OpenAI's paths by their bytes: fields, bounds, what is refused by name, bodies that are none, many models."""
+"""OpenAI's paths by their bytes: fields, bounds, what is refused by name, broken bodies, many models."""
 
 from __future__ import annotations
 
