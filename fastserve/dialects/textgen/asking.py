@@ -121,16 +121,17 @@ class Answer(ABC, Generic[Read]):
 
     async def _pass_on(self, out: EventStream) -> ServeError | None:
         """Every token as it comes, and the end; or what went wrong."""
-        last = None
+        last: Token | None = None
         with self._patience() as patience:
-            async for tokens in self.stream:
+
+            def write(tokens: list[Token]) -> bytes:
+                nonlocal last
                 patience.heard()
                 if tokens and tokens[-1].finish:
                     last = tokens[-1]
-                events = self.write_tokens(tokens)
-                if events:
-                    await out.write(events)
-        ending = self._ending()
+                return self.write_tokens(tokens)
+
+            ending = await out.pour(self.stream, write)
         fault = fault_of(ending, patience, self._held)
         if fault is None:
             await out.write(self.write_last(ending, last))

@@ -8,10 +8,11 @@ Times are milliseconds. Control characters of a text are left out, as there, but
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from functools import lru_cache
 
 import msgspec
 
+from fastserve._ext.text_tokens import Frames, Hole
 from fastserve.codec.text import Finish
 from fastserve.config import TextgenOptions
 from fastserve.serving.text import Ending, Token
@@ -58,32 +59,34 @@ def write_answer(ending: Ending, details: bytes) -> bytes:
     return b'{"generated_text":%b%b}' % (quote(ending.text), more)
 
 
+@lru_cache(maxsize=2)
+def frames_of(style: str) -> Frames:
+    """The events of all tokens but the last."""
+    before, after = (b"[", b"]") if style == "list" else (b"", b"")
+    head = (b'data: {"prefill_time":', Hole.PREFILL, b',"decode_time":', Hole.DECODE)
+    token = (b',"token":{"id":' + before, Hole.ID, after + b',"text":', Hole.TEXT, b"}}\n\n")
+    return Frames((*head, *token), bare=True, strip=True)
+
+
 class EventWriter:
     """The events of one stream."""
 
     def __init__(self, options: TextgenOptions) -> None:
+        self._frames = frames_of(options.token_id_style)
         self._id = b"[%d]" if options.token_id_style == "list" else b"%d"
-        self._event = (
-            b'data: {"prefill_time":%b,"decode_time":%b,"token":{"id":' + self._id + b',"text":%b}}\n\n'
-        )
         self._whole = options.full_text
         self._text = ""
         self._last_id = 0
 
-    def tokens(self, tokens: Sequence[Token]) -> bytes:
+    def tokens(self, tokens: list[Token]) -> bytes:
         """An event for each token, but for one that ends the sequence."""
-        events = []
-        for token in tokens:
-            self._last_id = token.id
-            if token.finish:
-                break
-            text = token.text
-            if self._whole:
-                self._text += text
-                text = self._text
-            first, other = milliseconds(token.index, token.ms)
-            events.append(self._event % (first, other, token.id, quote(text)))
-        return b"".join(events)
+        if tokens:
+            self._last_id = tokens[-1].id
+        if self._whole:
+            for token in tokens:
+                self._text += token.text
+                token.text = self._text
+        return self._frames.write(tokens)
 
     def last(self, ending: Ending, token: Token | None, details: bytes) -> bytes:
         """The event that ends a stream; without a token of its own it has the id of the one before."""

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from time import monotonic
 from types import TracebackType
 
+from fastserve.serving.text import Ending, TextStream, Token, pour
 from fastserve.wire.call import Call
 from fastserve.wire.stream import Stream
 
@@ -64,6 +66,16 @@ class EventStream:
         """One or several whole events. Raises ConnectionResetError when the client has gone."""
         self._wrote = monotonic()
         await self._begin().write(data)
+
+    async def pour(self, stream: TextStream, write: Callable[[list[Token]], bytes]) -> Ending:
+        """What comes of a sequence, by `write`, without a turn of the loop for each token; its ending is left
+        to the caller. Raises as `write` does, of this and of its own."""
+
+        def written(tokens: list[Token]) -> bytes:
+            self._wrote = monotonic()
+            return write(tokens)
+
+        return await pour(stream, self._begin(), written)
 
     async def close(self) -> None:
         """It is whole."""

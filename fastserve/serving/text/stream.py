@@ -171,7 +171,7 @@ class TextStream:
         if extra is not None:
             self.prompt_tokens = extra.prompt_tokens or self.prompt_tokens
             self.prompt_logprobs = extra.prompt or self.prompt_logprobs
-        if token >= 0:
+        if token >= 0 or (extra is not None and extra.text is not None):  # or text of no token
             self._take_token(token, finish, took_us, extra)
         elif finish:
             self._end(Finish(finish), fault=fault_of(Finish(finish), extra))
