@@ -3,9 +3,9 @@
     data = await Fetch(most_bytes=20 << 20, most_s=10.0)("https://a.example/b.jpg")
 
 The name is resolved once, and all its addresses have to be public ones; the connection goes to an address
-that was checked, not to the name again, so that a name which changes its mind changes nothing. A redirect is a
-URL like the first. Name, connection, redirects and body share one time, and the body is read no further than
-its bound. No proxies, no cookies, no credentials, no compression.
+that was checked, not to the name again: a name that changes its mind changes nothing. A redirect is a URL
+like the first. Name, connection, redirects and body share one time, and the body is read no further than its
+bound. No proxies, no cookies, no credentials, no compression.
 """
 
 from __future__ import annotations
