@@ -317,12 +317,15 @@ cdef class TokenReader:
             return 0    # somebody writes where nothing is theirs
         cdef const uint8_t* at = self.arena.slabs.base + offset + sizeof(RecordsHead)
         cdef const uint8_t* extra = at + head.count * sizeof(TokenRecord)
-        cdef const TokenRecord* record
+        cdef const uint8_t* end = self.arena.slabs.base + offset + nbytes
+        cdef TokenRecord record     # a copy: what is shared may change after any look at it
         try:
             for i in range(head.count):
-                record = <const TokenRecord*>at + i
-                self.hear(record, extra, touched)
-                extra += record_extra(record)
+                memcpy(&record, at + i * sizeof(TokenRecord), sizeof(TokenRecord))
+                if record_extra(&record) > <uint64_t>(end - extra):
+                    break
+                self.hear(&record, extra, touched)
+                extra += record_extra(&record)
         finally:
             slab_release(&self.arena.slabs, offset)
         return 0
