@@ -14,10 +14,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from fastserve._ext.batch_ring import CANCELED, FULL, OVER, PART, REJECTED
 from fastserve._ext.fast_path import Pending, Pendings
 from fastserve._ext.slab_tensors import SlabDesk
+from fastserve.each import each
 from fastserve.engine.meters import QueueMeters
 from fastserve.engine.room import Room
 from fastserve.errors import DeadlineError, Kind, ModelError, ServeError
@@ -196,11 +198,15 @@ class BatchQueue(Pendings):
         self.ring.kick()
 
     def _on_bell(self) -> None:
-        for slot, seq in self.ring.drain():
-            if slot < 0:
-                self._part(*seq) if slot == PART else self._rescan()
-            elif self.ring.is_done(slot, seq):
-                self.finish(slot)
+        each(self.ring.drain(), self.hear_one)
+
+    def hear_one(self, entry: tuple[int, Any]) -> None:
+        """What the ring has told: a batch is done, a part of an answer is here, or there is more to find."""
+        slot, seq = entry
+        if slot < 0:
+            self._part(*seq) if slot == PART else self._rescan()
+        elif self.ring.is_done(slot, seq):
+            self.finish(slot)
 
     def _part(self, slot: int, seq: int, row: int, offset: int, nbytes: int, final: bool) -> None:
         """One part of an answer, whose slab is this front's now: for a context that takes parts."""
@@ -220,9 +226,11 @@ class BatchQueue(Pendings):
         done = [s for s, waiting in enumerate(self.by_slot) if waiting and self.ring.is_done(s, self.seqs[s])]
         if done:
             self._on_bell()  # parts that a worker sent before it was done may not have been heard yet
-        for slot in done:
-            if self.by_slot[slot] and self.ring.is_done(slot, self.seqs[slot]):
-                self.finish(slot)
+        each(done, self._finish_if_done)
+
+    def _finish_if_done(self, slot: int) -> None:
+        if self.by_slot[slot] and self.ring.is_done(slot, self.seqs[slot]):
+            self.finish(slot)
 
     def failure(self, slot: int) -> ServeError | None:
         """What a whole batch failed of, once it is done and counted."""
@@ -239,7 +247,12 @@ class BatchQueue(Pendings):
         if not ring.outputs:
             return None
         offset, nbytes = ring.answer_slab(place)
-        text = bytes(ring.slab(offset, nbytes)).decode("utf-8", "replace") if offset else FAILED_ALONE
+        if not offset:
+            return ModelError(_kind(ring.place_status(place)), FAILED_ALONE)
+        try:
+            text = bytes(ring.slab(offset, nbytes)).decode("utf-8", "replace")
+        except ValueError:  # the worker has said it is longer than it is
+            return ServeError(Kind.INTERNAL, DAMAGED)
         return ModelError(_kind(ring.place_status(place)), text)
 
     def undelivered(self) -> None:
@@ -268,26 +281,22 @@ class BatchQueue(Pendings):
 
     def _expire(self) -> None:
         """Runs every DEADLINE_TICK_S while somebody with a deadline waits: far cheaper than a timer each."""
-        now, left = time.monotonic_ns(), False
-        for waiting_here in self.by_slot:
-            for pending in list(waiting_here):
-                if pending.done is None or not pending.deadline_ns:
-                    continue
-                if pending.deadline_ns <= now:
-                    self._expire_one(pending)
-                else:
-                    left = True
+        now = time.monotonic_ns()
+        bound = [p for here in self.by_slot for p in here if p.done is not None and p.deadline_ns]
+        late = [pending for pending in bound if pending.deadline_ns <= now]
         self.watching = False
-        if left:
+        if len(late) < len(bound):  # first: whatever fails below must not end the deadlines of the others
             self.watch()
+        each(late, self._expire_one)
 
     def _expire_one(self, pending: Pending) -> None:
+        if pending.done is None:
+            return
         queued, done = self._is_queued(pending), pending.done
         self._forget(pending, REJECTED if queued else CANCELED)
         self.meters.rejected("deadline")
         text = QUEUED_TOO_LONG if queued else RAN_TOO_LONG
-        if done is not None:
-            self.tell(done, pending, DeadlineError(text, queued=queued))
+        self.tell(done, pending, DeadlineError(text, queued=queued))
 
 
 def _kind(number: int) -> Kind:

@@ -20,6 +20,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from fastserve.each import each
+
 if TYPE_CHECKING:
     from fastserve._ext.batch_ring import BatchRing
 
@@ -97,8 +99,7 @@ class Room:
             if handle is not None:
                 handle.cancel()
         self._looking = self._timer = None
-        for standing in left:
-            standing.given(None)
+        each(left, _turn_away)
 
     def _join(self, standing: Standing) -> None:
         self._line.append(standing)
@@ -137,6 +138,10 @@ class Room:
         self.anyone = bool(self._line or self._patient)
         if not self.anyone:
             self._on_empty()
+
+
+def _turn_away(standing: Standing) -> None:
+    standing.given(None)
 
 
 def _nobody() -> None:

@@ -19,6 +19,7 @@ from fastserve._ext.batch_ring import RECORDS
 from fastserve._ext.fast_path import Pending
 from fastserve._ext.token_records import TokenReader, prompt_bytes, write_prompt
 from fastserve.codec.text import Extra, Finish, Heard, Record, TextNote, write_text
+from fastserve.each import each
 from fastserve.engine.batch_queue import BatchQueue
 from fastserve.engine.meters import QueueMeters
 from fastserve.engine.rows import check_inputs
@@ -190,13 +191,13 @@ class TextQueue(BatchQueue):
     def _hear(self, found: list[tuple[int, Any]]) -> None:
         messages = [entry for kind, entry in found if kind == RECORDS]
         if messages:
-            for run, records in self.tokens.read(messages):
-                run.hear(records)
-        for slot, seq in found:
-            if slot == -1:
-                self._rescan()
-            elif slot >= 0 and self.ring.is_done(slot, seq):
-                self.finish(slot)
+            each(self.tokens.read(messages), _tell_run)
+        each((entry for entry in found if entry[0] != RECORDS), self.hear_one)
+
+
+def _tell_run(told: tuple[TextRun, list[Record] | None]) -> None:
+    run, records = told
+    run.hear(records)
 
 
 class TextScheduler(Scheduler):

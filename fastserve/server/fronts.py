@@ -160,7 +160,7 @@ class FrontLink:
     async def close_version(self, hosted: Hosted) -> None:
         """The front lets its requests on the version finish and closes its queue."""
         key = id(hosted.version)
-        if key in self._given:
+        if key in self._given and self.pid:  # what a dead one held is reclaimed
             self._given.discard(key)
             await self._ask("closed", key, {"op": "close", "id": key})
 

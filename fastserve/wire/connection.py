@@ -16,8 +16,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from functools import partial
+from operator import methodcaller
 from typing import TYPE_CHECKING, cast
 
+from fastserve.each import each
 from fastserve.wire.bulk import BULK_BYTES, BulkBody, Sips
 from fastserve.wire.call import Call
 from fastserve.wire.chunks import ChunkReader, append_piece, join_pieces
@@ -365,9 +367,7 @@ class Connection(Peered, asyncio.Protocol):
         """No reply can reach the client any more."""
         current, self._current = self._current, None
         waiting, self._waiting = self._waiting, deque()
-        for call in (current, *waiting):
-            if call is not None:
-                call.leave()
+        each((call for call in (current, *waiting) if call is not None), methodcaller("leave"))
         self.turns.wake()
 
     def abort(self) -> None:

@@ -18,11 +18,14 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from math import ceil
+from operator import methodcaller
 
 import msgspec
 
 from fastserve.config import Limits
+from fastserve.each import each
 from fastserve.wire.call import Call
 from fastserve.wire.connection import Connection
 from fastserve.wire.dialect import HttpDialect
@@ -181,8 +184,7 @@ class HttpListener:
         while self.connections:
             await asyncio.sleep(0)  # connection_lost comes with the loop's next turn
         self.hangups.close()
-        for closed in self.on_closed:
-            closed()
+        each(self.on_closed, methodcaller("__call__"))
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -274,7 +276,7 @@ class HttpListener:
             self._at_a_time = max(LOOKS_AT_ONCE, ceil(len(self._unseen) / SLICES))
         some, self._unseen = self._unseen[: self._at_a_time], self._unseen[self._at_a_time :]
         pause_s = self._interval_s() / (SLICES if self._unseen else 1)
-        # First: one connection's trouble must not end the limits of all others.
+        # First: whatever fails here must not end the limits of all connections.
         self._timer = asyncio.get_running_loop().call_later(pause_s, self._tick)
         self._look_at(self.connections.intersection(some), now)
 
@@ -297,12 +299,12 @@ class HttpListener:
         return self.clock()
 
     def _look_at(self, connections: Iterable[AnyConnection], now: float) -> None:
-        for connection in connections:
-            verdict = connection.look(now)
-            if verdict is not Verdict.FINE:
-                self._judge(connection, verdict)
+        each(connections, partial(self._look, now), methodcaller("abort"))
 
-    def _judge(self, connection: AnyConnection, verdict: Verdict) -> None:
+    def _look(self, now: float, connection: AnyConnection) -> None:
+        verdict = connection.look(now)
+        if verdict is Verdict.FINE:
+            return
         if verdict is Verdict.STALLED:
             self.count_refusal("write_stall_s")
             connection.abort()

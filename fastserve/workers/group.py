@@ -16,11 +16,13 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from fastserve.backends.base import explain
 from fastserve.codec.text import Info
+from fastserve.each import each
 from fastserve.errors import Kind, ServeError
 from fastserve.logs import current_logs
 from fastserve.tensor import TensorSpec
@@ -177,8 +179,7 @@ class WorkerGroup:
         Blocks for some milliseconds. `stop` is the way while the loop lives.
         """
         self._stopped = True
-        for instance in self._instances:
-            instance.abandon()
+        each(self._instances, methodcaller("abandon"))
 
     def kill(self, worker: int, reason: str) -> None:
         """Ends one worker at once, as the watchdog does with a batch beyond run_timeout_ms. It is

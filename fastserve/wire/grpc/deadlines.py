@@ -6,8 +6,11 @@ A call that is answered in time costs an entry in a dict and starts no timer unl
 from __future__ import annotations
 
 import asyncio
+from operator import methodcaller
 from time import monotonic_ns
 from typing import TYPE_CHECKING
+
+from fastserve.each import each
 
 if TYPE_CHECKING:
     from fastserve.wire.grpc.call import Call
@@ -48,7 +51,9 @@ class Deadlines:
     def _look(self) -> None:
         self.close()
         now = monotonic_ns()
-        for call in [call for call in self._calls if call.deadline_ns <= now]:
-            call.expire()
+        late = [call for call in self._calls if call.deadline_ns <= now]
+        for call in late:
+            self.remove(call)
         if self._calls:
             self._arm(min(call.deadline_ns for call in self._calls))
+        each(late, methodcaller("expire"))

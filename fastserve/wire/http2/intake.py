@@ -15,6 +15,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from fastserve._ext.hpack import Fault, HpackDecoder, HpackFault
+from fastserve.each import each
 from fastserve.wire.faults import over_limit
 from fastserve.wire.head import CHUNKED, Head
 from fastserve.wire.http2 import calm
@@ -298,9 +299,10 @@ class Intake:
 
     def leave(self) -> None:
         """No reply can reach the client any more."""
-        for stream in list(self.streams.values()):
+        streams = list(self.streams.values())
+        for stream in streams:
             self.drop(stream)
-            stream.service.gone(stream)
+        each(streams, _tell_gone)
 
     def drop(self, stream: Stream) -> None:
         """Take it out of the table, whatever it was at."""
@@ -359,3 +361,7 @@ class Intake:
         if number > self.last or not number & 1:
             raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "a frame on a stream that was not begun")
         self._connection.spend(calm.LATE)
+
+
+def _tell_gone(stream: Stream) -> None:
+    stream.service.gone(stream)

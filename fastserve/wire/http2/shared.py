@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from operator import methodcaller
 from typing import TYPE_CHECKING
 
+from fastserve.each import each
 from fastserve.wire.faults import WireFault
 from fastserve.wire.head import Head
 from fastserve.wire.http2.exchange import Exchanges, Refusal
@@ -62,8 +64,7 @@ class Shared:
 
     def _flush(self) -> None:
         gathering, self._gathering = self._gathering, []
-        for connection in gathering:
-            connection.flush()
+        each(gathering, methodcaller("flush"), methodcaller("abort"))
 
     def find(self, fields: Fields) -> Head:
         """The head of a request and who serves it: the same one for equal fields. Raises StreamFault."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from operator import methodcaller
 from typing import TYPE_CHECKING
 
 from fastserve.config.tls import TlsOptions
+from fastserve.each import each
 from fastserve.wire.tls.credentials import Credentials
 
 if TYPE_CHECKING:
@@ -69,5 +71,4 @@ class TlsPort:
 
     def _flush(self) -> None:
         flushing, self._flushing = self._flushing, []
-        for transport in flushing:
-            transport.flush()
+        each(flushing, methodcaller("flush"), methodcaller("abort"))

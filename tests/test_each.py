@@ -1,0 +1,163 @@
+"""Loops over many where one that fails costs the others nothing: every place that has one, seen to go on."""
+
+from __future__ import annotations
+
+import asyncio
+from time import monotonic_ns
+from typing import Any, cast
+
+import pytest
+
+from fastserve.each import each
+from fastserve.errors import Kind, ServeError
+from fastserve.wire.grpc.deadlines import Deadlines
+from fastserve.wire.http2.shared import Shared
+from fastserve.wire.tls.port import TlsPort
+from tests.engine.rig import desk
+from tests.wire.http2.kit import GET, Peer
+from tests.wire.kit import Clock, Held, client, echo, run, serving
+
+
+class Broken:
+    """Of three, the second fails."""
+
+    def __init__(self, number: int, told: list[int]) -> None:
+        self.number, self.told, self.deadline_ns = number, told, 1
+        self.cut = False
+
+    def work(self) -> None:
+        if self.number == 1:
+            raise RuntimeError("the second")
+        self.told.append(self.number)
+
+    flush = expire = work
+
+    def abort(self) -> None:
+        self.cut = True
+
+
+def three() -> tuple[list[Any], list[int]]:
+    told: list[int] = []
+    return [Broken(number, told) for number in range(3)], told
+
+
+def test_the_others_have_their_turn_and_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    things, told = three()
+    each(things, Broken.work, Broken.abort)
+    assert (told, [thing.cut for thing in things]) == ([0, 2], [False, True, False])
+    assert [record.exc_info is not None for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("kind", [TlsPort, Shared])
+def test_connections_are_flushed(kind: type[TlsPort] | type[Shared]) -> None:
+    things, told = three()
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        gathering = cast(Any, kind.__new__(kind))
+        gathering._loop = gathering.loop = loop
+        gathering._flushing, gathering._gathering = [], []
+        for thing in things:
+            gathering.flush_soon(thing)
+        await asyncio.sleep(0)
+
+    run(main())
+    assert (told, [thing.cut for thing in things]) == ([0, 2], [False, True, False])
+
+
+def test_time_limits_hold_for_connections_behind_one_that_cannot_be_looked_at() -> None:
+    async def main() -> None:
+        async with serving({"/": echo}) as listener, client(listener) as one, client(listener) as other:
+            for peer in (one, other):
+                peer.send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+                assert (await peer.reply()).status == 200
+            listener.scan()
+            next(iter(listener.connections))._pace = cast(Any, None)
+            cast(Clock, listener.clock).now += 1000.0
+            listener.scan()
+            assert await one.rest() == await other.rest() == b""
+
+    run(main())
+
+
+def test_deadlines_go_on() -> None:
+    things, told = three()
+    later = Broken(3, told)
+    later.deadline_ns = monotonic_ns() + 20_000_000
+
+    async def main() -> None:
+        deadlines = Deadlines()
+        for thing in (*things, later):
+            deadlines.add(thing)
+        while len(told) < 3:
+            await asyncio.sleep(0.001)
+        deadlines.close()
+
+    run(main())
+    assert told == [0, 2, 3]
+
+
+def test_every_stream_of_a_lost_connection_hears_of_it() -> None:
+    held = Held()
+    peer = Peer({"/echo": held})
+    for number in (1, 3, 5):
+        peer.h2.send_headers(number, GET, end_stream=True)
+    peer.flush()
+    logged: list[Any] = []
+
+    def access(*about: object) -> None:
+        logged.append(about)
+        if len(logged) == 1:
+            raise RuntimeError("the disk is full")
+
+    peer.pipe.listener.access_log = access
+    peer.connection.connection_lost(None)
+    assert held.left == held.calls[1:]
+    assert len(logged) == 3
+    assert not peer.pipe.listener.connections
+
+
+def test_a_batch_is_heard_behind_one_that_cannot_be(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with desk(max_batch_size=1) as it:
+            lost, asked = it.ask(1.0), it.ask(2.0)
+            slots = [await it.take(0), await it.take(1)]
+            hear = it.queue.hear_one
+
+            def failing(entry: tuple[int, Any]) -> None:
+                if entry[0] == slots[0]:
+                    raise RuntimeError("the first")
+                hear(entry)
+
+            monkeypatch.setattr(it.queue, "hear_one", failing)
+            for worker, slot in enumerate(slots):
+                it.compute(worker, slot)
+                it.workers[worker].publish(slot)
+            assert await asyncio.wait_for(asked, 10) == [4.0]
+            assert not lost.done()
+            it.queue._rescan()
+            assert await lost == [2.0]
+            caplog.clear()  # the traceback holds the arena
+
+    run(main())
+
+
+def test_a_lie_about_one_fault_costs_its_batch_no_answers() -> None:
+    """A worker says that the words of a fault are longer than their slab."""
+
+    async def main() -> None:
+        async with desk() as it:
+            asked = [it.ask(1.0), it.ask(2.0)]
+            slot = await it.take(0)
+            it.compute(0, slot)
+            worker = it.workers[0]
+            offset = worker.lease(4)
+            worker.answer_place(slot, 0, Kind.INVALID_ARGUMENT.value, offset, 1 << 30)
+            worker.publish(slot)
+            told = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 10)
+            assert isinstance(told[0], ServeError)
+            assert (told[0].kind, told[1]) == (Kind.INTERNAL, [4.0])
+
+    run(main())
