@@ -57,6 +57,14 @@ class TextgenOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         bool, Meta(description="Prompts that are too long lose their beginning (truncation).")
     ] = False
     max_images: Annotated[int, Meta(ge=0, le=20, description="Images of one request.")] = 1
+    image_root: Annotated[
+        str, Meta(description="The folder whose images requests may name by their paths; empty: none.")
+    ] = ""
+    image_urls: Annotated[bool, Meta(description="Fetch images that requests name by http(s) URLs.")] = False
+    image_urls_private: Annotated[
+        bool, Meta(description="Those of private networks and of this machine too.")
+    ] = False
+    image_mb: Annotated[int, Meta(ge=1, le=100, description="MiB of one image.")] = 20
     keepalive_s: Annotated[
         float, Meta(ge=0, description="Seconds without a token after which a stream has a comment; 0: none.")
     ] = 0.0

@@ -141,8 +141,6 @@ class Answer(ABC, Generic[Read]):
 async def start(service: Service, call: Call, model: TextModel, asked: Asked) -> TextStream:
     """Raises ServeError in MindIE's words."""
     options = service.options
-    if asked.inputs.images:
-        raise invalid(f"model '{model.name}' takes text only, not images")
     ask = TextAsk(
         prompt=asked.inputs.prompt,
         sampling=asked.sampling,
@@ -151,6 +149,7 @@ async def start(service: Service, call: Call, model: TextModel, asked: Asked) ->
         deadline_ns=deadline_ns(call.received_ns, asked.timeout_s, options),
         truncate=TO_FIT if options.truncate else 0,
         request_id=asked.request_id or call.request_id,
+        images=await service.images.load(model, asked.inputs.images),
     )
     try:
         return await model.start(ask)

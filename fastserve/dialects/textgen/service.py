@@ -9,10 +9,21 @@ from fastserve.dialects.textgen.running import Running
 from fastserve.metrics.traffic import Traffic
 from fastserve.serving.dialect import ServingContext
 from fastserve.serving.text import TextModel, Texts
+from fastserve.serving.text.images import ImageRules, Images
 from fastserve.wire.apart import Apart
 from fastserve.wire.call import Call
 
 NAME = "textgen"
+
+
+def image_rules(options: TextgenOptions) -> ImageRules:
+    """What clients may name as an image."""
+    return ImageRules(
+        root=options.image_root,
+        urls=options.image_urls,
+        private=options.image_urls_private,
+        most_bytes=options.image_mb << 20,
+    )
 
 
 class Service:
@@ -24,6 +35,7 @@ class Service:
         self.catalog = context.engine.catalog
         self.readiness = context.readiness
         self.texts = Texts(context, options.default_model)
+        self.images = Images(image_rules(options))
         self.running = Running()
         self.apart = Apart()
         self.traffic = Traffic(context.registry, NAME, self.catalog.models)

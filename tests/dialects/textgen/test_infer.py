@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from fastserve.codec.text import Info
@@ -310,3 +313,63 @@ def test_which_model_answers() -> None:
         assert (at.infer().status, at.infer().json["error_type"]) == (404, "NotFoundError")
     with Local({}, TextgenOptions(default_model="c"), 0.0) as at:
         assert (at.infer().status, at.infer().json["error"]) == (404, "Model c not found.")
+
+
+JPEG, PNG = b"\xff\xd8\xff\xe0 a picture" * 9, b"\x89PNG\r\n\x1a\n another" * 9
+
+
+def picture(value: Any) -> list[Any]:
+    return [{"type": "text", "text": "what is"}, {"type": "image_url", "image_url": value}]
+
+
+def test_images_of_a_model_that_sees(tmp_path: Path) -> None:
+    """The forms of the spec, in a folder that may be read; what they are, the model is told."""
+    (tmp_path / "cat.jpg").write_bytes(JPEG)
+    (tmp_path / "cat.txt").write_bytes(JPEG)
+    engine = RIGS["llm-eos"].engine()
+    engine.info = msgspec.structs.replace(engine.info, vision=True)
+    with served(engine, image_root=str(tmp_path)) as at:
+        encoded = base64.b64encode(JPEG).decode()
+        for value in (
+            "cat.jpg",
+            f"{tmp_path}/cat.jpg",
+            f"file://{tmp_path}/cat.jpg",
+            encoded,
+            f"data:image/jpeg;base64,{encoded}",
+            {"url": "cat.jpg"},
+        ):
+            assert at.infer(picture(value)).json == {"generated_text": "Hello world"}
+            assert engine.seen[-1].note.images == [JPEG]
+        assert at.infer(picture("data:image/png;base64," + base64.b64encode(PNG).decode())).status == 200
+        for value, told in (
+            ("dog.jpg", "image 1: "),
+            ("../cat.jpg", "image 1: "),
+            ("cat.txt", "image 1: a file's name ends with"),
+            ("http://127.0.0.1:1/a.jpg", "image 1: URLs are not fetched here (image_urls)"),
+            ("ftp://a/b.jpg", "image 1: allowed: a path"),
+            ("data:image/jpeg;base64,AAAA", "image 1: neither a JPEG nor a PNG"),
+            ("data:image/jpeg;base64,?", "image 1: not base64"),
+        ):
+            reply = at.infer(picture(value))
+            assert (reply.status, reply.json["error_type"]) == (422, "Input Validation Error")
+            assert reply.json["error"].startswith(told), reply
+    with served(engine, image_urls=True) as at:
+        reply = at.infer(picture("http://127.0.0.1:1/a.jpg"))
+        assert reply.status == 422
+        assert "is not a public one" in reply.json["error"]
+        assert "files are not read here (image_root)" in at.infer(picture("cat.jpg")).json["error"]
+
+
+def test_images_of_a_model_that_does_not_see(seed1: Local) -> None:
+    reply = seed1.infer(picture("/xxxx/test.png"))
+    assert (reply.status, reply.json["error"]) == (422, "model 'm1' takes text only, not images")
+
+
+def test_more_images_than_one() -> None:
+    engine = RIGS["llm-eos"].engine()
+    engine.info = msgspec.structs.replace(engine.info, vision=True)
+    with served(engine, max_images=2) as at:
+        image = {"type": "image_url", "image_url": base64.b64encode(PNG).decode()}
+        assert at.infer([{"type": "text", "text": "a"}, image, image]).status == 200
+        assert engine.seen[-1].note.images == [PNG, PNG]
+        assert at.infer([{"type": "text", "text": "a"}, *[image] * 3]).status == 422
