@@ -325,6 +325,8 @@ class Host:
         ready = alive > 0 and not self.stuck(hosted.version)
         self._registry.gauges(names.MODEL_READY).of(*who).set(float(ready))
         self._registry.gauges(names.WORKERS_ALIVE).of(*who).set(alive)
+        if hosted.version.text is not None:
+            self._registry.gauges(names.TEXT_KV).of(*who).set(alive * hosted.version.text.kv_tokens)
         self._registry.gauges(names.WORKERS_WANTED).of(*who).set(hosted.version.config.instances)
         self._on_health()
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from fastserve.codec.text import Record
 from fastserve.metrics import names
 from fastserve.metrics.registry import Registry
 
@@ -16,13 +18,56 @@ RATE_WINDOW_NS = 1_000_000_000
 LONGEST_RETRY_S = 30.0
 
 
+class TextMeters:
+    """What one front process counts of one version's sequences: where each is, and what became of it."""
+
+    def __init__(self, registry: Registry, model: str, version: int) -> None:
+        who = (model, version)
+        self._first = registry.histograms(names.TEXT_FIRST_TOKEN).of(*who)
+        self._gap = registry.histograms(names.TEXT_TOKEN_GAP).of(*who)
+        self._prompt = registry.counters(names.TEXT_PROMPT_TOKENS).of(*who)
+        self._tokens = registry.counters(names.TEXT_TOKENS).of(*who)
+        self._ends = [registry.counters(names.TEXT_SEQUENCES).of(*who, how) for how in names.FINISHES[1:]]
+        self._waiting = registry.gauges(names.TEXT_WAITING).of(*who)
+        self._running = registry.gauges(names.TEXT_RUNNING).of(*who)
+        self._kv = registry.gauges(names.TEXT_KV_USED).of(*who)
+
+    def came(self) -> None:
+        """A sequence waits for its first token."""
+        self._waiting.add()
+
+    def began(self, prompt: int, took_us: int) -> None:
+        """It has its first token."""
+        self._waiting.add(-1)
+        self._running.add()
+        self._prompt.add(prompt)
+        self._kv.add(prompt)
+        self._first.observe_ns(took_us * 1000)
+
+    def went_on(self, records: Sequence[Record], begun: bool) -> int:
+        """How many of these records are tokens; `begun`: the first of them is not its first."""
+        made = len(records) - (records[-1][0] < 0)
+        for record in records[not begun : made]:
+            self._gap.observe_ns(record[2] * 1000)
+        self._tokens.add(made)
+        self._kv.add(made)
+        return made
+
+    def ended(self, finish: int, begun: bool, held: int) -> None:
+        """It is over, and had so many tokens in the cache."""
+        self._ends[finish - 1].add()
+        (self._running if begun else self._waiting).add(-1)
+        self._kv.add(-held)
+
+
 class QueueMeters:
     """The meters of one version in one front process."""
 
     def __init__(
         self, registry: Registry, model: str, version: int, max_delay_ns: int, max_rows: int
     ) -> None:
-        who = (model, version)
+        who = self._who = (model, version)
+        self._registry = registry
         self._queue = registry.histograms(names.QUEUE_DURATION).of(*who)
         self._form = registry.histograms(names.BATCH_FORM_DURATION).of(*who)
         self._compute = registry.histograms(names.COMPUTE_DURATION).of(*who)
@@ -37,6 +82,10 @@ class QueueMeters:
         self._window_ns = time.monotonic_ns()
         self._window_rows = 0
         self._rows_per_s = 0.0
+
+    def of_text(self) -> TextMeters:
+        """Those of its sequences, where it generates text."""
+        return TextMeters(self._registry, *self._who)
 
     def batch_done(self, ring: BatchRing, slot: int) -> None:
         """Record a published batch, unless another front has; called while its slot is still held."""

@@ -43,16 +43,19 @@ SLACK_NS = 100_000_000
 class TextRun:
     """One sequence of this front; see codec.text.Run."""
 
-    __slots__ = ("_heard", "_pages", "_pending", "_queue", "_slot", "begun", "ended")
+    __slots__ = ("_heard", "_held", "_pages", "_pending", "_queue", "_slot", "begun", "ended")
 
-    def __init__(self, queue: TextQueue, slot: int, pages: int, heard: Heard) -> None:
-        self._queue, self._slot, self._pages, self._heard = queue, slot, pages, heard
+    def __init__(self, queue: TextQueue, slot: int, prompt: int, pages: int, heard: Heard) -> None:
+        self._queue, self._slot, self._heard = queue, slot, heard
+        self._pages = pages  # of its prompt, until its worker has let go of it
+        self._held = prompt  # tokens
         self._pending: Pending | None = None
         self.begun = self.ended = False
 
     def submit(self, place: int, deadline_ns: int) -> None:
         """Let it run."""
         self._pending = self._queue.submit(place, 1, self._done, deadline_ns, self)
+        self._queue.counts.came()
 
     def taken(self, records: int) -> None:
         if not self.ended:
@@ -61,7 +64,7 @@ class TextRun:
     def cancel(self, why: Finish = Finish.CANCELLED) -> None:
         if self.ended:
             return
-        self._close()
+        self._close(why)
         assert self._pending is not None
         self._queue.cancel(self._pending)
         self._queue.tokens.leave(self._slot)
@@ -74,12 +77,19 @@ class TextRun:
             self._queue.cancel(self._pending)
             self._fail(ServeError(Kind.INTERNAL, LOST))
             return
-        if not self.begun:
-            self.begun = True
-            self._queue.free_pages(self._pages)  # its worker has let go of the prompt
+        self._count(records)
         if records[-1][1]:
-            self.ended = True
+            self._close(records[-1][1])
         self._tell(records)
+
+    def _count(self, records: list[Record]) -> None:
+        counts, begun = self._queue.counts, self.begun
+        self._free()
+        if not begun and records[0][0] >= 0:
+            self.begun = True
+            counts.began(self._held, records[0][2])
+        if self.begun:
+            self._held += counts.went_on(records, begun)
 
     def _done(self, pending: Pending, error: ServeError | None) -> None:
         """For the queue: the slot is through."""
@@ -90,15 +100,19 @@ class TextRun:
             self._fail(error or ServeError(Kind.INTERNAL, LOST))
 
     def _fail(self, error: ServeError) -> None:
-        self._close()
         finish = Finish.TIMEOUT if isinstance(error, DeadlineError) else Finish.FAILED
+        self._close(finish)
         self._tell([(-1, finish, 0, write_text(Extra(message=error.message, kind=error.kind.value)))])
 
-    def _close(self) -> None:
+    def _close(self, finish: int) -> None:
         self.ended = True
-        if not self.begun:
-            self.begun = True
-            self._queue.free_pages(self._pages)
+        self._free()
+        self._queue.counts.ended(finish, self.begun, self._held if self.begun else 0)
+
+    def _free(self) -> None:
+        if self._pages:
+            self._queue.prompt_pages -= self._pages
+            self._pages = 0
 
     def _tell(self, records: list[Record]) -> None:
         try:
@@ -119,13 +133,14 @@ class TextQueue(BatchQueue):
         meters: QueueMeters,
     ) -> None:
         super().__init__(arena, front, inputs, outputs, meters)
+        self.counts = meters.of_text()
         geometry = arena.geometry
         self.tokens = TokenReader(
             arena.memory, front=front, worker_bells=arena.worker_bells, window=geometry.window
         )
         # Prompts share their half of the memory evenly; the other half is for tokens.
         self._most_pages = max(geometry.slab_pages // 2 // geometry.fronts, 1)
-        self.prompt_pages = 0  # of prompts of this front that have not begun
+        self.prompt_pages = 0  # of this front's that their worker still needs
 
     def open(self) -> None:
         super().open()
@@ -141,7 +156,7 @@ class TextQueue(BatchQueue):
             self.rejected("queue_rows")
             retry_s = self.meters.seconds_for(self.ring.slots)
             raise ServeError(Kind.UNAVAILABLE, FULL.format(self.ring.slots), retry_after_s=retry_s)
-        run = TextRun(self, place >> 16, pages, heard)
+        run = TextRun(self, place >> 16, len(ids), pages, heard)
         try:
             self._write(place, nbytes, ids, said)
             self.tokens.listen(place >> 16, self.ring.seq(place >> 16), run)
@@ -157,10 +172,6 @@ class TextQueue(BatchQueue):
         """Call it in a turn of its own: never from inside what its caller calls."""
         assert self._loop is not None
         self._loop.call_soon(heard, records)
-
-    def free_pages(self, pages: int) -> None:
-        """A prompt needs no memory any more."""
-        self.prompt_pages -= pages
 
     def _find_pages(self, nbytes: int) -> int:
         pages = -(-nbytes // SLAB_PAGE)

@@ -61,6 +61,17 @@ CANCELS = _counter(
 )
 RETRIES = _counter("retries", "Batches given to another worker because theirs died.", *MODEL)
 
+# Text generation: sequences and their tokens.
+TEXT_FIRST_TOKEN = _stage("text_first_token", "From a request's arrival to its first token.", *MODEL)
+TEXT_TOKEN_GAP = _stage("text_token_gap", "From one token of a sequence to the next.", *MODEL)
+TEXT_PROMPT_TOKENS = _counter("text_prompt_tokens", "Tokens of the prompts of sequences begun.", *MODEL)
+TEXT_TOKENS = _counter("text_tokens", "Tokens generated.", *MODEL)
+TEXT_SEQUENCES = _counter("text_sequences", "Sequences ended, by how.", *MODEL, "finish")
+TEXT_RUNNING = _level("text_running", "Sequences that have had a token and go on.", *MODEL)
+TEXT_WAITING = _level("text_waiting", "Sequences that have had no token yet.", *MODEL)
+TEXT_KV_USED = _level("text_kv_used_tokens", "Tokens of running sequences, prompts included.", *MODEL)
+TEXT_KV = _fact("text_kv_tokens", "Tokens that the KV caches of all workers hold; 0: not told.", *MODEL)
+
 # Models and their workers. One process owns them and reports.
 WORKERS_ALIVE = _fact("workers_alive", "Worker processes ready to run.", *MODEL)
 WORKERS_WANTED = _fact("workers_wanted", "Worker processes configured.", *MODEL)
@@ -88,5 +99,6 @@ CATALOGUE: dict[str, Metric] = {
 REJECT_CAUSES = ("queue_rows", "queue_bytes", "deadline", "draining", "no_worker", "too_large", "invalid")
 # Of wire rejects: the limit's own name (config Limits), or one of these.
 WIRE_CAUSES = ("framing", "method", "expectation")
+FINISHES = ("none", "eos", "length", "stop", "cancelled", "timeout", "failed")  # by codec.text.Finish
 CANCEL_STAGES = ("queued", "running")
 SEAL_CAUSES = ("full", "due", "idle")

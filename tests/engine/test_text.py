@@ -9,6 +9,8 @@ import pytest
 
 from fastserve.codec.text import Finish, read_extra
 from fastserve.errors import ConfigError, Kind, ServeError
+from fastserve.metrics import names
+from fastserve.metrics.series import Metric
 from tests.text.serving import Heard, Served, run, serving, until
 
 SEED = "am a French photographer based in Paris.\nI have been shooting since I was 15"
@@ -420,5 +422,34 @@ def test_several_instances_share_what_comes(tmp_path):
             by = [heard.ids[0] // 1000 for heard in asked]
             assert all(counted(heard, heard.ids[0]) for heard in asked)
             assert set(by) == {0, 1}, by
+
+    run(work())
+
+
+def test_what_is_counted(tmp_path):
+    def read(at: Served, *metrics: Metric) -> list[float]:
+        return [sum(values[0] for values in found.values()) for found in at.registry.read(*metrics)]
+
+    async def work() -> None:
+        async with serving(tmp_path) as at:
+            version = await at.load_code(COUNTING, text={"reader_tokens": 4, "max_sequences": 2})
+            running = [at.ask(version, [1, 2], reads=False, max_new_tokens=100) for _ in range(2)]
+            waiting = at.ask(version, [1])
+            await asyncio.gather(*(heard.until(4) for heard in running))
+            levels = names.TEXT_RUNNING, names.TEXT_WAITING, names.TEXT_KV_USED
+            assert read(at, *levels) == [2, 1, 2 * (2 + 4)]
+            for heard in (*running, waiting):
+                assert heard.run is not None
+                heard.run.cancel()
+            assert await at.ask(version, [1], max_new_tokens=3).end() is Finish.LENGTH
+            assert read(at, *levels) == [0, 0, 0]
+            assert read(at, names.TEXT_PROMPT_TOKENS, names.TEXT_TOKENS) == [5, 11]
+            (ends,) = at.registry.read(names.TEXT_SEQUENCES)
+            assert {labels[2]: values[0] for labels, values in ends.items() if values[0]} == {
+                "cancelled": 3,
+                "length": 1,
+            }
+            first, gap = at.registry.read(names.TEXT_FIRST_TOKEN, names.TEXT_TOKEN_GAP)
+            assert [sum(next(iter(found.values()))[:-1]) for found in (first, gap)] == [3, 8]
 
     run(work())

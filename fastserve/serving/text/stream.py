@@ -222,7 +222,7 @@ class TextStream:
         """It is over for its reader; where the engine does not know yet, it is told."""
         run, self._run = self._run, None
         if run is not None:
-            run.cancel()
+            run.cancel(self.ending.reason if self.ending is not None else Finish.CANCELLED)
 
     def _tell(self) -> None:
         if self.told is not None:
