@@ -16,6 +16,7 @@ COMMANDS = {
     "models": "List the models of a running server.",
     "check": "Explain what would be served from a folder, and why not.",
     "infer": "Send one request to a running server and print the answer.",
+    "generate": "Generate text with a model, from a running server or a folder.",
     "bench": "Put a running server under load and show latencies.",
     "grps": "Serve a grps deployment.",
     "tensorflow-model-server": "Serve with TensorFlow Serving's own flags.",

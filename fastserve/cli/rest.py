@@ -5,10 +5,11 @@ For commands a person types. The load generator has its own connections.
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -64,6 +65,21 @@ class Server:
             reason = fault.reason if isinstance(fault, urllib.error.URLError) else fault
             raise click.ClickException(f"cannot ask {self.url}: {reason}. Is the server running?") from None
 
+    def events(self, path: str, body: bytes) -> Iterator[bytes]:
+        """The data of server-sent events as they come. Raises ClickException on any status but 200, and when
+        the connection breaks."""
+        request = urllib.request.Request(self.url + path, body, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=self._context) as reply:
+                for line in reply:
+                    if line.startswith(b"data:"):
+                        yield line[5:].strip()
+        except urllib.error.HTTPError as fault:
+            raise click.ClickException(f"{fault.code}: {error_text(fault.read())}") from None
+        except (OSError, ValueError, http.client.HTTPException) as fault:
+            reason = fault.reason if isinstance(fault, urllib.error.URLError) else fault
+            raise click.ClickException(f"cannot ask {self.url}: {reason}. Is the server running?") from None
+
     def status(self, model: str) -> list[dict[str, Any]]:
         """Every version of a model with its state, highest first; none when no version was ever tried."""
         status, answer = self.exchange(model_path(model), None, "")
@@ -102,4 +118,5 @@ def error_text(body: bytes) -> str:
         parsed = json.loads(body)
     except ValueError:
         return body.decode("utf-8", "replace").strip() or "no reason given"
-    return str(parsed.get("error", parsed)) if isinstance(parsed, dict) else str(parsed)
+    found = parsed.get("error", parsed) if isinstance(parsed, dict) else parsed
+    return str(found.get("message", found) if isinstance(found, dict) else found)
