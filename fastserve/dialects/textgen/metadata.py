@@ -21,6 +21,7 @@ from fastserve.serving.text import Info
 from fastserve.wire.call import Call, Endpoint
 from fastserve.wire.scope import Scope
 
+PIPELINE = "text-generation"
 SERVER = "MindIE Server"
 BLOCK = 128
 """cacheBlockSize, which is none of the cache here."""
@@ -83,6 +84,57 @@ def describe_limits(service: Service, named: Named) -> dict[str, Any]:
     }
 
 
+def describe_models(service: Service, named: Named) -> dict[str, Any]:
+    """/info, in the shape of TGI's or MindIE's (`tgi_flavor`)."""
+    name, info = first_info(service)
+    mindie = {
+        "docker_label": None,
+        "max_batch_total_tokens": info.kv_tokens or info.slots * info.max_tokens,
+        "max_best_of": 1,
+        "max_concurrent_requests": info.slots,
+        "max_stop_sequences": None,
+        "max_waiting_tokens": None,
+        "sha": None,
+        "validation_workers": None,
+        "version": __version__,
+        "waiting_served_ratio": None,
+        "models": [_describe_one(service, each) for each in service.texts.names()],
+        "max_input_length": info.max_prompt_tokens,
+    }
+    if service.options.tgi_flavor == "mindie":
+        return mindie
+    return {
+        "model_id": name,
+        "model_sha": None,
+        "model_dtype": info.dtype,
+        "model_device_type": info.device,
+        "model_pipeline_tag": PIPELINE,
+        "max_concurrent_requests": info.slots,
+        "max_best_of": service.options.max_best_of,
+        "max_stop_sequences": service.options.max_stops,
+        "max_input_tokens": info.max_prompt_tokens,
+        "max_total_tokens": info.max_tokens,
+        "validation_workers": 1,
+        "max_client_batch_size": 1,
+        "router": "fastserve",
+        "version": __version__,
+        "sha": None,
+        "docker_label": None,
+    }
+
+
+def _describe_one(service: Service, name: str) -> dict[str, Any]:
+    info = service.texts.find(name).info
+    return {
+        "model_device_type": info.device,
+        "model_dtype": info.dtype,
+        "model_id": name,
+        "model_pipeline_tag": PIPELINE,
+        "model_sha": None,
+        "max_total_tokens": info.max_tokens,
+    }
+
+
 def count_slots(service: Service, named: Named) -> dict[str, Any]:
     """Raises ServeError."""
     model = service.texts.find(named.model)
@@ -120,6 +172,7 @@ PATHS = (
         refuse,
         gives_way=True,
     ),
+    Path(HttpRoute("info", "/info", _ASK), answering(describe_models), refuse),
     Path(HttpRoute("limits", "/v1/config", _ASK), answering(describe_limits), refuse),
     Path(HttpRoute("slots", "/v2/models/MODEL/getSlotCount", _ASK), answering(count_slots), refuse),
 )

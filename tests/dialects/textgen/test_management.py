@@ -121,6 +121,25 @@ def test_of_whom_nobody_knows(limits: Local) -> None:
         assert at.ask("GET", "/v1/config").json["modelName"] == ""
 
 
+def test_info_in_both_shapes(limits: Local) -> None:
+    told = limits.ask("GET", "/info").json
+    assert (told["model_id"], told["max_input_tokens"], told["max_total_tokens"]) == ("m1", 8, 16)
+    assert (told["max_best_of"], told["max_stop_sequences"], told["max_concurrent_requests"]) == (4, 4, 64)
+    with served(RIGS["llm-limits"].engine(), tgi_flavor="mindie") as at:
+        told = at.ask("GET", "/info").json
+        assert list(told) == [
+            "docker_label", "max_batch_total_tokens", "max_best_of", "max_concurrent_requests",
+            "max_stop_sequences", "max_waiting_tokens", "sha", "validation_workers", "version",
+            "waiting_served_ratio", "models", "max_input_length",
+        ]  # fmt: skip
+        (model,) = told["models"]
+        assert list(model) == [
+            "model_device_type", "model_dtype", "model_id", "model_pipeline_tag", "model_sha",
+            "max_total_tokens",
+        ]  # fmt: skip
+        assert (model["model_id"], model["max_total_tokens"], told["max_input_length"]) == ("m1", 16, 8)
+
+
 def test_status(limits: Local) -> None:
     for path in ("/v1/status", "/v2/status"):
         reply = limits.ask("GET", path)
