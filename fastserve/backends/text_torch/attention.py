@@ -20,7 +20,7 @@ from fastserve.backends.text_torch.cache import RowCache
 from fastserve.backends.text_torch.memory import STRIDE
 
 NAME = "fastserve_ragged"
-_NEVER = 1 << 40
+NEVER = 1 << 40
 
 
 def register() -> None:
@@ -42,9 +42,7 @@ def attend(
     **_unused: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls in each layer: query [1, heads, tokens, dim] -> [1, tokens, heads, dim]."""
-    return ragged.attend(
-        module.layer_idx, query[0], key[0], value[0], scaling, sliding_window or _NEVER
-    ), None
+    return ragged.attend(module.layer_idx, query[0], key[0], value[0], scaling, sliding_window or NEVER), None
 
 
 class Ragged:
@@ -71,11 +69,7 @@ class Ragged:
     ) -> torch.Tensor:
         """One layer: what is new goes into the cache, then each sequence looks at its own."""
         heads, tokens, dim = query.shape
-        shared = (
-            query.view(key.shape[0], -1, tokens, dim)
-            if query.is_contiguous()
-            else query.reshape(key.shape[0], -1, tokens, dim)
-        )
+        shared = query.unflatten(0, (key.shape[0], -1))
         parts = []
         if self._writing:
             parts.append(self._attend_writing(layer, shared, key, value, scaling, window))

@@ -10,6 +10,7 @@ import torch
 from fastserve.backends.text.model import Plan
 from fastserve.backends.text_torch import attention
 from fastserve.backends.text_torch.cache import RowCache
+from fastserve.backends.text_torch.fused import fuse
 
 _NO_MEMORY = ("can't allocate memory", "not enough memory")
 
@@ -20,11 +21,13 @@ def is_memory(error: BaseException) -> bool:
 
 
 class TorchModel:
-    """The cache belongs to it."""
+    """The cache belongs to it. `model` is transformers', or fused.FusedModel, which takes its place."""
 
     def __init__(self, model: Any, cache: RowCache) -> None:
         self.cache = cache
-        self._model = model
+        with torch.inference_mode():
+            self._fused = fuse(model, cache.data.shape[-2])
+        self._model: Any = model if self._fused is None else None
         self._device = cache.data.device
         # Four axes: transformers takes it for a mask that is finished. Attention here does not look at it.
         self._no_mask = torch.zeros(1, 1, 1, 1, device=self._device)
@@ -43,20 +46,33 @@ class TorchModel:
 
     def close(self) -> None:
         """Drops weights and cache."""
-        del self._model, self.cache
+        del self._model, self._fused, self.cache
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _forward(self, plan: Plan) -> np.ndarray:
         ragged = attention.Ragged(plan, self.cache)
-        everything = len(plan.wanted) == len(plan.tokens) and not plan.chunks
-        logits = self._model(
-            input_ids=torch.from_numpy(plan.tokens).to(self._device)[None],
-            position_ids=ragged.positions[None],
-            attention_mask=self._no_mask,
-            use_cache=False,
-            logits_to_keep=0 if everything else torch.from_numpy(plan.wanted).to(self._device),
-            ragged=ragged,
-        ).logits[0]
+        tokens, wanted = torch.from_numpy(plan.tokens).to(self._device), None
+        if plan.chunks:
+            wanted = torch.from_numpy(plan.wanted).to(self._device)
+        logits = (self._fused or self._run_plain)(tokens, ragged.positions, wanted, ragged)
         found: np.ndarray = logits.float().contiguous().cpu().numpy()
         return found
+
+    def _run_plain(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        wanted: torch.Tensor | None,
+        ragged: attention.Ragged,
+    ) -> torch.Tensor:
+        made = self._model(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            attention_mask=self._no_mask,
+            use_cache=False,
+            logits_to_keep=0 if wanted is None else wanted,
+            ragged=ragged,
+        )
+        logits: torch.Tensor = made.logits[0]
+        return logits

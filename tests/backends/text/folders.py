@@ -30,12 +30,27 @@ _SIZE: dict[str, Any] = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
+PLAIN = ("gpt2", "llama_biased", "mistral_gelu")
+"""Those that run in transformers' code; the others' forward is written out."""
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**_SIZE),
     "qwen2": Qwen2Config(**_SIZE | {"tie_word_embeddings": True}),
     "qwen3": Qwen3Config(**_SIZE | {"head_dim": 8}),
     "mistral": MistralConfig(**_SIZE | {"sliding_window": 24}),
     "qwen2_windows": Qwen2Config(**_SIZE, use_sliding_window=True, sliding_window=16, max_window_layers=1),
+    "llama_biased": LlamaConfig(**_SIZE, attention_bias=True, mlp_bias=True),
+    "llama_stretched": LlamaConfig(
+        **_SIZE,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 1000.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    ),
+    "mistral_gelu": MistralConfig(**_SIZE | {"sliding_window": 24, "hidden_act": "gelu"}),
     "gpt2": GPT2Config(
         vocab_size=VOCAB,
         n_positions=LENGTH,
@@ -54,8 +69,7 @@ def save_model(folder: Path, family: str, *, spread: float = 0.25, **saving: Any
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(CONFIGS[family], dtype=torch.float32).eval()
     for weight in model.parameters():
-        if weight.ndim > 1:
-            torch.nn.init.normal_(weight, std=spread)
+        torch.nn.init.normal_(weight, mean=float(weight.ndim < 2), std=spread)
     model.save_pretrained(folder, **saving)
     return model
 

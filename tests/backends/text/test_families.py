@@ -11,7 +11,7 @@ import torch
 
 from fastserve.backends.text_torch.backend import TextBackend
 from fastserve.codec.text import Finish
-from tests.backends.text.folders import CONFIGS, EOS, LENGTH, VOCAB, generate, save_model
+from tests.backends.text.folders import CONFIGS, EOS, LENGTH, PLAIN, VOCAB, generate, save_model
 from tests.backends.text.outs import Heard, ask, run
 
 SMALL = {"max_sequences": 4, "step_tokens": 16}
@@ -43,26 +43,28 @@ def prompts(count: int, seed: int = 0, longest: int = 70) -> list[list[int]]:
 def test_greedy_is_generate(family: tuple[Path, Any]) -> None:
     """Mixed lengths on four rows, prompts in chunks of 16 at most, ends by eos and by length."""
     folder, model = family
-    lengths = [random.Random(1).randint(1, 50) for _ in range(12)]
-    asked = list(zip(prompts(12), lengths, strict=True))
+    dice = random.Random(1)
+    lengths = [dice.randint(1, 30) for _ in range(9)]
+    asked = list(zip(prompts(9), lengths, strict=True))
     engine = load(folder)
     heard = run(engine, [ask(rid, ids, max_new_tokens=count) for rid, (ids, count) in enumerate(asked)])
     for rid, (ids, count) in enumerate(asked):
         expected = generate(model, ids, count)
         assert heard.tokens[rid] == expected
         assert heard.ended[rid] == (Finish.EOS if expected[-1] == EOS else Finish.LENGTH)
+    assert (engine._engine._model._fused is None) == (folder.name[:-1] in PLAIN)
     engine.close()
 
 
 def test_repetition_penalty_is_generates(family: tuple[Path, Any]) -> None:
     folder, model = family
-    asked = prompts(4, seed=3)
+    asked = prompts(3, seed=3)
     engine = load(folder)
     heard = run(
-        engine, [ask(rid, ids, max_new_tokens=20, repetition_penalty=1.7) for rid, ids in enumerate(asked)]
+        engine, [ask(rid, ids, max_new_tokens=12, repetition_penalty=1.7) for rid, ids in enumerate(asked)]
     )
     for rid, ids in enumerate(asked):
-        assert heard.tokens[rid] == generate(model, ids, 20, repetition_penalty=1.7)
+        assert heard.tokens[rid] == generate(model, ids, 12, repetition_penalty=1.7)
     engine.close()
 
 
@@ -140,10 +142,10 @@ def test_prefixes_change_nothing(family: tuple[Path, Any]) -> None:
     folder, model = family
     engine, start = load(folder, prefix_cache=True), prompts(1, seed=10, longest=30)[0] * 3
     start = start[:40]
-    for turn in range(6):
-        asked = [start + tail for tail in prompts(4, seed=20 + turn, longest=8)]
-        heard = run(engine, [ask(rid, ids, max_new_tokens=10) for rid, ids in enumerate(asked)])
+    for turn in range(4):
+        asked = [start + tail for tail in prompts(3, seed=20 + turn, longest=8)]
+        heard = run(engine, [ask(rid, ids, max_new_tokens=6) for rid, ids in enumerate(asked)])
         for rid, ids in enumerate(asked):
-            assert heard.tokens[rid] == generate(model, ids, 10)
-        start = (asked[turn % 4] + heard.tokens[turn % 4])[: 60 + turn]
+            assert heard.tokens[rid] == generate(model, ids, 6)
+        start = (asked[turn % 3] + heard.tokens[turn % 3])[: 60 + turn]
     engine.close()
