@@ -67,8 +67,11 @@ class BatchQueue(Pendings):
     def open(self) -> None:
         """Listen for answers on the running loop."""
         self._loop = asyncio.get_running_loop()
-        self.ring.drain()  # parts sent to a front that died in this one's place: reclaimed with it
+        self._forsake(self.ring.drain())
         self._loop.add_reader(self._bell, self._on_bell)
+
+    def _forsake(self, found: list[Any]) -> None:
+        """What was sent to a front that died in this one's place: reclaimed with it, as parts are."""
 
     async def drain(self) -> None:
         """Return when no pending waits, nobody waits for a place, and no answer is being read."""

@@ -142,9 +142,8 @@ class TextQueue(BatchQueue):
         self._most_pages = max(geometry.slab_pages // 2 // geometry.fronts, 1)
         self.prompt_pages = 0  # of this front's that their worker still needs
 
-    def open(self) -> None:
-        super().open()
-        self._hear(self.ring.drain())  # of a front that died in this one's place
+    def _forsake(self, found: list[Any]) -> None:
+        self.tokens.read([entry for kind, entry in found if kind == RECORDS])  # gives their slabs back
 
     def start(self, ids: Sequence[int], note: TextNote, heard: Heard) -> TextRun:
         """One sequence. Raises ServeError when it cannot wait."""

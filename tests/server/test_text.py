@@ -1,0 +1,195 @@
+"""Streams of text through a whole server: several fronts, clients that hang up, processes that die."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.rig import Client, Served, run, serving
+from tests.server.test_fronts import connect_to_each
+
+pytestmark = pytest.mark.timeout(90)
+SOURCE = """
+import itertools
+
+class Model:
+    info = {"max_tokens": 1 << 20}
+
+    def __init__(self, config):
+        pass
+
+    def generate(self, request):
+        for token in itertools.count(len(request.ids)):
+            yield token, f"{token} "
+"""
+CONFIG = """
+backend: text_python
+text: {tokenizer: words, max_new_tokens: 100000, max_tokens: 200000, reader_tokens: 64}
+"""
+
+
+def write(folder: Path) -> None:
+    (folder / "m1" / "1").mkdir(parents=True)
+    (folder / "m1" / "model.yaml").write_text(CONFIG)
+    (folder / "m1" / "1" / "model.py").write_text(SOURCE)
+
+
+def send(client: Client, first: int, count: int) -> None:
+    """Ask for so many tokens, which count from `first`."""
+    said = {
+        "inputs": " ".join("x" * first),
+        "stream": True,
+        "parameters": {"max_new_tokens": count, "details": True},
+    }
+    body = json.dumps(said).encode()
+    client.writer.write(
+        b"POST /infer HTTP/1.1\r\nHost: t\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    )
+
+
+async def event(client: Client) -> dict[str, Any]:
+    """The next event; {} at the end of the stream. Whatever frames them, each is a line."""
+    while True:
+        line = await asyncio.wait_for(client.reader.readline(), 20)
+        if line.startswith(b"data: "):
+            found: dict[str, Any] = (
+                json.loads(line[6:]) if line[6:7] == b"{" else {"error": line[6:].decode()}
+            )
+            return found
+        if line in (b"", b"0\r\n"):
+            return {}
+
+
+async def tokens(client: Client, count: int) -> list[int]:
+    return [(await event(client))["token"]["id"] for _ in range(count)]
+
+
+async def whole(client: Client, first: int, count: int) -> None:
+    send(client, first, count)
+    assert await tokens(client, count) == list(range(first, first + count))
+    assert await event(client) == {}
+    await client.reader.readline()  # of the last chunk
+
+
+async def streams(served: Served, client: Client) -> float:
+    _, page = await client.get("/metrics")
+    return sum(
+        float(line.split()[-1])
+        for line in page.decode().splitlines()
+        if line.startswith(("fastserve_text_running{", "fastserve_text_waiting{"))
+    )
+
+
+def test_every_front_streams(tmp_path):
+    write(tmp_path)
+
+    async def work() -> None:
+        async with serving(tmp_path, frontends=2) as served:
+            clients = [(await connect_to_each(served, 2))[n % 2] for n in range(12)]
+            await asyncio.gather(*(whole(client, n + 1, 300) for n, client in enumerate(clients)))
+            assert await streams(served, clients[0]) == 0
+
+    run(work())
+
+
+@pytest.mark.logs_errors
+def test_a_front_that_dies_takes_its_own_streams_alone(tmp_path):
+    write(tmp_path)
+
+    async def work() -> None:
+        async with serving(tmp_path, frontends=2) as served:
+            each = await connect_to_each(served, 2)
+            kept, lost = each[0], each[1]
+            for client in (kept, lost):
+                send(client, 1, 5000)
+                assert await tokens(client, 100) == list(range(1, 101))
+            ring = next(iter(served.server.host.hosted.values())).queue.ring
+            assert ring.outstanding() == 2
+            (link,) = served.links
+            victim = link.pid
+            os.kill(victim, signal.SIGKILL)
+            await served.until(lambda: ring.outstanding() == 1)
+            assert await tokens(kept, 4900) == list(range(101, 5001))
+            await served.until(lambda: link.pid not in (0, victim) and link._given and not link._waiting)
+            again = await connect_to_each(served, 2)
+            await asyncio.gather(*(whole(client, 3, 200) for client in again.values()))
+
+    run(work())
+
+
+@pytest.mark.logs_errors
+def test_a_worker_that_dies_is_told_of_in_the_stream(tmp_path):
+    write(tmp_path)
+
+    async def work() -> None:
+        async with serving(tmp_path) as served:
+            client = await served.client()
+            send(client, 1, 100_000)
+            await tokens(client, 10)
+            os.kill(served.pids[0], signal.SIGKILL)
+            seen = [found := await event(client)]
+            while "token" in found:
+                seen.append(found := await event(client))
+            assert "the worker process died" in str(found), seen[-3:]
+            other = await served.client()
+            await whole(other, 2, 50)
+
+    run(work())
+
+
+def test_clients_that_hang_up_at_any_token(tmp_path):
+    write(tmp_path)
+    rng = random.Random(7)
+
+    async def one(served: Served, count: int) -> None:
+        client = await served.client()
+        send(client, 1, 100_000)
+        await tokens(client, count)
+        client.writer.transport.abort()
+
+    async def work() -> None:
+        async with serving(tmp_path) as served:
+            staying = await served.client()
+            send(staying, 5, 2000)
+            for _ in range(10):
+                await asyncio.gather(*(one(served, rng.choice([0, 0, 1, 3, 40])) for _ in range(20)))
+            assert await tokens(staying, 2000) == list(range(5, 2005))
+            ring = next(iter(served.server.host.hosted.values())).queue.ring
+            await served.until(lambda: ring.outstanding() == 0)
+            assert await streams(served, await served.client()) == 0
+
+    run(work())
+
+
+def test_a_client_that_does_not_read_stops_its_own_sequence(tmp_path):
+    write(tmp_path)
+
+    async def generated(client: Client) -> float:
+        _, page = await client.get("/metrics")
+        lines = page.decode().splitlines()
+        return sum(float(n.split()[-1]) for n in lines if n.startswith("fastserve_text_tokens_total{"))
+
+    async def work() -> None:
+        async with serving(tmp_path) as served:
+            # A window of its own: the kernel's would take in a whole answer.
+            reader, writer = await asyncio.open_connection("127.0.0.1", served.port, limit=1 << 12)
+            slow, fast, asking = Client(reader, writer), await served.client(), await served.client()
+            send(slow, 1, 100_000)
+            before, now = -1.0, 0.0
+            while now != before:
+                await asyncio.sleep(0.2)
+                before, now = now, await generated(asking)
+            assert now < 100_000
+            await whole(fast, 1, 2000)
+            assert await generated(asking) == now + 2000, "it still stands still"
+            assert await tokens(slow, 2000) == list(range(1, 2001))
+            writer.transport.abort()
+
+    run(work())
