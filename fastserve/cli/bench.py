@@ -39,7 +39,13 @@ def address(target: Target, over_grpc: bool) -> tuple[str, int]:
 @option("--warm-up", type=click.FloatRange(0), default=1.0, help="Seconds before, not measured.")
 @option("--processes", type=click.IntRange(1), default=1, help="Processes that share the connections.")
 @option("--rows", type=click.IntRange(1), default=1, help="Rows in each request.")
-@option("--length", type=click.IntRange(1), default=1, help="Items where the model takes any number.")
+@option(
+    "--length",
+    type=click.IntRange(1),
+    default=1,
+    help="Items where the model takes any number; words of a prompt.",
+)
+@option("--tokens", type=click.IntRange(1), default=64, help="Tokens of each answer of text.")
 @option("--signature", default="serving_default", help="Signature asked.")
 @option("--data", type=READABLE, help="Send this file as every body.")
 @option("--timeout", type=click.FloatRange(0.1), default=30.0, help="Seconds to wait for one reply.")
@@ -47,8 +53,8 @@ def address(target: Target, over_grpc: bool) -> tuple[str, int]:
 @with_trust
 def bench(
     model: str, url: str, grpc: str, protocol: str, connections: int, duration: float, warm_up: float,
-    processes: int, rows: int, length: int, signature: str, data: Path | None, timeout: float, as_json: bool,
-    trust: Trust,
+    processes: int, rows: int, length: int, tokens: int, signature: str, data: Path | None, timeout: float,
+    as_json: bool, trust: Trust,
 ) -> None:  # fmt: skip
     """Keep CONNECTIONS requests to MODEL under way and show how long each took.
 
@@ -58,6 +64,7 @@ def bench(
     fastserve bench half_plus_two
     fastserve bench digits -c 64 -d 30 --rows 4
     fastserve bench digits --protocol v2-binary --json
+    fastserve bench llm --protocol text --length 100 --tokens 200
 
     \b
     Protocols:
@@ -68,6 +75,8 @@ def bench(
       v2-shm         the same, tensors in system shared memory (--allow-client-shm)
       v2-grpc        V2 over gRPC, raw contents
       v2-grpc-shm    V2 over gRPC, tensors in system shared memory
+      text           OpenAI's completions, streamed: time to the first token, gaps, tokens/s
+      chat           OpenAI's chat completions, the same
     """
     from fastserve.cli.load import report, run
     from fastserve.cli.load.generator import Plan
@@ -76,14 +85,14 @@ def bench(
     chosen = PROTOCOLS[protocol]()
     host, port = address(target, chosen.over_grpc)
     secured = (target.grpc_url if chosen.over_grpc else target.http.url).startswith("https://")
-    wish = Wish(model, rows, length, signature, data.read_bytes() if data else None)
+    wish = Wish(model, rows, length, signature, data.read_bytes() if data else None, tokens)
     try:
         asked = chosen.requests(target, wish)
         sent = [one.body if chosen.over_grpc else one.encode(f"{host}:{port}") for one in asked]
         sizes, method = [len(one) for one in sent], asked[0].path if chosen.over_grpc else ""
         plans = [
             Plan(
-                *(host, port, count, warm_up, duration, timeout, sizes, method),
+                *(host, port, count, warm_up, duration, timeout, sizes, method, chosen.events),
                 trust=trust if secured else None,
                 progress=not i,
             )

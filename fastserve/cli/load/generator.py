@@ -40,6 +40,7 @@ class Plan(msgspec.Struct, forbid_unknown_fields=True):
     timeout_s: float
     sizes: list[int]
     method: str = ""  # of the gRPC calls to make; HTTP requests without one
+    events: bool = False  # answers are streams of text
     trust: Trust | None = None  # in plain text without one
     progress: bool = False  # tell how far it is; only one process of several needs to
 
@@ -119,13 +120,21 @@ class Group:
 
     async def _connect_http(self, ring: cycle[bytes]) -> Connection | None:
         loop = asyncio.get_running_loop()
+        kind = self._kind()
         try:
             _, made = await loop.create_connection(
-                lambda: Connection(ring, self.counters), self.plan.host, self.plan.port, ssl=self.context
+                lambda: kind(ring, self.counters), self.plan.host, self.plan.port, ssl=self.context
             )
         except OSError:
             return None
         return made
+
+    def _kind(self) -> type[Connection]:
+        if not self.plan.events:
+            return Connection
+        from fastserve.cli.load.events import EventsConnection
+
+        return EventsConnection
 
     async def _connect_grpc(self, ring: cycle[bytes]) -> GrpcConnection | None:
         from fastserve.cli.load.grpc_calls import GrpcConnection

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from fastserve.cli.load.chats import Chats, Completions
 from fastserve.cli.load.requests import LoadProtocol
 from fastserve.cli.load.tfserving import TFServingRaw, TFServingRows
 from fastserve.cli.load.v2 import V2Binary, V2Grpc, V2Json
@@ -17,4 +18,6 @@ PROTOCOLS: dict[str, Callable[[], LoadProtocol]] = {
     "v2-shm": V2Memory,
     "v2-grpc": V2Grpc,
     "v2-grpc-shm": V2GrpcMemory,
+    "text": Completions,
+    "chat": Chats,
 }

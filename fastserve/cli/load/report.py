@@ -10,6 +10,7 @@ from fastserve.cli.load.histogram import Histogram, floor_of
 from fastserve.cli.load.run import Outcome
 
 PERCENTILES = (50, 90, 99, 99.9)
+SHORT = (50, 90, 99, 100)
 BAR_CHARS = 50
 STEPS_PER_DOUBLING = 2
 
@@ -29,11 +30,23 @@ def text(outcome: Outcome) -> Iterator[str]:
     for percent in PERCENTILES:
         yield f"  p{percent:<7g} {duration(histogram.percentile(percent))}"
     yield f"  p{100:<7g} {duration(histogram.percentile(100))}"
+    if outcome.texts.pieces:
+        yield from text_lines(outcome)
     for status, count in sorted(outcome.statuses.items()):
         yield f"status {status}  {count:,}"
     for fault, count in sorted(outcome.faults.items()):
         yield f"FAILED  {fault}: {count:,}"
-    yield from bars(histogram)
+    yield from bars(outcome.texts.gaps if outcome.texts.gaps.total else histogram)
+
+
+def text_lines(outcome: Outcome) -> Iterator[str]:
+    """What streams of text are judged by. The bars below are of the gaps."""
+    texts = outcome.texts
+    each = texts.tokens / max(texts.answers, 1)
+    yield f"tokens     {texts.rate(outcome.seconds):,.1f}/s, {each:,.1f} an answer"
+    for name, histogram in (("first", texts.first), ("gaps", texts.gaps)):
+        told = "  ".join(f"p{percent:g} {duration(histogram.percentile(percent))}" for percent in SHORT)
+        yield f"{name:<9}  {told}"
 
 
 def bars(histogram: Histogram) -> Iterator[str]:
@@ -65,4 +78,14 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         "body_bytes": outcome.body_bytes,
         "statuses": outcome.statuses,
         "faults": outcome.faults,
+        **(texts_json(outcome) if outcome.texts.pieces else {}),
     }
+
+
+def texts_json(outcome: Outcome) -> dict[str, Any]:
+    """Of streams of text; times in microseconds."""
+    texts = outcome.texts
+    found = {"tokens_per_s": texts.rate(outcome.seconds), "answers": texts.answers, "tokens": texts.tokens}
+    for name, histogram in (("first", texts.first), ("gap", texts.gaps)):
+        found |= {f"{name}_p{percent:g}_us": histogram.percentile(percent) / 1000 for percent in SHORT}
+    return found

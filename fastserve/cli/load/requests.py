@@ -38,6 +38,7 @@ class Wish:
     length: int = 1
     signature: str = "serving_default"
     data: bytes | None = None  # a body to send as it is
+    tokens: int = 64  # of an answer of text
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ class LoadProtocol(Protocol):
     """How one client protocol asks a model. `over_grpc`: requests are messages to the method `path`."""
 
     over_grpc: bool
+    events: bool
+    """Answers are streams of text."""
 
     def requests(self, target: Target, wish: Wish) -> list[Request]:
         """A few different ones. Raises ClickException when the model cannot be asked so."""

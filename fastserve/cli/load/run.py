@@ -22,6 +22,32 @@ GOOD = ("200", "OK")
 
 
 @dataclass
+class Texts:
+    """Of streams of text, all processes together."""
+
+    first: Histogram = field(default_factory=Histogram)
+    gaps: Histogram = field(default_factory=Histogram)
+    pieces: int = 0
+    answers: int = 0
+    tokens: int = 0
+    """Of whole answers, as their pieces are."""
+    answers_pieces: int = 0
+
+    def add(self, result: dict[str, Any]) -> None:
+        for mine, theirs in ((self.first, result["first"]), (self.gaps, result["gaps"])):
+            mine.merge({int(bucket): count for bucket, count in theirs.items()})
+        self.pieces += result["pieces"]
+        answers, tokens, pieces = result["answers"]
+        self.answers, self.tokens = self.answers + answers, self.tokens + tokens
+        self.answers_pieces += pieces
+
+    def rate(self, seconds: float) -> float:
+        """Tokens a second: pieces of the measured time, each worth what those of whole answers are."""
+        worth = self.tokens / self.answers_pieces if self.answers_pieces else 0.0
+        return self.pieces * worth / seconds if seconds else 0.0
+
+
+@dataclass
 class Outcome:
     """All processes together. `seconds` is the measured time, without the warm-up."""
 
@@ -30,6 +56,7 @@ class Outcome:
     faults: dict[str, int] = field(default_factory=dict)
     body_bytes: int = 0
     seconds: float = 0.0
+    texts: Texts = field(default_factory=Texts)
 
     def add(self, result: dict[str, Any]) -> None:
         self.histogram.merge({int(bucket): count for bucket, count in result["histogram"].items()})
@@ -37,6 +64,7 @@ class Outcome:
             for key, count in theirs.items():
                 mine[key] = mine.get(key, 0) + count
         self.body_bytes += result["body_bytes"]
+        self.texts.add(result["texts"])
         self.seconds = max(self.seconds, result["seconds"])
 
     @property

@@ -22,6 +22,7 @@ class TFServingRows:
     """Row format: {"instances": [...]}."""
 
     over_grpc = False
+    events = False
 
     def requests(self, target: Target, wish: Wish) -> list[Request]:
         path = f"{model_path(wish.model)}:predict"

@@ -28,6 +28,7 @@ class V2Json:
     """Every tensor as a list of numbers, both ways."""
 
     over_grpc = False
+    events = False
 
     def requests(self, target: Target, wish: Wish) -> list[Request]:
         if wish.data is not None:
@@ -55,6 +56,7 @@ class V2Grpc(V2Json):
     """ModelInfer with raw contents, a connection of its own for each request under way."""
 
     over_grpc = True
+    events = False
 
     def requests(self, target: Target, wish: Wish) -> list[Request]:
         if wish.data is not None:

@@ -73,6 +73,7 @@ class V2Memory:
     """Over HTTP."""
 
     over_grpc = False
+    events = False
 
     def __init__(self) -> None:
         self._regions: list[Region] = []
@@ -149,6 +150,7 @@ class V2GrpcMemory(V2Memory):
     """Over gRPC."""
 
     over_grpc = True
+    events = False
 
     def ask_inputs(self, target: Target, wish: Wish) -> list[Input]:
         return ask_inputs_over_grpc(target, wish)
