@@ -250,7 +250,8 @@ def _open_session(path: Path, config: Mapping[str, Any]) -> Any:
     options.log_severity_level = 3
     asked = read_options(config).session
     _set_options(options, asked, onnxruntime)
-    providers = _providers(str(config.get("device") or "cpu"), onnxruntime.get_available_providers())
+    nbytes, available = int(config.get("device_memory_bytes") or 0), onnxruntime.get_available_providers()
+    providers = _providers(str(config.get("device") or "cpu"), available, nbytes)
     if "openvino" in asked.accelerators:  # the one Triton knows on a CPU: another way to the same results
         if OPENVINO in onnxruntime.get_available_providers():
             providers.insert(0, OPENVINO)
@@ -276,7 +277,7 @@ def _set_options(options: Any, asked: SessionOptions, onnxruntime: Any) -> None:
         options.execution_mode = onnxruntime.ExecutionMode.ORT_PARALLEL
 
 
-def _providers(device: str, available: list[str]) -> list[Any]:
+def _providers(device: str, available: list[str], nbytes: int = 0) -> list[Any]:
     kind, _, number = device.partition(":")
     if kind == "cpu":
         return ["CPUExecutionProvider"]
@@ -284,7 +285,8 @@ def _providers(device: str, available: list[str]) -> list[Any]:
         raise ConfigError(f"device must be cpu, cuda or cuda:N, not {device!r}")
     if "CUDAExecutionProvider" not in available:
         raise ConfigError(f"device {device!r}: this ONNX Runtime has no CUDA (install onnxruntime-gpu)")
-    return [("CUDAExecutionProvider", {"device_id": int(number or 0)}), "CPUExecutionProvider"]
+    limit = {"gpu_mem_limit": nbytes} if nbytes else {}
+    return [("CUDAExecutionProvider", {"device_id": int(number or 0), **limit}), "CPUExecutionProvider"]
 
 
 def _narrows(declared: tuple[int, ...], found: tuple[int, ...]) -> bool:

@@ -46,6 +46,8 @@ class BackendEntry:
     """A folder without any config is not taken for one of its models."""
     native: bool = True
     """May be named in model.yaml."""
+    gpu: bool = False
+    """Its models may compute on a GPU."""
     framework: str = ""
     """The module that must be installed."""
     extra: str = ""
@@ -69,12 +71,14 @@ BACKENDS = {
         BackendEntry(
             "python",
             "fastserve.backends.python:PythonBackend",
+            gpu=True,
             model_file="model.py",
             needs_tensors=True,
         ),
         BackendEntry(
             "onnx",
             "fastserve.backends.onnx:OnnxBackend",
+            gpu=True,
             model_file="model.onnx",
             needs_config=False,
             framework="onnxruntime",
@@ -86,6 +90,7 @@ BACKENDS = {
         BackendEntry(
             "torch",
             "fastserve.backends.torch:TorchBackend",
+            gpu=True,
             memory=("host", "device"),
             model_file="model.pt",
             other_files=("model.pt2", "model.py"),
@@ -97,6 +102,7 @@ BACKENDS = {
         BackendEntry(
             "triton_python",
             "fastserve.backends.triton_python:TritonPythonBackend",
+            gpu=True,
             takes="requests",
             streams=True,
             model_file="model.py",
@@ -145,4 +151,4 @@ def find_backend(name: str) -> BackendEntry:
         return entry
     if not _PLACE.fullmatch(name):
         raise ConfigError(fault_text("backend", name, NAMES))
-    return BackendEntry(name, name)
+    return BackendEntry(name, name, gpu=True)

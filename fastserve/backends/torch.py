@@ -66,6 +66,7 @@ class TorchBackend:
         _set_threads(torch, self._config)
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # it is not written to
         place = open_device(torch, self.device)
+        bound_memory(torch, place, int(self._config.get("device_memory_bytes") or 0))
         path = torch_files.find_file(self._version_dir, self._options, self._file)
         opened = torch_files.open_model(path, place, self._options, self._config, self._instance)
         self._describe(opened)
@@ -167,6 +168,13 @@ def open_device(torch: Any, name: str) -> Any:
         raise ConfigError(f"device {name!r}: there are {count} GPUs, counted from 0")
     torch.cuda.set_device(number)
     return torch.device("cuda", number)
+
+
+def bound_memory(torch: Any, device: Any, nbytes: int) -> None:
+    """Hold what this process allocates on the device to `nbytes`, 0 for no bound (`device_memory_mb`)."""
+    if nbytes and device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(nbytes / total, 1.0), device)
 
 
 def _set_threads(torch: Any, config: Mapping[str, Any]) -> None:

@@ -168,13 +168,11 @@ class TritonPythonBackend:
             raise CompletedConfig(fields)
 
     def _arguments(self) -> dict[str, str]:
-        group = self.config.get("instance_group") or [{}]
-        gpus = group[0].get("gpus") or [0]
         return {
             "model_config": json.dumps(self.config),
             "model_instance_kind": self.kind,
             "model_instance_name": self.instance_name,
-            "model_instance_device_id": str(gpus[0]),
+            "model_instance_device_id": "0",  # the worker's own device is the first that it sees
             "model_repository": str(self._version_dir.parent),
             "model_version": self._version_dir.name,
             "model_name": self.name,
@@ -218,6 +216,8 @@ def name_instance(model: str, config: Mapping[str, Any], instance: int) -> tuple
     groups = config.get("instance_group") or [{"name": model}]
     for number, group in enumerate(groups):
         count = int(group.get("count") or 1)
+        if group.get("kind") == "KIND_GPU":
+            count *= max(len(group.get("gpus") or ()), 1)
         if instance < count or number == len(groups) - 1:
             kind = "GPU" if group.get("kind") == "KIND_GPU" else "CPU"
             named = group.get("name") or f"{model}_{number}"

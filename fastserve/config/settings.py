@@ -284,6 +284,10 @@ class Settings(RepositorySettings, frozen=True, forbid_unknown_fields=True, kw_o
     allow_client_shm: Annotated[
         bool, Meta(description="Clients may name shared memory that tensors are read from and written to.")
     ] = False
+    device_memory_share: Annotated[
+        float,
+        Meta(gt=0, le=1, description="Of each GPU's memory, what device_memory_mb of all models may claim."),
+    ] = 1.0
     dialects: Annotated[
         tuple[Annotated[str, Meta(pattern=r"^[\w.]+:\w+$")], ...],
         Meta(description="Dialects of your own: MODULE:NAME of a DialectSpec."),

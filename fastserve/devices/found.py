@@ -20,9 +20,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from fastserve.devices.cuda import LIBRARIES
+
 log = logging.getLogger(__name__)
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+LOADER_FOLDERS = ("/lib", "/usr/lib", "/lib64", "/usr/lib64", "/usr/local/lib")
+LOADER_CACHE = "/etc/ld.so.cache"
 PROGRAM = Path(__file__).with_name("cuda.py")
 # A driver that loads its kernel module for this, and looks at eight devices, takes seconds.
 ASK_S = 60.0
@@ -43,9 +47,24 @@ class Device(NamedTuple):
         return f"GPU {self.number} ({self.name}, {self.memory_bytes / 2**30:.1f} GiB)"
 
 
+def has_driver(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether the dynamic loader could find the driver's library at all, without loading it: where it could
+    not, nobody needs to be asked."""
+    named = (os.environ if environment is None else environment).get("LD_LIBRARY_PATH", "").split(os.pathsep)
+    folders = [Path(folder) for folder in (*filter(None, named), *LOADER_FOLDERS)]
+    if any((folder / name).exists() for folder in folders for name in LIBRARIES):
+        return True
+    try:
+        return LIBRARIES[-1].encode() in Path(LOADER_CACHE).read_bytes()
+    except OSError:  # a system without one
+        return False
+
+
 def find_devices(environment: Mapping[str, str] | None = None) -> list[Device]:
     """Ask. Blocks; a driver that does not answer is none, and that is logged."""
     environment = os.environ if environment is None else environment
+    if not has_driver(environment):
+        return []
     # -I and -S: the program needs nothing but the standard library, and starts in half the time.
     command = [sys.executable, "-I", "-S", str(PROGRAM)]
     try:

@@ -12,13 +12,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from fastserve.devices.found import MACHINE
 from fastserve.engine.batch_queue import BatchQueue
 from fastserve.engine.cache import ResponseCache
 from fastserve.engine.calls import Calls
 from fastserve.engine.counters import counters_of
+from fastserve.engine.device_budget import DeviceBudget
 from fastserve.engine.engine import Engine
 from fastserve.engine.ensemble import Ensemble
 from fastserve.engine.ensemble_plan import check_models, make_plan
@@ -33,6 +35,7 @@ from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.metrics import names
 from fastserve.metrics.registry import Registry
 from fastserve.repository.catalog import Catalog
+from fastserve.repository.placement import Place
 from fastserve.repository.version import Version
 from fastserve.tensor import TensorSpec
 from fastserve.workers.arena import Arena, plan_geometry
@@ -64,6 +67,7 @@ class Hosted:
     part: int = 0  # which of the version's queues, where each instance has one
     nobody: asyncio.TimerHandle | None = None  # fails what waits while no worker is alive
     closing: bool = False
+    claims: list[Place] = field(default_factory=list)  # of device memory
 
 
 Mirror = Callable[[Hosted], Awaitable[None]]
@@ -82,8 +86,10 @@ class Host:
         catalog: Catalog | None = None,
         cache_bytes: int = 0,
         limiter: RateLimiter | None = None,
+        device_share: float = 1.0,
     ) -> None:
         self._limiter = limiter
+        self._budget = DeviceBudget(MACHINE.devices, device_share)
         self.cache = ResponseCache(cache_bytes) if cache_bytes else None
         self.ensembles: dict[Version, Ensemble] = {}  # they have no workers
         self._catalog = catalog or Catalog()
@@ -143,6 +149,8 @@ class Host:
             return arena
 
         config = schedule.worker_config(part)
+        claims = version.config.places[part : part + 1] if schedule.extras else version.config.places
+        self._budget.take(claims)
         group = WorkerGroup(
             version.folder,
             config,
@@ -154,8 +162,11 @@ class Host:
         )
         try:
             await group.start()
-            return self._open(version, part, group, *made[0])
+            hosted = self._open(version, part, group, *made[0])
+            hosted.claims = claims
+            return hosted
         except BaseException:
+            self._budget.give_back(claims)
             await _close_unopened(group, [arena for arena, _, _ in made])
             raise
 
@@ -259,6 +270,7 @@ class Host:
         hosted.queue.close()
         counters_of(hosted.version).close(hosted.queue)
         hosted.arena.close()
+        self._budget.give_back(hosted.claims)
         self.wishes.forget(hosted.version)
         self._report(hosted)
 

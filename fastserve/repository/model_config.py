@@ -25,7 +25,9 @@ from fastserve.config.options import Options
 from fastserve.config.policy import VersionNumber
 from fastserve.config.text import OPTIONAL_INPUTS, TextOptions
 from fastserve.config.torch_options import TorchOptions
+from fastserve.devices.found import MACHINE
 from fastserve.errors import ConfigError
+from fastserve.repository.placement import MOST_INSTANCES, Place, place_on
 from fastserve.tensor import DTYPES, TensorSpec
 
 # Spelled out because a type checker cannot read DTYPES; tests hold the two together.
@@ -111,7 +113,16 @@ class NativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         list[Annotated[int, Meta(ge=1)]] | None,
         Meta(description="Batches are filled up to the next of these; ends with max_batch_size."),
     ] = None
-    instances: Annotated[int, Meta(ge=1, le=64, description="Worker processes of each version.")] = 1
+    instances: Annotated[
+        int, Meta(ge=1, le=64, description="Worker processes of each version, on each of its devices.")
+    ] = 1
+    devices: Annotated[
+        str | list[str],  # plain: a union of texts with patterns breaks msgspec 0.22's count of references
+        Meta(description="Where they compute: cpu, cuda (every GPU), cuda:N, auto; or a list of these."),
+    ] = "cpu"
+    device_memory_mb: Annotated[
+        int, Meta(ge=0, description="Megabytes of its GPU that each worker may take; 0: not bounded.")
+    ] = 0
     max_queue_rows: Annotated[int, Meta(ge=1, description="Rows that may wait.")] = 1024
     max_queue_bytes: Annotated[int, Meta(ge=1, description="Bytes of inputs that may wait.")] = 268435456
     split_large_requests: Annotated[
@@ -214,6 +225,10 @@ class ModelConfig(NativeConfig, frozen=True, forbid_unknown_fields=True, kw_only
     """A native model's fields, and those only a config.pbtxt leads to (`triton_config`)."""
 
     options: Annotated[Options, Meta(description="What it asks for beyond its tensors.")] = Options()
+    places: Annotated[
+        list[Place], Meta(description="Where each of its workers computes; none: all on the CPU.")
+    ] = []
+    placed_because: Annotated[str, Meta(description="Why there, where the config left it open.")] = ""
     triton: Annotated[
         dict[str, Any] | None,
         Meta(description="The whole config.pbtxt as the config call shows it; null for a native model."),
@@ -237,7 +252,29 @@ def parse_model_config(
     options = Options()
     if native.text is not None:
         options = Options(decoupled=True, parts_if_asked=True, optional_inputs=list(OPTIONAL_INPUTS))
-    return ModelConfig(**msgspec.structs.asdict(native), options=options)
+    return _place(ModelConfig(**msgspec.structs.asdict(native), options=options), origin)
+
+
+def _place(config: ModelConfig, origin: str) -> ModelConfig:
+    """With the devices that are there. Raises ConfigError."""
+    if config.devices == "cpu":
+        return config
+    try:
+        found = place_on(config.devices, config.instances, find_backend(config.backend), MACHINE)
+        return with_places(config, found.places, found.why)
+    except ValueError as fault:
+        raise ConfigError(f"{origin}: {fault}") from None
+
+
+def with_places(config: ModelConfig, places: list[Place], why: str = "") -> ModelConfig:
+    """The config with a worker at each of these places. Raises ValueError for too many."""
+    if len(places) > MOST_INSTANCES:
+        raise ValueError(
+            fault_text("instances", len(places), f"up to {MOST_INSTANCES} on all of its devices")
+        )
+    nbytes = config.device_memory_mb << 20
+    places = [msgspec.structs.replace(one, bytes=nbytes) if one.gpu >= 0 else one for one in places]
+    return msgspec.structs.replace(config, instances=len(places), places=places, placed_because=why)
 
 
 def _filled(raw: Mapping[str, object], defaults: Mapping[str, object]) -> dict[str, object]:

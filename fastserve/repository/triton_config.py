@@ -22,8 +22,10 @@ from fastserve.config import DEFAULT_POLICY, PolicyChoice, VersionPolicy, conver
 from fastserve.config.options import Options
 from fastserve.config.text_proto import parse_text
 from fastserve.config.yaml_text import read_text
+from fastserve.devices.found import MACHINE
 from fastserve.errors import ConfigError
-from fastserve.repository.model_config import ModelConfig, TensorConfig, WarmupSample
+from fastserve.repository.model_config import ModelConfig, TensorConfig, WarmupSample, with_places
+from fastserve.repository.placement import Place, place_group
 from fastserve.repository.triton_defaults import DATA_TYPE, DTYPE_OF, complete, fill_defaults
 from fastserve.repository.triton_json import plain_from_json, to_json
 from fastserve.repository.triton_options import options_of
@@ -109,7 +111,20 @@ def to_model_config(config: TritonConfig, folder: Path = Path()) -> ModelConfig:
         "options": options_of(config),
         "triton": to_json(config),
     }
-    return ModelConfig(**fields)
+    return _place(ModelConfig(**fields), config)
+
+
+def _place(made: ModelConfig, config: TritonConfig) -> ModelConfig:
+    """With the devices of its groups; one that has only CPUs is as it was."""
+    if not any(group.kind == "KIND_GPU" for group in config.instance_group):
+        return made
+    places: list[Place] = []
+    for group in config.instance_group:
+        if group.passive:
+            continue
+        on_gpus = group.kind == "KIND_GPU"
+        places += place_group(group.gpus, group.count, MACHINE) if on_gpus else [Place()] * group.count
+    return with_places(made, places)
 
 
 def _tensors(tensors: list[ModelInput] | list[ModelOutput]) -> dict[str, TensorConfig]:
@@ -229,9 +244,18 @@ def triton_view(config: ModelConfig, name: str) -> TritonConfig:
         input=[_shown(ModelInput, key, tensor) for key, tensor in config.inputs.items()],
         output=[_shown(ModelOutput, key, tensor) for key, tensor in config.outputs.items()],
         dynamic_batching=dynamic if config.batching else None,
-        instance_group=[InstanceGroup(kind="KIND_CPU", count=config.instances)],
+        instance_group=_groups_of(config),
     )
     return fill_defaults(made, name)
+
+
+def _groups_of(config: ModelConfig) -> list[InstanceGroup]:
+    """A native model's workers, as groups."""
+    gpus = sorted({place.gpu for place in config.places if place.gpu >= 0})
+    cpus = sum(place.gpu < 0 for place in config.places) if config.places else config.instances
+    on_gpus = InstanceGroup(kind="KIND_GPU", count=(config.instances - cpus) // max(len(gpus), 1), gpus=gpus)
+    on_cpus = InstanceGroup(kind="KIND_CPU", count=cpus)
+    return ([on_gpus] if gpus else []) + ([on_cpus] if cpus else [])
 
 
 def _policy_plain(policy: PolicyChoice) -> dict[str, Any]:

@@ -7,10 +7,13 @@ from typing import Any
 
 import msgspec
 
-from fastserve.backends.registry import BY_TRITON_NAME
+from fastserve.backends.registry import BY_TRITON_NAME, BackendEntry
+from fastserve.devices.found import MACHINE
+from fastserve.repository.placement import why_no_gpu
 from fastserve.repository.triton_schema import (
     DynamicBatching,
     InstanceGroup,
+    InstanceKind,
     Latest,
     ModelInput,
     ModelOutput,
@@ -71,7 +74,7 @@ def fill_defaults(config: TritonConfig, name: str) -> TritonConfig:
     if (
         backend and not config.ensemble
     ):  # how many workers there are depends on it; without one nothing is loaded
-        changes["instance_group"] = _filled_groups(config, name, entry.triton_instances if entry else 1)
+        changes["instance_group"] = _filled_groups(config, name, entry)
     return msgspec.structs.replace(config, **changes)
 
 
@@ -83,19 +86,34 @@ def _filled_optimization(given: Optimization) -> Optimization:
     )
 
 
-def _filled_groups(config: TritonConfig, name: str, count: int) -> list[InstanceGroup]:
+def _filled_groups(config: TritonConfig, name: str, entry: BackendEntry | None) -> list[InstanceGroup]:
     filled = []
     for number, group in enumerate(config.instance_group or [InstanceGroup(name=config.name or name)]):
-        kind = "KIND_CPU" if group.kind == "KIND_AUTO" and not group.gpus else group.kind
+        kind = group.kind if group.kind != "KIND_AUTO" else _kind_of(group, entry)
+        cpus = entry.triton_instances if entry else 1
         filled.append(
             msgspec.structs.replace(
                 group,
                 name=group.name or f"{config.name or name}_{number}",
                 kind=kind,
-                count=group.count or (count if kind == "KIND_CPU" else 1),
+                count=group.count or (cpus if kind == "KIND_CPU" else 1),
+                gpus=group.gpus or (every_gpu() if kind == "KIND_GPU" else []),
             )
         )
     return filled
+
+
+def _kind_of(group: InstanceGroup, entry: BackendEntry | None) -> InstanceKind:
+    """What KIND_AUTO comes to: GPUs where there are any and the backend can use them. One that names a GPU
+    which is not there stays what it is, and is refused."""
+    if group.gpus and set(group.gpus) - set(every_gpu()):
+        return group.kind
+    return "KIND_GPU" if entry is not None and not why_no_gpu(entry, MACHINE) else "KIND_CPU"
+
+
+def every_gpu() -> list[int]:
+    """Their numbers."""
+    return [device.number for device in MACHINE.devices()]
 
 
 def _filled_dynamic(config: TritonConfig) -> DynamicBatching | None:

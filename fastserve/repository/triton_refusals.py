@@ -13,6 +13,7 @@ import msgspec
 
 from fastserve.backends.registry import BY_TRITON_NAME
 from fastserve.config.fields import fault_text
+from fastserve.devices.found import MACHINE
 from fastserve.repository.triton_schema import InstanceGroup, ModelInput, ModelOutput, TritonConfig
 
 MOST_INSTANCES = 64
@@ -64,10 +65,13 @@ def _refused_of_tensor(place: str, tensor: ModelInput | ModelOutput, config: Tri
 
 
 def _refused_of_group(place: str, group: InstanceGroup) -> Iterator[str]:
-    if group.kind == "KIND_GPU":
+    there = {device.number for device in MACHINE.devices()} if group.kind == "KIND_GPU" else set()
+    if group.kind == "KIND_GPU" and not there:
         yield fault_text(f"{place}.kind", group.kind, "KIND_AUTO, KIND_CPU or KIND_MODEL: there is no GPU")
-    for field in ("gpus", "profile"):
-        yield from _only_empty(f"{place}.{field}", getattr(group, field))
+    elif missing := [gpu for gpu in group.gpus if gpu not in there]:
+        allowed = " or ".join(map(str, sorted(there))) or "nothing: there is no GPU"
+        yield fault_text(f"{place}.gpus", missing[0], allowed)
+    yield from _only_empty(f"{place}.profile", group.profile)
 
 
 def _refused_of_optimization(config: TritonConfig) -> Iterator[str]:
@@ -114,7 +118,8 @@ def _refused_of_the_rest(config: TritonConfig) -> Iterator[str]:
 
 def instances_of(config: TritonConfig) -> int:
     """Workers of all groups; those of passive ones never run anything."""
-    return sum(group.count for group in config.instance_group if not group.passive)
+    groups = [group for group in config.instance_group if not group.passive]
+    return sum(group.count * (len(group.gpus) if group.kind == "KIND_GPU" else 1) for group in groups)
 
 
 def idle(config: TritonConfig) -> list[str]:

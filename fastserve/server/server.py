@@ -60,6 +60,7 @@ class Server:
             on_health=self._health_changed,
             catalog=self.catalog,
             cache_bytes=settings.response_cache_bytes,
+            device_share=settings.device_memory_share,
             limiter=RateLimiter(read_pools(settings.rate_limit_resources))
             if settings.rate_limit == "execution_count"
             else None,

@@ -41,6 +41,7 @@ async def _try(settings: Settings) -> Trial:
         fronts=settings.frontends,
         catalog=catalog,
         cache_bytes=settings.response_cache_bytes,
+        device_share=settings.device_memory_share,
         limiter=RateLimiter(read_pools(settings.rate_limit_resources)) if limited else None,
     )
     repository = Repository(settings, catalog, host)

@@ -20,6 +20,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fastserve.devices.found import has_driver
 from fastserve.errors import Kind, NoDeviceError, ServeError
 from fastserve.request import Lent
 from fastserve.workers.control import ControlFault
@@ -117,6 +118,7 @@ class DeviceLine:
             raise ServeError(Kind.INVALID_ARGUMENT, str(told["words"]))
 
     async def _start(self) -> None:
+        self._none = self._none or not has_driver()
         if self._none:
             raise NoDeviceError
         if self._process is not None and self._process.running:

@@ -16,12 +16,14 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import methodcaller
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from fastserve.backends.base import explain
 from fastserve.codec.text import Info
+from fastserve.devices.found import VISIBLE
 from fastserve.each import each
 from fastserve.errors import Kind, ServeError
 from fastserve.logs import current_logs
@@ -122,14 +124,20 @@ class WorkerGroup:
         self._started = self._stopped = False
         order = {
             **{"name": self.name, "version_dir": str(version_dir)},
-            "config": dict(config),
             **{"sys_path": list(sys_path), "logs": current_logs()},
         }
         self._instances = [
-            Instance(i, order, self._make_process, self._revived, self._lost, on_call)
-            for i in range(int(config.get("instances") or 1))
+            self._make_instance(i, order, config, on_call) for i in range(int(config.get("instances") or 1))
         ]
         self._born = [0.0] * len(self._instances)  # when each worker became ready
+
+    def _make_instance(
+        self, number: int, order: Mapping[str, Any], config: Mapping[str, Any], on_call: OnCall | None
+    ) -> Instance:
+        device, environment = place_worker(config, number, self._environment)
+        own = {**order, "config": {**config, **device}}
+        make = partial(self._make_process, environment)
+        return Instance(number, own, make, self._revived, self._lost, on_call)
 
     @property
     def alive(self) -> int:
@@ -276,9 +284,27 @@ class WorkerGroup:
             self._on_death(worker)
 
     def _make_process(
-        self, on_message: Callable[[dict[str, Any]], None], on_exit: Callable[[str], None]
+        self,
+        environment: Mapping[str, str],
+        on_message: Callable[[dict[str, Any]], None],
+        on_exit: Callable[[str], None],
     ) -> WorkerProcess:
-        return WorkerProcess(self._environment, on_message, on_exit, entry=self._entry)
+        return WorkerProcess(environment, on_message, on_exit, entry=self._entry)
+
+
+def place_worker(
+    config: Mapping[str, Any], number: int, environment: Mapping[str, str]
+) -> tuple[dict[str, Any], Mapping[str, str]]:
+    """What worker `number` is told of its device, and its environment, which says what CUDA shows it before
+    anything in the worker can ask. What a model's own `env` says of that stands."""
+    places = config.get("places") or ()
+    if not places:
+        return {}, environment
+    place = places[int(config.get("first_instance") or 0) + number]
+    told = {"device": place["device"], "gpu": place["gpu"], "device_memory_bytes": place["bytes"]}
+    if not place["visible"] or VISIBLE in (config.get("env") or ()):
+        return told, environment
+    return told, {**environment, VISIBLE: place["visible"]}
 
 
 async def _all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -1,0 +1,129 @@
+"""Where the workers of a version compute: what a config asks for, held against the GPUs that are there.
+
+    devices: cuda, instances: 2        on a machine of two GPUs -> [gpu 0, gpu 1, gpu 0, gpu 1]
+    KIND_AUTO                          GPUs where there are any and the backend can use them, else the CPU
+
+A worker on a GPU sees its own first, as cuda:0 (`visible` is its CUDA_VISIBLE_DEVICES), and the others behind
+it: whatever a model calls plain `cuda` is its own, no context comes to be on another by mistake, and memory
+that a client has lent on another device can still be opened. CPU workers see what the server sees.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from fastserve.backends.registry import BackendEntry
+from fastserve.config.fields import fault_text
+from fastserve.devices.found import Device, Machine
+
+AUTO, CPU, GPU, SIMULATED = "auto", "cpu", "cuda", "simulated"
+MOST_INSTANCES = 64
+_ONE = re.compile(r"cuda:([0-9]{1,4})")
+NO_GPU = "there is no GPU"
+TORCH_WITHOUT = "cuda: Optional[str] = None"
+ONNX_PROVIDER = "capi/libonnxruntime_providers_cuda.so"
+
+
+class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one worker computes on. `device` is the name frameworks know it by, in that worker; `gpu` the
+    server's number of it, -1 for none."""
+
+    device: str = CPU
+    gpu: int = -1
+    visible: str = ""
+    bytes: int = 0
+    """Of its device that the worker may take; 0: as much as there is."""
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """The places of all workers, in their order, and why."""
+
+    places: list[Place]
+    why: str = ""
+
+
+def place_on(devices: str | Sequence[str], count: int, entry: BackendEntry, machine: Machine) -> Placement:
+    """`count` workers on each of the devices that a model.yaml names. Raises ValueError for one that is not
+    there."""
+    asked = [devices] if isinstance(devices, str) else list(devices)
+    if asked == [AUTO]:
+        reason = why_no_gpu(entry, machine)
+        if reason:
+            return Placement([Place()] * count, f"auto: {reason}")
+        return Placement(_spread(machine.devices(), range(len(machine.devices())), count), "auto")
+    found: list[Place] = []
+    for name in asked:
+        found += _named(name, machine)
+    if not found:
+        raise ValueError(fault_text("devices", asked, "at least one device"))
+    return Placement(found * count)
+
+
+def place_group(gpus: Sequence[int], count: int, machine: Machine) -> list[Place]:
+    """`count` workers of a group on each of these GPUs, of those that are there."""
+    return _spread(machine.devices(), gpus, count)
+
+
+def why_no_gpu(entry: BackendEntry, machine: Machine) -> str:
+    """Why a model of this backend cannot compute on a GPU here, "" if it can."""
+    if not entry.gpu:
+        return f"the {entry.name} backend computes on the CPU"
+    if not machine.devices():
+        return NO_GPU
+    if entry.framework == "torch" and not _is_for_cuda("torch", "version.py", TORCH_WITHOUT):
+        return "the PyTorch that is installed was built without CUDA"
+    if entry.framework == "onnxruntime" and not _is_for_cuda("onnxruntime", ONNX_PROVIDER):
+        return "the ONNX Runtime that is installed has no CUDA (onnxruntime-gpu has)"
+    return ""
+
+
+def _named(name: str, machine: Machine) -> list[Place]:
+    if name in (CPU, SIMULATED):
+        return [Place(name)]
+    number = _ONE.fullmatch(name)
+    if name != GPU and number is None:
+        raise ValueError(fault_text("devices", name, "cpu, cuda, cuda:N, or auto by itself"))
+    there = machine.devices()
+    wanted = range(len(there)) if number is None else [int(number[1])]
+    if not wanted or wanted[-1] >= len(there):
+        names = ", ".join([CPU, AUTO, *([GPU] if there else []), *(f"cuda:{d.number}" for d in there)])
+        allowed = names if there else f"{names}: {NO_GPU}"
+        raise ValueError(fault_text("devices", name, allowed))
+    return _spread(there, wanted, 1)
+
+
+def _spread(there: Sequence[Device], numbers: Sequence[int], count: int) -> list[Place]:
+    """One round of the devices after the other: the first workers are on different ones."""
+    return [
+        Place("cuda:0", number, ",".join([there[number].select, *_others(there, number)]))
+        for _ in range(count)
+        for number in numbers
+    ]
+
+
+def _others(there: Sequence[Device], number: int) -> list[str]:
+    return [device.select for device in there if device.number != number]
+
+
+def _is_for_cuda(package: str, file: str, unless: str = "") -> bool:
+    """Looked for in its files: importing a framework here would cost the server its memory."""
+    from importlib.util import find_spec
+
+    spec = find_spec(package)
+    folder = Path(spec.origin).parent if spec is not None and spec.origin else None
+    if folder is None or not (folder / file).is_file():
+        return False
+    return not unless or unless not in (folder / file).read_text("utf-8", "replace")
+
+
+def describe(placement: Sequence[Place], machine: Machine) -> str:
+    """Which worker computes where, for a person."""
+    counts: dict[str, int] = {}
+    for place in placement:
+        title = machine.devices()[place.gpu].title if place.gpu >= 0 else place.device
+        counts[title] = counts.get(title, 0) + 1
+    return ", ".join(f"{count} on {title}" for title, count in counts.items())
