@@ -88,6 +88,10 @@ class TextgenOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_best_of: Annotated[
         int, Meta(ge=1, le=128, description="Sequences a request of TGI's may start (best_of).")
     ] = 4
+    metrics: Annotated[
+        Literal["server", "mindie"],
+        Meta(description="What /metrics has on listeners that speak this: the server's names or MindIE's."),
+    ] = "server"
     tgi_flavor: Annotated[
         Literal["tgi", "mindie"],
         Meta(description="Whose shape /, /generate, /generate_stream and /info have where the two differ."),

@@ -2,7 +2,7 @@
 
     GET /healthz/live     200 while the event loop turns, 503 when its heartbeat is stale
     GET /healthz/ready    200 {"ready": true, ...} or 503 with the reason in the body
-    GET /metrics          Prometheus text, summed over all front processes
+    GET /metrics          Prometheus text, summed over all front processes; an API may have its own there
 
 HEAD works on each; the wire leaves the body out. Nothing here decides anything: readiness is filled
 in by the server (metrics/readiness.py). Probes make no I/O, no thread and no task, so they answer
@@ -55,7 +55,7 @@ class Ops(Dialect):
             return None
         if method not in row.scopes:
             return Route(refuse_method, Scope.HEALTH)
-        return Route(endpoint, row.scopes[method])
+        return Route(endpoint, row.scopes[method], gives_way=row is METRICS)
 
     def show_live(self, call: Call) -> None:
         heart = self._heartbeat

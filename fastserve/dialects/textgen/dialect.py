@@ -11,6 +11,7 @@ from fastserve.errors import ServeError
 from fastserve.serving.dialect import Dialect, ServingContext
 from fastserve.wire.call import Call
 from fastserve.wire.dialect import Route
+from fastserve.wire.scope import Scope
 
 TABLE = Table(PATHS)
 
@@ -20,6 +21,7 @@ class Textgen(Dialect):
 
     def __init__(self, context: ServingContext, options: TextgenOptions) -> None:
         self._service = Service(context, options)
+        self._shows_metrics = context.settings.allow_metrics
 
     def route(self, method: str, target: str) -> Route | None:
         """The route of a target, None when no API of these has it, or not with this verb."""
@@ -27,7 +29,12 @@ class Textgen(Dialect):
         if found is None:
             return None
         path, named = found
-        return Route(path.make(self._service, named), path.row.scopes[method], path.gives_way)
+        scope, gives_way = path.row.scopes[method], path.gives_way
+        if scope is Scope.METRICS:
+            if not self._shows_metrics:
+                return None
+            gives_way = gives_way and self._service.options.metrics == "server"
+        return Route(path.make(self._service, named), scope, gives_way)
 
     def refuse(self, call: Call, fault: ServeError) -> None:
         found = TABLE.find(call.method, call.target)

@@ -12,9 +12,11 @@ import msgspec
 
 from fastserve.codec.text import Sampling
 from fastserve.dialects.textgen.errors import envelope, refuse
+from fastserve.dialects.textgen.figures import Figure, write_page, write_vector
 from fastserve.dialects.textgen.paths import Named, Path
 from fastserve.dialects.textgen.service import Service
 from fastserve.errors import Kind, ServeError
+from fastserve.metrics import CONTENT_TYPE
 from fastserve.serving.dialect import HttpRoute
 from fastserve.serving.text import TextAsk
 from fastserve.wire.call import Call, Endpoint
@@ -97,12 +99,36 @@ async def _say_one(service: Service, name: str, deadline_ns: int) -> None:
         )
 
 
+def show_metrics(service: Service, named: Named) -> Endpoint:
+    """The figures as Prometheus reads them."""
+
+    async def show(call: Call) -> None:
+        call.reply(200, await _read(service, write_page), CONTENT_TYPE)
+
+    return show
+
+
+def show_vector(service: Service, named: Named) -> Endpoint:
+    """The figures as JSON."""
+
+    async def show(call: Call) -> None:
+        call.reply(200, await _read(service, write_vector))
+
+    return show
+
+
+async def _read(service: Service, write: Callable[[dict[str, list[Figure]]], bytes]) -> bytes:
+    models = service.texts.names()
+    work = asyncio.get_running_loop().run_in_executor
+    return await work(None, lambda: write(service.figures.read(models)))
+
+
 def show_status(service: Service, named: Named) -> Endpoint:
     """What runs, of what there is."""
 
     def show(call: Call) -> None:
         names = service.texts.names()
-        running = {name: service.running.count(name) for name in names}
+        running = {name: service.figures.running(name) for name in names}
         slots = {name: service.texts.find(name).info.slots for name in names}
         ready = service.readiness.ready
         told: dict[str, Any] = {
@@ -182,6 +208,8 @@ PATHS = (
     _path("model_ready", "/v2/models/MODEL/ready", _PROBE, show_model_ready, yields=True),
     _path("status", "/v1/status", {"GET": Scope.METADATA}, show_status),
     _path("status", "/v2/status", {"GET": Scope.METADATA}, show_status),
+    _path("metrics", "/metrics", {"GET": Scope.METRICS}, show_metrics, yields=True),
+    _path("metrics", "/metrics-json", {"GET": Scope.METRICS}, show_vector),
     _path("stop_service", "/stopService", {"GET": Scope.ADMIN}, stop_service),
     _path("role", "/v1/role/ROLE", _NOTHING, refusing(PD)),
     _path("role", "/v2/role/ROLE", _NOTHING, refusing(PD)),

@@ -139,9 +139,9 @@ def count_slots(service: Service, named: Named) -> dict[str, Any]:
     """Raises ServeError."""
     model = service.texts.find(named.model)
     info = model.info
-    free = max(0, info.slots - service.running.count(model.name))
+    free = max(0, info.slots - service.figures.running(model.name))
     tokens = info.kv_tokens or info.slots * info.max_tokens
-    left = tokens * free // max(1, info.slots)
+    left = max(0, tokens - service.figures.held_tokens(model.name))
     return {"total_slots": info.slots, "free_slots": free, "available_tokens_length": left}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from time import monotonic_ns
 
 from fastserve.config import TextgenOptions
+from fastserve.dialects.textgen.figures import Figures
 from fastserve.dialects.textgen.running import Running
 from fastserve.metrics.traffic import Traffic
 from fastserve.serving.dialect import ServingContext
@@ -36,7 +37,7 @@ class Service:
         self.readiness = context.readiness
         self.texts = Texts(context, options.default_model)
         self.images = Images(image_rules(options))
-        self.running = Running()
+        self.running, self.figures = Running(), Figures(context.registry)
         self.apart = Apart()
         self.traffic = Traffic(context.registry, NAME, self.catalog.models)
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from fastserve.config import TextgenOptions
 from tests.dialects.textgen.rigs import RIGS
-from tests.dialects.textgen.serving import Local, local, served
+from tests.dialects.textgen.serving import Local, hosted, local, served
+from tests.running import until
 
 
 @pytest.fixture(scope="module")
@@ -211,3 +215,64 @@ def test_tokens_of_a_text(limits: Local) -> None:
 def test_texts_that_have_no_tokens(limits: Local, body: Any, told: str) -> None:
     reply = limits.post("/v1/tokenizer", body)
     assert (reply.status, told in json.loads(reply.body)["error"]) == (422, True)
+
+
+NAMES = {
+    "request_received_total", "request_success_total", "request_failed_total", "num_requests_running",
+    "num_requests_waiting", "num_requests_swapped", "avg_prompt_throughput_toks_per_s",
+    "avg_generation_throughput_toks_per_s", "time_to_first_token_seconds", "time_per_output_token_seconds",
+    "e2e_request_latency_seconds", "failed_request_perc", "request_prompt_tokens",
+    "request_generation_tokens", "prompt_tokens_total", "generation_tokens_total", "npu_cache_usage_perc",
+    "cpu_cache_usage_perc", "num_preemptions_total",
+}  # fmt: skip
+
+
+def value_of(page: bytes, name: str) -> float:
+    (family,) = [one for one in text_string_to_metric_families(page.decode()) if has(one, name)]
+    (sample,) = [one for one in family.samples if one.name == name]
+    assert sample.labels == {"model_name": "m1"}
+    return float(sample.value)
+
+
+def has(family: Any, name: str) -> bool:
+    return any(sample.name == name for sample in family.samples)
+
+
+def test_metrics_under_mindies_names(tmp_path: Path) -> None:
+    with hosted("llm-limits", tmp_path, metrics="mindie") as at:
+        for _ in range(3):
+            assert at.infer("a b").status == 200
+        at.settle()
+        page = at.ask("GET", "/metrics").body
+        families = list(text_string_to_metric_families(page.decode()))
+        assert {one.name for one in families} == {name.removesuffix("_total") for name in NAMES}
+        assert value_of(page, "request_received_total") == value_of(page, "request_success_total") == 3
+        assert value_of(page, "generation_tokens_total") == 18
+        assert value_of(page, "prompt_tokens_total") == 6
+        assert value_of(page, "time_to_first_token_seconds_count") == 3
+        assert value_of(page, "time_per_output_token_seconds_count") == 15
+        assert value_of(page, "e2e_request_latency_seconds_count") == 3
+        assert value_of(page, "request_generation_tokens_sum") == 18
+        assert value_of(page, "num_requests_running") == value_of(page, "request_failed_total") == 0
+        vector = at.ask("GET", "/metrics-json").json
+        assert vector["resultType"] == "vector"
+        told = {one["metric"]["__name__"]: one for one in vector["result"]}
+        assert told["generation_tokens_total"]["metric"]["model_name"] == "m1"
+        assert told["generation_tokens_total"]["value"][1] == "18"
+        assert isinstance(told["time_to_first_token_seconds_sum"]["value"][0], float)
+
+
+def test_the_servers_own_page_is_there_unless_it_is_asked_otherwise(tmp_path: Path) -> None:
+    with hosted("llm-limits", tmp_path) as at:
+        assert b"fastserve_ready" in at.ask("GET", "/metrics").body
+        assert b"fastserve" not in at.ask("GET", "/metrics-json").body
+
+
+def test_slots_that_are_taken(tmp_path: Path) -> None:
+    with hosted("llm-slow", tmp_path) as at, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(at.infer, "a", timeout=8)
+        path = "/v2/models/m1/getSlotCount"
+        assert at.ask("GET", path).json["total_slots"] == 1
+        until(lambda: at.ask("GET", path).json["free_slots"] == 0, "its first token has come")
+        assert at.ask("GET", "/v1/status").json["resource"]["runningRequestNum"] == 1
+        assert answer.result().status == 500
