@@ -243,13 +243,19 @@ def _misplaced(folder: Path, file_name: str) -> list[str]:
     return notes
 
 
+# What belongs to a model's file besides, by how that ends: a change of it is one of the version.
+_BESIDE = {".py": ("*.py",), ".json": ("*.json", "*.safetensors", "*.jinja")}
+
+
 def _stamp_of_all(file: Path) -> Stamp:
-    """That of a model's file, and of the modules beside one that is Python. Raises OSError."""
+    """That of a model's file, and of what belongs to it. Raises OSError."""
     stamp = stamp_of(file)
-    if file.suffix != ".py":
+    patterns = _BESIDE.get(file.suffix)
+    if patterns is None:
         return stamp
-    modules = tuple(stamp_of(module) for module in sorted(file.parent.glob("*.py")))
-    return (*stamp[:2], hash(modules), max((module[3] for module in modules), default=stamp[3]))
+    found = sorted(beside for pattern in patterns for beside in file.parent.glob(pattern))
+    stamps = tuple(stamp_of(beside) for beside in found)
+    return (*stamp[:2], hash(stamps), max((one[3] for one in stamps), default=stamp[3]))
 
 
 def _fill_versions(model: ModelFolder, numbered: Mapping[int, Path], root: Path) -> None:

@@ -49,6 +49,22 @@ def test_what_is_a_model_and_what_is_passed_over(tmp_path: Path) -> None:
     assert found["auto"].config.backend == "onnx"
 
 
+def test_a_folder_with_weights_is_a_text_model(tmp_path: Path) -> None:
+    for name, files in {"llm": ("config.json", "model.safetensors"), "bare": ("config.json",)}.items():
+        (tmp_path / name / "1").mkdir(parents=True)
+        for file in files:
+            (tmp_path / name / "1" / file).write_text("{}")
+    found = layout(tmp_path).scan()
+    config = found["llm"].config
+    assert config is not None
+    assert (config.backend, config.max_batch_size, config.options.decoupled) == ("text", 0, True)
+    assert config.text is not None
+    assert "no version folder holds" in found["bare"].error
+    before = found["llm"].versions[1].stamp
+    (tmp_path / "llm" / "1" / "model.safetensors").write_text("other weights")
+    assert layout(tmp_path).scan()["llm"].versions[1].stamp != before
+
+
 def test_links_stay_inside_the_repository(tmp_path: Path) -> None:
     root, outside = tmp_path / "root", tmp_path / "outside"
     write_config(outside, "m")

@@ -49,6 +49,16 @@ def test_rows_and_bytes_bound_the_queue_and_slots_do_not() -> None:
     assert plan(max_queue_delay_us=7, instances=3).max_delay_ns == 7000
 
 
+def test_a_slot_for_every_sequence_that_may_run_or_wait() -> None:
+    text = {"max_sequences": 4, "max_waiting": 10, "reader_tokens": 9}
+    geometry = plan({}, {}, backend="text_python", text=text, instances=2, max_queue_bytes=1 << 20)
+    assert (geometry.slots, geometry.max_rows, geometry.window, geometry.slab_pages) == (18, 1, 9, 512)
+    assert not geometry.dense
+    many = plan({}, {}, backend="text", text={"max_waiting": 1 << 20})
+    assert many.slots == 65536
+    assert plan().window == 0
+
+
 @pytest.mark.parametrize("slabs", [False, True])
 def test_others_join_with_what_they_are_sent(slabs):
     arena = Arena.create(plan(*(({}, {}) if slabs else DENSE), instances=2))
