@@ -22,6 +22,8 @@ from types import TracebackType
 START_S, STOP_S = 60.0, 90.0  # stopping may take drain_s and half a minute more
 WAIT_S = 10.0
 FREE = "127.0.0.1:0"
+QUICK_DEMO = ("--load-model", "digits", "--load-model", "half_plus_two")
+"""Options for servers of the demo that are asked for no text: its language model takes seconds to load."""
 
 
 def until(true: Callable[[], object], what: str, limit_s: float = WAIT_S) -> None:

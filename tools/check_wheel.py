@@ -1,4 +1,4 @@
-"""Looks into the newest wheel of a folder: compiled modules, stubs and demo data in, sources out."""
+"""Looks into the newest wheel of a folder: compiled modules, stubs, demo data in, sources out; and its size."""
 
 import sys
 import zipfile
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+MOST_BYTES = 10_000_000
 
 
 def faults(names: set[str]) -> Iterator[str]:
@@ -37,6 +38,9 @@ def main(folder: str) -> int:
         return 1
     with zipfile.ZipFile(wheels[-1]) as wheel:
         found = list(faults(set(wheel.namelist())))
+    nbytes = wheels[-1].stat().st_size
+    if nbytes >= MOST_BYTES:
+        found.append(f"the wheel has {nbytes} bytes, allowed: fewer than {MOST_BYTES}")
     print(*found, sep="\n", end="\n" if found else "")
     return 1 if found else 0
 

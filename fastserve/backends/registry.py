@@ -9,6 +9,7 @@ it) is a field here.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -50,6 +51,8 @@ class BackendEntry:
     """Its models may compute on a GPU."""
     framework: str = ""
     """The module that must be installed."""
+    beside_framework: tuple[str, ...] = ()
+    """Modules that must be there too."""
     extra: str = ""
     """What brings it: pip install 'fastserve[extra]'."""
     triton: str = ""
@@ -58,6 +61,12 @@ class BackendEntry:
     """And its older one."""
     triton_instances: int = 1
     """Workers of an instance group on CPUs that does not say how many."""
+
+    @property
+    def installed(self) -> bool:
+        """Whether all that it needs is there; nothing is imported."""
+        needed = (self.framework, *self.beside_framework) if self.framework else ()
+        return all(importlib.util.find_spec(name) is not None for name in needed)
 
     @property
     def missing_text(self) -> str:
@@ -128,6 +137,7 @@ BACKENDS = {
             beside="*.safetensors",
             needs_config=False,
             framework="torch",
+            beside_framework=("transformers", "tokenizers", "safetensors"),
             extra="llm",
         ),
         BackendEntry(

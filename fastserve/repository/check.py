@@ -7,7 +7,6 @@ load has found takes the place of its guesses (`Report.take`).
 from __future__ import annotations
 
 import ast
-import importlib.util
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -191,9 +190,7 @@ def _tensors_text(specs: Iterable[TensorSpec]) -> str:
 
 def _backend_problems(config: ModelConfig) -> list[str]:
     entry = find_backend(config.backend)
-    if not entry.framework or importlib.util.find_spec(entry.framework) is not None:
-        return []
-    return [entry.missing_text]
+    return [] if entry.installed else [entry.missing_text]
 
 
 def _file_problems(folder: Path, number: int, config: ModelConfig) -> list[str]:

@@ -82,6 +82,7 @@ class Layout:
         self.deployment = Path(settings.deployment) if settings.deployment else None
         self.overrides = Overrides()
         self._configs = ConfigReader(settings.model_defaults)
+        self._left_out = left_out(settings.repository)
 
     def check(self) -> None:
         """Raises ConfigError when a folder named in the settings is not there, or a name is given twice."""
@@ -110,6 +111,8 @@ class Layout:
             return found
         for child in sorted(os.scandir(self.root), key=lambda c: c.name):
             if child.name.startswith(".") or child.name == "__pycache__" or not child.is_dir():
+                continue
+            if child.name in self._left_out:
                 continue
             model = self._scan_model(child.name, self.root / child.name, self.root)
             if model is not None and child.name in found:
@@ -213,6 +216,16 @@ def _must_hold_models(root: Path) -> None:
         if (root / held).is_file():
             what = f"one version of a model (it holds {held})"
             raise ConfigError(f"repository: {root} is {what}; give the folder two above it")
+
+
+def left_out(repository: str) -> dict[str, str]:
+    """Models that are there and are not served, as what they need is not installed: name -> what to say. So
+    it is with the demo alone: who asks for a model of theirs is to hear that it does not load."""
+    if repository != "demo":
+        return {}
+    from fastserve.demo import missing_models
+
+    return missing_models()
 
 
 def repository_root(repository: str) -> Path | None:

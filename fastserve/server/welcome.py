@@ -8,6 +8,7 @@ import os
 
 from fastserve.config import Listener, Settings
 from fastserve.config.tls import names_file
+from fastserve.demo import missing_models
 from fastserve.metrics import Readiness
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ def welcome_text(
         lines.append(EMPTY.format(folder=settings.repository))
     if settings.repository == "demo" and http:
         lines += ["", "Try:", *(f"  {line}" for line in demo_requests(http[0], settings))]
+        lines += [f"{name} is left out: {why}" for name, why in missing_models().items()]
         if settings.allow_metrics:
             place = f"{_scheme('http', secure, http[0])}{http[0].address}"
             lines.append(f"and, in a browser, to see what it does: {place}/console")
@@ -77,9 +79,16 @@ def demo_requests(listener: Listener, settings: Settings) -> list[str]:
     root = f"{_scheme('http', bool(tls.cert), listener)}{listener.address}"
     curl = f"curl --cacert {tls.cert}" if root.startswith("https") and names_file(tls.cert) else "curl"
     base = f"{curl} {root}/v1/models"
+    prompt = {
+        "inputs": "In the beginning",
+        "stream": True,
+        "parameters": {"max_new_tokens": 40, "do_sample": True},
+    }
     digit = json.dumps({"instances": [[int(n) for n in SEVEN.split(",")]]}, separators=(",", ":"))
     halves = '{"instances": [1.0, 2.0, 5.0]}'
+    told = [] if missing_models() else [f"{curl} -N {root}/infer -d '{json.dumps(prompt)}'"]
     return [
+        *told,
         f"{base}/half_plus_two:predict -d '{halves}'",
         f"{base}/digits:predict -d '{digit}'",
         f"{base}/digits/metadata",

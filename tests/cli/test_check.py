@@ -26,7 +26,7 @@ def test_demo_is_fine() -> None:
     assert result.exit_code == 0, result.output
     assert "digits: version 1" in result.output
     assert "half_plus_two: version 123" in result.output
-    assert "2 model(s) were loaded, 0 with problems" in result.output
+    assert "3 model(s) were loaded, 0 with problems" in result.output
 
 
 @pytest.mark.usefixtures("logs_as_before")

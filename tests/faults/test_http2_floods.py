@@ -49,7 +49,7 @@ from tests.faults.rig import MESSAGES, SERVICE
 from tests.faults.test_amplification import Cost
 from tests.faults.test_counts import BACK
 from tests.faults.test_slices import GROWS
-from tests.running import Running, until
+from tests.running import QUICK_DEMO, Running, until
 
 MB = 1 << 20
 A_CONNECTION = 2 * MB  # what one may make the front process hold
@@ -294,7 +294,7 @@ def test_a_drain_answers_what_it_has_promised(tmp_path: Path) -> None:
     """Requests flow while the server is told to stop: those up to the number of its last GOAWAY are answered,
     and no other. Ten connections, a new request as soon as one is answered."""
     links = []
-    with Running(Path("demo"), tmp_path / "log", "--drain-s", "20") as running:
+    with Running(Path("demo"), tmp_path / "log", *QUICK_DEMO, "--drain-s", "20") as running:
         body = b'{"instances":[1]}'
         head = block("/v1/models/half_plus_two:predict")
 

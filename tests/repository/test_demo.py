@@ -12,13 +12,16 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from fastserve.config import RepositorySettings
-from fastserve.demo import demo_repository
+from fastserve.config import Listener, RepositorySettings, Settings
+from fastserve.demo import TEXT_MODEL, demo_repository
+from fastserve.metrics import Readiness
 from fastserve.repository.check import explain
 from fastserve.repository.layout import Layout
 from fastserve.repository.version import Version
+from fastserve.server.welcome import welcome_text
 
 DEMO_BYTES = 100_000
+TEXT_MODEL_BYTES = 8_000_000
 TESTS = Path(__file__).parents[1]
 EXAMPLES = TESTS.parent / "examples"
 
@@ -42,8 +45,30 @@ def import_model(version: Version) -> Any:
 def test_the_demo_checks_out_and_is_small() -> None:
     report = explain(RepositorySettings(repository="demo"))
     assert report.ok, report.text()
-    assert [(m.name, m.versions) for m in report.models] == [("digits", [1]), ("half_plus_two", [123])]
-    assert sum(file.stat().st_size for file in demo_repository().rglob("*") if file.is_file()) < DEMO_BYTES
+    models = [("digits", [1]), ("half_plus_two", [123]), ("scribe", [1])]
+    assert [(m.name, m.versions) for m in report.models] == models
+    files = [file for file in demo_repository().rglob("*") if file.is_file()]
+    small = [file for file in files if TEXT_MODEL not in file.parts]
+    assert sum(file.stat().st_size for file in small) < DEMO_BYTES
+    assert sum(file.stat().st_size for file in files) < DEMO_BYTES + TEXT_MODEL_BYTES
+
+
+def test_a_machine_without_what_the_text_model_needs_serves_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "transformers" else find(name)
+    )
+    settings = Settings(repository="demo")
+    assert sorted(Layout(settings).scan()) == ["digits", "half_plus_two"]
+    told = welcome_text(settings, (Listener("127.0.0.1:1"),), (), Readiness())
+    assert "scribe is left out: the text backend needs torch: pip install 'fastserve[llm]'" in told
+    assert "curl -N" not in told
+    monkeypatch.undo()
+    told = welcome_text(settings, (Listener("127.0.0.1:1"),), (), Readiness())
+    assert "left out" not in told
+    assert "curl -N http://127.0.0.1:1/infer" in told
 
 
 def held_out() -> tuple[np.ndarray, np.ndarray]:

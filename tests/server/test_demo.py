@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import shlex
+import shutil
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from fastserve.config import Listener, Settings
+from fastserve.server.welcome import demo_requests
 from tests.server.rig import Client, run, serving
 
 HELD_OUT = json.loads((Path(__file__).parents[1] / "vectors" / "digits_test.json").read_text())
@@ -35,7 +41,7 @@ def test_the_answers_of_the_readme():
     ]
 
     async def main():
-        async with serving("demo") as served:
+        async with serving("demo", load_models=("digits", "half_plus_two")) as served:
             client = await served.client()
             for target, body, answer in shown:
                 got = (await post(client, target, json.loads(body)))["predictions"]
@@ -51,7 +57,7 @@ def test_the_running_server_reads_held_out_digits():
     truth = np.array(HELD_OUT["digits"])
 
     async def main():
-        async with serving("demo") as served:
+        async with serving("demo", load_models=("digits", "half_plus_two")) as served:
             client = await served.client()
             body = {"instances": HELD_OUT["images"]}
             rows = (await post(client, "/v1/models/digits:predict", body))["predictions"]
@@ -72,3 +78,29 @@ def test_the_running_server_reads_held_out_digits():
     assert classes["results"] == classes["result"], "the seed's name and the wire's"
     best = [max(pairs, key=lambda pair: pair[1])[0] for pairs in classes["results"]]
     assert np.mean(np.array(best, int) == truth) >= LEAST_ACCURACY
+
+
+def test_the_streaming_request_of_the_welcome():
+    """As it is printed, by curl: words come one after the other, and together they are the whole text."""
+    curl = shutil.which("curl")
+    if curl is None:
+        pytest.skip("there is no curl")
+
+    async def main():
+        async with serving("demo", load_models=("scribe",)) as served:
+            line = demo_requests(Listener(f"127.0.0.1:{served.port}"), Settings())[0]
+            asked = [curl, "-s", "--max-time", "30", *shlex.split(line)[1:]]
+            process = await asyncio.create_subprocess_exec(*asked, stdout=asyncio.subprocess.PIPE)
+            return (await process.communicate())[0]
+
+    found: list[bytes] = []
+
+    async def keep():
+        found.append(await main())
+
+    run(keep())
+    *events, last = [json.loads(line[6:]) for line in found[0].split(b"\n\n") if line]
+    assert len(events) == 39
+    assert "".join(event["token"]["text"] for event in events) in last["generated_text"]
+    assert all(event["decode_time"] > 0 for event in events[1:])
+    assert re.search(r"[a-z]{2,} [a-z]{2,}", last["generated_text"])

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from fastserve.config import Listener, Settings, load_settings
-from tests.running import Running, free_port
+from tests.running import QUICK_DEMO, Running, free_port
 
 PREDICT = "/v1/models/half_plus_two:predict"
 BODY = json.dumps({"instances": [1.0, 2.0, 5.0]}).encode()
@@ -29,10 +29,12 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     log = tmp_path_factory.mktemp("one_port") / "log"
     if request.param == "both flags":
         place = f"127.0.0.1:{free_port()}"
-        running = Running(Path("demo"), log, http=place, grpc=place)
+        running = Running(Path("demo"), log, *QUICK_DEMO, http=place, grpc=place)
     else:
         more = ("--frontends", "2") if request.param == "two fronts" else ()
-        running = Running(Path("demo"), log, "--listen", "127.0.0.1:0", *more, http="off", grpc="off")
+        running = Running(
+            Path("demo"), log, *QUICK_DEMO, "--listen", "127.0.0.1:0", *more, http="off", grpc="off"
+        )
     with running:
         assert running.http == running.grpc
         yield running

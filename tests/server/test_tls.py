@@ -25,7 +25,7 @@ import tritonclient.grpc
 import tritonclient.http
 
 from tests.certificates import authority, issue, root_file, trusting
-from tests.running import Running, free_port, until
+from tests.running import QUICK_DEMO, Running, free_port, until
 
 PREDICT = "/v1/models/half_plus_two:predict"
 BODY = json.dumps({"instances": [1.0, 2.0, 5.0]}).encode()
@@ -42,7 +42,7 @@ def serving(folder: Path, kind: str, *options: str) -> Running:
     mine = issue(folder)
     flags = ["--tls-cert", mine.cert, "--tls-key", mine.key, "--log-access", *options, *KINDS[kind]]
     off = "off" if "--listen" in flags else "127.0.0.1:0"
-    return Running(Path("demo"), folder / "log", *flags, http=off, grpc=off)
+    return Running(Path("demo"), folder / "log", *QUICK_DEMO, *flags, http=off, grpc=off)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -218,7 +218,7 @@ def test_some_ports_may_stay_plain(tmp_path: Path) -> None:
     mine = issue(tmp_path)
     flags = ["--tls-cert", mine.cert, "--tls-key", mine.key]
     with Running(
-        Path("demo"), tmp_path / "log", *flags, http="tcp://127.0.0.1:0", grpc="127.0.0.1:0"
+        Path("demo"), tmp_path / "log", *QUICK_DEMO, *flags, http="tcp://127.0.0.1:0", grpc="127.0.0.1:0"
     ) as server:
         link = http.client.HTTPConnection(server.http)
         link.request("POST", PREDICT, BODY)
@@ -231,7 +231,7 @@ def test_some_ports_may_stay_plain(tmp_path: Path) -> None:
 def test_a_server_does_not_start_with_a_pair_that_does_not_fit(tmp_path: Path) -> None:
     one, other = issue(tmp_path, "one"), issue(tmp_path, "other")
     flags = ["--tls-cert", one.cert, "--tls-key", other.key]
-    server = Running(Path("demo"), tmp_path / "log", *flags, ends=1)
+    server = Running(Path("demo"), tmp_path / "log", *QUICK_DEMO, *flags, ends=1)
     with pytest.raises(AssertionError, match="the key is not that of the certificate"):
         server.__enter__()
 

@@ -21,7 +21,7 @@ from hyperframe.frame import DataFrame
 
 from fastserve._ext.http2_frames import frame
 from tests.faults.flooding import DATA, END_HEADERS, END_STREAM, FLOODS, HEADERS, Link, block
-from tests.running import Running
+from tests.running import QUICK_DEMO, Running
 
 # `lingers`: multiprocessing keeps its tracker.
 pytestmark = [pytest.mark.torture, pytest.mark.alone, pytest.mark.lingers]
@@ -34,7 +34,7 @@ AT_ONCE = 50
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with Running(Path("demo"), tmp_path_factory.mktemp("floods") / "log") as running:
+    with Running(Path("demo"), tmp_path_factory.mktemp("floods") / "log", *QUICK_DEMO) as running:
         yield running
 
 
