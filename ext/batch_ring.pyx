@@ -208,8 +208,11 @@ cdef class BatchRing:
         """(first row reserved, taken, run started, run ended, done), CLOCK_MONOTONIC."""
         cdef Slot* s = self.slot(slot)
         cdef uint64_t now = monotonic_ns()      # nothing a worker wrote there lies in the future
-        ran = min(s.run_ns, now), min(s.ran_ns, now)
-        return min(s.first_ns, now), min(s.taken_ns, now), *ran, min(s.done_ns, now)
+        return min(s.first_ns, now), min(s.taken_ns, now), min(s.run_ns, now), min(s.ran_ns, now), min(s.done_ns, now)
+
+    def formed_ns(self, uint32_t slot) -> int:
+        """How long a batch took from its first row to its sealing; then it waited for a worker."""
+        return slot_formed_ns(self.slot(slot))
 
     def count_once(self, uint32_t slot) -> bool:
         """True for the first front that asks: the one to record this batch."""

@@ -13,7 +13,7 @@ cdef extern from "reclaim.h" nogil:
         uint64_t in_offset, out_offset, queued_ns, tag, echo
         int front, rows
     ctypedef struct Slot:
-        uint64_t word, seq, first_ns, taken_ns, run_ns, ran_ns, done_ns, moved_ns
+        uint64_t word, seq, first_ns, sealed_ns, taken_ns, run_ns, ran_ns, done_ns, moved_ns
         uint32_t attempts, status, error_bytes
         char* error
     ctypedef struct WorkerDesk:
@@ -86,6 +86,7 @@ cdef extern from "reclaim.h" nogil:
     RunCounters* runs_of(const Arena*, uint32_t)
     Spread* spread_of(const Arena*, uint32_t)
     uint64_t since_ns(uint64_t, uint64_t)
+    uint64_t slot_formed_ns(const Slot *)
     bint slot_seal(Arena*, uint32_t)
     int64_t slot_take(Arena*, uint32_t, uint64_t*)
     uint64_t open_due_ns(const Arena*, uint32_t*)

@@ -35,7 +35,7 @@
 
 enum {
     ARENA_MAGIC = 0x66737276,   // "fsrv"
-    ARENA_LAYOUT = 6,
+    ARENA_LAYOUT = 7,
     MAX_WORKERS = 64,
     MAX_FRONTS = 64,
     MAX_COLUMNS = 64,
@@ -87,6 +87,7 @@ typedef struct {
     alignas(64) uint64_t word;
     uint64_t seq;           // order of opening: batches are taken oldest first
     uint64_t first_ns;      // when its first row was reserved, CLOCK_MONOTONIC
+    uint64_t sealed_ns;     // when nothing more could come; a batch of an idle worker is sealed as it is taken
     uint64_t taken_ns, run_ns, ran_ns, done_ns;     // the backend works from run_ns to ran_ns
     uint64_t moved_ns, rerun_ns;    // last sign of life of an answer in parts; of run_ns to ran_ns, in parts of the batch
     uint32_t attempts;      // how often a worker took it

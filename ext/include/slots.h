@@ -33,14 +33,30 @@ static inline uint64_t word_seal(uint64_t w)
     return make_word(word_generation(w), NO_WORKER, state, word_reserved(w), word_settled(w));
 }
 
+// Before the word says so: once it does, the batch may be run and the slot another's. Whoever loses the race for the
+// word was some instructions early or late.
+static inline void mark_sealed(Slot *s)
+{
+    __atomic_store_n(&s->sealed_ns, monotonic_ns(), __ATOMIC_RELAXED);
+}
+
+// How long a batch formed that a worker has taken. A worker may have written anything: it is no moment to come.
+static inline uint64_t slot_formed_ns(const Slot *s)
+{
+    uint64_t now = monotonic_ns(), end = s->sealed_ns < s->taken_ns ? s->sealed_ns : s->taken_ns;
+    return since_ns(s->first_ns, end < now ? end : now);
+}
+
 // Seal slot `i` if it is still the opening `seen`; an empty one stays open.
 static inline bool slot_seal(Arena *a, uint32_t i)
 {
     Slot *s = slot_at(a, i);
     uint64_t w = load64(&s->word);
-    while (word_state(w) == SLOT_OPEN && word_reserved(w) > 0)
+    while (word_state(w) == SLOT_OPEN && word_reserved(w) > 0) {
+        mark_sealed(s);
         if (swap_ready(a, s, &w, word_seal(w)))
             return true;
+    }
     return false;
 }
 
@@ -58,7 +74,7 @@ static inline bool slot_open_at(const Arena *a, uint32_t i, uint32_t front, uint
     uint64_t claimed = make_word(word_generation(w), front, SLOT_CLAIMED, 0, 0);
     if (word_state(w) != SLOT_FREE || !swap_word(&s->word, &w, claimed))
         return false;
-    s->first_ns = s->taken_ns = s->run_ns = s->ran_ns = s->done_ns = s->moved_ns = s->rerun_ns = 0;
+    s->first_ns = s->sealed_ns = s->taken_ns = s->run_ns = s->ran_ns = s->done_ns = s->moved_ns = s->rerun_ns = 0;
     if (s->error_bytes)     // another batch's words
         memset(s->error, 0, ERROR_BYTES);
     s->counted = s->attempts = s->gone = 0, s->status = 0, s->error_bytes = 0;
@@ -135,6 +151,8 @@ static inline int64_t place_find(Arena *a, uint32_t rows, uint32_t front)
             if (word_state(w) == SLOT_OPEN && start + rows <= a->max_rows) {
                 uint32_t state = start + rows == a->max_rows ? SLOT_SEALED : SLOT_OPEN;
                 uint64_t next = make_word(word_generation(w), NO_WORKER, state, start + rows, word_settled(w));
+                if (state == SLOT_SEALED)
+                    mark_sealed(s);
                 if (!swap_word(&s->word, &w, next))
                     continue;
                 Row *row = rows_of(s) + start;

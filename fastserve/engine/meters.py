@@ -96,7 +96,7 @@ class QueueMeters:
             return
         if first:
             self._queue.observe_ns(max(taken - first, 0))
-            self._form.observe_ns(max(taken - first, 0))
+            self._form.observe_ns(ring.formed_ns(slot))
         self._compute.observe_ns(max(done - (run or taken), 0))
         self._rows.observe(rows)
         self._rows_total.add(rows)

@@ -9,6 +9,7 @@ import pytest
 
 from fastserve.engine.counters import MOST_RESPONSES, Counters, Took, counters_of, counts_of
 from fastserve.errors import Kind, ServeError
+from fastserve.metrics import names
 from tests.engine.rig import desk, run
 
 
@@ -124,3 +125,19 @@ def test_endless_responses_take_bounded_room():
         counters.response(index).success.add(1)
     assert len(counters.responses) == MOST_RESPONSES
     assert counters.responses[MOST_RESPONSES - 1].success.count == 10_000 - MOST_RESPONSES + 1
+
+
+def test_forming_a_batch_is_not_all_that_it_waited():
+    """It was full at once, and its worker came later."""
+
+    async def work():
+        async with desk() as it:
+            asked = [it.ask(1.0), it.ask(2.0)]
+            await asyncio.sleep(0.05)
+            await it.answer(0)
+            await asyncio.gather(*asked)
+            found = it.registry.read(names.QUEUE_DURATION, names.BATCH_FORM_DURATION)
+            (queued,), (formed,) = ([sum_of[-1] for sum_of in one.values()] for one in found)
+            assert queued - formed >= 0.04
+
+    run(work())

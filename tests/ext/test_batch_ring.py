@@ -286,6 +286,33 @@ def test_counters_say_how_long_each_part_took():
     assert front.runs() == [(3, 1, run - taken, ran - run, done - ran)]
 
 
+@pytest.mark.parametrize("seal", ["filled", "by hand", "too small", "by a worker"])
+def test_what_forming_took_ends_with_the_sealing(seal):
+    front, worker = rings(max_rows=4)
+    rows = 4 if seal == "filled" else 3
+    place = front.reserve(1)
+    front.commit(place, 1)
+    began = time.monotonic_ns()
+    pause_ns = 20_000_000
+    while time.monotonic_ns() < began + pause_ns:
+        pass
+    front.commit(front.reserve(rows - 1), rows - 1)
+    if seal == "by hand":
+        front.seal(place)
+    elif seal == "too small":
+        front.abandon(front.reserve(2), 2)
+    sealed = time.monotonic_ns()
+    while time.monotonic_ns() < sealed + pause_ns:
+        pass
+    slot = worker.take()
+    first, taken, *_ = front.times_ns(slot)
+    if seal == "by a worker":
+        assert taken - first - pause_ns / 2 < front.formed_ns(slot) <= taken - first
+    else:
+        assert pause_ns <= front.formed_ns(slot) <= sealed - first
+        assert taken - first >= 2 * pause_ns
+
+
 def test_a_row_that_is_no_request_is_not_counted():
     front, worker = rings()
     mine, filler = front.reserve(1), front.reserve(1)
