@@ -258,12 +258,12 @@ cdef class BatchRing:
         cdef int64_t slot = slot_take(&self.arena, self.worker, &due)
         return self.mark_taken(<uint32_t>slot) if slot >= 0 else -1
 
-    def take_or_wait(self, int64_t spin_ns=0) -> int:
-        """A batch to run; or -1 after a doorbell, -2 when the control socket has something to say."""
+    def take_or_wait(self, int64_t spin_ns=0, int64_t longest_ns=-1) -> int:
+        """A batch to run; or -1 after a doorbell or `longest_ns`, -2 when the control socket has something to say."""
         cdef int64_t slot
         cdef int why = 0
         with nogil:
-            slot = take_or_wait(&self.arena, self.worker, self.own_bell, self.control, spin_ns, &why)
+            slot = take_or_wait(&self.arena, self.worker, self.own_bell, self.control, spin_ns, longest_ns, &why)
         return self.mark_taken(<uint32_t>slot) if slot >= 0 else -2 if why & 2 else -1
 
     cdef int64_t mark_taken(self, uint32_t slot):
@@ -291,6 +291,12 @@ cdef class BatchRing:
     def end_run(self, uint32_t slot) -> None:
         """Mark the moment the backend is done; what follows is handing out its outputs."""
         self.slot(slot).ran_ns = monotonic_ns()
+
+    def set_run(self, uint32_t slot, uint64_t run_ns, uint64_t ran_ns) -> None:
+        """When a device began to compute the batch, and when it was done, CLOCK_MONOTONIC; not before it was taken."""
+        cdef Slot* s = self.slot(slot)
+        s.run_ns = max(run_ns, s.taken_ns)
+        s.ran_ns = max(ran_ns, s.run_ns)
 
     def count_rerun(self, uint32_t slot, uint32_t rows, uint64_t began_ns) -> None:
         """The backend has run `rows` rows of a batch again, since then (CLOCK_MONOTONIC)."""

@@ -4,7 +4,7 @@
     entries, note = desk.read(offset, nbytes)        views of it;  desk.arrays(offset, nbytes)  as arrays
 
 An entry is (number of the tensor, dtype code, shape, data). Data is anything with a C-contiguous buffer, whose
-own shape is taken where none is given. Views and arrays are borrowed: valid until the slab is given back.
+own shape is taken where none is given; or a number of bytes, which are left for somebody else to write. Views and arrays are borrowed: valid until the slab is given back.
 """
 
 cimport cython
@@ -89,7 +89,11 @@ cdef class Pieces:
         number, code, shape, data = tensor
         memset(&piece.entry, 0, sizeof(TensorEntry))
         piece.entry.number, piece.entry.code = number, code
-        PyObject_GetBuffer(data, &piece.view, PyBUF_ND)
+        if type(data) is int:
+            memset(&piece.view, 0, sizeof(Py_buffer))       # which is nobody's to release
+            piece.view.len = data
+        else:
+            PyObject_GetBuffer(data, &piece.view, PyBUF_ND)
         self.held += 1
         piece.entry.offset, piece.entry.bytes = self.nbytes, piece.view.len
         if shape is None:
@@ -117,7 +121,8 @@ cdef class Pieces:
         memcpy(slab, &head, sizeof(TensorsHead))
         for i in range(self.count):
             memcpy(slab + sizeof(TensorsHead) + i * sizeof(TensorEntry), &self.at[i].entry, sizeof(TensorEntry))
-            copy_one(slab + self.at[i].entry.offset, <const uint8_t*>self.at[i].view.buf, self.at[i].view.len)
+            if self.at[i].view.buf != NULL:
+                copy_one(slab + self.at[i].entry.offset, <const uint8_t*>self.at[i].view.buf, self.at[i].view.len)
         if note_bytes:
             memcpy(slab + size - NOTE_TAIL, &note_bytes, NOTE_TAIL)
             memcpy(slab + size - NOTE_TAIL - note_bytes, <const char*>note, note_bytes)

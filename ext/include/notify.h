@@ -125,8 +125,9 @@ static inline void ask_to_look(const Arena *a, const int *bells, uint64_t fronts
         }
 }
 
-// A batch for this worker; -1 after a sleep that *why explains (bell_wait). Spins for a while before it sleeps.
-static inline int64_t take_or_wait(Arena *a, uint32_t worker, int bell, int control, int64_t spin_ns, int *why)
+// A batch for this worker; -1 after a sleep that *why explains (bell_wait). Spins for a while before it sleeps, and
+// sleeps no longer than `longest_ns` unless that is negative: who has something else to look at comes back to it.
+static inline int64_t take_or_wait(Arena *a, uint32_t worker, int bell, int control, int64_t spin_ns, int64_t longest_ns, int *why)
 {
     uint64_t due, until = spin_ns > 0 ? monotonic_ns() + spin_ns : 0;
     uint32_t *asleep = &a->header->worker[worker].asleep;
@@ -143,7 +144,8 @@ static inline int64_t take_or_wait(Arena *a, uint32_t worker, int bell, int cont
     slot = slot_take(a, worker, &due);
     if (slot < 0) {
         uint64_t now = monotonic_ns();
-        *why = bell_wait(bell, control, due == 0 ? -1 : due > now ? (int64_t)(due - now) : 0);
+        int64_t wait = due == 0 ? -1 : due > now ? (int64_t)(due - now) : 0;
+        *why = bell_wait(bell, control, longest_ns >= 0 && (wait < 0 || wait > longest_ns) ? longest_ns : wait);
     }
     desk_exchange(asleep, AWAKE);
     return slot >= 0 ? slot : slot_take(a, worker, &due);

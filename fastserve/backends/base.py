@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from fastserve.backends.device_faults import DeviceLost
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.tensor import DTYPES, TensorSpec
 
@@ -87,7 +88,7 @@ def explain(error: BaseException, *private: str) -> str:
 
     `private` are texts that must not appear (the version's folder). Hardening I3, C5.
     """
-    if isinstance(error, ServeError | ConfigError):
+    if isinstance(error, ServeError | ConfigError | DeviceLost):
         return clean(str(error), *private)
     if isinstance(error, SystemExit):
         return f"the model called exit({error.code!r})"
@@ -116,6 +117,8 @@ def kind_of(error: BaseException) -> Kind:
     """The kind a failure of the model's own code is told with."""
     if isinstance(error, ServeError):
         return error.kind
+    if isinstance(error, DeviceLost):
+        return Kind.UNAVAILABLE
     return Kind.FAILED_PRECONDITION if isinstance(error, ConfigError) else Kind.INTERNAL
 
 

@@ -127,6 +127,11 @@ class TorchBackend:
                 self._copies = True
                 log.warning("the model writes into its inputs: from now on it is given copies")
 
+    def forget_memory(self) -> None:
+        """Give back what the allocator keeps for later, after it ran out."""
+        if self.device != "cpu":
+            import_torch().cuda.empty_cache()
+
     def close(self) -> None:
         """Drops the model, and what memory of the device was kept for it."""
         self._call = None

@@ -48,6 +48,7 @@ __all__ = [
     "REASONS",
     "REJECTED",
     "Counters",
+    "DeviceCounts",
     "Took",
     "counters_of",
     "counts_of",
@@ -69,6 +70,21 @@ class Took:
     def add(self, ns: int, count: int = 1) -> None:
         self.count += count
         self.ns += ns
+
+
+@dataclass(slots=True)
+class DeviceCounts:
+    """What one worker has told of its device: batches that went over it and their times by stage, those
+    it had no memory for, and whether the arena is registered with it (if not, they went through a staging buffer).
+    Sums over all workers that have been in its place."""
+
+    device: str = ""
+    pinned: bool = True
+    batches: int = 0
+    copy_in_ns: int = 0
+    compute_ns: int = 0
+    copy_out_ns: int = 0
+    out_of_memory: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +162,7 @@ class Counters:
         "_ends",
         "_served",
         "cached",
+        "devices",
         "first_response",
         "hit",
         "hit_spread",
@@ -166,6 +183,7 @@ class Counters:
         self.responses: dict[int, ResponseCounts] = {}
         self.first_response: Buckets | None = None  # of a decoupled model
         self.waiting: Callable[[], int] = _nobody  # requests in a scheduler's own queue
+        self.devices: dict[tuple[int, int], DeviceCounts] = {}  # by part and worker
         self.last_ns = 0  # CLOCK_MONOTONIC
         self.load_s = 0.0  # how long it took to load
         self._ends = [Took() for _ in REASONS]

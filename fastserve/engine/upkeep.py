@@ -43,6 +43,9 @@ class Upkeep:
         self._kill, self._on_stuck = kill, on_stuck
         self._killed: set[int] = set()
         self._looks = Looks(queue.arena.memory)
+        # A page that a device has registered is read by DMA where it lies: taken out of the arena and put in
+        # anew, it would be read as it was.
+        self._pinned = queue.arena.geometry.pinned
         self._watch_s = min(max(self.stuck_s / 4, WATCH_LEAST_S), WATCH_MOST_S)
 
     def open(self) -> None:
@@ -60,7 +63,7 @@ class Upkeep:
     def give_back(self) -> None:
         """Look for memory that nobody has used since the last look, and when to look again."""
         self._trimming.cancel()
-        more = self._looks.give_back()
+        more = not self._pinned and self._looks.give_back()
         self._trimming = self._loop.call_later(TRIM_ON_S if more else TRIM_S, self.give_back)
 
     def ended(self, worker: int) -> str:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import msgspec
 
 from fastserve.backends.base import explain
+from fastserve.engine.counters import DeviceCounts, counters_of
 from fastserve.errors import Kind, ServeError
 from fastserve.metrics.custom import CustomMetrics
 from fastserve.repository.catalog import Catalog
@@ -86,7 +87,20 @@ class _Change(_Wish, tag="change"):
     changes: list[tuple[int, str, float]]
 
 
-_read = msgspec.json.Decoder(_Load | _Unload | _Ready | _Family | _Metric | _Value | _Change).decode
+class _Device(_Wish, tag="device"):
+    """Not a wish: what a worker says of its device (workers/device_report.py)."""
+
+    device: str
+    pinned: bool
+    batches: int
+    copy_in_ns: int
+    compute_ns: int
+    copy_out_ns: int
+    out_of_memory: int
+
+
+_Any = _Load | _Unload | _Ready | _Family | _Metric | _Value | _Change | _Device
+_read = msgspec.json.Decoder(_Any).decode
 
 
 class Wishes:
@@ -114,6 +128,9 @@ class Wishes:
             wish = _read(text) if len(text) < TEXT_MAX else None
         except (msgspec.MsgspecError, ValueError, RecursionError):
             wish = None
+        if isinstance(wish, _Device):
+            _count_device(version, part, worker, wish)
+            return
         work = self._carry_out(version, wish, lambda told: self._say(tell, worker, number, told))
         if work is not None:
             task = asyncio.get_running_loop().create_task(work)
@@ -208,3 +225,10 @@ class Wishes:
         override = Override(wish.config or "{}", files) if wish.config or files else None
         assert self.repository is not None
         await self.repository.load(wish.name, override=override, lent=loading)
+
+
+def _count_device(version: Version, part: int, worker: int, told: _Device) -> None:
+    counts = counters_of(version).devices.setdefault((part, worker), DeviceCounts())
+    counts.device, counts.pinned = told.device, told.pinned
+    for field in ("batches", "copy_in_ns", "compute_ns", "copy_out_ns", "out_of_memory"):
+        setattr(counts, field, getattr(counts, field) + max(getattr(told, field), 0))

@@ -181,6 +181,9 @@ class NativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     text: Annotated[
         TextOptions | None, Meta(description="Bounds and settings of a model that generates text.")
     ] = None
+    batches_in_flight: Annotated[
+        int, Meta(ge=1, le=16, description="Batches a worker has on its GPU at a time.")
+    ] = 3
     torch: Annotated[
         TorchOptions | None, Meta(description="torch models: how the program is opened and run.")
     ] = None

@@ -32,6 +32,7 @@ MOST_STREAMS = 1024  # an answer in parts holds its slot until the last of them
 SPARE_SLOTS = 8
 LEAST_SLOTS = 16
 MOST_SPARE_BYTES = 1 << 30  # of columns: a bound, not a cost, as pages that are never touched take no memory
+MOST_PINNED_BYTES = 1 << 28  # of columns that a device has registered: all of their pages are touched by that
 SLAB_PAGE = 4096
 WORDS_PAGES = 64  # of an arena of columns: for what requests that failed by themselves are told
 MOST_SLAB_BYTES = 1 << 30
@@ -52,6 +53,7 @@ class Geometry:
     requests: bool = False  # the worker sees requests one by one: slabs, with notes
     decoupled: bool = False  # and answers each of them in parts
     max_queued: int = 0  # rows that may wait for a worker at a time, 0 for any number
+    pinned: bool = False  # registered with devices, whose DMA would not notice that a page was exchanged
     window: int = 0  # of text: tokens a reader may be behind; 0 in any other form
 
     @property
@@ -88,7 +90,10 @@ def plan_geometry(
     if dense:
         queued = min(queued, queue_bytes // max(sum(columns[0]), 1))
     queued = max(queued, max_rows)  # a request always finds an empty queue large enough
-    slots = count_slots(queued, max_rows, sum(columns[0]) + sum(columns[1]), workers, decoupled=decoupled)
+    pinned = uses_device(config)
+    spare = MOST_PINNED_BYTES if pinned else MOST_SPARE_BYTES
+    row_bytes = sum(columns[0]) + sum(columns[1])
+    slots = count_slots(queued, max_rows, row_bytes, workers, decoupled=decoupled, spare_bytes=spare)
     pages = WORDS_PAGES if dense else min(2 * queue_bytes, MOST_SLAB_BYTES) // SLAB_PAGE
     return Geometry(
         slots=slots,
@@ -102,7 +107,14 @@ def plan_geometry(
         requests=requests,
         decoupled=decoupled,
         max_queued=0 if config.get("queued_elsewhere") else queued,
+        pinned=pinned,
     )
+
+
+def uses_device(config: Mapping[str, Any]) -> bool:
+    """Whether any worker of the version computes on something else than a CPU."""
+    named = [config.get("device"), *(place["device"] for place in config.get("places") or ())]
+    return any(name not in (None, "", "cpu") for name in named)
 
 
 def plan_text(config: Mapping[str, Any], *, fronts: int) -> Geometry:
@@ -122,10 +134,18 @@ def plan_text(config: Mapping[str, Any], *, fronts: int) -> Geometry:
     )
 
 
-def count_slots(queued: int, max_rows: int, row_bytes: int, workers: int, *, decoupled: bool) -> int:
+def count_slots(
+    queued: int,
+    max_rows: int,
+    row_bytes: int,
+    workers: int,
+    *,
+    decoupled: bool,
+    spare_bytes: int = MOST_SPARE_BYTES,
+) -> int:
     """Slots for so many rows, sealed half full, and for what runs and is being answered meanwhile."""
     wanted = 2 * (queued // max_rows) + 2 * workers + SPARE_SLOTS
-    affordable = MOST_SPARE_BYTES // max(row_bytes * max_rows, 1)
+    affordable = spare_bytes // max(row_bytes * max_rows, 1)
     return max(min(wanted, affordable, MOST_STREAMS if decoupled else MOST_SLOTS), LEAST_SLOTS)
 
 

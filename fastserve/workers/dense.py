@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -9,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastserve.backends.base import Backend, explain, kind_of
+from fastserve.backends.device_faults import end_if_lost, is_out_of_memory
 from fastserve.errors import Kind, ServeError
 from fastserve.tensor import TensorSpec
 from fastserve.workers.arena import Arena
@@ -18,6 +21,8 @@ from fastserve.workers.isolation import isolate, may_isolate
 
 if TYPE_CHECKING:
     from fastserve._ext.batch_ring import BatchRing
+
+log = logging.getLogger(__name__)
 
 Columns = dict[str, "np.ndarray[Any, Any]"]
 Place = tuple[int, int, int, int]  # first row, rows; of slabs, nothing here
@@ -38,27 +43,75 @@ class DenseRunner:
         """Run every row of the slot; outputs land in its output columns."""
         ring = self._ring
         rows = ring.batch_rows(slot)
-        places = ring.places(slot)
-        if not places:
+        if not ring.places(slot):
             return  # everybody left: publishing frees the slot
-        writable, inputs, outputs = self._slots.get(slot) or self._open_slot(slot)
-        padded = self._padded(rows)
-        if padded > rows:
-            for column in writable.values():
-                column[rows:padded] = column[rows - 1]
+        padded = self.pad(slot, rows)
+        _, inputs, outputs = self._slots[slot]
         ring.start_run(slot)
         try:
             results = self._backend.run({name: column[:padded] for name, column in inputs.items()})
         except Exception as error:
-            alone = len(places) == 1 and places[0][1] == rows
-            if alone or not self._isolating:
-                raise
-            self._isolate(slot, places, error)
-            ring.end_run(slot)
+            self.recover(slot, error)
             return
         ring.end_run(slot)
         for name, column in outputs.items():
             _store(name, results[name], column, rows, padded)
+
+    def pad(self, slot: int, rows: int) -> int:
+        """How many rows the batch is run as; those behind its own are its last one's."""
+        writable, _, _ = self._slots.get(slot) or self._open_slot(slot)
+        padded = self._padded(rows)
+        if padded > rows:
+            for column in writable.values():
+                column[rows:padded] = column[rows - 1]
+        return padded
+
+    def recover(self, slot: int, error: Exception) -> None:
+        """A run of the whole batch raised `error`: run it again in parts, where its rows do not depend on
+        each other. Raises what it cannot be answered for."""
+        end_if_lost(error)
+        rows, places = self._ring.batch_rows(slot), self._ring.places(slot)
+        if not self._isolating or not places:
+            raise error
+        if is_out_of_memory(error):
+            self._run_smaller(slot, rows, error)
+        elif len(places) == 1 and places[0][1] == rows:
+            raise error
+        else:
+            self._isolate(slot, places, error)
+        self._ring.end_run(slot)
+
+    def _run_smaller(self, slot: int, rows: int, error: Exception) -> None:
+        """The batch by halves of its rows, until they go through. Raises ServeError RESOURCE_EXHAUSTED where
+        one row does not, or where a half would be padded to as many again."""
+        waiting = [(0, rows)]
+        while waiting:
+            first, count = waiting.pop()
+            if count < rows:
+                fault = self._try_rows(slot, first, count)
+                if fault is None:
+                    continue
+                error = fault
+            half = count // 2
+            if not half or self._padded(count - half) >= self._padded(count):
+                words = f"the device has no memory for a batch of {count} rows: {explain(error)}"
+                raise ServeError(Kind.RESOURCE_EXHAUSTED, words) from error
+            getattr(self._backend, "forget_memory", lambda: None)()
+            waiting += [(first + half, count - half), (first, half)]
+        log.warning("the device ran out of memory on a batch of %d rows, which was run in parts", rows)
+
+    def _try_rows(self, slot: int, first: int, count: int) -> Exception | None:
+        """None, or that there was no memory for them. Raises everything else."""
+        began_ns = time.monotonic_ns()
+        try:
+            self._run_rows(slot, list(range(first, first + count)))
+        except Exception as fault:
+            if not is_out_of_memory(fault):
+                raise
+            return fault
+        finally:
+            self._ring.count_rerun(slot, count, began_ns)
+        return None
 
     def warm_up(self, rows: int, guess: Guess) -> None:
         """Run the backend on a guess; no slot is touched."""
@@ -80,8 +133,10 @@ class DenseRunner:
         failed.clear()  # their tracebacks hold this list
 
     def _run_again(self, slot: int, places: Sequence[Place]) -> None:
-        _, inputs, outputs = self._slots[slot]
-        index = [row for first, rows, _, _ in places for row in range(first, first + rows)]
+        self._run_rows(slot, [row for first, rows, _, _ in places for row in range(first, first + rows)])
+
+    def _run_rows(self, slot: int, index: list[int]) -> None:
+        _, inputs, outputs = self._slots.get(slot) or self._open_slot(slot)
         filled = index + index[-1:] * (self._padded(len(index)) - len(index))
         given = {name: column[filled] for name, column in inputs.items()}
         for array in given.values():

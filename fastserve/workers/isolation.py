@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from fastserve.backends.device_faults import end_if_lost
 from fastserve.config.options import read_options
 from fastserve.errors import ServeError
 
@@ -55,6 +56,7 @@ def isolate(
     """Run the parts of a batch again whose run raised `error`. `run` answers those it is given, or raises;
     `fail` is called for each that cannot be answered. Each run counts as one of the model's. `id` is what
     the client calls a request, where that is known here: columns and plain slabs carry none."""
+    end_if_lost(error)
     until, runs, fruitless = time.monotonic() + LONGEST_S, 0, 0
     waiting = [(half, error) for half in reversed(_halves(parts))]
     try:
@@ -69,6 +71,7 @@ def isolate(
                 run(group)
                 fruitless = -MOST_RUNS  # some can be answered: the bound on all runs is the one that counts
             except Exception as fault:
+                end_if_lost(fault)
                 fruitless += 1
                 if len(group) > 1:
                     waiting += [(half, fault) for half in reversed(_halves(group))]

@@ -11,10 +11,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from fastserve.backends.base import Backend, explain
-from fastserve.errors import Kind, ServeError
+from fastserve.backends.base import Backend
+from fastserve.backends.device_faults import end_if_lost
 from fastserve.workers.arena import Arena
 from fastserve.workers.control import Control, PeerGone
+from fastserve.workers.device import Device, open_device
+from fastserve.workers.publishing import fail_slot
 
 if TYPE_CHECKING:
     from fastserve._ext.batch_ring import BatchRing
@@ -56,6 +58,7 @@ def serve(
     Raises what the backend raises during warm-up: a version that cannot run does not become ready.
     """
     arena = Arena.join(message, fds)
+    runner: Any = None
     try:
         worker = int(message["worker"])
         ring = arena.ring(worker=worker, control=control.fileno())
@@ -72,6 +75,7 @@ def serve(
         control.send({"op": "ready"})
         run_batches(ring, runner, stopped)
     finally:
+        getattr(runner, "close", lambda: None)()
         arena.close()
 
 
@@ -98,6 +102,9 @@ def make_runner(arena: Arena, ring: BatchRing, backend: Backend, config: Mapping
         from fastserve.workers.requests import RequestRunner
 
         return RequestRunner(arena, ring, cast("TritonPythonBackend", backend), config)
+    device = open_device(config) if getattr(backend, "takes_device_tensors", False) else None
+    if device is not None:
+        return make_device_runner(arena, ring, backend, config, device)
     if arena.geometry.dense:
         from fastserve.workers.dense import DenseRunner
 
@@ -105,6 +112,19 @@ def make_runner(arena: Arena, ring: BatchRing, backend: Backend, config: Mapping
     from fastserve.workers.ragged import SlabRunner
 
     return SlabRunner(arena, ring, backend, config)
+
+
+def make_device_runner(
+    arena: Arena, ring: BatchRing, backend: Any, config: Mapping[str, Any], device: Device
+) -> Runner:
+    """The runner for batches that go over a device."""
+    if arena.geometry.dense:
+        from fastserve.workers.device_dense import DeviceDenseRunner
+
+        return DeviceDenseRunner(arena, ring, backend, config, device)
+    from fastserve.workers.device_slabs import DeviceSlabRunner
+
+    return DeviceSlabRunner(arena, ring, backend, config, device)
 
 
 def open_line(control: Control, arena: Arena, ring: BatchRing) -> Callable[[], bool]:
@@ -117,6 +137,11 @@ def open_line(control: Control, arena: Arena, ring: BatchRing) -> Callable[[], b
 def run_batches(ring: BatchRing, runner: Runner, stopped: Callable[[], bool]) -> None:
     """The loop itself. `stopped` is asked whenever the control line has something to say."""
     spin_ns = SPIN_NS if len(os.sched_getaffinity(0)) > 1 else 0
+    if hasattr(runner, "land"):
+        from fastserve.workers.device_loop import run_flights
+
+        run_flights(ring, runner, stopped, spin_ns)
+        return
     while True:
         slot = ring.take_or_wait(spin_ns)
         if slot >= 0:
@@ -126,15 +151,14 @@ def run_batches(ring: BatchRing, runner: Runner, stopped: Callable[[], bool]) ->
 
 
 def answer(ring: BatchRing, runner: Runner, slot: int) -> None:
-    """Run one batch and publish it, as an error when the backend raised."""
+    """Run one batch and publish it, as an error when the backend raised. Raises DeviceLost, and then nothing
+    is published: what was in this worker's hands is run elsewhere."""
     try:
         if runner.run(slot):
             return
-    except ServeError as error:
-        ring.fail(slot, error.kind.value, error.message)
     except Exception as error:
-        log.exception("the model failed on a batch of %d rows", ring.batch_rows(slot))
-        ring.fail(slot, Kind.INTERNAL.value, explain(error))
+        end_if_lost(error)
+        fail_slot(ring, slot, error)
     ring.publish(slot)
 
 

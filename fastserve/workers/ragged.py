@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastserve.backends.base import Backend, explain, kind_of
+from fastserve.backends.device_faults import end_if_lost
 from fastserve.errors import Kind, ServeError
 from fastserve.tensor import DTYPES
 from fastserve.workers.arena import Arena
@@ -55,15 +56,18 @@ class SlabRunner:
 
     def run(self, slot: int) -> None:
         """Answer every place of the slot."""
-        places = self._read_all(slot)
+        places = self.read_places(slot)
         self._ring.start_run(slot)
-        for group in self._groups(places) if places else ():
+        for group in self.groups_of(places) if places else ():
             try:
                 self._run_group(slot, group)
             except Exception as error:
-                self._group_failed(slot, group, error)
+                self.group_failed(slot, group, error)
 
-    def _group_failed(self, slot: int, group: list[Place], error: Exception) -> None:
+    def group_failed(self, slot: int, group: list[Place], error: Exception) -> None:
+        """Run it again in parts, where that may be, and tell the rest. Raises DeviceLost."""
+        end_if_lost(error)
+
         def fail(place: Place, fault: Exception) -> None:
             self._refuse(slot, [place], ServeError(kind_of(fault), explain(fault)))
 
@@ -78,12 +82,23 @@ class SlabRunner:
         for place in group:
             fail(place, error)
 
+    def recover(self, slot: int, error: Exception) -> None:
+        """The batch could not even be begun."""
+        end_if_lost(error)
+        raise error
+
+    def answer_slab(self, slot: int, row: int, offset: int, size: int) -> None:
+        """A slab of ours is a place's answer; without one there was no room for it."""
+        status = 0 if offset else Kind.RESOURCE_EXHAUSTED.value
+        self._ring.answer_place(slot, row, status, offset, size if offset else 0)
+
     def warm_up(self, rows: int, guess: Guess) -> None:
         """Run the backend on a guess."""
         lead = (rows,) if self._batching else ()
         self._backend.run({name: guess.make(spec, lead) for name, spec in self._backend.inputs.items()})
 
-    def _read_all(self, slot: int) -> list[Place]:
+    def read_places(self, slot: int) -> list[Place]:
+        """What every place of the slot brings; one that cannot be read is answered."""
         places = []
         for row, rows, offset, nbytes in self._ring.places(slot):
             try:
@@ -100,7 +115,8 @@ class SlabRunner:
         inputs = self._inputs
         return row, rows, {inputs[number]: read_array(*entry) for number, *entry in entries}
 
-    def _groups(self, places: list[Place]) -> list[list[Place]]:
+    def groups_of(self, places: list[Place]) -> list[list[Place]]:
+        """Places that run together. Raises ServeError for shapes that may not be mixed."""
         if not self._batching:
             return [[place] for place in places]
         groups: dict[tuple[Any, ...], list[Place]] = {}

@@ -22,6 +22,7 @@ import numpy as np
 from fastserve._ext.flatten import pack_bytes
 from fastserve._ext.slab_tensors import MAX_RANK
 from fastserve.backends.base import explain, kind_of
+from fastserve.backends.device_faults import end_if_lost
 from fastserve.backends.triton_metrics import changes
 from fastserve.backends.triton_python import Failed, TritonPythonBackend
 from fastserve.backends.triton_requests import InferenceRequest, InferenceResponse, incoming
@@ -120,6 +121,7 @@ class RequestRunner:
                 return
             responses = _checked(responses, len(asked))
         except Exception as error:
+            end_if_lost(error)
             if len(asked) == 1 or not self._isolating:
                 self._fail_all(requests, replies, error)
                 return

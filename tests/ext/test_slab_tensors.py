@@ -49,6 +49,23 @@ def test_writes_what_the_oracle_writes(tensors, note):
     assert ours == made(tensors, note)
 
 
+@given(st.lists(st.tuples(entries(), st.booleans()), max_size=4), NOTES)
+def test_room_is_left_where_it_is_asked_for(tensors, note):
+    """Numbers of bytes in the place of data: the same slab, but for what lay there before."""
+    given = [entry for entry, _ in tensors]
+    rooms = [(*entry[:3], len(entry[3])) if room else entry for entry, room in tensors]
+    assert slab_tensors.measure(rooms, note) == plain.measure(given, note)
+    ours = bytearray(made(given, note))
+    slab_tensors.write(ours, rooms, note)
+    assert ours == made(given, note)
+    with_noise = bytearray(b"\x5b" * len(ours))
+    slab_tensors.write(with_noise, rooms, note)
+    found = slab_tensors.read(with_noise)
+    assert [one[:3] for one in found] == [one[:3] for one in given]
+    for (_, _, _, data), (entry, room) in zip(found, tensors, strict=True):
+        assert bytes(data) == (b"\x5b" * len(entry[3]) if room else entry[3])
+
+
 @given(st.lists(entries(), max_size=4), NOTES)
 def test_reads_what_the_oracle_reads(tensors, note):
     slab = made(tensors, note)

@@ -22,5 +22,6 @@ def test_nothing_dangerous_is_named(path: Path) -> None:
             assert (node.module or "").split(".")[0] not in MODULES
         elif isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            assert name not in CALLS or ast.unparse(node.func) == "re.compile"
+            mode = name == "eval" and isinstance(node.func, ast.Attribute) and not node.args  # an nn.Module's
+            assert name not in CALLS or mode or ast.unparse(node.func) in ("re.compile", "torch.compile")
             assert not [word for word in node.keywords if word.arg == "allow_pickle"]

@@ -1,0 +1,116 @@
+"""A CUDA device, by torch: its streams, events and asynchronous copies.
+
+The arena is registered where it lies (cudaHostRegister), so a copy out of a batch's columns is one DMA with
+nothing on the way. Memory that was registered is the device's to read until it is unregistered: its pages
+must not be exchanged, which is why an arena with a device on it is not trimmed (engine/upkeep.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fastserve.backends.device_faults import DeviceLost, end_if_lost
+from fastserve.backends.torch import import_torch, open_device
+from fastserve.workers.device import Mark, Stream, Tensor
+
+log = logging.getLogger(__name__)
+
+_SUCCESS = 0
+_PORTABLE = 1  # cudaHostRegisterPortable
+
+
+class CudaDevice:
+    """`name` is cuda or cuda:N."""
+
+    def __init__(self, name: str) -> None:
+        """Raises ConfigError when it is not there."""
+        self._torch = import_torch()
+        number = int(name.partition(":")[2] or 0)
+        self.name = f"cuda:{number}"
+        self._device = open_device(self._torch, self.name)
+        self._streams = {stream: self._torch.cuda.Stream(self._device) for stream in Stream}
+        self._pinned = 0
+
+    def pin(self, memory: Any) -> str:
+        """See Device."""
+        start = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
+        try:
+            code = int(self._torch.cuda.cudart().cudaHostRegister(start, len(memory), _PORTABLE))
+        except RuntimeError as error:
+            end_if_lost(error)
+            return str(error).partition("\n")[0]
+        if code != _SUCCESS:
+            return f"cudaHostRegister: error {code}"
+        self._pinned = start
+        return ""
+
+    def unpin(self) -> None:
+        """See Device."""
+        start, self._pinned = self._pinned, 0
+        if start:
+            with contextlib.suppress(RuntimeError):  # a broken context has let go of it
+                self._torch.cuda.cudart().cudaHostUnregister(start)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Tensor:
+        """See Device."""
+        return self._torch.empty(shape, dtype=dtype, device=self._device)
+
+    def staging(self, shape: tuple[int, ...], dtype: Any) -> Tensor:
+        """See Device."""
+        return self._torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def copy(self, stream: Stream, target: Tensor, source: Tensor) -> None:
+        """See Device."""
+        with self._torch.cuda.stream(self._streams[stream]):
+            target.copy_(source, non_blocking=True)
+
+    def enqueue(self, stream: Stream, work: Callable[[], None]) -> None:
+        """See Device."""
+        with self._torch.cuda.stream(self._streams[stream]):
+            work()
+
+    def mark(self, stream: Stream) -> Mark:
+        """See Device."""
+        event = self._torch.cuda.Event(enable_timing=True)
+        event.record(self._streams[stream])
+        return event
+
+    def after(self, stream: Stream, mark: Mark) -> None:
+        """See Device."""
+        self._streams[stream].wait_event(mark)
+
+    def reached(self, mark: Mark) -> bool:
+        """See Device."""
+        try:
+            return bool(mark.query())
+        except RuntimeError as error:
+            # What cudaEventQuery fails with is what the work before it failed with, whoever enqueued that.
+            raise DeviceLost(error) from error
+
+    def between_ns(self, first: Mark, last: Mark) -> int:
+        """See Device."""
+        return int(first.elapsed_time(last) * 1e6)
+
+    def run(self, call: Callable[[Any], Any], inputs: Mapping[str, Tensor]) -> Any:
+        """See Device."""
+        return call(inputs)
+
+    def check(self, error: BaseException) -> None:
+        """A library's own words may hide what CUDA has to say: it is asked."""
+        end_if_lost(error)
+        text = str(error)
+        if not any(name in text for name in ("CUDA", "CUDNN", "CUBLAS", "cuda", "cuDNN", "cuBLAS")):
+            return
+        try:
+            self._torch.cuda.synchronize(self._device)
+        except RuntimeError as found:
+            raise DeviceLost(found) from error
+
+    def close(self) -> None:
+        """See Device."""
+        self.unpin()
+        self._streams.clear()

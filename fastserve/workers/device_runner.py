@@ -1,0 +1,149 @@
+"""What the runners of a device's batches share: taking off, landing, what becomes of batches that failed.
+
+    take -> launch -> (other batches) -> landed -> publish
+
+A batch that raised lands when the device has let go of its memory, and goes the plain way from there, one run
+at a time and waited for (dense.py, ragged.py): in parts where its requests may fail alone, by halves of its
+rows where the device ran out of memory. A device that is lost ends the worker: DeviceLost goes up, and
+nothing that is in flight is published.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from fastserve.backends.base import Backend
+from fastserve.backends.device_faults import is_out_of_memory
+from fastserve.workers.device import Device, Tensor
+from fastserve.workers.device_pipeline import Cargo, Flight, Pipeline
+from fastserve.workers.device_report import DeviceReport
+from fastserve.workers.guesses import Guess
+from fastserve.workers.publishing import fail_slot
+
+if TYPE_CHECKING:
+    from fastserve._ext.batch_ring import BatchRing
+    from fastserve.workers.arena import Arena
+
+log = logging.getLogger(__name__)
+
+# One is computed, one waits in the device's memory for it; the third copies in while the first copies out.
+IN_FLIGHT = 3
+SETTING = "batches_in_flight"
+
+
+class DeviceBackend(Backend, Protocol):
+    """A backend that has `run_on_device`: tensors of the device in and out, held to their specs."""
+
+    def run_on_device(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]: ...
+
+
+class SlotCargo(Cargo, Protocol):
+    """A cargo that is a slot's."""
+
+    slot: int
+
+    def land(self) -> None:
+        """Answer what has been copied out."""
+
+    def leave(self) -> None:
+        """What it held on the device is free."""
+
+
+C = TypeVar("C", bound=SlotCargo)
+
+
+class DeviceRunner(Generic[C]):
+    """`plain` runs a batch, or what is left of one that failed, and returns when it has: `recover`."""
+
+    def __init__(
+        self, arena: Arena, ring: BatchRing, device: Device, config: Mapping[str, Any], plain: Any
+    ) -> None:
+        self._ring, self._device, self._plain = ring, device, plain
+        self._pipeline = Pipeline(device, int(config.get(SETTING) or IN_FLIGHT))
+        self.report = DeviceReport(device.name)
+        why = device.pin(arena.memory)
+        self._pinned = not why
+        if why:
+            log.warning(
+                "%s: the arena could not be registered (%s): batches go through a staging buffer",
+                device.name,
+                why,
+            )
+        self.report.pinned = self._pinned
+
+    @property
+    def in_flight(self) -> int:
+        """Batches taken and not yet published."""
+        return len(self._pipeline)
+
+    @property
+    def room(self) -> bool:
+        """Whether another batch may be taken."""
+        return self._pipeline.room
+
+    def run(self, slot: int) -> bool:
+        """Start the batch. True: it publishes the slot when it has landed."""
+        cargo = self._load(slot)
+        if cargo is None:
+            return False
+        self._ring.start_run(slot)
+        self._pipeline.launch(cargo)
+        return True
+
+    def _load(self, slot: int) -> C | None:
+        """The slot's cargo; None when nobody waits for it any more."""
+        raise NotImplementedError
+
+    def land(self) -> bool:
+        """Publish what has landed; whether anything has. Raises DeviceLost."""
+        count = 0
+        for flight in self._pipeline.landed():
+            self._finish(flight)
+            count += 1
+        return count > 0
+
+    def drain(self) -> None:
+        """Until nothing is in flight. Raises DeviceLost."""
+        while self.in_flight:
+            self.land()
+
+    def close(self) -> None:
+        """The arena's memory is going."""
+        self.report.tell(at_once=True)
+        self._device.close()
+
+    def warm_up(self, rows: int, guess: Guess) -> None:
+        """Run the backend on a guess; no slot is touched."""
+        self._plain.warm_up(rows, guess)
+
+    def _finish(self, flight: Flight) -> None:
+        cargo: Any = flight.cargo
+        slot, ring = cargo.slot, self._ring
+        try:
+            if flight.fault is not None:
+                raise flight.fault
+            self._time(slot, flight)
+            cargo.land()
+        except Exception as error:
+            self._device.check(error)
+            flight.held = None
+            if is_out_of_memory(error):
+                self.report.out_of_memory += 1
+                self.drain()  # the memory of the others is what is missing
+            try:
+                self._plain.recover(slot, error)
+            except Exception as fault:
+                self._device.check(fault)
+                fail_slot(ring, slot, fault)
+        cargo.leave()
+        ring.publish(slot)
+
+    def _time(self, slot: int, flight: Flight) -> None:
+        now = time.monotonic_ns()
+        copy_in, compute, copy_out = flight.times_ns(self._device)
+        ran = now - copy_out
+        self._ring.set_run(slot, ran - compute, ran)
+        self.report.flew(copy_in, compute, copy_out)

@@ -1,0 +1,242 @@
+"""A device made of the host's memory: it does later what it is asked, in any order that streams and marks
+allow.
+
+For tests, of pipelines and of whole servers, where there is no GPU: `device: simulated`. One step is done at
+each look at a mark (`reached`), of a stream that a seed chooses among those that may go on. What a wrong
+order would spoil is spoilt: memory of the device begins as noise, and is read and written when the step is
+done, not before.
+
+    FASTSERVE_SIMULATED_DEVICE='{"seed": 3, "faults": [{"stage": "copy-in", "at": 2, "what": "lost"}]}'
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from fastserve.backends.device_faults import DeviceLost
+from fastserve.workers.device import COMPUTE, Mark, Stream, Tensor
+
+SCRIPT = "FASTSERVE_SIMULATED_DEVICE"
+LOST = "CUDA error: an illegal memory access was encountered (simulated)"
+NOISE = 0x5B
+
+
+class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What happens at step number `at` of a stage, counted from 0 and once if `once` names a file that is not
+    there yet. `hold`: the stage stands still from there on. `larger`: only of batches of more rows."""
+
+    stage: str
+    what: Literal["out of memory", "lost", "error", "hold"]
+    at: int = 0
+    every: bool = False
+    larger: int = -1
+    once: str = ""
+
+
+class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the device behaves. `pins`: whether host memory can be registered."""
+
+    seed: int = 0
+    pins: bool = True
+    step_us: int = 0
+    faults: list[Fault] = []
+
+
+def read_script() -> Script:
+    """The one of the environment."""
+    text = os.environ.get(SCRIPT, "")
+    return msgspec.json.decode(text, type=Script) if text else Script()
+
+
+class SimulatedOutOfMemoryError(RuntimeError):
+    """As torch's."""
+
+
+SimulatedOutOfMemoryError.__name__ = "OutOfMemoryError"
+
+
+@dataclass(eq=False)
+class Step:
+    """One thing on a stream."""
+
+    do: Callable[[], None]
+    waits_for: Any = None
+    """A mark that has to be reached before."""
+
+
+@dataclass(eq=False)
+class SimulatedMark:
+    """Reached once the steps before it are done."""
+
+    reached_ns: int = 0
+
+
+@dataclass
+class SimulatedDevice:
+    """See Device. `choose` decides which of several streams goes on; `trace` tells what was done."""
+
+    name: str = "simulated"
+    script: Script = field(default_factory=Script)
+    choose: Callable[[list[Stream]], Stream] | None = None
+    trace: list[tuple[str, int]] = field(default_factory=list)
+    lost: str = ""
+
+    def __post_init__(self) -> None:
+        self._steps: dict[Stream, deque[Step]] = {stream: deque() for stream in Stream}
+        self._inside: list[Step] | None = None  # what a step that is being done enqueues on its own stream
+        self._doing: Stream | None = None
+        self._random = random.Random(self.script.seed)
+        self._counts = dict.fromkeys(Stream, 0)
+        self._held: set[Stream] = set()
+        self.pinned = False
+
+    # --- memory ---
+
+    def pin(self, memory: Any) -> str:
+        """See Device."""
+        self.pinned = self.script.pins
+        return "" if self.script.pins else "this simulated device registers no memory"
+
+    def unpin(self) -> None:
+        """See Device."""
+        self.pinned = False
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Tensor:
+        """See Device."""
+        import torch
+
+        made = torch.empty(shape, dtype=dtype)
+        made.view(torch.uint8).fill_(NOISE) if made.dim() and made.numel() else None
+        return made
+
+    def staging(self, shape: tuple[int, ...], dtype: Any) -> Tensor:
+        """See Device."""
+        return self.empty(shape, dtype)
+
+    # --- what is enqueued ---
+
+    def copy(self, stream: Stream, target: Tensor, source: Tensor) -> None:
+        """See Device."""
+
+        def do() -> None:
+            fault = self._fault(stream, len(source) if source.dim() else 1)
+            if fault is not None and fault.what != "hold":
+                self.lost = LOST  # a copy that was enqueued can fail in no other way
+                return
+            target.copy_(source)
+
+        self._put(stream, Step(do))
+
+    def enqueue(self, stream: Stream, work: Callable[[], None]) -> None:
+        """See Device."""
+        self._put(stream, Step(work))
+
+    def mark(self, stream: Stream) -> Mark:
+        """See Device."""
+        made = SimulatedMark()
+
+        def do() -> None:
+            made.reached_ns = time.monotonic_ns()
+
+        self._put(stream, Step(do))
+        return made
+
+    def after(self, stream: Stream, mark: Mark) -> None:
+        """See Device."""
+        self._put(stream, Step(lambda: None, mark))
+
+    def _put(self, stream: Stream, step: Step) -> None:
+        """What a step enqueues on its own stream comes right behind it: the host was called in that place."""
+        if self._doing is stream and self._inside is not None:
+            self._inside.append(step)
+        else:
+            self._steps[stream].append(step)
+
+    # --- what is done ---
+
+    def reached(self, mark: Mark) -> bool:
+        """See Device."""
+        self.step()
+        if self.lost:
+            raise DeviceLost(self.lost)
+        return bool(mark.reached_ns)
+
+    def step(self) -> bool:
+        """Do one thing; False when nothing can go on."""
+        ready = [stream for stream in Stream if stream not in self._held and self._may_go(stream)]
+        if not ready:
+            return False
+        stream = (self.choose or self._random.choice)(ready)
+        if self.script.step_us:
+            time.sleep(self.script.step_us / 1e6)
+        step = self._steps[stream].popleft()
+        self._doing, self._inside = stream, []
+        try:
+            step.do()
+        finally:
+            self._steps[stream].extendleft(reversed(self._inside))
+            self._doing, self._inside = None, None
+        return True
+
+    def _may_go(self, stream: Stream) -> bool:
+        steps = self._steps[stream]
+        return bool(steps) and (steps[0].waits_for is None or bool(steps[0].waits_for.reached_ns))
+
+    def run(self, call: Callable[[Any], Any], inputs: Mapping[str, Tensor]) -> Any:
+        """See Device. A fault of the script is raised as torch would raise it."""
+        first = next(iter(inputs.values()), None)
+        fault = self._fault(COMPUTE, len(first) if first is not None and first.dim() else 1)
+        if fault is not None and fault.what != "hold":
+            self._fail(fault)
+        return call(inputs)
+
+    def _fail(self, fault: Fault) -> None:
+        if fault.what == "out of memory":
+            raise SimulatedOutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (simulated)")
+        if fault.what == "lost":
+            self.lost = LOST
+            raise RuntimeError(LOST)
+        raise ValueError("the model does not like this batch (simulated)")
+
+    def _fault(self, stream: Stream, rows: int) -> Fault | None:
+        at, self._counts[stream] = self._counts[stream], self._counts[stream] + 1
+        self.trace.append((stream.value, at))
+        for fault in self.script.faults:
+            if fault.stage != stream.value or not (fault.every or fault.at == at) or rows <= fault.larger:
+                continue
+            if fault.once and not _first(Path(fault.once)):
+                continue
+            if fault.what == "hold":
+                self._held.add(stream)
+            return fault
+        return None
+
+    def between_ns(self, first: Mark, last: Mark) -> int:
+        """See Device."""
+        return int(last.reached_ns - first.reached_ns)
+
+    def check(self, error: BaseException) -> None:
+        """See Device."""
+        if self.lost:
+            raise DeviceLost(self.lost) from error
+
+    def close(self) -> None:
+        """See Device."""
+        self.unpin()
+
+
+def _first(path: Path) -> bool:
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True

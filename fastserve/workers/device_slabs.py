@@ -1,0 +1,156 @@
+"""Batches of slabs on a device: each request's inputs are copied by DMA from its slab to its rows, and its
+outputs into a slab made for them when their shapes are known. What does not fit together is run apart
+(ragged.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fastserve.backends.torch_tensors import as_tensor, torch_dtype
+from fastserve.workers.arrays import open_desk
+from fastserve.workers.device import Device, Tensor
+from fastserve.workers.device_runner import DeviceBackend, DeviceRunner
+from fastserve.workers.ragged import Place, SlabRunner
+
+if TYPE_CHECKING:
+    from fastserve._ext.batch_ring import BatchRing
+    from fastserve._ext.slab_tensors import Entry
+    from fastserve.workers.arena import Arena
+
+
+@dataclass(slots=True)
+class Group:
+    """Requests that run together. `answers` are their slabs: (first row, offset or 0, bytes)."""
+
+    places: list[Place]
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    answers: list[tuple[int, int, int]] = field(default_factory=list)
+    staged: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    fault: Exception | None = None
+
+
+class SlabCargo:
+    """One slot's requests."""
+
+    def __init__(self, runner: DeviceSlabRunner, slot: int, groups: list[list[Place]]) -> None:
+        self.slot, self._runner = slot, runner
+        self._groups = [Group(places) for places in groups]
+
+    def incoming(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """See Cargo."""
+        for group in self._groups:
+            yield from self._runner.take_in(group)
+
+    def compute(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """See Cargo. A group that fails does so alone."""
+        for group in self._groups:
+            try:
+                copies = list(self._runner.compute(group))
+            except Exception as error:
+                group.fault = error
+                self._runner.give_up(group)
+                continue
+            yield from copies
+
+    def land(self) -> None:
+        """See SlotCargo."""
+        for group in self._groups:
+            for target, staged in group.staged:
+                target.copy_(staged)
+            if group.fault is None:
+                self._runner.answer(self.slot, group)
+        for group in self._groups:
+            if group.fault is not None:
+                self._runner.answer_failed(self.slot, group.places, group.fault)
+
+    def leave(self) -> None:
+        """Nothing is kept."""
+
+
+class DeviceSlabRunner(DeviceRunner[SlabCargo]):
+    """Runs slots whose places carry slabs."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        ring: BatchRing,
+        backend: DeviceBackend,
+        config: Mapping[str, Any],
+        device: Device,
+    ) -> None:
+        self.plain = SlabRunner(arena, ring, backend, config)
+        super().__init__(arena, ring, device, config, self.plain)
+        self._desk = open_desk(arena, ring)
+        self._backend = backend
+        self._batching = int(config["max_batch_size"]) > 0
+
+    def _load(self, slot: int) -> SlabCargo | None:
+        places = self.plain.read_places(slot)
+        return SlabCargo(self, slot, self.plain.groups_of(places)) if places else None
+
+    def take_in(self, group: Group) -> Iterator[tuple[Tensor, Tensor]]:
+        """One copy for each request's tensor, side by side on the device."""
+        for name, spec in self._backend.inputs.items():
+            arrays = [(rows, arrays[name]) for _, rows, arrays in group.places if name in arrays]
+            if not arrays:
+                continue
+            shape = arrays[0][1].shape
+            whole = (sum(rows for rows, _ in arrays), *shape[1:]) if self._batching else shape
+            room = group.inputs[name] = self._device.empty(whole, torch_dtype(spec.dtype.name))
+            at = 0
+            for rows, array in arrays:
+                source = as_tensor(array, spec)
+                if not self._pinned:
+                    source = self._device.staging(tuple(source.shape), source.dtype).copy_(source)
+                yield (room[at : at + rows] if self._batching else room), source
+                at += rows
+
+    def compute(self, group: Group) -> Iterator[tuple[Tensor, Tensor]]:
+        """Run the group, and make slabs for what comes out."""
+        results = self._device.run(self._backend.run_on_device, group.inputs)
+        at = 0
+        for row, rows, _ in group.places:
+            mine = {n: t[at : at + rows] for n, t in results.items()} if self._batching else results
+            at += rows
+            yield from self._make_slab(group, row, mine)
+
+    def _make_slab(
+        self, group: Group, row: int, results: Mapping[str, Tensor]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        specs = list(self._backend.outputs.values())
+        entries: list[Entry] = [
+            (i, spec.dtype.code, tuple(results[spec.name].shape), results[spec.name].nbytes)
+            for i, spec in enumerate(specs)
+        ]
+        offset, size = self._desk.put(entries)
+        group.answers.append((row, offset, size))
+        if not offset:
+            return
+        for number, _, _, array in self._desk.arrays(offset, size)[0]:
+            target, source = as_tensor(array, specs[number]), results[specs[number].name]
+            if not self._pinned:
+                staged = self._device.staging(tuple(target.shape), target.dtype)
+                group.staged.append((target, staged))
+                target = staged
+            yield target, source
+
+    def give_up(self, group: Group) -> None:
+        """Slabs of a group that failed hold nothing."""
+        for _, offset, _ in group.answers:
+            if offset:
+                self._ring.return_lease(offset)
+        group.answers.clear()
+        group.staged.clear()
+
+    def answer(self, slot: int, group: Group) -> None:
+        """Its slabs have been written."""
+        for row, offset, size in group.answers:
+            self.plain.answer_slab(slot, row, offset, size)
+
+    def answer_failed(self, slot: int, places: Sequence[Place], fault: Exception) -> None:
+        """Alone where requests may fail so."""
+        self._device.check(fault)
+        self.plain.group_failed(slot, list(places), fault)
