@@ -1,4 +1,4 @@
-"""`fastserve bench` against a real server, over every protocol of tensors it knows; test_bench_text has text."""
+"""`fastserve bench` against a real server, over every protocol of tensors; test_bench_text has text."""
 
 from __future__ import annotations
 
