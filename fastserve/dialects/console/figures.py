@@ -7,7 +7,7 @@ of a histogram its counts by bucket. `level` is the exception, a gauge: rows tha
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import accumulate
 
 import msgspec
@@ -54,12 +54,13 @@ class Bar(msgspec.Struct):
     batches: int
 
 
-def grown(now: Totals, before: Totals, wanted: Iterable[str]) -> Totals:
-    """What was counted between, of these names. What was not there before began at nothing."""
+def grown(now: Totals, before: Totals, wanted: Iterable[str], levels: Container[str] = (LEVEL,)) -> Totals:
+    """What was counted between, of these names; of `levels` what there is now. What was not there before
+    began at nothing."""
     found: Totals = {}
     for name in wanted:
         if name in now:
-            old = None if name == LEVEL else before.get(name)
+            old = None if name in levels else before.get(name)
             found[name] = now[name] if old is None else tuple(map(operator.sub, now[name], old))
     return found
 

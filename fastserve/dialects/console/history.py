@@ -1,7 +1,7 @@
 """The last minutes: a look at the counters every two seconds, and of each interval its figures.
 
 Every front process keeps its own, of the sums over all of them. A look reads only what is shown: 0.5 ms with
-ten models. A model has 300 points of six numbers, 7 KB.
+ten models. A model has 300 points of six numbers, 7 KB; one that generates text of four more.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from array import array
 from collections import defaultdict, deque
 from math import nan
 
-from fastserve.dialects.console import figures
+from fastserve.dialects.console import figures, texts
 from fastserve.dialects.console.figures import STAGES, Figures, Totals
+from fastserve.dialects.console.texts import TextFigures
 from fastserve.metrics import Registry, names
 
 INTERVAL_S = 2.0
@@ -19,7 +20,8 @@ POINTS = 300  # ten minutes
 WINDOW = 5  # intervals that make up "now": single ones jump
 MODELS_MAX = 100  # with a history; beyond, in the order of their names, only "now" is known
 SERIES = ("requests_per_s", "errors_per_s", "p50_ms", "p99_ms", "batch_rows", "queue_rows")
-SHOWN = (*figures.PLOTTED, *STAGES)
+SHOWN = (*figures.PLOTTED, *STAGES, *texts.PLOTTED)
+LEVELS = frozenset((figures.LEVEL, *texts.LEVELS))
 ALL = ""  # the model whose figures are the server's
 
 Causes = dict[tuple[str, str, str], float]
@@ -35,18 +37,20 @@ class Look:
         self.models: dict[str, Totals] = defaultdict(dict)
         self.causes: Causes = defaultdict(float)
         found = registry.read(*_READ)
-        requests, duration, sizes, rows, waiting, rejects, cancels, wire = found[: -len(STAGES)]
+        requests, duration, sizes, rows, waiting, rejects, cancels, wire = found[:_FIRST]
+        timed, plain = found[_FIRST:_PLAIN], found[_PLAIN:]
         for labels, (count,) in requests.items():
             self._count_request(labels[0], labels[-1], count)
         columns = (
             (figures.LATENCY, duration),
             (figures.SIZES, sizes),
-            *zip(STAGES, found[-len(STAGES) :], strict=True),
+            *zip((*STAGES, *texts.HISTOGRAMS), timed, strict=True),
         )
         for name, series in columns:
             for labels, values in series.items():
                 self._add(labels[0], name, values[:-1])  # without the sum
-        for name, series in ((figures.ROWS, rows), (figures.LEVEL, waiting)):
+        levels = zip(texts.NUMBERS, plain, strict=True)
+        for name, series in ((figures.ROWS, rows), (figures.LEVEL, waiting), *levels):
             for labels, values in series.items():
                 self._add(labels[0], name, values)
         for kind, series in (("reject", rejects), ("cancel", cancels)):
@@ -80,7 +84,11 @@ _READ = (
     names.CANCELS,
     names.WIRE_REJECTS,
     *STAGES.values(),
+    *texts.HISTOGRAMS.values(),
+    *texts.NUMBERS.values(),
 )
+_PLAIN = len(_READ) - len(texts.NUMBERS)
+_FIRST = _PLAIN - len(STAGES) - len(texts.HISTOGRAMS)
 
 
 class History:
@@ -109,9 +117,8 @@ class History:
         if not self._looks:
             return {}, INTERVAL_S
         first, last = self._looks[0], self._looks[-1]
-        return figures.grown(last.of(model), first.of(model), SHOWN), max(
-            (last.at_ns - first.at_ns) / 1e9, INTERVAL_S
-        )
+        growth = figures.grown(last.of(model), first.of(model), SHOWN, LEVELS)
+        return growth, max((last.at_ns - first.at_ns) / 1e9, INTERVAL_S)
 
     def causes(self) -> list[tuple[tuple[str, str, str], float, float]]:
         """(kind, model, cause), how often since the server began, and a second now."""
@@ -128,8 +135,10 @@ class History:
         """The points of a model from the number `after` on, oldest first; None where nothing was counted."""
         numbers, series = self._points.get(model, ((), {}))
         newer = sum(number >= after for number in numbers)
-        start = len(numbers) - newer
-        return {name: [_or_none(value) for value in kept[start:]] for name, kept in series.items()}
+        return {
+            name: [_or_none(value) for value in kept[max(len(kept) - newer, 0) :]]
+            for name, kept in series.items()
+        }
 
     def _keep(self, before: Look, now: Look) -> None:
         seconds = max((now.at_ns - before.at_ns) / 1e9, 1e-3)
@@ -137,18 +146,23 @@ class History:
         for gone in set(self._points) - known:
             del self._points[gone]
         for model in known:
-            growth = figures.grown(now.of(model), before.of(model), figures.PLOTTED)
-            self._add_point(model, figures.describe(growth, seconds))
+            growth = figures.grown(now.of(model), before.of(model), SHOWN, LEVELS)
+            self._add_point(model, figures.describe(growth, seconds), texts.describe(growth, seconds))
 
-    def _add_point(self, model: str, point: Figures) -> None:
-        if model not in self._points:
-            self._points[model] = deque(maxlen=POINTS), {name: array("f") for name in SERIES}
-        numbers, series = self._points[model]
+    def _add_point(self, model: str, point: Figures, text: TextFigures | None) -> None:
+        numbers, series = self._points.setdefault(model, (deque(maxlen=POINTS), defaultdict(_no_points)))
         numbers.append(self.seen)
-        for name, kept in series.items():
-            value = getattr(point, name)
+        found = {name: getattr(point, name) for name in SERIES}
+        if text is not None or texts.SERIES[0] in series:
+            found |= {name: getattr(text, name, None) for name in texts.SERIES}
+        for name, value in found.items():
+            kept = series[name]
             kept.append(nan if value is None else value)
             del kept[:-POINTS]
+
+
+def _no_points() -> array[float]:
+    return array("f")
 
 
 def _or_none(value: float) -> float | None:

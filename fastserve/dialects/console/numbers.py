@@ -10,9 +10,10 @@ import time
 import msgspec
 
 from fastserve import __version__
-from fastserve.dialects.console import figures
+from fastserve.dialects.console import figures, texts
 from fastserve.dialects.console.figures import Bar, Figures, Stage
 from fastserve.dialects.console.history import ALL, INTERVAL_S, History
+from fastserve.dialects.console.texts import TextFigures
 from fastserve.metrics import Readiness, Registry, names
 from fastserve.metrics.machine import Machine
 from fastserve.repository.catalog import Catalog
@@ -43,13 +44,15 @@ class VersionNumbers(msgspec.Struct, kw_only=True):
 
 
 class ModelNumbers(msgspec.Struct, kw_only=True):
-    """`now` is of the last ten seconds; `points` are of intervals of `interval_s`, oldest first."""
+    """`now` is of the last ten seconds, and so is `text`, of models that generate it; `points` are of
+    intervals of `interval_s`, oldest first."""
 
     model: str
     ready: bool
     reason: str
     versions: list[VersionNumbers]
     now: Figures
+    text: TextFigures | None
     stages: list[Stage]
     batches: list[Bar]
     points: Points
@@ -78,6 +81,7 @@ class Numbers(msgspec.Struct, kw_only=True):
     interval_s: float
     next_point: int
     now: Figures
+    text: TextFigures | None
     points: Points
     devices: list[Device]
     models: list[ModelNumbers]
@@ -109,6 +113,7 @@ class Reader:
             interval_s=INTERVAL_S,
             next_point=history.seen,
             now=figures.describe(*history.growth(ALL)),
+            text=texts.describe(*history.growth(ALL)),
             points=history.points(ALL, after),
             devices=[self._read_machine()],
             models=[self._read_model(name, facts, after) for name in known],
@@ -126,6 +131,7 @@ class Reader:
             reason=state.reason if state else "not loaded",
             versions=[_read_version(model, version, facts) for version in versions if model],
             now=figures.describe(growth, seconds),
+            text=texts.describe(growth, seconds),
             stages=figures.stages(growth),
             batches=figures.bars(growth),
             points=self._history.points(name, after),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from fastserve.dialects.console import texts
 from fastserve.dialects.console.history import ALL, MODELS_MAX, POINTS, WINDOW, History
 from fastserve.metrics import Registry, names
 
@@ -101,3 +102,40 @@ def test_requests_for_nobody_count_in_the_servers_figures_alone(registry: Regist
     history.look(2 * SECOND)
     assert history.models() == []
     assert history.points(ALL, 0)["errors_per_s"] == [4.0]
+
+
+def test_a_model_that_generates_text_has_figures_of_it(registry: Registry) -> None:
+    history, who = History(registry), ("llm", "1")
+    count(registry, "other")
+    history.look(0)
+    history.look(2 * SECOND)
+    registry.counters(names.TEXT_TOKENS).of(*who).add(100)
+    registry.counters(names.TEXT_PROMPT_TOKENS).of(*who).add(30)
+    registry.gauges(names.TEXT_RUNNING).of(*who).set(3)
+    registry.gauges(names.TEXT_WAITING).of(*who).set(2)
+    registry.gauges(names.TEXT_KV_USED).of(*who).set(70)
+    registry.gauges(names.TEXT_KV).of(*who).set(1000)
+    for seconds in (0.004, 0.04):
+        registry.histograms(names.TEXT_FIRST_TOKEN).of(*who).observe(seconds)
+        registry.histograms(names.TEXT_TOKEN_GAP).of(*who).observe(seconds / 10)
+    history.look(4 * SECOND)
+    history.look(6 * SECOND)
+    found = texts.describe(*history.growth("llm"))
+    assert found is not None
+    assert (found.tokens_per_s, found.prompt_tokens_per_s) == (100 / 6, 5.0)
+    levels = (found.running, found.waiting, found.kv_used_tokens, found.kv_tokens)
+    assert levels == (3, 2, 70, 1000)
+    assert found.first_p50_ms is not None
+    assert found.first_p99_ms is not None
+    assert found.gap_p50_ms is not None
+    assert 2.5 < found.first_p50_ms <= 5 < 25 < found.first_p99_ms <= 50
+    assert 0.25 < found.gap_p50_ms <= 0.5
+    points = history.points("llm", 0)
+    assert points["tokens_per_s"] == [50.0, 0.0]
+    assert points["running"] == [3.0, 3.0]
+    assert points["first_p50_ms"][1] is None
+    assert history.points("llm", 2)["tokens_per_s"] == [0.0]
+    assert history.points(ALL, 0)["tokens_per_s"] == [50.0, 0.0]
+    assert len(history.points(ALL, 0)["requests_per_s"]) == 3
+    assert texts.describe(*history.growth("other")) is None
+    assert "tokens_per_s" not in history.points("other", 0)

@@ -114,6 +114,20 @@ function queues(now, series) {
   return plot("rows waiting", text, series, ["queue_rows"], true);
 }
 
+function tokens(now, series) {
+  return plot("tokens a second", figure(now, "tokens_per_s"), series, ["tokens_per_s"]);
+}
+
+function firsts(now, series) {
+  const [p50, p99] = [`${short(now.first_p50_ms)} `, short(now.first_p99_ms)];
+  const text = make("b", "", make("span", "key"), p50, make("span", "key b"), p99);
+  return plot("first token, ms", text, series, ["first_p50_ms", "first_p99_ms"]);
+}
+
+function running(now, series) {
+  return plot("sequences running", figure(now, "running", true), series, ["running"], true);
+}
+
 function failures(now, series) {
   const text = make("b", now.errors_per_s ? "bad" : "", short(now.errors_per_s));
   return plot("errors a second", text, series, ["errors_per_s"]);
@@ -139,6 +153,7 @@ function showServer(numbers) {
 function showTiles(numbers) {
   const series = plotted.get("") ?? {};
   const tiles = [rates, latencies, batches, queues, failures].map((of) => make("div", "card", of(numbers.now, series)));
+  if (numbers.text) tiles.push(make("div", "card", tokens(numbers.text, series)));
   byId("tiles").replaceChildren(...tiles);
 }
 
@@ -176,13 +191,31 @@ function describeStages(stages) {
   });
 }
 
+function describeText(text) {
+  const facts = [
+    ["waiting ", short(text.waiting, "", true)],
+    ["between tokens ", `${short(text.gap_p50_ms)} / ${short(text.gap_p99_ms, "ms")}`],
+    ["prompts ", `${short(text.prompt_tokens_per_s)} tokens/s`],
+  ];
+  if (text.kv_tokens) {
+    const share = Math.round((100 * text.kv_used_tokens) / text.kv_tokens);
+    facts.push(["KV cache ", `${share} % of ${short(text.kv_tokens, "", true)} tokens`]);
+  }
+  return facts.map(([name, value]) => make("div", "", make("span", "dim", name), value));
+}
+
 function showModel(model) {
   const series = plotted.get(model.model) ?? {};
   const state = model.ready ? pill("ready", "good") : pill("not ready", "bad");
   const head = make("header", "", make("h3", "", model.model), state);
   if (!model.ready) head.append(make("span", "bad", model.reason));
-  const plots = [rates, latencies, batches, queues].map((of) => of(model.now, series));
-  const facts = [...model.versions.map(describeVersion), describeSizes(model.batches), ...describeStages(model.stages)];
+  const plots = model.text
+    ? [rates(model.now, series), ...[tokens, firsts, running].map((of) => of(model.text, series))]
+    : [rates, latencies, batches, queues].map((of) => of(model.now, series));
+  const facts = [
+    ...model.versions.map(describeVersion),
+    ...(model.text ? describeText(model.text) : [describeSizes(model.batches), ...describeStages(model.stages)]),
+  ];
   const found = make("article", "model", head, make("div", "plots", ...plots), make("div", "facts", ...facts));
   found.id = `model-${model.model}`;
   return found;
