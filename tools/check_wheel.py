@@ -1,4 +1,4 @@
-"""Looks into the newest wheel of a folder: compiled modules, stubs, demo data in, sources out; and its size."""
+"""Looks into the newest wheel of a folder: compiled modules, stubs, demo data in, sources out; its size."""
 
 import sys
 import zipfile
