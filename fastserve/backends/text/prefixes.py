@@ -1,6 +1,5 @@
 """Prompts that begin as a row does, running or left: what is computed of it is copied, not computed again.
-
-Only rows that have led to numbers are taken from, so that one sequence's NaN is never another's.
+What a beginning has computed is its own alone: nothing of the sequence in that row comes along.
 """
 
 from __future__ import annotations
@@ -8,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from fastserve.backends.text.rows import Rows
-from fastserve.backends.text.sequence import Sequence, State
+from fastserve.backends.text.sequence import Sequence
 
 LEAST = 16
 """Tokens below which a copy is not worth its while."""
@@ -34,9 +33,6 @@ def _longest(rows: Rows, prompt: np.ndarray) -> tuple[int, int]:
     best, most = -1, 0
     limit = len(prompt) - 1
     for row in np.flatnonzero((rows.ids[:, :LEAST] == prompt[:LEAST]).all(1)) if limit >= LEAST else ():
-        owner = rows.sequences[row]
-        if owner is not None and owner.state == State.READING:
-            continue
         count = min(limit, int(rows.lengths[row]))
         differs = np.flatnonzero(rows.ids[row, :count] != prompt[:count])
         count = int(differs[0]) if len(differs) else count

@@ -100,6 +100,22 @@ def test_copied_prefixes_change_no_token(seed: int, slots: int) -> None:
     assert read < sum(map(len, asked))
 
 
+def test_a_conversation_is_read_once() -> None:
+    engine, model = make(3, prefix_cache=True)
+    said = [1, 2, 3] * 5
+    for turn in range(4):
+        model.plans.clear()
+        said += run(engine, [ask(turn, said, max_new_tokens=9)]).tokens[turn] + [7]
+        if turn:  # the last answer's last token, which was drawn and not computed, and the 7
+            assert sum(chunk.count for plan in model.plans for chunk in plan.chunks) == 2
+    long, more = [9] * 40, [9] * 30 + [8] * 10  # one is still being read when the other comes
+    heard = run(
+        engine, [ask(10, long), ask(11, more)], lambda step, _: model.plans.clear() if step == 3 else None
+    )
+    assert heard.tokens[10] == continue_plainly(long, 20)
+    assert heard.tokens[11] == continue_plainly(more, 20)
+
+
 def test_thousands_come_and_leave() -> None:
     play(1, 3000, slots=6, step_tokens=24, prefix_cache=False)
     play(2, 1000, slots=6, step_tokens=24, prefix_cache=True)

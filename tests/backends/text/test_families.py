@@ -14,7 +14,7 @@ from fastserve.codec.text import Finish
 from tests.backends.text.folders import CONFIGS, EOS, LENGTH, PLAIN, VOCAB, generate, save_model
 from tests.backends.text.outs import Heard, ask, run
 
-SMALL = {"max_sequences": 4, "step_tokens": 16}
+SMALL = {"max_sequences": 4, "step_tokens": 40}
 
 
 @pytest.fixture(scope="module", params=sorted(CONFIGS))
@@ -41,7 +41,7 @@ def prompts(count: int, seed: int = 0, longest: int = 70) -> list[list[int]]:
 
 
 def test_greedy_is_generate(family: tuple[Path, Any]) -> None:
-    """Mixed lengths on four rows, prompts in chunks of 16 at most, ends by eos and by length."""
+    """Mixed lengths on four rows, prompts in chunks of 40 at most, ends by eos and by length."""
     folder, model = family
     dice = random.Random(1)
     lengths = [dice.randint(1, 30) for _ in range(9)]
