@@ -19,6 +19,7 @@ COMMANDS = {
     "generate": "Generate text with a model, from a running server or a folder.",
     "bench": "Put a running server under load and show latencies.",
     "grps": "Serve a grps deployment.",
+    "mindie": "Serve by MindIE's config.json.",
     "tensorflow-model-server": "Serve with TensorFlow Serving's own flags.",
     "tritonserver": "Serve with Triton's own flags.",
 }

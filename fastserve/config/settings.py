@@ -177,7 +177,9 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A model whose folder is named outright, as TensorFlow Serving's model_config_list does."""
 
     name: Annotated[ModelName, Meta(description="What clients call it.")]
-    base_path: Annotated[str, Meta(description="The folder that holds the model's version folders.")]
+    base_path: Annotated[
+        str, Meta(description="The folder that holds the model's version folders, or a text model's own.")
+    ]
     version_policy: Annotated[
         VersionPolicy | None, Meta(description="In place of the one in model.yaml.")
     ] = None

@@ -155,6 +155,11 @@ class ConfigReader:
         return config
 
 
+def holds_text(folder: Path) -> bool:
+    """Whether a folder is itself a version of a text model, as they are downloaded."""
+    return _recognises(BACKENDS["text"], {1: folder}, folder)
+
+
 def _must_be_inside(path: Path, root: Path) -> None:
     if not inside(path, root):
         raise ConfigError(f"{path.name} is a link that leads out of the repository")

@@ -2,6 +2,7 @@
 
     ROOT/NAME/model.yaml          ROOT/NAME/1/model.py      ROOT/NAME/2/model.onnx
     ROOT/NAME/config.pbtxt        ROOT/NAME/1/model.py      of Triton's form
+    BASE_PATH/config.json         *.safetensors             a folder of `models` may be a text model's own
 
 A folder that is no model (no config, no numbered folder) is passed over. A model with a fault
 is listed with the reason, so that what was loaded before can go on serving. Links may lead
@@ -26,6 +27,7 @@ from fastserve.repository.folder_config import (
     CONFIG_FILE,
     ConfigReader,
     Stamp,
+    holds_text,
     inside,
     model_file,
     stamp_of,
@@ -141,7 +143,7 @@ class Layout:
 
     def _scan_entry(self, entry: ModelEntry) -> ModelFolder:
         folder = Path(entry.base_path)
-        model = self._scan_model(entry.name, folder, folder) if folder.is_dir() else None
+        model = self._scan_model(entry.name, folder, folder, alone=True) if folder.is_dir() else None
         if model is None:
             reason = "no version folder in base_path" if folder.is_dir() else "base_path is not a folder"
             return ModelFolder(entry.name, folder, error=reason, absent=True)
@@ -154,13 +156,16 @@ class Layout:
             model.config = msgspec.structs.replace(model.config, **changes)
         return model
 
-    def _scan_model(self, name: str, folder: Path, root: Path) -> ModelFolder | None:
+    def _scan_model(self, name: str, folder: Path, root: Path, *, alone: bool = False) -> ModelFolder | None:
+        """`alone`: the folder was named outright, and may be the one version of a text model itself."""
         model = ModelFolder(name, folder)
         if not is_model_name(name):
             model.error = fault_text("name", name, f"text matching {MODEL_NAME.pattern}")
             return model
         try:
             numbered = _numbered_folders(folder)
+            if alone and not numbered and holds_text(folder):
+                numbered = {1: folder}
             held = self.overrides.of(name)
             has_config = (folder / CONFIG_FILE).exists() or (folder / TRITON_FILE).exists()
             if not numbered and not has_config and held is None:

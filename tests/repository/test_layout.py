@@ -146,3 +146,19 @@ def test_models_named_outright(tmp_path: Path) -> None:
     assert found["a"].notes == ["also in the repository folder, which `models` overrides"]
     assert found["b"].error == "base_path is not a folder"
     assert found["c"].error == "no version folder in base_path"
+
+
+def test_a_text_model_as_it_is_downloaded(tmp_path: Path) -> None:
+    """Named outright, its folder needs no other around it."""
+    folder = tmp_path / "Qwen2-0.5B"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    entry = ModelEntry(name="llm", base_path=str(folder))
+    settings = RepositorySettings(models=(entry,), model_defaults={"text": {"max_new_tokens": 7}})
+    assert Layout(settings).scan()["llm"].absent
+    (folder / "model.safetensors").touch()
+    found = Layout(settings).scan()["llm"]
+    assert found.config is not None
+    assert (found.config.backend, found.error, list(found.versions)) == ("text", "", [1])
+    assert found.versions[1].folder == folder
+    assert Layout(RepositorySettings(repository=str(tmp_path))).scan() == {}

@@ -8,6 +8,7 @@ The APIs differ in what they read and in what they write of it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from random import getrandbits
 from typing import Generic, TypeVar
 
 from fastserve.dialects.textgen.errors import NO_ANSWER, Admission, invalid, refuse, tell
@@ -32,6 +33,8 @@ from fastserve.serving.text import (
 from fastserve.serving.text.ask import TO_FIT
 from fastserve.wire.call import Call
 
+SEED_BITS = 53
+"""Of a seed that is chosen here: every client can read it, and send it again."""
 Read = TypeVar("Read", bound=Asked)
 
 
@@ -144,7 +147,7 @@ async def start(service: Service, call: Call, model: TextModel, asked: Asked) ->
     ask = TextAsk(
         prompt=asked.inputs.prompt,
         sampling=asked.sampling,
-        seed=asked.seed,
+        seed=getrandbits(SEED_BITS) if asked.seed is None else asked.seed,
         priority=asked.priority,
         deadline_ns=deadline_ns(call.received_ns, asked.timeout_s, options),
         truncate=TO_FIT if options.truncate else 0,

@@ -171,6 +171,12 @@ def test_bounds_that_hold(seed1: Local) -> None:
     assert seed1.infer(details=True, seed=0).json["details"]["seed"] == 0
 
 
+def test_a_seed_that_is_chosen_here_may_be_sent_again(seed1: Local) -> None:
+    seeds = [seed1.infer(details=True).json["details"]["seed"] for _ in range(5)]
+    assert len(set(seeds)) == 5
+    assert all(0 <= seed < 2**53 for seed in seeds)
+
+
 def test_what_a_request_becomes() -> None:
     engine = RIGS["llm-eos"].engine()
     with served(engine) as at:
