@@ -1,16 +1,14 @@
 """A reply that is a stream of pieces: server-sent events, or whatever an API sends one after the other.
 
-    await send_events(service, call, name, pieces, tell)
+    await send_events(service, call, name, send, tell)          send(out) writes them all
 
 Nothing is sent before the first piece: what goes wrong until then is refused with a status, by whoever
-called. What goes wrong later is one piece more, by `tell`, and the end of the reply. A client that leaves
-ends the pieces, and with them the sequences they come of.
+called. What goes wrong later is one piece more, by `tell`, and the end of the reply.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable
 
 from fastserve.dialects.textgen.service import Service
 from fastserve.dialects.textgen.sse import EVENTS, HEADERS, EventStream
@@ -18,7 +16,6 @@ from fastserve.errors import ServeError
 from fastserve.serving.exchange import unforeseen
 from fastserve.wire.call import Call
 
-Pieces = AsyncGenerator[bytes, None]
 Headers = tuple[tuple[bytes, bytes], ...]
 
 
@@ -26,17 +23,16 @@ async def send_events(
     service: Service,
     call: Call,
     model: str,
-    pieces: Pieces,
+    send: Callable[[EventStream], Awaitable[None]],
     tell: Callable[[ServeError], bytes],
     headers: Headers = HEADERS,
     content_type: bytes = EVENTS,
 ) -> bool:
-    """Send all there are; whether they ended well. Raises ServeError while nothing is sent."""
+    """Send all there is; whether it ended well. Raises ServeError while nothing is sent."""
     every_s = service.options.keepalive_s if content_type is EVENTS else 0.0
-    async with EventStream(call, every_s, content_type, headers) as out, aclosing(pieces):
+    async with EventStream(call, every_s, content_type, headers) as out:
         try:
-            async for piece in pieces:
-                await out.write(piece)
+            await send(out)
         except ConnectionResetError:
             raise
         except Exception as error:

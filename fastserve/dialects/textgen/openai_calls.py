@@ -10,11 +10,10 @@ error, which clients raise: its end is never silent.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fastserve.dialects.textgen.events import Pieces, send_events
+from fastserve.dialects.textgen.events import send_events
 from fastserve.dialects.textgen.openai_errors import refuse, tell
 from fastserve.dialects.textgen.openai_models import no_model
 from fastserve.dialects.textgen.openai_read import Wanted, read_chat, read_completion
@@ -31,7 +30,8 @@ from fastserve.dialects.textgen.paths import Named, Path, Refuse
 from fastserve.dialects.textgen.patience import deadline_ns
 from fastserve.dialects.textgen.sequences import Sequences, likelihood
 from fastserve.dialects.textgen.service import Service
-from fastserve.dialects.textgen.typed import Misread
+from fastserve.dialects.textgen.sse import EventStream
+from fastserve.dialects.textgen.typed import Misread, check
 from fastserve.errors import Kind, ServeError
 from fastserve.serving.dialect import HttpRoute
 from fastserve.serving.text import TextAsk, TextModel, TextStream, Token
@@ -70,7 +70,7 @@ class Complete:
             if not wanted.streams:
                 call.reply(200, await one.whole())
             elif not await send_events(
-                service, call, name, one.events(), self._tell, content_type=answer.content_type
+                service, call, name, one.send, self._tell, content_type=answer.content_type
             ):
                 return
         except ServeError as fault:  # nothing has been sent yet
@@ -129,36 +129,34 @@ class Completing:
         choices = [self._choice(index, each) for index, each in enumerate(self._chosen())]
         return self._answer.write(choices, self._usage())
 
-    async def events(self) -> Pieces:
+    async def send(self, out: EventStream) -> None:
         """The pieces of its stream. Raises ServeError."""
-        async with await self._start() as running, aclosing(running.turns()) as turns:
-            async for index, tokens in turns:
-                yield b"".join(self._pieces(self._sequences[index], tokens))
-            end = self._answer.usage(self._usage()) if self._wanted.tells_usage else b""
-            yield end + self._answer.done
+        async with await self._start() as running:
+            await running.first()
+            await running.pour(out, self._pieces)
+        end = self._answer.usage(self._usage()) if self._wanted.tells_usage else b""
+        if end or self._answer.done:
+            await out.write(end + self._answer.done)
 
     async def _start(self) -> Sequences:
         """Every sequence there will be, or none. Raises ServeError."""
-        service, call, timeout_s = self._service, self._call, self._timeout_s()
-        running = Sequences([], call, timeout_s, service.options)
+        streams: list[TextStream] = []
         try:
             for ask in await self._asks():
                 for stream in await self._model.start_many(ask, self._wanted.candidates):
-                    running.streams.append(stream)
+                    streams.append(stream)
                     self._sequences.append(Sequence(len(self._sequences), stream, self._echo(ask)))
         except BaseException:
-            running.cancel()
+            for stream in streams:
+                stream.cancel()
             raise
-        return running
+        self._service.read(self._call, self._model)
+        return Sequences(self._service, self._call, self._model, streams, self._timeout_s())
 
     async def _asks(self) -> list[TextAsk]:
         """What is asked of the model, for each prompt. Raises ServeError."""
         wanted, body = self._wanted, self._wanted.body
-        if wanted.images:
-            raise Misread(
-                f"`{wanted.images[0][0]}`: model '{self._model.name}' takes text only, not images",
-                wanted.images[0][0],
-            )
+        images = await self._images()
         prompts = wanted.prompts
         if wanted.messages:
             prompts = [await self._model.chat(wanted.messages, **wanted.template)]
@@ -174,9 +172,19 @@ class Completing:
                 special=body.skip_special_tokens is False,
                 templated=bool(wanted.messages),
                 request_id=self._call.request_id,
+                images=images,
             )
             for prompt in prompts
         ]
+
+    async def _images(self) -> list[bytes]:
+        found = self._wanted.images
+        most, given = self._service.options.max_images, len(found)
+        check(given <= most, "messages", f"have {given} images, allowed: at most {most}")
+        try:
+            return await self._service.images.load(self._model, [value for _, value in found])
+        except ServeError as fault:
+            raise Misread(fault.message, found[0][0] if given == 1 else "messages") from None
 
     def _timeout_s(self) -> int:
         return self._wanted.body.timeout or self._service.options.timeout_s
@@ -201,24 +209,30 @@ class Completing:
         scored = [*self._prompt_scored(sequence), *self._scored(sequence, sequence.tokens)]
         return Choice(index, sequence.echo + ending.text, finish_of(ending.reason), scored)
 
-    def _pieces(self, sequence: Sequence, tokens: list[Token]) -> list[bytes]:
-        answer, index = self._answer, sequence.index
-        said = [] if sequence.begun else self._beginning(sequence)
+    def _pieces(self, index: int, tokens: list[Token]) -> bytes:
+        """What there is to say of one of them, now that these tokens came."""
+        sequence, answer = self._sequences[index], self._answer
         if answer.scored:
-            said += [answer.piece(index, each.text, self._scored(sequence, [each])) for each in tokens]
+            more = b"".join(
+                [answer.piece(index, each.text, self._scored(sequence, [each])) for each in tokens]
+            )
         else:
-            said += [answer.piece(index, each.text) for each in tokens if each.text]
+            more = answer.plain(index, tokens)
+        if not sequence.begun:
+            more = self._beginning(sequence) + more
         ending = sequence.stream.ending
-        if ending is not None and ending.fault is None:
-            said.append(answer.last(index, finish_of(ending.reason)))
-        return said
+        return (
+            more
+            if ending is None or ending.fault is not None
+            else more + answer.last(index, finish_of(ending.reason))
+        )
 
-    def _beginning(self, sequence: Sequence) -> list[bytes]:
+    def _beginning(self, sequence: Sequence) -> bytes:
         sequence.begun = True
-        said = [self._answer.begin(sequence.index)]
-        if sequence.echo:
-            said.append(self._answer.piece(sequence.index, sequence.echo, self._prompt_scored(sequence)))
-        return said
+        said = self._answer.begin(sequence.index)
+        if not sequence.echo:
+            return said
+        return said + self._answer.piece(sequence.index, sequence.echo, self._prompt_scored(sequence))
 
     def _prompt_scored(self, sequence: Sequence) -> list[Scored]:
         """What is known of an echoed prompt's tokens: how likely each was, not what else might have been."""

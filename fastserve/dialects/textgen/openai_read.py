@@ -59,8 +59,8 @@ class Wanted:
     messages: list[dict[str, Any]] = field(default_factory=list)
     """Of a chat."""
     template: dict[str, Any] = field(default_factory=dict)
-    images: list[tuple[str, msgspec.Raw]] = field(default_factory=list)
-    """Where in the body they stand, and what is said of them."""
+    images: list[tuple[str, str]] = field(default_factory=list)
+    """Where in the body they stand, and what names them."""
     logprobs: int = -1
     echo: bool = False
     names_model: bool = True
@@ -87,7 +87,7 @@ def read_chat(data: bytes | bytearray, most_stops: int) -> Wanted:
     _check_temperature(body)
     _check_format(body)
     logprobs = _chat_logprobs(body)
-    images: list[tuple[str, msgspec.Raw]] = []
+    images: list[tuple[str, str]] = []
     messages = [_read_message(message, f"messages[{i}]", images) for i, message in enumerate(body.messages)]
     most = body.max_completion_tokens or body.max_tokens or MOST_INT
     return Wanted(
@@ -243,7 +243,7 @@ def read_sampling(body: Common, max_tokens: int, logprobs: int, *, scores: bool 
     )
 
 
-def _read_message(message: Message, place: str, images: list[tuple[str, msgspec.Raw]]) -> dict[str, Any]:
+def _read_message(message: Message, place: str, images: list[tuple[str, str]]) -> dict[str, Any]:
     """A message as templates know it: its content is a text."""
     content = message.content
     if isinstance(content, list):
@@ -261,7 +261,7 @@ def _read_message(message: Message, place: str, images: list[tuple[str, msgspec.
     return found
 
 
-def _read_parts(parts: list[Part], place: str, images: list[tuple[str, msgspec.Raw]]) -> str:
+def _read_parts(parts: list[Part], place: str, images: list[tuple[str, str]]) -> str:
     """The texts of a content, a line each; its images are put into `images`."""
     texts = []
     for i, part in enumerate(parts):
@@ -270,8 +270,15 @@ def _read_parts(parts: list[Part], place: str, images: list[tuple[str, msgspec.R
                 raise Misread(f"`{place}[{i}].text` is required", f"{place}[{i}].text")
             texts.append(part.text)
         elif part.type == "image_url":
-            check(part.image_url is not UNSET, f"{place}[{i}].image_url", "is required")
-            images.append((f"{place}[{i}].image_url", cast(msgspec.Raw, part.image_url)))
+            images.append(_read_image(part, f"{place}[{i}].image_url"))
         else:
             check(False, f"{place}[{i}].type", f"'{part.type:.64}' is not supported")
     return "\n".join(texts)
+
+
+def _read_image(part: Part, place: str) -> tuple[str, str]:
+    """{"url": ...}, or the URL by itself."""
+    given = None if part.image_url is UNSET else msgspec.json.decode(part.image_url)
+    url = given.get("url") if isinstance(given, dict) else given
+    check(isinstance(url, str), place, "must be a string, or an object with the string `url`")
+    return place, cast(str, url)

@@ -16,8 +16,10 @@ from typing import Any
 
 import msgspec
 
+from fastserve._ext.text_tokens import Frames, Hole
 from fastserve.codec.text import Finish
 from fastserve.dialects.textgen.sse import EVENTS
+from fastserve.serving.text import Token
 
 _encode = msgspec.json.Encoder().encode
 _FINISH = {Finish.EOS: "stop", Finish.STOP: "stop", Finish.LENGTH: "length"}
@@ -87,6 +89,10 @@ class Answer(ABC):
         """More text of one choice."""
 
     @abstractmethod
+    def plain(self, index: int, tokens: list[Token]) -> bytes:
+        """The same of tokens that are not scored, a piece for each that has text."""
+
+    @abstractmethod
     def last(self, index: int, finish: str) -> bytes:
         """The end of one choice."""
 
@@ -106,6 +112,7 @@ class OpenAiAnswer(Answer):
 
     def __init__(self, model: str, version: object, *, scored: bool = False, usage: bool = False) -> None:
         super().__init__(model, version, scored=scored)
+        self._frames: dict[int, Frames] = {}
         self._head = {
             "id": self.prefix + token_hex(12),
             "object": self.whole_object,
@@ -123,6 +130,13 @@ class OpenAiAnswer(Answer):
 
     def piece(self, index: int, text: str, scored: Sequence[Scored] = ()) -> bytes:
         return self._chunk(index, self._delta(text), b"null", scored)
+
+    def plain(self, index: int, tokens: list[Token]) -> bytes:
+        frames = self._frames.get(index)
+        if frames is None:
+            before, after = self._chunk(index, self._delta(""), b"null", ()).rsplit(b'""', 1)
+            frames = self._frames[index] = Frames((before, Hole.TEXT, after), skip_empty=True)
+        return frames.write(tokens)
 
     def last(self, index: int, finish: str) -> bytes:
         return self._chunk(index, self._nothing, b'"%b"' % finish.encode(), ())

@@ -1,76 +1,118 @@
-"""The sequences of one request, read together: what comes of any of them, and what one of them failed of.
+"""The sequences of one request: read to their ends, or poured into a reply, and what one of them failed of.
 
-    async with Sequences(streams, call, timeout_s, options) as sequences:
-        async for index, tokens in sequences.turns(): ...            raises ServeError
+    async with Sequences(service, call, model, streams, timeout_s) as sequences:
+        tokens = await sequences.rest(keep=True)                          whole
+        await sequences.first()
+        await sequences.pour(out, write)                                  write(index, tokens) -> bytes
 
-Whoever leaves, by whatever way, cancels what still runs.
+All raise ServeError. Whoever leaves, by whatever way, cancels what still runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from time import monotonic_ns
 from types import TracebackType
 
-from fastserve.config import TextgenOptions
 from fastserve.dialects.textgen.patience import Patience
+from fastserve.dialects.textgen.service import Service
+from fastserve.dialects.textgen.sse import EventStream
 from fastserve.errors import DeadlineError
-from fastserve.serving.text import TextStream, Token, together
+from fastserve.serving.text import TextModel, TextStream, Token, together
 from fastserve.wire.call import Call
 
-Turns = AsyncGenerator[tuple[int, list[Token]], None]
+Write = Callable[[int, list[Token]], bytes]
 
 
 class Sequences:
     """Those of one request."""
 
     def __init__(
-        self, streams: list[TextStream], call: Call, timeout_s: float, options: TextgenOptions
+        self, service: Service, call: Call, model: TextModel, streams: Sequence[TextStream], timeout_s: float
     ) -> None:
         self.streams = streams
         self.first_ns = 0
         """When the first token came, as time.monotonic_ns counts."""
-        self._patience = Patience(self, call.received_ns, timeout_s, options)
+        self._service, self._model = service, model
+        self._patience = Patience(self, call.received_ns, timeout_s, service.options)
+        self._held = ExitStack()
 
     async def __aenter__(self) -> Sequences:
-        self._patience.__enter__()
+        for stream in self.streams:
+            self._held.enter_context(self._service.running.hold(self._model.name, "", stream))
+        self._held.enter_context(self._patience)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._patience.__exit__(kind, error, trace)
         self.cancel()
+        self._held.close()
 
     def cancel(self) -> None:
         for stream in self.streams:
             stream.cancel()
 
-    async def turns(self) -> Turns:
-        """What came of one sequence, and whose it is; to the end of all. Raises ServeError."""
-        patience = self._patience
-        async for index, tokens in together(self.streams):
-            patience.heard()
-            self.first_ns = self.first_ns or monotonic_ns()
-            ending = self.streams[index].ending
-            if ending is None or ending.fault is None:
-                yield index, tokens
-                continue
-            if tokens:
-                yield index, tokens
-            if patience.words:
-                raise DeadlineError(patience.words, queued=False)
-            raise ending.fault
-
     async def rest(self, *, keep: bool) -> list[list[Token]]:
-        """Read them to their ends; all their tokens, where these are kept. Raises ServeError."""
+        """Read them to their ends; all their tokens, where these are kept."""
         found: list[list[Token]] = [[] for _ in self.streams]
-        async with aclosing(self.turns()) as turns:
-            async for index, tokens in turns:
-                if keep:
-                    found[index] += tokens
+        async for index, tokens in together(self.streams):
+            self._heard()
+            if keep:
+                found[index] += tokens
+            self._check(self.streams[index])
         return found
+
+    async def first(self) -> None:
+        """Wait until any of them has something to say, or has failed before it had: then there is no answer."""
+        news = asyncio.Event()
+        for stream in self.streams:
+            stream.told = news.set
+        if not any(stream.has_news for stream in self.streams):
+            await news.wait()
+        for stream in self.streams:
+            stream.told = None
+            if stream.ending is not None and not stream.ending.token_ids:
+                self._check(stream)
+
+    async def pour(self, out: EventStream, write: Write) -> None:
+        """Write what comes of each, to the ends of all; the first that fails ends the others."""
+        if len(self.streams) == 1:
+            await self._pour(out, write, 0)
+            return
+        every = range(len(self.streams))
+        tasks = [asyncio.ensure_future(self._pour(out, write, index)) for index in every]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    async def _pour(self, out: EventStream, write: Write, index: int) -> None:
+        write_one = partial(write, index)
+
+        def written(tokens: list[Token]) -> bytes:
+            self._heard()
+            return write_one(tokens)
+
+        await out.pour(self.streams[index], written)
+        self._check(self.streams[index])
+
+    def _heard(self) -> None:
+        self._patience.heard()
+        self.first_ns = self.first_ns or monotonic_ns()
+
+    def _check(self, stream: TextStream) -> None:
+        """Raises what a sequence has failed of."""
+        if stream.ending is None or stream.ending.fault is None:
+            return
+        if self._patience.words:
+            raise DeadlineError(self._patience.words, queued=False)
+        raise stream.ending.fault
 
 
 def likelihood(tokens: Sequence[Token]) -> float:

@@ -5,19 +5,17 @@ read -> the prompt's tokens, which may be cut -> one sequence, or best_of -> who
 
 from __future__ import annotations
 
-from contextlib import aclosing
 from time import monotonic_ns
 
 import msgspec
 
-from fastserve.dialects.textgen.events import Headers, Pieces, send_events
+from fastserve.dialects.textgen.events import Headers, send_events
 from fastserve.dialects.textgen.patience import deadline_ns
 from fastserve.dialects.textgen.sequences import Sequences, likelihood
 from fastserve.dialects.textgen.service import Service
-from fastserve.dialects.textgen.sse import HEADERS
+from fastserve.dialects.textgen.sse import HEADERS, EventStream
 from fastserve.dialects.textgen.tgi_read import PREFIX, Limits, TgiAsk, fit_prompt, read_tgi
 from fastserve.dialects.textgen.tgi_write import (
-    OPEN,
     Generated,
     MindieShape,
     TgiShape,
@@ -26,7 +24,7 @@ from fastserve.dialects.textgen.tgi_write import (
 )
 from fastserve.dialects.textgen.typed import Misread
 from fastserve.errors import Kind, ServeError
-from fastserve.serving.text import TextAsk, TextModel, Token
+from fastserve.serving.text import TextAsk, TextModel, TextStream, Token
 from fastserve.wire.call import Call
 from fastserve.wire.dialect import retry_after
 
@@ -52,7 +50,7 @@ class Generate:
             one = Generation(service, call, model, ask, self._flavor)
             await one.prepare()
             if ask.streams:
-                if not await send_events(service, call, name, one.events(), self._tell, one.stream_headers()):
+                if not await send_events(service, call, name, one.send, self._tell, one.stream_headers()):
                     return
             else:
                 body = await one.whole()
@@ -75,6 +73,8 @@ class Generation:
         self._prompt: str | list[int] = ask.inputs
         self._started_ns = self._first_ns = 0
         self._made: list[Generated] = []
+        self._last = Token(0, "", 0, 0)
+        self._stream: TextStream
         self._shape = self._make_shape()
 
     def _make_shape(self) -> TgiShape:
@@ -105,20 +105,20 @@ class Generation:
         first, *others = sorted(self._made, key=lambda each: likelihood(each.tokens), reverse=True)
         return msgspec.json.encode(self._shape.whole(self._full(first.ending.text), first, others))
 
-    async def events(self) -> Pieces:
+    async def send(self, out: EventStream) -> None:
         """An event a token; the last has the whole text. Raises ServeError."""
-        shape, last = self._shape, Token(0, "", 0, 0)
         async with await self._start() as sequences:
-            (stream,) = sequences.streams
-            async with aclosing(sequences.turns()) as turns:
-                async for _, tokens in turns:
-                    pieces = [shape.event(each, OPEN) for each in tokens if not each.finish]
-                    if pieces:
-                        yield b"".join(pieces)
-                    last = tokens[-1] if tokens else last
-            assert stream.ending is not None
-            made = Generated(stream.ending, stream, (), self._ask.sampling.do_sample)
-            yield shape.event(last, shape.ending(self._full(stream.ending.text), made))
+            await sequences.first()
+            await sequences.pour(out, self._events)
+
+    def _events(self, index: int, tokens: list[Token]) -> bytes:
+        shape, ending, stream = self._shape, self._stream.ending, self._stream
+        if tokens:
+            self._last = tokens[-1]
+        if ending is None or ending.fault is not None:
+            return shape.events(tokens)
+        made = Generated(ending, stream, (), self._ask.sampling.do_sample)
+        return shape.events(tokens) + shape.event(self._last, shape.ending(self._full(ending.text), made))
 
     async def _start(self) -> Sequences:
         ask, call, options = self._ask, self._call, self._service.options
@@ -133,9 +133,11 @@ class Generation:
             deadline_ns=deadline_ns(call.received_ns, timeout_s, options),
             request_id=call.request_id,
         )
+        self._service.read(call, self._model)
         self._started_ns = monotonic_ns()
         streams = await self._model.start_many(asked, ask.best_of)
-        return Sequences(streams, call, timeout_s, options)
+        self._stream = streams[0]
+        return Sequences(self._service, call, self._model, streams, timeout_s)
 
     def _full(self, text: str) -> str:
         return self._ask.inputs + text if self._ask.parameters.return_full_text else text

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from fastserve._ext.text_tokens import Frames, Hole
 from fastserve.codec.text import Finish
 from fastserve.dialects.textgen import errors
 from fastserve.errors import Kind, ServeError
@@ -75,8 +76,31 @@ class Generated:
         return self.stream.seed if self.sampled else None
 
 
+OPEN = b'"generated_text":null,"details":null'
+"""What an event says of the whole before the last one."""
+FRAMES = Frames(
+    (
+        *(b'data:{"index":', Hole.NUMBER, b',"token":{"id":', Hole.ID, b',"text":', Hole.TEXT),
+        *(b',"logprob":', Hole.LOGPROB, b',"special":', Hole.SPECIAL, b"}," + OPEN + b"}\n\n"),
+    ),
+    bare=True,
+)
+MINDIE_FRAMES = {
+    in_list: Frames(
+        (
+            *(b'data: {"token":{"id":' + before, Hole.ID, after + b',"text":', Hole.TEXT),
+            b',"logprob":null,"special":null},' + OPEN + b"}\n\n",
+        ),
+        bare=True,
+    )
+    for in_list, before, after in ((False, b"", b""), (True, b"[", b"]"))
+}
+
+
 class TgiShape:
     """What an answer looks like."""
+
+    _frames = FRAMES
 
     def __init__(self, text_of: TextOf, *, top_tokens: bool, details: bool) -> None:
         self._text_of, self._top_tokens, self._details = text_of, top_tokens, details
@@ -107,8 +131,14 @@ class TgiShape:
             told["top_tokens"] = [self.top_tokens(each) for each in one.tokens]
         return told
 
+    def events(self, tokens: list[Token]) -> bytes:
+        """The events of tokens, but for one that ends the sequence."""
+        if self._top_tokens:
+            return b"".join([self.event(each, OPEN) for each in tokens if not each.finish])
+        return self._frames.write(tokens)
+
     def event(self, token: Token, ending: bytes) -> bytes:
-        """One event. `ending` has what the last one says besides, `OPEN` before that."""
+        """One event. `ending` is what it says besides of the whole."""
         more = b',"top_tokens":%b' % _encode(self.top_tokens(token)) if self._top_tokens else b""
         return b'data:{"index":%d,"token":%b%b,%b}\n\n' % (
             token.index + 1, _encode(self.token(token)), more, ending
@@ -140,15 +170,12 @@ class TgiShape:
         ]
 
 
-OPEN = b'"generated_text":null,"details":null'
-
-
 class MindieShape(TgiShape):
     """MindIE's likeness: no index, nulls for what it does not know, ids in a list where that is asked for."""
 
     def __init__(self, text_of: TextOf, *, details: bool, id_in_list: bool) -> None:
         super().__init__(text_of, top_tokens=False, details=details)
-        self._id_in_list = id_in_list
+        self._id_in_list, self._frames = id_in_list, MINDIE_FRAMES[id_in_list]
 
     def whole(self, text: str, first: Generated, others: Sequence[Generated]) -> dict[str, Any]:
         told = {"details": self.details(first)} if self._details else {}

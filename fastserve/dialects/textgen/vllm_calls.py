@@ -27,6 +27,7 @@ from fastserve.dialects.textgen.openai_write import Answer, Choice, Scored, Usag
 from fastserve.dialects.textgen.service import Service
 from fastserve.dialects.textgen.typed import check, read_typed
 from fastserve.errors import ServeError
+from fastserve.serving.text import Token
 from fastserve.wire.call import Call
 from fastserve.wire.dialect import retry_after
 
@@ -75,6 +76,9 @@ class VllmAnswer(Answer):
     def piece(self, index: int, text: str, scored: Sequence[Scored] = ()) -> bytes:
         """The places of the other sequences are empty."""
         return _encode({"text": [""] * index + [text]}) + b"\0"
+
+    def plain(self, index: int, tokens: list[Token]) -> bytes:
+        return b"".join([self.piece(index, each.text) for each in tokens if each.text])
 
     def last(self, index: int, finish: str) -> bytes:
         return b""

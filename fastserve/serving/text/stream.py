@@ -89,6 +89,11 @@ class TextStream:
             await self._waiting
         return self.take()
 
+    @property
+    def has_news(self) -> bool:
+        """Whether anything came that was not taken, or it is over."""
+        return bool(self._came or self._records) or self.ending is not None
+
     def take(self) -> list[Token]:
         """The same at once: none when nothing came."""
         tokens, self._came = self._came, []
