@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fastserve.backends.transformer import TransformerBackend
     from fastserve.backends.triton_python import TritonPythonBackend
     from fastserve.workers.guesses import Guess
+    from fastserve.workers.text import TextLoop
 
 log = logging.getLogger(__name__)
 
@@ -63,31 +64,41 @@ def serve(
         worker = int(message["worker"])
         ring = arena.ring(worker=worker, control=control.fileno())
         if arena.geometry.window:
-            serve_text(arena, ring, worker, backend, control)
+            loop = make_text_loop(arena, ring, worker, backend, config, control)
+            _say_ready(control)
+            loop.run(lambda: _told_to_stop(control))
             return
         runner = make_runner(arena, ring, backend, config)
         _warm_up(runner, arena, backend, config)
         stopped = (
             open_line(control, arena, ring) if arena.geometry.requests else lambda: _told_to_stop(control)
         )
-        gc.collect()
-        gc.freeze()  # what a loaded model consists of stays: a collection need not look at it again
-        control.send({"op": "ready"})
+        _say_ready(control)
         run_batches(ring, runner, stopped)
     finally:
         getattr(runner, "close", lambda: None)()
         arena.close()
 
 
-def serve_text(arena: Arena, ring: BatchRing, worker: int, backend: Backend, control: Control) -> None:
-    """The same for an engine of text, which warms itself up when it loads."""
+def make_text_loop(
+    arena: Arena,
+    ring: BatchRing,
+    worker: int,
+    backend: Backend,
+    config: Mapping[str, Any],
+    control: Control,
+) -> TextLoop:
+    """What takes the place of a runner and its loop for an engine of text, which warms up when it loads."""
     from fastserve.workers.text import TextLoop
 
-    loop = TextLoop(arena, ring, worker, cast("TextBackend", backend), control.fileno())
+    engine, limit_ms = cast("TextBackend", backend), int(config["run_timeout_ms"])
+    return TextLoop(arena, ring, worker, engine, control.fileno(), limit_ms=limit_ms)
+
+
+def _say_ready(control: Control) -> None:
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # what a loaded model consists of stays: a collection need not look at it again
     control.send({"op": "ready"})
-    loop.run(lambda: _told_to_stop(control))
 
 
 def make_runner(arena: Arena, ring: BatchRing, backend: Backend, config: Mapping[str, Any]) -> Runner:

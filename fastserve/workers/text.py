@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CONTROL_SPOKE = 2
-# Sequences that all stand still give a sign of life this often; what found no room in a ring is tried again.
-BEAT_NS, AGAIN_NS = 1_000_000_000, 1_000_000
+# Sequences that all stand still give a sign of life this often, and so many times before they count as stuck;
+# what found no room in a ring is tried again.
+BEAT_NS, BEATS, AGAIN_NS = 1_000_000_000, 8, 1_000_000
 # What a place ends with that its engine could not answer: for the counters; its client has its last record.
 STATUSES = [0] * len(Finish)
 STATUSES[Finish.TIMEOUT] = Kind.DEADLINE_EXCEEDED.value
@@ -41,9 +42,18 @@ class TextLoop:
     """One engine, and the slots it has taken."""
 
     def __init__(
-        self, arena: Arena, ring: BatchRing, worker: int, engine: TextEngine, control: int = -1
+        self,
+        arena: Arena,
+        ring: BatchRing,
+        worker: int,
+        engine: TextEngine,
+        control: int = -1,
+        *,
+        limit_ms: int = 0,
     ) -> None:
+        """`limit_ms`: what is silent for longer is taken to hang; 0: never."""
         self._ring, self._engine = ring, engine
+        self._beat_ns = min(BEAT_NS, limit_ms * 1_000_000 // BEATS or BEAT_NS)
         self._workers = arena.geometry.workers
         # One engine takes all there is, so that its priorities order what waits; of several each what fits.
         self._most = arena.geometry.slots if self._workers == 1 else max(engine.info.slots, 1)
@@ -61,7 +71,7 @@ class TextLoop:
         """Until told to stop. `stopped` is asked whenever the control line has something to say."""
         while True:
             ran = self.turn()
-            if self.out.sleep(self._patience_ns(ran), self._full) & CONTROL_SPOKE and stopped():
+            if self.out.sleep(self.patience_ns(ran), self._full) & CONTROL_SPOKE and stopped():
                 return
 
     def turn(self) -> bool:
@@ -79,7 +89,7 @@ class TextLoop:
     def _full(self) -> bool:
         return self._engine.pending() >= self._most
 
-    def _patience_ns(self, ran: bool) -> int:
+    def patience_ns(self, ran: bool) -> int:
         """How long there may be nothing to do; negative: for ever."""
         if ran:
             return 0
@@ -88,8 +98,8 @@ class TextLoop:
         if not self.out.active:
             return -1
         due_ns = self.out.next_deadline_ns()
-        left_ns = due_ns - time.monotonic_ns() if due_ns else BEAT_NS
-        return min(max(left_ns, 1), BEAT_NS)
+        left_ns = due_ns - time.monotonic_ns() if due_ns else self._beat_ns
+        return min(max(left_ns, 1), self._beat_ns)
 
     def _admit(self) -> None:
         left = self._most - self._engine.pending()

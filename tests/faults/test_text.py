@@ -224,3 +224,47 @@ class Model:
             assert (await again.end(), again.ids) == (Finish.LENGTH, [5])
 
     run(work())
+
+
+HANGING = """
+import time
+
+class Model:
+    info = {"tokenizer": ""}
+
+    def __init__(self, config):
+        pass
+
+    def generate(self, request):
+        for token in range(request.sampling.max_new_tokens):
+            if request.ids[0] == token:
+                time.sleep(60)
+            time.sleep(0.01)
+            yield token
+"""
+
+
+@pytest.mark.logs_errors
+def test_a_step_that_hangs_ends_its_worker(tmp_path):
+    """run_timeout_ms is a step's: sequences may run longer, and stand still longer."""
+
+    async def work() -> None:
+        async with serving(tmp_path) as at:
+            version = await at.load_code(HANGING, run_timeout_ms=600, text={"reader_tokens": 8})
+            slow = at.ask(version, [-1], reads=False, max_new_tokens=20)
+            long = at.ask(version, [-1], max_new_tokens=120)
+            assert await long.end() is Finish.LENGTH
+            assert len(slow.records) == 8
+            assert slow.run is not None
+            await asyncio.sleep(1.2)  # nobody can go on, for two timeouts
+            slow.run.taken(8)
+            await slow.until(16)
+            slow.run.taken(8)
+            assert await slow.end() is Finish.LENGTH
+            hanging = at.ask(version, [5], max_new_tokens=20)
+            assert await hanging.end() is Finish.FAILED
+            assert "a batch ran longer than run_timeout_ms 600" in hanging.error
+            assert hanging.ids == [0, 1, 2, 3, 4]
+            assert await at.ask(version, [-1], max_new_tokens=3).end() is Finish.LENGTH
+
+    run(work())
