@@ -70,7 +70,9 @@ class QueueMeters:
         self._registry = registry
         self._queue = registry.histograms(names.QUEUE_DURATION).of(*who)
         self._form = registry.histograms(names.BATCH_FORM_DURATION).of(*who)
+        self._copy_in = registry.histograms(names.COPY_IN_DURATION).of(*who)
         self._compute = registry.histograms(names.COMPUTE_DURATION).of(*who)
+        self._copy_out = registry.histograms(names.COPY_OUT_DURATION).of(*who)
         self._rows = registry.histograms(names.BATCH_SIZE).of(*who)
         self._rows_total = registry.counters(names.ROWS).of(*who)
         self._padding = registry.counters(names.PADDING_ROWS).of(*who)
@@ -89,7 +91,7 @@ class QueueMeters:
 
     def batch_done(self, ring: BatchRing, slot: int) -> None:
         """Record a published batch, unless another front has; called while its slot is still held."""
-        first, taken, run, _, done = ring.times_ns(slot)
+        first, taken, run, ran, done = ring.times_ns(slot)
         _, rows, live, _ = ring.describe(slot)
         self._count_rate(done, rows)
         if not ring.count_once(slot):
@@ -97,7 +99,11 @@ class QueueMeters:
         if first:
             self._queue.observe_ns(max(taken - first, 0))
             self._form.observe_ns(ring.formed_ns(slot))
-        self._compute.observe_ns(max(done - (run or taken), 0))
+        run = run or taken
+        ran = max(ran or done, run)
+        self._copy_in.observe_ns(max(run - taken, 0))
+        self._compute.observe_ns(max(ran - run, 0))
+        self._copy_out.observe_ns(max(done - ran, 0))
         self._rows.observe(rows)
         self._rows_total.add(rows)
         if live < rows:

@@ -44,7 +44,9 @@ REQUEST_DURATION = _stage("request_duration", "From request read to reply writte
 DECODE_DURATION = _stage("decode_duration", "Reading a request's body into tensors.", *BY_DIALECT)
 QUEUE_DURATION = _stage("queue_duration", "From rows in a batch to a worker taking the batch.", *MODEL)
 BATCH_FORM_DURATION = _stage("batch_form_duration", "From a batch's first row to its sealing.", *MODEL)
-COMPUTE_DURATION = _stage("compute_duration", "A worker running one batch.", *MODEL)
+COPY_IN_DURATION = _stage("copy_in_duration", "From a worker taking a batch to its model beginning.", *MODEL)
+COMPUTE_DURATION = _stage("compute_duration", "A model running one batch.", *MODEL)
+COPY_OUT_DURATION = _stage("copy_out_duration", "From the model's end to the batch being answered.", *MODEL)
 ENCODE_DURATION = _stage("encode_duration", "Writing a reply's body from output rows.", *BY_DIALECT)
 
 # Batches and queues.

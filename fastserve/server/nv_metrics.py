@@ -1,6 +1,6 @@
 """Triton's own metrics (spec 12), from the counts every version keeps: what dashboards and scalers ask for.
 
-The numbers are those of the statistics call. There is no GPU to report on, and no pool of pinned memory.
+The numbers are those of the statistics call, and of GPUs NVML's. There is no pool of pinned memory.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fastserve.config.metrics import MetricsConfig
+from fastserve.devices.nvml import GPUS, Gpu
 from fastserve.engine.cache import ResponseCache
 from fastserve.engine.counters import FIRST_RESPONSE, VersionCounts, counters_of, counts_of, first_responses
 from fastserve.metrics.machine import Machine
@@ -123,6 +124,7 @@ class NvMetrics:
         loads = ((write_labels(one.labels), counters_of(one.version).load_s) for one in seen)
         lines += write_family("nv_model_load_duration_secs", "gauge", "Model load time in seconds", loads)
         lines += self._write_server()
+        lines += _write_gpus(GPUS.read())
         lines += self.custom()
         return ("\n".join(lines) + "\n").encode("utf-8", "replace")
 
@@ -162,6 +164,28 @@ class NvMetrics:
             ),
             ("nv_cache_util", "Cache utilization [0.0 - 1.0]", cache.used / cache.capacity),
         ]
+
+
+_GPU: tuple[tuple[str, str, Callable[[Gpu], float | None]], ...] = (
+    ("nv_gpu_utilization", "GPU utilization rate [0.0 - 1.0)", lambda gpu: gpu.utilization),
+    ("nv_gpu_memory_total_bytes", "GPU total memory, in bytes", lambda gpu: gpu.memory_total_bytes),
+    ("nv_gpu_memory_used_bytes", "GPU used memory, in bytes", lambda gpu: gpu.memory_used_bytes),
+    ("nv_gpu_power_usage", "GPU power usage in watts", lambda gpu: gpu.power_w),
+    ("nv_gpu_power_limit", "GPU power management limit in watts", lambda gpu: gpu.power_limit_w),
+    ("nv_energy_consumption", "GPU energy in joules since the driver was loaded", lambda gpu: gpu.energy_j),
+)
+
+
+def _write_gpus(gpus: Sequence[Gpu]) -> list[str]:
+    """Nothing of a machine without one, and nothing of what a GPU does not tell."""
+    lines: list[str] = []
+    for name, help, value in _GPU:
+        told = [(write_labels({"gpu_uuid": gpu.uuid}), value(gpu)) for gpu in gpus]
+        known = [(labels, number) for labels, number in told if number is not None]
+        if known:
+            kind = "counter" if name == "nv_energy_consumption" else "gauge"
+            lines += write_family(name, kind, help, known)
+    return lines
 
 
 def _labels_of(version: Version) -> dict[str, str]:

@@ -21,7 +21,9 @@ PLOTTED = (REQUESTS, ERRORS, LATENCY, ROWS, SIZES, LEVEL)
 STAGES: Mapping[str, Metric] = {
     "decode": names.DECODE_DURATION,
     "queue": names.QUEUE_DURATION,
+    "copy-in": names.COPY_IN_DURATION,
     "compute": names.COMPUTE_DURATION,
+    "copy-out": names.COPY_OUT_DURATION,
     "encode": names.ENCODE_DURATION,
 }
 

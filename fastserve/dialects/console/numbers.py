@@ -10,6 +10,7 @@ import time
 import msgspec
 
 from fastserve import __version__
+from fastserve.devices.nvml import GPUS, Gpu
 from fastserve.dialects.console import figures, texts
 from fastserve.dialects.console.figures import Bar, Figures, Stage
 from fastserve.dialects.console.history import ALL, INTERVAL_S, History
@@ -25,10 +26,11 @@ _FACTS = (names.WORKERS_ALIVE, names.WORKERS_WANTED, names.WORKER_RESTARTS, name
 
 
 class Device(msgspec.Struct, kw_only=True):
-    """What workers run on. `utilization` is from 0 to 1, over the time since somebody last asked."""
+    """What workers run on. `utilization` is from 0 to 1: of the CPU over the time since somebody last asked,
+    of a GPU as NVML has it, or None where it does not tell."""
 
     name: str
-    utilization: float
+    utilization: float | None
     memory_used_bytes: int
     memory_total_bytes: int
 
@@ -115,7 +117,7 @@ class Reader:
             now=figures.describe(*history.growth(ALL)),
             text=texts.describe(*history.growth(ALL)),
             points=history.points(ALL, after),
-            devices=[self._read_machine()],
+            devices=[self._read_machine(), *map(_read_gpu, GPUS.latest())],
             models=[self._read_model(name, facts, after) for name in known],
             causes=self._read_causes(),
         )
@@ -152,6 +154,15 @@ class Reader:
             for (kind, model, cause), total, per_s in self._history.causes()[:CAUSES_MAX]
             if total
         ]
+
+
+def _read_gpu(gpu: Gpu) -> Device:
+    return Device(
+        name=f"{gpu.name} {gpu.uuid[:12]}",
+        utilization=gpu.utilization,
+        memory_used_bytes=gpu.memory_used_bytes,
+        memory_total_bytes=gpu.memory_total_bytes,
+    )
 
 
 _Facts = dict[tuple[str, ...], tuple[float, ...]]

@@ -237,7 +237,8 @@ function showDevices(numbers) {
     const share = device.memory_total_bytes ? device.memory_used_bytes / device.memory_total_bytes : 0;
     return make(
       "div", "card", make("h3", "", device.name),
-      `busy ${Math.round(100 * device.utilization)} %`, meter(device.utilization),
+      device.utilization === null ? "busy: not told" : `busy ${Math.round(100 * device.utilization)} %`,
+      meter(device.utilization),
       `memory ${short(device.memory_used_bytes, "B")} of ${short(device.memory_total_bytes, "B")}`, meter(share),
     );
   });
