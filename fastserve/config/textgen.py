@@ -26,7 +26,7 @@ class TextgenOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int, Meta(ge=10, le=100, description="Objects and lists within each other in a body (maxJsonDepth).")
     ] = 10
     input_chars: Annotated[
-        int, Meta(ge=1, description="UTF-16 units of a prompt's text; MindIE's newer: 41943040.")
+        int, Meta(ge=1, le=4 * MEGABYTE, description="UTF-16 units of a prompt's text, in MindIE's API.")
     ] = 4 * MEGABYTE
     timeout_s: Annotated[int, Meta(ge=1, description="Seconds of a request that names no timeout.")] = 600
     most_timeout_s: Annotated[
