@@ -14,6 +14,7 @@ import numpy as np
 
 from fastserve._ext.sampler import Sampler
 from fastserve.backends.base import explain
+from fastserve.backends.device_faults import end_if_lost
 from fastserve.backends.text.drawing import Drawing
 from fastserve.backends.text.model import Model, Plan
 from fastserve.backends.text.planning import Reading, make_plan, share_out
@@ -131,6 +132,7 @@ class Engine:
             self._shed(plan, shares, out)
             return None
         except Exception as error:
+            end_if_lost(error)
             self._faults += 1
             if self._faults >= FAULTS_MAX:
                 raise

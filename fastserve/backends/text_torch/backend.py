@@ -37,8 +37,7 @@ class TextBackend:
             from fastserve.backends.text_torch.loading import open_engine
         except ImportError as error:
             raise ServeError(Kind.FAILED_PRECONDITION, find_backend("text").missing_text) from error
-        device, threads = str(self._config.get("device") or "cpu"), int(self._config.get("threads", 1))
-        self._engine = open_engine(self._folder, options, device, threads)
+        self._engine = open_engine(self._folder, options, self._config)
         self.info = self._engine.info
 
     def submit(self, request: TextRequest) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,22 @@ from fastserve.backends.text_torch.cache import RowCache, shape_of
 from fastserve.backends.text_torch.folder import check_folder, read_ends
 from fastserve.backends.text_torch.memory import Room, find_room, host_bytes
 from fastserve.backends.text_torch.torch_model import TorchModel, is_memory
+from fastserve.backends.torch import bound_memory, device_of, open_device
 from fastserve.codec.text import Info
 from fastserve.config.text import TextOptions
 from fastserve.errors import ConfigError, Kind, ServeError
 
 
-def open_engine(folder: Path, options: TextOptions, device: str, threads: int) -> Engine:
-    """Raises ConfigError and ServeError; see TextBackend.load. `threads`: 0 leaves them to torch."""
+def open_engine(folder: Path, options: TextOptions, config: Mapping[str, Any]) -> Engine:
+    """Raises ConfigError and ServeError; see TextBackend.load. Of `config` these count: device,
+    device_memory_bytes and threads, which are torch's own when 0."""
     ends = read_ends(folder, check_folder(folder))
-    place = _find_device(device)
-    if threads:
+    place, bound = open_device(torch, device_of(config)), int(config.get("device_memory_bytes") or 0)
+    bound_memory(torch, place, bound)
+    if threads := int(config.get("threads", 1)):
         torch.set_num_threads(threads)
     weights = _read_weights(folder, _find_dtype(options.dtype, place))
-    room = _find_room(options, weights, place)
+    room = _find_room(options, weights, place, bound)
     info = _describe(options, weights, room, ends, str(place))
     try:
         weights = weights.to(place)
@@ -67,19 +71,6 @@ def _read_weights(folder: Path, dtype: torch.dtype | str) -> Any:
     return model.eval()
 
 
-def _find_device(name: str) -> torch.device:
-    kind, _, number = name.partition(":")
-    if kind not in ("cpu", "cuda") or not (number or "0").isdecimal():
-        raise ConfigError(f"device must be cpu, cuda or cuda:N, not {name!r}")
-    if kind == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError(f"device {name!r}: this torch finds no CUDA")
-    if int(number or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device {name!r}: there are {torch.cuda.device_count()}, from cuda:0 on")
-    return torch.device("cuda", int(number or 0))
-
-
 def _find_dtype(name: str, device: torch.device) -> torch.dtype | str:
     if name == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
@@ -87,8 +78,8 @@ def _find_dtype(name: str, device: torch.device) -> torch.dtype | str:
     return found
 
 
-def _find_room(options: TextOptions, weights: Any, device: torch.device) -> Room:
-    memory = host_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[1]
+def _find_room(options: TextOptions, weights: Any, device: torch.device, device_bytes: int) -> Room:
+    memory = host_bytes() if device.type == "cpu" else device_bytes or torch.cuda.mem_get_info(device)[1]
     token_bytes = shape_of(weights.config).token_bytes(weights.dtype)
     return find_room(options, weights.config.max_position_embeddings, token_bytes, memory)
 

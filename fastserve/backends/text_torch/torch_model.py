@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fastserve.backends.device_faults import is_out_of_memory
 from fastserve.backends.text.model import Plan
 from fastserve.backends.text_torch import attention
 from fastserve.backends.text_torch.cache import RowCache
@@ -17,7 +18,7 @@ _NO_MEMORY = ("can't allocate memory", "not enough memory")
 
 def is_memory(error: BaseException) -> bool:
     """Whether memory is all that was missing. On a CPU torch has no class of its own for it."""
-    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in _NO_MEMORY)
+    return is_out_of_memory(error) or any(words in str(error) for words in _NO_MEMORY)
 
 
 class TorchModel:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastserve.backends.device_faults import DeviceLost
 from fastserve.backends.text.engine import FAULTS_MAX, Engine
 from fastserve.codec.text import Finish, Info
 from fastserve.config.text import TextOptions
@@ -109,9 +110,7 @@ def test_a_conversation_is_read_once() -> None:
         if turn:  # the last answer's last token, which was drawn and not computed, and the 7
             assert sum(chunk.count for plan in model.plans for chunk in plan.chunks) == 2
     long, more = [9] * 40, [9] * 30 + [8] * 10  # one is still being read when the other comes
-    heard = run(
-        engine, [ask(10, long), ask(11, more)], lambda step, _: model.plans.clear() if step == 3 else None
-    )
+    heard = run(engine, [ask(10, long), ask(11, more)])
     assert heard.tokens[10] == continue_plainly(long, 20)
     assert heard.tokens[11] == continue_plainly(more, 20)
 
@@ -277,6 +276,15 @@ def test_a_step_that_fails_fails_whom_it_was_for_and_a_broken_engine_ends() -> N
     engine.submit(ask(200, [1]))
     with pytest.raises(RuntimeError, match="again"):
         engine.step(heard)
+
+
+@pytest.mark.logs_errors
+def test_a_lost_device_ends_the_worker_at_once() -> None:
+    engine, model = make(2)
+    engine.submit(ask(0, [1]))
+    model.fault = RuntimeError("CUDA error: an illegal memory access was encountered")
+    with pytest.raises(DeviceLost):
+        engine.step(Heard())
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ def llama(tmp_path_factory: Any) -> tuple[Path, Any]:
     return folder, save_model(folder, "llama")
 
 
-def load(folder: Path, **text: Any) -> TextBackend:
-    backend = TextBackend({"text": SMALL | text}, folder, 0)
+def load(folder: Path, device: str = "cpu", **text: Any) -> TextBackend:
+    backend = TextBackend({"device": device, "text": SMALL | text}, folder, 0)
     backend.load()
     return backend
 
@@ -53,6 +53,16 @@ def test_greedy_is_generate(family: tuple[Path, Any]) -> None:
         assert heard.tokens[rid] == expected
         assert heard.ended[rid] == (Finish.EOS if expected[-1] == EOS else Finish.LENGTH)
     assert (engine._engine._model._fused is None) == (folder.name[:-1] in PLAIN)
+    engine.close()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_a_gpu_says_the_same(family: tuple[Path, Any]) -> None:
+    folder, model = family
+    engine = load(folder, "cuda", dtype="float32")
+    heard = run(engine, [ask(rid, ids, max_new_tokens=10) for rid, ids in enumerate(prompts(6))])
+    for rid, ids in enumerate(prompts(6)):
+        assert heard.tokens[rid] == generate(model, ids, 10)
     engine.close()
 
 
