@@ -288,15 +288,9 @@ cdef class BatchRing:
         """Mark the moment the backend begins."""
         self.slot(slot).run_ns = monotonic_ns()
 
-    def end_run(self, uint32_t slot) -> None:
-        """Mark the moment the backend is done; what follows is handing out its outputs."""
-        self.slot(slot).ran_ns = monotonic_ns()
-
-    def set_run(self, uint32_t slot, uint64_t run_ns, uint64_t ran_ns) -> None:
-        """When a device began to compute the batch, and when it was done, CLOCK_MONOTONIC; not before it was taken."""
-        cdef Slot* s = self.slot(slot)
-        s.run_ns = max(run_ns, s.taken_ns)
-        s.ran_ns = max(ran_ns, s.run_ns)
+    def end_run(self, uint32_t slot, uint64_t run_ns=0, uint64_t ran_ns=0) -> None:
+        """Mark the moment the backend is done; what follows is handing out its outputs. A device tells when it began and ended."""
+        slot_end_run(self.slot(slot), run_ns, ran_ns)
 
     def count_rerun(self, uint32_t slot, uint32_t rows, uint64_t began_ns) -> None:
         """The backend has run `rows` rows of a batch again, since then (CLOCK_MONOTONIC)."""

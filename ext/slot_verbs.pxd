@@ -134,6 +134,7 @@ cdef extern from "notify.h" nogil:
     void tell_workers(Arena*, const int* bells)
     void tell_all_workers(Arena*, const int* bells)
     void ask_to_look(const Arena*, const int* bells, uint64_t fronts)
+    void slot_end_run(Slot*, uint64_t run_ns, uint64_t ran_ns)
     int64_t take_or_wait(Arena*, uint32_t worker, int bell, int control, int64_t spin_ns, int64_t longest_ns, int* why)
 
 cdef extern from "doorbell.h" nogil:

@@ -79,6 +79,14 @@ static inline uint32_t slot_see(const Arena *a, Slot *s)
     return reserved;
 }
 
+// The backend is done now; or a device was, which computed from `run_ns` to `ran_ns`, and not before the batch was taken.
+static inline void slot_end_run(Slot *s, uint64_t run_ns, uint64_t ran_ns)
+{
+    if (run_ns)
+        s->run_ns = run_ns > s->taken_ns ? run_ns : s->taken_ns;
+    s->ran_ns = !ran_ns ? monotonic_ns() : ran_ns > s->run_ns ? ran_ns : s->run_ns;
+}
+
 // How many rows of a running batch still have somebody waiting; marks them answered. `fronts` and `left` get
 // a bit for each front that waits for some, or no longer does.
 static inline uint32_t slot_answer(const Arena *a, Slot *s, uint32_t reserved, uint64_t *fronts, uint64_t *left, BatchCounters *sum)

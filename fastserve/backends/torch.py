@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,7 +63,6 @@ class TorchBackend:
         from fastserve.backends import torch_files, torch_run
 
         _set_threads(torch, self._config)
-        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # it is not written to
         place = open_device(torch, self.device)
         bound_memory(torch, place, int(self._config.get("device_memory_bytes") or 0))
         path = torch_files.find_file(self._version_dir, self._options, self._file)

@@ -6,6 +6,7 @@ Nothing here waits for a device: shapes and dtypes are known before a result is.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -18,6 +19,9 @@ from fastserve.tensor import TensorSpec
 
 if TYPE_CHECKING:
     from fastserve.backends.base import Arrays
+
+# Rows of a batch are read-only arrays, so that a second run sees what was sent; a tensor cannot be.
+warnings.filterwarnings("ignore", "The given NumPy array is not writable")
 
 Tensors: TypeAlias = Mapping[str, Any]  # of torch.Tensor; lists of str where a spec says bytes
 

@@ -75,7 +75,7 @@ class Took:
 @dataclass(slots=True)
 class DeviceCounts:
     """What one worker has told of its device: batches that went over it and their times by stage, those
-    it had no memory for, and whether the arena is registered with it (if not, they went through a staging buffer).
+    it had no memory for, and whether the arena is registered with it (if not, they were staged).
     Sums over all workers that have been in its place."""
 
     device: str = ""

@@ -145,5 +145,5 @@ class DeviceRunner(Generic[C]):
         now = time.monotonic_ns()
         copy_in, compute, copy_out = flight.times_ns(self._device)
         ran = now - copy_out
-        self._ring.set_run(slot, ran - compute, ran)
+        self._ring.end_run(slot, ran - compute, ran)
         self.report.flew(copy_in, compute, copy_out)
