@@ -140,6 +140,28 @@ def measure(tensors, bytes note not None=b"") -> int:
     return with_note(pieces.nbytes, note)
 
 
+def lay_out(described, bint noted=False) -> tuple:
+    """A slab for tensors that are yet to come, each (number, code, shape, bytes): its bytes before the first, where
+    each begins, and its size without a note. Raises ValueError for more than 16 axes."""
+    cdef TensorsHead head
+    cdef TensorEntry entry
+    cdef uint64_t at = tensors_body_at(len(described))
+    cdef int axis
+    head.magic, head.count = TENSORS_NOTED if noted else TENSORS_MAGIC, len(described)
+    text, starts = bytearray((<const char*>&head)[:sizeof(TensorsHead)]), []
+    for number, code, shape, nbytes in described:
+        if len(shape) > TENSOR_AXES:
+            raise ValueError(f"a tensor has at most {TENSOR_AXES} axes, not {len(shape)}")
+        memset(&entry, 0, sizeof(TensorEntry))
+        entry.number, entry.code, entry.rank, entry.offset, entry.bytes = number, code, len(shape), at, nbytes
+        for axis in range(entry.rank):
+            entry.shape[axis] = shape[axis]
+        text += (<const char*>&entry)[:sizeof(TensorEntry)]
+        starts.append(at)
+        at += tensors_align(nbytes)
+    return bytes(text.ljust(tensors_body_at(len(described)), b"\0")), starts, at
+
+
 def write(slab, tensors, bytes note not None=b"") -> None:
     """Fill a slab of at least measure() bytes. Raises ValueError for more than 16 axes, and for a smaller slab."""
     cdef Pieces pieces = Pieces()

@@ -12,6 +12,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
+from fastserve.apart import APART_BYTES, Apart
 from fastserve.errors import Kind, ServeError
 from fastserve.metrics.traffic import Traffic
 from fastserve.repository.keepers import Keepers
@@ -23,7 +24,6 @@ from fastserve.serving.paths import LastPath, open_path
 from fastserve.serving.prepared import Described, Memory, PreparedRequest
 from fastserve.serving.slow_path import SlowRequest, answer_slowly
 from fastserve.tensor import Tensor
-from fastserve.wire.apart import APART_BYTES, Apart
 from fastserve.wire.call import Call
 from fastserve.wire.dialect import Route
 from fastserve.wire.scope import Scope

@@ -19,6 +19,7 @@ from typing import Any
 from fastserve._ext.batch_ring import CANCELED, FULL, OVER, PART, REJECTED
 from fastserve._ext.fast_path import Pending, Pendings
 from fastserve._ext.slab_tensors import SlabDesk
+from fastserve.apart import Apart
 from fastserve.each import each
 from fastserve.engine.meters import QueueMeters
 from fastserve.engine.room import Room
@@ -60,6 +61,7 @@ class BatchQueue(Pendings):
         self.max_rows, self.workers = arena.geometry.max_rows, arena.geometry.workers
         self.meters = meters
         self.room = Room(self.ring, arena.geometry.max_queued, self._wake_idle)
+        self._apart = Apart()
         self._bell = arena.front_bells[front]
         self._turn_ns = 0  # when this turn began
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -151,6 +153,18 @@ class BatchQueue(Pendings):
         """A request was turned away before it ran."""
         self.meters.rejected(cause)
         self.ring.count(REJECTED)
+
+    async def fill(self, place: int, rows: int, nbytes: int, write: Callable[[], None]) -> None:
+        """Have so many bytes written into a reserved place. Many are apart from the loop: pages that nobody
+        has touched cost as much again as the copy. Whatever fails gives the place back."""
+        self.unreleased += 1  # who waits for the queue's end waits for this, too
+        try:
+            await self._apart(nbytes, write)
+        except BaseException:
+            self.unreleased -= 1
+            self.abandon(place, rows)
+            raise
+        self.unreleased -= 1
 
     def abandon(self, place: int, rows: int) -> None:
         """The inputs could not be written."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Answer = tuple[dict[str, Tensor], Mapping[str, object]]  # outputs by name, and parameters
 NONE: Mapping[str, object] = MappingProxyType({})
 UNREADABLE = "the worker's answer cannot be read"
+SLICE_BYTES = 1 << 20  # copied before another thread may have the interpreter
 NO_ROOM = "no room for the outputs (max_queue_bytes)"
 
 
@@ -56,7 +57,11 @@ class Columns:
         request: InferRequest | None = None,
     ) -> None:
         for column, name in enumerate(queue.inputs):
-            queue.ring.input_rows(place, rows, column)[:] = memoryview(inputs[name].data).cast("B")
+            room, data = queue.ring.input_rows(place, rows, column), memoryview(inputs[name].data).cast("B")
+            if len(room) != len(data):
+                raise ValueError(f"input {name!r} has {len(data)} bytes, its rows {len(room)}")
+            for at in range(0, len(data), SLICE_BYTES):
+                room[at : at + SLICE_BYTES] = data[at : at + SLICE_BYTES]
 
     def read(self, queue: BatchQueue, place: int, rows: int) -> Answer:
         outputs = {

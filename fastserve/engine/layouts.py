@@ -108,21 +108,15 @@ class SlabInputs:
         self._queue.abandon(place, rows)
 
     def _lay_out(self, rows: int, *, noted: bool) -> Layout:
-        entries: list[slab_tensors.Entry] = []
+        described = []
         for number, dtype, shape in self._tensors:
             shape = (rows, *shape[1:]) if self._batching else shape
-            entries.append((number, dtype.code, shape, bytes(prod(shape) * dtype.item_bytes)))
-        note = b"\0" if noted else b""
-        blank = bytearray(slab_tensors.measure(entries, note))
-        slab_tensors.write(blank, entries, note)
-        # A tensor begins where a slab would end that had no more data than those before it.
-        empty: list[slab_tensors.Entry] = [(number, code, (0,), b"") for number, code, _, _ in entries]
-        starts = [slab_tensors.measure(entries[:i] + empty[i:]) for i in range(len(entries))]
-        cuts = [slice(at, at + len(entry[3])) for at, entry in zip(starts, entries, strict=True)]
+            described.append((number, dtype.code, shape, prod(shape) * dtype.item_bytes))
+        head, starts, size = slab_tensors.lay_out(described, noted)
+        cuts = [slice(at, at + one[3]) for at, one in zip(starts, described, strict=True)]
         if len(self._layouts) >= MOST_LAYOUTS:
             self._layouts.clear()
-        found = bytes(blank[: starts[0]]), cuts, slab_tensors.measure(entries)
-        self._layouts[rows, noted] = found
+        found = self._layouts[rows, noted] = head, cuts, size
         return found
 
 

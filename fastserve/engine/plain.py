@@ -80,7 +80,9 @@ async def _run(
 ) -> Pending:
     """One place: written, submitted, answered."""
     place = await queue.reserve(rows, request.deadline_ns, patient=patient)
-    answer, pending = submit_request(queue, form, request, inputs, rows, place)
+    write = partial(form.write_inputs, queue, place, rows, inputs, request)
+    await queue.fill(place, rows, sum(memoryview(t.data).nbytes for t in inputs.values()), write)
+    answer, pending = _submit(queue, request, rows, place)
     try:
         return await answer
     except asyncio.CancelledError:
@@ -96,6 +98,15 @@ def submit_request(
     queue: BatchQueue, form: Form, request: InferRequest, inputs: dict[str, Tensor], rows: int, place: int
 ) -> tuple[Answer, Pending]:
     """Write a reserved place and submit it. Raises ServeError; the answer is the pending, to be released."""
+    try:
+        form.write_inputs(queue, place, rows, inputs, request)
+    except BaseException:
+        queue.abandon(place, rows)
+        raise
+    return _submit(queue, request, rows, place)
+
+
+def _submit(queue: BatchQueue, request: InferRequest, rows: int, place: int) -> tuple[Answer, Pending]:
     answer: Answer = asyncio.get_running_loop().create_future()
 
     def done(pending: Pending, error: ServeError | None) -> None:
@@ -108,7 +119,6 @@ def submit_request(
             answer.set_exception(error)
 
     try:
-        form.write_inputs(queue, place, rows, inputs, request)
         return answer, queue.submit(place, rows, done, request.deadline_ns)
     except BaseException:
         queue.abandon(place, rows)

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 
 from fastserve._ext.fast_path import Pending
 from fastserve.engine.batch_queue import BatchQueue
@@ -112,11 +113,8 @@ async def stream_on_queue(
     """One request straight on a decoupled queue, as `Engine.stream` says."""
     rows = max(check_inputs(version, request.inputs), 1)
     place = await queue.reserve(_fitting(queue, rows), request.deadline_ns)
-    try:
-        form_of(queue).write_inputs(queue, place, rows, request.inputs, request)
-    except BaseException:
-        queue.abandon(place, rows)
-        raise
+    write = partial(form_of(queue).write_inputs, queue, place, rows, request.inputs, request)
+    await queue.fill(place, rows, sum(memoryview(t.data).nbytes for t in request.inputs.values()), write)
     parts = Parts(queue, place, version)
     pending = queue.submit(place, rows, parts.done, request.deadline_ns, parts)
     try:

@@ -67,6 +67,18 @@ def test_room_is_left_where_it_is_asked_for(tensors, note):
 
 
 @given(st.lists(entries(), max_size=4), NOTES)
+def test_lays_out_what_is_filled_later(tensors, note):
+    described = [(number, code, shape, len(data)) for number, code, shape, data in tensors]
+    slab = made(tensors, note)
+    head, starts, size = slab_tensors.lay_out(described, bool(note))
+    assert (slab[: len(head)], size) == (head, plain.measure(tensors))
+    for at, (*_, data) in zip(starts, tensors, strict=True):
+        assert slab[at : at + len(data)] == data
+        slab[at : at + len(data)] = bytes(len(data))
+    assert not any(slab[len(head) : size])
+
+
+@given(st.lists(entries(), max_size=4), NOTES)
 def test_reads_what_the_oracle_reads(tensors, note):
     slab = made(tensors, note)
     assert plainly(slab_tensors.read(slab)) == plain.read(bytes(slab)) == tensors
@@ -112,6 +124,9 @@ def test_an_arrays_own_shape():
 
 @pytest.mark.parametrize("shape", [None, (1,) * (MAX_RANK + 1)])
 def test_too_many_axes(shape):
+    if shape is not None:
+        with pytest.raises(ValueError, match="at most 16 axes"):
+            slab_tensors.lay_out([(0, INT32, shape, 0)])
     data = np.zeros((1,) * (MAX_RANK + 1), np.int32)
     with pytest.raises(ValueError, match="at most 16 axes, not 17"):
         slab_tensors.measure([(0, INT32, shape, data)])

@@ -27,9 +27,9 @@ from tests.server.rig import run
 
 MB = 1 << 20
 COUNT = 4 * MB  # numbers of a request or of a reply: 16 MB
-# Measured on a busy machine: 2 to 40 ms (docs/security.md). Numbers printed on the loop would take 130, as
-# strings that are read there, and 64 MB copied twice 100.
-SLICE_S = 0.1
+# Measured on a busy machine: 1 to 20 ms (docs/security.md). Numbers printed on the loop would take 130, as
+# strings that are read there; 64 MB whose pages are touched for the first time 66, copied twice 100.
+SLICE_S = 0.05
 SHARED = 64 * MB  # of a tensor in client memory, each way
 SUMS = """
 class Model:

@@ -14,6 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from fastserve._ext.infer_frame import InferFrame
+from fastserve.apart import APART_BYTES
 from fastserve.dialects.grps.codec_http import find_arrays
 from fastserve.dialects.grps.errors import OK_JSON
 from fastserve.dialects.grps.heads import BIN, content_kind
@@ -29,7 +30,6 @@ from fastserve.serving.learned_frames import LearnedFrames
 from fastserve.serving.paths import LastPath, open_path
 from fastserve.serving.prepared import Described, Later, Memory, PreparedRequest, ordinary_inputs
 from fastserve.tensor import Tensor
-from fastserve.wire.apart import APART_BYTES
 from fastserve.wire.call import Call
 
 if TYPE_CHECKING:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from time import monotonic_ns
 
+from fastserve.apart import Apart
 from fastserve.config import GrpsOptions
 from fastserve.dialects.grps.errors import UnknownModel, code_of, failure_json, invalid
 from fastserve.dialects.grps.monitor import Monitor
@@ -15,7 +16,6 @@ from fastserve.repository.grps_config import FILE, Deployment, read_deployment
 from fastserve.repository.keepers import Keepers
 from fastserve.repository.version import Version
 from fastserve.serving.dialect import ServingContext
-from fastserve.wire.apart import Apart
 from fastserve.wire.call import Call
 from fastserve.wire.dialect import retry_after
 

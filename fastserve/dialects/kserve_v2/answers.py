@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 from msgspec.structs import replace
 
 from fastserve._ext.infer_reply import UnwritableCode, UnwritableOutput, write_infer
+from fastserve.apart import Apart
 from fastserve.config import Limits
 from fastserve.dialects.kserve_v2.errors import internal, invalid, not_in_json, too_large, unsupported
 from fastserve.dialects.kserve_v2.request import Asked, Memory
@@ -21,7 +22,6 @@ from fastserve.serving.classification import Class, check_order, classify
 from fastserve.serving.model_view import ModelView
 from fastserve.serving.shared_memory import Room, Rooms
 from fastserve.tensor import DTYPES, Tensor, kserve_name
-from fastserve.wire.apart import Apart
 from fastserve.wire.call import Call
 from fastserve.wire.inflate import inflate
 

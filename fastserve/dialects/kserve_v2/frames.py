@@ -20,6 +20,7 @@ from math import prod
 from fastserve._ext.infer_frame import InferFrame, find_holes
 from fastserve._ext.infer_json import InferInput, read_infer
 from fastserve._ext.infer_reply import InferWriter, UnwritableOutput
+from fastserve.apart import APART_BYTES
 from fastserve.dialects.kserve_v2.answers import BINARY, in_words, send, send_apart, write_answer
 from fastserve.dialects.kserve_v2.request import Asked
 from fastserve.dialects.kserve_v2.service import JSON, Service
@@ -34,7 +35,6 @@ from fastserve.serving.paths import open_path
 from fastserve.serving.prepared import Described, Later, Memory, PreparedRequest, ordinary_inputs
 from fastserve.serving.shared_memory import LARGE_BYTES, Range, Rooms, hold_files
 from fastserve.tensor import Tensor
-from fastserve.wire.apart import APART_BYTES
 from fastserve.wire.call import Call
 
 MOST_TEXT_BYTES = 65536  # of a frame

@@ -22,6 +22,7 @@ from fastserve._ext.proto_wire import (
     write_stream_response,
 )
 from fastserve._ext.slab import blank_bytes
+from fastserve.apart import APART_BYTES
 from fastserve.dialects.kserve_v2.answers import reply_parameters, show_outputs
 from fastserve.dialects.kserve_v2.errors import internal, invalid
 from fastserve.dialects.kserve_v2.request import (
@@ -43,7 +44,6 @@ from fastserve.request import InferResponse, Lent
 from fastserve.serving.model_view import ModelView
 from fastserve.serving.shared_memory import Range, Regions, Rooms
 from fastserve.tensor import DTYPE_BY_KSERVE, KSERVE_NAME
-from fastserve.wire.apart import APART_BYTES
 
 # Fields of InferTensorContents by their numbers, named as the original names what they hold.
 _CONTENTS = ("", "BOOL", "INT32", "INT64", "UINT32", "UINT64", "FP32", "FP64", "BYTES")

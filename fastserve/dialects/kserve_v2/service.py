@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from time import monotonic_ns
 
+from fastserve.apart import Apart
 from fastserve.config import TritonOptions
 from fastserve.config.triton import parse_trace_config
 from fastserve.dialects.kserve_v2.errors import HTTP_STATUS, error_body, in_own_words, invalid
@@ -22,7 +23,6 @@ from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.dialect import ServingContext
 from fastserve.serving.model_view import ModelView, Views, find_version
-from fastserve.wire.apart import Apart
 from fastserve.wire.call import Call
 from fastserve.wire.dialect import retry_after
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from time import monotonic_ns
 
+from fastserve.apart import Apart
 from fastserve.config import TextgenOptions
 from fastserve.dialects.textgen.figures import Figures
 from fastserve.dialects.textgen.running import Running
@@ -11,7 +12,6 @@ from fastserve.metrics.traffic import Traffic
 from fastserve.serving.dialect import ServingContext
 from fastserve.serving.text import TextModel, Texts
 from fastserve.serving.text.images import ImageRules, Images
-from fastserve.wire.apart import Apart
 from fastserve.wire.call import Call
 
 NAME = "textgen"

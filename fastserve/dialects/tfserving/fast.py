@@ -14,6 +14,7 @@ from math import prod
 from typing import Any
 
 from fastserve._ext.json_writer import RowWriter, WriterFault, write_predictions
+from fastserve.apart import APART_BYTES
 from fastserve.dialects.tfserving.errors import writer_error
 from fastserve.dialects.tfserving.service import JSON, Service
 from fastserve.dialects.tfserving.signatures import SignatureView
@@ -24,7 +25,6 @@ from fastserve.serving.fast_path import FastPath
 from fastserve.serving.paths import open_path
 from fastserve.serving.prepared import Described, Later, Memory, PreparedRequest
 from fastserve.tensor import Tensor
-from fastserve.wire.apart import APART_BYTES
 from fastserve.wire.call import Call
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable
 
+from fastserve.apart import Apart
 from fastserve.backends.base import wrong_rows_rank
 from fastserve.config import TFServingOptions
 from fastserve.dialects.tfserving.errors import HTTP_STATUS, error_body
@@ -17,7 +18,6 @@ from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.dialect import ServingContext
 from fastserve.serving.paths import Kept
 from fastserve.serving.slow_path import SlowRequest
-from fastserve.wire.apart import Apart
 from fastserve.wire.call import Call
 from fastserve.wire.dialect import retry_after
 from fastserve.wire.inflate import inflate, work_of

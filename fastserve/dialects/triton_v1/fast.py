@@ -17,6 +17,7 @@ from typing import Any
 from typing_extensions import Self
 
 from fastserve._ext.proto_wire_v1 import V1InferMessage
+from fastserve.apart import APART_BYTES
 from fastserve.dialects.triton_v1.answers import HeaderForms, bytes_of
 from fastserve.dialects.triton_v1.header import (
     REMEMBERED_CHARS,
@@ -39,7 +40,6 @@ from fastserve.serving.prepared import Described, Later, Memory, PreparedRequest
 from fastserve.serving.remembered import Remembered
 from fastserve.serving.shared_memory import LARGE_BYTES, Range, Rooms, hold_files
 from fastserve.tensor import Tensor
-from fastserve.wire.apart import APART_BYTES
 from fastserve.wire.call import Call
 
 Writer = tuple[HeaderForms, tuple[int, ...]]  # which of an answer's outputs are sent, in order

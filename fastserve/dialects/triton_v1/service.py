@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic_ns
 
+from fastserve.apart import Apart
 from fastserve.dialects.triton_v1.answers import Answers
 from fastserve.dialects.triton_v1.names import CODE_OF, STATUS_OF, SUCCESS
 from fastserve.dialects.triton_v1.statistics import Counts, Statistics
@@ -19,7 +20,6 @@ from fastserve.repository.version import Version
 from fastserve.serving.dialect import ServingContext
 from fastserve.serving.model_view import ModelView, Views, find_version
 from fastserve.serving.paths import Kept
-from fastserve.wire.apart import Apart
 
 SERVER_ID = "inference:0"
 GOOD = f'code: {SUCCESS} server_id: "{SERVER_ID}" request_id: '.encode()

@@ -25,11 +25,11 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from fastserve.apart import Apart
 from fastserve.config.confined import read_confined
 from fastserve.errors import ConfigError, ServeError, invalid
 from fastserve.serving.text.fetch import Fetch
 from fastserve.serving.text.models import TextModel
-from fastserve.wire.apart import Apart
 
 MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")
 ENDINGS = (".jpg", ".jpeg", ".png")

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from fastserve.apart import Apart
 from fastserve.codec.text import Info, Record, TextNote
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.keepers import Keepers
@@ -25,7 +26,6 @@ from fastserve.serving.text.chat import ChatTemplate
 from fastserve.serving.text.stops import StopStrings
 from fastserve.serving.text.stream import TextStream
 from fastserve.serving.text.tokenizer import Piece, load_tokenizer
-from fastserve.wire.apart import Apart
 
 WORK = 64
 """Times a character: a token is made of three or four of them, in a microsecond each."""

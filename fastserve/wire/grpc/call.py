@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from fastserve._ext.grpc_messages import MessageFault, MessageReader, frame_message, message_prefix
 from fastserve._ext.hpack import static_block
 from fastserve._ext.stream_fields import CallFields
+from fastserve.apart import APART_BYTES
 from fastserve.errors import Kind, ServeError
 from fastserve.tracing import choose_request_id
-from fastserve.wire.apart import APART_BYTES
 from fastserve.wire.grpc.coding import ACCEPTED, DEFLATE, GZIP, IDENTITY, decode, encode
 from fastserve.wire.grpc.inbox import Inbox
 from fastserve.wire.grpc.metadata import write_message, write_metadata

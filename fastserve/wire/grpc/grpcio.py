@@ -13,10 +13,10 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from fastserve.apart import APART_BYTES, Apart
 from fastserve.config import GrpcOptions
 from fastserve.errors import ConfigError, Kind
 from fastserve.tracing import choose_request_id
-from fastserve.wire.apart import APART_BYTES, Apart
 from fastserve.wire.grpc.awaited import Awaiting
 from fastserve.wire.grpc.method import (
     STATUS_NAMES,

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from fastserve.apart import Apart
 from fastserve.config import Limits
 from fastserve.errors import Kind, ServeError
-from fastserve.wire.apart import Apart
 from fastserve.wire.opening import Opening
 from fastserve.wire.scope import FROM_A_PAGE, Scope
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fastserve.wire.apart import APART_BYTES, Apart
+from fastserve.apart import APART_BYTES, Apart
 
 
 def run(work: Any) -> None:
