@@ -26,8 +26,8 @@ def ring():  # type: ignore[no-untyped-def]
     sender = TokenSender(memory, worker=0, front_bells=[bell])
     for n in range(SEQUENCES):
         place = front.reserve(1)
+        reader.listen(place >> 16, front.attach_slab(place, front.lease(64), 64), n)
         front.commit(place, 1)
-        reader.listen(place >> 16, front.seq(place >> 16), n)
     rids = [sender.admit(worker.take()) for _ in range(SEQUENCES)]
 
     def step():  # type: ignore[no-untyped-def]

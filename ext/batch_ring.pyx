@@ -434,13 +434,13 @@ cdef class BatchRing:
             raise ValueError("not the bytes of a leased slab")
         return PyMemoryView_FromMemory(<char*>self.arena.slabs.base + offset, nbytes, PyBUF_WRITE if writable else PyBUF_READ)
 
-    def attach_slab(self, int64_t place, uint64_t offset, uint32_t nbytes) -> None:
-        """The inputs of a reserved place are in this slab; it is released with the place."""
+    def attach_slab(self, int64_t place, uint64_t offset, uint32_t nbytes) -> int:
+        """The inputs of a reserved place are in this slab; it is released with the place. The tag that this place alone carries."""
         self.check(place, 1)
         cdef Row* row = claim_row(&self.arena, place)
-        row.tag = claim_of(&self.arena, &self.claims, place)
-        row.in_offset, row.in_bytes = offset, nbytes
+        row.tag, row.in_offset, row.in_bytes = claim_of(&self.arena, &self.claims, place), offset, nbytes
         slab_give(&self.arena.slabs, offset, self.owner(), place_owner(row.tag))
+        return claim_of(&self.arena, &self.claims, place)
 
     def answer_slab(self, int64_t place) -> tuple:
         """(offset, bytes) of the outputs of a place, (0, 0) when there are none."""

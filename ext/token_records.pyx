@@ -3,7 +3,7 @@
     worker:  rid = sender.admit(slot, deadline_ns)            a slot that was taken; the engine knows it by rid
              sender.token(rid, 5122); sender.end(rid, 4)      what a step makes: text_engine.Out
              for slot in sender.publish(): ring.publish(slot)
-    front:   reader.listen(slot, seq, run)
+    front:   reader.listen(slot, ring.attach_slab(place, offset, nbytes), run)
              for run, records in reader.read(messages): ...   (token, finish, took_us, extra) each
 
 What a step makes for one front is one message and one doorbell. Nothing is pickled, and nobody waits for a lock.
@@ -44,7 +44,7 @@ cdef extern from "token_records.h" nogil:
     ctypedef struct Listener:
         uint64_t rid
         uint32_t came, taken
-    uint64_t rid_of(uint64_t seq, uint32_t slot)
+    uint64_t rid_of(uint64_t tag, uint32_t slot)
     uint32_t record_extra(const TokenRecord*)
     uint32_t record_finish(const TokenRecord*)
     int64_t prompt_note(const uint8_t*, uint64_t, PromptHead*)
@@ -272,11 +272,11 @@ cdef class TokenReader:
     def __dealloc__(self):
         free(self.listeners)
 
-    def listen(self, uint32_t slot, uint64_t seq, run) -> None:
-        """Records of this opening of the slot are for `run` from now on."""
+    def listen(self, uint32_t slot, uint64_t tag, run) -> None:
+        """Records of the place with this tag, the slot's only one, are for `run` from now on."""
         self.check(slot)
         self.runs[slot] = run
-        self.listeners[slot].rid, self.listeners[slot].came, self.listeners[slot].taken = rid_of(seq, slot), 0, 0
+        self.listeners[slot].rid, self.listeners[slot].came, self.listeners[slot].taken = rid_of(tag, slot), 0, 0
 
     def leave(self, uint32_t slot) -> None:
         """Nobody wants what may still come. Its worker hears of it, should it sleep."""

@@ -6,7 +6,8 @@
 // A front hears of tokens by one RECORDS message for all of a step that are for it. The slab is the worker's until the
 // front takes it, before it drops the message: whoever dies leaves it to be reclaimed with the one or the other, and a
 // message that outlives its slab finds another tag there. A sequence is known by its rid,
-// | opening of the slot 48 | slot 16 |, which no two sequences of an arena share.
+// | 01 | of its place's tag 46 | slot 16 |: as its front alone made the tag, whatever is written elsewhere in shared
+// memory brings nobody the tokens of somebody else.
 #pragma once
 #include "notify.h"
 
@@ -21,7 +22,7 @@ typedef struct {
     uint32_t tail;          // | finish 8 | extra bytes 24 |
 } TokenRecord;
 
-static inline uint64_t rid_of(uint64_t seq, uint32_t slot) { return seq << 16 | slot; }
+static inline uint64_t rid_of(uint64_t tag, uint32_t slot) { return ((tag | (uint64_t)1 << 62) & ~((uint64_t)1 << 63 | 0xffff)) | slot; }
 static inline uint32_t record_extra(const TokenRecord *r) { return r->tail & EXTRA_MOST; }
 static inline uint32_t record_finish(const TokenRecord *r) { return r->tail >> 24; }
 
@@ -94,7 +95,7 @@ static inline uint64_t seat_take(const Arena *a, Sender *s, uint32_t slot, uint6
     Seat *seat = s->seats + slot;
     Row *row = rows_of(slot_at(a, slot));
     memset(seat, 0, sizeof(Seat));
-    seat->rid = rid_of(slot_at(a, slot)->seq, slot);
+    seat->rid = rid_of(row->tag, slot);
     seat->deadline_ns = deadline_ns;
     seat->front = row->front < a->fronts ? row->front : 0;
     seat->at = s->actives;

@@ -54,7 +54,7 @@ class TextRun:
 
     def submit(self, place: int, deadline_ns: int) -> None:
         """Let it run."""
-        self._pending = self._queue.submit(place, 1, self._done, deadline_ns, self)
+        self._pending = self._queue.submit(place, 1, self._done, deadline_ns)
         self._queue.counts.came()
 
     def taken(self, records: int) -> None:
@@ -153,12 +153,11 @@ class TextQueue(BatchQueue):
         place = self.ring.reserve(1)
         if place < 0:
             self.rejected("queue_rows")
-            retry_s = self.meters.seconds_for(self.ring.slots)
+            retry_s = self.meters.seconds_for(1)
             raise ServeError(Kind.UNAVAILABLE, FULL.format(self.ring.slots), retry_after_s=retry_s)
         run = TextRun(self, place >> 16, len(ids), pages, heard)
         try:
-            self._write(place, nbytes, ids, said)
-            self.tokens.listen(place >> 16, self.ring.seq(place >> 16), run)
+            self.tokens.listen(place >> 16, self._write(place, nbytes, ids, said), run)
             run.submit(place, note.deadline_ns + SLACK_NS if note.deadline_ns else 0)
         except BaseException:
             self.tokens.leave(place >> 16)
@@ -182,9 +181,10 @@ class TextQueue(BatchQueue):
 
     def _no_room(self) -> ServeError:
         self.rejected("queue_bytes")
-        return ServeError(Kind.UNAVAILABLE, NO_ROOM, retry_after_s=self.meters.seconds_for(self.waiting))
+        return ServeError(Kind.UNAVAILABLE, NO_ROOM, retry_after_s=self.meters.seconds_for(1))
 
-    def _write(self, place: int, nbytes: int, ids: Sequence[int], said: bytes) -> None:
+    def _write(self, place: int, nbytes: int, ids: Sequence[int], said: bytes) -> int:
+        """The prompt into the place's slab; the place's tag."""
         offset = self.ring.lease(nbytes)
         if not offset:
             raise self._no_room()
@@ -193,7 +193,7 @@ class TextQueue(BatchQueue):
         except BaseException:
             self.ring.return_lease(offset)
             raise
-        self.ring.attach_slab(place, offset, nbytes)
+        return self.ring.attach_slab(place, offset, nbytes)
 
     def _on_bell(self) -> None:
         self._hear(self.ring.drain())

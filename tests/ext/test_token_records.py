@@ -56,9 +56,8 @@ class Line:
         nbytes = prompt_bytes(ids, note)
         offset = ring.lease(nbytes)
         write_prompt(ring.slab(offset, nbytes, writable=True), ids, note)
-        ring.attach_slab(place, offset, nbytes)
+        self.readers[front].listen(place >> 16, ring.attach_slab(place, offset, nbytes), run)
         ring.commit(place, 1)
-        self.readers[front].listen(place >> 16, ring.seq(place >> 16), run)
         return place
 
     def admit(self, deadline_ns: int = 0) -> int:

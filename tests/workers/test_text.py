@@ -78,9 +78,8 @@ class Desk:
         assert place >= 0
         offset = self.front.lease(nbytes)
         write_prompt(self.front.slab(offset, nbytes, writable=True), ids, said)
-        self.front.attach_slab(place, offset, nbytes)
+        self.reader.listen(place >> 16, self.front.attach_slab(place, offset, nbytes), place >> 16)
         self.front.commit(place, 1)
-        self.reader.listen(place >> 16, self.front.seq(place >> 16), place >> 16)
         return place >> 16
 
     def hear(self) -> dict[int, list[Record]]:
