@@ -67,7 +67,7 @@ class Sequences:
         return found
 
     async def first(self) -> None:
-        """Wait until any of them has something to say, or has failed before it had: then there is no answer."""
+        """Wait until any of them has something to say; raises what one failed of before it had."""
         news = asyncio.Event()
         for stream in self.streams:
             stream.told = news.set
@@ -83,8 +83,8 @@ class Sequences:
         if len(self.streams) == 1:
             await self._pour(out, write, 0)
             return
-        every = range(len(self.streams))
-        tasks = [asyncio.ensure_future(self._pour(out, write, index)) for index in every]
+        pours = (self._pour(out, write, index) for index in range(len(self.streams)))
+        tasks = [asyncio.ensure_future(each) for each in pours]
         try:
             await asyncio.gather(*tasks)
         finally:
