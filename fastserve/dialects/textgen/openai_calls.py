@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from fastserve.dialects.textgen.events import send_events
 from fastserve.dialects.textgen.openai_errors import refuse, tell
-from fastserve.dialects.textgen.openai_models import no_model
+from fastserve.dialects.textgen.openai_models import find_model
 from fastserve.dialects.textgen.openai_read import Wanted, read_chat, read_completion
 from fastserve.dialects.textgen.openai_write import (
     Answer,
@@ -32,7 +32,7 @@ from fastserve.dialects.textgen.sequences import Sequences, likelihood
 from fastserve.dialects.textgen.service import Service
 from fastserve.dialects.textgen.sse import EventStream
 from fastserve.dialects.textgen.typed import Misread, check
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import ServeError
 from fastserve.serving.dialect import HttpRoute
 from fastserve.serving.text import TextAsk, TextModel, TextStream, Token
 from fastserve.wire.call import Call, Endpoint
@@ -61,7 +61,7 @@ class Complete:
         service, api, name = self._service, self._api, ""
         try:
             wanted = await service.apart(len(call.body), api.read, call.body, service.options.max_stops)
-            model = find_model(service, wanted)
+            model = find_model(service, wanted.body.model or "", must_be_named=wanted.names_model)
             name = model.name
             answer = api.answer(
                 name, model.version.number, scored=wanted.logprobs >= 0, usage=wanted.tells_usage
@@ -80,21 +80,6 @@ class Complete:
 
     def _tell(self, fault: ServeError) -> bytes:
         return self._api.tell(self._service, fault)
-
-
-def find_model(service: Service, wanted: Wanted) -> TextModel:
-    """The model that a body names. Raises ServeError."""
-    name = wanted.body.model or ""
-    if service.options.any_model:
-        return service.texts.find(name if name in service.texts.names() else "")
-    if not name and wanted.names_model:
-        raise Misread("`model` is required", "model")
-    try:
-        return service.texts.find(name)
-    except ServeError as fault:
-        if not name or fault.kind is not Kind.NOT_FOUND:
-            raise
-        raise no_model(name) from None
 
 
 @dataclass(slots=True)

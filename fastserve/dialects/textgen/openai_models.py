@@ -1,4 +1,6 @@
-"""GET /v1/models and /v1/models/NAME (spec 3.1, 8): which models there are to be asked for text."""
+"""GET /v1/models and /v1/models/NAME (spec 3.1, 8): which models there are to be asked for text; and POST
+/v1/embeddings, for which none is.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,10 @@ from urllib.parse import unquote
 import msgspec
 
 from fastserve.dialects.textgen.openai_errors import refuse
+from fastserve.dialects.textgen.openai_read import read_embedding
 from fastserve.dialects.textgen.paths import Named, Path
 from fastserve.dialects.textgen.service import Service
+from fastserve.dialects.textgen.typed import Misread
 from fastserve.errors import Kind, ServeError
 from fastserve.serving.dialect import HttpRoute
 from fastserve.serving.text import TextModel
@@ -47,6 +51,36 @@ def show_model(service: Service, named: Named) -> Endpoint:
     return answer
 
 
+def refuse_embeddings(service: Service, named: Named) -> Endpoint:
+    """POST /v1/embeddings: the engines of text models (backends.text_engine) make tokens and no vectors."""
+
+    async def answer(call: Call) -> None:
+        name = ""
+        try:
+            body, _ = await service.apart(len(call.body), read_embedding, call.body)
+            model = find_model(service, body.model or "")
+            name = model.name
+            raise ServeError(Kind.UNIMPLEMENTED, f"model '{name}' makes no embeddings")
+        except ServeError as fault:
+            refuse(service, call, fault, name)
+
+    return answer
+
+
+def find_model(service: Service, name: str, *, must_be_named: bool = True) -> TextModel:
+    """The model that a body names. Raises ServeError."""
+    if service.options.any_model:
+        return service.texts.find(name if name in service.texts.names() else "")
+    if not name and must_be_named:
+        raise Misread("`model` is required", "model")
+    try:
+        return service.texts.find(name)
+    except ServeError as fault:
+        if not name or fault.kind is not Kind.NOT_FOUND:
+            raise
+        raise no_model(name) from None
+
+
 def no_model(name: str) -> ServeError:
     """What is said of a model that is not there."""
     return ServeError(Kind.NOT_FOUND, f"The model '{name}' does not exist.")
@@ -59,6 +93,7 @@ def describe(model: TextModel) -> dict[str, Any]:
 
 
 PATHS = (
+    Path(HttpRoute("embeddings", "/v1/embeddings", {"POST": Scope.INFER}), refuse_embeddings, refuse),
     Path(HttpRoute("models", "/v1/models", DESCRIBE), list_models, refuse),
     Path(HttpRoute("model", "/v1/models/NAME", DESCRIBE), show_model, refuse, gives_way=True),
 )

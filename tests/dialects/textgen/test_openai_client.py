@@ -230,6 +230,16 @@ def test_errors_become_the_clients_classes(client: OpenAI) -> None:
         chat(tools=[{"type": "function", "function": {"name": "f"}}])
 
 
+def test_there_are_no_embeddings(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="model 'm1' makes no embeddings") as none:
+        client.embeddings.create(model="m1", input=["a", "b"])
+    assert none.value.code == "not_supported"
+    with pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model="nobody", input="a")
+    with pytest.raises(openai.BadRequestError, match="input"):
+        client.embeddings.create(model="m1", input=[])
+
+
 def test_an_engine_that_fails_midway_raises(client: OpenAI, server: Local) -> None:
     stream = client.completions.create(model="breaks", prompt="a", stream=True)
     texts = []
