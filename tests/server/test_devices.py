@@ -1,5 +1,5 @@
-"""Servers whose workers have a simulated device: answers under load, batches that come back from a worker that
-died or lost its device, and one that ran out of memory."""
+"""Servers whose workers have a simulated device: answers under load, batches that come back from a worker
+that died or lost its device, and one that ran out of memory."""
 
 from __future__ import annotations
 
