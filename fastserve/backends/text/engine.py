@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 FAULTS_MAX = 3
 """Steps in a row that may fail before the engine is taken for broken."""
+STEPS_BETWEEN_TRIES = 64
+"""After memory ran out a token more is read every so many steps: it is asked for what it had not, seldom."""
 
 
 class Engine:
@@ -46,7 +48,7 @@ class Engine:
         self._sequences: dict[int, Sequence] = {}
         self._asked: dict[int, Finish] = {}
         self._standing: list[Sequence] = []
-        self._numbers = self._faults = 0
+        self._numbers = self._steps = self._faults = 0
         self._step_tokens = options.step_tokens
 
     def submit(self, request: TextRequest) -> None:
@@ -141,7 +143,8 @@ class Engine:
                 self._fail(sequence, out, Kind.INTERNAL, explain(error))
             return None
         self._faults = 0
-        if self._step_tokens < self._options.step_tokens:
+        self._steps += 1
+        if self._step_tokens < self._options.step_tokens and self._steps % STEPS_BETWEEN_TRIES == 0:
             self._step_tokens += 1
         return logits
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastserve.backends.device_faults import DeviceLost
+from fastserve.backends.text import engine as engines
 from fastserve.backends.text.engine import FAULTS_MAX, Engine
 from fastserve.codec.text import Finish, Info
 from fastserve.config.text import TextOptions
@@ -240,6 +241,17 @@ def test_without_memory_prompts_are_read_more_slowly() -> None:
     heard = run(engine, [ask(rid, ids, max_new_tokens=5) for rid, ids in enumerate(asked)])
     for rid, ids in enumerate(asked):
         assert heard.tokens[rid] == continue_plainly(ids, 5)
+
+
+def test_when_memory_is_back_steps_grow_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "STEPS_BETWEEN_TRIES", 1)
+    engine, model = make(1, step_tokens=40)
+    model.room = 7
+    run(engine, [ask(1, [1] * 60, max_new_tokens=1)])
+    assert max(len(plan.tokens) for plan in model.plans[-5:]) <= 7
+    model.room = 1 << 30
+    run(engine, [ask(rid, [1], max_new_tokens=20) for rid in range(3)])
+    assert engine._step_tokens == 40
 
 
 def test_without_memory_for_all_the_last_of_the_lowest_priority_fails() -> None:
