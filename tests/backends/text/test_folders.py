@@ -157,6 +157,40 @@ def test_settings_that_do_not_fit(
     refuse(whole[0], words, config, **text)
 
 
+def test_a_cache_for_one_serves_one_after_another(whole: tuple[Path, Any]) -> None:
+    folder, model = whole
+    engine = load(folder, kv_bytes=row_bytes(LENGTH, 2 * 2 * 2 * 8 * 4) + 1)
+    assert (engine.info.slots, engine.info.kv_tokens) == (1, LENGTH)
+    heard = run(engine, [ask(rid, [rid + 1, 7], max_new_tokens=5) for rid in range(3)])
+    for rid in range(3):
+        assert heard.tokens[rid] == generate(model, [rid + 1, 7], 5)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_torch_without_memory_fails_what_it_must(
+    whole: tuple[Path, Any], monkeypatch: Any, error: RuntimeError
+) -> None:
+    """Sequences of more than one token a step are more than there is memory for."""
+    engine = load(whole[0])
+    model = engine._engine._model  # type: ignore[union-attr]
+    forward = model._forward  # type: ignore[attr-defined]
+
+    def try_forward(plan: Any) -> Any:
+        if len(plan.tokens) > 1:
+            raise error
+        return forward(plan)
+
+    monkeypatch.setattr(model, "_forward", try_forward)
+    heard = run(engine, [ask(rid, [1, 2, 3], max_new_tokens=4, ignore_eos=True) for rid in range(2)])
+    assert heard.ended == {0: Finish.LENGTH, 1: Finish.FAILED}
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
 def test_no_cuda(whole: tuple[Path, Any]) -> None:
     refuse(whole[0], "device 'cuda:1': this PyTorch .*", {"device": "cuda:1"})
