@@ -169,7 +169,8 @@ static inline void take_string(Strings *to, Span span)
     to->any = true;
     if (to->at) {
         memcpy(to->at, &size, 4);
-        memcpy(to->at + 4, span.at, size);
+        if (size)   // an empty string may have no memory, and memcpy takes no null pointer even then
+            memcpy(to->at + 4, span.at, size);
         to->at += 4 + span.size;
     }
 }
