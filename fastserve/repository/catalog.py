@@ -59,7 +59,7 @@ class Catalog:
         version.state = to
         version.error = error
         if to is VersionState.END:
-            version.view = None
+            version.view = version.text_model = None
         self._changed(version)
 
     def _changed(self, version: Version) -> None:

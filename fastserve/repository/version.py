@@ -43,8 +43,9 @@ class Version:
     """One version of a model. Only the catalog moves it from state to state.
 
     `inputs` and `outputs` are the model's own tensors; empty until `describe` when the model
-    tells them only once it is loaded. `scheduler` and `counters` belong to the engine, `view` to the
-    serving floor: they are opaque here. `text` is what a loaded text engine says of itself.
+    tells them only once it is loaded. `scheduler` and `counters` belong to the engine, `view` and
+    `text_model` to the serving floor: they are opaque here. `text` is what a loaded text engine says of
+    itself.
     """
 
     __slots__ = (
@@ -61,6 +62,7 @@ class Version:
         "signatures",
         "state",
         "text",
+        "text_model",
         "view",
     )
 
@@ -78,6 +80,7 @@ class Version:
         self.counters: object | None = None
         self.view: object | None = None
         self.text: Info | None = None
+        self.text_model: object | None = None
         if self.inputs and self.outputs:
             self.signatures = build_signatures(config, self.inputs, self.outputs)
 

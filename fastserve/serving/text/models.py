@@ -1,15 +1,17 @@
 """Text models as dialects find them: by name, with what is worked out once for each version.
 
-A version's tokenizer and chat template are loaded when it is first asked, in the front process that asks, and
-dropped when it ends.
+A version's tokenizer is loaded when the version becomes available, in a thread: that of a large vocabulary
+takes a second. All dialects of a front process share it; it ends with the version.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -17,15 +19,13 @@ import msgspec
 from fastserve.apart import Apart
 from fastserve.codec.text import Info, Record, TextNote
 from fastserve.errors import Kind, ServeError
-from fastserve.repository.keepers import Keepers
-from fastserve.repository.version import Version
+from fastserve.repository.version import Version, VersionState
 from fastserve.serving.dialect import EngineFace, ServingContext
-from fastserve.serving.paths import Kept
 from fastserve.serving.text.ask import TextAsk, check_stops, check_text, fit
 from fastserve.serving.text.chat import ChatTemplate
 from fastserve.serving.text.stops import StopStrings
 from fastserve.serving.text.stream import TextStream
-from fastserve.serving.text.tokenizer import Piece, load_tokenizer
+from fastserve.serving.text.tokenizer import Piece, Tokenizer, load_tokenizer
 
 WORK = 64
 """Times a character: a token is made of three or four of them, in a microsecond each."""
@@ -39,8 +39,7 @@ class Texts:
         self._engine = context.engine
         self._catalog = context.engine.catalog
         self._default = default
-        self._apart = Apart()
-        self._kept = Kept(Keepers(self._catalog), self._make)
+        self._catalog.on_change.append(self._changed)
 
     def names(self) -> list[str]:
         """The models that can be asked, in order."""
@@ -54,11 +53,21 @@ class Texts:
         version = self._available(name)
         if version is None:
             raise ServeError(Kind.NOT_FOUND, f"Model {name} not found.")
-        return self._kept.of(version)
+        return self.of(version)
 
     def of(self, version: Version) -> TextModel:
         """A version that is a text model."""
-        return self._kept.of(version)
+        found = version.text_model
+        if found is None:
+            info = self._engine.text_info(version)
+            assert info is not None
+            found = version.text_model = TextModel(self._engine, version, info)
+        assert isinstance(found, TextModel)
+        return found
+
+    def _changed(self, version: Version) -> None:
+        if version.state is VersionState.AVAILABLE and self._engine.text_info(version) is not None:
+            self.of(version).load()
 
     def _only(self) -> str:
         names = self.names()
@@ -71,22 +80,50 @@ class Texts:
         version = self._catalog.available(name)
         return None if version is None or self._engine.text_info(version) is None else version
 
-    def _make(self, version: Version) -> TextModel:
-        info = self._engine.text_info(version)
-        assert info is not None
-        return TextModel(self._engine, version, info, self._apart)
-
 
 class TextModel:
-    """One version of a model that generates text. Not kept past a request: `Texts` does that."""
+    """One version of a model that generates text. Not kept past a request: the version does that."""
 
-    def __init__(self, engine: EngineFace, version: Version, info: Info, apart: Apart) -> None:
-        self._engine, self._apart = engine, apart
+    def __init__(self, engine: EngineFace, version: Version, info: Info) -> None:
+        self._engine, self._apart = engine, Apart()
         self.version, self.info = version, info
         self.name = version.model
         self.created = int(time.time())
-        self._tokenizer = load_tokenizer(info.tokenizer, version.folder, version.model)
+        self._tokenizer: Tokenizer | None = None
+        self._loading: asyncio.Future[Tokenizer] | None = None
         self._chat: ChatTemplate | None = None
+
+    def load(self) -> None:
+        """Begin to load its tokenizer, where there is a loop to do it beside."""
+        if self.info.tokenizer != "folder":  # there is nothing to read
+            self._tokenizer = self._read_tokenizer()
+        if self._tokenizer is None and self._loading is None:
+            with suppress(RuntimeError):
+                self._loading = asyncio.get_running_loop().run_in_executor(None, self._read_tokenizer)
+                self._loading.add_done_callback(_look)
+
+    def _read_tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.info.tokenizer, self.version.folder, self.name)
+
+    async def _ready(self) -> Tokenizer:
+        """Its tokenizer. Raises ServeError; whoever asks the next time tries again."""
+        if self._tokenizer is None:
+            self.load()
+        if self._tokenizer is None:
+            assert self._loading is not None
+            try:
+                self._tokenizer = await asyncio.shield(self._loading)
+            except ServeError:
+                self._loading = None
+                raise
+        return self._tokenizer
+
+    @property
+    def _known(self) -> Tokenizer:
+        """The same for those who cannot wait: they ask after a stream began, and it is there."""
+        if self._tokenizer is None:
+            self._tokenizer = self._read_tokenizer()
+        return self._tokenizer
 
     @property
     def most_prompt_tokens(self) -> int:
@@ -98,20 +135,22 @@ class TextModel:
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Its tokens, with those that the model wants around it. Raises TextTooLong, NoTokenizer."""
         check_text(text)
-        return await self._apart(len(text) * WORK, self._tokenizer.encode, text, special=special)
+        encode = (await self._ready()).encode
+        return await self._apart(len(text) * WORK, encode, text, special=special)
 
     async def pieces(self, text: str, *, special: bool = True) -> list[Piece]:
         """Its tokens, with where each stands in it."""
         check_text(text)
-        return await self._apart(len(text) * WORK, self._tokenizer.pieces, text, special=special)
+        pieces = (await self._ready()).pieces
+        return await self._apart(len(text) * WORK, pieces, text, special=special)
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """The text of tokens; without that of special ones, unless asked for."""
-        return self._tokenizer.decode(ids, special=special)
+        return self._known.decode(ids, special=special)
 
     def token_text(self, token: int) -> str:
         """One token by itself, special ones too."""
-        return self._tokenizer.token_text(token)
+        return self._known.token_text(token)
 
     async def chat(
         self,
@@ -139,6 +178,7 @@ class TextModel:
         check_stops(ask.stop)
         if ask.images and not self.info.vision:
             raise ServeError(Kind.INVALID_ARGUMENT, f"model '{self.name}' takes text only, not images")
+        await self._ready()
         ids, text = await self._read(ask)
         seed = int.from_bytes(os.urandom(8), "little") if ask.seed is None else ask.seed
         streams: list[TextStream] = []
@@ -162,14 +202,14 @@ class TextModel:
         return fit(prompt, ask.truncate, self.most_prompt_tokens, self.info.vocab_size), ""
 
     def _start(self, ask: TextAsk, ids: list[int], text: str, seed: int) -> TextStream:
-        info = self.info
+        info, tokenizer = self.info, self._known
         most = min(ask.sampling.max_new_tokens, info.max_new_tokens, info.max_tokens - len(ids))
         stream = TextStream(
             ids,
             seed,
-            self._tokenizer.detokenizer(special=ask.special),
+            tokenizer.detokenizer(special=ask.special),
             StopStrings(ask.stop, include=ask.include_stop) if ask.stop else None,
-            self._tokenizer.specials,
+            tokenizer.specials,
             include_stop=ask.include_stop,
         )
         note = TextNote(
@@ -190,3 +230,9 @@ class TextModel:
 
         stream.bind(self._engine.generate(self.version, ids, note, heard))
         return stream
+
+
+def _look(loading: asyncio.Future[Tokenizer]) -> None:
+    """Whoever asks is told what went wrong; that nobody has asked yet is no mistake."""
+    if not loading.cancelled():
+        loading.exception()

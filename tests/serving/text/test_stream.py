@@ -6,7 +6,10 @@ import asyncio
 import contextlib
 import gc
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+from threading import Event, Thread, current_thread
 from typing import Any
 
 import pytest
@@ -25,8 +28,10 @@ from fastserve.serving.text import (
     TextTooLong,
     Token,
     UnknownToken,
+    models,
     together,
 )
+from fastserve.serving.text.tokenizer import load_tokenizer
 from tests.text_rig import LocalEngine, Said, Scripted
 
 HELLO: list[Said] = [(100, "Hello"), (101, " world"), (2, None)]
@@ -328,4 +333,50 @@ def test_models_are_found_by_name_and_forgotten_at_their_end() -> None:
         with pytest.raises(ServeError, match="Model m1 not found"):
             texts.find("m1")
 
+    run(work)
+
+
+def test_all_dialects_share_a_model_which_ends_with_its_version() -> None:
+    async def work(engine: LocalEngine) -> None:
+        first, second = Texts(engine.context), Texts(engine.context)
+        version = engine.add("m1", Scripted(ONES))
+        model = weakref.ref(first.find("m1"))
+        assert model() is second.find("m1")
+        engine.remove(version)
+        await asyncio.sleep(0)
+        gc.collect()
+        assert model() is None
+
+    run(work)
+
+
+def test_a_tokenizer_is_read_beside_the_loop_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Thread] = []
+
+    def slowly(*given: Any) -> Any:
+        read.append(current_thread())
+        assert go.wait(20)
+        if len(read) == 1:
+            raise ServeError(Kind.FAILED_PRECONDITION, "not yet")
+        return load_tokenizer("words", tmp_path, "m1")
+
+    async def work(engine: LocalEngine) -> None:
+        texts = Texts(engine.context)
+        engine.add("m1", Scripted(ONES, info=Info(vocab_size=1 << 20)))
+        starts = [asyncio.ensure_future(texts.find("m1").start(ask(2))) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        assert len(read) == 1  # begun by the version's coming, and the loop turns
+        go.set()
+        for start in starts:
+            with pytest.raises(ServeError, match="not yet"):
+                await start
+        for _ in range(3):
+            assert (await (await texts.find("m1").start(ask(2))).rest()).generated == 2
+        assert len(read) == 2
+        assert current_thread() not in read
+
+    go = Event()
+    monkeypatch.setattr(models, "load_tokenizer", slowly)
     run(work)
