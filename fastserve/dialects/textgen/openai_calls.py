@@ -34,6 +34,7 @@ from fastserve.dialects.textgen.sse import EventStream
 from fastserve.dialects.textgen.typed import Misread, check
 from fastserve.errors import ServeError
 from fastserve.serving.dialect import HttpRoute
+from fastserve.serving.exchange import unforeseen
 from fastserve.serving.text import TextAsk, TextModel, TextStream, Token
 from fastserve.wire.call import Call, Endpoint
 from fastserve.wire.scope import Scope
@@ -75,6 +76,10 @@ class Complete:
                 return
         except ServeError as fault:  # nothing has been sent yet
             api.refuse(service, call, fault, name)
+        except ConnectionResetError:
+            raise
+        except Exception as error:
+            api.refuse(service, call, unforeseen(call, error), name)
         else:
             service.count(call, model)
 

@@ -24,6 +24,7 @@ from fastserve.dialects.textgen.tgi_write import (
 )
 from fastserve.dialects.textgen.typed import Misread
 from fastserve.errors import Kind, ServeError
+from fastserve.serving.exchange import unforeseen
 from fastserve.serving.text import TextAsk, TextModel, TextStream, Token
 from fastserve.wire.call import Call
 from fastserve.wire.dialect import retry_after
@@ -57,6 +58,10 @@ class Generate:
                 call.reply(200, body if self._alone else b"[%b]" % body, JSON, one.headers())
         except ServeError as fault:  # nothing has been sent yet
             refuse(service, call, fault, name)
+        except ConnectionResetError:
+            raise
+        except Exception as error:
+            refuse(service, call, unforeseen(call, error), name)
         else:
             service.count(call, model)
 

@@ -255,6 +255,16 @@ def test_an_engine_that_fails_midway_raises(client: OpenAI, server: Local) -> No
         client.completions.create(model="breaks", prompt="a")
 
 
+@pytest.mark.logs_errors
+def test_what_nobody_foresaw_has_each_apis_form(server: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastserve.serving.text.models.TextModel.start_many", lambda *_: 1 / 0)
+    asked = {"model": "m1", "prompt": "a"}
+    for stream in (False, True):
+        reply = server.post("/v1/completions", {**asked, "stream": stream})
+        assert (reply.status, reply.json["error"]["message"]) == (500, "Internal error")
+        assert server.post("/generate", {**asked, "stream": stream}).json["error"] == "Internal error"
+
+
 def test_a_client_that_leaves_is_not_answered_on(server: Local) -> None:
     """The engine of this server says `x` for ever; it has ended when the server has none left."""
     with OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
