@@ -104,3 +104,29 @@ def test_the_streaming_request_of_the_welcome():
     assert "".join(event["token"]["text"] for event in events) in last["generated_text"]
     assert all(event["decode_time"] > 0 for event in events[1:])
     assert re.search(r"[a-z]{2,} [a-z]{2,}", last["generated_text"])
+
+
+def test_the_stream_of_the_readme():
+    """The request and its events, but for their times."""
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    found = re.search(r"curl -N http://127.0.0.1:8000(\S+) -d '(.*?)'\n```\n\n```\n(.*?)```", text, re.DOTALL)
+    assert found is not None
+
+    def events(body: str) -> list[dict]:
+        times = {"prefill_time", "decode_time"}
+        read = [json.loads(line[6:]) for line in body.splitlines() if line]
+        return [{key: value for key, value in event.items() if key not in times} for event in read]
+
+    got: list[str] = []
+
+    async def main():
+        async with serving("demo", load_models=("scribe",)) as served:
+            url = f"http://127.0.0.1:{served.port}{found[1]}"
+            asked = ["curl", "-s", "--max-time", "30", url, "-d", found[2]]
+            process = await asyncio.create_subprocess_exec(*asked, stdout=asyncio.subprocess.PIPE)
+            got.append((await process.communicate())[0].decode())
+
+    if shutil.which("curl") is None:
+        pytest.skip("there is no curl")
+    run(main())
+    assert events(got[0]) == events(found[3])

@@ -146,10 +146,9 @@ def test_metrics_count_the_requests(server: str) -> None:
 def test_commands_ask_the_server(server: str) -> None:
     assert command("infer", "half_plus_two", "[1.0, 2.0]", "--url", server).split() == ["2.5", "3.0"]
     listed = json.loads(command("models", "--json", "--url", server))
-    assert {(row["model"], row["state"]) for row in listed} == {
-        ("digits", "AVAILABLE"),
-        ("half_plus_two", "AVAILABLE"),
-    }
+    assert {row["state"] for row in listed} == {"AVAILABLE"}
+    # The third needs the extra `llm`, which need not be installed.
+    assert {row["model"] for row in listed} - {"scribe"} == {"digits", "half_plus_two"}
 
 
 def test_bench_loads_the_server(server: str) -> None:
