@@ -97,6 +97,9 @@ class Follower:
             self._front.renew_certificates()
         elif op == "metrics":
             self._custom_metrics = message["lines"]
+        elif op == "hear" and self._front is not None:
+            meant = self._front.hear(message["dialect"], message["word"])
+            self._control.send({"op": "heard", "id": message["id"], "meant": meant})
         elif op == "told" and self._loads is not None:
             self._loads.hear(message)
         elif op in ("listen", "close", "drain"):
@@ -125,7 +128,7 @@ class Follower:
         self._loads = OthersLoads(settings.model_control == "explicit", self._control.send)
         self._front = Front(settings, Engine(self._catalog), registry, self._loads)
         self._front.custom_metrics = lambda: self._custom_metrics
-        self._front.stop = self._loads.stop
+        self._front.stop, self._front.spread = self._loads.stop, self._loads.spread
         self._gauges = FrontGauges(registry)
         self._beat()
 

@@ -2,7 +2,9 @@
 
     owner -> front   start {settings, front, listeners} + metrics memory     open {version} + arena
                      catalog {models}    ready {...}    close {id}    renew {}    drain {grace_s}
-    front -> owner   listening    opened {id}    closed {id}    ask, what its clients want loaded (loads.py)
+                     hear {id, dialect, word}
+    front -> owner   listening    opened {id}    closed {id}    heard {id, meant}
+                     ask, what its clients want loaded (loads.py)
 
 A front that dies, that cannot do what it is told, or that does not answer is replaced by one that is told
 everything anew. What the dead one held in the arenas is reclaimed first, so that no batch waits for it.
@@ -11,6 +13,7 @@ everything anew. What the dead one held in the arenas is reclaimed first, so tha
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import time
@@ -61,6 +64,8 @@ class Fronts:
         ]
         self._told: dict[str, Any] = {}
         self._told_metrics: list[str] = []
+        self.hear: Callable[[str, str], bool] = lambda dialect, word: False
+        """The owner's own Front.hear."""
         if self.links:
             host.on_opened.append(self._open_version)
             host.on_closing.append(self._close_version)
@@ -96,7 +101,16 @@ class Fronts:
             for link in self.links:
                 link.tell({"op": "metrics", "lines": lines})
 
+    async def spread(self, dialect: str, word: str, but: int = 0) -> bool:
+        """Say it to a dialect in all these fronts but one: whether it was meant for one of them."""
+        links = [link for link in self.links if link.front != but]
+        return any(await asyncio.gather(*(link.hear(dialect, word) for link in links)))
+
     async def _answer(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        if asked["do"] == "spread":
+            dialect, word = asked["dialect"], asked["word"]
+            meant = self.hear(dialect, word) or await self.spread(dialect, word, but=asked["front"])
+            return {"op": "told", "id": asked["id"], "meant": meant}
         told = await self._loads.answer(asked)
         self.tell_catalog()  # first: whoever hears that a model is loaded, can use it
         return told
@@ -131,7 +145,8 @@ class FrontLink:
         self.listeners: tuple[tuple[Listener, ...], tuple[Listener, ...]] = ((), ())
         self._settings, self._catalog, self._host, self._registry = settings, catalog, host, registry
         self._process: WorkerProcess | None = None
-        self._waiting: dict[tuple[str, int], asyncio.Future[None]] = {}
+        self._waiting: dict[tuple[str, int], asyncio.Future[Mapping[str, Any]]] = {}
+        self._numbers = itertools.count(1)
         self._given: set[int] = set()  # ids of the versions the present process was told to open
         self._draining = False
         self._tender: asyncio.Task[None] | None = None
@@ -163,6 +178,16 @@ class FrontLink:
         if key in self._given and self.pid:  # what a dead one held is reclaimed
             self._given.discard(key)
             await self._ask("closed", key, {"op": "close", "id": key})
+
+    async def hear(self, dialect: str, word: str) -> bool:
+        """Say it to a dialect there: whether it was meant for it. A front that is gone has nothing meant."""
+        key = next(self._numbers)
+        message = {"op": "hear", "id": key, "dialect": dialect, "word": word}
+        try:
+            heard = await self._ask("heard", key, message, timeout_s=ANSWER_TIMEOUT_S)
+        except ServeError:
+            return False
+        return bool(heard["meant"])
 
     async def drain(self, grace_s: float) -> None:
         """Ask the process to finish, and end it when it does not."""
@@ -243,7 +268,7 @@ class FrontLink:
         message: dict[str, Any],
         fds: Sequence[int] = (),
         timeout_s: float | None = None,
-    ) -> None:
+    ) -> Mapping[str, Any]:
         if not self.pid:
             raise ServeError(Kind.UNAVAILABLE, f"front process {self.front} is not running")
         future = self._waiting[answer, key] = asyncio.get_running_loop().create_future()
@@ -252,7 +277,8 @@ class FrontLink:
             await asyncio.wait({future}, timeout=timeout_s)
             if not future.done():
                 raise ServeError(Kind.UNAVAILABLE, f"front process {self.front} does not answer")
-            future.result()
+            found: Mapping[str, Any] = future.result()
+            return found
         finally:
             self._waiting.pop((answer, key), None)
 
@@ -264,10 +290,10 @@ class FrontLink:
             return
         future = self._waiting.get((str(message.get("op")), int(message.get("id", 0))))
         if future is not None and not future.done():
-            future.set_result(None)
+            future.set_result(message)
 
     async def _tell_answer(self, asker: WorkerProcess | None, message: dict[str, Any]) -> None:
-        told = await self._answer(message)
+        told = await self._answer({**message, "front": self.front})
         if asker is self._process:  # not the next one in its place, which has not asked
             self.tell(told)
 
@@ -277,7 +303,7 @@ class FrontLink:
             if future.done():
                 continue
             if answer == "closed":
-                future.set_result(None)  # what it held is reclaimed below
+                future.set_result({})  # what it held is reclaimed below
             else:
                 future.set_exception(
                     ServeError(Kind.UNAVAILABLE, f"front process {self.front} ended: {words}")

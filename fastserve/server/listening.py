@@ -20,7 +20,7 @@ from fastserve.server.certificates import CertificateWatch
 from fastserve.server.nv_metrics import NvMetrics
 from fastserve.server.speaking import Spec, choose_grpc, choose_http, find_specs
 from fastserve.serving.device_regions import DeviceMemory
-from fastserve.serving.dialect import Dialect, ServingContext, Stop, refuse_to_stop
+from fastserve.serving.dialect import Dialect, ServingContext, Spread, Stop, nobody_else, refuse_to_stop
 from fastserve.serving.model_control import NoRepository, RepositoryFace
 from fastserve.serving.shared_memory import Regions
 from fastserve.serving.text import Texts
@@ -53,6 +53,7 @@ class Front:
     grpc: list[GrpcListener] = field(default_factory=list)
     custom_metrics: Callable[[], list[str]] = list
     stop: Stop = refuse_to_stop
+    spread: Spread = nobody_else
     opening: Opening = field(default_factory=Opening)
     owner: bool = False  # of the ports: the other fronts share them with it
     dialects: dict[str, Dialect] = field(default_factory=dict)  # those that a listener speaks, once built
@@ -90,6 +91,11 @@ class Front:
             await self._open_grpc(listener, spoken, shared)
         for dialect in self.dialects.values():
             dialect.open()
+
+    def hear(self, dialect: str, word: str) -> bool:
+        """What a dialect says in another front process. Whether it is meant here."""
+        spoken = self.dialects.get(dialect)
+        return spoken is not None and spoken.hear(word)
 
     def begin(self) -> None:
         """From now on every call is answered, not only those about health."""
@@ -141,7 +147,8 @@ class Front:
             readiness=self.readiness,
             heartbeat=self.heartbeat,
             model_metrics=metrics.prepare,
-            stop=lambda force: self.stop(force),  # it is set later
+            stop=lambda force: self.stop(force),  # they are set later
+            spread=lambda dialect, word: self.spread(dialect, word),
         )
         self.engine.tensors = TextTensors(Texts(context))
         return context

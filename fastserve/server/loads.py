@@ -1,7 +1,7 @@
 """The repository as dialects see it: what clients may ask of it, in the owner and in other fronts.
 
-front -> owner   ask {id, do: names | load | unload | replace | stop, name ...}
-owner -> front   told {id, names | error}       after the catalog that the change has led to
+front -> owner   ask {id, do: names | load | unload | replace | stop | spread, name ...}
+owner -> front   told {id, names | meant | error}       after the catalog that the change has led to
 """
 
 from __future__ import annotations
@@ -98,6 +98,11 @@ class OthersLoads:
     async def stop(self, force: bool) -> None:
         """End the server. Raises ServeError."""
         await self._ask({"do": "stop", "force": force})
+
+    async def spread(self, dialect: str, word: str) -> bool:
+        """See ServingContext.spread. Raises ServeError."""
+        told = await self._ask({"do": "spread", "dialect": dialect, "word": word})
+        return bool(told["meant"])
 
     def hear(self, told: dict[str, Any]) -> None:
         """An answer of the owner's."""

@@ -82,6 +82,7 @@ class Server:
         """Called when a client has asked for the end, with whether to wait for what is under way."""
         self.front.stop = loads.stop = self.stop_asked
         self.fronts = Fronts(settings, self.catalog, self.host, self.registry, loads)
+        self.front.spread, self.fronts.hear = self.fronts.spread, self.front.hear
         self._gauges = FrontGauges(self.registry)
         self._draining = self._stop_asked = False
         self._beat: asyncio.TimerHandle | None = None

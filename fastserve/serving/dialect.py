@@ -38,11 +38,17 @@ Page = Callable[[], Callable[[], bytes]]
 
 
 Stop = Callable[[bool], Awaitable[None]]
+Spread = Callable[[str, str], Awaitable[bool]]
 
 
 async def refuse_to_stop(force: bool) -> None:
     """Raises ServeError."""
     raise ServeError(Kind.UNIMPLEMENTED, "this server is not stopped by its clients")
+
+
+async def nobody_else(dialect: str, word: str) -> bool:
+    """There is one front process."""
+    return False
 
 
 class EngineFace(Protocol):
@@ -76,6 +82,9 @@ class ServingContext:
     stop: Stop = refuse_to_stop
     """End the server: what is under way is finished, or with True cut off. Returns at once. Raises ServeError
     when it is ending already, and where nobody may."""
+    spread: Spread = nobody_else
+    """Say a word to the dialect of this name in every other front process (`Dialect.hear`): whether it was
+    meant for one of them."""
 
 
 class NoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -107,6 +116,10 @@ class Dialect:
     def grpc_methods(self) -> list[Method]:
         """The RPCs that the spec lists. Called where a gRPC listener speaks this dialect."""
         return []
+
+    def hear(self, word: str) -> bool:
+        """What this dialect says in another front (ServingContext.spread): whether it is meant here."""
+        return False
 
     def open(self) -> None:
         """The listeners are open, on the running loop; models may still be loading."""

@@ -36,6 +36,10 @@ class Textgen(Dialect):
             gives_way = gives_way and self._service.options.metrics == "server"
         return Route(path.make(self._service, named), scope, gives_way)
 
+    def hear(self, word: str) -> bool:
+        """A request's id that is to be stopped, from another front process."""
+        return self._service.running.stop(word)
+
     def refuse(self, call: Call, fault: ServeError) -> None:
         found = TABLE.find(call.method, call.target)
         refuse = errors.refuse if found is None else found[0].refuse

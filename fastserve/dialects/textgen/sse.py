@@ -75,7 +75,7 @@ class EventStream:
             self._wrote = monotonic()
             return write(tokens)
 
-        return await pour(stream, self._begin(), written)
+        return await pour(stream, self._begin(), written if self._every else write)
 
     async def close(self) -> None:
         """It is whole."""

@@ -17,7 +17,7 @@ from fastserve.dialects.textgen.errors import invalid, refuse
 from fastserve.dialects.textgen.infer_request import Asked
 from fastserve.dialects.textgen.paths import Named, Path
 from fastserve.dialects.textgen.replies import FINISH_REASON, milliseconds, quote
-from fastserve.dialects.textgen.service import Service
+from fastserve.dialects.textgen.service import NAME, Service
 from fastserve.dialects.textgen.triton_request import OUTPUT, read_text, read_tokens
 from fastserve.errors import Kind, ServeError
 from fastserve.serving.dialect import HttpRoute
@@ -148,7 +148,7 @@ def stop(service: Service, named: Named) -> Endpoint:
             given = body.get("id") if isinstance(body, dict) else None
             if not isinstance(given, str) or not given:
                 raise invalid("The id must be non-empty string.")
-            if not service.running.stop(given):
+            if not (service.running.stop(given) or await service.context.spread(NAME, given)):
                 raise ServeError(Kind.NOT_FOUND, f"RequestId is {given} not found.")
         except ServeError as fault:
             refuse(service, call, fault, named.model)

@@ -163,14 +163,16 @@ class Hosted(Asking):
 RIG_FOLDERS = Path("tests/text/rigs")
 
 
-def hosted(rig: str, folder: Path, *, parameters: dict[str, Any] | None = None, **options: Any) -> Hosted:
+def hosted(
+    rig: str, folder: Path, *, parameters: dict[str, Any] | None = None, frontends: int = 1, **options: Any
+) -> Hosted:
     """The workers of a rig; `folder` is for a copy of it where its parameters differ."""
     place = RIG_FOLDERS / rig
     if parameters:
         shutil.copytree(place, folder, dirs_exist_ok=True)
         place, config = folder, folder / "m1" / "model.yaml"
         config.write_text(json.dumps({**yaml.safe_load(config.read_text()), "parameters": parameters}))
-    return Hosted(place, TextgenOptions(**options))
+    return Hosted(place, TextgenOptions(**options), frontends=frontends)
 
 
 def local(engine: TextEngine, *, pause_s: float = 0.0, **options: Any) -> Local:
