@@ -18,6 +18,7 @@ import pytest
 
 from fastserve.config import TextgenOptions
 from fastserve.dialects.textgen import asking, infer
+from fastserve.metrics import names
 from tests.dialects.textgen.serving import Asking, Hosted, Reply
 from tests.running import until
 
@@ -257,10 +258,17 @@ def test_a_worker_that_dies(folder: Path) -> None:
 
 
 def wait_for(at: Hosted, pool: ThreadPoolExecutor) -> Future[Reply]:
-    """A stream that says two tokens and goes on waiting."""
+    """A stream that says two tokens and goes on waiting. One whose first has not come would be given to the
+    next worker instead."""
     found = pool.submit(at.infer, "wait", stream=True)
-    until(lambda: held(at) == 1, "it runs")
+    until(lambda: running(at) == 1, "it runs")
     return found
+
+
+def running(at: Hosted) -> float:
+    """Sequences that have had a token."""
+    (levels,) = at.server.registry.read(names.TEXT_RUNNING)
+    return sum(level for (level,) in levels.values())
 
 
 def test_a_model_that_is_unloaded_under_a_stream(folder: Path) -> None:
