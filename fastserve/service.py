@@ -21,7 +21,13 @@ from collections.abc import Awaitable, Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fastserve.backends.transformer import BACKEND, ScriptImport, StartedWhileImported, VectorTransformer
+from fastserve.backends.transformer import (
+    BACKEND,
+    DEVICE,
+    ScriptImport,
+    StartedWhileImported,
+    VectorTransformer,
+)
 from fastserve.codec.wireable import encode
 from fastserve.engine.elements import Batcher, ElementBatcher, HookedBatcher, RowBatcher
 from fastserve.errors import ServeError
@@ -56,15 +62,20 @@ class BatchedService:
         row: tuple[tuple[int, ...], Any] | None = None,
         out_row: tuple[tuple[int, ...], Any] | None = None,
         instances: int = 1,
+        device: str = "cpu",
+        device_tensors: bool = False,
     ) -> None:
         _check("max_batch_size", max_batch_size, 1 <= max_batch_size <= 10000, "from 1 to 10000")
         _check("timeout_seconds", timeout_seconds, 0 < timeout_seconds <= 1, "more than 0 and at most 1")
         _check("max_queue_size", max_queue_size, 1 <= max_queue_size <= 128, "from 1 to 128")
         _check("instances", instances, 1 <= instances <= 64, "from 1 to 64")
+        _check("device", device, bool(DEVICE.fullmatch(device)), "cpu, cuda, cuda:N or simulated")
+        _check("device_tensors", device_tensors, row is not None or not device_tensors, "false without row")
         self.max_batch_size = max_batch_size
         self.timeout_seconds = timeout_seconds
         self.max_queue_size = max_queue_size
         self.instances = instances
+        self._device = {"device": device, "device_tensors": device_tensors}
         self._row = None if row is None else RowSpec.of(*row)
         self._out_row = None if out_row is None else RowSpec.of(*out_row)
         self._order: dict[str, Any] | None = None
@@ -201,7 +212,7 @@ class BatchedService:
         batcher = self._make_batcher()
         group = WorkerGroup(
             Path(self._order["transformer"]["qualname"]) / "1",
-            {**self._order, **batcher.config, "instances": self.instances},
+            {**self._order, **batcher.config, **self._device, "instances": self.instances},
             batcher.make_arena,
             lambda worker: batcher.worker_died(worker, group.alive),
             lambda worker: None,

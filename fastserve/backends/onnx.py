@@ -63,6 +63,7 @@ class OnnxBackend:
         self._batched = int(config.get("max_batch_size", 0)) > 0
         self._version_dir = version_dir
         self._session: Any = None
+        self._on_device = str(config.get("device") or "cpu").startswith("cuda")
         self._strings: list[str] = []
         self._wanted: list[str] = []
         options = read_options(config)
@@ -113,10 +114,28 @@ class OnnxBackend:
         try:
             results = self._session.run(self._wanted, feed)
         except Exception as error:
-            # ONNX Runtime has one exception class per status, INVALID_ARGUMENT among them.
-            refused = type(error).__name__ == "InvalidArgument"
-            raise ServeError(Kind.INVALID_ARGUMENT if refused else Kind.INTERNAL, _words(error)) from error
+            raise _run_fault(error) from error
         return dict(zip(self._wanted, results, strict=True))
+
+    @property
+    def binds(self) -> bool:
+        """Whether `run_into` may be called: on a device, for numbers that nothing has to be done to."""
+        numbers = all(spec.dtype.name != "bytes" for spec in (*self.inputs.values(), *self.outputs.values()))
+        return self._on_device and numbers and not self.batch_io and not any(self._reshapes)
+
+    def run_into(self, inputs: Arrays, outputs: Arrays) -> None:
+        """Runs one batch by I/O binding: what the device computed is copied to where `outputs` lie, and
+        nowhere else. Raises as `run` does; of outputs of other shapes too."""
+        binding = self._session.io_binding()
+        try:
+            for name, array in inputs.items():
+                binding.bind_cpu_input(name, array)
+            for name, array in outputs.items():
+                at = array.__array_interface__["data"][0]
+                binding.bind_output(name, "cpu", 0, array.dtype, list(array.shape), at)
+            self._session.run_with_iobinding(binding)
+        except Exception as error:
+            raise _run_fault(error) from error
 
     def close(self) -> None:
         """Drops the session."""
@@ -303,6 +322,12 @@ def _decode(name: str, array: Any) -> Any:
     decoded = np.empty(len(texts), dtype=object)
     decoded[:] = texts
     return decoded.reshape(array.shape)
+
+
+def _run_fault(error: Exception) -> ServeError:
+    """ONNX Runtime has one exception class per status, INVALID_ARGUMENT among them."""
+    refused = type(error).__name__ == "InvalidArgument"
+    return ServeError(Kind.INVALID_ARGUMENT if refused else Kind.INTERNAL, _words(error))
 
 
 def _words(error: Exception, *private: str) -> str:

@@ -38,7 +38,9 @@ class PythonBackend:
         self._config = config
         self._version_dir = version_dir
         self._instance = instance
-        self._check = OutputCheck(self.outputs, batched=int(config.get("max_batch_size", 0)) > 0)
+        self._batched = int(config.get("max_batch_size", 0)) > 0
+        self._check = OutputCheck(self.outputs, batched=self._batched)
+        self._on_device: Any = None
         self._model: Any = None
 
     def load(self) -> None:
@@ -55,13 +57,28 @@ class PythonBackend:
         must_take_one(self._model.run, "run", "def run(self, inputs)")
         if inspect.iscoroutinefunction(self._model.run):
             raise ConfigError("run must be a plain function: a worker runs one batch at a time")
+        if self._config.get("device_tensors"):
+            self._on_device = open_tensors(self._config, self.inputs, self.outputs)
         for name in ("load", "warmup"):
             getattr(self._model, name, lambda: None)()
+
+    @property
+    def takes_device_tensors(self) -> bool:
+        """Whether the model asks for tensors of its device (`device_tensors`)."""
+        return self._on_device is not None
 
     def run(self, inputs: Arrays) -> Arrays:
         """Runs one batch; see Backend.run. Raises ServeError (INTERNAL) for outputs that break their
         declaration."""
+        if self._on_device is not None:
+            arrays: Arrays = self._on_device.run_arrays(self._model.run, inputs)
+            return arrays
         return self._check(inputs, self._model.run(inputs))
+
+    def run_on_device(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The same with tensors of the device, in and out."""
+        found: Mapping[str, Any] = self._on_device.run(self._model.run, inputs)
+        return found
 
     def close(self) -> None:
         """Calls the model's close, if there is one."""
@@ -69,6 +86,13 @@ class PythonBackend:
         forget_folder(self._version_dir)
         if hasattr(model, "close"):
             model.close()
+
+
+def open_tensors(config: Mapping[str, Any], inputs: Any, outputs: Any) -> Any:
+    """What brings tensors of the device to the model. torch is first needed here. Raises ConfigError."""
+    from fastserve.backends.device_tensors import DeviceTensors
+
+    return DeviceTensors(config, inputs, outputs)
 
 
 def import_class(version_dir: Path, wanted: str, file: str = "model.py") -> type:

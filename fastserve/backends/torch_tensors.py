@@ -44,8 +44,15 @@ def as_tensor(array: np.ndarray[Any, Any], spec: TensorSpec) -> Any:
 
     if spec.dtype.name == "bytes":
         return _texts(array, spec.name)
-    tensor = torch.from_numpy(array)
+    tensor = over_memory(array)
     return tensor.view(torch.bfloat16) if spec.dtype.name == "bfloat16" else tensor
+
+
+def over_memory(array: np.ndarray[Any, Any]) -> Any:
+    """A tensor of the host that lies where the array does."""
+    import torch
+
+    return torch.from_numpy(array)
 
 
 def _texts(array: np.ndarray[Any, Any], name: str) -> list[str]:

@@ -8,6 +8,7 @@ The class reaches the worker by name: module and qualified name, or the script f
 
 from __future__ import annotations
 
+import re
 import sys
 from abc import ABCMeta, abstractmethod
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from typing import Any
 from fastserve.backends.base import read_specs
 from fastserve.codec.wireable import decode
 
+DEVICE = re.compile(r"cpu|simulated|cuda(:[0-9]{1,4})?")
 BACKEND = "fastserve.backends.transformer:TransformerBackend"
 SCRIPT = "__fastserve_main__"
 
@@ -31,7 +33,12 @@ class VectorTransformer(metaclass=ABCMeta):
     batch as a list of elements (with `row` set on the service: as one array, rows first), `transform`
     what preprocess returned, `postprocess` both; the last result holds one item for each element.
     An exception fails every element of the batch; an item that is an exception fails its element only.
+    With `device_tensors` set on the service `preprocess` gets a tensor of `device`, and a tensor that comes
+    out is brought back.
     """
+
+    device = "cpu"
+    """What the service was given; there when `__init__` is called."""
 
     def preprocess(self, x: Any) -> Any:
         """Prepare a batch for `transform`; as it is by default."""
@@ -65,6 +72,9 @@ class TransformerBackend:
         self.inputs = read_specs(config.get("inputs"))
         self.outputs = read_specs(config.get("outputs"))
         self._config = config
+        self._device = str(config.get("device") or "cpu")
+        self._tensors = bool(config.get("device_tensors"))
+        self._place: Any = None
         self._transformer: Any = None
 
     def load(self) -> None:
@@ -73,13 +83,26 @@ class TransformerBackend:
         kind: Any = _import_module(wanted["module"], wanted["script"])
         for name in wanted["qualname"].split("."):
             kind = getattr(kind, name)
-        self._transformer = kind(**decode(bytes.fromhex(wanted["init_kwargs"])))
+        if self._tensors:
+            from fastserve.backends.torch import device_of, import_torch, open_device
+
+            self._place = open_device(import_torch(), device_of(self._config))
+        self._transformer = kind.__new__(kind)
+        self._transformer.device = self._device
+        self._transformer.__init__(**decode(bytes.fromhex(wanted["init_kwargs"])))
 
     def apply(self, batch: Any) -> Any:
         """One batch through the three steps."""
         transformer = self._transformer
-        pre = transformer.preprocess(batch)
-        return transformer.postprocess(pre, transformer.transform(pre))
+        pre = transformer.preprocess(self._carried(batch) if self._tensors else batch)
+        found = transformer.postprocess(pre, transformer.transform(pre))
+        return found.detach().cpu().numpy() if self._tensors and hasattr(found, "detach") else found
+
+    def _carried(self, rows: Any) -> Any:
+        """Rows of shared memory as a tensor of the device; a copy on a CPU too, as a view could be kept."""
+        from fastserve.backends.torch_tensors import over_memory
+
+        return over_memory(rows).to(self._place, copy=True)
 
     def run(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         """Not a model of tensors: the runner for elements calls `apply`."""

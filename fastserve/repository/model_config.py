@@ -181,6 +181,10 @@ class NativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     text: Annotated[
         TextOptions | None, Meta(description="Bounds and settings of a model that generates text.")
     ] = None
+    device_tensors: Annotated[
+        bool,
+        Meta(description="python models: run gets tensors of its device (torch's, with DLPack), not arrays."),
+    ] = False
     batches_in_flight: Annotated[
         int, Meta(ge=1, le=16, description="Batches a worker has on its GPU at a time.")
     ] = 3
@@ -200,6 +204,8 @@ class NativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         if entry.needs_tensors and not (self.inputs and self.outputs):
             missing = "outputs" if self.inputs else "inputs"
             raise ValueError(f"{missing}: given nothing, allowed: a mapping of name: dtype, shape")
+        if self.device_tensors and self.backend != "python":
+            raise ValueError(fault_text("device_tensors", True, f"false with backend {self.backend}"))
         if self.torch is not None and self.backend != "torch":
             raise ValueError(fault_text("torch", "settings", f"nothing with backend {self.backend}"))
         if self.max_queue_rows < self.max_batch_size:

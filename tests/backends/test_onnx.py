@@ -17,6 +17,7 @@ import yaml
 from fastserve.backends import create
 from fastserve.errors import ConfigError, Kind, ServeError
 from tests.backends.models import FLOAT, affine, helper, save, strings, value
+from tests.workers.pair import pair
 
 F32 = "float32"
 
@@ -239,3 +240,21 @@ def test_a_missing_runtime_names_the_extra(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ServeError, match=r"pip install 'fastserve\[onnx\]'"):
         load(affine(tmp_path))
+
+
+def test_io_binding_puts_results_into_the_slot(tmp_path: Path) -> None:
+    """What a worker with a CUDA provider does, on the CPU's: the same calls, and memory of the host."""
+    backend = create({"backend": "onnx", "max_batch_size": 4}, affine(tmp_path), 0)
+    backend.load()
+    assert not backend.binds
+    backend._on_device = True
+    assert backend.binds
+    with pair(backend, allowed_batch_sizes=[2, 4]) as it:
+        rows = np.arange(9, dtype=np.float32).reshape(3, 3)
+        place = it.put(x=rows)
+        it.step()
+        found = it.get(*place)
+    np.testing.assert_array_equal(found["y"], 2 * rows + 1)
+    np.testing.assert_array_equal(found["z"], (2 * rows + 1).sum(axis=1))
+    with pytest.raises(ServeError, match="ONNX Runtime"):
+        backend.run_into({"x": rows}, {"y": np.zeros((2, 3), np.float32), "z": np.zeros(3, np.float32)})
