@@ -75,8 +75,9 @@ def main() -> None:
     """A model inference server for the clients people already have.
 
     \b
-    fastserve serve demo                        start a server with two small models
+    fastserve serve demo                        start a server with three small models
     fastserve models                            what it serves
     fastserve infer half_plus_two "[1, 2, 5]"   ask it
+    fastserve generate "LAWYER, n." --stream    have it write
     fastserve bench half_plus_two               measure it
     """

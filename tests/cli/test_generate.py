@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from fastserve import demo
 from fastserve.cli import main
 from fastserve.cli.text import Question, Told, completion_body
 from tests.cli.text_server import serving
@@ -81,6 +82,20 @@ def test_a_model_that_fails_midway_is_an_error_after_what_it_said() -> None:
     assert result.exit_code == 1
     assert result.stdout.startswith("Once upon ☃")
     assert "the engine failed" in result.stderr
+
+
+def test_a_model_of_a_folder_needs_no_server() -> None:
+    folder = str(Path(demo.__file__).parent / "scribe" / "1")
+    whole = run("In the beginning", "--folder", folder, "-n", "6")
+    assert whole.exit_code == 0, whole.output
+    assert len(whole.stdout.split()) > 3
+    assert " 6 of answer (length)" in whole.stderr
+    words = whole.stdout.split()
+    stopped = run("In the beginning", "--folder", folder, "-n", "6", "--stream", "--stop", words[2])
+    assert stopped.stdout.split() == words[:2]
+    assert "(stop)" in stopped.stderr
+    empty = run("In", "--folder", str(Path(folder).parent))
+    assert (empty.exit_code, "tokenizer.json cannot be read" in empty.stderr) == (1, True)
 
 
 def test_a_server_that_is_not_there() -> None:
