@@ -74,10 +74,10 @@ def prompt_bytes(ids, bytes note not None) -> int:
 def write_prompt(uint8_t[::1] slab not None, ids, bytes note not None) -> None:
     """Fill a slab of prompt_bytes() bytes. Raises OverflowError for an id beyond 32 bits."""
     cdef PromptHead head
-    cdef uint8_t* at = &slab[0]
     cdef int32_t one
     if <uint64_t>slab.shape[0] != <uint64_t>prompt_bytes(ids, note):
         raise ValueError("the slab is not of this prompt's size")
+    cdef uint8_t* at = &slab[0]
     head.magic, head.ids, head.note_bytes = PROMPT_MAGIC, len(ids), PyBytes_GET_SIZE(note)
     memcpy(at, &head, sizeof(PromptHead))
     at += sizeof(PromptHead)
@@ -92,11 +92,11 @@ def read_prompt(const uint8_t[::1] slab not None) -> tuple:
     """(ids, note) as written. Raises ValueError when it is no prompt."""
     cdef PromptHead head
     cdef int64_t nbytes = prompt_note(&slab[0], slab.shape[0], &head) if slab.shape[0] else -1
-    cdef const uint8_t* at = &slab[0] + sizeof(PromptHead)
     cdef int32_t one
     cdef uint32_t i
     if nbytes < 0:
         raise ValueError("this slab holds no prompt")
+    cdef const uint8_t* at = &slab[0] + sizeof(PromptHead)
     cdef list ids = []
     for i in range(head.ids):
         memcpy(&one, at + 4 * <uint64_t>i, 4)

@@ -130,7 +130,8 @@ static inline bool pile_put(Pile *pile, const TokenRecord *record, const uint8_t
         !pile_fit(&pile->extra, &pile->extra_room, pile->extra_used + extra_bytes))
         return false;
     memcpy(pile->records + pile->used, record, sizeof(TokenRecord));
-    memcpy(pile->extra + pile->extra_used, extra, extra_bytes);
+    if (extra_bytes)    // most tokens have none, and no memory was ever taken for any
+        memcpy(pile->extra + pile->extra_used, extra, extra_bytes);
     pile->used += sizeof(TokenRecord), pile->extra_used += extra_bytes;
     return true;
 }
@@ -182,7 +183,8 @@ static inline bool pile_send(const Arena *a, Sender *s, uint32_t worker, uint32_
     uint8_t *at = a->slabs.base + offset;
     memcpy(at, &head, sizeof head);
     memcpy(at + sizeof head, pile->records, pile->used);
-    memcpy(at + sizeof head + pile->used, pile->extra, pile->extra_used);
+    if (pile->extra_used)
+        memcpy(at + sizeof head + pile->used, pile->extra, pile->extra_used);
     Message message = {worker, 0, RECORDS_MESSAGE, offset, head.nbytes, head.tag};
     if (!tell_front(a, worker, front, bell, &message)) {
         slab_release(&a->slabs, offset);
