@@ -31,7 +31,9 @@ class InferRequest:
     `deadline_ns` is on the clock of time.monotonic_ns(), 0 for none. `timeout_us` is how long the request
     may wait in the queue of a model whose policy lets it say so, 0 for the model's own default; `priority`
     0 is the model's default level. `sequence_id` 0 or "" means the request is no part of a sequence. A list
-    given as `times` is filled with the moments of the request's batch, as BatchRing.times_ns has them.
+    given as `times` is filled with the moments of the request's batch, as BatchRing.times_ns has them. `lent`
+    and `placed` are inputs and outputs that its workers read and write on their GPU (engine/lending.py): of
+    such an input `data` has the size and not the bytes, of such an output the response has no more.
     """
 
     inputs: dict[str, Tensor]
@@ -45,6 +47,8 @@ class InferRequest:
     sequence_end: bool = False
     timeout_us: int = 0
     times: list[int] | None = None
+    lent: dict[str, Lent] = field(default_factory=dict)
+    placed: dict[str, Lent] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

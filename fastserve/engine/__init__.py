@@ -14,6 +14,7 @@ from fastserve.engine.layouts import (
     lay_out_outputs,
     read_response,
 )
+from fastserve.engine.lending import lend
 from fastserve.engine.scheduler import Scheduler, cache_stage_of, fast_queue_of, scheduler_of
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "keep_response",
     "lay_out_inputs",
     "lay_out_outputs",
+    "lend",
     "note_of",
     "read_response",
     "respond",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from fastserve.codec.notes import RequestNote, read_answer_note, write_note
 from fastserve.engine.batch_queue import BatchQueue
+from fastserve.engine.lending import attach_lent
 from fastserve.errors import Kind, ModelError, ServeError
 from fastserve.request import InferRequest
 from fastserve.tensor import DTYPE_BY_CODE, Tensor
@@ -56,12 +57,17 @@ class Columns:
         inputs: Mapping[str, Tensor],
         request: InferRequest | None = None,
     ) -> None:
+        lent = request.lent if request is not None else ()
         for column, name in enumerate(queue.inputs):
+            if name in lent:
+                continue
             room, data = queue.ring.input_rows(place, rows, column), memoryview(inputs[name].data).cast("B")
             if len(room) != len(data):
                 raise ValueError(f"input {name!r} has {len(data)} bytes, its rows {len(room)}")
             for at in range(0, len(data), SLICE_BYTES):
                 room[at : at + SLICE_BYTES] = data[at : at + SLICE_BYTES]
+        if request is not None and (lent or request.placed):
+            attach_lent(queue, place, request)
 
     def read(self, queue: BatchQueue, place: int, rows: int) -> Answer:
         outputs = {

@@ -24,6 +24,7 @@ from fastserve.engine.device_budget import DeviceBudget
 from fastserve.engine.engine import Engine
 from fastserve.engine.ensemble import Ensemble
 from fastserve.engine.ensemble_plan import check_models, make_plan
+from fastserve.engine.lending import NONE, lending_device
 from fastserve.engine.meters import QueueMeters
 from fastserve.engine.rate import RateLimiter
 from fastserve.engine.schedule import Schedule, Specs, open_queue
@@ -195,6 +196,13 @@ class Host:
         await self.wishes.close()
         hosted, self.hosted = list(self.hosted.values()), {}
         await asyncio.gather(*(self._close(one) for one in hosted))
+
+    def close_lent(self, handle: bytes) -> None:
+        """A client has taken back memory of its GPU's: workers that have opened it let go of it."""
+        for hosted in self.hosted.values():
+            if lending_device(hosted.version) != NONE:
+                for worker in range(hosted.queue.workers):
+                    hosted.group.tell(worker, {"op": "close_lent", "handle": handle.hex()})
 
     def alive(self, version: Version) -> int:
         """Workers of the version that are ready now; 1 for an ensemble, which needs none."""

@@ -57,6 +57,7 @@ class Front:
     opening: Opening = field(default_factory=Opening)
     owner: bool = False  # of the ports: the other fronts share them with it
     dialects: dict[str, Dialect] = field(default_factory=dict)  # those that a listener speaks, once built
+    close_lent: Callable[[bytes], None] = lambda handle: None  # workers let go of memory on a GPU
     tls: Credentials | None = None  # of listeners that speak it
     certificates: CertificateWatch | None = None
     _asked_http: list[Listener] = field(default_factory=list)
@@ -70,7 +71,7 @@ class Front:
         that cannot be had.
         """
         self.regions.allowed = self.settings.allow_client_shm
-        self.regions.devices = DeviceMemory(DeviceLine())
+        self.regions.devices = DeviceMemory(DeviceLine(), self.close_lent)
         if self.settings.tls.cert:
             self.tls = Credentials(self.settings.tls)
             self.tls.load()

@@ -78,6 +78,7 @@ class Server:
             owner=True,
         )
         self.front.custom_metrics = self.host.wishes.metrics.write
+        self.front.close_lent = self.host.close_lent
         self.on_stop: Callable[[bool], None] | None = None
         """Called when a client has asked for the end, with whether to wait for what is under way."""
         self.front.stop = loads.stop = self.stop_asked

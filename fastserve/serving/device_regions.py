@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -63,8 +64,9 @@ class DeviceRegion:
 class DeviceMemory:
     """The way to all device regions of a front process."""
 
-    def __init__(self, line: Line) -> None:
-        self._line = line
+    def __init__(self, line: Line, on_close: Callable[[bytes], None] = lambda handle: None) -> None:
+        """`on_close` is told of a handle that is given back: workers may have opened it too."""
+        self._line, self._on_close = line, on_close
         self._closing: set[asyncio.Task[None]] = set()
 
     async def open(self, name: str, handle: bytes, device: int, byte_size: int) -> DeviceRegion:
@@ -79,7 +81,7 @@ class DeviceMemory:
 
     async def read(self, region: DeviceRegion, lent: Lent) -> bytes:
         """Raises ServeError."""
-        region.users += 1
+        self.enter(region)
         try:
             return await self._line.read(lent)
         except ServeError as fault:
@@ -93,6 +95,10 @@ class DeviceMemory:
             await self._line.write(lent, data)
         except ServeError as fault:
             raise _broken(lent.region, fault) from None
+
+    def enter(self, region: DeviceRegion) -> None:
+        """One user more."""
+        region.users += 1
 
     def leave(self, region: DeviceRegion) -> None:
         """One user less."""
@@ -116,6 +122,7 @@ class DeviceMemory:
     def _look(self, region: DeviceRegion) -> None:
         if region.registered or region.users:
             return
+        self._on_close(region.handle)
         task = asyncio.get_running_loop().create_task(self._line.close(region.lend(0, 0)))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
@@ -125,24 +132,26 @@ class DeviceDestination:
     """Room for one output in device memory, good until closed. What is put there is copied at once, and is on
     the device when `flush` returns."""
 
-    __slots__ = ("_data", "_lent", "_memory", "_region", "byte_size")
+    __slots__ = ("_data", "_memory", "_region", "byte_size", "filled", "lent")
 
     def __init__(self, memory: DeviceMemory, region: DeviceRegion, lent: Lent) -> None:
-        self._memory, self._region, self._lent = memory, region, lent
+        self._memory, self._region, self.lent = memory, region, lent
         self.byte_size = lent.nbytes
+        self.filled = False  # by a worker, before anybody puts anything here
         self._data: bytes | None = None
-        region.users += 1
+        memory.enter(region)
 
     def put(self, output: str, data: Buffer) -> None:
         """Take an output that has to fit. Raises ServeError."""
         must_fit(output, memoryview(data).nbytes, self.byte_size)
-        self._data = bytes(data)
+        if not self.filled:
+            self._data = bytes(data)
 
     async def flush(self) -> None:
         """Raises ServeError."""
         data, self._data = self._data, None
         if data is not None:
-            await self._memory.write(self._lent, data)
+            await self._memory.write(self.lent, data)
 
     def close(self) -> None:
         """It will not be written any more."""

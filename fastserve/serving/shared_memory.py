@@ -19,14 +19,18 @@ import stat
 import threading
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
+from fastserve.engine import lend
 from fastserve.errors import Kind, NoDeviceError, ServeError, invalid
-from fastserve.request import Lent
-from fastserve.serving.device_regions import DeviceDestination, DeviceMemory, DeviceRegion, must_fit
+from fastserve.repository.version import Version
+from fastserve.request import InferRequest, Lent
+from fastserve.serving.device_regions import DeviceDestination, DeviceMemory, DeviceRegion
+from fastserve.serving.rooms import Destination, Room, Rooms, beyond, broken
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
+    pass
 
 FOLDER = "/dev/shm"
 RESERVED = "triton_python_backend_shm_region_"
@@ -135,30 +139,41 @@ class Regions:
             try:
                 fd = os.dup(region.fd)
             except OSError as error:  # no descriptor is left
-                raise _broken(region.name, error) from None
+                raise broken(region.name, error) from None
         try:
             data = os.pread(fd, range.byte_size, region.offset + range.offset)
         except OSError as error:
-            raise _broken(region.name, error) from None
+            raise broken(region.name, error) from None
         finally:
             os.close(fd)
         if len(data) != range.byte_size:
-            raise _beyond(region.name)
+            raise beyond(region.name)
         return data
 
     def borrow(self, range: Range) -> tuple[bytes, Lent | None]:
-        """The bytes of a range, or what `fetch` brings them by. From any thread. Raises ServeError."""
+        """The bytes of a range, or what `bring` brings them by. From any thread. Raises ServeError."""
         region = self._find(range)
         if isinstance(region, DeviceRegion):
             return b"", region.lend(range.offset, range.byte_size)
         return self.read(range), None
 
-    async def fetch(self, lent: Lent) -> bytes:
-        """The bytes of device memory as they are now. Raises ServeError."""
-        region = self._regions.get(lent.region)
-        if self.devices is None or not isinstance(region, DeviceRegion) or region.handle != lent.handle:
-            raise _unknown(lent.region)  # unregistered since
-        return await self.devices.read(region, lent)
+    async def bring(
+        self, version: Version, request: InferRequest, outside: Mapping[str, Lent], rooms: Rooms
+    ) -> None:
+        """See to it that a checked request's tensors on devices reach its model: inputs `outside` are left
+        to its workers to read, or their bytes are fetched; what the workers will write is said in `rooms`.
+        Raises ServeError."""
+        places = {n: room for n, room in rooms.items() if isinstance(room, DeviceDestination)}
+        lend(version, request, outside, {name: room.lent for name, room in places.items()})
+        for name in request.placed:
+            places[name].filled = True
+        for name, lent in outside.items():
+            devices, region = self._find_device(lent)
+            if name in request.lent:
+                devices.enter(region)
+                rooms.kept.append(partial(devices.leave, region))
+            else:
+                request.inputs[name].data = await devices.read(region, lent)
 
     def read_into(self, range: Range, memory: memoryview) -> None:
         """Fill `memory`, as many bytes as the range has: the only copy there is. Raises ServeError, also for
@@ -167,9 +182,9 @@ class Regions:
         try:
             count = os.preadv(region.fd, [memory], region.offset + range.offset)
         except OSError as error:
-            raise _broken(region.name, error) from None
+            raise broken(region.name, error) from None
         if count != range.byte_size:
-            raise _beyond(region.name)
+            raise beyond(region.name)
 
     def hold(self, range: Range) -> Room:
         """Where an output will be written, to be closed; stays good if the region is unregistered meanwhile.
@@ -181,7 +196,7 @@ class Regions:
         try:
             fd = os.dup(region.fd)
         except OSError as error:  # no descriptor is left
-            raise _broken(region.name, error) from None
+            raise broken(region.name, error) from None
         return Destination(region.name, fd, region.offset + range.offset, range.byte_size)
 
     def close(self) -> None:
@@ -227,6 +242,12 @@ class Regions:
             del self._regions[region.name]
             os.close(region.fd)
 
+    def _find_device(self, lent: Lent) -> tuple[DeviceMemory, DeviceRegion]:
+        region = self._regions.get(lent.region)
+        if self.devices is None or not isinstance(region, DeviceRegion) or region.handle != lent.handle:
+            raise _unknown(lent.region)  # unregistered since
+        return self.devices, region
+
     def _find_file(self, range: Range) -> Region:
         region = self._find(range)
         if isinstance(region, DeviceRegion):
@@ -240,7 +261,7 @@ class Regions:
         if range.offset > region.byte_size:
             raise invalid(f"Invalid offset for shared memory region: '{region.name}'")
         if range.offset + range.byte_size > region.byte_size:
-            raise _beyond(region.name)
+            raise beyond(region.name)
         return region
 
     def _open(self, name: str, key: str) -> int:
@@ -267,74 +288,6 @@ class Regions:
             os.close(fd)
             raise _internal(f"Unable to open shared memory region: '{key}'")
         return fd
-
-
-class Destination:
-    """Room for one output in a client's memory, good until closed."""
-
-    __slots__ = ("_fd", "_offset", "_region", "byte_size")
-
-    def __init__(self, region: str, fd: int, offset: int, byte_size: int) -> None:
-        self._region = region
-        self._fd = fd
-        self._offset = offset
-        self.byte_size = byte_size
-
-    def __enter__(self) -> Destination:
-        return self
-
-    def __exit__(self, *fault: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """It will not be written any more."""
-        os.close(self._fd)
-
-    def put(self, output: str, data: Buffer) -> None:
-        """Write an output that has to fit. Raises ServeError."""
-        must_fit(output, memoryview(data).nbytes, self.byte_size)
-        self.write(data)
-
-    def write(self, data: Buffer) -> None:
-        """Write into the client's memory. Raises ServeError when its file has shrunk: it is never grown."""
-        view = memoryview(data).cast("B")
-        if self._offset + len(view) > os.fstat(self._fd).st_size:
-            raise _beyond(self._region)
-        at = 0
-        try:
-            while at < len(view):
-                at += os.pwrite(self._fd, view[at:], self._offset + at)
-        except OSError as error:  # a file with holes, and no memory is left to fill them
-            raise _broken(self._region, error) from None
-
-
-Room = Destination | DeviceDestination
-
-
-class Rooms(dict[str, Room]):
-    """Client memory for outputs by their names, good until closed."""
-
-    @property
-    def apart(self) -> bool:
-        """Some of it is on a device: what is put there has to be flushed."""
-        return any(isinstance(room, DeviceDestination) for room in self.values())
-
-    async def flush(self) -> None:
-        """What was put into device memory is there when this returns. Raises ServeError."""
-        for room in self.values():
-            if isinstance(room, DeviceDestination):
-                await room.flush()
-
-    def __enter__(self) -> Rooms:
-        return self
-
-    def __exit__(self, *fault: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """None of them will be written any more; a second time is none."""
-        while self:
-            self.popitem()[1].close()
 
 
 def hold_files(regions: Regions, ranges: Mapping[str, Range]) -> Rooms:
@@ -375,11 +328,3 @@ def _unknown(region: str) -> ServeError:
 
 def _internal(message: str) -> ServeError:
     return ServeError(Kind.INTERNAL, message)
-
-
-def _beyond(region: str) -> ServeError:
-    return invalid(f"Invalid offset + byte size for shared memory region: '{region}'")
-
-
-def _broken(region: str, error: OSError) -> ServeError:
-    return ServeError(Kind.UNAVAILABLE, f"shared memory region '{region}' cannot be used: {error.strerror}")

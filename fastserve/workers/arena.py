@@ -35,6 +35,7 @@ MOST_SPARE_BYTES = 1 << 30  # of columns: a bound, not a cost, as pages that are
 MOST_PINNED_BYTES = 1 << 28  # of columns that a device has registered: all of their pages are touched by that
 SLAB_PAGE = 4096
 WORDS_PAGES = 64  # of an arena of columns: for what requests that failed by themselves are told
+LENT_PAGES = 1024  # and for requests that say which memory of the device they are in: a page each
 MOST_SLAB_BYTES = 1 << 30
 
 
@@ -94,7 +95,11 @@ def plan_geometry(
     spare = MOST_PINNED_BYTES if pinned else MOST_SPARE_BYTES
     row_bytes = sum(columns[0]) + sum(columns[1])
     slots = count_slots(queued, max_rows, row_bytes, workers, decoupled=decoupled, spare_bytes=spare)
-    pages = WORDS_PAGES if dense else min(2 * queue_bytes, MOST_SLAB_BYTES) // SLAB_PAGE
+    pages = (
+        WORDS_PAGES + (LENT_PAGES if pinned else 0)
+        if dense
+        else min(2 * queue_bytes, MOST_SLAB_BYTES) // SLAB_PAGE
+    )
     return Geometry(
         slots=slots,
         max_rows=max_rows,

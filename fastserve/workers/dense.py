@@ -140,7 +140,7 @@ class DenseRunner:
 
         isolate(self._ring, slot, places, error, rows=lambda place: place[1], run=run, fail=fail)
         for place, fault in failed:  # only now: should this worker die before, another runs the batch anew
-            self._refuse(slot, place[0], fault)
+            self.refuse(slot, place[0], fault)
         failed.clear()  # their tracebacks hold this list
 
     def _run_again(self, slot: int, places: Sequence[Place]) -> None:
@@ -157,7 +157,7 @@ class DenseRunner:
             _check(name, results[name], column, len(filled))
             column[index] = results[name][: len(index)]
 
-    def _refuse(self, slot: int, row: int, error: Exception) -> None:
+    def refuse(self, slot: int, row: int, error: Exception) -> None:
         """A slab of this arena holds no rows, only such words."""
         kind, text = kind_of(error), explain(error).encode("utf-8", "replace")
         offset = self._ring.lease(len(text))

@@ -8,7 +8,7 @@ berth   [    x     ][    y     ]   results/             device memory
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from fastserve.backends.torch_tensors import torch_dtype
 from fastserve.workers.dense import DenseRunner
 from fastserve.workers.device import Device, Tensor
 from fastserve.workers.device_runner import DeviceBackend, DeviceRunner
+from fastserve.workers.lent import LentMemory, LentPlace, Span, gaps
 
 if TYPE_CHECKING:
     from fastserve._ext.batch_ring import BatchRing
@@ -43,26 +44,42 @@ def _room(spec: TensorSpec, rows: int) -> tuple[tuple[int, ...], Any]:
 class DenseCargo:
     """One slot's batch of `rows` rows, run as `padded`."""
 
-    def __init__(self, runner: DeviceDenseRunner, slot: int, rows: int, padded: int, berth: Berth) -> None:
+    def __init__(
+        self,
+        runner: DeviceDenseRunner,
+        slot: int,
+        rows: int,
+        padded: int,
+        berth: Berth,
+        lent: Sequence[LentPlace] = (),
+    ) -> None:
         self.slot, self._rows, self._padded = slot, rows, padded
-        self._runner, self._berth = runner, berth
+        self._runner, self._berth, self._lent = runner, berth, lent
         self._columns = runner.columns(slot)
 
     def incoming(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """See Cargo."""
-        padded, berth = self._padded, self._berth
+        """See Cargo. Rows that are in clients' memory on the device come from there."""
+        berth = self._berth
         for name, column in self._columns[0].items():
-            source = column[:padded]
-            if berth.staged_in:
-                source = berth.staged_in[name][:padded].copy_(source)
-            yield berth.inputs[name][:padded], source
+            there = [one for one in self._lent if name in one.inputs]
+            for first, last in gaps(map(span_of, there), self._padded):
+                source = column[first:last]
+                if berth.staged_in:
+                    source = berth.staged_in[name][first:last].copy_(source)
+                yield berth.inputs[name][first:last], source
+            for one in there:
+                yield berth.inputs[name][one.row : one.row + one.rows], one.inputs[name]
 
     def compute(self) -> Iterator[tuple[Tensor, Tensor]]:
         """See Cargo."""
         results = self._runner.compute({name: t[: self._padded] for name, t in self._berth.inputs.items()})
         rows, staged = self._rows, self._berth.staged_out
         for name, column in (staged or self._columns[1]).items():
-            yield column[:rows], results[name][:rows]
+            there = [one for one in self._lent if name in one.outputs]
+            for first, last in gaps(map(span_of, there), rows):
+                yield column[first:last], results[name][first:last]
+            for one in there:
+                yield one.outputs[name], results[name][one.row : one.row + one.rows]
 
     def land(self) -> None:
         """See SlotCargo."""
@@ -85,19 +102,36 @@ class DeviceDenseRunner(DeviceRunner[DenseCargo]):
         config: Mapping[str, Any],
         device: Device,
     ) -> None:
-        self.plain = DenseRunner(arena, ring, backend, config)
+        self.lent = LentMemory(device.name, backend.inputs, backend.outputs)
+        self.plain = LentDenseRunner(arena, ring, backend, config, self)
         super().__init__(arena, ring, device, config, self.plain)
         self._arena, self._backend = arena, backend
         self._slots: dict[int, tuple[Columns, Columns]] = {}
         self.berths: list[Berth] = []
 
     def _load(self, slot: int) -> DenseCargo | None:
-        if not self._ring.places(slot):
+        places = self._ring.places(slot)
+        if not places:
             return None
         rows = self._ring.batch_rows(slot)
         padded = self.plain.pad(slot, rows)
+        lent = self._read_lent(slot) if any(place[2] for place in places) else ()
         berth = self.berths.pop() if self.berths else self._open_berth()
-        return DenseCargo(self, slot, rows, padded, berth)
+        return DenseCargo(self, slot, rows, padded, berth, lent)
+
+    def _read_lent(self, slot: int) -> list[LentPlace]:
+        """A place whose memory cannot be opened is told so, and its rows are run as they are."""
+        found = self.lent.read(self._ring, slot)
+        for one in found:
+            if one.fault is not None:
+                self.plain.refuse(slot, one.row, one.fault)
+        return [one for one in found if one.fault is None]
+
+    def close_lent(self, handle: bytes) -> None:
+        """A client has taken its memory back: nothing that is in flight may use it any more. Raises
+        DeviceLost."""
+        self.drain()
+        self.lent.close(handle)
 
     def _open_berth(self) -> Berth:
         return Berth(self._device, self._backend, self._ring.max_rows, pinned=self._pinned)
@@ -129,3 +163,36 @@ class DeviceDenseRunner(DeviceRunner[DenseCargo]):
             else:
                 columns[name] = torch.empty(shape, dtype=dtype)
         return columns
+
+
+class LentDenseRunner(DenseRunner):
+    """What runs a batch again that failed on its way over the device, out of its columns and into them."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        ring: BatchRing,
+        backend: DeviceBackend,
+        config: Mapping[str, Any],
+        runner: DeviceDenseRunner,
+    ) -> None:
+        super().__init__(arena, ring, backend, config)
+        self._runner = runner
+
+    def recover(self, slot: int, error: Exception) -> None:
+        """See DenseRunner."""
+        runner = self._runner
+        lent = [one for one in runner.lent.read(self._ring, slot) if one.fault is None]
+        inputs, outputs = runner.columns(slot)
+        for one in lent:
+            for name, tensor in one.inputs.items():
+                inputs[name][one.row : one.row + one.rows].copy_(tensor)
+        super().recover(slot, error)
+        for one in lent:
+            for name, tensor in one.outputs.items():
+                tensor.copy_(outputs[name][one.row : one.row + one.rows])
+
+
+def span_of(one: LentPlace) -> Span:
+    """Its rows."""
+    return one.row, one.row + one.rows

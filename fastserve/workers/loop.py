@@ -71,7 +71,9 @@ def serve(
         runner = make_runner(arena, ring, backend, config)
         _warm_up(runner, arena, backend, config)
         stopped = (
-            open_line(control, arena, ring) if arena.geometry.requests else lambda: _told_to_stop(control)
+            open_line(control, arena, ring)
+            if arena.geometry.requests
+            else lambda: _told_to_stop(control, runner)
         )
         _say_ready(control)
         run_batches(ring, runner, stopped)
@@ -173,11 +175,14 @@ def answer(ring: BatchRing, runner: Runner, slot: int) -> None:
     ring.publish(slot)
 
 
-def _told_to_stop(control: Control) -> bool:
+def _told_to_stop(control: Control, runner: Any = None) -> bool:
     try:
-        return control.receive().message.get("op") == "stop"
+        message = control.receive().message
     except PeerGone:
         return True
+    if message["op"] == "close_lent" and hasattr(runner, "close_lent"):
+        runner.close_lent(bytes.fromhex(message["handle"]))
+    return bool(message["op"] == "stop")
 
 
 def _warm_up(runner: Runner, arena: Arena, backend: Backend, config: Mapping[str, Any]) -> None:

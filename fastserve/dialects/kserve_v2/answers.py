@@ -20,7 +20,7 @@ from fastserve.errors import Kind, ServeError
 from fastserve.request import InferResponse
 from fastserve.serving.classification import Class, check_order, classify
 from fastserve.serving.model_view import ModelView
-from fastserve.serving.shared_memory import Room, Rooms
+from fastserve.serving.rooms import Room, Rooms
 from fastserve.tensor import DTYPES, Tensor, kserve_name
 from fastserve.wire.call import Call
 from fastserve.wire.inflate import inflate

@@ -32,7 +32,7 @@ from fastserve.serving.known_messages import KnownMessage, KnownMessages, Source
 from fastserve.serving.model_view import ModelView
 from fastserve.serving.paths import open_path
 from fastserve.serving.prepared import Described, Memory, ordinary_inputs
-from fastserve.serving.shared_memory import Rooms
+from fastserve.serving.rooms import Rooms
 from fastserve.serving.streams import Turn
 from fastserve.tensor import KSERVE_NAME, Tensor
 

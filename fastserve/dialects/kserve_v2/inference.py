@@ -20,7 +20,8 @@ from fastserve.dialects.kserve_v2.traces import Traced
 from fastserve.errors import Kind, ModelError
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.model_view import ModelView, TensorView
-from fastserve.serving.shared_memory import Regions, Rooms, hold_rooms
+from fastserve.serving.rooms import Rooms
+from fastserve.serving.shared_memory import hold_rooms
 from fastserve.serving.slow_path import SlowRequest
 from fastserve.tensor import DTYPE_BY_KSERVE, KSERVE_NAME, Tensor, count_items, kserve_name
 
@@ -74,7 +75,9 @@ class Inference(SlowRequest):
         self.rooms = hold_rooms(service.regions, self.asked.ranges)
         strings = sum(len(part.data) for part in body.inputs if part.datatype == "BYTES")  # read one by one
         request = await service.apart(strings, make_request, view, body)
-        await fetch_lent(service.regions, view, body, request)
+        outside = {part.name: part.lent for part in body.inputs if part.lent is not None}
+        await service.regions.bring(view.version, request, outside, self.rooms)
+        check_brought(view, body, request)
         request.deadline_ns = self.deadline_ns
         self.request = request
         return request
@@ -92,16 +95,12 @@ class Inference(SlowRequest):
         self.rooms.close()
 
 
-async def fetch_lent(regions: Regions, view: ModelView, body: InferBody, request: InferRequest) -> None:
-    """Bring the bytes of inputs that lie on a device, now that their sizes are found to be right. Raises
-    ServeError."""
+def check_brought(view: ModelView, body: InferBody, request: InferRequest) -> None:
+    """Strings whose bytes lay on a device can be looked at only now. Raises ServeError."""
     for part in body.inputs:
-        if part.lent is None:
-            continue
-        tensor = request.inputs[part.name]
-        tensor.data = await regions.fetch(part.lent)
-        if not tensor.dtype.item_bytes:
-            check_strings(tensor.data, count_items(part.shape), part.name, view.model, tag(body.request_id))
+        if part.lent is not None and not request.inputs[part.name].dtype.item_bytes:
+            data, told = request.inputs[part.name].data, tag(body.request_id)
+            check_strings(data, count_items(part.shape), part.name, view.model, told)
 
 
 _LENGTH_BYTES = 4

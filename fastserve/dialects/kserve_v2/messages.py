@@ -42,7 +42,8 @@ from fastserve.dialects.kserve_v2.request import (
 from fastserve.errors import Kind, ServeError
 from fastserve.request import InferResponse, Lent
 from fastserve.serving.model_view import ModelView
-from fastserve.serving.shared_memory import Range, Regions, Rooms
+from fastserve.serving.rooms import Rooms
+from fastserve.serving.shared_memory import Range, Regions
 from fastserve.tensor import DTYPE_BY_KSERVE, KSERVE_NAME
 
 # Fields of InferTensorContents by their numbers, named as the original names what they hold.

@@ -22,7 +22,7 @@ from fastserve.repository.version import Version
 from fastserve.request import InferResponse
 from fastserve.serving.classification import Class, check_order, classify
 from fastserve.serving.model_view import Dims, ModelView
-from fastserve.serving.shared_memory import Rooms
+from fastserve.serving.rooms import Rooms
 from fastserve.tensor import Tensor
 
 REMEMBERED_HEADERS = 64

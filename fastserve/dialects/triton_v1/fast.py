@@ -38,7 +38,8 @@ from fastserve.serving.model_view import ModelView
 from fastserve.serving.paths import open_path
 from fastserve.serving.prepared import Described, Later, Memory, PreparedRequest
 from fastserve.serving.remembered import Remembered
-from fastserve.serving.shared_memory import LARGE_BYTES, Range, Rooms, hold_files
+from fastserve.serving.rooms import Rooms
+from fastserve.serving.shared_memory import LARGE_BYTES, Range, hold_files
 from fastserve.tensor import Tensor
 from fastserve.wire.call import Call
 

@@ -10,14 +10,15 @@ from typing import Any
 from fastserve.dialects.triton_v1.answers import bytes_of
 from fastserve.dialects.triton_v1.fast import FastHttp
 from fastserve.dialects.triton_v1.header import RequestHeader, read_header
-from fastserve.dialects.triton_v1.inputs import Body, Data, fetch_lent, read_request
+from fastserve.dialects.triton_v1.inputs import Body, Data, check_brought, read_request
 from fastserve.dialects.triton_v1.replies import HttpReplies, Replies
 from fastserve.dialects.triton_v1.routes import Target
 from fastserve.dialects.triton_v1.service import Served, Service
 from fastserve.errors import ConfigError, ServeError
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.paths import LastPath
-from fastserve.serving.shared_memory import Rooms, hold_rooms
+from fastserve.serving.rooms import Rooms
+from fastserve.serving.shared_memory import hold_rooms
 from fastserve.serving.slow_path import SlowRequest, answer_slowly
 from fastserve.wire.call import Call
 
@@ -90,9 +91,10 @@ class GeneralRequest(SlowRequest):
         large = shared.largest_bytes
         read = service.apart(large, read_request, served.view, self._header, data, shared)
         request, outside = await read
-        await fetch_lent(served.view, request, outside, shared)
+        self._rooms = hold_rooms(shared, self._header.destinations)
+        await shared.bring(self.version, request, outside, self._rooms)
+        check_brought(served.view, request, outside)
         request.deadline_ns = self._deadline_ns
-        self._rooms = hold_rooms(service.shared, self._header.destinations)
         return request
 
     def run(self, request: InferRequest) -> Awaitable[InferResponse]:

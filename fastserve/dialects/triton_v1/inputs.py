@@ -91,7 +91,7 @@ class Entries:
 def read_request(
     view: ModelView, header: RequestHeader, data: Data, shared: Regions
 ) -> tuple[InferRequest, dict[str, Lent]]:
-    """The neutral request, and inputs whose bytes are on a device, for `fetch_lent`. Raises ServeError."""
+    """The neutral request, and inputs whose bytes are on a device, for `Regions.bring`. Raises ServeError."""
     check_header(view, header)
     measured = [measure(view, one, header.batch_size) for one in header.inputs]
     inputs, outside = {}, {}
@@ -112,13 +112,10 @@ def read_request(
     return build_request(header, inputs), outside
 
 
-async def fetch_lent(
-    view: ModelView, request: InferRequest, outside: Mapping[str, Lent], shared: Regions
-) -> None:
-    """Bring the bytes of inputs that lie on a device. Raises ServeError."""
-    for name, lent in outside.items():
+def check_brought(view: ModelView, request: InferRequest, outside: Mapping[str, Lent]) -> None:
+    """Strings whose bytes lay on a device can be looked at only now. Raises ServeError."""
+    for name in outside:
         tensor = request.inputs[name]
-        tensor.data = await shared.fetch(lent)
         if not tensor.dtype.item_bytes:
             check_strings(tensor.data, tensor.shape, name, view.model)
 
