@@ -62,13 +62,16 @@ class DenseCargo:
         berth = self._berth
         for name, column in self._columns[0].items():
             there = [one for one in self._lent if name in one.inputs]
-            for first, last in gaps(map(span_of, there), self._padded):
+            last_row = there[-1].inputs[name][-1:] if there and span_of(there[-1])[1] == self._rows else None
+            for first, last in gaps(map(span_of, there), self._padded if last_row is None else self._rows):
                 source = column[first:last]
                 if berth.staged_in:
                     source = berth.staged_in[name][first:last].copy_(source)
                 yield berth.inputs[name][first:last], source
             for one in there:
                 yield berth.inputs[name][one.row : one.row + one.rows], one.inputs[name]
+            if last_row is not None and self._padded > self._rows:  # the column's own is of another request
+                yield berth.inputs[name][self._rows : self._padded], last_row
 
     def compute(self) -> Iterator[tuple[Tensor, Tensor]]:
         """See Cargo."""
@@ -116,15 +119,20 @@ class DeviceDenseRunner(DeviceRunner[DenseCargo]):
         rows = self._ring.batch_rows(slot)
         padded = self.plain.pad(slot, rows)
         lent = self._read_lent(slot) if any(place[2] for place in places) else ()
+        if len(places) == 1 and places[0][2] and not lent:
+            return None  # what it could not bring was all there is
         berth = self.berths.pop() if self.berths else self._open_berth()
         return DenseCargo(self, slot, rows, padded, berth, lent)
 
     def _read_lent(self, slot: int) -> list[LentPlace]:
-        """A place whose memory cannot be opened is told so, and its rows are run as they are."""
+        """A place whose memory cannot be opened is told so, and its rows are run as zeros: what is in its
+        columns is of another request."""
         found = self.lent.read(self._ring, slot)
         for one in found:
             if one.fault is not None:
                 self.plain.refuse(slot, one.row, one.fault)
+                for column in self.columns(slot)[0].values():
+                    column[one.row : one.row + one.rows] = 0
         return [one for one in found if one.fault is None]
 
     def close_lent(self, handle: bytes) -> None:
@@ -182,7 +190,8 @@ class LentDenseRunner(DenseRunner):
     def recover(self, slot: int, error: Exception) -> None:
         """See DenseRunner."""
         runner = self._runner
-        lent = [one for one in runner.lent.read(self._ring, slot) if one.fault is None]
+        found = runner.lent.read(self._ring, slot)
+        lent = [one for one in found if one.fault is None]
         inputs, outputs = runner.columns(slot)
         for one in lent:
             for name, tensor in one.inputs.items():
@@ -191,6 +200,9 @@ class LentDenseRunner(DenseRunner):
         for one in lent:
             for name, tensor in one.outputs.items():
                 tensor.copy_(outputs[name][one.row : one.row + one.rows])
+        for one in found:
+            if one.fault is not None:  # whatever was said of its rows since
+                self.refuse(slot, one.row, one.fault)
 
 
 def span_of(one: LentPlace) -> Span:

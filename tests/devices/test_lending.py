@@ -51,6 +51,7 @@ def lending(gpus: FakeGpus, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         config = {
             "backend": "torch",
             "max_batch_size": 8,
+            "allowed_batch_sizes": [4, 8],
             "inputs": {"x": WIDE, "y": WIDE},
             "outputs": {"sum": WIDE, "difference": WIDE},
             **more,
