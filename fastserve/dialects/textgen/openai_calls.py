@@ -254,7 +254,8 @@ class Completing:
         best: list[tuple[str, float]] | None,
     ) -> Scored:
         text = self._model.token_text(token) or text
-        offset, sequence.chars = sequence.chars, sequence.chars + len(text)
+        shown = self._wanted.body.skip_special_tokens is False or not self._model.is_special(token)
+        offset, sequence.chars = sequence.chars, sequence.chars + len(text) * shown
         return Scored(text, lp, best, offset)
 
     def _usage(self) -> Usage:

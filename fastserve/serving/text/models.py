@@ -148,6 +148,10 @@ class TextModel:
         """The text of tokens; without that of special ones, unless asked for."""
         return self._known.decode(ids, special=special)
 
+    def is_special(self, token: int) -> bool:
+        """Whether it is no text: the beginning or the end of one, a role."""
+        return token in self._known.specials
+
     def token_text(self, token: int) -> str:
         """One token by itself, special ones too."""
         return self._known.token_text(token)
