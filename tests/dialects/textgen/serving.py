@@ -131,8 +131,10 @@ class Local(Asking):
 class Hosted(Asking):
     """A whole server with the workers of a rig's folder, in a thread of the test's process."""
 
-    def __init__(self, folder: Path, options: TextgenOptions, **settings: Any) -> None:
-        listener = Listener("127.0.0.1:0", ("textgen",))
+    def __init__(
+        self, folder: Path, options: TextgenOptions, dialects: tuple[str, ...] = ("textgen",), **settings: Any
+    ) -> None:
+        listener = Listener("127.0.0.1:0", dialects)
         whole = {"http": (listener,), "grpc": (), "drain_s": 5, "drain_delay_s": 0, **settings}
         self.deployed = Deployed(Settings(repository=str(folder), textgen=options, **whole))
 
@@ -164,7 +166,13 @@ RIG_FOLDERS = Path("tests/text/rigs")
 
 
 def hosted(
-    rig: str, folder: Path, *, parameters: dict[str, Any] | None = None, frontends: int = 1, **options: Any
+    rig: str,
+    folder: Path,
+    *,
+    parameters: dict[str, Any] | None = None,
+    frontends: int = 1,
+    dialects: tuple[str, ...] = ("textgen",),
+    **options: Any,
 ) -> Hosted:
     """The workers of a rig; `folder` is for a copy of it where its parameters differ."""
     place = RIG_FOLDERS / rig
@@ -172,7 +180,7 @@ def hosted(
         shutil.copytree(place, folder, dirs_exist_ok=True)
         place, config = folder, folder / "m1" / "model.yaml"
         config.write_text(json.dumps({**yaml.safe_load(config.read_text()), "parameters": parameters}))
-    return Hosted(place, TextgenOptions(**options), frontends=frontends)
+    return Hosted(place, TextgenOptions(**options), dialects, frontends=frontends)
 
 
 def local(engine: TextEngine, *, pause_s: float = 0.0, **options: Any) -> Local:

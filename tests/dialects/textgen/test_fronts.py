@@ -52,3 +52,22 @@ def test_events_over_http2(at: Asking) -> None:
     done = subprocess.run([*command, "-d", body], capture_output=True, timeout=60, check=True)
     assert timeless(done.stdout).endswith(LAST)
     assert done.stdout.count(b"data: ") == 20
+
+
+def test_beside_the_other_apis(tmp_path: Path) -> None:
+    """On a listener of everything, what two APIs have is the other one's, and the rest is there."""
+    with hosted("llm-limits", tmp_path, dialects=()) as at:
+        assert at.infer("a").json == {"generated_text": "xxxxxx"}
+        assert at.post("/v1/tokenizer", {"inputs": "a b"}).json["token_number"] == 2
+        assert at.ask("GET", "/v1/config").json["modelName"] == "m1"
+        assert at.ask("GET", "/v2/models/m1/getSlotCount").status == 200
+        assert at.post(STOP, {"id": "x"}).json["error_type"] == "NotFoundError"
+        assert at.ask("GET", "/v2").json["name"] != "MindIE Server"  # V2's
+        generated = at.post("/v2/models/m1/generate", {"text_input": "a"}).json
+        assert (generated["text_output"], "model_version" in generated) == ("axxxxxx", True)  # as vLLM there
+        assert at.ask("GET", "/health").body == b""
+        assert b"fastserve_ready" in at.ask("GET", "/metrics").body
+        status = at.ask("GET", "/v1/models/m1").json  # TensorFlow Serving's, with OpenAI's keys
+        assert "model_version_status" in status
+        assert status["id"] == "m1"
+        assert at.post("/v1/models/m1:predict", {"instances": [1]}).status in (400, 501)
