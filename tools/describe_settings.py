@@ -51,6 +51,17 @@ MODEL_LIMITS = (
 )
 
 
+TEXT_LIMITS = (
+    "max_sequences",
+    "max_waiting",
+    "max_tokens",
+    "max_prompt_tokens",
+    "max_new_tokens",
+    "kv_bytes",
+    "reader_tokens",
+)
+
+
 def table(fields: Iterable[Field]) -> str:
     rows = ["| field | default | allowed | meaning |", "|---|---|---|---|"]
     rows += [
@@ -79,6 +90,7 @@ def pages() -> dict[Path, dict[str, str]]:
         DOCS / "security.md": {
             "server limits": table(limits(Settings, SERVER_LIMITS)),
             "model limits": table(limits(NativeConfig, MODEL_LIMITS)),
+            "text limits": table(limits(TextOptions, TEXT_LIMITS)),
         },
     }
 

@@ -88,6 +88,11 @@ def test_a_worker_killed_under_load(tmp_path):
             begun = [at.ask(version, [1000 * n], reads=False, max_new_tokens=1 << 20) for n in range(8)]
             await asyncio.gather(*(heard.until(50) for heard in begun))
             waiting = [at.ask(version, [1000 * n], max_new_tokens=20) for n in range(40)]
+            ring = at.queue(version).ring
+            states = [ring.describe(slot)[0] for slot in range(48)]
+            while states.count("running") < 48:  # its engine has all of them
+                await asyncio.sleep(0.002)
+                states = [ring.describe(slot)[0] for slot in range(48)]
             await kill(at, version)
             assert {await heard.end() for heard in begun} == {Finish.FAILED}
             assert {heard.error for heard in begun} == {"the worker process died while it ran this request"}
