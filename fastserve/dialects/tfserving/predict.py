@@ -7,7 +7,8 @@ the answer is the compiled reader's own short text.
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any
 
 from fastserve._ext.json_reader import Fault, JSONFault, PredictBody
@@ -41,17 +42,21 @@ Read = tuple[SignatureView, bool, Inputs]  # the signature, whether the body is 
 class Predict:
     """The endpoint of one target."""
 
-    __slots__ = ("_catalog", "_fast", "_service", "_target")
+    __slots__ = ("_fast", "_find", "_service", "_target")
 
     def __init__(self, service: Service, target: Target) -> None:
         self._service = service
-        self._catalog = service.catalog
         self._target = target
+        catalog = service.catalog
+        self._find: Callable[[], Version | None]
+        if target.label is None:
+            self._find = partial(catalog.available, target.name, target.version)
+        else:
+            self._find = partial(catalog.labelled, target.name, target.label)
         self._fast: LastPath[Fast] = LastPath(service.keepers, self._open)
 
     def __call__(self, call: Call) -> Coroutine[Any, Any, None] | None:
-        target, fast = self._target, self._fast.path
-        version = self._catalog.available(target.name, target.version)
+        fast, version = self._fast.path, self._find()
         if fast is None or fast.version is not version:
             fast = self._fast.find(version)
             if fast is None:
@@ -62,9 +67,7 @@ class Predict:
         return self._answer(call)
 
     def _open(self, version: Version) -> Fast | None:
-        """The fast path of this version; labels take the general one, which looks them up."""
-        if self._target.label is not None:
-            return None
+        """The fast path of this version."""
         return Fast.open(self._service, version, self._service.signatures.of(version).default)
 
     def _answer(self, call: Call) -> Coroutine[Any, Any, None]:
