@@ -20,7 +20,7 @@ PROTO_SOURCES := $(shell find protos -name '*.proto' 2>/dev/null)
 DEBUG_TREE := build/debug/tree
 
 .DELETE_ON_ERROR:
-.PHONY: build serve test test-fast lint format bench wheel debug torture differential clean
+.PHONY: build serve test test-fast test-gpu lint format bench wheel debug torture differential clean
 
 build: $(INSTALLED) $(EXTENSIONS) $(PROTOS)
 
@@ -58,6 +58,10 @@ test: build
 test-fast: build
 	$(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
 		--no-processes --hypothesis-profile fast $(ARGS)
+
+# What can only be shown on a CUDA device; elsewhere each says why it was skipped.
+test-gpu: build
+	$(BIN)/python -m pytest -m gpu -rs tests/gpu $(ARGS)
 
 lint: build
 	$(BIN)/ruff check .

@@ -150,6 +150,7 @@ def test_a_slots_memory_is_not_touched_after_it_is_published():
         assert before[at : at + 4 * size] == after[at : at + 4 * size]
 
 
+@pytest.mark.lingers  # the logged traceback keeps the arena
 def test_input_rows_are_read_before_publishing_also_of_a_batch_that_failed():
     """A fault at the launch: the copies that were enqueued before it are waited for."""
     faults = [Fault(stage="compute", what="error")]
@@ -359,6 +360,7 @@ def test_out_of_memory_for_anything_fails_the_batch_and_not_the_worker(config, w
         np.testing.assert_array_equal(it.get(*place)["y"], 2 * rows(1, 2))
 
 
+@pytest.mark.lingers  # the logged traceback keeps the arena
 def test_a_model_whose_runs_have_effects_is_not_run_again():
     memory = Memory(2)
     with device_pair(backend(memory), isolate_failures=False) as it:

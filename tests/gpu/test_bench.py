@@ -1,0 +1,55 @@
+"""The GPU benchmark's parts that need no GPU: what it says is missing, its requests, its models, its clients."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from bench.gpu import host, models
+from tests.backends.torch_models import CONFIG, net, save_script
+from tests.running import Running
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_what_is_missing() -> None:
+    done = subprocess.run([sys.executable, "-m", "bench.gpu"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "measures a CUDA device, and cannot here:" in done.stdout
+    assert "CUDA" in done.stdout.splitlines()[1]
+    assert "GB/s" not in done.stdout
+
+
+def test_rows_say_whether_the_target_was_reached() -> None:
+    assert host.row("a", "1", "2", True) == "| a | 1 | 2 | yes |"
+    assert host.row("a", "1", "2", False).endswith("| NO |")
+    assert host.middle([3, 1, 2]) == 2
+
+
+def test_its_clients_ask_a_server(tmp_path: Path) -> None:
+    save_script(tmp_path / "models", net(), "net")
+    (tmp_path / "models" / "net" / "model.yaml").write_text(yaml.safe_dump(CONFIG))
+    data = np.zeros((1, 4), np.float32).tobytes()
+    request = host.request_bytes("net", "x", "FP32", (1, 4), data, "y")
+    with Running(tmp_path / "models", tmp_path / "log") as served:
+        assert len(host.load(served.http, request, 2, 0.3)) > 2
+        wrong = host.request_bytes("other", "x", "FP32", (1, 4), data, "y")
+        with pytest.raises(host.Missing, match="the server answered HTTP/1.1 4"):
+            host.load(served.http, wrong, 1, 0.3)
+
+
+def test_its_models_have_the_shapes_and_sizes() -> None:
+    made = {name: kind() for name, (kind, _, _, _) in models.SHAPES.items()}
+    millions = {name: sum(p.numel() for p in one.parameters()) / 1e6 for name, one in made.items()}
+    assert 25 < millions["resnet50"] < 26.5
+    assert 105 < millions["bert-base"] < 112
+    with torch.inference_mode():
+        assert made["resnet50"].eval()(torch.zeros(1, 3, 64, 64)).shape == (1, 1000)
+        assert made["bert-base"].eval()(torch.zeros(1, 8, dtype=torch.int64)).shape == (1, 768)
