@@ -1,8 +1,8 @@
 """The table of what a GPU worker reaches: python -m bench.gpu [--seconds 10]
 
-    host to device    DMA out of a batch slot against plain pinned memory: 600 KB pictures, 8, 32 and 64 at once
-    throughput        ResNet-50- and BERT-base-shaped models, bf16, batch 32: through the whole server with raw
-                      V2 requests of 64 connections, against a loop over inputs that are on the device already
+    host to device    DMA out of a batch slot against plain pinned memory: 600 KB pictures, 8, 32, 64 at once
+    throughput        ResNet-50- and BERT-base-shaped models, bf16, batch 32: through the whole server with
+                      raw V2 requests of 64 connections, against a loop whose inputs are on the device
     latency           what the server adds at one connection, p50
 
 Without a GPU it says what is missing, and measures nothing.

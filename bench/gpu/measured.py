@@ -28,7 +28,8 @@ KSERVE = {"float32": "FP32", "int64": "INT64"}
 
 def table(seconds: float) -> Iterator[str]:
     """The lines of the table as they are measured."""
-    yield f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, PyTorch {torch.__version__}, {platform.platform()}"
+    versions = f"CUDA {torch.version.cuda}, PyTorch {torch.__version__}, {platform.platform()}"
+    yield f"{torch.cuda.get_device_name()}, {versions}"
     yield from HEAD
     for rows in (8, 32, 64):
         yield _copies(rows, seconds / 5)

@@ -1,4 +1,4 @@
-"""Models of the shape of ResNet-50 and BERT-base, randomly initialised, in plain PyTorch: they are as much work."""
+"""Models of the shape of ResNet-50 and BERT-base, randomly initialised: they are as much work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPU benchmark's parts that need no GPU: what it says is missing, its requests, its models, its clients."""
+"""The GPU benchmark's parts that need no GPU: what is missing, its requests, models and clients."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_its_clients_ask_a_server(tmp_path: Path) -> None:
     with Running(tmp_path / "models", tmp_path / "log") as served:
         assert len(host.load(served.http, request, 2, 0.3)) > 2
         wrong = host.request_bytes("other", "x", "FP32", (1, 4), data, "y")
-        with pytest.raises(host.Missing, match="the server answered HTTP/1.1 4"):
+        with pytest.raises(host.Missing, match=r"the server answered HTTP/1.1 4"):
             host.load(served.http, wrong, 1, 0.3)
 
 

@@ -1,5 +1,5 @@
-"""What can only be shown on a real device: DMA out of a registered arena, graphs, memory that runs out, sticky
-errors. Not run where there is none."""
+"""What can only be shown on a real device: DMA out of a registered arena, graphs, memory that runs out,
+sticky errors. Not run where there is none."""
 
 from __future__ import annotations
 
