@@ -106,6 +106,7 @@ BOUNDS: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 3.5e38}, "Parameter temperature must be in (0.0,3.40282e+38], got 3.5e+38."),
     ({"temperature": 10**400}, "Parameter temperature must be in (0.0,3.40282e+38], got inf."),
     ({"temperature": True}, "temperature must be float type."),
+    ({"top_k": 0}, "Parameter top_k must be in -1 || (0,2147483647], got 0"),
     ({"top_k": -2}, "Parameter top_k must be in -1 || (0,2147483647], got -2"),
     ({"top_k": 2**31}, "Parameter top_k must be in -1 || (0,2147483647], got 2147483648"),
     ({"top_k": 2**64}, "top_k must be integer type."),
@@ -191,6 +192,8 @@ def test_what_a_request_becomes() -> None:
             ({"top_k": -1}, False),
             ({"top_k": 5}, True),
             ({"temperature": 1}, True),
+            ({"top_p": 0.5}, True),
+            ({"typical_p": 0.5, "repetition_penalty": 2}, False),
             ({"temperature": 1, "do_sample": False}, False),
             ({"do_sample": True}, True),
         ):
