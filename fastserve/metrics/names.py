@@ -62,6 +62,9 @@ CANCELS = _counter(
     "cancels", "Requests whose client left, by where they were: queued or running.", *MODEL, "stage"
 )
 RETRIES = _counter("retries", "Batches given to another worker because theirs died.", *MODEL)
+DEVICE_BATCHES = _counter("device_batches", "Batches that went over a GPU.", *MODEL)
+DEVICE_OUT_OF_MEMORY = _counter("device_out_of_memory", "Batches a GPU had no memory for.", *MODEL)
+DEVICE_STAGED = _level("device_staged", "Workers whose batches go through a staging buffer.", *MODEL)
 
 # Text generation: sequences and their tokens.
 TEXT_FIRST_TOKEN = _stage("text_first_token", "From a request's arrival to its first token.", *MODEL)

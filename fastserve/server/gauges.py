@@ -6,12 +6,17 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from fastserve import __version__
+from fastserve.engine.counters import counters_of
 from fastserve.metrics import Registry, names
+
+_DEVICE = (names.DEVICE_BATCHES, names.DEVICE_OUT_OF_MEMORY)
 
 if TYPE_CHECKING:
     from fastserve.engine.hosting import Hosted
+    from fastserve.repository.version import Version
     from fastserve.wire import HttpListener
 
 
@@ -22,6 +27,7 @@ class FrontGauges:
         self._registry = registry
         self._refused: Counter[str] = Counter()
         self._due_ns = 0
+        self._devices: WeakKeyDictionary[Version, tuple[int, int]] = WeakKeyDictionary()
         registry.gauges(names.BUILD).of(__version__).set(1)
 
     def beat(self, listeners: Iterable[HttpListener], interval_s: float) -> None:
@@ -43,3 +49,16 @@ class FrontGauges:
         for one in hosted:
             who = (one.version.model, one.version.number)
             self._registry.gauges(names.QUEUE_ROWS).of(*who).set(one.queue.ring.queued())
+            if one.part == 0 and counters_of(one.version).devices:
+                self._show_devices(one.version)
+
+    def _show_devices(self, version: Version) -> None:
+        """What workers have told of their GPUs since the last look."""
+        told, who = counters_of(version).devices.values(), (version.model, version.number)
+        sums = sum(one.batches for one in told), sum(one.out_of_memory for one in told)
+        before = self._devices.get(version, (0, 0))
+        for metric, now, then in zip(_DEVICE, sums, before, strict=True):
+            self._registry.counters(metric).of(*who).add(now - then)
+        self._devices[version] = sums
+        staged = sum(not one.pinned for one in told)
+        self._registry.gauges(names.DEVICE_STAGED).of(*who).set(staged)

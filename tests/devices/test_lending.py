@@ -138,6 +138,23 @@ def test_rows_never_leave_the_device(lending: Running, http: Http, gpus: FakeGpu
     assert http.post("/v2/models/near/infer", asked("r", 3)).status == 404
 
 
+def test_batches_of_a_device_are_counted(lending: Running, http: Http, gpus: FakeGpus) -> None:
+    def counted() -> bool:
+        page = http.ask("GET", "/metrics").body.decode()
+        found = [line for line in page.splitlines() if line.startswith("fastserve_device_batches_total{")]
+        return any('model="near"' in line and float(line.rpartition(" ")[2]) > 0 for line in found)
+
+    at = gpus.allocate(4096)
+    fill(at, rows(1), rows(2))
+    assert register(http, "r", at).status == 200
+    assert http.post("/v2/models/near/infer", asked("r", 1)).status == 200
+    until(counted, "the worker has told of them")
+    page = http.ask("GET", "/metrics").body.decode()
+    assert 'fastserve_device_staged{model="near",version="1"} 0' in page
+    assert 'fastserve_device_batches_total{model="far"' not in page
+    unregister(http, "r")
+
+
 def test_a_worker_on_a_cpu_has_them_carried(lending: Running, http: Http, gpus: FakeGpus) -> None:
     at = gpus.allocate(4096)
     fill(at, rows(1, 2), rows(5, 6))
