@@ -47,14 +47,14 @@ class Router:
         endpoint = self._remembered.get((method, target))
         if endpoint is not None:
             return endpoint, False
-        found = self._choose(method, target)
+        found = self.choose(method, target)
         if found is not None:
             return self._admit(*found), True
         if self._spokesman is not None:
             return self._spokesman.answer_unknown, False
         return answer_not_found, False
 
-    def _choose(self, method: str, target: str) -> tuple[HttpDialect, Route] | None:
+    def choose(self, method: str, target: str) -> tuple[HttpDialect, Route] | None:
         """The first route; one that gives way only where all do."""
         yielding: tuple[HttpDialect, Route] | None = None
         for dialect in self._dialects:

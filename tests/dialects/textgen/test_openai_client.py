@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 from fastserve.codec.text import Info
 from fastserve.config import TextgenOptions
 from fastserve.dialects.tfserving.spec import SPEC as TFSERVING
+from fastserve.wire.router import Router
 from tests.dialects.textgen.likely import FIRST, Likely
 from tests.dialects.textgen.rigs import HELLO
 from tests.dialects.textgen.serving import Local
@@ -208,6 +209,24 @@ def test_the_status_of_a_model_serves_both_clients(server: Local) -> None:
     assert (told["id"], told["object"], told["owned_by"]) == ("m1", "model", "fastserve")
     assert server.ask("GET", "/v1/models/m1/versions/1").json["id"] == "m1"
     assert server.post("/v1/models/m1:predict", {"instances": []}).status != 404  # the other's all the same
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_who_answers_under_v1_in_any_order_of_the_two(server: Local, order: int) -> None:
+    context = server.engine.context
+    texts, tensors = server.dialect, TFSERVING.build(context, TFSERVING.options())
+    router = Router([texts, tensors][::order])
+    for method, target, owner in (
+        ("GET", "/v1/models", texts),
+        ("GET", "/v1/models/m1", tensors),
+        ("POST", "/v1/models/m1:predict", tensors),
+        ("POST", "/v1/chat/completions", texts),
+        ("POST", "/v1/nothing", tensors),
+    ):
+        found = router.choose(method, target)
+        assert found is not None
+        assert found[0] is owner, target
+    assert Router([texts]).choose("GET", "/v1/models/m1") is not None
 
 
 def test_errors_become_the_clients_classes(client: OpenAI) -> None:
