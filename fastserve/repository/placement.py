@@ -4,8 +4,8 @@
     KIND_AUTO                          GPUs where there are any and the backend can use them, else the CPU
 
 A worker on a GPU sees its own first, as cuda:0 (`visible` is its CUDA_VISIBLE_DEVICES), and the others behind
-it: whatever a model calls plain `cuda` is its own, no context comes to be on another by mistake, and memory
-that a client has lent on another device can still be opened. CPU workers see what the server sees.
+it: whatever a model calls plain `cuda` is its own, no context comes to be on another by mistake, and a model
+that wants more of them can have them. CPU workers see what the server sees.
 """
 
 from __future__ import annotations
