@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -382,3 +383,21 @@ def test_more_images_than_one() -> None:
         assert at.infer([{"type": "text", "text": "a"}, image, image]).status == 200
         assert engine.seen[-1].note.images == [PNG, PNG]
         assert at.infer([{"type": "text", "text": "a"}, *[image] * 3]).status == 422
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_time_between_tokens_begins_anew_with_each(stream: bool) -> None:
+    with served(RIGS["llm-seed1"].engine(), pause_s=0.1, token_timeout_s=1.0) as at:
+        reply = at.infer(stream=stream, max_new_tokens=15)
+        assert reply.status == 200
+        assert b'"generated_text"' in reply.body
+
+
+def test_the_engine_knows_the_deadline() -> None:
+    engine = RIGS["llm-eos"].engine()
+    with served(engine, e2e_timeout_s=100) as at:
+        for timeout_s, most_s in ((10, 10), (3600, 100)):
+            before_ns = time.monotonic_ns()
+            at.infer(timeout=timeout_s)
+            left_s = (engine.seen[-1].note.deadline_ns - before_ns) / 1e9
+            assert most_s <= left_s < most_s + 5
