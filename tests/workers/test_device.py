@@ -17,7 +17,7 @@ from fastserve.workers.arena import plan_geometry
 from fastserve.workers.device import COMPUTE, COPY_IN, COPY_OUT
 from fastserve.workers.device_simulated import Fault, Script
 from tests.workers.device_rig import DeviceFunction, device_pair
-from tests.workers.pair import SIZES, specs
+from tests.workers.pair import SIZES, Function, pair, specs
 
 X, Y = specs(x=("float32", (2,))), specs(y=("float32", (2,)))
 FREE_X, FREE_Y = specs(x=("float32", (-1,))), specs(y=("float32", (-1,)))
@@ -253,6 +253,7 @@ def test_models_without_a_batch_axis():
         assert it.get(*place)["y"].tolist() == [0, 2, 4, 6, 8]
 
 
+@pytest.mark.lingers  # the logged traceback keeps the arena
 def test_a_group_that_fails_fails_alone():
     def call(inputs):
         if inputs["x"].shape[1] == 5:
@@ -325,13 +326,22 @@ def test_out_of_memory_is_tried_again_by_halves(most, sizes):
         assert it.runner.report.out_of_memory == 1 or it.runner.report.batches == 0
 
 
+@pytest.mark.lingers  # what was put in the runner's place holds it
 def test_others_in_flight_land_before_a_batch_is_tried_again():
     memory = Memory(2)
     with device_pair(backend(memory), choose=prefer(COPY_IN, COMPUTE, COPY_OUT)) as it:
         places = [it.put(x=rows(*range(n))) for n in (4, 2, 2)]
         slots = [it.take() for _ in range(2)]
         assert len(set(slots)) == 2
+        beside, recover = [], it.runner.plain.recover
+
+        def recovers(slot, error):
+            beside.append(it.runner.in_flight)
+            recover(slot, error)
+
+        it.runner.plain.recover = recovers
         it.finish()
+        assert beside == [0, 0]  # both of four rows: the second fails while the first waits
         for place, n in zip(places, (4, 2, 2), strict=True):
             np.testing.assert_array_equal(it.get(*place)["y"], 2 * rows(*range(n)))
         assert it.runner.in_flight == 0
@@ -396,6 +406,25 @@ def test_a_lost_device_ends_it_all_and_publishes_nothing(stage, free):
         it.finish()
         for place in places:
             np.testing.assert_array_equal(it.get(*place)["y"], 2 * rows(*range(4)))
+
+
+@pytest.mark.lingers  # the traceback of what was lost keeps the arena
+@pytest.mark.parametrize("sides", [(X, Y), (FREE_X, FREE_Y)])
+def test_a_plain_model_whose_device_is_lost_is_not_run_again(sides):
+    """A model of Python's that uses CUDA by itself: known by the words, on every way."""
+
+    def call(inputs):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    made = Function(*sides, call)
+    with pair(made) as it:
+        places = [it.put(x=rows(1)), it.put(x=rows(2))]
+        with pytest.raises(DeviceLost):
+            it.step()
+        assert len(made.seen) == 1
+        assert it.front.describe(places[0][0] >> 16)[0] == "running"
+        assert it.front.worker_died(0, 1, Kind.UNAVAILABLE.value, "gone") == (0, 1)
+        assert [it.get(*place) for place in places] == [(Kind.UNAVAILABLE.value, "gone")] * 2
 
 
 def test_which_errors_are_which():
