@@ -11,6 +11,7 @@ import pytest
 
 from fastserve.config import convert
 from fastserve.config.text_proto import TextField
+from fastserve.devices.found import MACHINE, Device
 from fastserve.repository.triton_defaults import fill_defaults
 from fastserve.repository.triton_refusals import idle, refusals
 from fastserve.repository.triton_schema import TritonConfig
@@ -69,7 +70,11 @@ def test_states_and_rows() -> None:
 
 
 @pytest.mark.parametrize("leaf", LEAVES, ids=".".join)
-def test_what_is_refused_is_refused_and_nothing_else(leaf: tuple[str, ...]) -> None:
+def test_what_is_refused_is_refused_and_nothing_else(
+    leaf: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = [Device(number, f"GPU-{number}", "any", 1 << 34, str(number)) for number in range(2)]
+    monkeypatch.setattr(type(MACHINE), "devices", lambda _: gpus)
     row, state = row_of(leaf), ROWS[row_of(leaf)]
     refused, passed_over = zip(*(judge(leaf, backend) for backend in ("python", "onnxruntime")), strict=True)
     if state == "refused":

@@ -100,7 +100,7 @@ def test_the_streaming_request_of_the_welcome():
 
     run(keep())
     *events, last = [json.loads(line[6:]) for line in found[0].split(b"\n\n") if line]
-    assert len(events) == 39
+    assert 1 < len(events) <= 39  # it may come to its end before
     assert "".join(event["token"]["text"] for event in events) in last["generated_text"]
     assert all(event["decode_time"] > 0 for event in events[1:])
     assert re.search(r"[a-z]{2,} [a-z]{2,}", last["generated_text"])

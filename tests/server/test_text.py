@@ -115,7 +115,8 @@ def test_a_front_that_dies_takes_its_own_streams_alone(tmp_path):
             (link,) = served.links
             victim = link.pid
             os.kill(victim, signal.SIGKILL)
-            await served.until(lambda: ring.outstanding() == 1)
+            # The other may have run to its end meanwhile: what it wrote fits into its socket.
+            await served.until(lambda: ring.outstanding() <= 1)
             assert await tokens(kept, 4900) == list(range(101, 5001))
             await served.until(lambda: link.pid not in (0, victim) and link._given and not link._waiting)
             again = await connect_to_each(served, 2)
