@@ -3,7 +3,7 @@
 #   make serve [ARGS="--http 127.0.0.1:9000"]    the demo repository, served
 #   make test  [ARGS="tests/wire -k pipeline"]   the suite, on every core (JOBS=0: in one process)
 #   make test-fast                               without servers and workers, a fifth of the examples
-#   make bench [ARGS="--repeats 3"]              microbenchmarks, then the table against the reference server
+#   make bench [ARGS="--repeats 3"]              microbenchmarks, the table against the reference server, text against transformers
 
 PYTHON ?= python3
 VENV := .venv
@@ -79,6 +79,8 @@ bench: build
 	$(BIN)/python -m pytest bench -o python_files='bench_*.py' --benchmark-enable \
 		--benchmark-columns=median,iqr,ops,rounds --benchmark-sort=name
 	$(BIN)/python -m bench.load $(ARGS)
+	$(BIN)/python -m bench.text.engine fastserve/demo/scribe/1
+	$(BIN)/python -m bench.text.served fastserve/demo/scribe/1
 
 # Files of an earlier build that the tree no longer has would travel in the wheel.
 wheel: build
