@@ -76,7 +76,8 @@ class InferFault(ValueError):
     """A request that `read_infer` refuses.
 
     `code` (an InferCode), `text` as clients know it, `offset` the byte that showed it, `member` the
-    member at fault, `input` the name of its input, "" where there is none.
+    member at fault, `input` the name of its input, "" where there is none. `before` is what stands before it,
+    in the order in which the original looks: what is wrong with that is told first. None where nothing is.
     """
 
     def __init__(self, code: int, text: str, offset: int, member: str = "", input: str = "") -> None:
@@ -86,6 +87,7 @@ class InferFault(ValueError):
         self.offset = offset
         self.member = member
         self.input = input
+        self.before = None
 
     @property
     def is_callers(self) -> bool:
@@ -121,7 +123,8 @@ cdef class InferOutput:
 
 
 cdef class InferBody:
-    """A request as read. `id` is "" and `outputs` empty where the request has none."""
+    """A request as read. `id` is "" and `outputs` empty where the request has none. Of one that was refused
+    (InferFault.before) `outputs` is None where its inputs were not read to their end."""
 
     cdef readonly str id
     cdef readonly dict parameters
@@ -178,7 +181,6 @@ cdef InferBody close_body(Scan* s, const uint8_t* start, JsonFault fault):
     cdef InferBody body = InferBody.__new__(InferBody)
     cdef int64_t left = ENTRIES
     cdef const uint8_t* end = s.cursor.end
-    cdef int i
     if fault == JSON_NO_MEMORY:
         raise MemoryError
     if fault != JSON_OK:
@@ -193,22 +195,39 @@ cdef InferBody close_body(Scan* s, const uint8_t* start, JsonFault fault):
     count_down(&left)
     if body.parameters is None:
         raise refuse(5, "parameters", s.parameters, start)
+    body.inputs = []
+    try:
+        close_parts_of(s, body, start, end, &left)
+    except InferFault as refused:
+        refused.before = body
+        raise
+    return body
+
+
+cdef int close_parts_of(Scan* s, InferBody body, const uint8_t* start, const uint8_t* end, int64_t* left) except -1:
+    cdef int i
     if s.inputs.start == NULL:
         raise refuse(2, "inputs", NULL, start)
     if not s.inputs.is_list:
         raise refuse(4, "inputs", s.inputs.start, start)
+    for i in range(s.inputs.count):
+        body.inputs.append(close_input(&s.inputs.items[i], start, end, left))
+    body.outputs = []
     if s.outputs.start != NULL and not s.outputs.is_list:
         raise refuse(4, "outputs", s.outputs.start, start)
-    body.inputs = [close_input(&s.inputs.items[i], start, end, &left) for i in range(s.inputs.count)]
-    body.outputs = [close_output(&s.outputs.items[i], start, end, &left) for i in range(s.outputs.count)]
-    return body
+    for i in range(s.outputs.count):
+        add_output(body, &s.outputs.items[i], start, end, left)
+    return 0
 
 
-cdef InferOutput close_output(const Part* part, const uint8_t* start, const uint8_t* end, int64_t* left):
+cdef int add_output(InferBody body, const Part* part, const uint8_t* start, const uint8_t* end,
+                    int64_t* left) except -1:
+    # Its parameters are looked at before its name, here and by who takes the body over.
     cdef InferOutput output = InferOutput.__new__(InferOutput)
-    output.name = required_string(part.name, "name", part, start, end, "", left)
     output.parameters = parameters_of(part, end, left)
-    return output
+    body.outputs.append(output)
+    output.name = required_string(part.name, "name", part, start, end, "", left)
+    return 0
 
 
 cdef InferInput close_input(Part* part, const uint8_t* start, const uint8_t* end, int64_t* left):

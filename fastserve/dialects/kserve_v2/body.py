@@ -3,9 +3,8 @@
     {"inputs": [{"name": "x", "shape": [1, 2], "datatype": "FP32", "data": [1, 2]}]}
     -> InferBody(inputs=[InputPart("x", "FP32", (1, 2), b"...")], ...)
 
-Nothing here knows the model. The compiled reader takes every good body. What it refuses is read again the
-exact way, an object per value, which finds faults in the order the original does; beyond EXPLAIN_BYTES that
-would cost too much, and the compiled reader's own text is told.
+Nothing here knows the model. The compiled reader has looked at all that JSON can say; what is left are the
+parameters' meanings, and tensors that lie elsewhere.
 """
 
 from __future__ import annotations
@@ -13,40 +12,32 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from fastserve._ext.infer_json import InferBody as CompiledBody
-from fastserve._ext.infer_json import InferCode, InferFault, InferInput, read_infer
+from fastserve._ext.infer_json import InferFault, InferInput, read_infer
 from fastserve._ext.json_value import Members
-from fastserve.dialects.kserve_v2.errors import internal, invalid, to_bytes, to_text
+from fastserve.dialects.kserve_v2.errors import internal, invalid, to_bytes
 from fastserve.dialects.kserve_v2.request import (
     InferBody,
     InputPart,
     Memory,
     OutputPart,
-    Parameters,
     refuse_double,
     set_parameter,
 )
 from fastserve.dialects.kserve_v2.values import (
     Value,
-    as_array,
     as_bool,
     as_string,
     as_uint,
     find,
     member,
-    members_of,
     optional,
-    read_json,
-    read_leaves,
 )
 from fastserve.request import Lent
 from fastserve.serving.shared_memory import Range
-from fastserve.tensor import DTYPE_BY_KSERVE, count_items
 
 Header = CompiledBody | InferFault
 ReadRegion = Callable[[Range], tuple[bytes, Lent | None]]
 Scalar = str | int | float | bool | None
-EXPLAIN_BYTES = 1 << 18
-FORMS = ("'data'", "'binary_data_size'", "'shared_memory_region'")
 
 
 class _Blobs:
@@ -81,14 +72,14 @@ def read_header(header: Memory) -> Header:
         return fault.with_traceback(None)  # else it would hold what it was read from
 
 
-def read_body(read: Header, header: Memory, blobs: Memory, model: str, read_region: ReadRegion) -> InferBody:
-    """The whole request: `read` of its JSON, which is `header`, and `blobs`, which follow. Raises
-    ServeError."""
+def read_body(read: Header, blobs: Memory, model: str, read_region: ReadRegion) -> InferBody:
+    """The whole request: `read` of its JSON, and `blobs`, which follow. Raises ServeError, for the first
+    that is wrong in the order in which the original looks."""
     if not isinstance(read, InferFault):
         return _take_over(read, _Blobs(blobs, model), read_region)
-    if len(header) > EXPLAIN_BYTES or read.code is InferCode.TOO_MANY:
-        raise invalid(read.text) if read.is_callers else internal(read.text)
-    return read_plainly(header, blobs, model, read_region)
+    if read.before is not None:
+        _take_over(read.before, _Blobs(blobs, model), read_region)
+    raise invalid(read.text) if read.is_callers else internal(read.text)
 
 
 def _take_over(read: CompiledBody, rest: _Blobs, read_region: ReadRegion) -> InferBody:
@@ -104,8 +95,9 @@ def _take_over(read: CompiledBody, rest: _Blobs, read_region: ReadRegion) -> Inf
         else:
             found = InputPart(part.name, part.datatype, part.shape, *_find_data(part, rest, read_region))
         body.inputs.append(found)
-    rest.end()
-    body.outputs = [_make_output(part.name, _members(part.parameters)) for part in read.outputs]
+    if read.outputs is not None:
+        rest.end()
+        body.outputs = [_make_output(part.name, _members(part.parameters)) for part in read.outputs]
     return body
 
 
@@ -127,72 +119,6 @@ def _value(value: Scalar) -> Value:
     return to_bytes(value) if isinstance(value, str) else value
 
 
-# --- the exact way; everything raises ServeError --------------------------------------------------------
-
-
-def read_plainly(header: Memory, blobs: Memory, model: str, read_region: ReadRegion) -> InferBody:
-    """The same as `read_body`."""
-    document = read_json(header, EXPLAIN_BYTES)
-    body = InferBody(optional(document, "id", as_string, ""))
-    _read_parameters(document, body.parameters)
-    rest, names = _Blobs(blobs, model), set[str]()
-    for item in member(document, "inputs", as_array):
-        body.inputs.append(_read_input(item, rest, read_region, names, body.request_id))
-    rest.end()
-    no_outputs: list[Value] = []
-    body.outputs = [_read_output(item) for item in optional(document, "outputs", as_array, no_outputs)]
-    return body
-
-
-def _read_parameters(document: Value, parameters: Parameters) -> None:
-    found, members = find(document, "parameters")
-    seen: set[bytes] = set()
-    for key, value in members_of(members, "failed to get request params.") if found else ():
-        if key not in seen:  # the first of equal keys counts
-            seen.add(key)
-            set_parameter(parameters, to_text(key), value)
-
-
-def _read_input(
-    item: Value, blobs: _Blobs, read_region: ReadRegion, names: set[str], request_id: str
-) -> InputPart:
-    parameters = find(item, "parameters")[1]
-    has_data, data = find(item, "data")
-    sized, outside = find(parameters, "binary_data_size")[0], find(parameters, "shared_memory_region")[0]
-    _check_one_form((has_data, sized, outside))
-    name, datatype = member(item, "name", as_string), member(item, "datatype", as_string)
-    shape = tuple(as_uint(size, "Unable to parse 'shape'") for size in member(item, "shape", as_array))
-    refuse_double(name, names, request_id)
-    if sized:
-        size = member(parameters, "binary_data_size", as_uint)
-        return InputPart(name, datatype, shape, blobs.take(size, name))
-    range = _read_range(parameters)
-    if range is not None:
-        return InputPart(name, datatype, shape, *read_region(range))
-    return InputPart(name, datatype, shape, _read_data(data, datatype, shape, name), is_json=True)
-
-
-def _read_data(data: Value, datatype: str, shape: tuple[int, ...], name: str) -> Memory:
-    leaves = as_array(data, "Unable to parse 'data'")
-    count = count_items(shape)
-    if count == 0:
-        return b""
-    dtype = DTYPE_BY_KSERVE.get(datatype)
-    if dtype is None:
-        raise invalid(f"invalid datatype for input {name}")
-    return read_leaves(leaves, dtype, count, name)
-
-
-def _check_one_form(given: tuple[bool, bool, bool]) -> None:
-    if sum(given) == 1:
-        return
-    fields = " ".join(form for form, there in zip(FORMS, given, strict=True) if there)
-    raise invalid(
-        "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
-        "'shared_memory_region' in 'parameters'. But " + (f"set {fields}" if fields else "no field is set")
-    )
-
-
 def _read_range(parameters: Value) -> Range | None:
     """The shared memory a tensor's parameters name, None without any."""
     if not find(parameters, "shared_memory_region")[0]:
@@ -200,12 +126,6 @@ def _read_range(parameters: Value) -> Range | None:
     name = member(parameters, "shared_memory_region", as_string)
     offset = optional(parameters, "shared_memory_offset", as_uint, 0)
     return Range(name, offset, optional(parameters, "shared_memory_byte_size", as_uint, 0))
-
-
-def _read_output(item: Value) -> OutputPart:
-    parameters = find(item, "parameters")[1]
-    _check_output(parameters)
-    return _make_output(member(item, "name", as_string), parameters)
 
 
 def _check_output(parameters: Value) -> None:

@@ -168,9 +168,7 @@ def _take(view: ModelView, body: InferBody, name: str, value: Value) -> None:
         body.parameters.own[name] = read_own(name, value)
         return
     leaves: list[Value] = value if isinstance(value, list) else [value]
-    texts = read_leaves(leaves, side.dtype, len(leaves), name) if not side.dtype.item_bytes else None
-    shape = shape_of(view, side, len(leaves))
-    data = texts if texts is not None else read_leaves(leaves, side.dtype, len(leaves), name)
+    data, shape = read_leaves(leaves, side.dtype, len(leaves), name), shape_of(view, side, len(leaves))
     refuse_double(name, {part.name for part in body.inputs}, body.request_id)
     body.inputs.append(InputPart(name, kserve_name(side.dtype), shape, data))
 

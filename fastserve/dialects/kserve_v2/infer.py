@@ -187,12 +187,9 @@ async def read_call(service: Service, view: ModelView, call: Call) -> InferBody:
         return InferBody(inputs=[raw], parameters=Parameters(binary_output=True))
     check_json(length, most)
     memory = memoryview(data)
-    header = memory[:length]
-    read = await apart(length, read_header, header)
+    read = await apart(length, read_header, memory[:length])
     regions = service.regions
-    body = await apart(
-        regions.largest_bytes, read_body, read, header, memory[length:], view.model, regions.borrow
-    )
+    body = await apart(regions.largest_bytes, read_body, read, memory[length:], view.model, regions.borrow)
     for part in body.inputs if length * GROWTH > most else ():
         if part.is_json and (nbytes := memoryview(part.data).nbytes) > most:
             raise too_large(JSON_INPUT % (part.name, nbytes), most)

@@ -8,16 +8,15 @@ Every accessor takes `where`, the words put before the complaint:
 
 from __future__ import annotations
 
-import struct
-from array import array
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import TypeAlias, TypeVar
 
 from fastserve._ext.json_value import JSONSyntaxError, Members, parse
-from fastserve.dialects.kserve_v2.errors import internal, not_in_json, to_text
+from fastserve.codec.packing import pack_strings, pack_values
+from fastserve.dialects.kserve_v2.errors import internal, not_in_json, to_bytes, to_text
 from fastserve.errors import ServeError
-from fastserve.tensor import ARRAY_CODE, DType, kserve_name
+from fastserve.tensor import DType, kserve_name
 
 Value: TypeAlias = "Members | list[Value] | bytes | int | float | bool | None"
 T = TypeVar("T")
@@ -134,28 +133,29 @@ def _mistyped(where: str, kind: str, as_kind: str = "") -> ServeError:
     return internal(_told(where, f"attempt to access JSON non-{kind} as {as_kind or kind}"))
 
 
-# --- `data` of an input: any nesting of arrays -> flat memory -------------------------------------------
+# --- a tensor's values: any nesting of arrays -> flat memory ---------------------------------------------
 
 _READ = {"bool": as_bool, "float32": as_double, "float64": as_double}
 
 
-def read_leaves(data: list[Value], dtype: DType, count: int, name: str) -> bytearray:
+def read_leaves(data: list[Value], dtype: DType, count: int, name: str) -> bytes:
     """`count` items of `dtype` out of the arrays of input `name`. Raises ServeError.
 
-    Only the number of leaves counts, not how they are nested. Whole numbers too large for a narrow type wrap;
-    floats too large for FP32 become infinite. BYTES come in BYTES packing, however many there are: the
-    model's shape is held against them later.
+    Only the number of leaves counts, not how they are nested. BYTES come in BYTES packing, however many there
+    are: the model's shape is held against them later.
     """
-    if dtype.name == "bytes":
-        return _pack_strings(data)
     if dtype.name in ("float16", "bfloat16"):
         raise not_in_json("receiving", kserve_name(dtype), f"input {name}")
+    if dtype.name == "bytes":
+        return pack_strings(
+            to_bytes(as_string(leaf, "Unable to parse JSON bytes array")) for leaf in _walk(data)
+        )
     where = "Unable to parse 'data'"
     read = _READ.get(dtype.name) or (as_uint if dtype.name.startswith("u") else as_int)
     leaves = list(islice(_walk(data), count + 1))
     if len(leaves) != count:
         raise internal(f"{where}: Shape does not match true shape of 'data' field")
-    return _flat(dtype, [read(leaf, where) for leaf in leaves])
+    return pack_values([read(leaf, where) for leaf in leaves], dtype)
 
 
 def _walk(data: list[Value]) -> Iterator[Value]:
@@ -169,20 +169,3 @@ def _walk(data: list[Value]) -> Iterator[Value]:
             yield item
         else:
             stack.pop()
-
-
-def _flat(dtype: DType, numbers: list[int | float | bool]) -> bytearray:
-    code = ARRAY_CODE.get(dtype.name, "B")  # for bool
-    if code in "fd":
-        return bytearray(array(code, numbers).tobytes())
-    mask = (1 << 8 * dtype.item_bytes) - 1
-    return bytearray(array(code.upper(), [int(number) & mask for number in numbers]).tobytes())
-
-
-def _pack_strings(data: list[Value]) -> bytearray:
-    packed = bytearray()
-    for item in _walk(data):
-        if not isinstance(item, bytes):
-            raise internal("Unable to parse JSON bytes array: attempt to access JSON non-string as string")
-        packed += struct.pack("<I", len(item)) + item
-    return packed
