@@ -1,7 +1,7 @@
 """What can go wrong, in the words every dialect shares.
 
-A fault is raised once, as a `ServeError` with one of the canonical kinds; each dialect owns one
-table from kind to its own status. Nothing here knows HTTP or gRPC.
+A fault is raised once, as a `ServeError` with one of the canonical kinds; each dialect says in one table
+which status each has. Nothing here knows HTTP or gRPC.
 """
 
 from enum import Enum
@@ -51,6 +51,16 @@ class ServeError(Exception):
 def invalid(message: str) -> ServeError:
     """What is wrong with a request."""
     return ServeError(Kind.INVALID_ARGUMENT, message)
+
+
+def internal(message: str) -> ServeError:
+    """What is wrong with this server, or in an original's words with what it could not read."""
+    return ServeError(Kind.INTERNAL, message)
+
+
+def unsupported(message: str) -> ServeError:
+    """What is not to be had here."""
+    return ServeError(Kind.UNIMPLEMENTED, message)
 
 
 class NoDeviceError(ServeError):

@@ -8,12 +8,11 @@ For models with a batch axis, one input and one output.
 
 from array import array
 from collections.abc import Coroutine, Sequence
-from functools import partial
 from math import prod
 from typing import Any
 
 from fastserve.apart import APART_BYTES, Apart
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import Kind, ServeError, invalid
 from fastserve.metrics.traffic import Traffic
 from fastserve.repository.keepers import Keepers
 from fastserve.repository.version import Version
@@ -25,16 +24,14 @@ from fastserve.serving.prepared import Described, Memory, PreparedRequest
 from fastserve.serving.slow_path import SlowRequest, answer_slowly
 from fastserve.tensor import Tensor
 from fastserve.wire.call import Call
-from fastserve.wire.dialect import Route
+from fastserve.wire.dialect import CANONICAL_STATUS, Route
 from fastserve.wire.scope import Scope
 
 CSV = b"text/csv"
 ROUTE = HttpRoute("rows", "/csv/MODEL", {"GET": Scope.METADATA, "POST": Scope.INFER})
-STATUS = {Kind.INVALID_ARGUMENT: 400, Kind.NOT_FOUND: 404, Kind.UNAVAILABLE: 503, Kind.DEADLINE_EXCEEDED: 504}
 CODES: Any = {"float32": "f", "float64": "d", "int32": "i", "int64": "q"}
 SHOWN = {"f": ".9g", "d": ".17g"}
 Lines = Sequence[bytes | bytearray]
-invalid = partial(ServeError, Kind.INVALID_ARGUMENT)
 
 
 class Codec:
@@ -184,7 +181,7 @@ class CsvRows(Dialect):
         return Route(model.infer if method == "POST" else model.describe, ROUTE.scopes[method])
 
     def refuse(self, call: Call, fault: ServeError) -> None:
-        status = STATUS.get(fault.kind, 500)
+        status = CANONICAL_STATUS[fault.kind]
         call.reply(status, f"error,{status},{fault.message}\n".encode("utf-8", "replace"), CSV)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from fastserve.config.options import EnsembleOptions, EnsembleStep
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import invalid
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.version import Version
 from fastserve.tensor import DType, TensorSpec
@@ -44,7 +44,7 @@ def make_plan(name: str, options: EnsembleOptions) -> Plan:
     """The plan of an ensemble. Raises ServeError INVALID_ARGUMENT for one whose tensors do not flow."""
     steps, inputs, outputs = tuple(options.steps), options.inputs, tuple(options.outputs)
     if not steps:
-        raise _invalid(f"must specify 'step' for ensemble '{name}'")
+        raise invalid(f"must specify 'step' for ensemble '{name}'")
     for index, step in enumerate(steps):
         _check_step(name, index, step)
     _check_writers(name, steps, inputs)
@@ -66,7 +66,7 @@ def _check_step(name: str, index: int, step: EnsembleStep) -> None:
         ("output_map", step.outputs),
     ):
         if not given:
-            raise _invalid(f"must specify '{field}' in step {index} of ensemble '{name}'")
+            raise invalid(f"must specify '{field}' in step {index} of ensemble '{name}'")
 
 
 def _check_writers(name: str, steps: tuple[EnsembleStep, ...], inputs: Mapping[str, bool]) -> None:
@@ -74,7 +74,7 @@ def _check_writers(name: str, steps: tuple[EnsembleStep, ...], inputs: Mapping[s
     for index, step in enumerate(steps):
         for tensor in step.outputs.values():
             if tensor in written:
-                raise _invalid(
+                raise invalid(
                     f"ensemble tensor '{tensor}' can appear in an output map only once "
                     f"for ensemble '{name}' step {index}"
                 )
@@ -89,16 +89,16 @@ def _check_flow(
     known = read | {tensor for step in steps for tensor in step.outputs.values()}
     for tensor in inputs:
         if tensor not in read:
-            raise _invalid(f"ensemble input '{tensor}' for ensemble {name}' is not used")
+            raise invalid(f"ensemble input '{tensor}' for ensemble {name}' is not used")
     ready = _reachable(steps, inputs)
     for tensor in outputs:
         if tensor not in known:
-            raise _invalid(f"ensemble output '{tensor}' for ensemble {name}' is not used")
+            raise invalid(f"ensemble output '{tensor}' for ensemble {name}' is not used")
         if tensor not in ready:
-            raise _invalid(f"output '{tensor}' for ensemble '{name}' is not written")
+            raise invalid(f"output '{tensor}' for ensemble '{name}' is not written")
     for tensor in sorted(known - set(outputs)):
         if tensor not in ready or tensor not in read:
-            raise _invalid(f"ensemble tensor '{tensor}' is unused in ensemble '{name}'")
+            raise invalid(f"ensemble tensor '{tensor}' is unused in ensemble '{name}'")
 
 
 def _reachable(steps: tuple[EnsembleStep, ...], inputs: Iterable[str]) -> set[str]:
@@ -123,13 +123,13 @@ def check_models(version: Version, plan: Plan, catalog: Catalog) -> None:
             seen[name] = _Seen(plan.name, spec, batching)
     for step in plan.steps:
         if step.model == plan.name:
-            raise _invalid(f"circular dependency between ensembles: {plan.name} -> {plan.name}")
+            raise invalid(f"circular dependency between ensembles: {plan.name} -> {plan.name}")
         _check_circle(plan.name, step.model, catalog)
         model = find_model(plan.name, step, catalog.available)
         _check_size(version, model)
         options = model.config.options
         if options.decoupled and not options.parts_if_asked:
-            raise _invalid(f"in ensemble {plan.name}, model {step.model} is decoupled: no step may be")
+            raise invalid(f"in ensemble {plan.name}, model {step.model} is decoupled: no step may be")
         _check_inputs(plan.name, step, model, seen)
         _check_outputs(plan.name, step, model, seen)
 
@@ -140,18 +140,18 @@ def find_model(ensemble: str, step: EnsembleStep, lookup: Lookup) -> Version:
     if found is not None:
         return found
     if step.version is not None and lookup(step.model, None) is not None:
-        raise _invalid(
+        raise invalid(
             f"ensemble '{ensemble}' depends on '{step.model}' whose required version {step.version} "
             "is not loaded"
         )
-    raise _invalid(f"ensemble '{ensemble}' depends on '{step.model}' which has no loaded version")
+    raise invalid(f"ensemble '{ensemble}' depends on '{step.model}' which has no loaded version")
 
 
 def _check_circle(ensemble: str, model: str, catalog: Catalog, path: tuple[str, ...] = ()) -> None:
     """Looks at configs, loaded or not: what goes round in a circle can never be loaded."""
     for inner in _models_of(catalog, model):
         if inner == ensemble:
-            raise _invalid(
+            raise invalid(
                 f"circular dependency between ensembles: {ensemble} -> ... -> {model} -> {ensemble}"
             )
         if inner not in path:
@@ -168,7 +168,7 @@ def _models_of(catalog: Catalog, name: str) -> set[str]:
 def _check_size(version: Version, model: Version) -> None:
     most, least = version.config.max_batch_size, model.config.max_batch_size
     if model.batching and least < most:
-        raise _invalid(
+        raise invalid(
             f"ensemble {version.model} allows maximum batch size {most}, but it contains model {model.model} "
             f"which only allows maximum batch size to be {least}"
         )
@@ -191,7 +191,7 @@ class _Seen:
 def _check_inputs(ensemble: str, step: EnsembleStep, model: Version, seen: dict[str, _Seen]) -> None:
     for name, tensor in step.inputs.items():
         if name not in model.inputs:
-            raise _invalid(
+            raise invalid(
                 f"in ensemble {ensemble}, ensemble tensor {tensor} is mapping to non-existing input {name} "
                 f"in model {step.model}"
             )
@@ -199,7 +199,7 @@ def _check_inputs(ensemble: str, step: EnsembleStep, model: Version, seen: dict[
     optional = model.config.options.optional_inputs
     for name in model.inputs:
         if name not in step.inputs and name not in optional:
-            raise _invalid(
+            raise invalid(
                 f"in ensemble {ensemble}, input {name} in model {step.model} is not mapped "
                 "to any ensemble tensors"
             )
@@ -208,7 +208,7 @@ def _check_inputs(ensemble: str, step: EnsembleStep, model: Version, seen: dict[
 def _check_outputs(ensemble: str, step: EnsembleStep, model: Version, seen: dict[str, _Seen]) -> None:
     for name, tensor in step.outputs.items():
         if name not in model.outputs:
-            raise _invalid(
+            raise invalid(
                 f"in ensemble {ensemble}, ensemble tensor {tensor} is mapped from non-existing output {name} "
                 f"in model {step.model}"
             )
@@ -219,14 +219,14 @@ def _check_same(ensemble: str, tensor: str, found: _Seen, seen: dict[str, _Seen]
     known = seen.setdefault(tensor, found)
     head = f"in ensemble {ensemble}, ensemble tensor {tensor}: "
     if known.spec.dtype is not found.spec.dtype:
-        raise _invalid(
+        raise invalid(
             f"{head}inconsistent data type: {_type_name(known.spec.dtype)} is inferred from model "
             f"{known.model} while {_type_name(found.spec.dtype)} is inferred from model {found.model}"
         )
     if None in (known.spec.shape, found.spec.shape):
         return
     if not _alike(known.spec.shape or (), found.spec.shape or ()) and not _alike(known.full, found.full):
-        raise _invalid(
+        raise invalid(
             f"{head}inconsistent shape: {_listed(known.full)} is inferred from model {known.model} "
             f"while {_listed(found.full)} is inferred from model {found.model}"
         )
@@ -244,7 +244,3 @@ def _listed(shape: tuple[int, ...]) -> str:
 
 def _type_name(dtype: DType) -> str:
     return "TYPE_" + _TYPE_NAMES.get(dtype.name, dtype.name.upper())
-
-
-def _invalid(text: str) -> ServeError:
-    return ServeError(Kind.INVALID_ARGUMENT, text)

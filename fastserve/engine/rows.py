@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import prod
 
 from fastserve._ext.flatten import walk_bytes
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import invalid
 from fastserve.repository.version import Version
 from fastserve.tensor import DTYPES, Tensor, TensorSpec, count_items
 
@@ -30,25 +30,25 @@ def check_inputs(version: Version, inputs: Mapping[str, Tensor]) -> int:
             if name in version.config.options.optional_inputs:
                 continue
             _check_names(version, inputs)
-            raise _invalid(f"input {name!r} is missing")
+            raise invalid(f"input {name!r} is missing")
         known += 1
         _check_tensor(tensor, spec, batching)
         if batching:
             if rows not in (-1, tensor.shape[0]):
-                raise _invalid(f"input {name!r} has {tensor.shape[0]} rows, the inputs before it have {rows}")
+                raise invalid(f"input {name!r} has {tensor.shape[0]} rows, the inputs before it have {rows}")
             rows = tensor.shape[0]
     if known < len(inputs):
         _check_names(version, inputs)
     most = version.config.max_queue_rows
     if rows > most and not any(map(_size_of, inputs.values())):
-        raise _invalid(f"{rows} rows without a single element, allowed: up to {most} (max_queue_rows)")
+        raise invalid(f"{rows} rows without a single element, allowed: up to {most} (max_queue_rows)")
     return max(rows, 0)
 
 
 def _check_names(version: Version, inputs: Mapping[str, Tensor]) -> None:
     for name in inputs:
         if name not in version.inputs and name not in _added(version):
-            raise _invalid(f"input {name!r} is not one of the model's: {', '.join(version.inputs)}")
+            raise invalid(f"input {name!r} is not one of the model's: {', '.join(version.inputs)}")
 
 
 def _added(version: Version) -> set[str]:
@@ -59,19 +59,19 @@ def _added(version: Version) -> set[str]:
 
 def _check_tensor(tensor: Tensor, spec: TensorSpec, batching: bool) -> None:
     if tensor.dtype is not spec.dtype:
-        raise _invalid(f"input {spec.name!r} is {tensor.dtype.name}, the model takes {spec.dtype.name}")
+        raise invalid(f"input {spec.name!r} is {tensor.dtype.name}, the model takes {spec.dtype.name}")
     if batching and not tensor.shape:
-        raise _invalid("Batching Run() input tensors must have at least one dimension")
+        raise invalid("Batching Run() input tensors must have at least one dimension")
     shape = tensor.shape[1:] if batching else tensor.shape
     if shape != spec.shape and spec.shape is not None and not _fits(shape, spec.shape):
         lead = [-1] if batching else []
         wanted = [*lead, *spec.shape]
-        raise _invalid(f"input {spec.name!r} has shape {list(tensor.shape)}, the model takes {wanted}")
+        raise invalid(f"input {spec.name!r} has shape {list(tensor.shape)}, the model takes {wanted}")
     items, size = count_items(tensor.shape), _size_of(tensor)
     needed = items * (spec.dtype.item_bytes or _LENGTH_BYTES)
     if size != needed and (spec.dtype.item_bytes or size < needed):
         least = "" if spec.dtype.item_bytes else "at least "
-        raise _invalid(f"input {spec.name!r} brings {size} bytes, its shape needs {least}{needed}")
+        raise invalid(f"input {spec.name!r} brings {size} bytes, its shape needs {least}{needed}")
 
 
 def _size_of(tensor: Tensor) -> int:
@@ -120,7 +120,3 @@ def empty_outputs(version: Version) -> dict[str, Tensor]:
         name: Tensor(spec.dtype, (0, *(max(n, 0) for n in spec.shape or ())), b"")
         for name, spec in version.outputs.items()
     }
-
-
-def _invalid(text: str) -> ServeError:
-    return ServeError(Kind.INVALID_ARGUMENT, text)

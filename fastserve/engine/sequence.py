@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import ServeError, invalid
 
 SequenceId = int | str
 
@@ -104,7 +104,7 @@ class Sequences:
     def ask(self, id: SequenceId, *, start: bool, end: bool, what: Any, now_ns: int) -> Asked:
         """Take a request in. Raises ServeError INVALID_ARGUMENT for one that belongs to no sequence."""
         if not id:
-            raise _invalid(
+            raise invalid(
                 f"inference request to model '{self._model}' must specify a non-zero or non-empty "
                 "correlation ID"
             )
@@ -125,7 +125,7 @@ class Sequences:
 
     def unknown(self, id: SequenceId) -> ServeError:
         """What a request without START gets when there is no such sequence, or no more."""
-        return _invalid(
+        return invalid(
             f"inference request for sequence {id} to model '{self._model}' must specify the START flag "
             "on the first request of the sequence"
         )
@@ -252,7 +252,3 @@ class Sequences:
 
     def _idle(self) -> Iterable[Sequence]:
         return (s for s in self._slots if s is not None and s.phase is Phase.IDLE)
-
-
-def _invalid(text: str) -> ServeError:
-    return ServeError(Kind.INVALID_ARGUMENT, text)

@@ -23,7 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from fastserve.engine import lend
-from fastserve.errors import Kind, NoDeviceError, ServeError, invalid
+from fastserve.errors import Kind, NoDeviceError, ServeError, internal, invalid
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, Lent
 from fastserve.serving.device_regions import DeviceDestination, DeviceMemory, DeviceRegion
@@ -86,7 +86,7 @@ class Regions:
         except ServeError:
             os.close(fd)
             if any(region.key == key for region in self.list_files()):
-                raise _internal(f"Invalid shared memory region: '{key}'") from None  # as 24.10 tells it
+                raise internal(f"Invalid shared memory region: '{key}'") from None  # as 24.10 tells it
             raise
         self._regions[name] = Region(name, key, offset, byte_size, fd)
         self.largest_bytes = max(self.largest_bytes, byte_size)
@@ -283,10 +283,10 @@ class Regions:
         try:
             fd = os.open(os.path.join(self._folder, bare), flags)
         except OSError:
-            raise _internal(f"Unable to open shared memory region: '{key}'") from None
+            raise internal(f"Unable to open shared memory region: '{key}'") from None
         if not stat.S_ISREG(os.fstat(fd).st_mode):  # a pipe or a device has no range of bytes
             os.close(fd)
-            raise _internal(f"Unable to open shared memory region: '{key}'")
+            raise internal(f"Unable to open shared memory region: '{key}'")
         return fd
 
 
@@ -324,7 +324,3 @@ def _check_range(name: str, fd: int, offset: int, byte_size: int) -> None:
 
 def _unknown(region: str) -> ServeError:
     return ServeError(Kind.NOT_FOUND, f"Unable to find shared memory region: '{region}'")
-
-
-def _internal(message: str) -> ServeError:
-    return ServeError(Kind.INTERNAL, message)

@@ -48,6 +48,28 @@ class KnowsTheUnknown(Protocol):
         own refusal. Nothing of the request is read but its first line, and the connection closes."""
 
 
+CANONICAL_STATUS: dict[Kind, int] = {
+    Kind.CANCELLED: 499,
+    Kind.UNKNOWN: 500,
+    Kind.INVALID_ARGUMENT: 400,
+    Kind.DEADLINE_EXCEEDED: 504,
+    Kind.NOT_FOUND: 404,
+    Kind.ALREADY_EXISTS: 409,
+    Kind.PERMISSION_DENIED: 403,
+    Kind.RESOURCE_EXHAUSTED: 429,
+    Kind.FAILED_PRECONDITION: 400,
+    Kind.ABORTED: 409,
+    Kind.OUT_OF_RANGE: 400,
+    Kind.UNIMPLEMENTED: 501,
+    Kind.INTERNAL: 500,
+    Kind.UNAVAILABLE: 503,
+    Kind.DATA_LOSS: 500,
+    Kind.UNAUTHENTICATED: 401,
+}
+"""What google.rpc.Code says of each kind over HTTP. A dialect whose original says otherwise writes down what
+is otherwise."""
+
+
 def answer_not_found(call: Call) -> None:
     """What nobody has words for."""
     call.reply(404, error_body("no API of this listener has this path"))

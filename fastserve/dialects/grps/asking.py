@@ -14,10 +14,9 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from fastserve._ext.flatten import pack_bytes, unpack_bytes
-from fastserve.dialects.grps.errors import internal
 from fastserve.dialects.grps.service import Service, speaks_messages
 from fastserve.dialects.grps.tensors import read_inputs, write_outputs
-from fastserve.errors import ModelError, ServeError
+from fastserve.errors import ModelError, ServeError, internal
 from fastserve.protos import load
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse

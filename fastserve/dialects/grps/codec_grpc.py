@@ -12,8 +12,7 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from fastserve.dialects.grps.errors import invalid
-from fastserve.errors import ServeError
+from fastserve.errors import ServeError, invalid
 from fastserve.protos import load
 
 MOST_FIELDS = 1024  # of a message, and tensors of a request: each costs the parser a hundred bytes

@@ -23,8 +23,8 @@ from fastserve._ext.flatten import FlattenFault, flatten
 from fastserve._ext.json_reader import JSONFault, PredictReader
 from fastserve._ext.json_value import JSONSyntaxError, Members, parse
 from fastserve.config import GrpsOptions
-from fastserve.dialects.grps.errors import invalid
 from fastserve.dialects.grps.tensors import BY_NAME, FIELDS, Field, fill_packed
+from fastserve.errors import invalid
 from fastserve.protos import load
 from fastserve.tensor import ARRAY_CODE, DTYPES
 

@@ -9,12 +9,12 @@ import msgspec
 
 from fastserve.config import GrpsOptions
 from fastserve.dialects.grps.codec_http import read_text_member
-from fastserve.dialects.grps.errors import OK_JSON, NotReady, failure_json, invalid
+from fastserve.dialects.grps.errors import OK_JSON, NotReady, failure_json
 from fastserve.dialects.grps.metadata import describe_model, describe_server
 from fastserve.dialects.grps.predict import Predict
 from fastserve.dialects.grps.routes import CUSTOMIZED, PREDICT, ROOT, find_route, parse_query
 from fastserve.dialects.grps.service import Service
-from fastserve.errors import ServeError
+from fastserve.errors import ServeError, invalid
 from fastserve.serving.dialect import Dialect, HttpRoute, ServingContext
 from fastserve.wire.call import Call, Endpoint
 from fastserve.wire.dialect import Route

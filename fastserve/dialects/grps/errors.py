@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -10,28 +10,10 @@ import msgspec
 from fastserve.config import GrpsOptions
 from fastserve.errors import Kind, ServeError
 from fastserve.protos import load
+from fastserve.wire.dialect import CANONICAL_STATUS
 
-CODE: dict[Kind, int] = {
-    Kind.CANCELLED: 499,
-    Kind.UNKNOWN: 500,
-    Kind.INVALID_ARGUMENT: 400,
-    Kind.DEADLINE_EXCEEDED: 504,
-    Kind.NOT_FOUND: 404,
-    Kind.ALREADY_EXISTS: 409,
-    Kind.PERMISSION_DENIED: 403,
-    Kind.RESOURCE_EXHAUSTED: 503,
-    Kind.FAILED_PRECONDITION: 400,
-    Kind.ABORTED: 503,
-    Kind.OUT_OF_RANGE: 400,
-    Kind.UNIMPLEMENTED: 501,
-    Kind.INTERNAL: 500,
-    Kind.UNAVAILABLE: 503,
-    Kind.DATA_LOSS: 500,
-    Kind.UNAUTHENTICATED: 401,
-}
+CODE = CANONICAL_STATUS | {Kind.RESOURCE_EXHAUSTED: 503, Kind.ABORTED: 503}
 OK_JSON = b'{"status":{"code":200,"msg":"OK","status":"SUCCESS"}'
-invalid = partial(ServeError, Kind.INVALID_ARGUMENT)
-internal = partial(ServeError, Kind.INTERNAL)
 
 
 class UnknownModel(ServeError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastserve.config import GrpsOptions
-from fastserve.dialects.grps.errors import invalid
+from fastserve.errors import invalid
 from fastserve.wire.call import Call
 
 JSON_BODY, BIN = "json", "bin"

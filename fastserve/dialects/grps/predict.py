@@ -16,14 +16,14 @@ from typing import Any
 
 from fastserve.dialects.grps.asking import Asked, make_request, read_answer, run_once, stream_answers
 from fastserve.dialects.grps.codec_http import JsonBody, read_json, wants_stream
-from fastserve.dialects.grps.errors import OK_JSON, code_of, failure_json, internal, invalid
+from fastserve.dialects.grps.errors import OK_JSON, code_of, failure_json
 from fastserve.dialects.grps.fast_http import FastHttp
 from fastserve.dialects.grps.heads import BIN, content_kind
 from fastserve.dialects.grps.replies import write_json, write_ndarray
 from fastserve.dialects.grps.routes import Query
 from fastserve.dialects.grps.service import BYTES, Service, speaks_messages
 from fastserve.dialects.grps.tensors import BY_NAME
-from fastserve.errors import ServeError
+from fastserve.errors import ServeError, internal, invalid
 from fastserve.protos import load
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.slow_path import SlowRequest, answer_slowly

@@ -10,12 +10,12 @@ from typing import Any
 
 from fastserve.dialects.grps.asking import Asked, make_request, read_answer, run_once, stream_answers
 from fastserve.dialects.grps.codec_grpc import read_message
-from fastserve.dialects.grps.errors import NotReady, failure_message, invalid, ok_message
+from fastserve.dialects.grps.errors import NotReady, failure_message, ok_message
 from fastserve.dialects.grps.fast_grpc import FastGrpc, failure_of
 from fastserve.dialects.grps.metadata import describe_model, describe_server
 from fastserve.dialects.grps.routes import RPCS, SERVICE
 from fastserve.dialects.grps.service import Service
-from fastserve.errors import ServeError
+from fastserve.errors import ServeError, invalid
 from fastserve.protos import load
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.exchange import unforeseen

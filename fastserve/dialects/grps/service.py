@@ -7,9 +7,9 @@ from time import monotonic_ns
 
 from fastserve.apart import Apart
 from fastserve.config import GrpsOptions
-from fastserve.dialects.grps.errors import UnknownModel, code_of, failure_json, invalid
+from fastserve.dialects.grps.errors import UnknownModel, code_of, failure_json
 from fastserve.dialects.grps.monitor import Monitor
-from fastserve.errors import ServeError
+from fastserve.errors import ServeError, invalid
 from fastserve.metrics.series import Metric
 from fastserve.metrics.traffic import Traffic
 from fastserve.repository.grps_config import FILE, Deployment, read_deployment

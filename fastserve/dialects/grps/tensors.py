@@ -15,7 +15,7 @@ from typing import Any
 
 from fastserve._ext.flatten import pack_bytes, unpack_bytes
 from fastserve.dialects.grps.codec_grpc import head_of
-from fastserve.dialects.grps.errors import internal, invalid
+from fastserve.errors import internal, invalid
 from fastserve.protos import load
 from fastserve.repository.version import Version
 from fastserve.tensor import ARRAY_CODE, DTYPES, DType, Tensor, TensorSpec, count_items

@@ -13,10 +13,10 @@ from msgspec.structs import replace
 from fastserve._ext.infer_reply import UnwritableCode, UnwritableOutput, write_infer
 from fastserve.apart import Apart
 from fastserve.config import Limits
-from fastserve.dialects.kserve_v2.errors import internal, invalid, not_in_json, too_large, unsupported
+from fastserve.dialects.kserve_v2.errors import not_in_json, too_large
 from fastserve.dialects.kserve_v2.request import Asked, Memory
 from fastserve.dialects.kserve_v2.service import JSON
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import Kind, ServeError, internal, invalid, unsupported
 from fastserve.request import InferResponse
 from fastserve.serving.classification import Class, check_order, classify
 from fastserve.serving.model_view import ModelView

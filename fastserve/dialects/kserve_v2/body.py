@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from fastserve._ext.infer_json import InferBody as CompiledBody
 from fastserve._ext.infer_json import InferFault, InferInput, read_infer
 from fastserve._ext.json_value import Members
-from fastserve.dialects.kserve_v2.errors import internal, invalid, to_bytes
+from fastserve.dialects.kserve_v2.errors import to_bytes
 from fastserve.dialects.kserve_v2.request import (
     InferBody,
     InputPart,
@@ -32,6 +32,7 @@ from fastserve.dialects.kserve_v2.values import (
     member,
     optional,
 )
+from fastserve.errors import internal, invalid
 from fastserve.request import Lent
 from fastserve.serving.shared_memory import Range
 

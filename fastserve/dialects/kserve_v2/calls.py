@@ -13,10 +13,9 @@ from typing import Any
 import msgspec
 
 from fastserve import __version__
-from fastserve.dialects.kserve_v2.errors import internal, invalid, unsupported
 from fastserve.dialects.kserve_v2.service import Service, read_version
 from fastserve.engine import BatchCounts, counts_of
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import Kind, ServeError, internal, invalid, unsupported
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.triton_config import config_json
 from fastserve.repository.version import Version, VersionState

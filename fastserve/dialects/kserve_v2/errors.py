@@ -7,45 +7,18 @@ from __future__ import annotations
 
 from fastserve._ext.json_writer import write_string
 from fastserve.engine import QUEUED_TOO_LONG
-from fastserve.errors import DeadlineError, Kind, ServeError
+from fastserve.errors import DeadlineError, Kind, ServeError, invalid
+from fastserve.wire.dialect import CANONICAL_STATUS
 
 QUEUE_FULL = "Exceeds maximum queue size"
-HTTP_STATUS: dict[Kind, int] = {
+HTTP_STATUS = CANONICAL_STATUS | {
     Kind.CANCELLED: 400,
     Kind.UNKNOWN: 400,
-    Kind.INVALID_ARGUMENT: 400,
     Kind.DEADLINE_EXCEEDED: 503,
-    Kind.NOT_FOUND: 404,
     Kind.ALREADY_EXISTS: 400,
-    Kind.PERMISSION_DENIED: 403,
     Kind.RESOURCE_EXHAUSTED: 503,
-    Kind.FAILED_PRECONDITION: 400,
     Kind.ABORTED: 503,
-    Kind.OUT_OF_RANGE: 400,
-    Kind.UNIMPLEMENTED: 501,
-    Kind.INTERNAL: 500,
-    Kind.UNAVAILABLE: 503,
-    Kind.DATA_LOSS: 500,
-    Kind.UNAUTHENTICATED: 401,
 }
-
-
-def invalid(message: str) -> ServeError:
-    """The original's INVALID_ARG."""
-    return ServeError(Kind.INVALID_ARGUMENT, message)
-
-
-def internal(message: str) -> ServeError:
-    """The original's INTERNAL: JSON that cannot be read, among others."""
-    return ServeError(Kind.INTERNAL, message)
-
-
-def not_found(message: str) -> ServeError:
-    return ServeError(Kind.NOT_FOUND, message)
-
-
-def unsupported(message: str) -> ServeError:
-    return ServeError(Kind.UNIMPLEMENTED, message)
 
 
 def too_large(what: str, most: int) -> ServeError:

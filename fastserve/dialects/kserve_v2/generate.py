@@ -17,14 +17,7 @@ import msgspec
 from fastserve._ext.infer_reply import UnwritableOutput, write_items
 from fastserve._ext.json_writer import write_string
 from fastserve.dialects.kserve_v2.answers import in_words
-from fastserve.dialects.kserve_v2.errors import (
-    HTTP_STATUS,
-    error_body,
-    in_own_words,
-    invalid,
-    to_bytes,
-    to_text,
-)
+from fastserve.dialects.kserve_v2.errors import HTTP_STATUS, error_body, in_own_words, to_bytes, to_text
 from fastserve.dialects.kserve_v2.infer import check_json, headers_as_sent
 from fastserve.dialects.kserve_v2.inference import make_request
 from fastserve.dialects.kserve_v2.operations import Target
@@ -40,7 +33,7 @@ from fastserve.dialects.kserve_v2.values import (
     read_json,
     read_leaves,
 )
-from fastserve.errors import ModelError, ServeError
+from fastserve.errors import ModelError, ServeError, invalid
 from fastserve.request import InferResponse
 from fastserve.serving.generate import Event, alone, generate
 from fastserve.serving.model_view import ModelView, TensorView

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from fastserve.dialects.kserve_v2.calls import CALLS, Asked, Shown
-from fastserve.dialects.kserve_v2.errors import error_body, internal, invalid, unsupported
+from fastserve.dialects.kserve_v2.errors import error_body
 from fastserve.dialects.kserve_v2.operations import Target
 from fastserve.dialects.kserve_v2.service import JSON, TEXT, Service
 from fastserve.dialects.kserve_v2.settings import LOG_SETTINGS
@@ -26,7 +26,7 @@ from fastserve.dialects.kserve_v2.values import (
     read_json,
     read_object,
 )
-from fastserve.errors import ServeError
+from fastserve.errors import ServeError, internal, invalid, unsupported
 from fastserve.serving.device_regions import HANDLE_BYTES
 from fastserve.serving.model_control import LoadOverride
 from fastserve.wire.call import Call

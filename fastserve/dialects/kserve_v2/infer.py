@@ -16,14 +16,14 @@ from fastserve.dialects.kserve_v2.answers import (
     write_answer,
 )
 from fastserve.dialects.kserve_v2.body import read_body, read_header
-from fastserve.dialects.kserve_v2.errors import invalid, too_large
+from fastserve.dialects.kserve_v2.errors import too_large
 from fastserve.dialects.kserve_v2.frames import FastHttp
 from fastserve.dialects.kserve_v2.inference import Inference, deduce_raw
 from fastserve.dialects.kserve_v2.operations import Target
 from fastserve.dialects.kserve_v2.request import InferBody, Parameters
 from fastserve.dialects.kserve_v2.service import Service
 from fastserve.dialects.kserve_v2.traces import Traced
-from fastserve.errors import ServeError
+from fastserve.errors import ServeError, invalid
 from fastserve.request import InferResponse
 from fastserve.serving.model_view import ModelView
 from fastserve.serving.paths import LastPath

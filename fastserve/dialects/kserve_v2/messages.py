@@ -24,7 +24,6 @@ from fastserve._ext.proto_wire import (
 from fastserve._ext.slab import blank_bytes
 from fastserve.apart import APART_BYTES
 from fastserve.dialects.kserve_v2.answers import reply_parameters, show_outputs
-from fastserve.dialects.kserve_v2.errors import internal, invalid
 from fastserve.dialects.kserve_v2.request import (
     UINT64_MASK,
     Asked,
@@ -39,7 +38,7 @@ from fastserve.dialects.kserve_v2.request import (
     refuse_double,
     tag,
 )
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import Kind, ServeError, internal, invalid
 from fastserve.request import InferResponse, Lent
 from fastserve.serving.model_view import ModelView
 from fastserve.serving.rooms import Rooms

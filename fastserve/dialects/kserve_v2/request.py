@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastserve._ext.proto_wire import Unsigned
-from fastserve.dialects.kserve_v2.errors import invalid, to_bytes, to_text, unsupported
+from fastserve.dialects.kserve_v2.errors import to_bytes, to_text
 from fastserve.dialects.kserve_v2.values import INT64_MAX, Value, as_bool, as_string, as_uint, is_uint
-from fastserve.errors import ServeError
+from fastserve.errors import ServeError, invalid, unsupported
 from fastserve.request import Lent
 from fastserve.serving.shared_memory import Range
 

@@ -14,11 +14,11 @@ from google.protobuf.message import DecodeError
 
 from fastserve._ext.json_value import Members
 from fastserve.dialects.kserve_v2.calls import CALLS, Asked
-from fastserve.dialects.kserve_v2.errors import in_own_words, internal, invalid, unsupported
+from fastserve.dialects.kserve_v2.errors import in_own_words
 from fastserve.dialects.kserve_v2.operations import SERVICE, Operation
 from fastserve.dialects.kserve_v2.service import Service
 from fastserve.dialects.kserve_v2.settings import LOG_SETTINGS, RANGES
-from fastserve.errors import ServeError
+from fastserve.errors import ServeError, internal, invalid, unsupported
 from fastserve.protos import load
 from fastserve.serving.device_regions import HANDLE_BYTES
 from fastserve.serving.model_control import LoadOverride

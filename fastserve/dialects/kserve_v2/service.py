@@ -10,12 +10,12 @@ from time import monotonic_ns
 from fastserve.apart import Apart
 from fastserve.config import TritonOptions
 from fastserve.config.triton import parse_trace_config
-from fastserve.dialects.kserve_v2.errors import HTTP_STATUS, error_body, in_own_words, invalid
+from fastserve.dialects.kserve_v2.errors import HTTP_STATUS, error_body, in_own_words
 from fastserve.dialects.kserve_v2.request import Forwarding
 from fastserve.dialects.kserve_v2.settings import LogSettings, TraceSettings
 from fastserve.dialects.kserve_v2.traces import Traced, Traces
 from fastserve.dialects.kserve_v2.values import INT64_MAX
-from fastserve.errors import ServeError
+from fastserve.errors import ServeError, invalid
 from fastserve.metrics import names
 from fastserve.metrics.traffic import Traffic
 from fastserve.repository.keepers import Keepers

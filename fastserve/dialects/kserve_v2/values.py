@@ -14,8 +14,8 @@ from typing import TypeAlias, TypeVar
 
 from fastserve._ext.json_value import JSONSyntaxError, Members, parse
 from fastserve.codec.packing import pack_strings, pack_values
-from fastserve.dialects.kserve_v2.errors import internal, not_in_json, to_bytes, to_text
-from fastserve.errors import ServeError
+from fastserve.dialects.kserve_v2.errors import not_in_json, to_bytes, to_text
+from fastserve.errors import ServeError, internal
 from fastserve.tensor import DType, kserve_name
 
 Value: TypeAlias = "Members | list[Value] | bytes | int | float | bool | None"

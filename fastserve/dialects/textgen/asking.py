@@ -11,14 +11,14 @@ from abc import ABC, abstractmethod
 from random import getrandbits
 from typing import Generic, TypeVar
 
-from fastserve.dialects.textgen.errors import NO_ANSWER, Admission, invalid, refuse, tell
+from fastserve.dialects.textgen.errors import NO_ANSWER, Admission, refuse, tell
 from fastserve.dialects.textgen.infer_request import Asked
 from fastserve.dialects.textgen.inputs import BAD_TOKEN, MOST_TOKENS, TOKENS, too_long
 from fastserve.dialects.textgen.patience import Patience, deadline_ns
 from fastserve.dialects.textgen.running import Held
 from fastserve.dialects.textgen.service import Service
 from fastserve.dialects.textgen.sse import EventStream
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import Kind, ServeError, invalid
 from fastserve.serving.exchange import unforeseen
 from fastserve.serving.text import (
     Ending,

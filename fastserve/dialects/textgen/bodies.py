@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 
-from fastserve.dialects.textgen.errors import TooLarge, invalid
+from fastserve.dialects.textgen.errors import TooLarge
 from fastserve.dialects.textgen.service import Service
+from fastserve.errors import invalid
 from fastserve.wire.call import Call
 
 NOT_JSON = "Failed to parse request context to json"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -42,7 +41,6 @@ ERROR_TYPE = {
     503: "Service Unavailable",
 }
 NO_ANSWER = "Failed to get engine response"
-invalid = partial(ServeError, Kind.INVALID_ARGUMENT)
 
 
 class Admission(ServeError):

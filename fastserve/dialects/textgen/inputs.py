@@ -11,8 +11,7 @@ from typing import Any
 
 from fastserve.config import TextgenOptions
 from fastserve.dialects.textgen.bodies import is_integer
-from fastserve.dialects.textgen.errors import invalid
-from fastserve.errors import ServeError
+from fastserve.errors import ServeError, invalid
 
 MOST_TOKENS = MOST_TOKEN = 1 << 20
 OTHER_MEDIA = ("video_url", "audio_url")

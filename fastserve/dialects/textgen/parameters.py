@@ -12,7 +12,7 @@ from typing import Any
 
 from fastserve.config import TextgenOptions
 from fastserve.dialects.textgen.bodies import is_integer
-from fastserve.dialects.textgen.errors import invalid
+from fastserve.errors import invalid
 
 MOST_FLOAT = 3.4028234663852886e38
 MOST_INT = (1 << 31) - 1

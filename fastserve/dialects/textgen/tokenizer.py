@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 
 from fastserve.dialects.textgen.bodies import read_body
-from fastserve.dialects.textgen.errors import invalid, refuse
+from fastserve.dialects.textgen.errors import refuse
 from fastserve.dialects.textgen.inputs import check_length, too_long
 from fastserve.dialects.textgen.parameters import take
 from fastserve.dialects.textgen.paths import Named, Path
 from fastserve.dialects.textgen.service import Service
-from fastserve.errors import ServeError
+from fastserve.errors import ServeError, invalid
 from fastserve.serving.dialect import HttpRoute
 from fastserve.serving.text import TextTooLong
 from fastserve.wire.call import Call, Endpoint

@@ -13,13 +13,13 @@ import msgspec
 
 from fastserve.dialects.textgen.asking import Answer
 from fastserve.dialects.textgen.bodies import WORK, read_body
-from fastserve.dialects.textgen.errors import invalid, refuse
+from fastserve.dialects.textgen.errors import refuse
 from fastserve.dialects.textgen.infer_request import Asked
 from fastserve.dialects.textgen.paths import Named, Path
 from fastserve.dialects.textgen.replies import FINISH_REASON, milliseconds, quote
 from fastserve.dialects.textgen.service import NAME, Service
 from fastserve.dialects.textgen.triton_request import OUTPUT, read_text, read_tokens
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import Kind, ServeError, invalid
 from fastserve.serving.dialect import HttpRoute
 from fastserve.serving.text import Ending, TextModel, Token
 from fastserve.wire.call import Call, Endpoint

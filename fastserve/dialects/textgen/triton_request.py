@@ -13,10 +13,10 @@ from typing import Any
 
 from fastserve.config import TextgenOptions
 from fastserve.dialects.textgen.bodies import is_integer
-from fastserve.dialects.textgen.errors import invalid
 from fastserve.dialects.textgen.infer_request import Asked, make_asked
 from fastserve.dialects.textgen.inputs import MOST_TOKEN, Inputs, check_length, check_tokens
 from fastserve.dialects.textgen.parameters import MOST_INT, Rule, make_rules, read_parameters, take
+from fastserve.errors import invalid
 
 _ID = re.compile(r"[a-zA-Z0-9_-]{1,256}\Z")
 OUTPUT = "output0"

@@ -1,29 +1,10 @@
-"""Error kind -> HTTP status (spec 1.4) and the error body (spec 1.5). The only such table of this dialect."""
+"""The error body (spec 1.5), and why outputs cannot be written. Statuses are the canonical (spec 1.4)."""
 
 from __future__ import annotations
 
 from fastserve._ext.json_writer import WriterCode, WriterFault, write_error
 from fastserve.dialects.tfserving.names import TF_WORD
 from fastserve.errors import Kind, ServeError, invalid
-
-HTTP_STATUS: dict[Kind, int] = {
-    Kind.CANCELLED: 499,
-    Kind.UNKNOWN: 500,
-    Kind.INVALID_ARGUMENT: 400,
-    Kind.DEADLINE_EXCEEDED: 504,
-    Kind.NOT_FOUND: 404,
-    Kind.ALREADY_EXISTS: 409,
-    Kind.PERMISSION_DENIED: 403,
-    Kind.RESOURCE_EXHAUSTED: 429,
-    Kind.FAILED_PRECONDITION: 400,
-    Kind.ABORTED: 409,
-    Kind.OUT_OF_RANGE: 400,
-    Kind.UNIMPLEMENTED: 501,
-    Kind.INTERNAL: 500,
-    Kind.UNAVAILABLE: 503,
-    Kind.DATA_LOSS: 500,
-    Kind.UNAUTHENTICATED: 401,
-}
 
 
 def error_body(message: str) -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable
 from fastserve.apart import Apart
 from fastserve.backends.base import wrong_rows_rank
 from fastserve.config import TFServingOptions
-from fastserve.dialects.tfserving.errors import HTTP_STATUS, error_body
+from fastserve.dialects.tfserving.errors import error_body
 from fastserve.dialects.tfserving.monitoring import Monitor
 from fastserve.dialects.tfserving.routes import Target
 from fastserve.dialects.tfserving.signatures import Signatures
@@ -19,7 +19,7 @@ from fastserve.serving.dialect import ServingContext
 from fastserve.serving.paths import Kept
 from fastserve.serving.slow_path import SlowRequest
 from fastserve.wire.call import Call
-from fastserve.wire.dialect import retry_after
+from fastserve.wire.dialect import CANONICAL_STATUS, retry_after
 from fastserve.wire.inflate import inflate, work_of
 
 JSON = b"application/json"
@@ -90,7 +90,7 @@ class Service:
         """Reply with an error."""
         told = own_words(fault)
         headers = (*self.headers, *retry_after(told))
-        call.reply(HTTP_STATUS[told.kind], error_body(told.message), JSON, headers)
+        call.reply(CANONICAL_STATUS[told.kind], error_body(told.message), JSON, headers)
         self.count_refused(model, fault, told)
 
 

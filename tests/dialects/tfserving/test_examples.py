@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from fastserve.dialects.tfserving.errors import HTTP_STATUS
 from fastserve.dialects.tfserving.examples import Example, Feature, read_examples, serialize_example
 from fastserve.dialects.tfserving.features import decode_feature
 from fastserve.errors import ServeError
 from fastserve.tensor import DTYPES, TensorSpec
+from fastserve.wire.dialect import CANONICAL_STATUS
 from tests.dialects.tfserving.fakes import to_array
 from tests.dialects.tfserving.vectors import Vector, body_of, each, plain
 
@@ -41,7 +41,7 @@ def test_vector(vector: Vector) -> None:
         with pytest.raises(ServeError) as caught:
             read_examples(body)
         assert caught.value.message == expected["error"]
-        assert HTTP_STATUS[caught.value.kind] == expected["http_status"]
+        assert CANONICAL_STATUS[caught.value.kind] == expected["http_status"]
         return
     got = read_examples(body)
     assert got.signature_name == expected.get("signature_name", "")

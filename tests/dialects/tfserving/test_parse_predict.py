@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from fastserve.dialects.tfserving import predict
 from fastserve.dialects.tfserving.document import read_document
-from fastserve.dialects.tfserving.errors import HTTP_STATUS
 from fastserve.dialects.tfserving.explain import read_tensors
 from fastserve.dialects.tfserving.signatures import Signatures
 from fastserve.errors import ServeError
@@ -24,6 +23,7 @@ from fastserve.repository.model_config import parse_model_config
 from fastserve.repository.signature import Signature
 from fastserve.repository.version import Version
 from fastserve.tensor import DTYPES, DType, Tensor, TensorSpec
+from fastserve.wire.dialect import CANONICAL_STATUS
 from tests.dialects.tfserving.deviations import is_deviation
 from tests.dialects.tfserving.fakes import HALF_PLUS_TWO, to_array
 from tests.dialects.tfserving.vectors import ALL, DTYPE_BY_TF_NAME, Vector, body_of, each, plain
@@ -84,7 +84,7 @@ def outcome(read: Callable[[], Any]) -> Any:
     try:
         return read()
     except ServeError as fault:
-        return Refusal(fault.kind.name, HTTP_STATUS[fault.kind], fault.message)
+        return Refusal(fault.kind.name, CANONICAL_STATUS[fault.kind], fault.message)
 
 
 @each("parse_predict_request")

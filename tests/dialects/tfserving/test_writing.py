@@ -14,7 +14,7 @@ from fastserve.codec.packing import pack_strings
 from fastserve.dialects.tfserving import predict
 from fastserve.dialects.tfserving.classify import write_results
 from fastserve.dialects.tfserving.describe import join_metadata, tensor_info, write_status
-from fastserve.dialects.tfserving.errors import HTTP_STATUS, error_body
+from fastserve.dialects.tfserving.errors import error_body
 from fastserve.dialects.tfserving.monitoring import (
     LATENCY_BOUNDS_US,
     Monitor,
@@ -29,6 +29,7 @@ from fastserve.errors import Kind, ServeError
 from fastserve.repository.model_config import parse_model_config
 from fastserve.repository.version import Version, VersionState
 from fastserve.tensor import DTYPES, Tensor
+from fastserve.wire.dialect import CANONICAL_STATUS
 from tests.dialects.tfserving.fakes import HALF_PLUS_TWO, to_tensor
 from tests.dialects.tfserving.vectors import DTYPE_BY_TF_NAME, Vector, body_of, each, plain
 
@@ -155,12 +156,12 @@ def test_error_reply(vector: Vector) -> None:
 
 @each("status_to_http")
 def test_status_code(vector: Vector) -> None:
-    kinds = {kind.name: status for kind, status in HTTP_STATUS.items()} | {"OK": 200}
+    kinds = {kind.name: status for kind, status in CANONICAL_STATUS.items()} | {"OK": 200}
     assert kinds.get(vector["input"]["code"], 500) == vector["expected"]["http_status"]
 
 
 def test_every_kind_has_a_status() -> None:
-    assert set(HTTP_STATUS) == set(Kind)
+    assert set(CANONICAL_STATUS) == set(Kind)
 
 
 @each("rest_status_body")
