@@ -4,7 +4,7 @@ from libc.stdint cimport uint32_t, uint64_t
 from slot_verbs cimport *
 
 cdef extern from "token_records.h" nogil:
-    bint records_take(const Arena*, uint32_t owner, const Message*)
+    bint records_take(const Arena*, uint32_t worker, uint32_t owner, const Message*)
 
 
 cdef inline dict read_moves(tuple states, tuple events):
@@ -35,28 +35,28 @@ cdef inline list read_places(const Arena* arena, Slot* slot, uint32_t reserved):
     return found
 
 
-cdef inline int read_message(const Arena* arena, const Claims* claims, uint32_t owner, const Message* message, list found) except -1:
-    """Adds what a worker says: (slot, seq), or (PART, (slot, seq, row, slab offset, bytes, final)), or (RECORDS,
+cdef inline int read_message(const Arena* arena, const Claims* claims, uint32_t worker, uint32_t owner, const Message* message, list found) except -1:
+    """Adds what a worker says to `owner`: (slot, seq), or (PART, (slot, seq, row, slab offset, bytes, final)), or (RECORDS,
     (slab offset, bytes)); PART is -2, RECORDS -3."""
     if message.kind == PART_MESSAGE:
-        if part_take(arena, claims, owner, message):
+        if part_take(arena, claims, worker, owner, message):
             found.append((-2, (message.slot, message.seq, part_row(message), message.value,
                                <uint32_t>message.part, bool(message.part >> 63))))
     elif message.kind == RECORDS_MESSAGE:
-        if records_take(arena, owner, message):
+        if records_take(arena, worker, owner, message):
             found.append((-3, (message.value, message.part)))
     elif message.slot < arena.slots:
         found.append((message.slot, message.seq))
     return 0
 
 
-cdef inline int read_ring(const Arena* arena, const Claims* claims, uint32_t owner, MessageRing* ring, list found) except -1:
+cdef inline int read_ring(const Arena* arena, const Claims* claims, uint32_t worker, uint32_t owner, MessageRing* ring, list found) except -1:
     """Adds all that one worker says."""
     cdef Message message
     cdef uint32_t left = arena.ring_capacity     # it may claim to have written any number
     while left and message_peek(ring, arena.ring_capacity, &message):
         left -= 1
-        read_message(arena, claims, owner, &message, found)
+        read_message(arena, claims, worker, owner, &message, found)
         message_drop(ring)
     return 0
 

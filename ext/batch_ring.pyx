@@ -58,6 +58,7 @@ cdef class BatchRing:
     cdef Arena arena
     cdef object memory                  # holds the buffer: nobody unmaps it under the ring
     cdef readonly int front, worker, inputs, outputs
+    cdef uint32_t owner                 # of slabs: us
     cdef readonly uint32_t slots, max_rows
     cdef int own_bell, control
     cdef int[MAX_WORKERS] worker_bells
@@ -81,6 +82,7 @@ cdef class BatchRing:
         self.memory, self.front, self.worker, self.own_bell, self.control = memory, front, worker, own_bell, control
         self.slots, self.max_rows, self.arena.front = self.arena.slots, self.arena.max_rows, max(front, 0)
         self.inputs, self.outputs = self.arena.inputs, self.arena.outputs
+        self.owner = worker_owner(&self.arena, worker) if worker >= 0 else 1 + front
         for i in range(MAX_WORKERS):
             self.worker_bells[i] = worker_bells[i] if i < len(worker_bells) else -1
         for i in range(MAX_FRONTS):
@@ -172,7 +174,7 @@ cdef class BatchRing:
         bell_clear(self.own_bell)
         desk_exchange(&desk.rung, 0)
         for w in range(self.arena.workers):
-            read_ring(&self.arena, &self.claims, self.owner(), ring_of(&self.arena, w, self.front), found)
+            read_ring(&self.arena, &self.claims, w, self.owner, ring_of(&self.arena, w, self.front), found)
         if desk_exchange(&desk.rescan, 0):
             found.append((-1, 0))
         return found
@@ -317,7 +319,7 @@ cdef class BatchRing:
         release_slab(&self.arena, &at.out_offset, at.tag)   # of a worker that died after answering this place
         at.status, at.out_offset, at.out_bytes = status, offset, nbytes
         if offset:
-            slab_give(&self.arena.slabs, offset, self.owner(), place_owner(at.tag))
+            slab_give(&self.arena.slabs, offset, self.owner, place_owner(at.tag))
 
     def publish(self, uint32_t slot) -> bool:
         """The batch is done: tell every front that waits. False when this worker does not hold it."""
@@ -342,12 +344,12 @@ cdef class BatchRing:
         """One part of a place's answer, in a slab of this worker's (0: none), which changes hands. False: no
         room in the ring now, the slab is still ours."""
         self.check(<int64_t>slot << 16 | row, 1)
-        return part_send(&self.arena, self.worker, self.owner(), self.front_bells, slot, row, offset, nbytes, final)
+        return part_send(&self.arena, self.worker, self.owner, self.front_bells, slot, row, offset, nbytes, final)
 
     def keep_inputs(self, uint32_t slot, uint32_t row) -> int:
         """Take a place's input slab over, for a model that still looks at it; its offset, to be returned later."""
         self.check(<int64_t>slot << 16 | row, 1)
-        return part_keep_inputs(&self.arena, self.owner(), slot, row)
+        return part_keep_inputs(&self.arena, self.owner, slot, row)
 
     # --- the owner, after a death ----------------------------------------------------------------
 
@@ -366,7 +368,7 @@ cdef class BatchRing:
                 self.fail(i, kind, text)
                 slot_publish(&self.arena, i, worker, self.max_rows, &freed)
                 failed += 1
-        slab_reclaim(&self.arena.slabs, WORKER_OWNER + worker)
+        life_end(&self.arena, worker % self.arena.workers)
         desk_exchange(&self.arena.header.worker[worker].asleep, AWAKE)
         ask_to_look(&self.arena, self.front_bells, ~<uint64_t>0)    # it may have died between publishing and telling them
         self.kick_all()                                             # or been woken for what another must now take
@@ -413,12 +415,9 @@ cdef class BatchRing:
 
     # --- slabs ----------------------------------------------------------------------------------
 
-    cdef uint32_t owner(self):
-        return WORKER_OWNER + self.worker if self.worker >= 0 else 1 + self.front
-
     def lease(self, uint64_t nbytes) -> int:
         """Offset of a slab of at least nbytes bytes, 0 when there is no room."""
-        return slab_lease(&self.arena.slabs, nbytes, self.owner()) if self.arena.slabs.pages else 0
+        return slab_lease(&self.arena.slabs, nbytes, self.owner) if self.arena.slabs.pages else 0
 
     def return_lease(self, uint64_t offset) -> None:
         """Give a slab back."""
@@ -426,7 +425,7 @@ cdef class BatchRing:
 
     def give_worker(self, uint64_t offset, uint32_t worker) -> None:
         """A slab of ours becomes a worker's, who returns it; it goes with that worker."""
-        slab_give(&self.arena.slabs, offset, self.owner(), WORKER_OWNER + worker)
+        slab_give(&self.arena.slabs, offset, self.owner, worker_owner(&self.arena, worker % self.arena.workers))
 
     def slab(self, uint64_t offset, uint64_t nbytes, bint writable=False):
         """The bytes of a leased slab; raises when offset and nbytes are no lease."""
@@ -439,7 +438,7 @@ cdef class BatchRing:
         self.check(place, 1)
         cdef Row* row = claim_row(&self.arena, place)
         row.tag, row.in_offset, row.in_bytes = claim_of(&self.arena, &self.claims, place), offset, nbytes
-        slab_give(&self.arena.slabs, offset, self.owner(), place_owner(row.tag))
+        slab_give(&self.arena.slabs, offset, self.owner, place_owner(row.tag))
         return claim_of(&self.arena, &self.claims, place)
 
     def answer_slab(self, int64_t place) -> tuple:

@@ -7,13 +7,14 @@ One writer, one reader, no lock: see include/message.h. The same verbs carry a b
 worker to a front inside an arena (batch_ring). The memory is borrowed from the caller.
 """
 
-from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memset
 
 cdef extern from "message.h" nogil:
     ctypedef struct Message:
         uint64_t seq
-        uint32_t slot, kind
+        uint32_t slot
+        uint16_t kind
         uint64_t value
     ctypedef struct Ring "MessageRing":
         pass
@@ -50,7 +51,7 @@ cdef class MessageRing:
         self.ring = <Ring*>&memory[0]
         self.capacity, self.bell = capacity, bell
 
-    def push(self, *, uint32_t kind, uint32_t slot=0, uint64_t seq=0, uint64_t value=0) -> bool:
+    def push(self, *, uint16_t kind, uint32_t slot=0, uint64_t seq=0, uint64_t value=0) -> bool:
         """Add a message and ring; False when the ring is full and nothing was added."""
         cdef Message message
         memset(&message, 0, sizeof(Message))

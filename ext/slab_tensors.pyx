@@ -15,7 +15,7 @@ from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 from copying cimport copy_one
-from slot_verbs cimport Arena, WORKER_OWNER, arena_attach, slab_holds, slab_lease
+from slot_verbs cimport Arena, arena_attach, slab_holds, slab_lease, worker_owner
 
 cdef extern from "slab_tensors.h" nogil:
     enum: TENSORS_MAGIC, TENSORS_NOTED, TENSOR_AXES, NOTE_TAIL, DT_NONE, DT_COUNT, DT_BYTES
@@ -246,7 +246,7 @@ cdef class SlabDesk:
             raise ValueError("this memory holds no arena with slabs of this version")
         self.memory = memory.base
         self.readable = PyMemoryView_FromObject(self.memory).toreadonly()
-        self.owner = WORKER_OWNER + worker if worker >= 0 else 1 + front
+        self.owner = worker_owner(&self.arena, worker) if worker >= 0 else 1 + front
         if make_array is not None and len(types) < DT_COUNT:
             raise ValueError(f"{DT_COUNT} types, one for each dtype code, not {len(types)}")
         self.make_array, self.types = make_array, types

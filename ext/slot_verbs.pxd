@@ -1,6 +1,6 @@
 """The C side of the batch ring, for the modules that call it: include/reclaim.h and doorbell.h. Header only."""
 
-from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
 cdef extern from "reclaim.h" nogil:
     enum: MAX_WORKERS, MAX_FRONTS, MAX_COLUMNS, MAX_BATCH_ROWS, ERROR_BYTES, NO_WORKER, SLAB_PAGE
@@ -53,7 +53,8 @@ cdef extern from "reclaim.h" nogil:
         Slabs slabs
     ctypedef struct Message:
         uint64_t seq
-        uint32_t slot, kind
+        uint32_t slot
+        uint16_t kind
         uint64_t value, part, tag
     ctypedef struct MessageRing:
         pass
@@ -103,7 +104,7 @@ cdef extern from "reclaim.h" nogil:
     bint slab_give(const Slabs*, uint64_t, uint32_t giver, uint32_t taker)
     uint32_t slab_reclaim(const Slabs*, uint32_t)
     uint32_t slab_used(const Slabs*)
-    enum: WORKER_OWNER, OWNER_PLACE
+    enum: OWNER_PLACE
     uint32_t place_owner(uint64_t tag)
     void release_slab(const Arena*, uint64_t* held, uint64_t tag)
     uint32_t slot_see(const Arena*, Slot*)
@@ -129,7 +130,9 @@ cdef extern from "notify.h" nogil:
     uint32_t part_row(const Message*)
     uint32_t parts_taken(const Arena*, uint32_t slot, uint32_t row)
     void counters_rerun(const Arena*, Slot*, uint32_t rows, uint64_t took_ns)
-    bint part_take(const Arena*, const Claims*, uint32_t owner, const Message*)
+    bint part_take(const Arena*, const Claims*, uint32_t worker, uint32_t owner, const Message*)
+    uint32_t worker_owner(const Arena*, uint32_t worker)
+    void life_end(const Arena*, uint32_t worker)
     uint64_t part_keep_inputs(const Arena*, uint32_t owner, uint32_t slot, uint32_t row)
     void tell_workers(Arena*, const int* bells)
     void tell_all_workers(Arena*, const int* bells)

@@ -13,7 +13,6 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
-from os import urandom
 from slot_verbs cimport *
 
 cdef extern from "token_records.h" nogil:
@@ -22,7 +21,7 @@ cdef extern from "token_records.h" nogil:
         uint32_t magic, ids
         uint64_t note_bytes
     ctypedef struct RecordsHead:
-        uint64_t tag, nbytes
+        uint64_t nbytes
         uint32_t count
     ctypedef struct TokenRecord:
         uint64_t rid
@@ -48,7 +47,7 @@ cdef extern from "token_records.h" nogil:
     uint32_t record_extra(const TokenRecord*)
     uint32_t record_finish(const TokenRecord*)
     int64_t prompt_note(const uint8_t*, uint64_t, PromptHead*)
-    bint sender_open(const Arena*, Sender*, uint32_t window, uint64_t seed)
+    bint sender_open(const Arena*, Sender*, uint32_t window)
     void sender_close(Sender*)
     uint64_t seat_take(const Arena*, Sender*, uint32_t slot, uint64_t deadline_ns)
     Seat* seat_of(const Arena*, const Sender*, uint64_t rid)
@@ -115,7 +114,7 @@ cdef class TokenSender:
     cdef Arena arena
     cdef object memory
     cdef Sender sender
-    cdef uint32_t worker
+    cdef uint32_t worker, owner
     cdef int bell, control
     cdef int[MAX_FRONTS] front_bells
     cdef uint32_t[FINISHES] statuses
@@ -126,9 +125,10 @@ cdef class TokenSender:
         cdef int i
         if not arena_attach(&self.arena, &memory[0], memory.shape[0]) or worker >= self.arena.workers:
             raise ValueError("this memory holds no arena with such a worker")
-        if not sender_open(&self.arena, &self.sender, window, int.from_bytes(urandom(8), "little")):
+        if not sender_open(&self.arena, &self.sender, window):
             raise MemoryError
         self.memory, self.worker, self.bell, self.control = memory, worker, own_bell, control
+        self.owner = worker_owner(&self.arena, worker)
         for i in range(MAX_FRONTS):
             self.front_bells[i] = front_bells[i] if i < len(front_bells) else -1
         for i in range(FINISHES):
@@ -160,7 +160,7 @@ cdef class TokenSender:
             raise LookupError(f"no sequence {rid}: it has ended, or was never here")
         if finish >= FINISHES or PyBytes_GET_SIZE(extra) > EXTRA_MOST:
             raise ValueError(f"finish {finish}, {PyBytes_GET_SIZE(extra)} extra bytes: at most {FINISHES - 1} and {EXTRA_MOST}")
-        if not seat_say(&self.arena, &self.sender, WORKER_OWNER + self.worker, seat, token, finish, took_us,
+        if not seat_say(&self.arena, &self.sender, self.owner, seat, token, finish, took_us,
                         <const uint8_t*>PyBytes_AS_STRING(extra), <uint32_t>PyBytes_GET_SIZE(extra)):
             raise MemoryError
         if finish and self.statuses[finish]:
@@ -210,7 +210,7 @@ cdef class TokenSender:
         cdef list over = []
         for f in range(self.arena.fronts):
             if self.sender.piles[f].used:
-                pile_send(&self.arena, &self.sender, self.worker, WORKER_OWNER + self.worker, f, self.front_bells[f])
+                pile_send(&self.arena, &self.sender, self.worker, self.owner, f, self.front_bells[f])
         for i in range(self.sender.endings):
             slot = self.sender.ended[i]
             if self.sender.piles[self.sender.seats[slot].front].used:

@@ -111,7 +111,7 @@ typedef struct { uint64_t runs, input_ns, infer_ns, output_ns; } RunCounters;   
 enum { SPREADS = 5, SPREAD_BUCKETS = 512 };
 typedef struct { uint64_t bucket[SPREAD_BUCKETS]; } Spread;
 
-typedef struct { alignas(64) uint32_t asleep; uint32_t present; uint64_t batches; } WorkerDesk;
+typedef struct { alignas(64) uint32_t asleep; uint32_t present, lives; uint64_t batches; } WorkerDesk;    // lives: deaths so far
 typedef struct { alignas(64) uint32_t rung; uint32_t rescan; } FrontDesk;
 
 enum { AWAKE = 0, ASLEEP = 1, ASLEEP_UNTIL_DUE = 2, ASLEEP_FULL = 3 };     // WorkerDesk.asleep; full: takes nothing now

@@ -10,9 +10,10 @@
 typedef struct {
     uint64_t seq;       // which opening of the slot this is about
     uint32_t slot;
-    uint32_t kind;      // MESSAGE_*
+    uint16_t kind;      // *_MESSAGE
+    uint16_t life;      // of the worker that sends a slab (slab.h)
     uint64_t value;     // a part: the offset of its slab, 0 for none
-    uint64_t part;      // a part: | final 1 | unused 15 | row 16 | bytes 32 |
+    uint64_t part;      // a part: | final 1 | unused 15 | row 16 | bytes 32 |; tokens: bytes
     uint64_t tag;       // a part: of the place it is for (claims.h)
 } Message;
 

@@ -3,7 +3,11 @@
 //
 //   DONE  {seq, slot}                           the batch has been published
 //   PART  {seq, slot, slab, row, bytes, final}  one part of the answer to one place of a batch still running
-//   RECORDS {worker, slab, bytes, tag}          tokens of any number of sequences (token_records.h)
+//   RECORDS {slab, bytes}                       tokens of any number of sequences (token_records.h)
+//
+// A slab that is sent stays its worker's until the message is in the ring: whoever dies before leaves it to be
+// reclaimed with the worker. The front takes it before it drops the message, so that the next front finds both or
+// neither. A message that outlives its slab names a life that no lease is of.
 #pragma once
 #include "doorbell.h"
 #include "claims.h"
@@ -26,13 +30,36 @@ static inline bool tell_front(const Arena *a, uint32_t worker, uint32_t front, i
 // `fronts` has a bit for each front that waits for the batch.
 static inline void tell_done(const Arena *a, uint32_t worker, uint64_t fronts, const int *bells, uint32_t slot, uint64_t seq)
 {
-    Message message = {seq, slot, DONE_MESSAGE, 0, 0, 0};
+    Message message = {seq, slot, DONE_MESSAGE, 0, 0, 0, 0};
     for (uint32_t f = 0; f < a->fronts; f++)
         if (fronts >> f & 1)
             tell_front(a, worker, f, bells[f], &message);
 }
 
-// The slab at `offset` (0: none), held by `owner`, becomes the place's; false when the ring has no room.
+// How a worker is known as an owner of slabs: one that comes after its death is another.
+static inline uint32_t worker_owner(const Arena *a, uint32_t worker)
+{
+    return life_owner(worker, __atomic_load_n(&a->header->worker[worker].lives, __ATOMIC_ACQUIRE));
+}
+
+// A worker has died: its slabs are free, and what it has sent and not handed over is nobody's.
+static inline void life_end(const Arena *a, uint32_t worker)
+{
+    uint32_t owner = worker_owner(a, worker);
+    __atomic_add_fetch(&a->header->worker[worker].lives, 1, __ATOMIC_ACQ_REL);
+    slab_reclaim(&a->slabs, owner);
+}
+
+static inline uint16_t life_of(uint32_t owner) { return owner >> 16; }
+
+// The slab of a message of `worker` becomes `owner`'s. False when it is no longer what the message was about.
+static inline bool sent_take(const Arena *a, uint32_t worker, uint32_t owner, const Message *message)
+{
+    return slab_give(&a->slabs, message->value, life_owner(worker, message->life), owner);
+}
+
+// The slab at `offset` (0: none), held by `owner`, is sent to a place's front; false when the ring has no room. Once
+// it is, it is the place's, unless the front was quicker: an answer whose batch is done outlives its worker.
 static inline bool part_send(const Arena *a, uint32_t worker, uint32_t owner, const int *bells, uint32_t slot, uint32_t row,
                              uint64_t offset, uint32_t nbytes, bool final)
 {
@@ -41,16 +68,14 @@ static inline bool part_send(const Arena *a, uint32_t worker, uint32_t owner, co
     uint64_t tag = place->tag;
     if (front >= a->fronts)
         return false;
-    Message message = {slot_at(a, slot)->seq, slot, PART_MESSAGE, offset, (uint64_t)final << 63 | (uint64_t)row << 32 | nbytes, tag};
+    Message message = {slot_at(a, slot)->seq, slot, PART_MESSAGE, life_of(owner), offset,
+                       (uint64_t)final << 63 | (uint64_t)row << 32 | nbytes, tag};
+    if (!tell_front(a, worker, front, bells[front], &message))
+        return false;
     if (offset)
         slab_give(&a->slabs, offset, owner, place_owner(tag));
-    if (tell_front(a, worker, front, bells[front], &message)) {
-        slot_at(a, slot)->moved_ns = monotonic_ns();
-        return true;
-    }
-    if (offset)
-        slab_give(&a->slabs, offset, place_owner(tag), owner);
-    return false;
+    slot_at(a, slot)->moved_ns = monotonic_ns();
+    return true;
 }
 
 // How many parts of a place the front has taken. A worker that asks waits for its reader, and does not hang.
@@ -64,28 +89,32 @@ static inline uint32_t part_row(const Message *message) { return message->part >
 
 // Whether a part that came is for a place of ours; its slab is this front's from here on. A part for a place
 // that is no longer ours (its caller left and the slot went on, or it was for a front that died) goes back.
-static inline bool part_take(const Arena *a, const Claims *claims, uint32_t owner, const Message *message)
+static inline bool part_take(const Arena *a, const Claims *claims, uint32_t worker, uint32_t owner, const Message *message)
 {
     if (message->slot >= a->slots || part_row(message) >= a->max_rows)
         return false;
-    if (message->value && slab_owner(&a->slabs, message->value) != place_owner(message->tag))
-        return false;   // not what the worker sent
+    // In the order in which it changes hands, so that it is met in the one or the other.
+    if (message->value && !sent_take(a, worker, owner, message) &&
+        !slab_give(&a->slabs, message->value, place_owner(message->tag), owner))
+        return false;   // not what the worker sent, or it died as it did
     bool ours = message->tag == claim_of(a, claims, (int64_t)message->slot << 16 | part_row(message));
-    if (message->value && ours)
-        slab_give(&a->slabs, message->value, place_owner(message->tag), owner);
-    else if (message->value)
+    if (message->value && !ours)
         slab_release(&a->slabs, message->value);
     return ours;
 }
 
 // The worker takes a place's input slab over; its offset, 0 when there is none. A batch without its inputs
-// cannot be run again: should the worker die before it has published it, it fails.
+// cannot be run again: should the worker die before it has published it, it fails. The place forgets it last: it
+// lets go of what is its own alone, so a death in between leaves nothing.
 static inline uint64_t part_keep_inputs(const Arena *a, uint32_t owner, uint32_t slot, uint32_t row)
 {
     Row *place = rows_of(slot_at(a, slot)) + row;
     __atomic_store_n(&slot_at(a, slot)->attempts, UINT32_MAX, __ATOMIC_RELEASE);
-    uint64_t offset = __atomic_exchange_n(&place->in_offset, (uint64_t)0, __ATOMIC_ACQ_REL);
-    return offset && slab_give(&a->slabs, offset, place_owner(place->tag), owner) ? offset : 0;
+    uint64_t offset = __atomic_load_n(&place->in_offset, __ATOMIC_ACQUIRE);
+    if (!offset || !slab_give(&a->slabs, offset, place_owner(place->tag), owner))
+        return 0;
+    __atomic_store_n(&place->in_offset, (uint64_t)0, __ATOMIC_RELEASE);
+    return offset;
 }
 
 // Wake a sleeper for every batch this process has made ready, and one more for the rows of the open batch; who

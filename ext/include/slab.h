@@ -15,13 +15,17 @@
 #include <string.h>
 #include <sys/mman.h>
 
-// Owners: fronts are 1.., workers WORKER_OWNER..; what is attached to a place has an owner made of its tag, or
+// Owners: fronts are 1.., workers WORKER_OWNER.. with the number of their life above it (worker_owner()), so that nobody
+// takes a lease of the next life for one of the last; what is attached to a place has an owner made of its tag, or
 // OWNER_PLACE where the one that attached it died.
 enum { SLAB_PAGE = 4096, SLAB_MAGIC = 0x626c7361, WORKER_OWNER = 0x4000, OWNER_PLACE = 0xffff };
 static const uint32_t INSIDE = 0xffffffffu;
 enum { FREE_CLEAN = 0, FREE_WARM = 1, FREE_OLD = 2 };
 enum { HINT_TRIES = 64, TRIM_RUN = 256 };
-static inline uint32_t place_owner(uint64_t tag) { return 0x80000000u | (uint32_t)tag; }
+static const uint32_t PLACES = 0x80000000u;
+static inline uint32_t place_owner(uint64_t tag) { return PLACES | (uint32_t)tag; }
+static inline uint32_t life_owner(uint32_t worker, uint32_t life) { return WORKER_OWNER + worker + ((life & 0x7fff) << 16); }
+static inline bool same_process(uint32_t a, uint32_t b) { return a == b || (((a | b) & PLACES) == 0 && (a & 0xffff) == (b & 0xffff)); }
 
 // `hint` is | how often something was freed 32 | a page 32 |: no page below it is free. `top`: no page from it on was ever leased.
 typedef struct { uint32_t magic, pages; uint64_t pages_offset; alignas(64) uint64_t hint; uint64_t top; alignas(64) uint64_t words[1]; } SlabHeader;
@@ -210,8 +214,9 @@ static inline bool slab_give(const Slabs *s, uint64_t offset, uint32_t from, uin
                                                     __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
 }
 
-// Free what a dead owner held; returns the number of pages. Later pages of a lease keep the owner that
-// claimed them, so a whole lease is judged by its first page.
+// Free what a dead owner held, in any of its lives; returns the number of pages. Later pages of a lease keep the
+// owner that claimed them, so a whole lease is judged by its first page: who takes it over meanwhile (slab_give)
+// has all of it, or nothing.
 static inline uint32_t slab_reclaim(const Slabs *s, uint32_t owner)
 {
     uint32_t freed = 0, top = slab_top(s);
@@ -220,8 +225,12 @@ static inline uint32_t slab_reclaim(const Slabs *s, uint32_t owner)
         uint32_t count = (uint32_t)word;
         if (word_free(word) || count == 0 || count == INSIDE || count > s->pages - page)
             count = 1;
-        for (uint32_t i = count; word >> 32 == owner && i-- > 0;) {
-            uint64_t held = i ? slab_load(s, page + i) : word;
+        bool whole = count > 1, theirs = !word_free(word) && same_process((uint32_t)(word >> 32), owner);
+        if (theirs && whole && !__atomic_compare_exchange_n(slab_word(s, page), &word, word | INSIDE, false,
+                                                            __ATOMIC_ACQ_REL, __ATOMIC_RELAXED))
+            continue;
+        for (uint32_t i = count; theirs && i-- > 0;) {
+            uint64_t held = i ? slab_load(s, page + i) : whole ? word | INSIDE : word;
             if (word_free(held) || (i && (uint32_t)held != INSIDE))
                 continue;
             freed += __atomic_compare_exchange_n(slab_word(s, page + i), &held, (uint64_t)FREE_WARM, false,

@@ -4,8 +4,7 @@
 //   tokens, in a slab of the worker's: [ RecordsHead | TokenRecord x count | their extra bytes, one after the other ]
 //
 // A front hears of tokens by one RECORDS message for all of a step that are for it. The slab is the worker's until the
-// front takes it, before it drops the message: whoever dies leaves it to be reclaimed with the one or the other, and a
-// message that outlives its slab finds another tag there. A sequence is known by its rid,
+// front takes it (notify.h). A sequence is known by its rid,
 // | 01 | of its place's tag 46 | slot 16 |: as its front alone made the tag, whatever is written elsewhere in shared
 // memory brings nobody the tokens of somebody else.
 #pragma once
@@ -14,7 +13,7 @@
 enum { PROMPT_MAGIC = 0x746d7270, EXTRA_MOST = 0xffffff, FINISHES = 16 };
 
 typedef struct { uint32_t magic, ids; uint64_t note_bytes; } PromptHead;
-typedef struct { uint64_t tag, nbytes; uint32_t count, unused; } RecordsHead;
+typedef struct { uint64_t nbytes; uint32_t count, unused; } RecordsHead;
 typedef struct {
     uint64_t rid;
     int32_t token;          // -1 for none
@@ -70,15 +69,14 @@ typedef struct {
     uint32_t *active, *ended;
     uint32_t actives, endings, window;
     Pile piles[MAX_FRONTS];
-    uint64_t next_tag;
 } Sender;
 
-static inline bool sender_open(const Arena *a, Sender *s, uint32_t window, uint64_t seed)
+static inline bool sender_open(const Arena *a, Sender *s, uint32_t window)
 {
     s->seats = (Seat *)calloc(a->slots, sizeof(Seat));
     s->active = (uint32_t *)calloc(a->slots, sizeof(uint32_t));
     s->ended = (uint32_t *)calloc(a->slots, sizeof(uint32_t));
-    s->window = window, s->next_tag = seed;
+    s->window = window;
     return s->seats && s->active && s->ended;
 }
 
@@ -176,7 +174,7 @@ static inline bool seat_room(const Arena *a, const Sender *s, Seat *seat)
 static inline bool pile_send(const Arena *a, Sender *s, uint32_t worker, uint32_t owner, uint32_t front, int bell)
 {
     Pile *pile = s->piles + front;
-    RecordsHead head = {++s->next_tag, sizeof(RecordsHead) + pile->used + pile->extra_used, (uint32_t)(pile->used / sizeof(TokenRecord)), 0};
+    RecordsHead head = {sizeof(RecordsHead) + pile->used + pile->extra_used, (uint32_t)(pile->used / sizeof(TokenRecord)), 0};
     uint64_t offset = slab_lease(&a->slabs, head.nbytes, owner);
     if (!offset)
         return false;
@@ -185,7 +183,7 @@ static inline bool pile_send(const Arena *a, Sender *s, uint32_t worker, uint32_
     memcpy(at + sizeof head, pile->records, pile->used);
     if (pile->extra_used)
         memcpy(at + sizeof head + pile->used, pile->extra, pile->extra_used);
-    Message message = {worker, 0, RECORDS_MESSAGE, offset, head.nbytes, head.tag};
+    Message message = {0, 0, RECORDS_MESSAGE, life_of(owner), offset, head.nbytes, 0};
     if (!tell_front(a, worker, front, bell, &message)) {
         slab_release(&a->slabs, offset);
         return false;
@@ -226,18 +224,9 @@ static inline void sender_beat(const Arena *a, const Sender *s)
 
 // The slab of a RECORDS message becomes this front's, to be read and given back. False when it is no longer what the
 // message was about: its worker died.
-static inline bool records_take(const Arena *a, uint32_t owner, const Message *message)
+static inline bool records_take(const Arena *a, uint32_t worker, uint32_t owner, const Message *message)
 {
-    uint32_t giver = WORKER_OWNER + (uint32_t)message->seq;
-    RecordsHead head;
-    if (message->seq >= a->workers || !slab_holds(&a->slabs, message->value, message->part) ||
-        !slab_give(&a->slabs, message->value, giver, owner))
-        return false;
-    // A lease that begins there and is this worker's may still be a later one.
-    if (records_sound(a->slabs.base + message->value, message->part, &head) && head.tag == message->tag)
-        return true;
-    slab_give(&a->slabs, message->value, owner, giver);
-    return false;
+    return slab_holds(&a->slabs, message->value, message->part) && sent_take(a, worker, owner, message);
 }
 
 typedef struct { uint64_t rid; uint32_t came, taken; } Listener;
