@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import msgspec
 import uvloop
 
+from fastserve.allocator import keep_freed_memory, share_heap
 from fastserve.codec.text import Info
 from fastserve.config import Listener, Settings
 from fastserve.engine.batch_queue import BatchQueue
@@ -38,7 +39,6 @@ from fastserve.server.listening import Front
 from fastserve.server.loads import OthersLoads
 from fastserve.server.mirror import apply_catalog
 from fastserve.tensor import DTYPES, TensorSpec
-from fastserve.wire import keep_freed_memory, share_heap
 from fastserve.workers.arena import Arena
 from fastserve.workers.control import Control, PeerGone
 from fastserve.workers.tie import leave, tie_to_owner

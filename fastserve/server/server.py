@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import uvloop
 
+from fastserve.allocator import keep_freed_memory, share_heap
 from fastserve.config import Settings
 from fastserve.engine.engine import Engine
 from fastserve.engine.hosting import Host
@@ -36,7 +37,6 @@ from fastserve.server.listening import Front, all_listeners
 from fastserve.server.loads import ClientLoads
 from fastserve.server.welcome import announce, fill_standard_streams, welcome_text
 from fastserve.serving.dialect import refuse_to_stop
-from fastserve.wire import keep_freed_memory, share_heap
 from fastserve.wire.opening import Opening
 from fastserve.workers.tie import leave
 

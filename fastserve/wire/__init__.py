@@ -10,7 +10,6 @@ from fastserve.wire.call import Call, Endpoint
 from fastserve.wire.dialect import HttpDialect, Route
 from fastserve.wire.inflate import inflate
 from fastserve.wire.listener import HttpListener, check_free
-from fastserve.wire.memory import keep_freed_memory, share_heap
 from fastserve.wire.stream import Stream
 
 __all__ = [
@@ -22,6 +21,4 @@ __all__ = [
     "Stream",
     "check_free",
     "inflate",
-    "keep_freed_memory",
-    "share_heap",
 ]

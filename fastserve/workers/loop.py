@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from fastserve.allocator import keep_freed_memory
 from fastserve.backends.base import Backend
 from fastserve.backends.device_faults import end_if_lost
 from fastserve.workers.arena import Arena
@@ -100,6 +101,7 @@ def make_text_loop(
 def _say_ready(control: Control) -> None:
     gc.collect()
     gc.freeze()  # what a loaded model consists of stays: a collection need not look at it again
+    keep_freed_memory()  # for the arrays of the next batch
     control.send({"op": "ready"})
 
 

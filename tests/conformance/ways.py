@@ -241,7 +241,7 @@ class Rest(HttpWay):
     """TensorFlow Serving's REST API: rows."""
 
     name, dialect, timed = "tfserving-rows", "tfserving", True
-    fast = frozenset({"columns"})
+    fast = frozenset({"columns", "whole", "cached"})
     words: Words = TFS_WORDS
     statuses = {
         OK: 200,

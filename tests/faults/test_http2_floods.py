@@ -20,9 +20,9 @@ import pytest
 from hyperframe.frame import DataFrame, GoAwayFrame, HeadersFrame, RstStreamFrame
 
 from fastserve._ext.http2_frames import frame
+from fastserve.allocator import KEPT_BYTES
 from fastserve.config import Limits
 from fastserve.wire.http2 import ErrorCode
-from fastserve.wire.memory import KEPT_BYTES
 from tests.dialects.kserve_v2 import client_models
 from tests.faults.bystander import Bystander
 from tests.faults.flooding import (

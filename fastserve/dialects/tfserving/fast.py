@@ -2,9 +2,9 @@
 
     body bytes --parse--> rows reserved in shared memory ... worker ... output rows --print--> reply bytes
 
-It takes a body only when everything about it is ordinary: one input and one output of fixed shape, the
-default signature, row format, no gzip, a place in the queue. For anything else, errors included, `start`
-returns False having left no trace, and the general path reads the body again and finds the right words.
+It takes a body only when everything about it is ordinary: one input and one output whose rows have a fixed
+size, the default signature, row format, no gzip, a place in the queue. For anything else, errors included,
+`start` returns False having left no trace, and the general path reads the body again and finds the words.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from typing import Any
 
 from fastserve._ext.json_writer import RowWriter, WriterFault, write_predictions
 from fastserve.apart import APART_BYTES
+from fastserve.codec.packing import own_strings
 from fastserve.dialects.tfserving.errors import writer_error
 from fastserve.dialects.tfserving.service import JSON, Service
 from fastserve.dialects.tfserving.signatures import SignatureView
+from fastserve.engine import note_of
 from fastserve.errors import ServeError
 from fastserve.repository.version import Version
-from fastserve.request import InferResponse
+from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.fast_path import FastPath
 from fastserve.serving.paths import open_path
 from fastserve.serving.prepared import Described, Later, Memory, PreparedRequest
@@ -36,18 +38,26 @@ class JsonRows(PreparedRequest):
         self._read, self._headers = view.reader.read_into, service.headers
         self._shape = shape_of(view)
         version = path.version
-        self._alias, name = next(iter(view.signature.output_names.items()))
-        output = version.outputs[name]
+        self._alias, self._name = next(iter(view.signature.output_names.items()))
+        output = version.outputs[self._name]
         self._about = (self._alias, output.dtype.code, output.shape or ())
         self._writer, self._apart = RowWriter(*self._about), service.apart
         inputs = {name: Tensor(each.dtype, (1, *self._shape), b"") for name, each in version.inputs.items()}
-        self.lay_out(path.queue, inputs, (name,), batching=True)
+        self.lay_out(path.queue, inputs, view.wanted, batching=True)
+        self._note = note_of(InferRequest({}, view.wanted), []) if path.queue.requests else b""
+        self.noted = bool(self._note)
 
     def fill(self, source: Memory, memory: list[memoryview]) -> bool:
         return not self._read(source, memory[0], self._shape, self.rows)
 
-    def make_writer(self, described: Described) -> tuple[RowWriter, int]:
-        return self._writer, described[0][2][0]
+    def note(self, request_id: None) -> bytes:
+        return self._note
+
+    def make_writer(self, described: Described) -> tuple[RowWriter, int] | None:
+        """None where a model that sees requests has answered with something else than it has declared."""
+        (name, dtype, shape), *more = described
+        declared = (self._name, *self._about[1:])
+        return None if more or (name, dtype.code, shape[1:]) != declared else (self._writer, shape[0])
 
     def write(
         self,
@@ -79,9 +89,10 @@ class JsonRows(PreparedRequest):
         exchange.reply(200, text, JSON, self._headers)
 
     def write_response(self, exchange: Call, response: InferResponse, request_id: None, held: None) -> None:
-        found = [(self._alias, t.dtype.code, t.shape, t.data) for t in response.outputs.values()]
+        output = response.outputs[self._name]
+        found = self._alias, output.dtype.code, output.shape, own_strings(output)
         try:
-            exchange.reply(200, write_predictions(found), JSON, self._headers)
+            exchange.reply(200, write_predictions([found]), JSON, self._headers)
         except WriterFault as fault:
             raise writer_error(fault) from None
 
@@ -117,8 +128,11 @@ class Fast:
         signature = view.signature
         if not len(signature.inputs) == len(version.inputs) == len(signature.output_names) == 1:
             return None
+        output = version.outputs[next(iter(signature.output_names.values()))]
+        if not (version.batching and output.row_bytes and all(s.row_bytes for s in version.inputs.values())):
+            return None
         path = open_path(version, service.traffic, Outcome(service, version.model))
-        if path is None or not path.queue.dense:
+        if path is None:
             return None
         try:
             return cls(service, path, view)

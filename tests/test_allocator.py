@@ -10,5 +10,5 @@ import pytest
 
 @pytest.mark.parametrize("name", ["keep_freed_memory", "share_heap"])
 def test_it_can_be_set(name: str) -> None:
-    code = f"import sys; from fastserve.wire import {name}; sys.exit(0 if {name}() else 1)"
+    code = f"import sys; from fastserve.allocator import {name}; sys.exit(0 if {name}() else 1)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

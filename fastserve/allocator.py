@@ -2,7 +2,8 @@
 
 glibc gives freed memory back to the kernel in small steps and fetches it again for the next body, zeroed
 page by page. Measured with 600 KB bodies over 32 connections: 204 us of CPU a request by default, 119 us
-when up to 64 MiB of freed memory is kept.
+when up to 64 MiB of freed memory is kept. The same goes for the arrays of a model: a worker that reads a
+copy of such a body took 514 us, three quarters of them in page faults, and 126 us when its memory is kept.
 
 It also gives every thread a heap of its own, which keeps what was freed there for that thread. Large replies
 are printed in threads: 40 of 5 MB left 30 MB behind in each thread that had printed one.
