@@ -25,6 +25,7 @@ from fastserve.errors import Kind, ServeError
 
 log = logging.getLogger(__name__)
 
+NO_VECTORS = "this model makes no embeddings"
 # All generators have nothing yet: they are asked again after this.
 NAP_S = 0.001
 
@@ -80,7 +81,9 @@ class GeneratorEngine:
         self._by_rid: dict[int, Sequence] = {}
 
     def submit(self, request: TextRequest) -> None:
-        """Raises ServeError for a prompt that is too long."""
+        """Raises ServeError for a prompt that is too long, and for one whose vector is wanted."""
+        if request.note.embeds:
+            raise ServeError(Kind.UNIMPLEMENTED, NO_VECTORS)
         info, given = self.info, len(request.ids)
         allowed = min(info.max_prompt_tokens, info.max_tokens - 1)
         if given > allowed:

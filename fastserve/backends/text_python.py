@@ -5,6 +5,7 @@
         def load(self): ...                    # optional: the slow part
         info = {...}                           # optional: fields of codec.text.Info
         def generate(self, request): ...       # a generator for each request: ids, texts, (id, text)
+        def embed(self, requests): ...         # instead or besides: vectors of info["embeds"] numbers
         def close(self): ...                   # optional
 
 A generator is asked for one token a step, among those of all other requests. A class that runs its sequences
@@ -20,7 +21,8 @@ from typing import Any
 
 import msgspec
 
-from fastserve.backends.generators import GeneratorEngine
+from fastserve.backends.embedding import EmbedEngine
+from fastserve.backends.generators import GeneratorEngine, read_prompt
 from fastserve.backends.python import describe_model, forget_folder, import_class, must_take_one
 from fastserve.backends.text_engine import Out, TextEngine, TextRequest
 from fastserve.codec.text import Finish, Info
@@ -39,7 +41,8 @@ class TextPythonBackend:
         self._config, self._version_dir, self._instance = config, version_dir, instance
         self._options = msgspec.convert(config.get("text") or {}, TextOptions)
         self._model: Any = None
-        self._engine: TextEngine | None = None
+        self._writer: TextEngine | None = None
+        self._embedder: EmbedEngine | None = None
 
     def load(self) -> None:
         """Imports model.py, makes the model and loads it. Raises what the model raises, and ConfigError when
@@ -49,47 +52,66 @@ class TextPythonBackend:
         model = self._model = factory(describe_model(self._config, self._version_dir, self._instance))
         getattr(model, "load", lambda: None)()
         info = self.info = make_info(getattr(model, "info", {}), self._options)
+        if callable(getattr(model, "embed", None)):
+            self._embedder = self._make_embedder(model, info)
+            if not hasattr(model, "step") and not hasattr(model, "generate"):
+                self.info = self._embedder.info = msgspec.structs.replace(info, writes=False)
+                return
         if callable(getattr(model, "step", None)):
             _check_engine(model)
             model.info = info
-            self._engine = model
+            self._writer = model
             return
         if not inspect.isgeneratorfunction(getattr(model, "generate", None)):
             raise ConfigError(
                 f"class {factory.__name__!r} has neither a generator generate(self, request) "
-                "nor a method step(self, out)"
+                "nor a method step(self, out) or embed(self, requests)"
             )
         must_take_one(model.generate, "generate", "def generate(self, request)")
-        self._engine = GeneratorEngine(model.generate, info, self._options.ageing_s)
+        self._writer = GeneratorEngine(model.generate, info, self._options.ageing_s)
+
+    def _make_embedder(self, model: Any, info: Info) -> EmbedEngine:
+        must_take_one(model.embed, "embed", "def embed(self, requests)")
+        if not info.embeds:
+            raise ConfigError("info: embeds: given 0, allowed: the numbers in a vector that embed makes")
+
+        def embed(requests: list[TextRequest]) -> Any:
+            return model.embed([read_prompt(request) for request in requests])
+
+        return EmbedEngine(embed, info, self._options, lambda: None)
 
     def submit(self, request: TextRequest) -> None:
-        """See TextEngine."""
-        self._loaded.submit(request)
+        """See TextEngine. Raises ServeError for what this model does not do."""
+        engine = self._embedder if request.note.embeds and self._embedder else self._writer or self._embedder
+        assert engine is not None
+        engine.submit(request)
 
     def cancel(self, rid: int, why: Finish) -> None:
         """See TextEngine."""
-        self._loaded.cancel(rid, why)
+        for engine in self._engines:
+            engine.cancel(rid, why)
 
     def step(self, out: Out) -> bool:
         """See TextEngine."""
-        return self._loaded.step(out)
+        ran = [engine.step(out) for engine in self._engines if engine.pending()]
+        return any(ran)
 
     def pending(self) -> int:
         """See TextEngine."""
-        return self._loaded.pending()
+        return sum([engine.pending() for engine in self._engines])
 
     @property
-    def _loaded(self) -> TextEngine:
-        assert self._engine is not None
-        return self._engine
+    def _engines(self) -> list[TextEngine]:
+        return [engine for engine in (self._writer, self._embedder) if engine is not None]
 
     def close(self) -> None:
         """Ends what still runs, and calls the model's close, if there is one."""
         model, self._model = self._model, None
         forget_folder(self._version_dir)
-        engine, self._engine = self._engine, None
-        if engine is not None and engine is not model:
-            engine.close()
+        engines, self._writer, self._embedder = self._engines, None, None
+        for engine in engines:
+            if engine is not model:
+                engine.close()
         if hasattr(model, "close"):
             model.close()
 

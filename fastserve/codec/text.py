@@ -69,6 +69,8 @@ class TextNote(msgspec.Struct, omit_defaults=True, gc=False, kw_only=True):
     """What the client said besides, as plain values, for engines of users' own."""
     images: list[bytes] = []
     """Encoded images, checked by the front, for models that see."""
+    embeds: bool = False
+    """The prompt's vector is wanted, and no token: its last record has `Extra.vector` and Finish.STOP."""
 
 
 class Info(msgspec.Struct, omit_defaults=True, frozen=True, kw_only=True):
@@ -90,7 +92,10 @@ class Info(msgspec.Struct, omit_defaults=True, frozen=True, kw_only=True):
     tokenizer: str = "folder"
     """As in config.text."""
     vision: bool = False
-    embeds: bool = False
+    embeds: int = 0
+    """Numbers in the vector of a prompt; 0: it makes none."""
+    writes: bool = True
+    """False of a model that makes vectors only."""
 
 
 class Logprobs(msgspec.Struct, omit_defaults=True, gc=False, array_like=True):
@@ -113,6 +118,8 @@ class Extra(msgspec.Struct, omit_defaults=True, gc=False):
     message: str = msgspec.field(name="e", default="")
     """With Finish.FAILED: words for the client, and their kind."""
     kind: int = msgspec.field(name="k", default=0)
+    vector: bytes = msgspec.field(name="v", default=b"")
+    """Of a prompt, where that was asked for: float32, little-endian."""
 
 
 Record = tuple[int, int, int, bytes]

@@ -73,6 +73,17 @@ class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         Literal["folder", "words", ""],
         Meta(description="tokenizer.json of the folder, one token a word, or none: the engine takes text."),
     ] = "folder"
+    pooling: Annotated[
+        Literal["", "mean", "last", "cls"],
+        Meta(
+            description="Vectors of texts (/v1/embeddings) are made of the states of all tokens, the last or "
+            "the first; empty: as the folder's modules.json says, else mean of encoders and none of others."
+        ),
+    ] = ""
+    normalize: Annotated[
+        bool | None,
+        Meta(description="Vectors have length 1; null: as modules.json of the folder says, else true."),
+    ] = None
     reader_tokens: Annotated[
         int, Meta(ge=1, description="Tokens a client may be behind before its sequence stands still.")
     ] = 256

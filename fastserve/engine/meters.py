@@ -44,6 +44,10 @@ class TextMeters:
         self._kv.add(prompt)
         self._first.observe_ns(took_us * 1000)
 
+    def read(self, prompt: int) -> None:
+        """Its prompt is all that it was: a vector was made of it."""
+        self._prompt.add(prompt)
+
     def went_on(self, records: Sequence[Record], begun: bool) -> int:
         """How many of these records are tokens; `begun`: the first of them is not its first."""
         made = len(records) - (records[-1][0] < 0)

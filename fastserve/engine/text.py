@@ -90,6 +90,8 @@ class TextRun:
             counts.began(self._held, records[0][2])
         if self.begun:
             self._held += counts.went_on(records, begun)
+        elif records[0][1] == Finish.STOP:
+            counts.read(self._held)
 
     def _done(self, pending: Pending, error: ServeError | None) -> None:
         """For the queue: the slot is through."""

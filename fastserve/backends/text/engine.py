@@ -18,6 +18,7 @@ from fastserve.backends.device_faults import end_if_lost
 from fastserve.backends.text.drawing import Drawing
 from fastserve.backends.text.model import Model, Plan
 from fastserve.backends.text.planning import Reading, make_plan, share_out
+from fastserve.backends.text.pooling import make_pool, tell_vector
 from fastserve.backends.text.prefixes import begin_row
 from fastserve.backends.text.rows import Rows
 from fastserve.backends.text.sequence import Sequence, State, make_sequence
@@ -60,6 +61,8 @@ class Engine:
             raise ServeError(Kind.RESOURCE_EXHAUSTED, text, retry_after_s=1)
         prompt = _read_prompt(request)
         sequence = make_sequence(request, prompt, self.info, self._eos)
+        if request.note.embeds:
+            sequence.pool = make_pool(self.info, self._options)
         self._drawing.check(sequence)
         self._numbers += 1
         sequence.number = self._numbers
@@ -165,7 +168,7 @@ class Engine:
         return writing + [share.sequence for share in shares]
 
     def _advance(self, plan: Plan, shares: list[Reading], logits: np.ndarray, out: Out) -> None:
-        rows, read = self._rows, [share.sequence for share in shares if share.last]
+        rows, read = self._rows, [share.sequence for share in shares if share.draws]
         slots = np.concatenate((rows.slots[: plan.writing], np.array([one.slot for one in read], np.int32)))
         tokens = self._drawing.draw(logits, slots)
         rows.advance(plan)
@@ -178,6 +181,23 @@ class Engine:
         for sequence in read:
             if sequence.state == State.READING:
                 rows.join(sequence)
+        if plan.pooled is not None:
+            self._pool(shares, out)
+
+    def _pool(self, shares: list[Reading], out: Out) -> None:
+        """Hidden states to whose they are; a prompt that is read to its end ends with its vector."""
+        states, at = self._model.states(), 0
+        for share in shares:
+            sequence, pool = share.sequence, share.sequence.pool
+            if pool is None:
+                continue
+            count = len(pool.places(share.chunk, last=share.last))
+            pool.add(states[at : at + count])
+            at += count
+            if share.last:
+                finish, extra = tell_vector(pool.vector())
+                self._end(sequence, proven=finish != Finish.FAILED)
+                out.end(sequence.rid, finish, extra)
 
     def _fail(self, sequence: Sequence, out: Out, kind: Kind, words: str) -> None:
         self._end(sequence)

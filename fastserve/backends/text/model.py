@@ -24,13 +24,15 @@ class Chunk:
 @dataclass(slots=True)
 class Plan:
     """One step: int64 arrays. The first `writing` tokens belong to rows 0, 1, ... of the cache, one each;
-    then come the chunks. `wanted` are the places in `tokens` whose logits are needed."""
+    then come the chunks. `wanted` are the places in `tokens` whose logits are needed, `pooled` those whose
+    hidden states are; None for none."""
 
     tokens: NDArray[np.int64]
     positions: NDArray[np.int64]
     writing: int
     chunks: list[Chunk]
     wanted: NDArray[np.int64]
+    pooled: NDArray[np.int64] | None = None
 
 
 class Cache(Protocol):
@@ -57,6 +59,9 @@ class Model(Protocol):
     def forward(self, plan: Plan) -> NDArray[np.float32]:
         """Logits [wanted, vocab], the caller's until the next call. Raises MemoryError when there is no room
         to compute them: the plan may be asked again, or a smaller one."""
+
+    def states(self) -> NDArray[np.float32]:
+        """Hidden states [pooled, width] of the last plan that was computed, behind the last norm."""
 
     def close(self) -> None:
         """Give memory back."""

@@ -27,12 +27,14 @@ LEAST_READ = 16
 class Reading:
     """One chunk, and whose it is."""
 
-    __slots__ = ("chunk", "last", "sequence")
+    __slots__ = ("chunk", "draws", "last", "sequence")
 
     def __init__(self, sequence: Sequence, chunk: Chunk) -> None:
         self.sequence, self.chunk = sequence, chunk
         self.last = chunk.start + chunk.count == len(sequence.prompt)
-        """The prompt is read to its end: the first token can be drawn."""
+        """The prompt is read to its end."""
+        self.draws = self.last and sequence.pool is None
+        """The first token can be drawn."""
 
 
 def share_out(
@@ -55,8 +57,8 @@ def share_out(
 
 
 def make_plan(rows: Rows, shares: list[Reading]) -> Plan:
-    """The arrays of a step. Of a chunk the last token's logits are wanted when the prompt ends there, and,
-    behind all of those, every token's where the prompt's own scores were asked for."""
+    """The arrays of a step. Of a chunk the last token's logits are wanted when the prompt ends there and a
+    token is to follow, and, behind all of those, every token's where the prompt's scores were asked for."""
     writing, chunks = rows.writing, [share.chunk for share in shares]
     tokens: list[NDArray[Any]] = [rows.tokens[:writing]]
     positions = [rows.lengths[:writing]]
@@ -65,7 +67,7 @@ def make_plan(rows: Rows, shares: list[Reading]) -> Plan:
         one = share.chunk
         tokens.append(share.sequence.prompt[one.start : one.start + one.count])
         positions.append(np.arange(one.start, one.start + one.count))
-    wanted.append(np.array([one.chunk.offset + one.chunk.count - 1 for one in shares if one.last], np.int64))
+    wanted.append(np.array([one.chunk.offset + one.chunk.count - 1 for one in shares if one.draws], np.int64))
     wanted += [
         np.arange(one.chunk.offset, one.chunk.offset + one.chunk.count)
         for one in shares
@@ -77,7 +79,13 @@ def make_plan(rows: Rows, shares: list[Reading]) -> Plan:
         writing,
         chunks,
         np.concatenate(wanted),
+        _pooled(shares),
     )
+
+
+def _pooled(shares: list[Reading]) -> NDArray[np.int64] | None:
+    places = [one.sequence.pool.places(one.chunk, last=one.last) for one in shares if one.sequence.pool]
+    return np.concatenate(places) if places else None
 
 
 def _next(

@@ -18,7 +18,7 @@ def begin_row(rows: Rows, sequence: Sequence) -> None:
     always computed: its logits are needed."""
     prompt = sequence.prompt
     source, count = _longest(rows, prompt)
-    if count < LEAST or sequence.scores is not None:  # the scores of a prompt need all of its logits
+    if count < LEAST or sequence.reads_all:
         rows.take(sequence)
     elif rows.sequences[source] is None:
         rows.take(sequence, source)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
+from fastserve.backends.text.pooling import Pool
 from fastserve.backends.text_engine import TextRequest
 from fastserve.codec.text import Finish, Info, Sampling
 from fastserve.errors import invalid
@@ -53,6 +54,13 @@ class Sequence:
     drawn: int = 0
     scores: list[tuple[int, float | None]] | None = None
     """Of the prompt's tokens, when they were asked for."""
+    pool: Pool | None = None
+    """What makes a vector of its prompt, when that is what was asked for: no token is drawn then."""
+
+    @property
+    def reads_all(self) -> bool:
+        """Something of every token of its prompt is wanted: none of them may come from elsewhere."""
+        return self.scores is not None or self.pool is not None
 
 
 def make_sequence(
@@ -60,14 +68,7 @@ def make_sequence(
 ) -> Sequence:
     """Of a request that can run; raises ServeError for one that never can."""
     sampling, count = request.note.sampling, len(prompt)
-    if not count:
-        raise invalid("prompt: given 0 tokens, allowed: 1 or more")
-    if count > info.max_prompt_tokens:
-        raise invalid(f"prompt: given {count} tokens, allowed: at most {info.max_prompt_tokens}")
-    low, high = int(prompt.min()), int(prompt.max())
-    if low < 0 or high >= info.vocab_size:
-        given = low if low < 0 else high
-        raise invalid(f"prompt: given token {given}, allowed: 0 to {info.vocab_size - 1}")
+    check_prompt(prompt, info)
     asked = min(sampling.max_new_tokens, info.max_new_tokens)
     return Sequence(
         rid=request.rid,
@@ -79,6 +80,19 @@ def make_sequence(
         deadline_ns=request.note.deadline_ns,
         scores=[(int(prompt[0]), None)] if sampling.prompt_logprobs else None,
     )
+
+
+def check_prompt(prompt: NDArray[np.int32], info: Info) -> None:
+    """Raises ServeError for tokens that the model does not take."""
+    count = len(prompt)
+    if not count:
+        raise invalid("prompt: given 0 tokens, allowed: 1 or more")
+    if count > info.max_prompt_tokens:
+        raise invalid(f"prompt: given {count} tokens, allowed: at most {info.max_prompt_tokens}")
+    low, high = int(prompt.min()), int(prompt.max())
+    if low < 0 or (info.vocab_size and high >= info.vocab_size):
+        given = low if low < 0 else high
+        raise invalid(f"prompt: given token {given}, allowed: 0 to {info.vocab_size - 1}")
 
 
 def _ends(sampling: Sampling, eos: Mapping[int, Finish]) -> Mapping[int, Finish]:

@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 
 from fastserve.backends.registry import find_backend
-from fastserve.backends.text.engine import Engine
-from fastserve.backends.text_engine import Out, TextRequest
+from fastserve.backends.text_engine import Out, TextEngine, TextRequest
 from fastserve.codec.text import Finish, Info
 from fastserve.config.text import TextOptions
 from fastserve.errors import ConfigError, Kind, ServeError
@@ -23,7 +22,7 @@ class TextBackend:
     def __init__(self, config: Mapping[str, Any], version_dir: Path, instance: int) -> None:
         self.info = Info()
         self._config, self._folder = config, version_dir
-        self._engine: Engine | None = None
+        self._engine: TextEngine | None = None
 
     def load(self) -> None:
         """Reads the weights and makes the cache. Raises ConfigError when the folder or the settings are not
@@ -63,7 +62,7 @@ class TextBackend:
             engine.close()
 
     @property
-    def _loaded(self) -> Engine:
+    def _loaded(self) -> TextEngine:
         if self._engine is None:
             raise ServeError(Kind.FAILED_PRECONDITION, "the model is not loaded")
         return self._engine

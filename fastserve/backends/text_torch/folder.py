@@ -15,7 +15,9 @@ from fastserve.config.fields import fault_text
 from fastserve.errors import ConfigError
 
 FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
-"""Values of model_type whose results are compared with transformers' own, in the tests."""
+ENCODERS = ("bert", "distilbert", "roberta", "xlm-roberta")
+"""Those that make vectors of texts, and write none."""
+# Values of model_type, whose results are compared with transformers' own, in the tests.
 
 JSON_BYTES_MAX = 64 << 20  # the index of a model of many shards names every tensor
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -30,10 +32,9 @@ def check_folder(folder: Path) -> Mapping[str, Any]:
     config = read_json(folder / "config.json")
     if "model_type" not in config:
         raise ConfigError("config.json: model_type is missing: not a model of transformers")
-    if config["model_type"] not in FAMILIES:
-        raise ConfigError(
-            f"config.json: {fault_text('model_type', config['model_type'], ', '.join(FAMILIES))}"
-        )
+    if config["model_type"] not in FAMILIES + ENCODERS:
+        allowed = ", ".join(FAMILIES + ENCODERS)
+        raise ConfigError(f"config.json: {fault_text('model_type', config['model_type'], allowed)}")
     for name in _ALONE:
         if config.get(name):
             raise ConfigError(f"config.json: {name} is set, which is not served")

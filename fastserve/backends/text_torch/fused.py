@@ -30,7 +30,8 @@ def fuse(model: Any, tokens: int) -> FusedModel | None:
 
 
 class FusedModel:
-    """Called with one step's tokens [count] and their positions; gives logits [wanted, vocab]."""
+    """Called with one step's tokens [count] and their positions; gives logits [wanted, vocab] and, where
+    they are asked for, hidden states [pooled, width]."""
 
     def __init__(self, model: Any, tokens: int) -> None:
         core = model.model
@@ -41,16 +42,22 @@ class FusedModel:
         self._layers = [_FusedLayer(layer, model.config) for layer in core.layers]
 
     def __call__(
-        self, tokens: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None, ragged: Ragged
-    ) -> torch.Tensor:
-        """`wanted`: places in `tokens`; None for all."""
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        wanted: torch.Tensor | None,
+        pooled: torch.Tensor | None,
+        ragged: Ragged,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`wanted`: places in `tokens`, None for all; `pooled`: others, None for none."""
         hidden = embedding(tokens, self._embedding)
         cos, sin = self._cos[positions], self._sin[positions]
         for number, layer in enumerate(self._layers):
             hidden = layer(number, hidden, cos, sin, ragged)
+        states = None if pooled is None else rms_norm(hidden[pooled], self._width, self._norm, self._eps)
         if wanted is not None:
             hidden = hidden[wanted]
-        return linear(rms_norm(hidden, self._width, self._norm, self._eps), self._head)
+        return linear(rms_norm(hidden, self._width, self._norm, self._eps), self._head), states
 
 
 class _FusedLayer:

@@ -30,6 +30,7 @@ class TorchModel:
             self._fused = fuse(model, cache.data.shape[-2])
         self._model: Any = model if self._fused is None else None
         self._device = cache.data.device
+        self._states: torch.Tensor | None = None
         # Four axes: transformers takes it for a mask that is finished. Attention here does not look at it.
         self._no_mask = torch.zeros(1, 1, 1, 1, device=self._device)
 
@@ -45,6 +46,13 @@ class TorchModel:
             torch.cuda.empty_cache()  # here, where no traceback holds the step's tensors any longer
         raise MemoryError("torch has no memory for this step")
 
+    def states(self) -> np.ndarray:
+        """Hidden states of what the last plan wanted pooled."""
+        states, self._states = self._states, None
+        assert states is not None
+        found: np.ndarray = states.float().cpu().numpy()
+        return found
+
     def close(self) -> None:
         """Drops weights and cache."""
         del self._model, self._fused, self.cache
@@ -56,7 +64,10 @@ class TorchModel:
         tokens, wanted = torch.from_numpy(plan.tokens).to(self._device), None
         if plan.chunks:
             wanted = torch.from_numpy(plan.wanted).to(self._device)
-        logits = (self._fused or self._run_plain)(tokens, ragged.positions, wanted, ragged)
+        pooled = None if plan.pooled is None else torch.from_numpy(plan.pooled).to(self._device)
+        logits, self._states = (self._fused or self._run_plain)(
+            tokens, ragged.positions, wanted, pooled, ragged
+        )
         found: np.ndarray = logits.float().contiguous().cpu().numpy()
         return found
 
@@ -65,15 +76,16 @@ class TorchModel:
         tokens: torch.Tensor,
         positions: torch.Tensor,
         wanted: torch.Tensor | None,
+        pooled: torch.Tensor | None,
         ragged: attention.Ragged,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         made = self._model(
             input_ids=tokens[None],
             position_ids=positions[None],
             attention_mask=self._no_mask,
             use_cache=False,
             logits_to_keep=0 if wanted is None else wanted,
+            output_hidden_states=pooled is not None,
             ragged=ragged,
         )
-        logits: torch.Tensor = made.logits[0]
-        return logits
+        return made.logits[0], None if pooled is None else made.hidden_states[-1][0, pooled]

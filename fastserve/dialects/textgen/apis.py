@@ -7,6 +7,7 @@ from fastserve.dialects.textgen import (
     management,
     metadata,
     openai_calls,
+    openai_embeddings,
     openai_models,
     tgi_paths,
     tokenizer,
@@ -17,6 +18,7 @@ from fastserve.dialects.textgen.paths import Path
 PATHS: tuple[Path, ...] = (
     *infer.PATHS,
     *openai_calls.PATHS,
+    *openai_embeddings.PATHS,
     *openai_models.PATHS,
     *tgi_paths.PATHS,
     *tokenizer.PATHS,

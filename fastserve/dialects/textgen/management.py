@@ -85,6 +85,10 @@ async def _say_one(service: Service, name: str, deadline_ns: int) -> None:
     model = service.texts.find(name)
     prompt: str | list[int] = [0] if model.info.tokenizer else "a"
     ask = TextAsk(prompt=prompt, sampling=Sampling(max_new_tokens=1), priority=1, deadline_ns=deadline_ns)
+    if not model.info.writes:
+        async with await model.embedding([ask], lambda: None) as embedding:
+            await embedding.run()
+        return
     stream = await model.start(ask)
     left_s = max(0.0, (deadline_ns - monotonic_ns()) / 1e9)
     timer = asyncio.get_running_loop().call_later(left_s, stream.cancel)

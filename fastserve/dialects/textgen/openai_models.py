@@ -1,6 +1,4 @@
-"""GET /v1/models and /v1/models/NAME (spec 3.1, 8): which models there are to be asked for text; and POST
-/v1/embeddings, for which none is.
-"""
+"""GET /v1/models and /v1/models/NAME (spec 3.1, 8): which models there are to be asked."""
 
 from __future__ import annotations
 
@@ -10,7 +8,6 @@ from urllib.parse import unquote
 import msgspec
 
 from fastserve.dialects.textgen.openai_errors import refuse
-from fastserve.dialects.textgen.openai_read import read_embedding
 from fastserve.dialects.textgen.paths import Named, Path
 from fastserve.dialects.textgen.service import Service
 from fastserve.dialects.textgen.typed import Misread
@@ -51,22 +48,6 @@ def show_model(service: Service, named: Named) -> Endpoint:
     return answer
 
 
-def refuse_embeddings(service: Service, named: Named) -> Endpoint:
-    """POST /v1/embeddings: the engines of text models (backends.text_engine) make tokens and no vectors."""
-
-    async def answer(call: Call) -> None:
-        name = ""
-        try:
-            body, _ = await service.apart(len(call.body), read_embedding, call.body)
-            model = find_model(service, body.model or "")
-            name = model.name
-            raise ServeError(Kind.UNIMPLEMENTED, f"model '{name}' makes no embeddings")
-        except ServeError as fault:
-            refuse(service, call, fault, name)
-
-    return answer
-
-
 def find_model(service: Service, name: str, *, must_be_named: bool = True) -> TextModel:
     """The model that a body names. Raises ServeError."""
     if service.options.any_model:
@@ -93,7 +74,6 @@ def describe(model: TextModel) -> dict[str, Any]:
 
 
 PATHS = (
-    Path(HttpRoute("embeddings", "/v1/embeddings", {"POST": Scope.INFER}), refuse_embeddings, refuse),
     Path(HttpRoute("models", "/v1/models", DESCRIBE), list_models, refuse),
     Path(HttpRoute("model", "/v1/models/NAME", DESCRIBE), show_model, refuse, gives_way=True),
 )

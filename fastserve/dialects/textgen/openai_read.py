@@ -32,6 +32,8 @@ DEFAULT_MAX_TOKENS = 16
 MOST_TEMPERATURE = 2.0
 MOST_SEQUENCES = 256
 """That one request may start."""
+MOST_INPUTS = 2048
+"""Texts of one request for vectors, OpenAI's own bound."""
 MOST_STOP_IDS = 1024
 GIVEN = {"self", "messages", "tools", "documents"}
 
@@ -132,17 +134,22 @@ def read_completion(data: bytes | bytearray, most_stops: int) -> Wanted:
 def read_embedding(data: bytes | bytearray) -> tuple[EmbeddingRequest, list[Prompt]]:
     """POST /v1/embeddings. Raises Misread."""
     body = read_typed(_read_embedding, data)
-    return body, read_prompts(body.input, "input")
+    prompts = read_prompts(body.input, "input", MOST_INPUTS)
+    for place, prompt in enumerate(prompts):
+        check(
+            bool(prompt), "input" if isinstance(body.input, str) else f"input[{place}]", "must not be empty"
+        )
+    return body, prompts
 
 
-def read_prompts(given: str | list[Any], key: str) -> list[Prompt]:
+def read_prompts(given: str | list[Any], key: str, most: int = MOST_SEQUENCES) -> list[Prompt]:
     """A text, its tokens, or several of either. Raises Misread."""
     if isinstance(given, str):
         given = [given]
     check(bool(given), key, "must not be empty")
     if isinstance(given[0], int):
         return [_read_tokens(given, key)]
-    check(len(given) <= MOST_SEQUENCES, key, f"has {len(given)} items, allowed: at most {MOST_SEQUENCES}")
+    check(len(given) <= most, key, f"has {len(given)} items, allowed: at most {most}")
     return [_read_prompt(item, f"{key}[{i}]") for i, item in enumerate(given)]
 
 

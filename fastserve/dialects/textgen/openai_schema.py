@@ -123,3 +123,5 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Count | None = None
     user: str | None = None
+    priority: Annotated[int, Meta(ge=1, le=5)] | None = None
+    timeout: Annotated[int, Meta(ge=1, le=65535)] | None = None

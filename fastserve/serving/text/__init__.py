@@ -17,12 +17,14 @@ from fastserve._ext.text_tokens import Frames, Hole, Token
 from fastserve.codec.text import Finish, Info, Sampling
 from fastserve.serving.text.ask import (
     BadStop,
+    InputTooLong,
     NoTokenizer,
     PromptTooLong,
     TextAsk,
     TextTooLong,
     UnknownToken,
 )
+from fastserve.serving.text.embed import Embedding, Vector
 from fastserve.serving.text.models import TextModel, Texts
 from fastserve.serving.text.pour import pour
 from fastserve.serving.text.stream import Ending, TextStream, together
@@ -30,11 +32,13 @@ from fastserve.serving.text.tokenizer import Piece
 
 __all__ = [
     "BadStop",
+    "Embedding",
     "Ending",
     "Finish",
     "Frames",
     "Hole",
     "Info",
+    "InputTooLong",
     "NoTokenizer",
     "Piece",
     "PromptTooLong",
@@ -46,6 +50,7 @@ __all__ = [
     "Texts",
     "Token",
     "UnknownToken",
+    "Vector",
     "pour",
     "together",
 ]

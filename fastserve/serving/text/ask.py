@@ -63,6 +63,14 @@ class PromptTooLong(ServeError):
         self.got, self.most = got, most
 
 
+class InputTooLong(PromptTooLong):
+    """The same of one text of several."""
+
+    def __init__(self, fault: PromptTooLong, place: int) -> None:
+        super().__init__(fault.got, fault.most)
+        self.place = place
+
+
 class UnknownToken(ServeError):
     """A token id that is not one of the model's."""
 

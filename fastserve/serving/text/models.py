@@ -10,8 +10,9 @@ import asyncio
 import os
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,8 +22,9 @@ from fastserve.codec.text import Info, Record, TextNote
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.version import Version, VersionState
 from fastserve.serving.dialect import EngineFace, ServingContext
-from fastserve.serving.text.ask import TextAsk, check_stops, check_text, fit
+from fastserve.serving.text.ask import InputTooLong, PromptTooLong, TextAsk, check_stops, check_text, fit
 from fastserve.serving.text.chat import ChatTemplate
+from fastserve.serving.text.embed import Embedding, Prompt
 from fastserve.serving.text.stops import StopStrings
 from fastserve.serving.text.stream import TextStream
 from fastserve.serving.text.tokenizer import Piece, Tokenizer, load_tokenizer
@@ -46,8 +48,8 @@ class Texts:
         return sorted(name for name in self._catalog.models if self._available(name) is not None)
 
     def find(self, name: str) -> TextModel:
-        """The newest version of a model; for "" the default one, or the only one. Raises ServeError
-        NOT_FOUND."""
+        """The newest version of a model; for "" the default one, or the only one that writes. Raises
+        ServeError NOT_FOUND."""
         if not name:
             name = self._default or self._only()
         version = self._available(name)
@@ -70,7 +72,8 @@ class Texts:
             self.of(version).load()
 
     def _only(self) -> str:
-        names = self.names()
+        found = self.names()
+        names = [name for name in found if self.find(name).info.writes] or found
         if len(names) != 1:
             has = f"there are {', '.join(names)}" if names else "there is none"
             raise ServeError(Kind.NOT_FOUND, f"no model was named, and {has}")
@@ -179,6 +182,9 @@ class TextModel:
 
     async def start_many(self, ask: TextAsk, count: int) -> list[TextStream]:
         """Start it so many times, with seeds that follow each other; all of them, or it raises."""
+        if not self.info.writes:
+            text = f"model '{self.name}' makes vectors of texts, and writes none"
+            raise ServeError(Kind.UNIMPLEMENTED, text)
         check_stops(ask.stop)
         if ask.images and not self.info.vision:
             raise ServeError(Kind.INVALID_ARGUMENT, f"model '{self.name}' takes text only, not images")
@@ -195,15 +201,40 @@ class TextModel:
             raise
         return streams
 
-    async def _read(self, ask: TextAsk) -> tuple[list[int], str]:
+    async def _read(self, ask: TextAsk) -> Prompt:
         """The tokens of its prompt; or the prompt itself, where the engine takes text."""
         prompt = ask.prompt
         if isinstance(prompt, str):
             if not self.info.tokenizer:
                 check_text(prompt)
-                return [], prompt
+                return Prompt([], prompt)
             prompt = await self.encode(prompt, special=not ask.templated)
-        return fit(prompt, ask.truncate, self.most_prompt_tokens, self.info.vocab_size), ""
+        return Prompt(fit(prompt, ask.truncate, self.most_prompt_tokens, self.info.vocab_size))
+
+    async def embedding(self, asks: Sequence[TextAsk], heard: Callable[[], None]) -> Embedding:
+        """What makes their vectors; of an ask its prompt counts, its priority, deadline and id. Raises
+        ServeError: UNIMPLEMENTED where the model makes none, and as `start`."""
+        if not self.info.embeds:
+            raise ServeError(Kind.UNIMPLEMENTED, f"model '{self.name}' makes no embeddings")
+        await self._ready()
+        prompts = []
+        for place, ask in enumerate(asks):
+            try:
+                prompts.append(await self._read(ask))
+            except PromptTooLong as fault:
+                raise InputTooLong(fault, place) from None
+        first = asks[0]
+
+        def note(prompt: Prompt) -> TextNote:
+            return TextNote(
+                text=prompt.text,
+                priority=first.priority,
+                deadline_ns=first.deadline_ns,
+                request_id=first.request_id,
+                embeds=True,
+            )
+
+        return Embedding(partial(self._engine.generate, self.version), prompts, note, heard)
 
     def _start(self, ask: TextAsk, ids: list[int], text: str, seed: int) -> TextStream:
         info, tokenizer = self.info, self._known

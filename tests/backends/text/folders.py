@@ -15,6 +15,9 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+from transformers.utils.logging import disable_progress_bar
+
+disable_progress_bar()  # it has a thread
 
 VOCAB, LENGTH, EOS = 97, 128, 5
 _SIZE: dict[str, Any] = {

@@ -65,5 +65,11 @@ class ScriptedModel:
                 row[next_token(held[: plan.positions[at] + 1].astype(int).tolist())] = 9
         return logits
 
+    def states(self) -> np.ndarray:
+        """What each of these places holds, and where it is."""
+        plan = self.plans[-1]
+        assert plan.pooled is not None
+        return np.stack((plan.tokens, plan.positions), 1)[plan.pooled].astype(np.float32)
+
     def close(self) -> None:
         self.data = np.zeros((0, 0))

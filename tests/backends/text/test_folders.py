@@ -104,7 +104,7 @@ def test_missing_files(folder: Path, tmp_path: Path) -> None:
         ("config.json", "{", "config.json: not JSON"),
         ("config.json", "[]", "config.json: not a JSON object"),
         ("config.json", "{}", "model_type is missing"),
-        ("config.json", '{"model_type": "bert"}', 'model_type: given "bert"'),
+        ("config.json", '{"model_type": "t5"}', 'model_type: given "t5"'),
         ("adapter_config.json", "{}", "adapters are not served"),
         ("model.safetensors.index.json", "{}", "weight_map is missing"),
         ("model.safetensors.index.json", '{"weight_map": {"a": "x.safetensors"}}', "names x.safetensors"),
