@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from time import monotonic_ns
 from typing import TYPE_CHECKING
 
 from fastserve.metrics import names
@@ -44,7 +45,13 @@ class Traffic:
         requests.add()
         duration.observe_ns(took_ns)
 
-    def refused(self, model: str, kind: str) -> None:
-        """One request answered with an error of that kind."""
-        known = model if model in self._known else ""
-        self._registry.counters(names.REQUESTS).of(known, "", self._dialect, kind).add()
+    def answered(self, model: str, version: object, received_ns: int) -> int:
+        """The same of one that came at `received_ns`: how long it took."""
+        took_ns = monotonic_ns() - received_ns
+        self.count(model, version, took_ns)
+        return took_ns
+
+    def refused(self, model: str, kind: str, version: object = "") -> None:
+        """One request answered with an error of that kind; `version` where it had reached one."""
+        known = model if version or model in self._known else ""
+        self._registry.counters(names.REQUESTS).of(known, version, self._dialect, kind).add()

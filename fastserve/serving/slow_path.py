@@ -73,8 +73,7 @@ async def answer_slowly(exchange: Exchange, request: SlowRequest, traffic: Traff
     else:
         version = request.version
         traffic.stages(version.model, version.number)[1].observe_ns(encode_ns)
-        took_ns = monotonic_ns() - exchange.received_ns
-        traffic.count(version.model, version.number, took_ns)
+        took_ns = traffic.answered(version.model, version.number, exchange.received_ns)
         try:
             request.answered(took_ns)
         except Exception:  # what is learned of a request is no matter of its client's, who has the answer

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from time import monotonic_ns
 
-from fastserve.apart import Apart
 from fastserve.config import GrpsOptions
 from fastserve.dialects.grps.errors import UnknownModel, code_of, failure_json
 from fastserve.dialects.grps.monitor import Monitor
 from fastserve.errors import ServeError, invalid
 from fastserve.metrics.series import Metric
-from fastserve.metrics.traffic import Traffic
 from fastserve.repository.grps_config import FILE, Deployment, read_deployment
-from fastserve.repository.keepers import Keepers
 from fastserve.repository.version import Version
 from fastserve.serving.dialect import ServingContext
+from fastserve.serving.service import DialectService
 from fastserve.wire.call import Call
 from fastserve.wire.dialect import retry_after
 
@@ -25,14 +22,12 @@ NO_DEFAULT = "No model is named, and this server has no default one (grps.defaul
 NAME = "grps"
 
 
-class Service:
+class Service(DialectService):
     """One dialect's state in one front process, shared by its HTTP and gRPC halves."""
 
     def __init__(self, context: ServingContext, options: GrpsOptions) -> None:
-        self.engine, self.catalog, self.options = context.engine, context.engine.catalog, options
-        self.readiness = context.readiness
-        self.keepers, self.apart = Keepers(self.catalog), Apart()
-        self.traffic = Traffic(context.registry, NAME, self.catalog.models)
+        super().__init__(context, NAME)
+        self.options = options
         self.monitor = Monitor(context.registry)
         self.online = Online(context, options)
         self.json_type = JSON_UTF8 if options.json_charset else JSON
@@ -88,9 +83,7 @@ class Service:
 
     def count(self, version: Version, received_ns: int) -> None:
         """A stream that ended well."""
-        took_ns = monotonic_ns() - received_ns
-        self.traffic.count(version.model, version.number, took_ns)
-        self.monitor.took(took_ns)
+        self.monitor.took(self.traffic.answered(version.model, version.number, received_ns))
 
     def close(self) -> None:
         self.monitor.close()

@@ -90,7 +90,7 @@ class Generate:
         await stream.write(reply or error_body(NOT_ONE))
         await stream.close()
         if status == 200:
-            self._service.succeeded(call, view)
+            self._service.traffic.answered(view.model, view.version.number, call.received_ns)
 
     async def _send_events(self, call: Call, view: ModelView, events: Events) -> None:
         """The first event decides the status; an error after it is one more."""
@@ -102,7 +102,7 @@ class Generate:
                 await stream.write(b"data: %b\n\n" % text)
         await (stream or call.stream(200, EVENTS)).close()
         if well:
-            self._service.succeeded(call, view)
+            self._service.traffic.answered(view.model, view.version.number, call.received_ns)
 
     def _answers(self, view: ModelView, body: InferBody, traced: Traced | None) -> Events:
         """Every answer as JSON. Raises ServeError."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable
 from contextlib import aclosing
 from functools import partial
-from time import monotonic_ns
 from typing import Any
 
 from fastserve._ext.proto_outline import Outline
@@ -202,7 +201,7 @@ class Stream:
             await turn.say(write_stream_response("", name, version, message.id, {FINAL: True}))
         turn.leave()
         if well:
-            service.traffic.count(view.model, view.version.number, monotonic_ns() - turn.received_ns)
+            service.traffic.answered(view.model, view.version.number, turn.received_ns)
 
     async def _say_fault(
         self, turn: Turn, request: StreamInference, fault: ServeError, *, final: bool

@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from time import monotonic_ns
 
-from fastserve.apart import Apart
 from fastserve.config import TritonOptions
 from fastserve.config.triton import parse_trace_config
 from fastserve.dialects.kserve_v2.errors import HTTP_STATUS, error_body, in_own_words
@@ -16,13 +14,11 @@ from fastserve.dialects.kserve_v2.settings import LogSettings, TraceSettings
 from fastserve.dialects.kserve_v2.traces import Traced, Traces
 from fastserve.dialects.kserve_v2.values import INT64_MAX
 from fastserve.errors import ServeError, invalid
-from fastserve.metrics import names
-from fastserve.metrics.traffic import Traffic
-from fastserve.repository.keepers import Keepers
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.dialect import ServingContext
-from fastserve.serving.model_view import ModelView, Views, find_version
+from fastserve.serving.model_view import ModelView, find_version
+from fastserve.serving.service import DialectService
 from fastserve.wire.call import Call
 from fastserve.wire.dialect import retry_after
 
@@ -47,29 +43,17 @@ def read_version(text: str) -> int | None:
     return number
 
 
-class Service:
+class Service(DialectService):
     """One dialect's state in one front process, shared by its HTTP and gRPC halves."""
 
     def __init__(self, context: ServingContext, options: TritonOptions) -> None:
-        engine, registry, settings = context.engine, context.registry, context.settings
-        self.engine = engine
-        self.catalog = engine.catalog
-        self._requests = registry.counters(names.REQUESTS)
-        self.limits = settings.limits
-        self.regions = context.regions
-        self.repository = context.repository
-        self.readiness = context.readiness  # of the server: every dialect says the same
-        self.apart = Apart()
-        self.views = Views(engine.catalog)
+        super().__init__(context, "kserve_v2")
         self.options = options
-        self.admin = settings.admin
         self.traces = Traces()
-        self.trace = TraceSettings(parse_trace_config(self.options.trace_config), self.traces)
-        self.log = LogSettings(settings.log.level)
-        self.forward_http = Forwarding(self.options.http_header_forward_pattern)
-        self.forward_grpc = Forwarding(self.options.grpc_header_forward_pattern)
-        self.keepers = Keepers(engine.catalog)
-        self.traffic = Traffic(registry, "kserve_v2", engine.catalog.models)
+        self.trace = TraceSettings(parse_trace_config(options.trace_config), self.traces)
+        self.log = LogSettings(context.settings.log.level)
+        self.forward_http = Forwarding(options.http_header_forward_pattern)
+        self.forward_grpc = Forwarding(options.grpc_header_forward_pattern)
 
     def find(self, model: str, version: str) -> ModelView:
         """The version of a model that answers, "" for the latest. Raises ServeError."""
@@ -96,20 +80,9 @@ class Service:
         version: Version | None = None,
     ) -> None:
         """Reply with an error; `version` is the one that was asked for, where there is one."""
-        self.count_failure(fault, model, version)
+        self.traffic.refused(model, fault.kind.name, "" if version is None else version.number)
         fault = in_own_words(fault)
         call.reply(HTTP_STATUS[fault.kind], error_body(fault.message), JSON, (*headers, *retry_after(fault)))
-
-    def count_failure(self, fault: ServeError, model: str, version: Version | None) -> None:
-        """Count an error by the version it happened to, or by the model alone."""
-        if version is None:
-            self.traffic.refused(model, fault.kind.name)
-        else:
-            self._requests.of(model, version.number, "kserve_v2", fault.kind.name).add()
-
-    def succeeded(self, call: Call, view: ModelView) -> None:
-        """Count an inference that was answered well."""
-        self.traffic.count(view.model, view.version.number, monotonic_ns() - call.received_ns)
 
     def stream(
         self, version: Version, request: InferRequest, traced: Traced | None

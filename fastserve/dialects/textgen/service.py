@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from time import monotonic_ns
 
-from fastserve.apart import Apart
 from fastserve.config import TextgenOptions
 from fastserve.dialects.textgen.figures import Figures
 from fastserve.dialects.textgen.running import Running
-from fastserve.metrics.traffic import Traffic
 from fastserve.serving.dialect import ServingContext
+from fastserve.serving.service import DialectService
 from fastserve.serving.text import TextModel, Texts
 from fastserve.serving.text.images import ImageRules, Images
 from fastserve.wire.call import Call
@@ -27,19 +26,15 @@ def image_rules(options: TextgenOptions) -> ImageRules:
     )
 
 
-class Service:
+class Service(DialectService):
     """One dialect's state in one front process."""
 
     def __init__(self, context: ServingContext, options: TextgenOptions) -> None:
+        super().__init__(context, NAME)
         self.options = options
-        self.context = context
-        self.catalog = context.engine.catalog
-        self.readiness = context.readiness
         self.texts = Texts(context, options.default_model)
         self.images = Images(image_rules(options))
         self.running, self.figures = Running(), Figures(context.registry)
-        self.apart = Apart()
-        self.traffic = Traffic(context.registry, NAME, self.catalog.models)
 
     def read(self, call: Call, model: TextModel) -> None:
         """A call was read, and is about to be asked of the model."""
@@ -48,4 +43,4 @@ class Service:
 
     def count(self, call: Call, model: TextModel) -> None:
         """A call was answered well."""
-        self.traffic.count(model.name, model.version.number, monotonic_ns() - call.received_ns)
+        self.traffic.answered(model.name, model.version.number, call.received_ns)

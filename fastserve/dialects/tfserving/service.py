@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable
 
-from fastserve.apart import Apart
 from fastserve.backends.base import wrong_rows_rank
 from fastserve.config import TFServingOptions
 from fastserve.dialects.tfserving.errors import error_body
@@ -12,11 +11,10 @@ from fastserve.dialects.tfserving.monitoring import Monitor
 from fastserve.dialects.tfserving.routes import Target
 from fastserve.dialects.tfserving.signatures import Signatures
 from fastserve.errors import DeadlineError, Kind, ModelError, ServeError
-from fastserve.metrics.traffic import Traffic
-from fastserve.repository.keepers import Keepers
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.dialect import ServingContext
 from fastserve.serving.paths import Kept
+from fastserve.serving.service import DialectService
 from fastserve.serving.slow_path import SlowRequest
 from fastserve.wire.call import Call
 from fastserve.wire.dialect import CANONICAL_STATUS, retry_after
@@ -35,25 +33,17 @@ CORS_HEADERS: tuple[tuple[bytes, bytes], ...] = (
 )
 
 
-class Service:
+class Service(DialectService):
     """Reads what all bodies have in common and sends what all replies have in common."""
 
     def __init__(self, context: ServingContext, options: TFServingOptions) -> None:
-        engine = context.engine
-        self.engine = engine
-        self.catalog = engine.catalog
+        super().__init__(context, "tfserving")
         self.options = options
-        self.limits = context.settings.limits
         self.message_bytes = context.settings.grpc_options.message_bytes
-        self.admin = context.settings.admin
-        self.repository = context.repository
         self.headers = CORS_HEADERS if options.cors else ()
-        self.monitor = Monitor(engine.catalog.models)
-        self.traffic = Traffic(context.registry, "tfserving", engine.catalog.models)
+        self.monitor = Monitor(self.catalog.models)
         self.timeout_ns = options.rest_timeout_ms * 1_000_000
-        self.keepers = Keepers(engine.catalog)
         self.signatures = Kept(self.keepers, Signatures)
-        self.apart = Apart()
 
     async def body(self, call: Call) -> bytes | bytearray:
         """The body, decompressed when its coding says gzip; a broken one is an empty one (spec 1.3)."""

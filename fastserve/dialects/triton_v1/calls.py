@@ -73,11 +73,11 @@ class Calls:
     def regions(self) -> Any:
         """SharedMemoryStatus: every region."""
         message = self._messages.SharedMemoryStatus()
-        for region in self._service.shared.list_files():
+        for region in self._service.regions.list_files():
             one = message.shared_memory_region.add(name=region.name, byte_size=region.byte_size)
             one.system_shared_memory.shared_memory_key = region.key
             one.system_shared_memory.offset = region.offset
-        for lent in self._service.shared.list_devices():
+        for lent in self._service.regions.list_devices():
             one = message.shared_memory_region.add(name=lent.name, byte_size=lent.byte_size)
             one.cuda_shared_memory.device_id = lent.device
         return message
@@ -88,7 +88,7 @@ class Calls:
             raise invalid("unexpected size for CUDA shared-memory handle, expecting 64 bytes")
         failed = "failed to register CUDA shared memory region"
         try:
-            await self._service.shared.register_device(name, handle, device, byte_size)
+            await self._service.regions.register_device(name, handle, device, byte_size)
         except NoDeviceError:
             raise invalid(f"{failed}: '{name}', GPUs not supported") from None
         except ServeError as fault:

@@ -68,7 +68,7 @@ class PreparedHeader(PreparedRequest):
         self.noted = fast.queue.requests
         self._destinations = header.destinations
         self.outside = bool(places or self._destinations)
-        self.replies, self._answers, self._shared = fast.replies, fast.served.answers, fast.service.shared
+        self.replies, self._answers, self._shared = fast.replies, fast.served.answers, fast.service.regions
         self._apart = fast.service.apart
         self._is_large = sum(one.byte_size for one in places) >= LARGE_BYTES
         self.entries = tuple(one.end - one.begin for one in sources.values() if one.place is None)

@@ -87,7 +87,7 @@ class GeneralRequest(SlowRequest):
         service = self._service
         served = self._served = service.find(self._model, self._number)
         self.version = served.view.version
-        shared, data = service.shared, self._make_data(self._model)
+        shared, data = service.regions, self._make_data(self._model)
         large = shared.largest_bytes
         read = service.apart(large, read_request, served.view, self._header, data, shared)
         request, outside = await read

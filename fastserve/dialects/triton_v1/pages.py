@@ -48,7 +48,7 @@ class Page:
 
     def _share(self, call: Call) -> Any:
         """What to show, or something to wait for before there is nothing to show."""
-        target, shared = self._target, self._service.shared
+        target, shared = self._target, self._service.regions
         if target.action == "status":
             return self._calls.regions()
         if target.action == "register":

@@ -176,7 +176,7 @@ class Rpcs:
         response.index.CopyFrom(await self._calls.index())
 
     async def shared_memory(self, request: Any, response: Any) -> None:
-        shared, asked = self._service.shared, request.WhichOneof("shared_memory_control")
+        shared, asked = self._service.regions, request.WhichOneof("shared_memory_control")
         if asked == "register":
             await self._register(request.register)
         elif asked in ("unregister", "unregister_all"):
@@ -202,4 +202,4 @@ class Rpcs:
             raise invalid(text)
         else:
             place = asked.system_shared_memory
-            self._service.shared.register(asked.name, place.shared_memory_key, place.offset, asked.byte_size)
+            self._service.regions.register(asked.name, place.shared_memory_key, place.offset, asked.byte_size)

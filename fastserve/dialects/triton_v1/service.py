@@ -8,18 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic_ns
 
-from fastserve.apart import Apart
 from fastserve.dialects.triton_v1.answers import Answers
 from fastserve.dialects.triton_v1.names import CODE_OF, STATUS_OF, SUCCESS
 from fastserve.dialects.triton_v1.statistics import Counts, Statistics
 from fastserve.errors import DeadlineError, Kind, ServeError
-from fastserve.metrics.traffic import Traffic
 from fastserve.protos.text import quote
-from fastserve.repository.keepers import Keepers
 from fastserve.repository.version import Version
 from fastserve.serving.dialect import ServingContext
-from fastserve.serving.model_view import ModelView, Views, find_version
+from fastserve.serving.model_view import ModelView, find_version
 from fastserve.serving.paths import Kept
+from fastserve.serving.service import DialectService
 
 SERVER_ID = "inference:0"
 GOOD = f'code: {SUCCESS} server_id: "{SERVER_ID}" request_id: '.encode()
@@ -38,26 +36,18 @@ class Served:
     counts: Counts
 
 
-class Service:
+class Service(DialectService):
     """One per front process, shared by all listeners."""
 
     def __init__(self, context: ServingContext) -> None:
-        engine = context.engine
-        self.engine = engine
-        self.catalog = engine.catalog
-        self.readiness = context.readiness
-        self.repository = context.repository
-        self.shared, self.apart = context.regions, Apart()
+        super().__init__(context, "triton_v1")
         self.statistics = Statistics()
-        self.traffic = Traffic(context.registry, "triton_v1", engine.catalog.models)
         self.started_ns = monotonic_ns()
         self.next_id: Callable[[], int] = itertools.count(1).__next__
-        self._views = Views(engine.catalog)
-        self.keepers = Keepers(engine.catalog)
         self.served = Kept(self.keepers, self._serve)
 
     def _serve(self, version: Version) -> Served:
-        view = self._views.of(version)
+        view = self.views.of(version)
         return Served(view, Answers(view), self.statistics.of(version))
 
     def find(self, model: str, number: int | None) -> Served:
