@@ -15,8 +15,8 @@ even a caller that is cancelled.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, ParamSpec, TypeVar
 
 APART_BYTES = 1 << 20
 """From here on: 2 ms of numbers, 8 ms of the strings that are slowest to read."""
@@ -42,6 +42,16 @@ class Apart:
             except asyncio.CancelledError:
                 await _outlast(running)
                 raise
+
+
+def run_through(work: Coroutine[Any, Any, None]) -> None:
+    """All of it now, without a task: for what waits for nothing, since it looks at less than APART_BYTES."""
+    try:
+        work.send(None)
+    except StopIteration:
+        return
+    work.close()
+    raise RuntimeError("this has to wait for something")
 
 
 async def _outlast(running: asyncio.Future[T]) -> None:

@@ -209,6 +209,11 @@ def note_of(request: InferRequest, extra: list[str]) -> bytes:
     return write_note(note)
 
 
+def inputs_bytes(inputs: Mapping[str, Tensor]) -> int:
+    """How much there is to write."""
+    return sum(memoryview(tensor.data).nbytes for tensor in inputs.values())
+
+
 def form_of(queue: BatchQueue) -> Form:
     """The form of the queue's arena."""
     return COLUMNS if queue.dense else WHOLE if queue.requests else SLABS

@@ -13,7 +13,7 @@ from functools import partial
 
 from fastserve._ext.fast_path import Pending
 from fastserve.engine.batch_queue import BatchQueue
-from fastserve.engine.forms import Form, form_of, join_parts
+from fastserve.engine.forms import Form, form_of, inputs_bytes, join_parts
 from fastserve.engine.rows import RowSlices, check_inputs, empty_outputs
 from fastserve.engine.scheduler import Runs, Scheduler
 from fastserve.engine.stream import only_response, stream_on_queue
@@ -81,8 +81,8 @@ async def _run(
     """One place: written, submitted, answered."""
     place = await queue.reserve(rows, request.deadline_ns, patient=patient)
     write = partial(form.write_inputs, queue, place, rows, inputs, request)
-    await queue.fill(place, rows, sum(memoryview(t.data).nbytes for t in inputs.values()), write)
-    answer, pending = _submit(queue, request, rows, place)
+    await queue.fill(place, rows, inputs_bytes(inputs), write)
+    answer, pending = submit_written(queue, request, rows, place)
     try:
         return await answer
     except asyncio.CancelledError:
@@ -94,19 +94,8 @@ async def _run(
         del answer  # else an error, this frame in its traceback, and the answer that holds it are a circle
 
 
-def submit_request(
-    queue: BatchQueue, form: Form, request: InferRequest, inputs: dict[str, Tensor], rows: int, place: int
-) -> tuple[Answer, Pending]:
-    """Write a reserved place and submit it. Raises ServeError; the answer is the pending, to be released."""
-    try:
-        form.write_inputs(queue, place, rows, inputs, request)
-    except BaseException:
-        queue.abandon(place, rows)
-        raise
-    return _submit(queue, request, rows, place)
-
-
-def _submit(queue: BatchQueue, request: InferRequest, rows: int, place: int) -> tuple[Answer, Pending]:
+def submit_written(queue: BatchQueue, request: InferRequest, rows: int, place: int) -> tuple[Answer, Pending]:
+    """Let a place that was filled run. The answer is the pending, to be released."""
     answer: Answer = asyncio.get_running_loop().create_future()
 
     def done(pending: Pending, error: ServeError | None) -> None:

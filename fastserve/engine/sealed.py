@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
 from fastserve._ext.fast_path import Pending
+from fastserve.apart import APART_BYTES, run_through
 from fastserve.engine.batch_queue import GONE, BatchQueue
-from fastserve.engine.forms import form_of
-from fastserve.engine.plain import submit_request
+from fastserve.engine.forms import form_of, inputs_bytes
+from fastserve.engine.plain import submit_written
 from fastserve.errors import Kind, ServeError
 from fastserve.request import InferRequest
 from fastserve.tensor import Tensor
@@ -75,6 +76,7 @@ class Sealed:
         self.queue = queue
         self.max_rows = queue.max_rows
         self._form = form_of(queue)
+        self._filling: set[asyncio.Task[None]] = set()
 
     def send(self, members: Sequence[Member], finished: Callable[[], None]) -> None:
         batch = Batch(members, finished)
@@ -90,31 +92,55 @@ class Sealed:
 
     def _fill(self, batch: Batch, place: int | None) -> None:
         """Write the batch, whose first member has its place; None: there will be none."""
-        fault = None if place is not None else ServeError(Kind.UNAVAILABLE, GONE)
-        last = -1
-        for member in batch.members:
-            try:
-                if fault is None:
-                    at = self.queue.ring.reserve(member.rows, True) if place is None else place
-                    place, last = None, self._send_one(batch, member, at)
-            except ServeError as error:
-                fault = error  # the rest would be in rows that are not theirs
-            except Exception:  # whoever is not answered waits for ever, and the next batch with them
-                log.exception("a request could not be written")
-                fault = _internal()
-            if fault is not None:
-                asyncio.get_running_loop().call_soon(batch.end, member, None, fault)
-        if last >= 0:
-            self.queue.ring.seal(last)
+        if place is None:
+            for member in batch.members:
+                self._fail(batch, member, ServeError(Kind.UNAVAILABLE, GONE))
+            return
+        for member, at in zip(batch.members, self._reserve(batch.members, place), strict=True):
+            if at < 0:
+                self._fail(batch, member, self.full())
+            else:
+                self._begin(batch, member, at)
 
-    def _send_one(self, batch: Batch, member: Member, at: int) -> int:
-        """The member's place. Raises ServeError when there is no room for it."""
-        if at < 0:
-            raise self.full()
+    def _reserve(self, members: Sequence[Member], place: int) -> list[int]:
+        """Their places, sealed before the first is written: no other batch comes between, however long that
+        takes. Negative from the first on that finds none: the rest would be in rows that are not theirs."""
+        places = [place]
+        for member in members[1:]:
+            places.append(self.queue.ring.reserve(member.rows, True) if places[-1] >= 0 else places[-1])
+        self.queue.ring.seal(max(places))
+        return places
+
+    def _begin(self, batch: Batch, member: Member, at: int) -> None:
+        """Have the member's place filled: here, or apart from the loop, as of any queue."""
+        queue, nbytes = self.queue, inputs_bytes(member.inputs)
+        write = partial(self._form.write_inputs, queue, at, member.rows, member.inputs, member.request)
+        filling = self._fill_one(batch, member, at, queue.fill(at, member.rows, nbytes, write))
+        if nbytes < APART_BYTES:
+            run_through(filling)
+            return
+        task = asyncio.ensure_future(filling)
+        self._filling.add(task)
+        task.add_done_callback(self._filling.discard)
+
+    async def _fill_one(
+        self, batch: Batch, member: Member, at: int, filled: Coroutine[Any, Any, None]
+    ) -> None:
+        try:
+            await filled
+            self._submit(batch, member, at)
+        except ServeError as error:
+            self._fail(batch, member, error)
+        except Exception:  # whoever is not answered waits for ever, and the next batch with them
+            log.exception("a request could not be written")
+            self._fail(batch, member, _internal())
+
+    def _fail(self, batch: Batch, member: Member, fault: ServeError) -> None:
+        asyncio.get_running_loop().call_soon(batch.end, member, None, fault)
+
+    def _submit(self, batch: Batch, member: Member, at: int) -> None:
         queue = self.queue
-        answer, pending = submit_request(
-            queue, self._form, member.request, dict(member.inputs), member.rows, at
-        )
+        answer, pending = submit_written(queue, member.request, member.rows, at)
 
         def settle(_: object) -> None:
             if answer.cancelled():
@@ -137,7 +163,6 @@ class Sealed:
         member.cancel = cancel
         if member.queued_ns:
             queue.ring.backdate(at, max(member.queued_ns, 0))
-        return at
 
     def _read(self, member: Member, pending: Pending) -> tuple[Answer | None, ServeError | None]:
         queue = self.queue

@@ -20,7 +20,7 @@ from functools import partial
 from fastserve._ext.fast_path import Pending
 from fastserve.engine.batch_queue import BatchQueue
 from fastserve.engine.counters import counters_of, first_responses
-from fastserve.engine.forms import form_of, read_answer
+from fastserve.engine.forms import form_of, inputs_bytes, read_answer
 from fastserve.engine.rows import check_inputs
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.version import Version
@@ -114,7 +114,7 @@ async def stream_on_queue(
     rows = max(check_inputs(version, request.inputs), 1)
     place = await queue.reserve(_fitting(queue, rows), request.deadline_ns)
     write = partial(form_of(queue).write_inputs, queue, place, rows, request.inputs, request)
-    await queue.fill(place, rows, sum(memoryview(t.data).nbytes for t in request.inputs.values()), write)
+    await queue.fill(place, rows, inputs_bytes(request.inputs), write)
     parts = Parts(queue, place, version)
     pending = queue.submit(place, rows, parts.done, request.deadline_ns, parts)
     try:

@@ -17,6 +17,7 @@ from fastserve.engine.counters import counters_of
 from fastserve.engine.engine import Engine
 from fastserve.engine.meters import QueueMeters
 from fastserve.engine.plain import PlainScheduler
+from fastserve.engine.sealed import sealed_config
 from fastserve.errors import Kind
 from fastserve.metrics.registry import Registry
 from fastserve.repository.catalog import Catalog
@@ -39,15 +40,20 @@ def floats(*rows: float) -> Tensor:
 
 
 class Desk:
-    """An engine with one version, whose workers are `ring`s the test moves by hand."""
+    """An engine with one version, whose workers are `ring`s the test moves by hand. `sealed`: batches are formed
+    before the queue."""
 
-    def __init__(self, **config: Any) -> None:
+    def __init__(self, *, sealed: bool = False, **config: Any) -> None:
         tensor = {"dtype": "float32", "shape": [1]}
         whole = {"backend": "python", "inputs": {"x": tensor}, "outputs": {"y": tensor}, "max_batch_size": 2}
         parsed = parse_model_config({**whole, "max_queue_rows": 8, "instances": 2, **config})
         self.version = Version("m", 1, Path(), parsed)
         self.arena = Arena.create(
-            plan_geometry(config_json(parsed), self.version.inputs, self.version.outputs)
+            plan_geometry(
+                sealed_config(config_json(parsed)) if sealed else config_json(parsed),
+                self.version.inputs,
+                self.version.outputs,
+            )
         )
         self.registry = Registry()
         meters = QueueMeters(self.registry, "m", 1, 0, self.arena.geometry.max_rows)

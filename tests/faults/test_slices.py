@@ -11,7 +11,6 @@ import gc
 import http.client
 import json
 import os
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,6 +23,7 @@ from tests.dialects.kserve_v2 import client_models
 from tests.faults.rig import MESSAGES, SERVICE
 from tests.faults.test_counts import BACK
 from tests.server.rig import run
+from tests.turns import Turns
 
 MB = 1 << 20
 COUNT = 4 * MB  # numbers of a request or of a reply: 16 MB
@@ -51,28 +51,6 @@ class Model:
     def run(self, inputs):
         return {"y": np.full((len(inputs["x"]), int(inputs["x"][0, 0])), 0.25, np.float32)}
 """
-
-
-class Turns:
-    """The longest turn of the running loop since it was asked last."""
-
-    def __init__(self) -> None:
-        self._longest, self._began, self._over = 0.0, time.thread_time(), False
-        asyncio.get_running_loop().call_soon(self._turn)
-
-    def _turn(self) -> None:
-        now = time.thread_time()
-        self._longest, self._began = max(self._longest, now - self._began), now
-        if not self._over:
-            asyncio.get_running_loop().call_later(0.0005, self._turn)
-
-    def longest_s(self) -> float:
-        self._turn()
-        found, self._longest = self._longest, 0.0
-        return found
-
-    def close(self) -> None:
-        self._over = True
 
 
 @asynccontextmanager
