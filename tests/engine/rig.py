@@ -40,8 +40,10 @@ def floats(*rows: float) -> Tensor:
 
 
 class Desk:
-    """An engine with one version, whose workers are `ring`s the test moves by hand. `sealed`: batches are formed
-    before the queue."""
+    """An engine with one version, whose workers are `ring`s the test moves by hand.
+
+    `sealed`: batches are formed before the queue.
+    """
 
     def __init__(self, *, sealed: bool = False, **config: Any) -> None:
         tensor = {"dtype": "float32", "shape": [1]}
