@@ -14,7 +14,8 @@ from importlib.metadata import version
 import click
 
 from fastserve.config import load_settings
-from fastserve.config.tensorflow import Flags, StartFault, flag_settings, read_flags, usage
+from fastserve.config.tensorflow import Flags, flag_settings, read_flags, usage
+from fastserve.config.tensorflow_files import StartFault
 from fastserve.errors import ConfigError
 from fastserve.repository.repository import LoadFailures
 

@@ -6,6 +6,7 @@ a single model may set is not here; that is `repository.model_config`.
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Annotated, Any, Literal
 
@@ -21,6 +22,7 @@ from fastserve.config.triton import INPUT_BYTES, TritonOptions
 
 Count = Annotated[int, Meta(ge=1)]
 ModelName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+_FILE = re.compile(r"^unix:(?P<path>[^=\x00]{1,107})$")  # sockaddr_un has 108 bytes, the last of them 0
 _ADDRESS = re.compile(r"^(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[^:\[\]=\s]*)):(?P<port>[0-9]{1,5})$")
 
 
@@ -64,23 +66,37 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Listener(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One listening address and the dialects it speaks; no dialects means every one."""
 
-    address: Annotated[str, Meta(description="HOST:PORT, [IPV6]:PORT or :PORT (every interface).")]
+    address: Annotated[str, Meta(description="HOST:PORT, [IPV6]:PORT, :PORT (every interface) or unix:PATH.")]
     dialects: Annotated[tuple[str, ...], Meta(description="Dialects spoken here; empty for all.")] = ()
     tls: Annotated[bool, Meta(description="Whether TLS is spoken here, where tls.cert is set.")] = True
 
     def __post_init__(self) -> None:
-        match = _ADDRESS.match(self.address)
-        if match is None or int(match["port"]) > 65535:
-            raise ValueError(f'address: given "{self.address}", allowed: HOST:PORT, [IPV6]:PORT or :PORT')
+        if self.in_file:
+            fits = _FILE.match(self.address) is not None and len(os.fsencode(self.address)) <= 112
+        else:
+            match = _ADDRESS.match(self.address)
+            fits = match is not None and int(match["port"]) <= 65535
+        if not fits:
+            raise ValueError(
+                f'address: given "{self.address}", allowed: HOST:PORT, [IPV6]:PORT, :PORT, or '
+                "unix:PATH with a path of at most 107 bytes"
+            )
+
+    @property
+    def in_file(self) -> bool:
+        """Whether it is a socket in the file system. The first front process alone listens there."""
+        return self.address.startswith("unix:")
 
     @property
     def host(self) -> str:
+        """ "unix:PATH" for a file."""
         match = _ADDRESS.match(self.address)
-        return (match["v6"] or match["host"]) if match else ""
+        return (match["v6"] or match["host"]) if match else self.address
 
     @property
     def port(self) -> int:
-        return int(self.address.rpartition(":")[2])
+        """0 for a file."""
+        return 0 if self.in_file else int(self.address.rpartition(":")[2])
 
 
 class GrpcOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -137,6 +153,23 @@ class TFServingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensor_content: Annotated[
         bool, Meta(description="Predict over gRPC answers with tensor_content, not with the typed fields.")
     ] = False
+    check_methods: Annotated[
+        bool, Meta(description="Classify and regress only by signatures of that method.")
+    ] = False
+    models_file: Annotated[
+        str, Meta(description="A ModelServerConfig as text that is read again every models_file_poll_s.")
+    ] = ""
+    models_file_poll_s: Annotated[
+        float,
+        Meta(ge=0, description="Seconds between two looks; its models take the place of `models`. 0: none."),
+    ] = 0.0
+    warmup_records: Annotated[
+        bool,
+        Meta(description="Run VERSION/assets.extra/tf_serving_warmup_requests before it is available."),
+    ] = True
+    warmup_times: Annotated[
+        int, Meta(ge=1, le=1_000_000, description="How many times each of these records runs.")
+    ] = 1
 
     def __post_init__(self) -> None:
         if len(set(self.result_keys)) != len(self.result_keys):
@@ -225,6 +258,10 @@ class RepositorySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
             description="Ready only while every model serves; false: models that never loaded do not count."
         ),
     ] = True
+    version_batching: Annotated[
+        bool,
+        Meta(description="A version's batching_params.pbtxt (TensorFlow Serving's) says how it is batched."),
+    ] = False
     wait_for_folders: Annotated[
         bool,
         Meta(description="A base_path of `models` that is not there or holds no version is waited for."),
@@ -311,6 +348,12 @@ class Settings(RepositorySettings, frozen=True, forbid_unknown_fields=True, kw_o
     def __post_init__(self) -> None:
         read_metrics_config(self.metrics_config)
         self._check_tls()
+        if self.grpc_options.transport == "grpcio" and (
+            one := next((g for g in self.grpc if g.in_file), None)
+        ):
+            raise ValueError(
+                f'grpc: given "{one.address}" with grpc_options.transport grpcio, allowed: HOST:PORT'
+            )
         if self.allow_client_shm and self.frontends > 1:  # each front keeps the regions it was told of
             raise ValueError(
                 f"allow_client_shm: given true with frontends {self.frontends}, allowed: with frontends 1"
@@ -335,5 +378,7 @@ class Settings(RepositorySettings, frozen=True, forbid_unknown_fields=True, kw_o
                     )
         spoken: dict[str, bool] = {}
         for listener in (*self.listen, *self.http, *self.grpc):
-            if listener.port and spoken.setdefault(listener.address, listener.tls) != listener.tls:
+            if (listener.port or listener.in_file) and spoken.setdefault(
+                listener.address, listener.tls
+            ) != listener.tls:
                 raise ValueError(f"{listener.address}: given with tcp:// and without, allowed: one of them")

@@ -123,6 +123,8 @@ def _explain_model(folder: ModelFolder) -> ModelReport:
         return report
     report.problems += _backend_problems(config)
     for number in report.versions:
+        fault = folder.config_of(number).fault
+        report.problems += [f"version {number}: {fault}"] if fault else []
         report.problems += _file_problems(folder.versions[number].folder, number, config)
     report.facts = _facts(folder, config, report)
     return report

@@ -11,6 +11,7 @@ anywhere inside the root and nowhere else.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,10 @@ import msgspec
 
 from fastserve.backends.registry import BACKENDS
 from fastserve.config import ModelEntry, RepositorySettings
-from fastserve.config.fields import fault_text
+from fastserve.config.confined import read_confined
+from fastserve.config.fields import convert, fault_text
+from fastserve.config.tensorflow_files import VERSION_BATCHING_FILE, batching_defaults
+from fastserve.config.yaml_text import FILE_BYTES
 from fastserve.errors import ConfigError
 from fastserve.repository.folder_config import (
     CONFIG_FILE,
@@ -34,7 +38,7 @@ from fastserve.repository.folder_config import (
 )
 from fastserve.repository.foreign import foreign_text
 from fastserve.repository.grps_config import NUMBER, Deployment, read_deployment
-from fastserve.repository.model_config import ModelConfig
+from fastserve.repository.model_config import ModelConfig, config_json
 from fastserve.repository.overrides import Overrides
 from fastserve.repository.policy import version_number
 from fastserve.repository.triton_config import TRITON_FILE
@@ -45,11 +49,13 @@ MODEL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class VersionFolder:
-    """One folder that holds a version; `stamp` is its model file's, and its modules'."""
+    """One folder that holds a version; `stamp` is its model file's, and its modules'. `config` is its own,
+    where its folder says more than its model's."""
 
     number: int
     folder: Path
     stamp: Stamp
+    config: ModelConfig | None = None
 
 
 @dataclass(slots=True)
@@ -63,6 +69,16 @@ class ModelFolder:
     error: str = ""
     notes: list[str] = field(default_factory=list)
     absent: bool = False  # there is no folder, or none with a number in it
+
+    def config_of(self, number: int) -> ModelConfig:
+        """Of one version; which versions there are and what they are called is the model's alone."""
+        assert self.config is not None
+        own = self.versions[number].config
+        if own is None:
+            return self.config
+        return msgspec.structs.replace(
+            own, version_policy=self.config.version_policy, labels=self.config.labels
+        )
 
     @property
     def may_come(self) -> bool:
@@ -85,6 +101,7 @@ class Layout:
         self.overrides = Overrides()
         self._configs = ConfigReader(settings.model_defaults)
         self._left_out = left_out(settings.repository)
+        self._version_batching = settings.version_batching
 
     def check(self) -> None:
         """Raises ConfigError when a folder named in the settings is not there, or a name is given twice."""
@@ -178,6 +195,8 @@ class Layout:
             else:
                 model.config = self._configs.read(name, folder, numbered, root)
             _fill_versions(model, numbered, root)
+            if self._version_batching:
+                model.versions = {n: _batched(one, model.config) for n, one in model.versions.items()}
         except ConfigError as fault:
             model.error = str(fault)
         except OSError as fault:
@@ -249,6 +268,21 @@ def _numbered_folders(folder: Path) -> dict[int, Path]:
         if number is not None and child.is_dir():
             found[number] = child
     return found
+
+
+def _batched(version: VersionFolder, config: ModelConfig) -> VersionFolder:
+    """A version with what its own file says of batches; a fault of that is the version's."""
+    file = version.folder / VERSION_BATCHING_FILE
+    if not config.batching or not os.path.lexists(file):
+        return version
+    try:
+        text = read_confined(version.folder, VERSION_BATCHING_FILE, FILE_BYTES).decode("utf-8", "replace")
+        fields, _ = batching_defaults(text, VERSION_BATCHING_FILE)
+        given = {"allowed_batch_sizes": None, **fields}
+        own = convert({**config_json(config), **given}, ModelConfig, VERSION_BATCHING_FILE)
+    except ConfigError as fault:
+        own = msgspec.structs.replace(config, fault=str(fault))
+    return dataclasses.replace(version, config=own)
 
 
 def _misplaced(folder: Path, file_name: str) -> list[str]:

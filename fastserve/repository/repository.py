@@ -51,7 +51,13 @@ class Repository:
         self._problems = self._succession.problems
         self._watch: asyncio.Task[None] | None = None
         self._closing = False
+        self._reloading = asyncio.Lock()
         catalog.on_change.append(self._tend_dependants)
+
+    @property
+    def entries(self) -> tuple[ModelEntry, ...]:
+        """The models whose folders are named outright, as the last list that was taken up has them."""
+        return tuple(self._layout.entries)
 
     async def open(self) -> None:
         """Load everything wanted; with model_control poll, go on watching.
@@ -149,12 +155,16 @@ class Repository:
                 await self.unload(one, composing=True)
 
     async def reload_config(self, entries: Sequence[ModelEntry]) -> None:
-        """Serve these models in place of the ones `models` named, and wait for them.
+        """Serve these models in place of the ones `models` named, and wait for them; one list at a time.
 
         Raises ServeError (tfserving spec 4.4): INVALID_ARGUMENT for a list that cannot be, and then nothing
         changes; UNKNOWN listing what could not be loaded; FAILED_PRECONDITION for nothing but labels that
         could not be moved.
         """
+        async with self._reloading:  # two lists at once would end each other's models
+            await self._replace(entries)
+
+    async def _replace(self, entries: Sequence[ModelEntry]) -> None:
         layout = Layout(msgspec.structs.replace(self.settings, models=tuple(entries)))
         for entry in entries:
             if not entry.base_path.startswith("/"):

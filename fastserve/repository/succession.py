@@ -90,9 +90,10 @@ class Succession:
         wanted = wanted_versions(config.version_policy, folder.versions)
         self._forget_failures(model.name, keep=wanted)
         for number in reversed(wanted):  # the newest first: it is what most clients wait for
-            if eager or self._is_due(model, folder.versions[number], config):
-                await self._load(model, folder.versions[number], config)
-        self._adopt(model, wanted, config)
+            own = folder.config_of(number)
+            if eager or self._is_due(model, folder.versions[number], own):
+                await self._load(model, folder.versions[number], own)
+        self._adopt(model, folder, wanted)
         problems = self._problems(model, folder, wanted)
         self.problems.settle(model.name, problems)
         await self._unload_displaced(
@@ -201,10 +202,11 @@ class Succession:
 
     # -- labels, config and blame
 
-    def _adopt(self, model: Model, wanted: list[int], config: ModelConfig) -> None:
+    def _adopt(self, model: Model, folder: ModelFolder, wanted: list[int]) -> None:
         """Take over what needs no fresh instance: policy and labels, also on versions already loaded."""
-        model.config = config
+        model.config = folder.config
         for number in wanted:
+            config = folder.config_of(number)
             version = model.versions.get(number)
             origin = self._origins.get(version) if version is not None else None
             if version is not None and origin is not None and origin.config == _instance_config(config):
@@ -218,7 +220,9 @@ class Succession:
         problems = []
         for number in wanted:
             failure = self._failures.get((model.name, number))
-            if failure is not None and not self._is_current(model, folder.versions[number], folder.config):
+            if failure is not None and not self._is_current(
+                model, folder.versions[number], folder.config_of(number)
+            ):
                 problems.append(_load_problem(number, failure.error))
         problems += [
             f"version {number}: wanted by version_policy, but there is no such version"

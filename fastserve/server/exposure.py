@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 def is_public(listener: Listener) -> bool:
     """Whether other machines may reach the address. A name may stand for any."""
-    if listener.host == "localhost":
+    if listener.in_file or listener.host == "localhost":
         return False
     try:
         return not ipaddress.ip_address(listener.host).is_loopback

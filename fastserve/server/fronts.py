@@ -71,9 +71,10 @@ class Fronts:
             host.on_closing.append(self._close_version)
 
     async def open(self, http: tuple[Listener, ...], grpc: tuple[Listener, ...]) -> None:
-        """Start every front on the owner's own ports. Raises ServeError when one does not come up."""
+        """Start every front on the owner's own ports; a socket file cannot be shared. Raises ServeError when
+        one does not come up."""
         for link in self.links:
-            link.listeners = (http, grpc)
+            link.listeners = (_ports(http), _ports(grpc))
         await asyncio.gather(*(link.start() for link in self.links))
 
     async def drain(self, grace_s: float) -> None:
@@ -347,3 +348,7 @@ class FrontLink:
 
     def _rings(self) -> list[BatchRing]:
         return [hosted.queue.ring for hosted in self._host.hosted.values()]
+
+
+def _ports(listeners: tuple[Listener, ...]) -> tuple[Listener, ...]:
+    return tuple(one for one in listeners if not one.in_file)

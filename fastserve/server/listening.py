@@ -25,7 +25,7 @@ from fastserve.serving.model_control import NoRepository, RepositoryFace
 from fastserve.serving.shared_memory import Regions
 from fastserve.serving.text import Texts
 from fastserve.serving.text.tensors import TextTensors
-from fastserve.wire import HttpListener, check_free
+from fastserve.wire import HttpListener, check_free, shown
 from fastserve.wire.http2.lifetime import Lifetimes
 from fastserve.wire.opening import Opening
 from fastserve.wire.tls import Credentials
@@ -248,19 +248,19 @@ def _sooner(one_s: float, other_s: float) -> float:
 
 def is_same(one: Listener, other: Listener) -> bool:
     """Whether they are one port. Port 0 is another one each time, unless `listen` asks for both at once."""
-    return one is other or (one.port != 0 and one.address == other.address)
+    return one is other or ((one.port != 0 or one.in_file) and one.address == other.address)
 
 
 def all_listeners(settings: Settings) -> tuple[tuple[Listener, ...], tuple[Listener, ...]]:
     """The HTTP and the gRPC listeners. Dialects with a port of their own have it beside the first that speaks
     HTTP. Raises ConfigError."""
     http, grpc = (*settings.listen, *settings.http), (*settings.listen, *settings.grpc)
-    host = http[0].address.rpartition(":")[0] if http else "127.0.0.1"
+    first = next((one for one in http if not one.in_file), None)
+    host = first.address.rpartition(":")[0] if first else "127.0.0.1"
     ports = ((spec.name, spec.own_port(settings)) for spec in find_specs(settings))
-    tls = not http or http[0].tls
+    tls = first is None or first.tls
     return (*http, *(Listener(f"{host}:{port}", (name,), tls) for name, port in ports if port)), grpc
 
 
 def _listed(address: tuple[str, int], listener: Listener) -> Listener:
-    host = f"[{address[0]}]" if ":" in address[0] else address[0]
-    return Listener(f"{host}:{address[1]}", listener.dialects, listener.tls)
+    return Listener(shown(*address), listener.dialects, listener.tls)

@@ -35,6 +35,7 @@ from fastserve.server.gauges import FrontGauges
 from fastserve.server.health import judge
 from fastserve.server.listening import Front, all_listeners
 from fastserve.server.loads import ClientLoads
+from fastserve.server.models_file import ModelsFile
 from fastserve.server.welcome import announce, fill_standard_streams, welcome_text
 from fastserve.serving.dialect import refuse_to_stop
 from fastserve.wire.opening import Opening
@@ -67,6 +68,7 @@ class Server:
         )
         self.repository = Repository(settings, self.catalog, self.host)
         self.host.wishes.repository = self.repository
+        self._models_file = ModelsFile(settings.tfserving, self.repository)
         loads = ClientLoads(self.repository)
         self.front = Front(
             settings,
@@ -98,6 +100,7 @@ class Server:
             self.host.engine.tensors = self.front.engine.tensors
             await self.repository.open()
             await self.fronts.open(*self.front.addresses())
+            self._models_file.open()
         except BaseException:
             await self.drain(0)
             raise
@@ -113,6 +116,7 @@ class Server:
         self._draining = True
         self._health_changed()
         await asyncio.sleep(delay_s)
+        await self._models_file.close()
         await asyncio.gather(self.front.drain(grace_s), self.fronts.drain(grace_s))
         await self.repository.close()
         await self.host.close()

@@ -31,8 +31,8 @@ def welcome_text(
 ) -> str:
     """A few lines for a person at a terminal."""
     secure = bool(settings.tls.cert)
-    places = [f"{_scheme('http', secure, listener)}{listener.address}" for listener in http]
-    places += [f"{_scheme('grpc', secure, listener)}{listener.address}" for listener in grpc]
+    places = [_place("http", secure, listener) for listener in http]
+    places += [_place("grpc", secure, listener) for listener in grpc]
     how = "is ready" if readiness.ready else "listens and is not ready"
     lines = [f"fastserve {how}: {' '.join(places) or 'no listener'}"]
     if not readiness.ready:
@@ -40,17 +40,20 @@ def welcome_text(
         lines.append(f"{readiness.reason}; `fastserve check {checked}` tells more")
     if not readiness.models and settings.repository:
         lines.append(EMPTY.format(folder=settings.repository))
-    if settings.repository == "demo" and http:
-        lines += ["", "Try:", *(f"  {line}" for line in demo_requests(http[0], settings))]
+    ports = [listener for listener in http if not listener.in_file]
+    if settings.repository == "demo" and ports:
+        lines += ["", "Try:", *(f"  {line}" for line in demo_requests(ports[0], settings))]
         lines += [f"{name} is left out: {why}" for name, why in missing_models().items()]
         if settings.allow_metrics:
-            place = f"{_scheme('http', secure, http[0])}{http[0].address}"
+            place = _place("http", secure, ports[0])
             lines.append(f"and, in a browser, to see what it does: {place}/console")
     return "\n".join(lines)
 
 
-def _scheme(name: str, secure: bool, listener: Listener) -> str:
-    return f"{name}s://" if secure and listener.tls else f"{name}://"
+def _place(name: str, secure: bool, listener: Listener) -> str:
+    """As curl is given it; of a file, what speaks there goes before."""
+    scheme = f"{name}s" if secure and listener.tls else name
+    return f"{scheme}+{listener.address}" if listener.in_file else f"{scheme}://{listener.address}"
 
 
 def announce(text: str) -> None:
@@ -76,7 +79,7 @@ def fill_standard_streams() -> None:
 def demo_requests(listener: Listener, settings: Settings) -> list[str]:
     """curl lines for the demo repository."""
     tls = settings.tls
-    root = f"{_scheme('http', bool(tls.cert), listener)}{listener.address}"
+    root = _place("http", bool(tls.cert), listener)
     curl = f"curl --cacert {tls.cert}" if root.startswith("https") and names_file(tls.cert) else "curl"
     base = f"{curl} {root}/v1/models"
     prompt = {

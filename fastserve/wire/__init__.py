@@ -9,7 +9,7 @@
 from fastserve.wire.call import Call, Endpoint
 from fastserve.wire.dialect import HttpDialect, Route
 from fastserve.wire.inflate import inflate
-from fastserve.wire.listener import HttpListener, check_free
+from fastserve.wire.listener import HttpListener, check_free, shown
 from fastserve.wire.stream import Stream
 
 __all__ = [
@@ -21,4 +21,5 @@ __all__ = [
     "Stream",
     "check_free",
     "inflate",
+    "shown",
 ]

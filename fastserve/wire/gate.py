@@ -13,6 +13,8 @@ import ipaddress
 import socket
 import struct
 
+from fastserve.wire.socket_file import UNIX, SocketFile
+
 # A handshake under way ends within a round trip: across the world that is so long. Over loopback it is some
 # microseconds, but a processor may be taken away in the midst of it, and a client may keep back the last
 # acknowledgement until it sends something.
@@ -31,8 +33,29 @@ _DROP_SYN = b"".join(
 )
 
 
-def shut_gate(listening: socket.socket) -> float:
-    """Let no new connection begin. Seconds after which every one that had begun can be accepted."""
+class Gate:
+    """A bound socket, from open to close."""
+
+    def __init__(self, listening: socket.socket) -> None:
+        self.listening = listening
+        self._file = SocketFile(listening.getsockname()) if listening.family == socket.AF_UNIX else None
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Host and port, or "unix:PATH" and 0."""
+        name = self.listening.getsockname()
+        return (UNIX + name, 0) if self._file else (name[0], name[1])
+
+    def shut(self) -> float:
+        """Let no new connection begin. Seconds after which every one that had begun can be accepted; one to a
+        file begins whole, or not at all once that has lost its name."""
+        if self._file is None:
+            return _shut(self.listening)
+        self._file.remove()
+        return 0.0
+
+
+def _shut(listening: socket.socket) -> float:
     code = ctypes.create_string_buffer(_DROP_SYN, len(_DROP_SYN))
     program = struct.pack("HP", len(_DROP_SYN) // 8, ctypes.addressof(code))
     with contextlib.suppress(OSError):  # a kernel without filters: what is accepted by then is what there is

@@ -17,7 +17,7 @@ import select
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from math import ceil
 from operator import methodcaller
@@ -30,7 +30,7 @@ from fastserve.wire.call import Call
 from fastserve.wire.connection import Connection
 from fastserve.wire.dialect import HttpDialect
 from fastserve.wire.faults import STRAY_TLS, over_limit
-from fastserve.wire.gate import shut_gate
+from fastserve.wire.gate import Gate
 from fastserve.wire.halves import Hangups
 from fastserve.wire.head import Head
 from fastserve.wire.http2.connection import Http2Connection
@@ -43,6 +43,7 @@ from fastserve.wire.pace import Verdict, slowness
 from fastserve.wire.replies import ReplyHeads
 from fastserve.wire.router import Router
 from fastserve.wire.seldom import Seldom
+from fastserve.wire.socket_file import UNIX, bind_file, clear
 from fastserve.wire.tls.credentials import Credentials
 from fastserve.wire.tls.handshake import Handshake
 from fastserve.wire.tls.hello import is_tls
@@ -65,10 +66,11 @@ AccessLog = Callable[[Call, int, int], None]  # (call, status, body bytes; -1 fo
 class HttpListener:
     """A socket and its connections. `port` 0 lets the system choose; `address` tells afterwards.
 
-    `address` "" is every interface; "::" takes IPv4 as well. `clock` is in seconds and only ever
-    compared with itself. `services` have the first choice of HTTP/2's streams (fastserve.wire.http2.stream);
-    with `only_http2` a connection has to begin with HTTP/2's preface. `origins` are of web pages that may use
-    the routes that administer. With `tls` it speaks nothing in plain text.
+    `address` "" is every interface; "::" takes IPv4 as well; "unix:PATH" is a file, without a port.
+    `clock` is in seconds and only ever compared with itself. `services` have the first choice of HTTP/2's
+    streams (fastserve.wire.http2.stream); with `only_http2` a connection has to begin with HTTP/2's preface.
+    `origins` are of web pages that may use the routes that administer. With `tls` it speaks nothing in plain
+    text.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class HttpListener:
         self._place, self._reuse_port = (address, port), reuse_port
         self._only_http2 = only_http2
         self._server: asyncio.Server | None = None
-        self._listening: socket.socket | None = None
+        self._gate: Gate | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._unseen: list[AnyConnection] = []  # not yet looked at in this round
         self._at_a_time = 0
@@ -116,17 +118,20 @@ class HttpListener:
         """Listen. Raises OSError when the address cannot be had."""
         loop = asyncio.get_running_loop()
         listening = open_socket(*self._place, reuse_port=self._reuse_port)
+        gate = Gate(listening)
+        create = loop.create_unix_server if listening.family == socket.AF_UNIX else loop.create_server
         try:
-            self._place = listening.getsockname()[:2]
-            self._server = await loop.create_server(self._make, sock=listening, backlog=BACKLOG)
+            self._place = gate.place
+            self._server = await create(self._make, sock=listening, backlog=BACKLOG)
         except BaseException:
+            gate.shut()
             listening.close()
             raise
         self.hangups.open()
         self.http2.loop = loop
         if self.tls is not None:
             self.tls.open()
-        self._listening = listening
+        self._gate = gate
         self._tick()
 
     def _make(self) -> AnyConnection:
@@ -167,11 +172,11 @@ class HttpListener:
 
     async def _let_in(self, grace_s: float) -> None:
         """Accept all that is on the way; the loop does that whenever it turns."""
-        if self._listening is None:
+        if self._gate is None:
             return
-        await asyncio.sleep(min(shut_gate(self._listening), grace_s))
+        await asyncio.sleep(min(self._gate.shut(), grace_s))
         loop, waits = asyncio.get_running_loop(), select.poll()
-        waits.register(self._listening, select.POLLIN)
+        waits.register(self._gate.listening, select.POLLIN)
         end = loop.time() + min(grace_s, ACCEPT_S)
         while waits.poll(0) and loop.time() < end:
             await asyncio.sleep(0)
@@ -191,9 +196,10 @@ class HttpListener:
 
     async def _stop_accepting(self) -> None:
         """Afterwards who was accepted is among the connections: the loop tells them in the turn after."""
-        if self._server is not None:
+        if self._server is not None and self._gate is not None:
+            self._gate.shut()
             self._server.close()
-            self._server = self._listening = None
+            self._server = self._gate = None
             await asyncio.sleep(0)
 
     # ---- for connections
@@ -261,8 +267,7 @@ class HttpListener:
 
     def warn_of(self, text: str) -> None:
         """A line about what clients do wrong, once a minute each; `%s` in it is this listener."""
-        host, port = self._place
-        self._seldom.warn(text, f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        self._seldom.warn(text, shown(*self._place))
 
     # ---- the timer
 
@@ -314,21 +319,38 @@ class HttpListener:
             connection.close()
 
 
+def shown(host: str, port: int) -> str:
+    """A place as settings and messages have it."""
+    if host.startswith(UNIX):
+        return host
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def open_socket(address: str, port: int, *, reuse_port: bool = False) -> socket.socket:
-    """A bound TCP socket. "" and "::" take IPv4 and IPv6 where the machine has both. Raises OSError, whose
-    text names the place."""
-    try:
+    """A bound socket. "" and "::" take IPv4 and IPv6 where the machine has both. Raises OSError, whose text
+    names the place."""
+    with _named(address, port):
+        if address.startswith(UNIX):
+            return bind_file(address.removeprefix(UNIX))
         return _bind(address, port, reuse_port)
-    except OSError as error:
-        shown = f"[{address}]" if ":" in address else address
-        text = f"cannot listen on {shown}:{port}: {error.strerror or error}"
-        raise OSError(error.errno, text) from error
 
 
 def check_free(address: str, port: int) -> None:
     """Raises OSError if somebody listens there already, even one that would share the port."""
-    if port:
+    if address.startswith(UNIX):
+        with _named(address, port):
+            clear(address.removeprefix(UNIX))
+    elif port:
         open_socket(address, port).close()
+
+
+@contextlib.contextmanager
+def _named(address: str, port: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        text = f"cannot listen on {shown(address, port)}: {error.strerror or error}"
+        raise OSError(error.errno, text) from error
 
 
 def _bind(address: str, port: int, reuse_port: bool) -> socket.socket:

@@ -76,12 +76,13 @@ def serving(base: Path, log: Path) -> Iterator[str]:
 
 @contextmanager
 def serving_grpc(base: Path, log: Path, *flags: str) -> Iterator[grpc.Channel]:
-    port = free_port()
+    place = next((flag.partition("=")[2] for flag in flags if "grpc_socket_path" in flag), "")
+    port = 0 if place else free_port()
     given = [f"--port={port}", "--model_name=m", f"--model_base_path={base}", *flags]
     with log.open("wb") as out:
         process = subprocess.Popen([*COMMAND, *given], stdout=out, stderr=out)
     try:
-        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        with grpc.insecure_channel(f"unix:{place}" if place else f"127.0.0.1:{port}") as channel:
             grpc.channel_ready_future(channel).result(START_S)
             yield channel
         process.send_signal(signal.SIGTERM)
@@ -228,3 +229,51 @@ def test_its_grpc_port(tmp_path: Path) -> None:
         reload(request.SerializeToString(), timeout=START_S)
         assert is_served("n")
         assert not is_served("m")
+
+
+@pytest.mark.lingers  # grpcio keeps its poller's thread and pipe
+def test_its_socket_and_a_list_that_changes(tmp_path: Path) -> None:
+    """A server whose only door is a file, whose list of models is edited, and that looks at methods."""
+    messages = load("tfserving")
+    file, socket_file = tmp_path / "models.config", tmp_path / "tf.sock"
+
+    def write(name: str) -> None:
+        file.write_text(f'model_config_list {{ config {{ name: "{name}" base_path: "{tmp_path / name}" }} }}')
+
+    for name in ("m", "n"):
+        write_version(tmp_path / name)
+    write("m")
+    flags = (
+        f"--model_config_file={file}",
+        "--model_config_file_poll_wait_seconds=1",
+        f"--grpc_socket_path={socket_file}",
+        "--enable_signature_method_name_check",
+    )
+    with serving_grpc(tmp_path / "m", tmp_path / "log", *flags) as channel:
+        regress = channel.unary_unary(
+            "/tensorflow.serving.PredictionService/Regress",
+            response_deserializer=messages.RegressionResponse.FromString,
+        )
+
+        def ask(model: str, signature: str) -> str:
+            request = messages.RegressionRequest(model_spec={"name": model, "signature_name": signature})
+            example = request.input.example_list.examples.add()
+            example.features.feature["x"].float_list.value.append(3)
+            try:
+                reply = regress(request.SerializeToString(), timeout=START_S)
+            except grpc.RpcError as refused:
+                return str(refused.details())
+            return str(reply.result.regressions[0].value)
+
+        until(lambda: ask("m", "value") == "3.0", "m is served", START_S)
+        assert ask("m", "") == (
+            "Expected regression signature method_name to be tensorflow/serving/regress. "
+            "Was: tensorflow/serving/predict"
+        )
+        write("n")
+        until(lambda: ask("n", "value") == "3.0", "n is served", START_S)
+        until(lambda: "Servable not found" in ask("m", "value"), "m has gone", START_S)
+        file.write_text("model_config_list {")
+        until(lambda: "Error parsing text-format" in (tmp_path / "log").read_text(), "it is told", START_S)
+        assert ask("n", "value") == "3.0"
+    assert not socket_file.exists()

@@ -9,14 +9,9 @@ from typing import Any
 
 import pytest
 
-from fastserve.config import load_settings
-from fastserve.config.tensorflow import (
-    batching_defaults,
-    flag_settings,
-    model_entries,
-    monitoring_settings,
-    read_flags,
-)
+from fastserve.config import GrpcOptions, Settings, load_settings
+from fastserve.config.tensorflow import _IDLE_FLAGS, _UNBUILT_FLAGS, flag_settings, read_flags
+from fastserve.config.tensorflow_files import batching_defaults, model_entries, monitoring_settings
 from fastserve.errors import ConfigError
 from fastserve.repository.model_config import parse_model_config, round_up
 from fastserve.repository.policy import version_number, wanted_versions
@@ -121,6 +116,76 @@ def test_a_whole_command_line(tmp_path: Path) -> None:
     assert (config.mixed_shapes, config.split_large_requests, config.warmup) == ("pad", True, "off")
     own = parse_model_config({**BASE, "max_batch_size": 0}, defaults=settings.model_defaults)
     assert (own.max_batch_size, own.allowed_batch_sizes) == (0, None)
+
+
+def taken(*argv: str) -> tuple[Settings, list[str]]:
+    flags = read_flags(argv)
+    assert flags.unrecognised == flags.faults == []
+    overrides, ignored = flag_settings(flags.values)
+    return load_settings(None, overrides), flags.ignored + ignored
+
+
+def test_a_socket_beside_the_port_and_channel_arguments() -> None:
+    arguments = (
+        "grpc.max_concurrent_streams=7,grpc.max_connection_age_ms=90000,grpc.keepalive_time_ms=1500,"
+        "grpc.max_connection_idle_ms=2147483647,grpc.max_receive_message_length=-1,grpc.lb_policy_name=x"
+    )
+    settings, ignored = taken(
+        "--model_base_path=/m", "--grpc_socket_path=/run/tf.sock", f"--grpc_channel_arguments={arguments}"
+    )
+    assert [one.address for one in settings.grpc] == ["0.0.0.0:8500", "unix:/run/tf.sock"]
+    options = settings.grpc_options
+    assert (options.concurrent_streams, options.max_connection_age_s, options.keepalive_s) == (7, 90, 1.5)
+    assert (options.max_connection_idle_s, options.message_bytes) == (0, GrpcOptions().message_bytes)
+    assert ignored == ["grpc.lb_policy_name of --grpc_channel_arguments: it is of the original's own library"]
+    with pytest.raises(ConfigError, match=r"grpc\.keepalive_time_ms"):
+        taken("--model_base_path=/m", "--grpc_channel_arguments=grpc.keepalive_time_ms=soon")
+
+
+def test_a_list_that_is_looked_at_again(tmp_path: Path) -> None:
+    file = tmp_path / "models.config"
+    file.write_text('model_config_list { config { name: "a" base_path: "/a" } }')
+    poll = "--model_config_file_poll_wait_seconds=5"
+    settings, _ = taken(f"--model_config_file={file}", poll)
+    assert (settings.tfserving.models_file, settings.tfserving.models_file_poll_s) == (str(file), 5)
+    settings, _ = taken(f"--model_config_file={file}")
+    assert settings.tfserving.models_file == ""
+    _, ignored = taken("--model_base_path=/m", poll)
+    assert ignored == ["--model_config_file_poll_wait_seconds: there is no --model_config_file"]
+
+
+def test_batching_of_each_version(tmp_path: Path) -> None:
+    each, file = "--enable_per_model_batching_parameters", tmp_path / "b"
+    file.write_text("max_batch_size { value: 7 }")
+    settings, ignored = taken("--model_base_path=/m", each)
+    assert not settings.version_batching
+    assert ignored == [f"{each}: there is no --enable_batching"]
+    settings, ignored = taken(
+        "--model_base_path=/m", each, "--enable_batching", f"--batching_parameters_file={file}"
+    )
+    assert settings.version_batching
+    assert settings.model_defaults == {}
+    assert len(ignored) == 1
+
+
+def test_warm_up_and_methods() -> None:
+    settings, _ = taken("--model_base_path=/m", "--num_request_iterations_for_warmup=3")
+    assert (settings.tfserving.warmup_records, settings.tfserving.warmup_times) == (True, 3)
+    assert not settings.tfserving.check_methods
+    settings, _ = taken(
+        "--model_base_path=/m", "--enable_model_warmup=false", "--enable_signature_method_name_check"
+    )
+    assert (settings.tfserving.warmup_records, settings.tfserving.warmup_times) == (False, 1)
+    assert settings.model_defaults == {"warmup": "off"}
+    assert settings.tfserving.check_methods
+
+
+def test_flags_that_do_nothing_say_why() -> None:
+    flags = read_flags([f"--{name}=1" for name in (*_IDLE_FLAGS, *_UNBUILT_FLAGS)])
+    assert [told.partition(": ")[2] for told in flags.ignored] == list(_IDLE_FLAGS.values())
+    reasons = [why for _, why in _UNBUILT_FLAGS.values()]
+    assert [told.rpartition(": ")[2] for told in flags.faults] == reasons
+    assert all(reasons)
 
 
 def test_batching_defaults_of_an_empty_file() -> None:

@@ -267,7 +267,7 @@ def test_drain_takes_in_who_was_accepted_in_the_turn_before(monkeypatch: pytest.
     """The loop accepts in one turn and tells the protocol in the next: between them nobody knows of it."""
 
     async def main() -> None:
-        monkeypatch.setattr("fastserve.wire.listener.shut_gate", lambda listening: 0.0)
+        monkeypatch.setattr("fastserve.wire.gate._shut", lambda listening: 0.0)
         for turns in range(2):
             held = Held()
             async with serving({"/held": held}, clock=time.monotonic) as listener:

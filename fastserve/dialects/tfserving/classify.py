@@ -16,8 +16,7 @@ from fastserve.dialects.tfserving.features import feed
 from fastserve.dialects.tfserving.results import (
     ResultPlan,
     classify_results,
-    plan_classify,
-    plan_regress,
+    plan_results,
     regress_results,
 )
 from fastserve.dialects.tfserving.routes import Target
@@ -35,11 +34,9 @@ EXAMPLES_BYTES = 4 << 20
 WORK = 16
 """Times a body read into memory: what a byte of examples takes."""
 
-VERBS = {"classify": plan_classify, "regress": plan_regress}
-
 
 class Examples:
-    """The endpoint of one target with one of VERBS."""
+    """The endpoint of one target with one of the verbs."""
 
     __slots__ = ("_service", "_target")
 
@@ -64,7 +61,12 @@ class ExamplesRequest(GeneralRequest):
         examples = await service.apart(work, read_examples, body)
         version = self.version = find_version(service.catalog, self.target)
         signature = find_signature(version, examples.signature_name)
-        self._plan = VERBS[self.target.verb](signature, batching=version.batching)
+        self._plan = plan_results(
+            self.target.verb,
+            signature,
+            batching=version.batching,
+            by_method=service.options.check_methods,
+        )
         self._count = len(examples.examples)
         inputs = await service.apart(work, feed, examples, signature, batching=version.batching)
         return InferRequest(inputs, tuple(self._plan.outputs.values()))

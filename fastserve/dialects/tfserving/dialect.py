@@ -11,10 +11,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from fastserve.config import TFServingOptions
-from fastserve.dialects.tfserving.classify import VERBS, Examples
+from fastserve.dialects.tfserving.classify import Examples
 from fastserve.dialects.tfserving.describe import find_versions, write_metadata, write_status
 from fastserve.dialects.tfserving.errors import html_page
 from fastserve.dialects.tfserving.predict import Predict
+from fastserve.dialects.tfserving.results import VERBS
 from fastserve.dialects.tfserving.routes import (
     MONITORING,
     PREFLIGHT,

@@ -11,11 +11,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from fastserve._ext.flatten import unpack_bytes
-from fastserve.dialects.tfserving.classify import VERBS, WORK
+from fastserve.dialects.tfserving.classify import WORK
 from fastserve.dialects.tfserving.examples import Example, ExampleList, Feature, FeatureKind
 from fastserve.dialects.tfserving.features import feed
 from fastserve.dialects.tfserving.grpc_spec import fill_spec, find_model, refuse_rpc, target_of
-from fastserve.dialects.tfserving.results import ResultPlan, classify_results, regress_results
+from fastserve.dialects.tfserving.results import ResultPlan, classify_results, plan_results, regress_results
 from fastserve.dialects.tfserving.service import Service
 from fastserve.dialects.tfserving.signatures import find_signature
 from fastserve.errors import Kind, ServeError, invalid
@@ -173,7 +173,8 @@ class Run(SlowRequest):
 
     async def read(self) -> InferRequest:
         asked, signature, batching = self._asked, self._signature, self.version.batching
-        self._plan: ResultPlan = VERBS[self._verb](signature, batching=batching)
+        by_method = asked.service.options.check_methods
+        self._plan = plan_results(self._verb, signature, batching=batching, by_method=by_method)
         examples = await asked.examples()
         self._count = len(examples.examples)
         work = asked.given.ByteSize() * WORK

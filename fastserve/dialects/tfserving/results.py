@@ -1,6 +1,6 @@
 """A model's outputs -> classifications and regressions, checked as the original does (spec 3.5).
 
-    plan_classify      plan_regress         what to ask a signature's model for, or why it cannot be
+    plan_results                            what to ask a signature's model for, or why it cannot be
     classify_results   regress_results      labels, scores and values of its answer, or what is wrong
 
 Nothing here knows whether the answer will be JSON or a message.
@@ -29,6 +29,20 @@ class ResultPlan:
 
     outputs: dict[str, str]
     labels: tuple[str, ...] = ()
+
+
+VERBS = {"classify": "classification", "regress": "regression"}
+
+
+def plan_results(verb: str, signature: Signature, *, batching: bool, by_method: bool) -> ResultPlan:
+    """What `verb` asks of a signature; `by_method`, only of one with that method. Raises ServeError."""
+    if by_method and signature.method != verb:
+        prefix = "tensorflow/serving/"
+        raise invalid(
+            f"Expected {VERBS[verb]} signature method_name to be {prefix}{verb}. "
+            f"Was: {prefix}{signature.method}"
+        )
+    return (plan_classify if verb == "classify" else plan_regress)(signature, batching=batching)
 
 
 def plan_classify(signature: Signature, *, batching: bool) -> ResultPlan:

@@ -79,6 +79,22 @@ def test_results_under_both_keys_by_default() -> None:
     }
 
 
+def test_methods_are_looked_at_when_asked_for() -> None:
+    dialect = dialect_of(standard_engine(), check_methods=True)
+    for verb, noun in (("classify", "classification"), ("regress", "regression")):
+        own = "classify_x_to_y" if verb == "classify" else "regress_x_to_y"
+        other = "regress_x_to_y" if verb == "classify" else "classify_x_to_y"
+        body = {"examples": [{"x": 2.0}]}
+        good = ask(dialect, "POST", f"/v1/models/m:{verb}", json.dumps({**body, "signature_name": own}))
+        assert good.status == 200
+        reply = ask(dialect, "POST", f"/v1/models/m:{verb}", json.dumps({**body, "signature_name": other}))
+        wrong = other.partition("_")[0]
+        assert json.loads(reply.body)["error"] == (
+            f"Expected {noun} signature method_name to be tensorflow/serving/{verb}. "
+            f"Was: tensorflow/serving/{wrong}"
+        )
+
+
 def test_signatures_choose_inputs_and_outputs() -> None:
     engine = dense_engine()
     dialect = dialect_of(engine)
