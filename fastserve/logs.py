@@ -12,13 +12,14 @@ exceptions that nobody caught, warnings of Python, what a model prints.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
@@ -57,10 +58,29 @@ def _escape_one(c: str) -> str:
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "suppressed"}
 
 
+class _OfThread(threading.local):
+    """What goes on the lines of one thread, in the place of what goes on all lines of its process."""
+
+    fields: Mapping[str, str] = {}
+
+
+_of_thread = _OfThread()
+
+
+@contextlib.contextmanager
+def log_fields(**fields: str) -> Iterator[None]:
+    """Lines that this thread logs meanwhile carry these."""
+    before, _of_thread.fields = _of_thread.fields, fields
+    try:
+        yield
+    finally:
+        _of_thread.fields = before
+
+
 def fields_of(record: logging.LogRecord, always: Mapping[str, str]) -> dict[str, str | int | float]:
     """What a record carries beyond its message: numbers as they are, the rest escaped, within FIELDS_BYTES
     together."""
-    found = {**always, **{k: v for k, v in vars(record).items() if k not in _STANDARD}}
+    found = {**always, **_of_thread.fields, **{k: v for k, v in vars(record).items() if k not in _STANDARD}}
     suppressed = getattr(record, "suppressed", 0)
     if suppressed:
         found["suppressed"] = suppressed

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from fastserve.backends.device_claims import bound_memory, unbound_memory
 from fastserve.backends.outputs import output_fault
-from fastserve.backends.torch import bound_memory, device_of, import_torch, open_device
+from fastserve.backends.torch import device_of, import_torch, open_device
 from fastserve.backends.torch_tensors import TensorCheck, Tensors, as_array, as_tensor, rows_of
 from fastserve.errors import ConfigError
 from fastserve.tensor import TensorSpec
@@ -33,7 +34,8 @@ class DeviceTensors:
                 raise ConfigError(f"device_tensors: {name!r} holds strings, which no device does")
         torch = self._torch = import_torch()
         self._device = open_device(torch, device_of(config))
-        bound_memory(torch, self._device, int(config.get("device_memory_bytes") or 0))
+        self._bound = int(config.get("device_memory_bytes") or 0)
+        bound_memory(torch, self._device, self._bound)
         self._inputs, self._outputs = inputs, outputs
         self._batched = int(config.get("max_batch_size", 0)) > 0
         self._check = TensorCheck(outputs, batched=self._batched, mixed=False)
@@ -56,6 +58,10 @@ class DeviceTensors:
                 )
             tensors = {name: self._taken(name, one) for name, one in returned.items()}
             return self._check(rows_of(inputs, batched=self._batched), tensors)
+
+    def close(self) -> None:
+        """The model is gone."""
+        unbound_memory(self._torch, self._device, self._bound)
 
     def run_arrays(self, call: Callable[[Any], Any], inputs: Arrays) -> Arrays:
         """With rows of the host, carried there and back."""

@@ -8,7 +8,8 @@
         def close(self): ...                   # optional
 
 The file is imported under a private module name; its folder comes first on sys.path, for as long as
-the backend lives (a worker holds one version), so that files beside it import plainly, early or late.
+the backend lives, so that files beside it import plainly, early or late. Where several models share a worker
+the names of such files must be one model's (beside.py).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from fastserve.backends.base import read_specs
+from fastserve.backends.beside import forget_folder, open_folder
 from fastserve.backends.outputs import OutputCheck
 from fastserve.errors import ConfigError
 
@@ -86,6 +88,9 @@ class PythonBackend:
         forget_folder(self._version_dir)
         if hasattr(model, "close"):
             model.close()
+        del model
+        if self._on_device is not None:
+            self._on_device.close()
 
 
 def open_tensors(config: Mapping[str, Any], inputs: Any, outputs: Any) -> Any:
@@ -103,7 +108,7 @@ def import_class(version_dir: Path, wanted: str, file: str = "model.py") -> type
         raise ConfigError(f"the version's folder has no file {file}")
     # No __pycache__ beside the model: a repository may be read-only, and is watched for changes.
     sys.dont_write_bytecode = True
-    sys.path.insert(0, str(version_dir))
+    open_folder(version_dir)
     name = f"fastserve_model_{version_dir.parent.name}_{version_dir.name}"
     spec = spec_from_file_location(name, path)
     assert spec is not None
@@ -115,12 +120,6 @@ def import_class(version_dir: Path, wanted: str, file: str = "model.py") -> type
     if not isinstance(factory, type):
         raise ConfigError(f"{file} has no class {wanted!r}")
     return factory
-
-
-def forget_folder(version_dir: Path) -> None:
-    """The way back of what `import_class` did to sys.path."""
-    if str(version_dir) in sys.path:
-        sys.path.remove(str(version_dir))
 
 
 def describe_model(config: Mapping[str, Any], version_dir: Path, instance: int) -> Mapping[str, Any]:

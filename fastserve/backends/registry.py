@@ -69,6 +69,12 @@ class BackendEntry:
         return all(importlib.util.find_spec(name) is not None for name in needed)
 
     @property
+    def shares(self) -> bool:
+        """Whether its workers may be threads of one process: not of models that make calls and threads of
+        their own, as if the process were theirs."""
+        return bool(self.place) and self.takes == "arrays"
+
+    @property
     def missing_text(self) -> str:
         """What to say where the framework is not installed."""
         return f"the {self.name} backend needs {self.framework}: pip install 'fastserve[{self.extra}]'"

@@ -21,9 +21,10 @@ from typing import Any
 
 import msgspec
 
+from fastserve.backends.beside import forget_folder
 from fastserve.backends.embedding import EmbedEngine
 from fastserve.backends.generators import GeneratorEngine, read_prompt
-from fastserve.backends.python import describe_model, forget_folder, import_class, must_take_one
+from fastserve.backends.python import describe_model, import_class, must_take_one
 from fastserve.backends.text_engine import Out, TextEngine, TextRequest
 from fastserve.codec.text import Finish, Info
 from fastserve.config.text import TextOptions

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from fastserve.backends.base import read_specs
 from fastserve.backends.batch_io import BatchIO
+from fastserve.backends.beside import forget_folder
+from fastserve.backends.device_claims import bound_memory, unbound_memory
 from fastserve.backends.outputs import OutputCheck
-from fastserve.backends.python import forget_folder
 from fastserve.backends.registry import find_backend
 from fastserve.backends.reshape import reshape, reshapes_of
 from fastserve.config.options import Options, read_options
@@ -48,6 +49,8 @@ class TorchBackend:
         self.reshapes = reshapes_of(options)
         self.batch_io = BatchIO(options if self._batched else Options())
         self._call: Any = None
+        self._place: Any = None
+        self._bound = 0
         self._copies = False
 
     @property
@@ -64,7 +67,8 @@ class TorchBackend:
 
         _set_threads(torch, self._config)
         place = open_device(torch, self.device)
-        bound_memory(torch, place, int(self._config.get("device_memory_bytes") or 0))
+        self._place, self._bound = place, int(self._config.get("device_memory_bytes") or 0)
+        bound_memory(torch, place, self._bound)
         path = torch_files.find_file(self._version_dir, self._options, self._file)
         opened = torch_files.open_model(path, place, self._options, self._config, self._instance)
         self._describe(opened)
@@ -137,6 +141,7 @@ class TorchBackend:
         if self.device != "cpu":
             with contextlib.suppress(RuntimeError):  # of a device that has failed
                 import_torch().cuda.empty_cache()
+                unbound_memory(import_torch(), self._place, self._bound)
 
 
 def import_torch() -> Any:
@@ -171,13 +176,6 @@ def open_device(torch: Any, name: str) -> Any:
         raise ConfigError(f"device {name!r}: there are {count} GPUs, counted from 0")
     torch.cuda.set_device(number)
     return torch.device("cuda", number)
-
-
-def bound_memory(torch: Any, device: Any, nbytes: int) -> None:
-    """Hold what this process allocates on the device to `nbytes`, 0 for no bound (`device_memory_mb`)."""
-    if nbytes and device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(nbytes / total, 1.0), device)
 
 
 def _set_threads(torch: Any, config: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ The worker puts its line to the server here before the model is imported; how th
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -30,11 +31,21 @@ class server:
     line: Asks | None = None
 
 
+class _Mine(threading.local):
+    """Where a worker that is a thread of a shared process puts it."""
+
+    line: Asks | None = None
+
+
+mine = _Mine()
+
+
 def ask(do: str, **fields: Any) -> Mapping[str, Any]:
     """Raises ServeError in the server's words."""
-    if server.line is None:
+    line = mine.line or server.line
+    if line is None:
         raise ServeError(Kind.UNAVAILABLE, ALONE)
-    told = server.line.ask({"do": do, **fields})
+    told = line.ask({"do": do, **fields})
     if "message" in told:
         raise ServeError(Kind(told["kind"]), told["message"])
     return told
@@ -42,5 +53,6 @@ def ask(do: str, **fields: Any) -> Mapping[str, Any]:
 
 def tell(do: str, **fields: Any) -> None:
     """Nothing comes back. Without a server it goes nowhere."""
-    if server.line is not None:
-        server.line.tell({"do": do, **fields})
+    line = mine.line or server.line
+    if line is not None:
+        line.tell({"do": do, **fields})

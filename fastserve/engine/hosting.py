@@ -42,6 +42,7 @@ from fastserve.tensor import TensorSpec
 from fastserve.workers.arena import Arena, plan_geometry
 from fastserve.workers.group import WorkerGroup
 from fastserve.workers.instance import CompletedError
+from fastserve.workers.shared import SharedWorkers
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +92,7 @@ class Host:
     ) -> None:
         self._limiter = limiter
         self._budget = DeviceBudget(MACHINE.devices, device_share)
+        self._shared = SharedWorkers(registry.gauges(names.SHARED_WORKERS))
         self.cache = ResponseCache(cache_bytes) if cache_bytes else None
         self.ensembles: dict[Version, Ensemble] = {}  # they have no workers
         self._catalog = catalog or Catalog()
@@ -160,6 +162,7 @@ class Host:
             lambda worker: self._worker_back(version, part),
             name=version.model,
             on_call=lambda worker, message: self._called(version, part, worker, message, group.tell),
+            shared=self._shared,
         )
         try:
             await group.start()
@@ -196,6 +199,7 @@ class Host:
         await self.wishes.close()
         hosted, self.hosted = list(self.hosted.values()), {}
         await asyncio.gather(*(self._close(one) for one in hosted))
+        await self._shared.close()
 
     def close_lent(self, handle: bytes) -> None:
         """A client has taken back memory of its GPU's: workers that have opened it let go of it."""

@@ -80,6 +80,9 @@ TEXT_KV = _fact("text_kv_tokens", "Tokens that the KV caches of all workers hold
 # Models and their workers. One process owns them and reports.
 WORKERS_ALIVE = _fact("workers_alive", "Worker processes ready to run.", *MODEL)
 WORKERS_WANTED = _fact("workers_wanted", "Worker processes configured.", *MODEL)
+SHARED_WORKERS = _fact(
+    "shared_worker_tenants", "Workers of models in each process that models share.", "worker"
+)
 WORKER_RESTARTS = _counter("worker_restarts", "Worker processes started again after one died.", *MODEL)
 MODEL_READY = _fact("model_ready", "1 when the version is available and has a live worker.", *MODEL)
 MODEL_LOADS = _counter("model_loads", "Loads of model versions, by result: ok or failed.", *MODEL, "result")

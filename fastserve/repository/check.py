@@ -142,6 +142,8 @@ def _facts(folder: ModelFolder, config: ModelConfig, report: ModelReport) -> lis
     ]
     if config.places:
         facts.append(f"devices: {describe_places(config.places, MACHINE)}")
+    if config.shared_worker:
+        facts.append(f"shares worker {config.shared_worker} with the models of its device that name it")
     if config.placed_because:
         facts.append(f"placed by {config.placed_because}")
     facts += _scheduling_facts(config)

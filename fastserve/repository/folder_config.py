@@ -19,7 +19,7 @@ from fastserve.config.confined import read_confined
 from fastserve.config.yaml_text import read_yaml
 from fastserve.errors import ConfigError
 from fastserve.repository.foreign import foreign_text
-from fastserve.repository.model_config import ModelConfig, config_json, parse_model_config
+from fastserve.repository.model_config import ModelConfig, config_json, may_share, parse_model_config
 from fastserve.repository.triton_config import (
     TRITON_FILE,
     make_triton_config,
@@ -41,6 +41,7 @@ OPERATION = (
     "restart_backoff_max_s",
     "restart_backoff_s",
     "run_timeout_ms",
+    "shared_worker",
 )
 PYTHON_BYTES = 1 << 20  # how far into a model.py the class is looked for
 LABEL_BYTES = 16 << 20  # of one file of class labels
@@ -120,6 +121,8 @@ class ConfigReader:
         chosen = {key: value for key, value in self._defaults.items() if key in OPERATION}
         if not chosen:
             return config
+        if not may_share(config.backend):
+            chosen.pop("shared_worker", None)
         rows = chosen.get("max_queue_rows")
         if isinstance(rows, int) and rows < config.max_batch_size:
             del chosen["max_queue_rows"]  # a queue that cannot hold one batch would refuse full batches

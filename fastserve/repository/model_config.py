@@ -123,6 +123,13 @@ class NativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     device_memory_mb: Annotated[
         int, Meta(ge=0, description="Megabytes of its GPU that each worker may take; 0: not bounded.")
     ] = 0
+    shared_worker: Annotated[
+        str,
+        Meta(
+            pattern=r"^[A-Za-z0-9_.-]{0,40}$",
+            description="Name of a worker process that models share, one for each device and instance.",
+        ),
+    ] = ""
     max_queue_rows: Annotated[int, Meta(ge=1, description="Rows that may wait.")] = 1024
     max_queue_bytes: Annotated[int, Meta(ge=1, description="Bytes of inputs that may wait.")] = 268435456
     split_large_requests: Annotated[
@@ -204,6 +211,10 @@ class NativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         if entry.needs_tensors and not (self.inputs and self.outputs):
             missing = "outputs" if self.inputs else "inputs"
             raise ValueError(f"{missing}: given nothing, allowed: a mapping of name: dtype, shape")
+        if self.shared_worker and not entry.shares:
+            raise ValueError(
+                fault_text("shared_worker", self.shared_worker, f"nothing with backend {self.backend}")
+            )
         if self.device_tensors and self.backend != "python":
             raise ValueError(fault_text("device_tensors", True, f"false with backend {self.backend}"))
         if self.torch is not None and self.backend != "torch":
@@ -286,6 +297,14 @@ def with_places(config: ModelConfig, places: list[Place], why: str = "") -> Mode
     return msgspec.structs.replace(config, instances=len(places), places=places, placed_because=why)
 
 
+def may_share(backend: str) -> bool:
+    """Whether model_defaults may put a model of this backend into a shared worker."""
+    try:
+        return find_backend(backend).shares
+    except ConfigError:  # told where the config is checked
+        return True
+
+
 def _filled(raw: Mapping[str, object], defaults: Mapping[str, object]) -> dict[str, object]:
     fill = dict(defaults)
     if "max_batch_size" in raw:
@@ -295,6 +314,8 @@ def _filled(raw: Mapping[str, object], defaults: Mapping[str, object]) -> dict[s
     backend = merged.get("backend")
     if isinstance(backend, str) and backend in BACKENDS and BACKENDS[backend].takes == "text":
         _fill_text(merged, raw)
+    if "shared_worker" not in raw and isinstance(backend, str) and not may_share(backend):
+        merged.pop("shared_worker", None)
     rows, size = merged.get("max_queue_rows", 1024), merged.get("max_batch_size", 32)
     if "max_queue_rows" not in raw and isinstance(size, int) and isinstance(rows, int) and rows < size:
         merged["max_queue_rows"] = size  # a queue that cannot hold one batch would refuse full batches

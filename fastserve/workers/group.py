@@ -29,7 +29,8 @@ from fastserve.errors import Kind, ServeError
 from fastserve.logs import current_logs
 from fastserve.tensor import TensorSpec
 from fastserve.workers.instance import Instance, OnCall, Specs, State
-from fastserve.workers.process import ENTRY, WorkerProcess, worker_environment
+from fastserve.workers.process import ENTRY, Child, WorkerProcess, worker_environment
+from fastserve.workers.shared import SharedWorkers, place_in
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -89,7 +90,7 @@ class WorkerGroup:
     `on_death(i)` is called at once when worker i, ready before, is gone; `on_alive(i)` when it is ready
     again. Neither is called during `start` or `stop`.
     `on_call(i, message)` is told what a worker says of its calls to other models.
-    `sys_path` is appended to the workers' module path.
+    `sys_path` is appended to the workers' module path. `shared` has the processes of models that share one.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class WorkerGroup:
         on_call: OnCall | None = None,
         sys_path: Sequence[str] = (),
         entry: Sequence[str] = ENTRY,
+        shared: SharedWorkers | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -115,7 +117,7 @@ class WorkerGroup:
         self._make_arena = make_arena
         self._arena: ArenaLike | None = None
         self._on_death, self._on_alive = on_death, on_alive
-        self._entry, self._sleep, self._clock = entry, sleep, clock
+        self._entry, self._shared, self._sleep, self._clock = entry, shared, sleep, clock
         self._load_timeout_s = float(config.get("load_timeout_s") or LOAD_TIMEOUT_S)
         self._backoff_s = float(config.get("restart_backoff_s") or Backoff.first_s)
         self._backoff_max_s = float(config.get("restart_backoff_max_s") or Backoff.cap_s)
@@ -136,7 +138,12 @@ class WorkerGroup:
     ) -> Instance:
         device, environment = place_worker(config, number, self._environment)
         own = {**order, "config": {**config, **device}}
-        make = partial(self._make_process, environment)
+        key = place_in(config, number) if self._shared is not None else None
+        make: Callable[[Callable[[dict[str, Any]], None], Callable[[str], None]], Child]
+        if self._shared is not None and key is not None:
+            make = partial(self._shared.tenant, key, f"{self._title}#{number}", environment)
+        else:
+            make = partial(self._make_process, environment)
         return Instance(number, own, make, self._revived, self._lost, on_call)
 
     @property

@@ -25,7 +25,7 @@ from fastserve.codec.text import Info
 from fastserve.errors import ConfigError, Kind, RemoteTrace, ServeError
 from fastserve.tensor import TensorSpec
 from fastserve.workers.control import ControlFault, PeerGone
-from fastserve.workers.process import WorkerProcess
+from fastserve.workers.process import Child
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class Instance:
         self,
         index: int,
         order: Mapping[str, Any],
-        make_process: Callable[[Callable[[dict[str, Any]], None], Callable[[str], None]], WorkerProcess],
+        make_process: Callable[[Callable[[dict[str, Any]], None], Callable[[str], None]], Child],
         on_ready: Callable[[int], None],
         on_lost: Callable[[int, str], None],
         on_call: OnCall | None = None,
@@ -124,7 +124,7 @@ class Instance:
         self._on_ready = on_ready
         self._on_lost = on_lost
         self._on_call = on_call
-        self._process: WorkerProcess | None = None
+        self._process: Child | None = None
         self._answer: asyncio.Future[_Loaded | None] | None = None
 
     @property

@@ -50,18 +50,21 @@ def main(arguments: list[str], serve: Serve | None = None) -> int:
     control = Control(socket.socket(fileno=int(arguments[0])), owner=False)
     try:
         order = control.receive().message
-        return _live(control, order, serve or _batch_loop) if order["op"] == "load" else 0
+        if order["op"] != "load":
+            return 0
+        _introduce(order)
+        wishes.server.line = EarlyLine(control)
+        return live(control, order, serve or _batch_loop)
     except PeerGone:
         return 0
     finally:
         control.close()
 
 
-def _live(control: Control, order: Mapping[str, Any], serve: Serve) -> int:
-    _introduce(order)
+def live(control: Control, order: Mapping[str, Any], serve: Serve) -> int:
+    """One worker's life, from the order to load to the backend's end; the exit status."""
     version_dir = Path(order["version_dir"])
     backend: Backend | None = None
-    wishes.server.line = EarlyLine(control)
     try:
         backend = create({"name": order["name"], **order["config"]}, version_dir, order["instance"])
         backend.load()
@@ -114,18 +117,27 @@ def _batch_loop(
     loop.serve(backend, control, config, message, fds)
 
 
+def title_of(order: Mapping[str, Any]) -> str:
+    """The worker's name in logs."""
+    return f"{order['name']}/{Path(order['version_dir']).name}#{order['instance']}"
+
+
 def _introduce(order: Mapping[str, Any]) -> None:
-    title = f"{order['name']}/{Path(order['version_dir']).name}#{order['instance']}"
+    title = title_of(order)
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as comm:
         comm.write(f"fs:{title}"[:15])  # what ps and top show; the kernel keeps 15 bytes
-    logs = order["logs"]
+    open_logs(order["logs"], title)
+    sys.path.extend(path for path in order["sys_path"] if path not in sys.path)
+
+
+def open_logs(logs: Mapping[str, Any], title: str) -> None:
+    """Log as the owner does, each line with the worker's name, and what is printed or left uncaught."""
     setup_logs(logs["level"], logs["format"], fields={"worker": title})
     log_uncaught()
     if logs["format"]:
         log_prints()
     elif isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # a model's print() shows when it happens
-    sys.path.extend(path for path in order["sys_path"] if path not in sys.path)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from fastserve.config.tls import PASSWORD_VARIABLE
 from fastserve.workers.control import Control, ControlFault
@@ -74,6 +74,28 @@ def worker_environment(threads: int, env: Mapping[str, str]) -> dict[str, str]:
         result.update(dict.fromkeys(_THREAD_VARIABLES, str(threads)))
     result.update(env)
     return result
+
+
+class Child(Protocol):
+    """A worker as its instance sees it: a WorkerProcess, or a thread of one that is shared (shared.py)."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def running(self) -> bool: ...
+
+    def spawn(self) -> None: ...
+
+    def send(self, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None: ...
+
+    def kill(self, reason: str) -> None: ...
+
+    async def stop(self, grace_s: float) -> None: ...
+
+    async def wait(self, timeout_s: float | None = None) -> bool: ...
+
+    def abandon(self) -> None: ...
 
 
 class WorkerProcess:

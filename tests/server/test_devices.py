@@ -82,6 +82,9 @@ def served(folder):
     write(models, "starved", warmup="off")
     (models / "starved" / "1" / "model.pt").unlink()
     save_class(models, STARVED, "starved")
+    fault = {"stage": "copy-out", "what": "lost", "at": 30, "once": str(folder / "struck-shared")}
+    for name in ("shared-a", "shared-b"):
+        write(models, name, {"faults": [fault]}, instances=2, shared_worker="gpu")
     with Running(models, folder / "log") as running:
         yield running
 
@@ -112,6 +115,18 @@ def test_a_lost_device_is_another_workers_batch(served, folder, stage):
         "its GPU has failed, and it answers no more: CUDA error: an illegal memory" in served.log.read_text()
     )
     assert {status for status, _ in ask_all(served, name, 50)} == {200}
+
+
+def test_a_lost_device_is_that_of_all_who_share_the_worker(served, folder):
+    """Both have another worker, in another process: nobody hears of it."""
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(ask_all, served, f"shared-{one}", 300) for one in "ab"]
+        assert {status for one in asked for status, _ in one.result(60)} == {200}
+    assert (folder / "struck-shared").exists()
+    for one in "ab":
+        again = re.compile(rf"shared-{one}/1: worker \d is ready again")
+        until(lambda again=again: again.search(served.log.read_text()), "a fresh worker", 60)
+        assert {status for status, _ in ask_all(served, f"shared-{one}", 50)} == {200}
 
 
 def test_a_lost_device_without_another_worker_is_503_and_then_well(served):

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from fastserve.backends.base import clean
+from fastserve.backends.device_claims import bound_memory
 from fastserve.backends.embedding import EmbedEngine
 from fastserve.backends.text.engine import Engine
 from fastserve.backends.text.model import Chunk, Plan
@@ -23,7 +24,7 @@ from fastserve.backends.text_torch.folder import ENCODERS, check_folder, read_en
 from fastserve.backends.text_torch.memory import Room, find_room, host_bytes
 from fastserve.backends.text_torch.sentences import find_pooling, with_pooling
 from fastserve.backends.text_torch.torch_model import TorchModel, is_memory
-from fastserve.backends.torch import bound_memory, device_of, open_device
+from fastserve.backends.torch import device_of, open_device
 from fastserve.codec.text import Info, TextNote
 from fastserve.config.text import TextOptions
 from fastserve.errors import ConfigError, Kind, ServeError

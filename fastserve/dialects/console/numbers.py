@@ -43,6 +43,7 @@ class VersionNumbers(msgspec.Struct, kw_only=True):
     workers_alive: int
     workers_wanted: int
     worker_restarts: int
+    shared_worker: str
 
 
 class ModelNumbers(msgspec.Struct, kw_only=True):
@@ -179,4 +180,5 @@ def _read_version(model: Model, version: Version, facts: tuple[_Facts, ...]) -> 
         workers_alive=alive,
         workers_wanted=wanted,
         worker_restarts=restarts,
+        shared_worker=version.config.shared_worker,
     )

@@ -165,6 +165,7 @@ function describeVersion(version) {
   if (version.workers_wanted && version.state === "AVAILABLE") {
     found.append(` ${version.workers_alive} of ${version.workers_wanted} workers`);
   }
+  if (version.shared_worker) found.append(make("span", "dim", ` in shared worker ${version.shared_worker}`));
   if (version.worker_restarts) found.append(make("span", "wait", ` ${version.worker_restarts} restarts`));
   if (version.error) found.append(make("div", "bad", version.error));
   return found;

@@ -1,0 +1,137 @@
+"""The entry of a worker process that models share: `python -m fastserve.workers.tenants FD`.
+
+    read "join" {id, title, logs} + a descriptor -> a thread, which lives on that control line as a worker
+    does on its own (main.py) -> say "freed" {id} when it touches its arena no more -> say "left" {id}
+
+The main thread only listens to the owner. Threads are the right thing here because what a model does for long
+it does without the interpreter's lock: a batch in numpy, ONNX Runtime or torch, a wait for the next one. Of
+what a process has once, the import system is kept apart by backends/python.py, log fields and the line to the
+server by thread; the rest (environment, thread pools, the device's context) is what is meant to be shared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import logging
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fastserve.backends import Backend, wishes
+from fastserve.backends.device_faults import DeviceLost
+from fastserve.logs import log_fields
+from fastserve.workers import main as worker
+from fastserve.workers.control import Control, ControlFault, PeerGone
+from fastserve.workers.tie import leave, tie_to_owner
+from fastserve.workers.wishes import EarlyLine
+
+log = logging.getLogger(__name__)
+
+
+class House:
+    """The threads of this process."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+        self._known = self._broken = False
+
+    def admit(self, message: Mapping[str, Any], fd: int) -> None:
+        """One more, from now on."""
+        if not self._known:
+            self._known = True
+            _introduce(message)
+        number = int(message["id"])
+        threading.Thread(target=self._live, args=(number, fd), name=f"tenant-{number}", daemon=True).start()
+
+    def _live(self, number: int, fd: int) -> None:
+        control = Control(socket.socket(fileno=fd), owner=False)
+        try:
+            order = control.receive().message
+            with _apart(order, control):
+                worker.live(control, order, lambda *given: self._serve(number, *given))
+        except PeerGone:
+            log.debug("tenant %d was let go of before it began", number)
+        finally:
+            if self._broken:  # the device's context is everybody's here
+                leave(1)
+            _forget()
+            self._say("left", number)
+            control.close()
+
+    def _serve(
+        self,
+        number: int,
+        backend: Backend,
+        control: Control,
+        config: Mapping[str, Any],
+        message: Mapping[str, Any],
+        fds: list[int],
+    ) -> None:
+        from fastserve.workers import loop
+
+        try:
+            loop.serve(backend, control, config, message, fds)
+        except DeviceLost:
+            self._broken = True
+            raise
+        finally:
+            self._say("freed", number)
+
+    def _say(self, op: str, number: int) -> None:
+        with contextlib.suppress(ControlFault):
+            self._control.send({"op": op, "id": number})
+
+
+@contextlib.contextmanager
+def _apart(order: Mapping[str, Any], control: Control) -> Iterator[None]:
+    """What of this thread is not the process's."""
+    title = worker.title_of(order)
+    threading.current_thread().name = title
+    sys.path.extend(path for path in order["sys_path"] if path not in sys.path)
+    wishes.mine.line = EarlyLine(control)
+    try:
+        with log_fields(worker=title):
+            yield
+    finally:
+        wishes.mine.line = None
+
+
+def _forget() -> None:
+    """A model's module and its functions are a circle: it goes when the collector comes, and that was told to
+    pass over what the models here consist of (loop.py)."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+
+
+def _introduce(message: Mapping[str, Any]) -> None:
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as comm:
+        comm.write(f"fs:{message['title']}"[:15])
+    worker.open_logs(message["logs"], str(message["title"]))
+
+
+def main(arguments: list[str]) -> int:
+    """Runs until the owner says stop, or is gone."""
+    tie_to_owner(int(arguments[0]))
+    with contextlib.suppress(OSError, RuntimeError, ValueError):
+        faulthandler.enable()
+    os.set_inheritable(int(arguments[0]), False)
+    control = Control(socket.socket(fileno=int(arguments[0])), owner=False)
+    house = House(control)
+    try:
+        while True:
+            message, fds = control.receive()
+            if message["op"] == "stop":
+                return 0
+            house.admit(message, fds[0])
+    except PeerGone:
+        return 0
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))  # threads that still run are of models that nobody waits for
