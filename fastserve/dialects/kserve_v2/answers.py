@@ -4,9 +4,8 @@ the text of HTTP's reply (spec 3.1, 3.2, 5). For outputs of any kind; `frames` w
 
 from __future__ import annotations
 
-import zlib
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -23,6 +22,7 @@ from fastserve.serving.model_view import ModelView
 from fastserve.serving.rooms import Room, Rooms
 from fastserve.tensor import DTYPES, Tensor, kserve_name
 from fastserve.wire.call import Call
+from fastserve.wire.coding import DEFLATE, GZIP, IDENTITY, choose_coding, pack
 from fastserve.wire.inflate import inflate
 
 BINARY = b"application/octet-stream"
@@ -117,39 +117,36 @@ def in_words(fault: UnwritableOutput) -> ServeError:
 def send(call: Call, header_bytes: int, reply: bytes) -> None:
     """Reply 200; `header_bytes` of it are JSON, 0 when all of it is."""
     coding = choose_coding(call.header(b"accept-encoding"))
-    _send(call, header_bytes, reply if coding == "identity" else pack(reply, coding), coding)
+    _send(call, header_bytes, reply if coding == IDENTITY else pack(reply, coding), coding)
 
 
 async def send_apart(apart: Apart, call: Call, header_bytes: int, reply: bytes) -> None:
     """The same, with a large reply packed apart from the event loop."""
     coding = choose_coding(call.header(b"accept-encoding"))
-    if coding != "identity":
+    if coding != IDENTITY:
         reply = await apart(len(reply) * PACKING, pack, reply, coding)
     _send(call, header_bytes, reply, coding)
 
 
-def _send(call: Call, header_bytes: int, reply: bytes, coding: Coding) -> None:
+def _send(call: Call, header_bytes: int, reply: bytes, coding: bytes) -> None:
     headers: list[tuple[bytes, bytes]] = []
     if header_bytes:
         headers.append((b"Inference-Header-Content-Length", b"%d" % header_bytes))
-    if coding != "identity":
-        headers.append((b"Content-Encoding", coding.encode()))
+    if coding != IDENTITY:
+        headers.append((b"Content-Encoding", coding))
     call.reply(200, reply, BINARY if header_bytes else JSON, headers)
 
 
-Coding = Literal["identity", "gzip", "deflate"]
 SUPPORTED = ((b"Accept-Encoding", b"gzip, deflate"),)
 UNSUPPORTED = "Unsupported compression type"
-_GZIP_WINDOW = zlib.MAX_WBITS | 16
-_LEVEL = 1  # replies are packed while nobody else is served
 
 
 def unpack(body: bytes | bytearray, coding: bytes, limits: Limits, most: int) -> bytes | bytearray:
     """The body without its Content-Encoding, of at most `most` bytes. Raises ServeError."""
     name = coding.strip().lower()
-    if name in (b"", b"identity"):
+    if name in (b"", IDENTITY):
         return body
-    if name not in (b"gzip", b"deflate"):
+    if name not in (GZIP, DEFLATE):
         raise unsupported(UNSUPPORTED)
     within = replace(limits, inflated_bytes=most) if most < limits.inflated_bytes else limits
     try:
@@ -160,34 +157,3 @@ def unpack(body: bytes | bytearray, coding: bytes, limits: Limits, most: int) ->
         if within is not limits and "limits.inflated_bytes" in fault.message:
             raise too_large("Decompressed data size exceeds the maximum allowed value", most) from None
         raise invalid(fault.message) from None
-
-
-def choose_coding(accepted: bytes) -> Coding:
-    """The coding of a reply: the highest q wins, the first of equals; only these three are seen."""
-    best: Coding = "identity"
-    best_q = 0.0
-    if not accepted:
-        return best
-    for item in accepted.decode("latin-1").split(","):
-        name, _, rest = item.partition(";")
-        quality = _quality(rest)
-        for coding in ("identity", "gzip", "deflate"):
-            if name.strip().lower() == coding and quality > best_q:
-                best, best_q = coding, quality
-    return best
-
-
-def pack(body: bytes, coding: Coding) -> bytes:
-    """The body with a coding other than identity."""
-    packer = zlib.compressobj(_LEVEL, zlib.DEFLATED, _GZIP_WINDOW if coding == "gzip" else zlib.MAX_WBITS)
-    return packer.compress(body) + packer.flush()
-
-
-def _quality(text: str) -> float:
-    name, _, number = text.partition("=")
-    if name.strip().lower() != "q":
-        return 1.0
-    try:
-        return float(number)
-    except ValueError:
-        return 0.0

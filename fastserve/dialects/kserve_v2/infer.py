@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from fastserve.dialects.kserve_v2.answers import (
     SUPPORTED,
     UNSUPPORTED,
-    choose_coding,
     send_apart,
     unpack,
     write_answer,
@@ -29,6 +28,7 @@ from fastserve.serving.model_view import ModelView
 from fastserve.serving.paths import LastPath
 from fastserve.serving.slow_path import answer_slowly
 from fastserve.wire.call import Call
+from fastserve.wire.coding import IDENTITY, choose_coding
 from fastserve.wire.inflate import work_of
 
 HEADER_LENGTH = b"inference-header-content-length"
@@ -56,7 +56,7 @@ def meet(call: Call) -> HeadKind:
     length = (int(said) if said.isdigit() and len(said) < 16 else GENERAL) if said else WHOLE
     if call.header(b"content-encoding"):
         length = GENERAL
-    kind = HeadKind(length, choose_coding(call.header(b"accept-encoding")) != "identity")
+    kind = HeadKind(length, choose_coding(call.header(b"accept-encoding")) != IDENTITY)
     call.head.memo = kind
     return kind
 

@@ -22,7 +22,8 @@ from fastserve._ext.stream_fields import CallFields
 from fastserve.apart import APART_BYTES
 from fastserve.errors import Kind, ServeError
 from fastserve.tracing import choose_request_id
-from fastserve.wire.grpc.coding import ACCEPTED, DEFLATE, GZIP, IDENTITY, decode, encode
+from fastserve.wire.coding import DEFLATE, GZIP, IDENTITY, pack
+from fastserve.wire.grpc.coding import ACCEPTED, decode
 from fastserve.wire.grpc.inbox import Inbox
 from fastserve.wire.grpc.metadata import write_message, write_metadata
 from fastserve.wire.grpc.method import (
@@ -203,7 +204,7 @@ class Call(CallFields):
         read = await self.read(*request) if isinstance(request, tuple) else request
         reply = method.write(await method.run(read, self))
         if self.coding and len(reply) >= APART_BYTES:
-            reply = await self.head.calls.terms.apart(len(reply), encode, reply, self.coding)
+            reply = await self.head.calls.terms.apart(len(reply), pack, reply, self.coding)
             self._finish((reply,), compressed=True)
         else:
             self.reply(reply)
@@ -248,7 +249,7 @@ class Call(CallFields):
             return
         parts = (message,) if isinstance(message, bytes) else message
         if self.coding:
-            parts = (encode(b"".join(parts), self.coding),)
+            parts = (pack(b"".join(parts), self.coding),)
         self._finish(parts, compressed=bool(self.coding))
 
     def _finish(self, parts: Sequence[bytes], *, compressed: bool) -> None:
@@ -283,7 +284,7 @@ class Call(CallFields):
         """One of several messages; returns when the client takes more."""
         terms = self.head.calls.terms
         if self.coding:
-            message = await terms.apart(len(message), encode, message, self.coding)
+            message = await terms.apart(len(message), pack, message, self.coding)
         if len(message) > terms.most_bytes:
             raise too_large(len(message), terms.most_bytes)
         if self.over:

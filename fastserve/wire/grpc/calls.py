@@ -7,9 +7,10 @@ from typing import Any
 
 from fastserve._ext.grpc_messages import whole_message
 from fastserve.errors import Kind, ServeError
+from fastserve.wire.coding import IDENTITY
 from fastserve.wire.faults import WireFault
 from fastserve.wire.grpc.call import PARTED_BYTES, Call
-from fastserve.wire.grpc.coding import ACCEPTED, IDENTITY, choose
+from fastserve.wire.grpc.coding import ACCEPTED, choose
 from fastserve.wire.grpc.deadlines import Deadlines
 from fastserve.wire.grpc.metadata import read_metadata, read_timeout
 from fastserve.wire.grpc.method import Metadata, Method, Terms

@@ -1,4 +1,4 @@
-"""What is told of a body with several faults; texts of numbers; the choice of a coding."""
+"""What is told of a body with several faults; texts of numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastserve._ext.infer_reply import write_items
-from fastserve.dialects.kserve_v2.answers import choose_coding
 from fastserve.dialects.kserve_v2.body import read_body, read_header
 from fastserve.errors import ServeError
 from fastserve.serving.shared_memory import Range
@@ -73,13 +72,3 @@ def test_doubles_come_back(value: float) -> None:
 )  # fmt: skip
 def test_layout_of_doubles(value: float, text: bytes) -> None:
     assert write_double(value) == text
-
-
-@pytest.mark.parametrize(
-    ("accepted", "coding"),
-    [(b"", "identity"), (b"gzip, deflate, br", "gzip"), (b"deflate, gzip", "deflate"), (b"*", "identity"),
-     (b"gzip;q=0.2, deflate;q=0.8", "deflate"), (b"gzip;q=0", "identity"), (b"br", "identity"),
-     (b"gzip;q=0.5, identity", "identity"), (b"gzip;q=x", "identity")],
-)  # fmt: skip
-def test_choice_of_a_coding(accepted: bytes, coding: str) -> None:
-    assert choose_coding(accepted) == coding
