@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from time import monotonic_ns
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from fastserve._ext.batch_ring import RECORDS
 from fastserve.each import each
+from fastserve.engine.text import TextQueue
 from fastserve.errors import Kind, ServeError
+from fastserve.server.fronts import FrontLink
+from fastserve.wire.connection import Connection
 from fastserve.wire.grpc.deadlines import Deadlines
 from fastserve.wire.http2.shared import Shared
 from fastserve.wire.tls.port import TlsPort
+from fastserve.workers.group import WorkerGroup
 from tests.engine.rig import desk
 from tests.wire.http2.kit import GET, Peer
-from tests.wire.kit import Clock, Held, client, echo, run, serving
+from tests.wire.kit import Clock, Held, Pipe, client, echo, run, serving
 
 
 class Broken:
@@ -30,7 +36,7 @@ class Broken:
             raise RuntimeError("the second")
         self.told.append(self.number)
 
-    flush = expire = work
+    flush = expire = abandon = work
 
     def abort(self) -> None:
         self.cut = True
@@ -115,6 +121,112 @@ def test_every_stream_of_a_lost_connection_hears_of_it() -> None:
     assert held.left == held.calls[1:]
     assert len(logged) == 3
     assert not peer.pipe.listener.connections
+
+
+def test_pipelined_calls_of_a_lost_connection_all_hear_of_it() -> None:
+    held = Held()
+    pipe = Pipe(dict.fromkeys(("/", "/a", "/b"), held))
+    logged: list[Any] = []
+
+    def access(*about: object) -> None:
+        logged.append(about)
+        if len(logged) == 1:
+            raise RuntimeError("the disk is full")
+
+    pipe.listener.access_log = access
+    pipe.feed(b"".join(b"GET %b HTTP/1.1\r\nHost: a\r\n\r\n" % path for path in (b"/", b"/a", b"/b")))
+    pipe.connection.connection_lost(None)
+    assert len(logged) == 3
+    assert all(call.gone for call in held.calls[1:])
+    assert held.left == held.calls[1:]
+    assert not pipe.listener.connections
+
+
+def test_a_listener_that_closes_cuts_everybody_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut: list[Connection] = []
+    abort = Connection.abort
+
+    def failing(connection: Connection) -> None:
+        abort(connection)
+        cut.append(connection)
+        if len(cut) == 1:
+            raise RuntimeError("the first")
+
+    async def main() -> None:
+        async with serving({"/": echo}) as listener, client(listener) as one, client(listener) as other:
+            for peer in (one, other):
+                peer.send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+                assert (await peer.reply()).status == 200
+            things, told = three()
+            listener.on_closed.extend([thing.work for thing in things])
+            monkeypatch.setattr(Connection, "abort", failing)
+            await listener.close()
+            assert (len(cut), told) == (2, [0, 2])
+            listener.on_closed.clear()
+
+    run(main())
+
+
+def test_everybody_in_line_is_turned_away(caplog: pytest.LogCaptureFixture) -> None:
+    things, told = three()
+    told_what: list[int | None] = []
+
+    async def main() -> None:
+        async with desk() as it:
+            for thing in things:
+
+                def given(place: int | None, thing: Broken = thing) -> None:
+                    told_what.append(place)
+                    thing.work()
+
+                it.queue.room.stand(1, given)
+            it.queue.room.close()
+            caplog.clear()  # the traceback holds the arena
+
+    run(main())
+    assert (told, told_what) == ([0, 2], [None, None, None])
+
+
+def test_every_worker_of_a_group_is_abandoned() -> None:
+    group = cast(Any, WorkerGroup.__new__(WorkerGroup))
+    group._instances, told = three()
+    group.abandon()
+    assert told == [0, 2]
+
+
+def test_runs_and_slots_of_a_text_queue_are_heard_behind_those_that_cannot_be() -> None:
+    runs, told = three()
+    slots: list[int] = []
+
+    def hear_one(entry: tuple[int, Any]) -> None:
+        slots.append(entry[0])
+        if len(slots) == 1:
+            raise RuntimeError("the first")
+
+    class Run:
+        def __init__(self, thing: Broken) -> None:
+            self.thing = thing
+
+        def hear(self, records: list[int]) -> None:
+            self.thing.work()
+
+    queue = cast(Any, TextQueue.__new__(TextQueue))
+    queue.tokens = SimpleNamespace(read=lambda messages: [(Run(thing), messages) for thing in runs])
+    queue.hear_one = hear_one
+    queue._hear([(RECORDS, (4096, 10)), (3, 1), (4, 2)])
+    assert (told, slots) == ([0, 2], [3, 4])
+
+
+def test_a_version_closes_though_a_front_has_died() -> None:
+    """What the dead one held is reclaimed: nobody is asked, and so nobody is waited for."""
+
+    async def main() -> None:
+        link = cast(Any, FrontLink.__new__(FrontLink))
+        hosted = cast(Any, SimpleNamespace(version=object()))
+        link._given, link._process, link._waiting, link.front = {id(hosted.version)}, None, {}, 1
+        await asyncio.wait_for(link.close_version(hosted), 5)
+
+    run(main())
 
 
 def test_a_batch_is_heard_behind_one_that_cannot_be(

@@ -184,8 +184,7 @@ class HttpListener:
     async def close(self) -> None:
         """Stop at once; connections that are left are cut off."""
         await self._stop_accepting()
-        for connection in list(self.connections):
-            connection.abort()
+        each(list(self.connections), methodcaller("abort"))
         while self.connections:
             await asyncio.sleep(0)  # connection_lost comes with the loop's next turn
         self.hangups.close()
