@@ -19,8 +19,8 @@ pytestmark = pytest.mark.timeout(120)
 HTTP_CLIENTS, GRPC_CLIENTS = 12, 4
 
 
-def drain_under_load(folder: Path, fronts: int) -> None:
-    """One server from start to end, kept busy; it must answer all that is sent and end by itself."""
+def drain_under_load(folder: Path, fronts: int, *options: str) -> list[str]:
+    """One server from start to end, kept busy; it must end by itself. What was sent and not answered."""
 
     async def work() -> None:
         load = Load(server.http, server.grpc)
@@ -31,19 +31,21 @@ def drain_under_load(folder: Path, fronts: int) -> None:
             await asyncio.sleep(0.01)
         server.signal(signal.SIGTERM)
         await clients
-        assert load.lost == []
+        lost.extend(load.lost)
 
-    with Running(folder, folder / "log", "--frontends", str(fronts)) as server:
+    lost: list[str] = []
+    with Running(folder, folder / "log", "--frontends", str(fronts), *options) as server:
         run(work())
         server.wait(30)
     assert " ERROR " not in server.log.read_text()
+    return lost
 
 
 @pytest.mark.parametrize(("fronts", "times"), [(1, 3), (2, 2)])
 def test_nothing_sent_is_lost(tmp_path, fronts, times):
     write_model(tmp_path, max_batch_size=16)
     for _ in range(times):
-        drain_under_load(tmp_path, fronts)
+        assert drain_under_load(tmp_path, fronts) == []
 
 
 @pytest.mark.torture
@@ -52,7 +54,31 @@ def test_nothing_sent_is_lost(tmp_path, fronts, times):
 def test_nothing_sent_is_lost_a_hundred_times(tmp_path, fronts):
     write_model(tmp_path, max_batch_size=16)
     for _ in range(100 if fronts == 1 else 20):
-        drain_under_load(tmp_path, fronts)
+        assert drain_under_load(tmp_path, fronts) == []
+
+
+def drain_grpcio(folder: Path, fronts: int, times: int) -> int:
+    """How many of so many drains of grpcio's transport have lost calls: such as it cancelled, no others."""
+    write_model(folder, max_batch_size=16)
+    losing = 0
+    for _ in range(times):
+        lost = drain_under_load(folder, fronts, "--grpc-options-transport", "grpcio")
+        assert not [words for words in lost if not words.startswith("grpc: CANCELLED")]
+        losing += bool(lost)
+    return losing
+
+
+def test_over_grpcio_hardly_anything_sent_is_lost(tmp_path):
+    """grpcio cancels what it has read and not begun when it is told to stop. Replies are held back until it
+    has begun everything (wire/grpc/pause.py); without that every drain of this load loses calls."""
+    assert drain_grpcio(tmp_path, 1, 2) <= 1
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("fronts", [1, 2])
+def test_over_grpcio_one_drain_of_ten_may_lose_a_call(tmp_path, fronts):
+    assert drain_grpcio(tmp_path, fronts, 30) <= 3
 
 
 def status(place: str, target: str) -> int:
