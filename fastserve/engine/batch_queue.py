@@ -30,6 +30,7 @@ from fastserve.workers.arena import Arena
 log = logging.getLogger(__name__)
 
 Done = Callable[["Pending", "ServeError | None"], None]
+Specs = Mapping[str, TensorSpec]
 DEADLINE_TICK_S = 0.025
 # A turn of the loop that took longer had other calls to serve, and more may be there for this batch.
 BUSY_TURN_NS = 10_000
@@ -43,14 +44,7 @@ GONE = "the model version was unloaded"
 class BatchQueue(Pendings):
     """Reserve, submit, cancel, release; and the doorbell that brings answers."""
 
-    def __init__(
-        self,
-        arena: Arena,
-        front: int,
-        inputs: Mapping[str, TensorSpec],
-        outputs: Mapping[str, TensorSpec],
-        meters: QueueMeters,
-    ) -> None:
+    def __init__(self, arena: Arena, front: int, inputs: Specs, outputs: Specs, meters: QueueMeters) -> None:
         super().__init__(arena.ring(front=front), arena.geometry.slots)
         self.arena = arena
         self.desk = None if arena.geometry.dense else SlabDesk(arena.memory, front=front)

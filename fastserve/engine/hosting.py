@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastserve.devices.found import MACHINE
-from fastserve.engine.batch_queue import BatchQueue
+from fastserve.engine.batch_queue import BatchQueue, Specs
 from fastserve.engine.cache import ResponseCache
 from fastserve.engine.calls import Calls
 from fastserve.engine.counters import counters_of
@@ -27,7 +27,7 @@ from fastserve.engine.ensemble_plan import check_models, make_plan
 from fastserve.engine.lending import NONE, lending_device
 from fastserve.engine.meters import QueueMeters
 from fastserve.engine.rate import RateLimiter
-from fastserve.engine.schedule import Schedule, Specs, open_queue
+from fastserve.engine.schedule import Schedule, open_queue
 from fastserve.engine.scheduler import find_scheduler
 from fastserve.engine.text import TextQueue
 from fastserve.engine.upkeep import Upkeep

@@ -13,11 +13,11 @@ What a config asks for and is not here is refused by `check_schedule`, never pas
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fastserve.config.options import Needs, Options, QueueOptions
-from fastserve.engine.batch_queue import BatchQueue
+from fastserve.engine.batch_queue import BatchQueue, Specs
 from fastserve.engine.cache import CachedScheduler, ResponseCache
 from fastserve.engine.controls import Extras, open_extras
 from fastserve.engine.counters import counters_of
@@ -33,12 +33,9 @@ from fastserve.engine.text import TextQueue, TextScheduler
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.model_config import ModelConfig, config_json
 from fastserve.repository.version import Version
-from fastserve.tensor import TensorSpec
 from fastserve.workers.arena import Arena
 
 log = logging.getLogger(__name__)
-
-Specs = Mapping[str, TensorSpec]
 
 
 class Schedule:

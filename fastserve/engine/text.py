@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from fastserve._ext.batch_ring import RECORDS
@@ -20,14 +20,13 @@ from fastserve._ext.fast_path import Pending
 from fastserve._ext.token_records import TokenReader, prompt_bytes, write_prompt
 from fastserve.codec.text import Extra, Finish, Heard, Record, TextNote, write_text
 from fastserve.each import each
-from fastserve.engine.batch_queue import BatchQueue
+from fastserve.engine.batch_queue import BatchQueue, Specs
 from fastserve.engine.meters import QueueMeters
 from fastserve.engine.rows import check_inputs
 from fastserve.engine.scheduler import Runs, Scheduler, TensorFace
 from fastserve.errors import DeadlineError, Kind, ServeError
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
-from fastserve.tensor import TensorSpec
 from fastserve.workers.arena import SLAB_PAGE, Arena
 
 log = logging.getLogger(__name__)
@@ -126,14 +125,7 @@ class TextRun:
 class TextQueue(BatchQueue):
     """The queue of a text version as this front sees it."""
 
-    def __init__(
-        self,
-        arena: Arena,
-        front: int,
-        inputs: Mapping[str, TensorSpec],
-        outputs: Mapping[str, TensorSpec],
-        meters: QueueMeters,
-    ) -> None:
+    def __init__(self, arena: Arena, front: int, inputs: Specs, outputs: Specs, meters: QueueMeters) -> None:
         super().__init__(arena, front, inputs, outputs, meters)
         self.counts = meters.of_text()
         geometry = arena.geometry

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastserve.backends.base import Backend, explain, kind_of
+from fastserve.backends.base import explain, kind_of
 from fastserve.backends.device_faults import end_if_lost, is_out_of_memory
 from fastserve.errors import Kind, ServeError
 from fastserve.tensor import TensorSpec
-from fastserve.workers.arena import Arena
 from fastserve.workers.arrays import NUMPY
 from fastserve.workers.guesses import Guess
 from fastserve.workers.isolation import isolate, may_isolate
 
 if TYPE_CHECKING:
-    from fastserve._ext.batch_ring import BatchRing
+    from fastserve.backends.base import Backend
+    from fastserve.workers.workplace import Workplace
 
 log = logging.getLogger(__name__)
 
@@ -31,13 +31,12 @@ Place = tuple[int, int, int, int]  # first row, rows; of slabs, nothing here
 class DenseRunner:
     """Runs slots of an arena with columns. Arrays over each slot are made once and sliced per batch."""
 
-    def __init__(self, arena: Arena, ring: BatchRing, backend: Backend, config: Mapping[str, Any]) -> None:
-        self._arena = arena
-        self._ring = ring
-        self._backend = backend
+    def __init__(self, place: Workplace) -> None:
+        self._backend: Backend
+        self._arena, self._ring, self._backend, config = place
         self._isolating = may_isolate(config)
         # Results that a framework puts into the slot's columns by itself.
-        self._binds = bool(getattr(backend, "binds", False))
+        self._binds = bool(getattr(self._backend, "binds", False))
         self._sizes: list[int] = list(config.get("allowed_batch_sizes") or ())
         self._slots: dict[int, tuple[Columns, Columns, Columns]] = {}
 

@@ -19,9 +19,8 @@ from fastserve.workers.device_runner import DeviceBackend, DeviceRunner
 from fastserve.workers.lent import LentMemory, LentPlace, Span, gaps
 
 if TYPE_CHECKING:
-    from fastserve._ext.batch_ring import BatchRing
     from fastserve.tensor import TensorSpec
-    from fastserve.workers.arena import Arena
+    from fastserve.workers.workplace import Workplace
 
 Columns = dict[str, Tensor]
 
@@ -97,18 +96,10 @@ class DenseCargo:
 class DeviceDenseRunner(DeviceRunner[DenseCargo]):
     """Runs slots of an arena with columns."""
 
-    def __init__(
-        self,
-        arena: Arena,
-        ring: BatchRing,
-        backend: DeviceBackend,
-        config: Mapping[str, Any],
-        device: Device,
-    ) -> None:
-        self.lent = LentMemory(device.name, backend.inputs, backend.outputs)
-        self.plain = LentDenseRunner(arena, ring, backend, config, self)
-        super().__init__(arena, ring, device, config, self.plain)
-        self._arena, self._backend = arena, backend
+    def __init__(self, place: Workplace, device: Device) -> None:
+        self.lent = LentMemory(device.name, place.backend.inputs, place.backend.outputs)
+        self.plain = LentDenseRunner(place, self)
+        super().__init__(place, device, self.plain)
         self._slots: dict[int, tuple[Columns, Columns]] = {}
         self.berths: list[Berth] = []
 
@@ -176,15 +167,8 @@ class DeviceDenseRunner(DeviceRunner[DenseCargo]):
 class LentDenseRunner(DenseRunner):
     """What runs a batch again that failed on its way over the device, out of its columns and into them."""
 
-    def __init__(
-        self,
-        arena: Arena,
-        ring: BatchRing,
-        backend: DeviceBackend,
-        config: Mapping[str, Any],
-        runner: DeviceDenseRunner,
-    ) -> None:
-        super().__init__(arena, ring, backend, config)
+    def __init__(self, place: Workplace, runner: DeviceDenseRunner) -> None:
+        super().__init__(place)
         self._runner = runner
 
     def recover(self, slot: int, error: Exception) -> None:

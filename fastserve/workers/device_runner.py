@@ -24,8 +24,7 @@ from fastserve.workers.guesses import Guess
 from fastserve.workers.publishing import fail_slot
 
 if TYPE_CHECKING:
-    from fastserve._ext.batch_ring import BatchRing
-    from fastserve.workers.arena import Arena
+    from fastserve.workers.workplace import Workplace
 
 log = logging.getLogger(__name__)
 
@@ -58,13 +57,14 @@ C = TypeVar("C", bound=SlotCargo)
 class DeviceRunner(Generic[C]):
     """`plain` runs a batch, or what is left of one that failed, and returns when it has: `recover`."""
 
-    def __init__(
-        self, arena: Arena, ring: BatchRing, device: Device, config: Mapping[str, Any], plain: Any
-    ) -> None:
-        self._ring, self._device, self._plain = ring, device, plain
+    def __init__(self, place: Workplace, device: Device, plain: Any) -> None:
+        """`place` with a DeviceBackend."""
+        self._backend: DeviceBackend
+        self._arena, self._ring, self._backend, config = place
+        self._device, self._plain = device, plain
         self._pipeline = Pipeline(device, int(config.get(SETTING) or IN_FLIGHT))
         self.report = DeviceReport(device.name)
-        why = device.pin(arena.memory)
+        why = device.pin(place.arena.memory)
         self._pinned = not why
         if why:
             log.warning(

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fastserve.backends.torch_tensors import as_tensor, torch_dtype
 from fastserve.workers.arrays import open_desk
 from fastserve.workers.device import Device, Tensor
-from fastserve.workers.device_runner import DeviceBackend, DeviceRunner
+from fastserve.workers.device_runner import DeviceRunner
 from fastserve.workers.ragged import Place, SlabRunner
 
 if TYPE_CHECKING:
-    from fastserve._ext.batch_ring import BatchRing
     from fastserve._ext.slab_tensors import Entry
-    from fastserve.workers.arena import Arena
+    from fastserve.workers.workplace import Workplace
 
 
 @dataclass(slots=True)
@@ -73,19 +72,11 @@ class SlabCargo:
 class DeviceSlabRunner(DeviceRunner[SlabCargo]):
     """Runs slots whose places carry slabs."""
 
-    def __init__(
-        self,
-        arena: Arena,
-        ring: BatchRing,
-        backend: DeviceBackend,
-        config: Mapping[str, Any],
-        device: Device,
-    ) -> None:
-        self.plain = SlabRunner(arena, ring, backend, config)
-        super().__init__(arena, ring, device, config, self.plain)
-        self._desk = open_desk(arena, ring)
-        self._backend = backend
-        self._batching = int(config["max_batch_size"]) > 0
+    def __init__(self, place: Workplace, device: Device) -> None:
+        self.plain = SlabRunner(place)
+        super().__init__(place, device, self.plain)
+        self._desk = open_desk(place.arena, place.ring)
+        self._batching = int(place.config["max_batch_size"]) > 0
 
     def _load(self, slot: int) -> SlabCargo | None:
         places = self.plain.read_places(slot)

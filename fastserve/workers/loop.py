@@ -18,6 +18,7 @@ from fastserve.workers.arena import Arena
 from fastserve.workers.control import Control, PeerGone
 from fastserve.workers.device import Device, open_device
 from fastserve.workers.publishing import fail_slot
+from fastserve.workers.workplace import Workplace
 
 if TYPE_CHECKING:
     from fastserve._ext.batch_ring import BatchRing
@@ -69,7 +70,7 @@ def serve(
             _say_ready(control)
             loop.run(lambda: _told_to_stop(control))
             return
-        runner = make_runner(arena, ring, backend, config)
+        runner = make_runner(Workplace(arena, ring, backend, config))
         _warm_up(runner, arena, backend, config)
         stopped = (
             open_line(control, arena, ring)
@@ -105,41 +106,39 @@ def _say_ready(control: Control) -> None:
     control.send({"op": "ready"})
 
 
-def make_runner(arena: Arena, ring: BatchRing, backend: Backend, config: Mapping[str, Any]) -> Runner:
+def make_runner(place: Workplace) -> Runner:
     """The runner for this arena's form. numpy is first needed here."""
+    arena, ring, backend, config = place
     if "transformer" in config:
         from fastserve.workers.elements import ElementRunner
 
-        return ElementRunner(
-            arena, ring, cast("TransformerBackend", backend), whole=config["transformer"]["whole"]
-        )
+        whole = config["transformer"]["whole"]
+        return ElementRunner(arena, ring, cast("TransformerBackend", backend), whole=whole)
     if arena.geometry.requests:
         from fastserve.workers.requests import RequestRunner
 
         return RequestRunner(arena, ring, cast("TritonPythonBackend", backend), config)
     device = open_device(config) if getattr(backend, "takes_device_tensors", False) else None
     if device is not None:
-        return make_device_runner(arena, ring, backend, config, device)
+        return make_device_runner(place, device)
     if arena.geometry.dense:
         from fastserve.workers.dense import DenseRunner
 
-        return DenseRunner(arena, ring, backend, config)
+        return DenseRunner(place)
     from fastserve.workers.ragged import SlabRunner
 
-    return SlabRunner(arena, ring, backend, config)
+    return SlabRunner(place)
 
 
-def make_device_runner(
-    arena: Arena, ring: BatchRing, backend: Any, config: Mapping[str, Any], device: Device
-) -> Runner:
+def make_device_runner(place: Workplace, device: Device) -> Runner:
     """The runner for batches that go over a device."""
-    if arena.geometry.dense:
+    if place.arena.geometry.dense:
         from fastserve.workers.device_dense import DeviceDenseRunner
 
-        return DeviceDenseRunner(arena, ring, backend, config, device)
+        return DeviceDenseRunner(place, device)
     from fastserve.workers.device_slabs import DeviceSlabRunner
 
-    return DeviceSlabRunner(arena, ring, backend, config, device)
+    return DeviceSlabRunner(place, device)
 
 
 def open_line(control: Control, arena: Arena, ring: BatchRing) -> Callable[[], bool]:

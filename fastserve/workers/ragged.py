@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastserve.backends.base import Backend, explain, kind_of
+from fastserve.backends.base import explain, kind_of
 from fastserve.backends.device_faults import end_if_lost
 from fastserve.errors import Kind, ServeError
 from fastserve.tensor import DTYPES
-from fastserve.workers.arena import Arena
 from fastserve.workers.arrays import open_desk, read_array, to_entry
 from fastserve.workers.guesses import Guess
 from fastserve.workers.isolation import isolate, may_isolate
 
 if TYPE_CHECKING:
-    from fastserve._ext.batch_ring import BatchRing
     from fastserve._ext.slab_tensors import Entry
+    from fastserve.backends.base import Backend
+    from fastserve.workers.workplace import Workplace
 
 log = logging.getLogger(__name__)
 
@@ -42,17 +42,17 @@ SHAPE_CLASH = (
 class SlabRunner:
     """Runs slots whose places carry slabs."""
 
-    def __init__(self, arena: Arena, ring: BatchRing, backend: Backend, config: Mapping[str, Any]) -> None:
-        self._ring = ring
-        self._desk = open_desk(arena, ring)
-        self._backend = backend
+    def __init__(self, place: Workplace) -> None:
+        self._backend: Backend
+        arena, self._ring, self._backend, config = place
+        self._desk = open_desk(arena, self._ring)
         self._batching = int(config["max_batch_size"]) > 0
         self._isolating = may_isolate(config)
         self._mixed = str(config.get("mixed_shapes", "group"))
-        self._inputs = list(backend.inputs)
-        self._outputs = list(enumerate(backend.outputs.values()))
+        self._inputs = list(self._backend.inputs)
+        self._outputs = list(enumerate(self._backend.outputs.values()))
         # A model that is told where its requests begin (backends/batch_io.py) joins them by itself.
-        self._batch_io = getattr(backend, "batch_io", None) or None
+        self._batch_io = getattr(self._backend, "batch_io", None) or None
 
     def run(self, slot: int) -> None:
         """Answer every place of the slot."""

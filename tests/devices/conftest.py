@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.devices.simulated import FakeGpus
-from tests.dialects.kserve_v2 import client_models
 from tests.dialects.kserve_v2.client_rig import warm_up
-from tests.faults.rig import Grpc, Http
+from tests.faults.fixtures import OPTIONS, grpc, http, write_models
 from tests.running import Running
 
-OPTIONS = ("--model-control", "explicit", "--load-model", "*", "--allow-client-shm", "--keep-going")
+__all__ = ["grpc", "http"]
 
 
 @pytest.fixture(scope="package")
@@ -24,12 +23,7 @@ def gpus(tmp_path_factory: pytest.TempPathFactory) -> FakeGpus:
 
 @pytest.fixture(scope="package")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("devices") / "models"
-    folder.mkdir()
-    client_models.write_sums(folder)
-    client_models.write_kinds(folder)
-    client_models.write_streams(folder)
-    return folder
+    return write_models(tmp_path_factory.mktemp("devices") / "models")
 
 
 @pytest.fixture(scope="package")
@@ -39,15 +33,3 @@ def served(gpus: FakeGpus, models: Path) -> Iterator[Running]:
             running = stack.enter_context(Running(models, models.parent / "log", *OPTIONS))
         warm_up(running)
         yield running
-
-
-@pytest.fixture
-def http(served: Running) -> Iterator[Http]:
-    with Http(served) as made:
-        yield made
-
-
-@pytest.fixture
-def grpc(served: Running) -> Iterator[Grpc]:
-    with Grpc(served) as made:
-        yield made

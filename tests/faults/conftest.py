@@ -9,32 +9,27 @@ import pytest
 
 from tests.conftest import Belongings
 from tests.dialects.kserve_v2 import client_models
+from tests.faults.fixtures import OPTIONS, grpc, http, write_models
 from tests.faults.rig import Grpc, Http
 from tests.running import Running, until
 
-OPTIONS = (
-    "--model-control", "explicit", "--load-model", "*", "--allow-client-shm", "--keep-going",
-    "--admin-file-overrides", "--admin-log-settings",
-)  # fmt: skip
+__all__ = ["grpc", "http"]
+ADMIN = ("--admin-file-overrides", "--admin-log-settings")
 
 
 @pytest.fixture(scope="package")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("faults") / "models"
-    folder.mkdir()
-    client_models.write_sums(folder)
-    client_models.write_kinds(folder)
-    client_models.write_streams(folder)
+    folder = write_models(tmp_path_factory.mktemp("faults") / "models")
     client_models.write_triton(folder, "odd", client_models.SIMPLE, client_models.PAIR + "max_batchsize: 8\n")
     return folder
 
 
 @pytest.fixture(scope="package")
 def shared_server(models: Path) -> Iterator[Running]:
-    with Running(models, models.parent / "log", *OPTIONS) as running:
-        with Http(running) as http, Grpc(running) as grpc:
-            http.ask("GET", "/v2")
-            grpc.ask("ServerLive")
+    with Running(models, models.parent / "log", *OPTIONS, *ADMIN) as running:
+        with Http(running) as warm, Grpc(running) as rpc:
+            warm.ask("GET", "/v2")
+            rpc.ask("ServerLive")
         yield running
 
 
@@ -47,18 +42,6 @@ def served(shared_server: Running, request: pytest.FixtureRequest) -> Iterator[R
     assert shared_server.alive, shared_server.log.read_text()
     until(lambda: not ours.gained(Belongings.count()), "the client gives everything back")
     shared_server.settles(holds, errors=bool(request.node.get_closest_marker("logs_errors")))
-
-
-@pytest.fixture
-def http(served: Running) -> Iterator[Http]:
-    with Http(served) as made:
-        yield made
-
-
-@pytest.fixture
-def grpc(served: Running) -> Iterator[Grpc]:
-    with Grpc(served) as made:
-        yield made
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from fastserve.backends import create
 from fastserve.repository.model_config import config_json, parse_model_config
 from fastserve.workers.device_cuda import CudaDevice
 from fastserve.workers.loop import make_device_runner
+from fastserve.workers.workplace import Workplace
 from tests.backends.torch_models import CONFIG, net, save_class, save_script
 from tests.workers.pair import Pair
 
@@ -36,7 +37,9 @@ class CudaPair(Pair):
         backend.load()
         super().__init__(backend, **{k: v for k, v in config.items() if k not in ("instances", "backend")})
         self.runner.close()
-        self.runner = make_device_runner(self.arena, self.worker, backend, config, CudaDevice("cuda:0"))
+        self.runner = make_device_runner(
+            Workplace(self.arena, self.worker, backend, config), CudaDevice("cuda:0")
+        )
 
     def ask(self, rows: np.ndarray) -> np.ndarray:
         place = self.put(x=rows)

@@ -12,6 +12,7 @@ import torch
 from fastserve.workers.device import Stream
 from fastserve.workers.device_simulated import Script, SimulatedDevice
 from fastserve.workers.loop import answer, make_device_runner
+from fastserve.workers.workplace import Workplace
 from tests.workers.pair import Function, Pair
 
 Tensors = dict[str, torch.Tensor]
@@ -43,7 +44,7 @@ class DevicePair(Pair):
         super().__init__(backend, **{"device": "simulated", "warmup": "off", **config})
         self.device = device
         self.runner.close()
-        self.runner = make_device_runner(self.arena, self.worker, backend, self.config, device)
+        self.runner = make_device_runner(Workplace(self.arena, self.worker, backend, self.config), device)
 
     def take(self) -> int:
         slot = self.worker.take()

@@ -16,6 +16,7 @@ from fastserve.errors import Kind
 from fastserve.workers.arena import plan_geometry
 from fastserve.workers.device import COMPUTE, COPY_IN, COPY_OUT
 from fastserve.workers.device_simulated import Fault, Script
+from fastserve.workers.workplace import Workplace
 from tests.workers.device_rig import DeviceFunction, device_pair
 from tests.workers.pair import SIZES, Function, pair, specs
 
@@ -400,7 +401,7 @@ def test_a_lost_device_ends_it_all_and_publishes_nothing(stage, free):
         retried, failed = it.front.worker_died(0, 2, Kind.UNAVAILABLE.value, "gone")
         assert (retried, failed) == (len(running), 0)
         it.device.lost = ""
-        it.runner = type(it.runner)(it.arena, it.worker, made, it.config, type(it.device)())
+        it.runner = type(it.runner)(Workplace(it.arena, it.worker, made, it.config), type(it.device)())
         for _ in running:
             it.take()
         it.finish()

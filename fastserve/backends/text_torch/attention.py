@@ -9,7 +9,7 @@ each one's own length. The heads that share a key are a query's axis of their ow
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -42,7 +42,19 @@ def attend(
     **_unused: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls in each layer: query [1, heads, tokens, dim] -> [1, tokens, heads, dim]."""
-    return ragged.attend(module.layer_idx, query[0], key[0], value[0], scaling, sliding_window or NEVER), None
+    layer = Layer(module.layer_idx, query[0], key[0], value[0], scaling, sliding_window or NEVER)
+    return ragged.attend(layer), None
+
+
+class Layer(NamedTuple):
+    """One layer's share of a step: query [heads, tokens, dim], key and value [key heads, tokens, dim]."""
+
+    number: int
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scaling: float | None
+    window: int
 
 
 class Ragged:
@@ -58,60 +70,35 @@ class Ragged:
         self._length = -(-longest // STRIDE) * STRIDE
         self._masks: dict[tuple[int, int], torch.Tensor | None] = {}
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float | None,
-        window: int,
-    ) -> torch.Tensor:
-        """One layer: what is new goes into the cache, then each sequence looks at its own."""
-        heads, tokens, dim = query.shape
-        shared = query.unflatten(0, (key.shape[0], -1))
-        parts = []
-        if self._writing:
-            parts.append(self._attend_writing(layer, shared, key, value, scaling, window))
-        parts += [self._attend_chunk(layer, one, shared, key, value, scaling, window) for one in self._chunks]
+    def attend(self, layer: Layer) -> torch.Tensor:
+        """What is new goes into the cache, then each sequence looks at its own."""
+        heads, tokens, dim = layer.query.shape
+        layer = layer._replace(query=layer.query.unflatten(0, (layer.key.shape[0], -1)))
+        parts = [self._attend_writing(layer)] if self._writing else []
+        parts += [self._attend_chunk(layer, one) for one in self._chunks]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(1, tokens, heads, dim)
 
-    def _attend_writing(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float | None,
-        window: int,
-    ) -> torch.Tensor:
-        count, keys, values = self._writing, self._cache.keys[layer], self._cache.values[layer]
-        keys[self._rows, :, self._at] = key[:, :count].transpose(0, 1)
-        values[self._rows, :, self._at] = value[:, :count].transpose(0, 1)
+    def _attend_writing(self, layer: Layer) -> torch.Tensor:
+        count, number = self._writing, layer.number
+        keys, values = self._cache.keys[number], self._cache.values[number]
+        keys[self._rows, :, self._at] = layer.key[:, :count].transpose(0, 1)
+        values[self._rows, :, self._at] = layer.value[:, :count].transpose(0, 1)
         return scaled_dot_product_attention(
-            query[:, :, :count].permute(2, 0, 1, 3),
+            layer.query[:, :, :count].permute(2, 0, 1, 3),
             keys[:count, :, : self._length],
             values[:count, :, : self._length],
-            attn_mask=self._writing_mask(window),
-            scale=scaling,
-        ).reshape(count, -1, query.shape[3])
+            attn_mask=self._writing_mask(layer.window),
+            scale=layer.scaling,
+        ).reshape(count, -1, layer.query.shape[3])
 
-    def _attend_chunk(
-        self,
-        layer: int,
-        chunk: Chunk,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float | None,
-        window: int,
-    ) -> torch.Tensor:
+    def _attend_chunk(self, layer: Layer, chunk: Chunk) -> torch.Tensor:
+        query, number = layer.query, layer.number
         new, end = slice(chunk.offset, chunk.offset + chunk.count), chunk.start + chunk.count
-        keys, values = self._cache.keys[layer][chunk.row], self._cache.values[layer][chunk.row]
-        keys[:, chunk.start : end] = key[:, new]
-        values[:, chunk.start : end] = value[:, new]
+        keys, values = self._cache.keys[number][chunk.row], self._cache.values[number][chunk.row]
+        keys[:, chunk.start : end] = layer.key[:, new]
+        values[:, chunk.start : end] = layer.value[:, new]
         sharing = (-1, query.shape[1], -1, -1)
-        mask = self._chunk_mask(chunk, window)
+        mask = self._chunk_mask(chunk, layer.window)
         return (
             scaled_dot_product_attention(
                 query[:, :, new],
@@ -119,7 +106,7 @@ class Ragged:
                 values[:, None, :end].expand(sharing),
                 attn_mask=mask,
                 is_causal=mask is None,
-                scale=scaling,
+                scale=layer.scaling,
             )
             .permute(2, 0, 1, 3)
             .reshape(chunk.count, -1, query.shape[3])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
-from fastserve.backends.text_torch.attention import NEVER, Ragged
+from fastserve.backends.text_torch.attention import NEVER, Layer, Ragged
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -88,12 +88,14 @@ class _FusedLayer:
         query, key = turned[:, : self._queries], turned[:, self._queries :]
         value = made[:, heads:]
         seen = ragged.attend(
-            number,
-            query.transpose(0, 1),
-            key.transpose(0, 1),
-            value.transpose(0, 1),
-            self._scaling,
-            self._window,
+            Layer(
+                number,
+                query.transpose(0, 1),
+                key.transpose(0, 1),
+                value.transpose(0, 1),
+                self._scaling,
+                self._window,
+            )
         )
         hidden = torch.addmm(hidden, seen.view(count, -1), self._out)
         gate, up = linear(
