@@ -51,6 +51,16 @@ class InferRequest:
     placed: dict[str, Lent] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A request that a version's workers run so many times before it is available; `origin` is what an error
+    calls it."""
+
+    request: InferRequest
+    origin: str
+    times: int = 1
+
+
 @dataclass(slots=True)
 class InferResponse:
     """Outputs by the model's own names: views of shared memory, valid until `release()`.

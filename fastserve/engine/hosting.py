@@ -27,6 +27,7 @@ from fastserve.engine.ensemble_plan import check_models, make_plan
 from fastserve.engine.lending import NONE, lending_device
 from fastserve.engine.meters import QueueMeters
 from fastserve.engine.rate import RateLimiter
+from fastserve.engine.recorded import ReadRecorded, no_records, record
 from fastserve.engine.schedule import Schedule, open_queue
 from fastserve.engine.scheduler import find_scheduler
 from fastserve.engine.text import TextQueue
@@ -101,6 +102,7 @@ class Host:
         self.hosted: dict[tuple[str, int, int, int], Hosted] = {}
         self.on_opened: list[Mirror] = []
         self.on_closing: list[Mirror] = []
+        self.read_recorded: ReadRecorded = no_records
         self._registry = registry
         self._fronts = fronts
         self._on_health = on_health
@@ -162,6 +164,7 @@ class Host:
             lambda worker: self._worker_back(version, part),
             name=version.model,
             on_call=lambda worker, message: self._called(version, part, worker, message, group.tell),
+            recorded=lambda: record(version, self.read_recorded),
             shared=self._shared,
         )
         try:

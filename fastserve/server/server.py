@@ -36,6 +36,7 @@ from fastserve.server.health import judge
 from fastserve.server.listening import Front, all_listeners
 from fastserve.server.loads import ClientLoads
 from fastserve.server.models_file import ModelsFile
+from fastserve.server.speaking import recorded_reader
 from fastserve.server.welcome import announce, fill_standard_streams, welcome_text
 from fastserve.serving.dialect import refuse_to_stop
 from fastserve.wire.opening import Opening
@@ -66,6 +67,7 @@ class Server:
             if settings.rate_limit == "execution_count"
             else None,
         )
+        self.host.read_recorded = recorded_reader(settings)
         self.repository = Repository(settings, self.catalog, self.host)
         self.host.wishes.repository = self.repository
         self._models_file = ModelsFile(settings.tfserving, self.repository)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastserve.config import Listener, Settings
 from fastserve.dialects import SPECS
 from fastserve.errors import ConfigError
+from fastserve.repository.version import Version
+from fastserve.request import Recorded
 from fastserve.serving.dialect import DialectSpec
 
 Spec = DialectSpec[Any]
@@ -28,6 +30,12 @@ def find_specs(settings: Settings) -> tuple[Spec, ...]:
     for spec in specs:
         spec.read_options(settings)
     return specs
+
+
+def recorded_reader(settings: Settings) -> Callable[[Version], Sequence[Recorded]]:
+    """Reads what a version brings to be run before it is available. Raises ConfigError."""
+    specs = find_specs(settings)
+    return lambda version: [one for spec in specs for one in spec.recorded(settings, version)]
 
 
 def _import_spec(path: str) -> Spec:

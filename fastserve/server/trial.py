@@ -17,6 +17,7 @@ from fastserve.metrics import Registry
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.repository import Repository
 from fastserve.repository.version import Version
+from fastserve.server.speaking import recorded_reader
 
 
 @dataclass(slots=True)
@@ -44,6 +45,7 @@ async def _try(settings: Settings) -> Trial:
         device_share=settings.device_memory_share,
         limiter=RateLimiter(read_pools(settings.rate_limit_resources)) if limited else None,
     )
+    host.read_recorded = recorded_reader(settings)
     repository = Repository(settings, catalog, host)
     try:
         problems = await repository.load_all()

@@ -22,7 +22,7 @@ from fastserve.errors import Kind, ServeError
 from fastserve.metrics import Heartbeat, Readiness, Registry
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.version import Version
-from fastserve.request import InferRequest, InferResponse
+from fastserve.request import InferRequest, InferResponse, Recorded
 from fastserve.serving.model_control import NoRepository, RepositoryFace
 from fastserve.serving.shared_memory import Regions
 from fastserve.wire.dialect import Route, refuse_plainly
@@ -160,6 +160,9 @@ class DialectSpec(Generic[Options]):
     exposes: Callable[[Settings], Sequence[str]] = lambda settings: ()
     """What these settings let whoever reaches it do beside asking models, such as "load and unload models".
     Said loudly at the start where anybody may."""
+    recorded: Callable[[Settings, Version], Sequence[Recorded]] = lambda settings, version: ()
+    """Requests in its form that a version brings, to be run before it is available; whether a listener speaks
+    it or not. Blocking; raises ServeError, ConfigError."""
     any_health_name: bool = False
     """Alone on a gRPC listener, grpc.health.v1 answers for the server under whatever name it is asked."""
 

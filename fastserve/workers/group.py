@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ class ArenaLike(Protocol):
         """The layout message and the descriptors for one worker; the descriptors stay the arena's."""
 
 
+ReadRecorded = Callable[[], Awaitable[int]]
 MakeArena = Callable[[dict[str, TensorSpec], dict[str, TensorSpec]], ArenaLike]
 
 
@@ -90,6 +92,8 @@ class WorkerGroup:
     `on_death(i)` is called at once when worker i, ready before, is gone; `on_alive(i)` when it is ready
     again. Neither is called during `start` or `stop`.
     `on_call(i, message)` is told what a worker says of its calls to other models.
+    `recorded` gives a descriptor of requests that every worker runs before it is ready (workers/recorded.py),
+    -1 for none, once the workers have loaded; the group closes it.
     `sys_path` is appended to the workers' module path. `shared` has the processes of models that share one.
     """
 
@@ -103,6 +107,7 @@ class WorkerGroup:
         *,
         name: str = "",
         on_call: OnCall | None = None,
+        recorded: ReadRecorded | None = None,
         sys_path: Sequence[str] = (),
         entry: Sequence[str] = ENTRY,
         shared: SharedWorkers | None = None,
@@ -114,7 +119,7 @@ class WorkerGroup:
         self.outputs: dict[str, TensorSpec] = {}
         self.restarts, self.trouble = 0, ""  # successful restarts; why a worker that is not back is missing
         self._title = f"{self.name}/{version_dir.name}"
-        self._make_arena = make_arena
+        self._make_arena, self._read_recorded, self._recorded = make_arena, recorded, -1
         self._arena: ArenaLike | None = None
         self._on_death, self._on_alive = on_death, on_alive
         self._entry, self._shared, self._sleep, self._clock = entry, shared, sleep, clock
@@ -170,11 +175,14 @@ class WorkerGroup:
         try:
             self.inputs, self.outputs = await self._load_all()
             self._arena = self._open_arena()
+            if self._read_recorded is not None:
+                self._recorded = await self._read_recorded()
             await _all(self._serve(instance) for instance in self._instances)
             if self.alive < len(self._instances):
                 raise ServeError(Kind.UNAVAILABLE, self.trouble)
         except BaseException as error:
             await _all(instance.stop(CLEANUP_GRACE_S) for instance in self._instances)
+            self._drop_recorded()
             if self._stopped and isinstance(error, ServeError):
                 raise ServeError(Kind.UNAVAILABLE, "the model was unloaded while it was loading") from error
             raise
@@ -187,6 +195,7 @@ class WorkerGroup:
         self._stopped = True
         await _discard(*self._tenders)
         await _all(instance.stop(grace_s) for instance in self._instances)
+        self._drop_recorded()
 
     def abandon(self) -> None:
         """Ends every worker at once, when the loop that `start` ran on is gone or will not run again.
@@ -195,6 +204,7 @@ class WorkerGroup:
         """
         self._stopped = True
         each(self._instances, methodcaller("abandon"))
+        self._drop_recorded()
 
     def kill(self, worker: int, reason: str) -> None:
         """Ends one worker at once, as the watchdog does with a batch beyond run_timeout_ms. It is
@@ -227,7 +237,14 @@ class WorkerGroup:
     async def _serve(self, instance: Instance) -> None:
         assert self._arena is not None
         layout, fds = self._arena.fds_for_worker(instance.index)
+        if self._recorded >= 0:
+            layout, fds = {**layout, "recorded": True}, [*fds, self._recorded]
         await self._in_time(instance, instance.serve(layout, fds))
+
+    def _drop_recorded(self) -> None:
+        fd, self._recorded = self._recorded, -1
+        if fd >= 0:
+            os.close(fd)
 
     async def _in_time(self, instance: Instance, work: Coroutine[Any, Any, T]) -> T:
         # Not asyncio.wait_for: before 3.12 it swallows a cancellation that meets the result.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from fastserve.allocator import keep_freed_memory
@@ -52,14 +52,16 @@ def serve(
     control: Control,
     config: Mapping[str, Any],
     message: Mapping[str, Any],
-    fds: Sequence[int],
+    fds: list[int],
 ) -> None:
     """Join the arena, warm up, say ready, and run batches until told to stop.
 
-    `config` is model.yaml as plain values; `message` holds the arena's geometry and this worker's number.
+    `config` is model.yaml as plain values; `message` holds the arena's geometry and this worker's number, and
+    whether the last of `fds` is of recorded requests.
 
     Raises what the backend raises during warm-up: a version that cannot run does not become ready.
     """
+    recorded = fds.pop() if message.get("recorded") else -1
     arena = Arena.join(message, fds)
     runner: Any = None
     try:
@@ -72,6 +74,8 @@ def serve(
             return
         runner = make_runner(Workplace(arena, ring, backend, config))
         _warm_up(runner, arena, backend, config)
+        if recorded >= 0:
+            _run_recorded(backend, recorded, config["max_batch_size"])
         stopped = (
             open_line(control, arena, ring)
             if arena.geometry.requests
@@ -184,6 +188,15 @@ def _told_to_stop(control: Control, runner: Any = None) -> bool:
     if message["op"] == "close_lent" and hasattr(runner, "close_lent"):
         runner.close_lent(bytes.fromhex(message["handle"]))
     return bool(message["op"] == "stop")
+
+
+def _run_recorded(backend: Backend, fd: int, max_rows: int) -> None:
+    from fastserve.workers.recorded import run_recorded
+
+    try:
+        run_recorded(backend, fd, max_rows)
+    finally:
+        os.close(fd)
 
 
 def _warm_up(runner: Runner, arena: Arena, backend: Backend, config: Mapping[str, Any]) -> None:

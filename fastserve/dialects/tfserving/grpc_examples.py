@@ -83,16 +83,22 @@ class MultiInference:
     def _read_tasks(self, request: Any) -> tuple[Version, list[tuple[Signature, str]]]:
         if not request.tasks:
             raise invalid("ModelSpec has no name specified.")
-        if len(request.tasks) > MOST_TASKS:
-            raise invalid(f"{len(request.tasks)} tasks, allowed: up to {MOST_TASKS}")
-        first = request.tasks[0]
-        version = find_model(self._service.catalog, target_of(first))
-        tasks: dict[str, tuple[Signature, str]] = {}
-        for task in request.tasks:
-            name = task.model_spec.signature_name or DEFAULT_SIGNATURE
-            _check_task(task, first.model_spec.name, name in tasks)
-            tasks[name] = _find_task(version, task, name)
-        return version, list(tasks.values())
+        version = find_model(self._service.catalog, target_of(request.tasks[0]))
+        return version, check_tasks(version, request.tasks)
+
+
+def check_tasks(version: Version, given: Any) -> list[tuple[Signature, str]]:
+    """The signature and the verb of each InferenceTask. Raises ServeError."""
+    if not given:
+        raise invalid("ModelSpec has no name specified.")
+    if len(given) > MOST_TASKS:
+        raise invalid(f"{len(given)} tasks, allowed: up to {MOST_TASKS}")
+    tasks: dict[str, tuple[Signature, str]] = {}
+    for task in given:
+        name = task.model_spec.signature_name or DEFAULT_SIGNATURE
+        _check_task(task, given[0].model_spec.name, name in tasks)
+        tasks[name] = _find_task(version, task, name)
+    return list(tasks.values())
 
 
 def _check_task(task: Any, model: str, doubled: bool) -> None:

@@ -7,6 +7,7 @@ be good; then each is decoded once, into memory of its own.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Iterable
+from typing import NamedTuple
 
 from fastserve._ext.proto_outline import Outline
 from fastserve._ext.proto_wire import MOST_ENTRIES, Fault, WireFault
@@ -98,19 +99,10 @@ class GeneralPredict(SlowRequest):
             raise invalid("Missing ModelSpec")
         target = Target(message.model, message.version, message.label, "")
         version = self.version = find_model(service.catalog, target)
-        signature = self._signature = find_predict_signature(version, message.signature)
-        optional = optional_aliases(version, signature)
-        check_names(signature, list(message.inputs), optional)
-        sizes = {
-            alias: measure(alias, message.inputs[alias])
-            for alias in signature.inputs
-            if alias in message.inputs
-        }
-        check_total(sizes, service.message_bytes)
-        self._aliases = choose_outputs(signature, message.output_filter)
-        check_dtypes(signature, message)
+        planned = plan_predict(version, message, service.message_bytes)
+        self._signature, self._aliases, sizes = planned.signature, planned.outputs, planned.sizes
         work = sum(sizes.values()) + len(data)
-        inputs = await service.apart(work, decode_all, message, sizes, signature, version.batching)
+        inputs = await service.apart(work, decode_all, message, sizes, self._signature, version.batching)
         self._inputs = inputs
         return InferRequest(inputs, names_of(self._aliases), deadline_ns=deadline_of(self._rpc))
 
@@ -145,6 +137,27 @@ class GeneralPredict(SlowRequest):
 
 
 # --- the checks, in their order ------------------------------------------------------------------
+
+
+class Planned(NamedTuple):
+    """A request whose tensors are known to be good: bytes in memory of each input, and the wanted outputs."""
+
+    signature: Signature
+    sizes: dict[str, int]
+    outputs: Aliases
+
+
+def plan_predict(version: Version, message: PredictMessage, most_bytes: int) -> Planned:
+    """Checks 4 and 6 to 12. Raises ServeError."""
+    signature = find_predict_signature(version, message.signature)
+    check_names(signature, list(message.inputs), optional_aliases(version, signature))
+    sizes = {
+        alias: measure(alias, message.inputs[alias]) for alias in signature.inputs if alias in message.inputs
+    }
+    check_total(sizes, most_bytes)
+    outputs = choose_outputs(signature, message.output_filter)
+    check_dtypes(signature, message)
+    return Planned(signature, sizes, outputs)
 
 
 def find_predict_signature(version: Version, name: str) -> Signature:

@@ -8,12 +8,21 @@ from fastserve.config import Settings, TFServingOptions
 from fastserve.dialects.tfserving.dialect import TFServing
 from fastserve.dialects.tfserving.routes import ROUTES, RPCS
 from fastserve.protos import load
+from fastserve.repository.version import Version
+from fastserve.request import Recorded
 from fastserve.serving.dialect import DialectSpec
 
 
 def exposes(settings: Settings) -> Sequence[str]:
     """A list of models says where their code lies."""
     return ("replace the models, and so run code of its own",) if settings.admin.reload_config else ()
+
+
+def recorded(settings: Settings, version: Version) -> Sequence[Recorded]:
+    """What its warm-up file brings."""
+    from fastserve.dialects.tfserving.warmup import read_recorded  # messages of protobuf cost some MB
+
+    return read_recorded(settings, version)
 
 
 SPEC = DialectSpec(
@@ -26,4 +35,5 @@ SPEC = DialectSpec(
     health_names=("PredictionService", "ModelService"),  # spec 4
     descriptors=lambda: [load("tfserving").descriptor_set],
     exposes=exposes,
+    recorded=recorded,
 )

@@ -1,0 +1,126 @@
+"""Warm-up records: requests as TensorFlow Serving logs them, in a file of the version's folder (spec 6.4).
+
+    VERSION/assets.extra/tf_serving_warmup_requests     a TFRecord file of PredictionLog
+
+    record   length, 8 bytes | masked CRC-32C of these | a PredictionLog | masked CRC-32C of that
+
+They are read by the rules of the calls they are logs of, whatever the model's format; the model they name is
+not looked at. All must be right and all must run, or the version does not load.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from struct import Struct
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from fastserve._ext.crc32c import crc32c
+from fastserve.config import Settings
+from fastserve.config.confined import read_confined
+from fastserve.dialects.tfserving.features import feed
+from fastserve.dialects.tfserving.grpc_examples import check_tasks, read_input
+from fastserve.dialects.tfserving.grpc_predict import decode_all, plan_predict, read_sent
+from fastserve.dialects.tfserving.results import plan_results
+from fastserve.dialects.tfserving.signatures import find_signature
+from fastserve.errors import Kind, ServeError, invalid
+from fastserve.protos import load
+from fastserve.repository.signature import Signature
+from fastserve.repository.version import Version
+from fastserve.request import InferRequest, Recorded
+
+FILE = "assets.extra/tf_serving_warmup_requests"
+FILE_BYTES = 1 << 28
+MOST_RECORDS = 1000
+_HEAD, _CHECK = Struct("<QI"), Struct("<I")
+_ADVICE = ". Please verify your warmup data is in TFRecord format."
+
+
+def read_recorded(settings: Settings, version: Version) -> list[Recorded]:
+    """The requests of a version's file; none without one. Raises ServeError, ConfigError."""
+    options = settings.tfserving
+    if not (options.warmup_records and os.path.lexists(version.folder / FILE)):
+        return []
+    data = memoryview(read_confined(version.folder, FILE, FILE_BYTES))
+    reader = _Reader(version, settings)
+    found = []
+    for number, record in enumerate(read_frames(data)):
+        if number == MOST_RECORDS:
+            raise invalid(f"Number of warmup records exceeds the maximum ({MOST_RECORDS}) at {FILE}")
+        origin = f"{FILE}: record {number}"
+        try:
+            found += [Recorded(request, origin, options.warmup_times) for request in reader.read(record)]
+        except ServeError as fault:
+            raise ServeError(fault.kind, f"{origin}: {fault.message}") from None
+    return found
+
+
+def read_frames(data: memoryview) -> Iterator[memoryview]:
+    """The records of a TFRecord file. Raises ServeError DATA_LOSS."""
+    at = 0
+    while at < len(data):
+        if len(data) - at < _HEAD.size:
+            raise _lost("truncated", at)
+        length, check = _HEAD.unpack_from(data, at)
+        if masked(data[at : at + 8]) != check:
+            raise _lost("corrupted", at)
+        begin = at + _HEAD.size
+        if length > len(data) - begin - _CHECK.size:
+            raise _lost("truncated", at)
+        record = data[begin : begin + length]
+        if masked(record) != _CHECK.unpack_from(data, begin + length)[0]:
+            raise _lost("corrupted", at)
+        yield record
+        at = begin + length + _CHECK.size
+
+
+def masked(data: memoryview | bytes) -> int:
+    """A checksum as the file has it: a checksum of checksums would say little."""
+    crc = crc32c(data)
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def _lost(what: str, offset: int) -> ServeError:
+    return ServeError(Kind.DATA_LOSS, f"{FILE}: {what} record at {offset}{_ADVICE}")
+
+
+class _Reader:
+    """Logs -> requests for one version."""
+
+    def __init__(self, version: Version, settings: Settings) -> None:
+        self._version = version
+        self._by_method = settings.tfserving.check_methods
+        self._message_bytes = settings.grpc_options.message_bytes
+
+    def read(self, record: memoryview) -> list[InferRequest]:
+        """Of one record; several for a MultiInference. Raises ServeError."""
+        try:
+            log = load("tfserving").PredictionLog.FromString(record)
+        except DecodeError:
+            raise invalid("Failed to parse warmup record") from None
+        kind = log.WhichOneof("log_type") or "LOG_TYPE_NOT_SET"
+        if kind == "predict_log":
+            return [self._predict(log.predict_log.request.SerializeToString())]
+        if kind in ("classify_log", "regress_log"):
+            request = getattr(log, kind).request
+            signature = find_signature(self._version, request.model_spec.signature_name)
+            return [self._examples(signature, kind.removesuffix("_log"), request.input)]
+        if kind == "multi_inference_log":
+            request = log.multi_inference_log.request
+            tasks = check_tasks(self._version, request.tasks)
+            return [self._examples(signature, verb, request.input) for signature, verb in tasks]
+        raise ServeError(Kind.UNIMPLEMENTED, f"Unsupported log_type for warmup: {kind}")
+
+    def _predict(self, data: bytes) -> InferRequest:
+        message = read_sent(data)
+        planned = plan_predict(self._version, message, self._message_bytes)
+        inputs = decode_all(message, planned.sizes, planned.signature, self._version.batching)
+        return InferRequest(inputs, tuple(planned.outputs.values()))
+
+    def _examples(self, signature: Signature, verb: str, given: Any) -> InferRequest:
+        batching = self._version.batching
+        plan = plan_results(verb, signature, batching=batching, by_method=self._by_method)
+        inputs = feed(read_input(given), signature, batching=batching)
+        return InferRequest(inputs, tuple(plan.outputs.values()))
