@@ -35,22 +35,29 @@ class Body:
     def __init__(self, total: int) -> None:
         self._total = total  # below 0: not known
         self._buffer = blank_bytes(min(total, CLAIMED_BYTES)) if total > 0 else bytearray()
+        # Pieces go through a view: assigned to a bytearray's slice, a view is copied to a bytearray first.
+        self._view = memoryview(self._buffer) if total > 0 else None
         self._at = 0
 
     def add(self, piece: Piece) -> int:
         """Append a piece; how many bytes there are now."""
-        if self._total < 0:
+        view = self._view
+        if view is None:
             self._buffer += piece
             return len(self._buffer)
         stop = self._at + len(piece)
-        if stop > len(self._buffer):  # the head alone claims a length: room for it grows as bytes come
+        if stop > len(view):  # the head alone claims a length: room for it grows as bytes come
+            view.release()
             grow_bytes(self._buffer, min(self._total, max(stop, 2 * self._at)))
-        self._buffer[self._at : stop] = piece
+            view = self._view = memoryview(self._buffer)
+        view[self._at : stop] = piece
         self._at = stop
         return stop
 
     def take(self) -> bytearray:
         """All of it."""
+        if self._view is not None:
+            self._view.release()
         return self._buffer
 
 
