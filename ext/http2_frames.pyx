@@ -23,13 +23,13 @@ cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from libc.stdint cimport int64_t, uint8_t, uint32_t
-from libc.string cimport memcpy
+
+from frame_writing cimport H2_DATA, H2_END_HEADERS, H2_END_STREAM, H2_HEADERS, put_frame, put_head
 
 cdef extern from "http2_frames.h" nogil:
     enum:
-        H2_DATA, H2_HEADERS, H2_PRIORITY, H2_RST_STREAM, H2_SETTINGS, H2_PUSH_PROMISE, H2_PING, H2_GOAWAY
+        H2_PRIORITY, H2_RST_STREAM, H2_SETTINGS, H2_PUSH_PROMISE, H2_PING, H2_GOAWAY
         H2_WINDOW_UPDATE, H2_CONTINUATION, H2_UNKNOWN, H2_FAULT
-        H2_END_STREAM, H2_END_HEADERS
     cppclass Http2Event:
         uint8_t kind, flags, reason
         bint first
@@ -159,20 +159,6 @@ cdef inline object piece(Http2Event* event, object data, const uint8_t* begin):
         return copied(event)
     start = event.at - begin
     return memoryview(data)[start:start + event.size]
-
-
-cdef inline char* put_head(char* at, Py_ssize_t size, uint8_t kind, uint8_t flags, uint32_t stream) noexcept nogil:
-    at[0], at[1], at[2] = <char>(size >> 16), <char>(size >> 8), <char>size
-    at[3], at[4] = <char>kind, <char>flags
-    at[5], at[6], at[7], at[8] = <char>(stream >> 24), <char>(stream >> 16), <char>(stream >> 8), <char>stream
-    return at + 9
-
-
-cdef inline char* put_frame(char* at, uint8_t kind, uint8_t flags, uint32_t stream, bytes payload) noexcept:
-    cdef Py_ssize_t size = PyBytes_GET_SIZE(payload)
-    at = put_head(at, size, kind, flags, stream)
-    memcpy(at, PyBytes_AS_STRING(payload), size)
-    return at + size
 
 
 def frame_head(Py_ssize_t size, int kind, int flags, uint32_t stream) -> bytes:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastserve._ext.grpc_messages import MessageFault, MessageReader, frame_message, message_prefix
 from fastserve._ext.hpack import static_block
-from fastserve._ext.stream_fields import CallFields
+from fastserve._ext.http2_path import CallPath
 from fastserve.apart import APART_BYTES
 from fastserve.errors import Kind, ServeError
 from fastserve.tracing import choose_request_id
@@ -37,7 +37,6 @@ from fastserve.wire.grpc.method import (
 )
 from fastserve.wire.http2 import Piece, Stream
 from fastserve.wire.http2.settings import STREAM_WINDOW
-from fastserve.wire.http2.states import State
 from fastserve.wire.inflate import work_of
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ Answer = Callable[[Request], Coroutine[Any, Any, None]]
 PARTED_BYTES = 65536  # from here on a message is not copied to stand behind its prefix
 
 
-class Call(CallFields):
+class Call(CallPath):
     """Rpc of HTTP/2's streams, and the exchange that `Method.start` is given.
 
     `on_gone` is called once if the client leaves, or its time is up, before the answer; with a coroutine it
@@ -166,21 +165,6 @@ class Call(CallFields):
 
     # ---- the method
 
-    def begin(self, message: bytes, compressed: bool) -> None:
-        """The one message of the request is here."""
-        head = self.head
-        start = head.start
-        if start is None or compressed or not head.calls.terms.opening.done:
-            self.run((message, compressed))
-            return
-        try:
-            taken = start(message, self)
-        except Exception as error:
-            self.fail(error)
-            return
-        if not taken:
-            self.run((message, False))
-
     def run(self, request: Request) -> None:
         """As a task."""
         work = self._answer_stream if self.head.method.gives_stream else self._answer_one
@@ -218,7 +202,7 @@ class Call(CallFields):
                 await self._send(method.write(piece))
         if not self.over:
             self._end(OK if not self.trailing else self._status(0, ""))
-            self._settle(0)
+            self.settle(0)
 
     def _check(self) -> None:
         check_call(self.head.method, self.head.calls.terms.opening, self)
@@ -235,18 +219,8 @@ class Call(CallFields):
 
     # ---- the answer
 
-    def reply(self, message: bytes | Sequence[bytes]) -> None:
-        """The answer of a method that gives one message, in one part or several."""
-        if self.over:
-            return
-        plain = not self.coding and not self.trailing
-        if plain and isinstance(message, bytes) and len(message) <= self.head.calls.plain_bytes:
-            self.sent_bytes = len(message)
-            stream = self.stream
-            if stream.state is not State.CLOSED:
-                stream.connection.sending.reply(stream, HEAD, frame_message(message), OK)
-            self._settle(0)
-            return
+    def _reply_in_parts(self, message: bytes | Sequence[bytes]) -> None:
+        """An answer that is not plain and small, or cannot go at once."""
         parts = (message,) if isinstance(message, bytes) else message
         if self.coding:
             parts = (pack(b"".join(parts), self.coding),)
@@ -267,7 +241,7 @@ class Call(CallFields):
         else:
             self._send_parts(parts, size, compressed)
             self.stream.finish(trailers)
-        self._settle(0)
+        self.settle(0)
 
     def _send_parts(self, parts: Sequence[bytes], size: int, compressed: bool) -> None:
         if not self.begun:
@@ -308,7 +282,7 @@ class Call(CallFields):
         told = tell_error(self.head.method, self, error)
         self.trailing += pushback(told)
         self._end(self._status(told.kind.value, shorten(told.message)))
-        self._settle(told.kind.value)
+        self.settle(told.kind.value)
 
     def refuse(self, fault: ServeError) -> None:
         self.fail(fault)
@@ -338,18 +312,12 @@ class Call(CallFields):
         """The client is gone."""
         stopped = self.on_gone
         if not self.over:
-            self._settle(Kind.CANCELLED.value)
+            self.settle(Kind.CANCELLED.value)
             _stop(stopped)
 
-    def _settle(self, code: int) -> None:
-        """It is answered, or its client is gone."""
-        self.over = True
-        self.on_gone = self.stream.context = None
-        calls = self.head.calls
-        calls.running -= 1
-        if self.deadline_ns:
-            calls.deadlines.remove(self)
-        tell = calls.terms.access_log
+    def _end_settling(self, code: int) -> None:
+        """Its end is told, or somebody waits for the client."""
+        tell = self.head.calls.terms.access_log
         if tell is not None:
             facts = self.sent_bytes, self.received_ns, self.request_id, self.stream.connection.client
             tell(self.head.path, STATUS_NAMES[code], *facts)

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastserve._ext.grpc_messages import whole_message
+from fastserve._ext.http2_path import CallsPath, HeadPath
 from fastserve.errors import Kind, ServeError
 from fastserve.wire.coding import IDENTITY
 from fastserve.wire.faults import WireFault
-from fastserve.wire.grpc.call import PARTED_BYTES, Call
+from fastserve.wire.grpc.call import HEAD, OK, PARTED_BYTES, Call
 from fastserve.wire.grpc.coding import ACCEPTED, choose
 from fastserve.wire.grpc.deadlines import Deadlines
 from fastserve.wire.grpc.metadata import read_metadata, read_timeout
 from fastserve.wire.grpc.method import Metadata, Method, Terms
 from fastserve.wire.head import Head as HttpHead
 from fastserve.wire.http2 import Piece, Stream
+from fastserve.wire.http2.states import State
 from fastserve.wire.pace import Verdict, slowness
 from fastserve.wire.scope import Scope
 
@@ -24,16 +25,18 @@ _KINDS = {413: Kind.RESOURCE_EXHAUSTED, 414: Kind.RESOURCE_EXHAUSTED, 431: Kind.
 ENCODINGS = frozenset(one.strip() for one in ACCEPTED.split(b","))
 
 
-class Calls:
+class Calls(CallsPath):
     """All calls of one listener."""
 
+    __slots__ = ("_methods", "terms")
+
     def __init__(self, methods: Mapping[str, Method], terms: Terms, most_at_once: int) -> None:
-        self.terms = terms
-        self.deadlines = Deadlines()
-        self.running = 0
-        self.plain_bytes = min(PARTED_BYTES - 1, terms.most_bytes)  # of replies with nothing to be seen to
-        self.most_at_once = most_at_once  # 0: any number
-        self._methods = methods
+        super().__init__((HEAD, OK, State.CLOSED, Call))
+        self.terms, self._methods = terms, methods
+        self.deadlines, self.opening = Deadlines(), terms.opening
+        self.most_bytes, self.logged = terms.most_bytes, terms.access_log is not None
+        self.plain_bytes = min(PARTED_BYTES - 1, terms.most_bytes)
+        self.most_at_once = most_at_once
 
     def find(self, head: HttpHead) -> Head | None:
         """Whoever says that it is gRPC is answered as such."""
@@ -74,13 +77,10 @@ async def _unreachable(request: Any, rpc: Any) -> Any:
     raise AssertionError("a method that is not there does not run")
 
 
-class Head:
+class Head(HeadPath):
     """What the headers of a call say; calls with equal ones share it. The service of their streams."""
 
-    __slots__ = (
-        "_metadata", "calls", "coding", "encoding", "fault", "headers", "method", "ordinary", "path",
-        "start", "timeout_ns",
-    )  # fmt: skip
+    __slots__ = ("_metadata", "coding", "encoding", "fault", "headers", "method", "path")
 
     def __init__(self, calls: Calls, head: HttpHead, method: Method | None) -> None:
         self.calls = calls
@@ -95,6 +95,7 @@ class Head:
         self._metadata: Metadata | None = None
         admin = self.method.scope is Scope.ADMIN  # whose callers are looked at
         self.start = None if admin else self.method.start  # the short way, once the server has opened
+        self.takes_stream = self.method.takes_stream
         try:
             self._read(head)
         except ServeError as fault:
@@ -117,22 +118,7 @@ class Head:
             self._metadata = read_metadata(self.headers)
         return self._metadata
 
-    # ---- fastserve.wire.http2.stream.Service
-
-    def answer(self, stream: Stream, body: bytes) -> None:
-        call = stream.context = Call(self, stream)
-        calls = self.calls
-        if self.ordinary and not calls.most_at_once:
-            calls.running += 1
-        elif not calls.begin(call):
-            return
-        message = None if self.method.takes_stream else whole_message(body, calls.terms.most_bytes)
-        if message is not None:
-            call.begin(message, False)
-            return
-        call.listen()
-        call.feed(body)
-        call.end_input()
+    # ---- fastserve.wire.http2.stream.Service; `answer` is the base's
 
     def begin(self, stream: Stream) -> None:
         call = stream.context = Call(self, stream)

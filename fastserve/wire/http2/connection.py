@@ -5,6 +5,7 @@
 
 It takes the socket over from fastserve.wire.connection, which has seen the preface. Reads of all connections
 of a listener land in one scratch buffer: small payloads are copied out of it, large ones handed on as views.
+What runs for every small request, reading among it, is compiled: fastserve._ext.http2_path.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import struct
 from typing import TYPE_CHECKING, Any, cast
 
 from fastserve._ext import http2_frames as kinds
-from fastserve._ext.http2_frames import DATA, HEADERS, REQUEST, FrameReader, frame
+from fastserve._ext.http2_frames import DATA, HEADERS, FrameReader, frame
+from fastserve._ext.http2_path import Http2Path
 from fastserve.wire.faults import WireFault
 from fastserve.wire.halves import HalfOpen
 from fastserve.wire.http2 import calm, settings
@@ -24,48 +26,49 @@ from fastserve.wire.http2.intake import DONE, WHOLE, Intake
 from fastserve.wire.http2.lifetime import ANSWER_S, DRAIN, PATIENCE_S, Lifetime
 from fastserve.wire.http2.sending import Sending
 from fastserve.wire.http2.settings import CONNECTION_WINDOW, FIRST_WINDOW, MOST_WINDOW
+from fastserve.wire.http2.stream import Stream
 from fastserve.wire.pace import Pace, Phase, Verdict
 from fastserve.wire.peer import Peered
 
 if TYPE_CHECKING:
     from fastserve.wire.head import Head
-    from fastserve.wire.http2.stream import Piece, Stream
+    from fastserve.wire.http2.stream import Piece
     from fastserve.wire.listener import HttpListener
 
 ACK = 1
 LOW_WINDOW = CONNECTION_WINDOW // 2  # from which the client is given back what it has sent
 
+TERMS = calm.BURST, calm.ANSWERED, WHOLE, DONE, Stream
+
 _U32 = struct.Struct(">I")
 _LAST_AND_CODE = struct.Struct(">II")
 
 
-class Http2Connection(Peered, asyncio.BufferedProtocol):
+class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
     """The protocol of one socket, and the owner of its streams."""
 
+    intake: Intake
+    sending: Sending
+
     __slots__ = (
-        "_calm", "_credit", "_drain_s", "_ended", "_half", "_leaving", "_lifetime", "_out", "_pace",
-        "_parts", "_reader", "_served", "_settings_due", "_since_s", "_transport", "_unsent_answers",
-        "client_window", "growth", "intake", "listener", "over", "sending",
+        "_drain_s", "_pace", "_parts", "_settings_due", "_since_s", "_unsent_answers", "growth", "listener",
     )  # fmt: skip
 
     def __init__(self, listener: HttpListener) -> None:
+        super().__init__(TERMS)
         limits = listener.limits
         self.listener = listener
         block_bytes = max(limits.header_bytes, settings.BLOCK_BYTES)
         self._reader = FrameReader(settings.FRAME_BYTES, block_bytes, settings.CONTINUATIONS)
-        self.intake = Intake(self, limits.header_bytes)
+        self._scratch = listener.http2.scratch
+        self.intake = Intake(self, limits)
         self.sending = Sending(self)
         self.growth = Growth()
-        self.client_window = FIRST_WINDOW  # of the client for each new stream
-        self.over = self._ended = False  # GOAWAY for a fault, or the last reply, is out: input is dropped
-        self._leaving = 0  # 1: the client was told to begin no more streams soon, 2: it may not
-        self._out: list[Piece] | None = None  # what is written while input is read
-        self._parts = False  # some of it is large
-        self._credit = CONNECTION_WINDOW  # what the client may send on all streams
-        self._calm = calm.BURST
-        self._unsent_answers, self._served, self._settings_due, self._pace = 0, 0, True, Pace()
+        self.client_window = FIRST_WINDOW
+        self._parts = False  # some of what is written while input is read is large
+        self._credit, self._low = CONNECTION_WINDOW, LOW_WINDOW
+        self._unsent_answers, self._settings_due, self._pace = 0, True, Pace()
         self._since_s = self._drain_s = -1.0  # when it was first looked at, and first when draining
-        self._half: HalfOpen | None = None
         self._lifetime = None if listener.lifetimes is None else Lifetime(listener.lifetimes)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -91,41 +94,22 @@ class Http2Connection(Peered, asyncio.BufferedProtocol):
         self.start(b"")
         self.intake.adopt(head, body)
 
-    def get_buffer(self, sizehint: int) -> bytearray:
-        """Where the next bytes go; looked at before anybody else's come."""
-        return self.listener.http2.scratch
+    def _take(self, kind: int, flags: int, number: int, payload: Any, value: int) -> None:
+        """Any frame but a whole request."""
+        if kind == DATA:
+            self._spend_window(value)
+            self.intake.data(number, bool(flags), payload, value)
+        elif kind == HEADERS:
+            self.intake.headers(number, bool(flags), payload, bool(value))
+        else:
+            self._control(kind, flags, number, payload, value)
 
-    def buffer_updated(self, nbytes: int) -> None:
-        if self.over:
-            self._drop(nbytes)
-            return
-        self._out = self._out or []
-        if self._lifetime is not None:
-            self._lifetime.heard = True
-        intake = self.intake
-        try:
-            for kind, flags, number, payload, value in self._reader.read(self.listener.http2.scratch, nbytes):
-                if kind == REQUEST:
-                    self._credit -= value
-                    if self._credit < LOW_WINDOW:
-                        self._spend_window(0)
-                    intake.request(number, payload, flags)
-                elif kind == DATA:
-                    self._spend_window(value)
-                    intake.data(number, bool(flags), payload, value)
-                elif kind == HEADERS:
-                    intake.headers(number, bool(flags), payload, bool(value))
-                else:
-                    self._control(kind, flags, number, payload, value)
-                if self.over:
-                    break
-        except ConnectionFault as fault:
-            self.listener.doubt(self.listener.http2.scratch, self._reader.settled)
-            self.fail(fault.code, fault.text)
-        finally:
-            if self._out or self._ended:
-                self.flush()
-            self._out = None
+    def _fault(self, error: Exception) -> None:
+        """What reading has ended with: a fault of the connection, or one of ours, which the loop reports."""
+        if not isinstance(error, ConnectionFault):
+            raise error
+        self.listener.doubt(self._scratch, self._reader.settled)
+        self.fail(error.code, error.text)
 
     def _drop(self, nbytes: int) -> None:
         """Read off what comes after the end: a reset could eat GOAWAY. Who goes on and on is cut off."""
@@ -254,29 +238,8 @@ class Http2Connection(Peered, asyncio.BufferedProtocol):
         self.send_reset(stream.id, code)
         self._look_for_end()
 
-    def send_last(self, stream: Stream, data: bytes) -> None:
-        """Send the end of a reply, or all of it."""
-        if self._out is not None:
-            self._out.append(data)
-        elif len(self.intake.streams) == 1:
-            self._transport.write(data)
-        else:  # others are likely to end in this turn of the loop too
-            self._out = [data]
-            self.listener.http2.flush_soon(self)
-        self.sent_end(stream)
-
-    def sent_end(self, stream: Stream) -> None:
-        """The last byte of a reply is handed over."""
-        self._served += 1
-        if self._calm < calm.BURST:
-            self._calm += calm.ANSWERED
-        if stream.state is WHOLE and stream.outbox is None:  # as most are
-            del self.intake.streams[stream.id]
-            stream.state = DONE
-        else:
-            self.intake.sent_end(stream)
-        if self._leaving or self._half is not None:
-            self._look_for_end()
+    def _flush_soon(self) -> None:
+        self.listener.http2.flush_soon(self)
 
     def pause_writing(self) -> None:
         self.sending.choked = True

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from fastserve._ext.hpack import Fault, HpackDecoder, HpackFault
+from fastserve._ext.http2_path import IntakePath
 from fastserve.each import each
 from fastserve.wire.faults import over_limit
 from fastserve.wire.head import CHUNKED, Head
@@ -26,6 +27,7 @@ from fastserve.wire.http2.states import RECEIVING, TRANSITIONS, Event, State
 from fastserve.wire.http2.stream import Inlet, Piece, Stream
 
 if TYPE_CHECKING:
+    from fastserve.config import Limits
     from fastserve.wire.http2.connection import Http2Connection
 
 WHOLE = TRANSITIONS[State.IDLE, Event.WHOLE]
@@ -38,42 +40,23 @@ SKIPPED_RANGES = 16
 MOST_QUEUED_BYTES = 64 << 20  # of replies that the client does not take, beyond which it gets no new stream
 
 
-class Intake:
-    """One connection's."""
+class Intake(IntakePath):
+    """One connection's. Whole requests that are in order, under a known block, are `request` of the base."""
 
-    __slots__ = (
-        "_blocks", "_connection", "_cut", "_decoder", "_generation", "_most", "_skipped", "_stop", "last",
-        "streams",
-    )  # fmt: skip
+    blocks: dict[bytes, Head]
+    streams: dict[int, Stream]
+    _connection: Http2Connection
 
-    def __init__(self, connection: Http2Connection, header_bytes: int) -> None:
-        self._connection = connection
-        self._decoder = HpackDecoder(TABLE_BYTES, header_bytes)
+    __slots__ = ("_cut", "_decoder", "_generation", "_skipped")
+
+    def __init__(self, connection: Http2Connection, limits: Limits) -> None:
+        super().__init__(connection, MOST_WINDOW, limits.streams, MOST_QUEUED_BYTES)
+        self._decoder = HpackDecoder(TABLE_BYTES, limits.header_bytes)
         self._generation = self._decoder.generation
-        self._blocks: dict[bytes, Head] = {}
         self._cut: OrderedDict[int, None] | None = None  # closed by us before the client was done
         self._skipped: list[tuple[int, int]] | None = None  # numbers a client has left out
-        self._stop = MOST_WINDOW  # numbers above are not begun any more
-        self._most = connection.listener.limits.streams
-        self.last = -1  # highest number of a stream begun
-        self.streams: dict[int, Stream] = {}
 
     # ---- requests
-
-    def request(self, number: int, block: bytes, body: bytes) -> None:
-        """HEADERS, and the only frame of DATA."""
-        head, streams = self._blocks.get(block), self.streams
-        room = number <= self._stop if not streams else self._has_room(number)
-        if head is None or number != self.last + 2 or not room:
-            self._request_anew(number, block, body)
-            return
-        self.last = number
-        length = head.body_bytes
-        if length >= 0 and length != len(body):
-            self.refuse(number, WHOLE, ErrorCode.PROTOCOL_ERROR, calm.MALFORMED)
-            return
-        stream = streams[number] = Stream(self._connection, number, head, WHOLE)
-        head.service.answer(stream, body)
 
     def _request_anew(self, number: int, block: bytes, body: bytes) -> None:
         """One that has something to it."""
@@ -115,7 +98,7 @@ class Intake:
         if number > self.last + 2:
             self._note_skipped(number)
         self.last = number
-        head = self._blocks.get(block)
+        head = self.blocks.get(block)
         try:
             if head is None:
                 head = self._read_head(block)
@@ -124,17 +107,20 @@ class Intake:
         except StreamFault as fault:
             self.refuse(number, state, fault.code, calm.MALFORMED)
             return None
-        if not self._has_room(number):
+        if number > self._stop or len(self.streams) >= self._most or self._is_choked():
             self.refuse(number, state, ErrorCode.REFUSED_STREAM, calm.REFUSED)
             return None
         stream = self.streams[number] = Stream(self._connection, number, head, state)
         return stream
 
-    def _has_room(self, number: int) -> bool:
-        """Whether one more stream may be begun."""
-        if number > self._stop or len(self.streams) >= self._most:
-            return False
-        return self._connection.sending.queued <= MOST_QUEUED_BYTES
+    def _is_choked(self) -> bool:
+        """Whether the client should first take what it has asked for."""
+        queued: int = self._connection.sending.queued
+        return queued > self._most_queued
+
+    def _refuse_length(self, number: int) -> None:
+        """A whole request whose body has not the length that its head tells."""
+        self.refuse(number, WHOLE, ErrorCode.PROTOCOL_ERROR, calm.MALFORMED)
 
     def _read_head(self, block: bytes) -> Head:
         generation = self._generation
@@ -147,9 +133,9 @@ class Intake:
             return listener.http2.refusal(refused, fault.fields)
         head = listener.http2.find(fields)
         if generation == self._generation:
-            if len(self._blocks) >= KNOWN_BLOCKS:
-                self._blocks.clear()
-            self._blocks[block] = head
+            if len(self.blocks) >= KNOWN_BLOCKS:
+                self.blocks.clear()
+            self.blocks[block] = head
         return head
 
     def _decode(self, block: bytes) -> Fields:
@@ -164,7 +150,7 @@ class Intake:
         finally:
             if self._decoder.generation != self._generation:
                 self._generation = self._decoder.generation
-                self._blocks.clear()
+                self.blocks.clear()
 
     def refuse(self, number: int, state: State, code: ErrorCode, cost: int) -> None:
         """A stream that never was one."""

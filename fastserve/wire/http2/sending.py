@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from fastserve._ext.http2_frames import CONTINUATION, DATA, HEADERS, frame, frame_head, reply_frames
+from fastserve._ext.http2_frames import CONTINUATION, DATA, HEADERS, frame, frame_head
+from fastserve._ext.http2_path import SendingPath
 from fastserve.wire.http2 import calm
 from fastserve.wire.http2.settings import FIRST_WINDOW, LEAST_FRAME_BYTES
 from fastserve.wire.http2.stream import Outbox, Piece, Stream
@@ -29,29 +30,20 @@ FULL_BYTES = 1 << 16  # of one stream's queue, from which its service should wai
 FRAME_BYTES = 1 << 18  # longest frame sent to a client that would take longer ones: others want their turn
 
 
-class Sending:
-    """One connection's."""
+class Sending(SendingPath):
+    """One connection's. A reply that can go at once goes so: `reply` of the base."""
 
-    __slots__ = ("_connection", "_prefix", "_table", "_turns", "choked", "frame_bytes", "queued", "window")
+    _connection: Http2Connection
+
+    __slots__ = ("_table", "_turns", "frame_bytes")
 
     def __init__(self, connection: Http2Connection) -> None:
-        self._connection = connection
+        super().__init__(connection, FIRST_WINDOW)
         self._turns: deque[Stream] | None = None
-        self._prefix = b""  # before the next header block
         self._table = TABLE_BYTES
-        self.window = FIRST_WINDOW
         self.frame_bytes = LEAST_FRAME_BYTES
-        self.queued = 0  # bytes, of all streams
-        self.choked = False  # the socket takes no more
 
-    def reply(self, stream: Stream, block: bytes, body: bytes, trailers: bytes) -> None:
-        """A whole reply."""
-        size = len(body)
-        room = size <= stream.window and size <= self.window and not self.queued and not self.choked
-        if room and size + len(block) + len(trailers) <= LEAST_FRAME_BYTES and not self._prefix:
-            self.window -= size
-            self._connection.send_last(stream, reply_frames(stream.id, block, body, trailers))
-            return
+    def _reply_in_parts(self, stream: Stream, block: bytes, body: bytes, trailers: bytes) -> None:
         self.head(stream, block)
         if body:
             self.data(stream, body)

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from fastserve._ext.stream_fields import StreamFields
+from fastserve._ext.http2_path import StreamFields
 from fastserve.wire.http2.errors import ErrorCode
 from fastserve.wire.http2.settings import STREAM_WINDOW
 from fastserve.wire.http2.states import RECEIVING, TRANSITIONS, Event, State

@@ -65,9 +65,9 @@ def test_a_repeated_block_is_not_decoded_again() -> None:
         assert peer.ask(GET).status == 200
     assert len({id(head) for head in heads}) == 1
     intake = peer.connection.intake
-    assert len(intake._blocks) == 1  # the first block has filled the table, the others changed nothing
+    assert len(intake.blocks) == 1  # the first block has filled the table, the others changed nothing
     peer.ask([*GET, ("x-new", "1")])
-    assert not intake._blocks
+    assert not intake.blocks
 
 
 def test_heads_are_shared_by_connections() -> None:
@@ -78,9 +78,9 @@ def test_heads_are_shared_by_connections() -> None:
         peer.pipe.listener = pipe.listener
         peer.pipe.connection.listener = pipe.listener
         peer.ask(GET)
-        heads.update(map(id, peer.connection.intake._blocks.values()))
+        heads.update(map(id, peer.connection.intake.blocks.values()))
         peer.ask(GET)
-        heads.update(map(id, peer.connection.intake._blocks.values()))
+        heads.update(map(id, peer.connection.intake.blocks.values()))
     assert len(heads) == 1
 
 

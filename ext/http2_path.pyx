@@ -1,0 +1,356 @@
+"""The way of a request over HTTP/2 that comes at once and is answered at once: what runs for each, and no more.
+
+    Http2Path.buffer_updated -> IntakePath.request -> the service's `answer`, of gRPC HeadPath.answer -> Method.start
+    CallPath.reply, or plain HTTP's -> SendingPath.reply -> Http2Path.send_last -> the transport
+
+The classes are bases, as those of fast_path.pyx are: fastserve/wire/http2 and fastserve/wire/grpc say the rest, which
+seldom runs, and which every step here leaves to them by name when something about a request is special. What was twenty
+Python frames a call of gRPC is C between the transport, the method and the exchange; see docs/decisions/0018.
+"""
+
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_CheckExact, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+
+from frame_writing cimport H2_DATA, H2_END_HEADERS, H2_END_STREAM, H2_HEADERS, put_bytes, put_frame, put_head
+
+from fastserve._ext.grpc_messages import whole_message
+from fastserve._ext import http2_frames
+from fastserve._ext.http2_frames import reply_frames
+
+cdef extern from "arena.h" nogil:
+    uint64_t monotonic_ns()
+
+cdef extern from *:
+    """
+    static inline PyObject *blank(PyObject *type, PyObject *none)
+    {
+        return ((PyTypeObject *)type)->tp_new((PyTypeObject *)type, none, NULL);
+    }
+    """
+    object blank(object type, tuple none)   # an object without its __init__
+
+cdef enum:
+    MOST_AT_ONCE = 16384        # bytes of a reply that goes out as one piece: more would be more than one frame
+    PREFIX = 5                  # of a message of gRPC
+
+cdef int WHOLE_REQUEST = http2_frames.REQUEST
+
+
+cdef class StreamFields:
+    """`window`: bytes the client will take; the connection's `client_window` at first."""
+
+    cdef public Http2Path connection
+    cdef public object head, state, context, inlet, outbox
+    cdef public uint32_t id
+    cdef public int64_t window
+
+    def __init__(self, Http2Path connection not None, uint32_t number, head, state) -> None:
+        self.begin(connection, number, head, state)
+
+    cdef void begin(self, Http2Path connection, uint32_t number, head, state):
+        self.connection, self.id, self.head, self.state = connection, number, head, state
+        self.window = connection.client_window
+
+
+cdef class Http2Path:
+    """One connection. A subclass has `intake` and `sending`, and for what is special `_take` (every frame but a whole
+    request), `_drop` (what comes after the end), `_fault` (an exception while reading), `_spend_window`, `flush`,
+    `_flush_soon`, `_look_for_end`. `terms`: points that a connection has at most, what an answer earns, the state of
+    streams whose request is complete, that of those whose reply is too, and what makes a stream."""
+
+    cdef public IntakePath intake
+    cdef public SendingPath sending
+    cdef public int64_t client_window       # of the client for each new stream
+    cdef public bint over                   # GOAWAY for a fault, or the last reply, is out: input is dropped
+    cdef public bint _ended
+    cdef public object _reader, _scratch, _transport, _lifetime, _half
+    cdef public list _out                   # what is written while input is read
+    cdef public int64_t _credit             # what the client may send on all streams
+    cdef public int64_t _low                # when it is given back
+    cdef public int64_t _calm, _served
+    cdef public int _leaving                # 1: the client was told to begin no more streams soon, 2: it may not
+    cdef int64_t burst, earned
+    cdef object whole, done, make
+
+    def __init__(self, tuple terms not None) -> None:
+        self.burst, self.earned, self.whole, self.done, self.make = terms
+        self._calm = self.burst
+
+    def get_buffer(self, sizehint):
+        """Where the next bytes go; looked at before anybody else's come."""
+        return self._scratch
+
+    def buffer_updated(self, Py_ssize_t nbytes) -> None:
+        cdef tuple event
+        if self.over:
+            self._drop(nbytes)
+            return
+        if self._out is None:
+            self._out = []
+        if self._lifetime is not None:
+            self._lifetime.heard = True
+        try:
+            for event in <list?>self._reader.read(self._scratch, nbytes):
+                if <int>event[0] == WHOLE_REQUEST:
+                    self._credit -= <int64_t>event[4]
+                    if self._credit < self._low:
+                        self._spend_window(0)
+                    self.intake.take(<uint32_t>event[2], <bytes>event[3], <bytes>event[1])
+                else:
+                    self._take(event[0], event[1], event[2], event[3], event[4])
+                if self.over:
+                    break
+        except Exception as fault:
+            self._fault(fault)
+        finally:
+            if self._out or self._ended:
+                self.flush()
+            self._out = None
+
+    cdef send_last(self, StreamFields stream, bytes data):
+        """Send the end of a reply, or all of it."""
+        if self._out is not None:
+            self._out.append(data)
+        elif len(self.intake.streams) == 1:
+            self._transport.write(data)
+        else:                   # others are likely to end in this turn of the loop too
+            self._out = [data]
+            self._flush_soon()
+        self.sent_end(stream)
+
+    def sent_end(self, StreamFields stream not None) -> None:
+        """The last byte of a reply is handed over."""
+        self._served += 1
+        if self._calm < self.burst:
+            self._calm += self.earned
+        if stream.state is self.whole and stream.outbox is None:    # as most are
+            del self.intake.streams[stream.id]
+            stream.state = self.done
+        else:
+            self.intake.sent_end(stream)
+        if self._leaving or self._half is not None:
+            self._look_for_end()
+
+
+cdef class IntakePath:
+    """What comes in on a connection's streams. A subclass has `_request_anew`, for requests with something to them,
+    `_refuse_length`, and `sent_end`."""
+
+    cdef public dict blocks                 # heads by blocks that change nothing in the decoder's table
+    cdef public dict streams                # those under way, by their numbers
+    cdef public int64_t last                # highest number of a stream begun
+    cdef public int64_t _stop               # numbers above are not begun any more
+    cdef public Py_ssize_t _most            # streams at once
+    cdef public int64_t _most_queued        # bytes of replies not taken, beyond which no stream is begun
+    cdef public Http2Path _connection
+
+    def __init__(self, Http2Path connection not None, int64_t stop, Py_ssize_t most, int64_t most_queued) -> None:
+        self._connection, self._stop, self._most, self._most_queued = connection, stop, most, most_queued
+        self.blocks, self.streams, self.last = {}, {}, -1
+
+    cdef bint has_room(self, int64_t number):
+        if number > self._stop or len(self.streams) >= self._most:
+            return False
+        return self._connection.sending.queued <= self._most_queued
+
+    def request(self, number, bytes block not None, bytes body not None) -> None:
+        """HEADERS, and the only frame of DATA."""
+        self.take(number, block, body)
+
+    cdef take(self, uint32_t number, bytes block, bytes body):
+        cdef Http2Path connection = self._connection
+        cdef StreamFields stream
+        cdef int64_t length
+        head = self.blocks.get(block)
+        if head is None or <int64_t>number != self.last + 2 or not self.has_room(number):
+            self._request_anew(number, block, body)
+            return
+        self.last = number
+        length = head.body_bytes
+        if length >= 0 and length != PyBytes_GET_SIZE(body):
+            self._refuse_length(number)
+            return
+        stream = <StreamFields>blank(connection.make, ())
+        stream.begin(connection, number, head, connection.whole)
+        self.streams[number] = stream
+        service = head.service
+        if isinstance(service, HeadPath):
+            (<HeadPath>service).take(stream, body)
+        else:
+            service.answer(stream, body)
+
+
+cdef class SendingPath:
+    """What goes out. A subclass has `_reply_in_parts`, for what cannot go at once."""
+
+    cdef public int64_t window              # the connection's
+    cdef public int64_t queued              # bytes, of all streams
+    cdef public bint choked                 # the socket takes no more
+    cdef public bytes _prefix               # before the next header block
+    cdef public Http2Path _connection
+
+    def __init__(self, Http2Path connection not None, int64_t window) -> None:
+        self._connection, self.window, self._prefix = connection, window, b""
+
+    cdef bint fits(self, StreamFields stream, Py_ssize_t size, Py_ssize_t blocks):
+        """Whether a reply can go at once. It is the caller's to take `size` off the window then."""
+        if size > stream.window or size > self.window or self.queued or self.choked or PyBytes_GET_SIZE(self._prefix):
+            return False
+        return size + blocks <= MOST_AT_ONCE
+
+    def reply(self, StreamFields stream not None, bytes block not None, bytes body not None,
+              bytes trailers not None) -> None:
+        """A whole reply."""
+        cdef Py_ssize_t size = PyBytes_GET_SIZE(body)
+        if self.fits(stream, size, PyBytes_GET_SIZE(block) + PyBytes_GET_SIZE(trailers)):
+            self.window -= size
+            self._connection.send_last(stream, reply_frames(stream.id, block, body, trailers))
+        else:
+            self._reply_in_parts(stream, block, body, trailers)
+
+    cdef bint answer(self, StreamFields stream, bytes block, bytes message, bytes trailers) except -1:
+        """A call's whole answer, in one piece of memory from the start. False: it cannot go at once."""
+        cdef Py_ssize_t size = PREFIX + PyBytes_GET_SIZE(message)
+        if not self.fits(stream, size, PyBytes_GET_SIZE(block) + PyBytes_GET_SIZE(trailers)):
+            return False
+        self.window -= size
+        self._connection.send_last(stream, answer_frames(stream.id, block, message, trailers))
+        return True
+
+
+cdef bytes answer_frames(uint32_t stream, bytes block, bytes message, bytes trailers):
+    cdef Py_ssize_t size = PyBytes_GET_SIZE(message)
+    cdef Py_ssize_t total = 3 * 9 + PREFIX + size + PyBytes_GET_SIZE(block) + PyBytes_GET_SIZE(trailers)
+    cdef bytes out = PyBytes_FromStringAndSize(NULL, total)
+    cdef char* at = put_frame(PyBytes_AS_STRING(out), H2_HEADERS, H2_END_HEADERS, stream, block)
+    at = put_head(at, PREFIX + size, H2_DATA, 0, stream)
+    at[0], at[1] = 0, <char>(size >> 24)
+    at[2], at[3], at[4] = <char>(size >> 16), <char>(size >> 8), <char>size
+    at = put_bytes(at + PREFIX, message)
+    put_frame(at, H2_HEADERS, H2_END_HEADERS | H2_END_STREAM, stream, trailers)
+    return out
+
+
+cdef class CallsPath:
+    """All calls of a listener. A subclass has `begin`, for calls that may not be answered, or have a deadline."""
+
+    cdef public int64_t running
+    cdef public int64_t most_at_once        # 0: any number
+    cdef public int64_t plain_bytes         # of replies with nothing to be seen to
+    cdef public uint64_t most_bytes         # of a message
+    cdef public object deadlines, opening
+    cdef public bint logged                 # every call's end is told
+    cdef bytes block, trailers
+    cdef object closed, make
+
+    def __init__(self, tuple terms not None) -> None:
+        """The header block of plain answers, their trailers, the state of closed streams, and what makes a call."""
+        self.block, self.trailers, self.closed, self.make = terms
+
+
+cdef class HeadPath:
+    """What the headers of a call say; the service of such streams. `start`: Method.start, None where it is not asked;
+    `ordinary`: calls may be answered, and have no deadline; `timeout_ns`: below 0 for none."""
+
+    cdef public CallsPath calls
+    cdef public object start
+    cdef public object timeout_ns
+    cdef public bint ordinary, takes_stream
+
+    def answer(self, StreamFields stream not None, bytes body not None) -> None:
+        """A whole request."""
+        self.take(stream, body)
+
+    cdef take(self, StreamFields stream, bytes body):
+        cdef CallsPath calls = self.calls
+        cdef CallPath call = <CallPath>blank(calls.make, ())
+        call.open(self, stream)
+        stream.context = call
+        if self.ordinary and not calls.most_at_once:
+            calls.running += 1
+        elif not calls.begin(call):
+            return
+        message = None if self.takes_stream else whole_message(body, calls.most_bytes)
+        if message is not None:
+            call.run_method(message, False)
+        else:
+            call.listen()
+            call.feed(body)
+            call.end_input()
+
+
+cdef class CallPath:
+    """One call. `received_ns` is now; `deadline_ns` follows by the head's `timeout_ns`, 0 for none. A subclass has `run`,
+    for methods that are coroutines, `fail`, `_reply_in_parts`, and `_end_settling`."""
+
+    cdef public HeadPath head
+    cdef public StreamFields stream
+    cdef public object on_gone
+    cdef public object received_ns, deadline_ns
+    cdef public bint over                   # answered, or nobody waits
+    cdef public int64_t sent_bytes
+    cdef public bint begun                  # the head of the answer is sent
+    cdef public bytes coding                # of its messages, b"" for none
+    cdef public tuple trailing              # metadata after them
+    cdef public object writable             # the future of who waits for the client to take more
+
+    def __init__(self, HeadPath head not None, StreamFields stream not None) -> None:
+        self.open(head, stream)
+
+    cdef open(self, HeadPath head, StreamFields stream):
+        cdef int64_t now_ns = <int64_t>monotonic_ns()
+        self.head, self.stream, self.received_ns = head, stream, now_ns
+        self.deadline_ns = 0
+        if not head.ordinary:
+            timeout_ns = head.timeout_ns
+            if timeout_ns >= 0:
+                self.deadline_ns = now_ns + timeout_ns
+        self.coding, self.trailing = b"", ()
+
+    def begin(self, bytes message not None, bint compressed) -> None:
+        """The one message of the request is here."""
+        self.run_method(message, compressed)
+
+    cdef run_method(self, bytes message, bint compressed):
+        start = self.head.start
+        if start is None or compressed or not self.head.calls.opening.done:
+            self.run((message, compressed))
+            return
+        try:
+            taken = start(message, self)
+        except Exception as error:
+            self.fail(error)
+            return
+        if not taken:
+            self.run((message, False))
+
+    def reply(self, message) -> None:
+        """The answer of a method that gives one message, in one part or several."""
+        cdef CallsPath calls = self.head.calls
+        if self.over:
+            return
+        plain = PyBytes_CheckExact(message) and not self.coding and not self.trailing
+        if not plain or PyBytes_GET_SIZE(<bytes>message) > calls.plain_bytes:
+            self._reply_in_parts(message)
+            return
+        self.sent_bytes = PyBytes_GET_SIZE(<bytes>message)
+        if self.stream.state is not calls.closed:
+            sending = self.stream.connection.sending
+            if not sending.answer(self.stream, calls.block, <bytes>message, calls.trailers):
+                self._reply_in_parts(message)
+                return
+        self.end(0)
+
+    def settle(self, int code) -> None:
+        """It is answered, or its client is gone."""
+        self.end(code)
+
+    cdef end(self, int code):
+        cdef CallsPath calls = self.head.calls
+        self.over = True
+        self.on_gone = self.stream.context = None
+        calls.running -= 1
+        if self.deadline_ns:
+            calls.deadlines.remove(self)
+        if calls.logged or self.writable is not None:
+            self._end_settling(code)
