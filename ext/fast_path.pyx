@@ -45,6 +45,7 @@ cdef class Pendings:
     cdef public object kicking                  # the handle of what will wake the workers
     cdef public int64_t kick_by_ns              # how long it may wait for more
     cdef public bint watching                   # deadlines
+    cdef public int64_t due_ns                  # no deadline is before it; 0 while nobody has one
     cdef public list idle                       # futures of who waits until nobody waits
 
     def __init__(self, ring, slots: int) -> None:
@@ -73,8 +74,10 @@ cdef class Pendings:
             self.kick_soon(patience_ns)
         elif not patience_ns:
             self.kick_by_ns = 0
-        if deadline_ns and not self.watching:
-            self.watch()
+        if deadline_ns:
+            self.due_ns = min(deadline_ns, self.due_ns) if self.due_ns else deadline_ns
+            if not self.watching:
+                self.watch()
         return pending
 
     def release(self, Pending pending not None) -> None:

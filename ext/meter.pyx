@@ -278,6 +278,12 @@ cdef class Histogram(Meter):
         """A duration in nanoseconds, counted in seconds."""
         meter_observe(self.slots, self.bounds, self.count, ns * 1e-9)
 
+    def observe_all_us(self, list durations not None):
+        """Durations in microseconds, counted in seconds."""
+        cdef long long us
+        for us in durations:
+            meter_observe(self.slots, self.bounds, self.count, us * 1e-6)
+
     @property
     def buckets(self):
         """Counts per bucket, not cumulative; one more than there are bounds."""

@@ -5,6 +5,9 @@ a front process does for every token of every stream.
     detokenizer.add(17) -> "the"
     take_plain(records, detokenizer, specials, NONE, tokens, ids, texts) -> 3    so many were plain, and are taken
 
+    flow = Flow(detokenizer, specials, NONE, ids, texts, frames, reply, failed)
+    pass_on(reader.read(messages), reader, gaps, now_ns)  -> what is left of the step for the general way
+
     frames = Frames((b'data: {"token":{"id":', Hole.ID, b',"text":', Hole.TEXT, b"}}\\n\\n"))
     frames.write([Token(5, "a", 0, 1500)])  ->  b'data: {"token":{"id":5,"text":"a"}}\\n\\n'
 
@@ -19,7 +22,7 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes
 from cpython.dict cimport PyDict_GetItem
 from cpython.object cimport PyObject
 from libc.math cimport isfinite
-from libc.stdint cimport int64_t, uint8_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t
 from libc.string cimport memcpy
 from libcpp cimport bool as flag
 from libcpp.string cimport string
@@ -257,3 +260,102 @@ cdef class Frames:
         if self.strip:
             return put_stripped(at, <const uint8_t*>data, size)
         return put_string(at, <const uint8_t*>data, size)
+
+
+# --- a step at once ------------------------------------------------------------------------------
+
+cdef class Flow:
+    """One sequence's way from a step's records to its reply, where nothing is said of a token but what `frames` say:
+    text, event and write without a turn of anybody's. While it is not `open`, and for what is not plain (an end,
+    logprobs), records take the general way, which has to have passed on whatever came before."""
+
+    cdef object detokenizer, none, reply, failed
+    cdef frozenset specials
+    cdef list ids, texts
+    cdef Frames frames
+    cdef bytes written                  # and not yet sent
+    cdef public bint open
+    cdef readonly int64_t heard_ns      # when something was last taken
+
+    def __init__(self, detokenizer, frozenset specials not None, none, list ids not None, list texts not None,
+                 Frames frames not None, reply, failed):
+        self.detokenizer, self.specials, self.none, self.ids, self.texts = detokenizer, specials, none, ids, texts
+        self.frames, self.reply, self.failed = frames, reply, failed
+
+    cpdef bint take(self, list records, int64_t now_ns) except -1:
+        """Pass these on. False, with none of them taken, where they are for the general way."""
+        taken = self.write(records, now_ns)
+        if taken:
+            self.send()
+        return taken
+
+    cdef bint write(self, list records, int64_t now_ns) except -1:
+        """The same, but for `send`, to which there may be no turn of the loop."""
+        cdef list tokens = []
+        if not (self.open and are_plain(records) and self.reply.ready):
+            return False
+        self.heard_ns = now_ns
+        try:
+            take_plain(records, self.detokenizer, self.specials, self.none, tokens, self.ids, self.texts)
+            self.written = self.frames.write(tokens)
+        except Exception as fault:
+            self.fail(fault)
+        return True
+
+    cdef int send(self) except -1:
+        written, self.written = self.written, None
+        try:
+            if written:
+                self.reply.send(written)
+        except Exception as fault:
+            self.fail(fault)
+        return 0
+
+    cdef int fail(self, fault) except -1:
+        """Its own reader's trouble, and nobody else's of the step."""
+        self.open = False
+        self.failed(fault)
+        return 0
+
+
+cdef bint are_plain(list records) except -1:
+    cdef tuple record
+    for record in records:
+        if record[1] or record[3] or record[0] < 0:
+            return False
+    return True
+
+
+cdef class Flowing:
+    """What is known of a run where its records arrive; a base. `held`: tokens of its prompt and its answer."""
+
+    cdef public Flow flow
+    cdef public uint32_t slot
+    cdef public int64_t held
+    cdef public bint begun, ended
+
+
+def pass_on(list told not None, reader, list gaps not None, int64_t now_ns):
+    """Of a step's (run, records), as TokenReader.read tells them, pass on those that flow, and tell the reader so.
+    Returns the others. `gaps` gets the microseconds before each token that was passed on.
+
+    Everything is written before anything is sent: a client on this machine wakes with what it is sent, and takes the
+    core and its caches."""
+    cdef list left = [], flowing = [], records
+    cdef tuple entry, record
+    cdef Flowing run
+    cdef Flow flow
+    for entry in told:
+        run, records = <Flowing?>entry[0], entry[1]
+        # A first token is not counted as the others are.
+        if run.flow is None or not run.begun or run.ended or records is None or not run.flow.write(records, now_ns):
+            left.append(entry)
+            continue
+        flowing.append(run.flow)
+        run.held += len(records)
+        reader.taken(run.slot, len(records))
+        for record in records:
+            gaps.append(record[2])
+    for flow in flowing:
+        flow.send()
+    return left

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 
+from fastserve._ext.text_tokens import Flow
 from fastserve.backends.text_engine import Out, TextEngine, TextRequest
 from fastserve.codec.text import Extra, Finish, Heard, Info, Record, TextNote, write_text
 from fastserve.config import Limits
@@ -128,6 +129,7 @@ class LocalRun:
     def __init__(self, loop: Loop, rid: int, heard: Heard) -> None:
         self._loop, self._rid, self.heard = loop, rid, heard
         self.behind = 0
+        self.flow: Flow | None = None
 
     def taken(self, records: int) -> None:
         self.behind -= records
@@ -175,7 +177,10 @@ class Loop:
             run.behind += len(records)
             if records[-1][1]:
                 del self.runs[rid]
-            run.heard(records)
+            if run.flow is not None and run.flow.take(records, time.monotonic_ns()):
+                run.taken(len(records))
+            else:
+                run.heard(records)
         if any(self.room(rid) for rid in self.runs):
             self.wake()
 

@@ -23,6 +23,7 @@ class Pendings:
     kicking: asyncio.Handle | None
     kick_by_ns: int
     watching: bool
+    due_ns: int
     idle: list[asyncio.Future[None]]
     def __init__(self, ring: BatchRing, slots: int) -> None: ...
     def submit(

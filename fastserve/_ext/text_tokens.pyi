@@ -61,3 +61,29 @@ class Frames:
         strip: bool = False,
     ) -> None: ...
     def write(self, tokens: list[Token]) -> bytes: ...
+
+class Flow:
+    open: bool
+    @property
+    def heard_ns(self) -> int: ...
+    def __init__(
+        self,
+        detokenizer: Any,
+        specials: frozenset[int],
+        none: Any,
+        ids: list[int],
+        texts: list[str],
+        frames: Frames,
+        reply: Any,
+        failed: Callable[[Exception], object],
+    ) -> None: ...
+    def take(self, records: list[tuple[int, int, int, bytes]], now_ns: int) -> bool: ...
+
+class Flowing:
+    flow: Flow | None
+    slot: int
+    held: int
+    begun: bool
+    ended: bool
+
+def pass_on(told: list[Any], reader: Any, gaps: list[int], now_ns: int) -> list[Any]: ...

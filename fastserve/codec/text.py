@@ -12,9 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
+
+if TYPE_CHECKING:
+    from fastserve._ext.text_tokens import Flow
 
 
 class Finish(IntEnum):
@@ -131,6 +134,9 @@ Heard = Callable[[list[Record]], None]
 
 class Run(Protocol):
     """A sequence in the hands of the front that asked for it."""
+
+    flow: Flow | None
+    """Where its plain tokens go while that takes them; `heard` is then told of the others alone."""
 
     def taken(self, records: int) -> None:
         """So many records more have been passed on: its reader is that much nearer (reader_tokens)."""

@@ -293,10 +293,14 @@ class BatchQueue(Pendings):
     def _expire(self) -> None:
         """Runs every DEADLINE_TICK_S while somebody with a deadline waits: far cheaper than a timer each."""
         now = time.monotonic_ns()
+        if self.waiting and now < self.due_ns:  # nobody can be late: do not look at each
+            self.watch()
+            return
         bound = [p for here in self.by_slot for p in here if p.done is not None and p.deadline_ns]
         late = [pending for pending in bound if pending.deadline_ns <= now]
         self.watching = False
-        if len(late) < len(bound):  # first: whatever fails below must not end the deadlines of the others
+        self.due_ns = min((p.deadline_ns for p in bound if p.deadline_ns > now), default=0)
+        if self.due_ns:  # first: whatever fails below must not end the deadlines of the others
             self.watch()
         each(late, self._expire_one)
 

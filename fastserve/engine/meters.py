@@ -57,6 +57,12 @@ class TextMeters:
         self._kv.add(made)
         return made
 
+    def flowed(self, gaps_us: list[int]) -> None:
+        """Tokens of sequences that had begun, one for each gap before it."""
+        self._gap.observe_all_us(gaps_us)
+        self._tokens.add(len(gaps_us))
+        self._kv.add(len(gaps_us))
+
     def ended(self, finish: int, begun: bool, held: int) -> None:
         """It is over, and had so many tokens in the cache."""
         self._ends[finish - 1].add()

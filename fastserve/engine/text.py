@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from fastserve._ext.batch_ring import RECORDS
 from fastserve._ext.fast_path import Pending
+from fastserve._ext.text_tokens import Flowing, pass_on
 from fastserve._ext.token_records import TokenReader, prompt_bytes, write_prompt
 from fastserve.codec.text import Extra, Finish, Heard, Record, TextNote, write_text
 from fastserve.each import each
@@ -39,17 +41,16 @@ LOST = "tokens of this request were lost on their way from the worker"
 SLACK_NS = 100_000_000
 
 
-class TextRun:
+class TextRun(Flowing):
     """One sequence of this front; see codec.text.Run."""
 
-    __slots__ = ("_heard", "_held", "_pages", "_pending", "_queue", "_slot", "begun", "ended")
+    __slots__ = ("_heard", "_pages", "_pending", "_queue")
 
     def __init__(self, queue: TextQueue, slot: int, prompt: int, pages: int, heard: Heard) -> None:
-        self._queue, self._slot, self._heard = queue, slot, heard
+        self._queue, self._heard = queue, heard
+        self.slot, self.held = slot, prompt
         self._pages = pages  # of its prompt, until its worker has let go of it
-        self._held = prompt  # tokens
         self._pending: Pending | None = None
-        self.begun = self.ended = False
 
     def submit(self, place: int, deadline_ns: int) -> None:
         """Let it run."""
@@ -58,7 +59,7 @@ class TextRun:
 
     def taken(self, records: int) -> None:
         if not self.ended:
-            self._queue.tokens.taken(self._slot, records)
+            self._queue.tokens.taken(self.slot, records)
 
     def cancel(self, why: Finish = Finish.CANCELLED) -> None:
         if self.ended:
@@ -66,7 +67,7 @@ class TextRun:
         self._close(why)
         assert self._pending is not None
         self._queue.cancel(self._pending)
-        self._queue.tokens.leave(self._slot)
+        self._queue.tokens.leave(self.slot)
         self._queue.later(self._heard, [(-1, why, 0, b"")])
 
     def hear(self, records: list[Record] | None) -> None:
@@ -86,18 +87,18 @@ class TextRun:
         self._free()
         if not begun and records[0][0] >= 0:
             self.begun = True
-            counts.began(self._held, records[0][2])
+            counts.began(self.held, records[0][2])
         if self.begun:
-            self._held += counts.went_on(records, begun)
+            self.held += counts.went_on(records, begun)
         elif records[0][1] == Finish.STOP:
-            counts.read(self._held)
+            counts.read(self.held)
 
     def _done(self, pending: Pending, error: ServeError | None) -> None:
         """For the queue: the slot is through."""
         if error is None:
             self._queue.release(pending)
         if not self.ended:  # its last record would have come before
-            self._queue.tokens.leave(self._slot)
+            self._queue.tokens.leave(self.slot)
             self._fail(error or ServeError(Kind.INTERNAL, LOST))
 
     def _fail(self, error: ServeError) -> None:
@@ -108,7 +109,7 @@ class TextRun:
     def _close(self, finish: int) -> None:
         self.ended = True
         self._free()
-        self._queue.counts.ended(finish, self.begun, self._held if self.begun else 0)
+        self._queue.counts.ended(finish, self.begun, self.held if self.begun else 0)
 
     def _free(self) -> None:
         if self._pages:
@@ -195,8 +196,16 @@ class TextQueue(BatchQueue):
     def _hear(self, found: list[tuple[int, Any]]) -> None:
         messages = [entry for kind, entry in found if kind == RECORDS]
         if messages:
-            each(self.tokens.read(messages), _tell_run)
+            self._pass_on(messages)
         each((entry for entry in found if entry[0] != RECORDS), self.hear_one)
+
+    def _pass_on(self, messages: list[tuple[int, int]]) -> None:
+        """What a step made of everybody: the most of it flows, and is counted at once."""
+        gaps: list[int] = []
+        left = pass_on(self.tokens.read(messages), self.tokens, gaps, time.monotonic_ns())
+        if gaps:
+            self.counts.flowed(gaps)
+        each(left, _tell_run)
 
 
 def _tell_run(told: tuple[TextRun, list[Record] | None]) -> None:

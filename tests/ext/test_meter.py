@@ -103,6 +103,9 @@ def test_histogram_counts_nanoseconds_as_seconds() -> None:
     histogram.observe_ns(2_000_000_000)
     assert histogram.buckets == (1, 0, 1)
     assert histogram.sum == pytest.approx(2.001)
+    histogram.observe_all_us([500, 2_000_000, 1000])
+    assert histogram.buckets == (3, 0, 2)
+    assert histogram.sum == pytest.approx(4.0025)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -166,3 +167,78 @@ def test_nothing_is_leaked() -> None:
     for _ in range(100):
         frames.write([Token(1, text, 0, 0, logprob=value)])
     assert (sys.getrefcount(text), sys.getrefcount(value)) == before
+
+
+class Reply:
+    """Where tokens go. `breaks`: at its next piece."""
+
+    def __init__(self, *, ready: bool, breaks: bool) -> None:
+        self.ready, self.breaks = ready, breaks
+        self.sent: list[bytes] = []
+
+    def send(self, data: bytes) -> None:
+        if self.breaks:
+            raise ZeroDivisionError
+        self.sent.append(data)
+
+
+class Reader:
+    """Who is told what was taken."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, int]] = []
+
+    def taken(self, slot: int, records: int) -> None:
+        self.told.append((slot, records))
+
+
+PLAIN = st.tuples(st.integers(0, 300), st.just(0), st.integers(0, 1 << 32), st.just(b""))
+STEP = st.none() | st.lists(PLAIN, min_size=1, max_size=3) | st.lists(RECORDS, min_size=1, max_size=3)
+SEQUENCES = st.lists(
+    st.fixed_dictionaries(
+        {name: st.sampled_from([True, True, True, False]) for name in ("flows", "open", "begun", "ready")}
+        | {name: st.sampled_from([False, False, False, True]) for name in ("ended", "breaks")}
+    ),
+    max_size=5,
+)
+
+
+@given(
+    sequences=SEQUENCES,
+    steps=st.lists(st.lists(st.tuples(st.integers(0, 4), STEP), max_size=5, unique_by=lambda one: one[0])),
+)
+def test_a_step_is_passed_on(sequences: list[dict[str, bool]], steps: list[Any]) -> None:
+    """Taken, or no trace; whose reply breaks is told, and the others of the step go on."""
+
+    assert play(ext, sequences, steps) == play(oracle, sequences, steps)
+
+
+def play(of: Any, sequences: list[dict[str, bool]], steps: list[Any]) -> Any:
+    """All that can be seen of these steps."""
+    reader, gaps, failed = Reader(), list[int](), list[str]()
+    runs, kept = [], []
+    for slot, one in enumerate(sequences):
+        run = ext.Flowing() if of is ext else SimpleNamespace(flow=None, held=0)
+        run.slot, run.begun, run.ended = slot, one["begun"], one["ended"]
+        ids, texts, reply = list[int](), list[str](), Reply(ready=one["ready"], breaks=one["breaks"])
+        flow = of.Flow(
+            of.ByteText({}, lambda token: bytes([token % 256])),
+            frozenset({5}),
+            0,
+            ids,
+            texts,
+            Frames((Hole.ID, Hole.TEXT, b" "), skip_empty=True),
+            reply,
+            lambda error: failed.append(type(error).__name__),
+        )
+        flow.open = one["open"]
+        run.flow = flow if one["flows"] else None
+        runs.append(run)
+        kept.append((ids, texts, reply.sent, flow, run))
+    lefts = []
+    for now_ns, step in enumerate(steps):
+        told = [(runs[slot], records) for slot, records in step if slot < len(runs)]
+        left = of.pass_on(told, reader, gaps, now_ns)
+        lefts.append([(run.slot, records) for run, records in left])
+    states = [(ids, texts, sent, flow.open, flow.heard_ns, run.held) for ids, texts, sent, flow, run in kept]
+    return lefts, reader.told, gaps, failed, states

@@ -47,6 +47,54 @@ def take_plain(
     return len(records)
 
 
+class Flow:
+    """As the compiled one, but that it sends at once."""
+
+    def __init__(
+        self,
+        detokenizer: Any,
+        specials: frozenset[int],
+        none: Any,
+        ids: list[int],
+        texts: list[str],
+        frames: Any,
+        reply: Any,
+        failed: Callable[[Exception], object],
+    ) -> None:
+        self._lists = detokenizer, specials, none
+        self._kept = ids, texts
+        self._frames, self._reply, self._failed = frames, reply, failed
+        self.open, self.heard_ns = False, 0
+
+    def take(self, records: list[tuple[int, int, int, bytes]], now_ns: int) -> bool:
+        plain = all(token >= 0 and not finish and not extra for token, finish, _, extra in records)
+        if not (self.open and plain and self._reply.ready):
+            return False
+        self.heard_ns = now_ns
+        tokens: list[Token] = []
+        try:
+            take_plain(records, *self._lists, tokens, *self._kept)
+            if written := self._frames.write(tokens):
+                self._reply.send(written)
+        except Exception as fault:
+            self.open = False
+            self._failed(fault)
+        return True
+
+
+def pass_on(told: list[Any], reader: Any, gaps: list[int], now_ns: int) -> list[Any]:
+    left = []
+    for run, records in told:
+        flows = run.flow is not None and run.begun and not run.ended and records is not None
+        if not flows or not run.flow.take(records, now_ns):
+            left.append((run, records))
+            continue
+        run.held += len(records)
+        reader.taken(run.slot, len(records))
+        gaps += [record[2] for record in records]
+    return left
+
+
 def write_event(form: Sequence[bytes | Hole], token: Token, *, strip: bool = False) -> bytes:
     """One token's event."""
     return b"".join(part if isinstance(part, bytes) else _fill(part, token, strip) for part in form)

@@ -22,6 +22,7 @@ from fastserve.errors import Kind, ServeError, invalid
 from fastserve.serving.exchange import unforeseen
 from fastserve.serving.text import (
     Ending,
+    Frames,
     PromptTooLong,
     TextAsk,
     TextModel,
@@ -60,6 +61,10 @@ class Answer(ABC, Generic[Read]):
     def write_tokens(self, tokens: list[Token]) -> bytes:
         """Their events; nothing for the one that ends the sequence, where `write_last` has it."""
 
+    def frames(self) -> Frames | None:
+        """What `write_tokens` makes of them, where that is no more than frames."""
+        return None
+
     @abstractmethod
     def write_last(self, ending: Ending, token: Token | None) -> bytes:
         """The event that ends a stream; `token` is the last, None where it ended without one of its own."""
@@ -89,17 +94,9 @@ class Answer(ABC, Generic[Read]):
     def _patience(self) -> Patience:
         return Patience(self.stream, self.call.received_ns, self.asked.timeout_s, self.service.options)
 
-    def _ending(self) -> Ending:
-        ending = self.stream.ending
-        if ending is None:
-            raise RuntimeError("a stream of tokens is over without an ending")
-        return ending
-
     async def _send_one(self) -> None:
         with self._patience() as patience:
-            async for _ in self.stream:
-                patience.heard()
-        ending = self._ending()
+            ending = await self.stream.rest()
         fault = fault_of(ending, patience, self._held)
         if fault is not None:
             raise fault
@@ -129,12 +126,11 @@ class Answer(ABC, Generic[Read]):
 
             def write(tokens: list[Token]) -> bytes:
                 nonlocal last
-                patience.heard()
                 if tokens and tokens[-1].finish:
                     last = tokens[-1]
                 return self.write_tokens(tokens)
 
-            ending = await out.pour(self.stream, write)
+            ending = await out.pour(self.stream, write, self.frames())
         fault = fault_of(ending, patience, self._held)
         if fault is None:
             await out.write(self.write_last(ending, last))

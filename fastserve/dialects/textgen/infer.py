@@ -14,7 +14,7 @@ from fastserve.dialects.textgen.paths import Named, Path
 from fastserve.dialects.textgen.replies import EventWriter, details_of, write_answer
 from fastserve.dialects.textgen.service import Service
 from fastserve.serving.dialect import HttpRoute
-from fastserve.serving.text import Ending, TextModel, Token
+from fastserve.serving.text import Ending, Frames, TextModel, Token
 from fastserve.wire.call import Call, Endpoint
 from fastserve.wire.scope import Scope
 
@@ -38,6 +38,9 @@ class Infer(Answer[Asked]):
 
     def write_tokens(self, tokens: list[Token]) -> bytes:
         return self._writer.tokens(tokens)
+
+    def frames(self) -> Frames | None:
+        return self._writer.frames
 
     def write_last(self, ending: Ending, token: Token | None) -> bytes:
         return self._writer.last(ending, token, self._details(ending))

@@ -35,7 +35,7 @@ from fastserve.dialects.textgen.typed import Misread, check
 from fastserve.errors import ServeError
 from fastserve.serving.dialect import HttpRoute
 from fastserve.serving.exchange import unforeseen
-from fastserve.serving.text import TextAsk, TextModel, TextStream, Token
+from fastserve.serving.text import Frames, TextAsk, TextModel, TextStream, Token
 from fastserve.wire.call import Call, Endpoint
 from fastserve.wire.scope import Scope
 
@@ -123,7 +123,7 @@ class Completing:
         """The pieces of its stream. Raises ServeError."""
         async with await self._start() as running:
             await running.first()
-            await running.pour(out, self._pieces)
+            await running.pour(out, self._pieces, self._frames)
         end = self._answer.usage(self._usage()) if self._wanted.tells_usage else b""
         if end or self._answer.done:
             await out.write(end + self._answer.done)
@@ -207,7 +207,7 @@ class Completing:
                 [answer.piece(index, each.text, self._scored(sequence, [each])) for each in tokens]
             )
         else:
-            more = answer.plain(index, tokens)
+            more = answer.frames(index).write(tokens)
         if not sequence.begun:
             more = self._beginning(sequence) + more
         ending = sequence.stream.ending
@@ -216,6 +216,9 @@ class Completing:
             if ending is None or ending.fault is not None
             else more + answer.last(index, finish_of(ending.reason))
         )
+
+    def _frames(self, index: int) -> Frames | None:
+        return None if self._answer.scored else self._answer.frames(index)
 
     def _beginning(self, sequence: Sequence) -> bytes:
         sequence.begun = True

@@ -19,7 +19,6 @@ import msgspec
 from fastserve._ext.text_tokens import Frames, Hole
 from fastserve.codec.text import Finish
 from fastserve.dialects.textgen.sse import EVENTS
-from fastserve.serving.text import Token
 
 _encode = msgspec.json.Encoder().encode
 _FINISH = {Finish.EOS: "stop", Finish.STOP: "stop", Finish.LENGTH: "length"}
@@ -89,7 +88,7 @@ class Answer(ABC):
         """More text of one choice."""
 
     @abstractmethod
-    def plain(self, index: int, tokens: list[Token]) -> bytes:
+    def frames(self, index: int) -> Frames:
         """The same of tokens that are not scored, a piece for each that has text."""
 
     @abstractmethod
@@ -131,12 +130,12 @@ class OpenAiAnswer(Answer):
     def piece(self, index: int, text: str, scored: Sequence[Scored] = ()) -> bytes:
         return self._chunk(index, self._delta(text), b"null", scored)
 
-    def plain(self, index: int, tokens: list[Token]) -> bytes:
+    def frames(self, index: int) -> Frames:
         frames = self._frames.get(index)
         if frames is None:
             before, after = self._chunk(index, self._delta(""), b"null", ()).rsplit(b'""', 1)
             frames = self._frames[index] = Frames((before, Hole.TEXT, after), skip_empty=True)
-        return frames.write(tokens)
+        return frames
 
     def last(self, index: int, finish: str) -> bytes:
         return self._chunk(index, self._nothing, b'"%b"' % finish.encode(), ())

@@ -2,8 +2,7 @@
 two tokens ends it, and its words say which.
 
     with Patience(stream, call.received_ns, asked.timeout_s, options) as patience:
-        async for tokens in stream:
-            patience.heard()
+        await stream.rest()
     if patience.words: ...                      its time was up: the stream was cancelled
 
 The engine is told the deadline too (`deadline_ns`), so that what waits for its turn is dropped there; here it
@@ -24,7 +23,13 @@ BETWEEN_TOKENS = "Engine callback timeout: server tokenTimeout"
 END_TO_END = "Engine callback timeout: server e2eTimeout"
 
 
-class Cancellable(Protocol):
+class Waited(Protocol):
+    """What one waits for."""
+
+    @property
+    def heard_ns(self) -> int:
+        """When something last came of it, 0 for never."""
+
     def cancel(self) -> None: ...
 
 
@@ -43,13 +48,11 @@ def deadline_ns(received_ns: int, timeout_s: float, options: TextgenOptions) -> 
 class Patience:
     """That of one request."""
 
-    def __init__(
-        self, stream: Cancellable, received_ns: int, timeout_s: float, options: TextgenOptions
-    ) -> None:
+    def __init__(self, stream: Waited, received_ns: int, timeout_s: float, options: TextgenOptions) -> None:
         self._stream = stream
         self._end, self.told = time_of(received_ns, timeout_s, options)
         self._between = options.token_timeout_s
-        self._heard = monotonic()
+        self._began = monotonic()
         self.words = ""
         """Why it was ended, "" if it was not."""
 
@@ -62,13 +65,9 @@ class Patience:
     ) -> None:
         self._timer.cancel()
 
-    def heard(self) -> None:
-        """Something came of the model."""
-        self._heard = monotonic()
-
     def _look(self) -> None:
         now = monotonic()
-        until = min(self._end, self._heard + self._between)
+        until = min(self._end, max(self._began, self._stream.heard_ns / 1e9) + self._between)
         if now < until:  # one timer a request, whatever is heard
             self._timer = asyncio.get_running_loop().call_later(until - now + 0.001, self._look)
             return

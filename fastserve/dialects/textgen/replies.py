@@ -73,15 +73,14 @@ class EventWriter:
 
     def __init__(self, options: TextgenOptions) -> None:
         self._frames = frames_of(options.token_id_style)
+        self.frames = None if options.full_text else self._frames
+        """What `tokens` makes of them, where an event knows nothing of those before."""
         self._id = b"[%d]" if options.token_id_style == "list" else b"%d"
         self._whole = options.full_text
         self._text = ""
-        self._last_id = 0
 
     def tokens(self, tokens: list[Token]) -> bytes:
         """An event for each token, but for one that ends the sequence."""
-        if tokens:
-            self._last_id = tokens[-1].id
         if self._whole:
             for token in tokens:
                 self._text += token.text
@@ -92,8 +91,9 @@ class EventWriter:
         """The event that ends a stream; without a token of its own it has the id of the one before."""
         ms, index = (0.0, ending.generated) if token is None else (token.ms, token.index)
         first, other = milliseconds(index, ms)
+        last = ending.token_ids[-1] if ending.token_ids else 0
         event = (
             b'data: {"prefill_time":%b,"decode_time":%b,"generated_text":%b,"details":%b,'
             b'"token":{"id":' + self._id + b',"text":null}}\n\n'
         )
-        return event % (first, other, quote(ending.text), details or b"null", self._last_id)
+        return event % (first, other, quote(ending.text), details or b"null", last)

@@ -3,7 +3,7 @@
     async with Sequences(service, call, model, streams, timeout_s) as sequences:
         tokens = await sequences.rest(keep=True)                          whole
         await sequences.first()
-        await sequences.pour(out, write)                                  write(index, tokens) -> bytes
+        await sequences.pour(out, write, frames)                          write(index, tokens) -> bytes
 
 All raise ServeError. Whoever leaves, by whatever way, cancels what still runs.
 """
@@ -21,7 +21,7 @@ from fastserve.dialects.textgen.patience import Patience
 from fastserve.dialects.textgen.service import Service
 from fastserve.dialects.textgen.sse import EventStream
 from fastserve.errors import DeadlineError
-from fastserve.serving.text import TextModel, TextStream, Token, together
+from fastserve.serving.text import Frames, TextModel, TextStream, Token, together
 from fastserve.wire.call import Call
 
 Write = Callable[[int, list[Token]], bytes]
@@ -35,7 +35,7 @@ class Sequences:
     ) -> None:
         self.streams = streams
         self.first_ns = 0
-        """When the first token came, as time.monotonic_ns counts."""
+        """When the first token came of what `rest` reads, as time.monotonic_ns counts."""
         self._service, self._model = service, model
         self._patience = Patience(self, call.received_ns, timeout_s, service.options)
         self._held = ExitStack()
@@ -52,6 +52,11 @@ class Sequences:
         self.cancel()
         self._held.close()
 
+    @property
+    def heard_ns(self) -> int:
+        """When something last came of any."""
+        return max(stream.heard_ns for stream in self.streams)
+
     def cancel(self) -> None:
         for stream in self.streams:
             stream.cancel()
@@ -60,7 +65,7 @@ class Sequences:
         """Read them to their ends; all their tokens, where these are kept."""
         found: list[list[Token]] = [[] for _ in self.streams]
         async for index, tokens in together(self.streams):
-            self._heard()
+            self.first_ns = self.first_ns or monotonic_ns()
             if keep:
                 found[index] += tokens
             self._check(self.streams[index])
@@ -78,12 +83,13 @@ class Sequences:
             if stream.ending is not None and not stream.ending.token_ids:
                 self._check(stream)
 
-    async def pour(self, out: EventStream, write: Write) -> None:
-        """Write what comes of each, to the ends of all; the first that fails ends the others."""
+    async def pour(self, out: EventStream, write: Write, frames: Callable[[int], Frames | None]) -> None:
+        """Write what comes of each, to the ends of all; the first that fails ends the others. `frames` of an
+        index are what `write` makes of plain tokens, where it does nothing else."""
         if len(self.streams) == 1:
-            await self._pour(out, write, 0)
+            await self._pour(out, write, 0, frames(0))
             return
-        pours = (self._pour(out, write, index) for index in range(len(self.streams)))
+        pours = (self._pour(out, write, index, frames(index)) for index in range(len(self.streams)))
         tasks = [asyncio.ensure_future(each) for each in pours]
         try:
             await asyncio.gather(*tasks)
@@ -92,19 +98,9 @@ class Sequences:
                 task.cancel()
             await asyncio.wait(tasks)
 
-    async def _pour(self, out: EventStream, write: Write, index: int) -> None:
-        write_one = partial(write, index)
-
-        def written(tokens: list[Token]) -> bytes:
-            self._heard()
-            return write_one(tokens)
-
-        await out.pour(self.streams[index], written)
+    async def _pour(self, out: EventStream, write: Write, index: int, frames: Frames | None) -> None:
+        await out.pour(self.streams[index], partial(write, index), frames)
         self._check(self.streams[index])
-
-    def _heard(self) -> None:
-        self._patience.heard()
-        self.first_ns = self.first_ns or monotonic_ns()
 
     def _check(self, stream: TextStream) -> None:
         """Raises what a sequence has failed of."""

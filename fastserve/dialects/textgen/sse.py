@@ -12,10 +12,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from time import monotonic
+from time import monotonic_ns
 from types import TracebackType
 
-from fastserve.serving.text import Ending, TextStream, Token, pour
+from fastserve.serving.text import Ending, Frames, TextStream, Token, pour
 from fastserve.wire.call import Call
 from fastserve.wire.stream import Stream
 
@@ -38,7 +38,8 @@ class EventStream:
         self._call, self._content_type, self._headers = call, content_type, headers
         self._stream: Stream | None = None
         self._every = keepalive_s
-        self._wrote = monotonic()
+        self._wrote_ns = monotonic_ns()
+        self._poured: list[TextStream] = []
         self._beat: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> EventStream:
@@ -64,18 +65,16 @@ class EventStream:
 
     async def write(self, data: bytes) -> None:
         """One or several whole events. Raises ConnectionResetError when the client has gone."""
-        self._wrote = monotonic()
+        self._wrote_ns = monotonic_ns()
         await self._begin().write(data)
 
-    async def pour(self, stream: TextStream, write: Callable[[list[Token]], bytes]) -> Ending:
+    async def pour(
+        self, stream: TextStream, write: Callable[[list[Token]], bytes], frames: Frames | None = None
+    ) -> Ending:
         """What comes of a sequence, by `write`, without a turn of the loop for each token; its ending is left
-        to the caller. Raises as `write` does, of this and of its own."""
-
-        def written(tokens: list[Token]) -> bytes:
-            self._wrote = monotonic()
-            return write(tokens)
-
-        return await pour(stream, self._begin(), written if self._every else write)
+        to the caller. Raises as `write` does, of this and of its own. `frames`: as of serving.text.pour."""
+        self._poured.append(stream)
+        return await pour(stream, self._begin(), write, frames)
 
     async def close(self) -> None:
         """It is whole."""
@@ -84,7 +83,8 @@ class EventStream:
     async def _keep_alive(self) -> None:
         with contextlib.suppress(ConnectionResetError, RuntimeError):  # gone, or closed meanwhile
             while True:
-                left = self._wrote + self._every - monotonic()
+                last_ns = max([self._wrote_ns, *[stream.heard_ns for stream in self._poured]])
+                left = self._every - (monotonic_ns() - last_ns) / 1e9
                 if left <= 0:
                     await self.write(COMMENT)
                 else:

@@ -78,7 +78,6 @@ class Generation:
         self._prompt: str | list[int] = ask.inputs
         self._started_ns = self._first_ns = 0
         self._made: list[Generated] = []
-        self._last = Token(0, "", 0, 0)
         self._stream: TextStream
         self._shape = self._make_shape()
 
@@ -114,16 +113,15 @@ class Generation:
         """An event a token; the last has the whole text. Raises ServeError."""
         async with await self._start() as sequences:
             await sequences.first()
-            await sequences.pour(out, self._events)
+            await sequences.pour(out, self._events, lambda _: self._shape.frames)
 
     def _events(self, index: int, tokens: list[Token]) -> bytes:
         shape, ending, stream = self._shape, self._stream.ending, self._stream
-        if tokens:
-            self._last = tokens[-1]
         if ending is None or ending.fault is not None:
             return shape.events(tokens)
         made = Generated(ending, stream, (), self._ask.sampling.do_sample)
-        return shape.events(tokens) + shape.event(self._last, shape.ending(self._full(ending.text), made))
+        last = tokens[-1] if tokens else stream.last or Token(0, "", 0, 0)
+        return shape.events(tokens) + shape.event(last, shape.ending(self._full(ending.text), made))
 
     async def _start(self) -> Sequences:
         ask, call, options = self._ask, self._call, self._service.options

@@ -131,6 +131,11 @@ class TgiShape:
             told["top_tokens"] = [self.top_tokens(each) for each in one.tokens]
         return told
 
+    @property
+    def frames(self) -> Frames | None:
+        """What `events` makes of tokens, where it does nothing else."""
+        return None if self._top_tokens else self._frames
+
     def events(self, tokens: list[Token]) -> bytes:
         """The events of tokens, but for one that ends the sequence."""
         if self._top_tokens:

@@ -21,7 +21,7 @@ from fastserve.dialects.textgen.service import NAME, Service
 from fastserve.dialects.textgen.triton_request import OUTPUT, read_text, read_tokens
 from fastserve.errors import Kind, ServeError, invalid
 from fastserve.serving.dialect import HttpRoute
-from fastserve.serving.text import Ending, TextModel, Token
+from fastserve.serving.text import Ending, Frames, Hole, TextModel, Token
 from fastserve.wire.call import Call, Endpoint
 from fastserve.wire.scope import Scope
 
@@ -77,6 +77,12 @@ class Generate(TritonAnswer):
         return b"".join(
             self._write_event(token.text, token.index, token.ms, b"") for token in tokens if not token.finish
         )
+
+    def frames(self) -> Frames | None:
+        if self.asked.details:
+            return None
+        before, after = self._head("").rsplit(b'""', 1)
+        return Frames((b"data:" + before, Hole.TEXT, after + b"}\n\n"), bare=True, strip=True)
 
     def write_last(self, ending: Ending, token: Token | None) -> bytes:
         reason = b'"finish_reason":"%b",' % FINISH_REASON[ending.reason].encode()

@@ -7,6 +7,7 @@ what is new of each, as JSON objects with a NUL after each.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -27,7 +28,7 @@ from fastserve.dialects.textgen.openai_write import Answer, Choice, Scored, Usag
 from fastserve.dialects.textgen.service import Service
 from fastserve.dialects.textgen.typed import check, read_typed
 from fastserve.errors import ServeError
-from fastserve.serving.text import Token
+from fastserve.serving.text import Frames, Hole
 from fastserve.wire.call import Call
 from fastserve.wire.dialect import retry_after
 
@@ -61,6 +62,12 @@ def read_vllm(data: bytes | bytearray, max_stops: int) -> Wanted:
     )
 
 
+@cache
+def frames_of(index: int) -> Frames:
+    """Pieces of one of the texts of an answer; the places of the others are empty."""
+    return Frames((b'{"text":[' + b'"",' * index, Hole.TEXT, b"]}\0"), skip_empty=True)
+
+
 class VllmAnswer(Answer):
     """Texts, and nothing else."""
 
@@ -77,8 +84,8 @@ class VllmAnswer(Answer):
         """The places of the other sequences are empty."""
         return _encode({"text": [""] * index + [text]}) + b"\0"
 
-    def plain(self, index: int, tokens: list[Token]) -> bytes:
-        return b"".join([self.piece(index, each.text) for each in tokens if each.text])
+    def frames(self, index: int) -> Frames:
+        return frames_of(index)
 
     def last(self, index: int, finish: str) -> bytes:
         return b""

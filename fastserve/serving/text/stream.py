@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from time import monotonic_ns
 from types import TracebackType
+from typing import Any
 
 import msgspec
 
-from fastserve._ext.text_tokens import Token, take_plain
+from fastserve._ext.text_tokens import Flow, Frames, Token, take_plain
 from fastserve.codec.text import Extra, Finish, Logprobs, Record, Run, read_extra
 from fastserve.errors import DeadlineError, Kind, ModelError, ServeError
 from fastserve.serving.text.detokenize import Detokenizer
@@ -68,6 +70,8 @@ class TextStream:
         self._detokenizer, self._stops, self._specials = detokenizer, stops, specials
         self._include_stop = include_stop
         self._run: Run | None = None
+        self._flow: Flow | None = None
+        self._heard_ns = 0
         self._came: list[Token] = []
         self._records = 0  # heard and not taken
         self._texts: list[str] = []
@@ -101,6 +105,37 @@ class TextStream:
         if records and self._run is not None:
             self._run.taken(records)
         return tokens
+
+    @property
+    def heard_ns(self) -> int:
+        """When something last came, as time.monotonic_ns counts; 0: nothing yet."""
+        return self._heard_ns if self._flow is None else max(self._heard_ns, self._flow.heard_ns)
+
+    @property
+    def last(self) -> Token | None:
+        """The last token of all that came."""
+        if not self._ids:
+            return None
+        token = self._ids[-1]
+        return Token(token, self._texts[-1], len(self._ids) - 1, 0, token in self._specials, Finish.NONE)
+
+    def flow(self, frames: Frames, reply: Any, failed: Callable[[Exception], object]) -> Flow | None:
+        """While it is `open`, plain tokens go as `frames` from the engine's step into the reply, and nobody
+        here hears of them; None where each has to be looked at for stop strings. It may be open while
+        nothing that came before waits to be taken."""
+        if self._stops is not None or self._run is None:
+            return None
+        self._flow = self._run.flow = Flow(
+            self._detokenizer,
+            self._specials,
+            Finish.NONE,
+            self._ids,
+            self._texts,
+            frames,
+            reply,
+            failed,
+        )
+        return self._flow
 
     async def rest(self) -> Ending:
         """Read to the end for the whole of it."""
@@ -147,6 +182,7 @@ class TextStream:
 
     def heard(self, records: list[Record]) -> None:
         """Records came. The engine holds this weakly: a stream that nobody reads hears nothing more."""
+        self._heard_ns = monotonic_ns()
         if self.ending is None:  # else they were under way when it was cancelled
             self._records += len(records)
             self._take(records)
