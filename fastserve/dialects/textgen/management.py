@@ -86,7 +86,7 @@ async def _say_one(service: Service, name: str, deadline_ns: int) -> None:
     prompt: str | list[int] = [0] if model.info.tokenizer else "a"
     ask = TextAsk(prompt=prompt, sampling=Sampling(max_new_tokens=1), priority=1, deadline_ns=deadline_ns)
     if not model.info.writes:
-        async with await model.embedding([ask], lambda: None) as embedding:
+        async with await model.embedding([ask]) as embedding:
             await embedding.run()
         return
     stream = await model.start(ask)

@@ -76,8 +76,7 @@ async def _run(
         TextAsk(prompt=prompt, priority=priority, deadline_ns=due_ns, request_id=call.request_id)
         for prompt in prompts
     ]
-    patience: Patience | None = None
-    embedding = await model.embedding(asks, lambda: patience.heard() if patience else None)
+    embedding = await model.embedding(asks)
     service.read(call, model)
     async with embedding:
         with Patience(embedding, call.received_ns, timeout_s, service.options) as patience:

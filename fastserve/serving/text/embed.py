@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from time import monotonic_ns
 from types import TracebackType
 from typing import NamedTuple
 
@@ -38,16 +39,17 @@ class Vector(NamedTuple):
 
 
 class Embedding:
-    """The texts of one request. `start` is the engine's, of one version; `heard` is called as they come."""
+    """The texts of one request. `start` is the engine's, of one version."""
 
     def __init__(
         self,
         start: Start,
         prompts: Sequence[Prompt],
         note: Callable[[Prompt], TextNote],
-        heard: Callable[[], None] = lambda: None,
     ) -> None:
-        self._start, self._prompts, self._note, self._heard = start, prompts, note, heard
+        self._start, self._prompts, self._note = start, prompts, note
+        self.heard_ns = 0
+        """When something last came, as time.monotonic_ns counts."""
         self._runs: dict[int, Run] = {}
         self._vectors: dict[int, Vector] = {}
         self._fault: ServeError | None = None
@@ -104,7 +106,7 @@ class Embedding:
             self._vectors[at] = Vector(extra.vector, len(self._prompts[at].ids) or extra.prompt_tokens)
         else:
             self._fail(fault_of(Finish(finish), extra) or ServeError(Kind.INTERNAL, NO_VECTOR))
-        self._heard()
+        self.heard_ns = monotonic_ns()
         self._news.set()
 
     def _fail(self, fault: ServeError) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -211,7 +211,7 @@ class TextModel:
             prompt = await self.encode(prompt, special=not ask.templated)
         return Prompt(fit(prompt, ask.truncate, self.most_prompt_tokens, self.info.vocab_size))
 
-    async def embedding(self, asks: Sequence[TextAsk], heard: Callable[[], None]) -> Embedding:
+    async def embedding(self, asks: Sequence[TextAsk]) -> Embedding:
         """What makes their vectors; of an ask its prompt counts, its priority, deadline and id. Raises
         ServeError: UNIMPLEMENTED where the model makes none, and as `start`."""
         if not self.info.embeds:
@@ -234,7 +234,7 @@ class TextModel:
                 embeds=True,
             )
 
-        return Embedding(partial(self._engine.generate, self.version), prompts, note, heard)
+        return Embedding(partial(self._engine.generate, self.version), prompts, note)
 
     def _start(self, ask: TextAsk, ids: list[int], text: str, seed: int) -> TextStream:
         info, tokenizer = self.info, self._known
