@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from fastserve.codec.text import Extra, Finish, Record, Run, TextNote, read_extra
 from fastserve.errors import Kind, ServeError
+from fastserve.serving.exchange import unforeseen
 from fastserve.serving.text.stream import CANCELLED, fault_of
 
 AT_A_TIME = 64
@@ -101,7 +102,11 @@ class Embedding:
         if not finish:
             return
         del self._runs[at]
-        extra = read_extra(data) if data else Extra()
+        try:
+            extra = read_extra(data) if data else Extra()
+        except ValueError as error:  # bytes of its engine that are none
+            extra = Extra()
+            self._fail(unforeseen(self, error))
         if extra.vector and finish == Finish.STOP:
             self._vectors[at] = Vector(extra.vector, len(self._prompts[at].ids) or extra.prompt_tokens)
         else:

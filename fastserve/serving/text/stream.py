@@ -21,12 +21,14 @@ import msgspec
 from fastserve._ext.text_tokens import Flow, Frames, Token, take_plain
 from fastserve.codec.text import Extra, Finish, Logprobs, Record, Run, read_extra
 from fastserve.errors import DeadlineError, Kind, ModelError, ServeError
+from fastserve.serving.exchange import unforeseen
 from fastserve.serving.text.detokenize import Detokenizer
 from fastserve.serving.text.stops import StopStrings
 
 CANCELLED = "the request was cancelled"
 TIMED_OUT = "the request's time was up"
 FAILED = "the model failed"
+NOT_THE_MODELS = (Kind.UNAVAILABLE, Kind.RESOURCE_EXHAUSTED)
 
 
 class Ending(msgspec.Struct):
@@ -185,7 +187,10 @@ class TextStream:
         self._heard_ns = monotonic_ns()
         if self.ending is None:  # else they were under way when it was cancelled
             self._records += len(records)
-            self._take(records)
+            try:
+                self._take(records)
+            except Exception as error:  # of its tokenizer, or bytes of its engine that are none
+                self._end(Finish.FAILED, fault=unforeseen(self, error))
         if self.ending is not None:
             self._leave()
         self._tell()
@@ -282,7 +287,9 @@ def fault_of(reason: Finish, extra: Extra | None) -> ServeError | None:
         return None
     if extra is None or not extra.message:
         return ModelError(Kind.INTERNAL, FAILED)
-    return ModelError(Kind(extra.kind) if extra.kind else Kind.INTERNAL, extra.message)
+    kind = Kind(extra.kind) if extra.kind else Kind.INTERNAL
+    # That its worker died, or that there was no room for it, is not the model's word.
+    return (ServeError if kind in NOT_THE_MODELS else ModelError)(kind, extra.message)
 
 
 async def together(streams: Sequence[TextStream]) -> AsyncIterator[tuple[int, list[Token]]]:
