@@ -10,7 +10,7 @@ Equal heads make equal requests, whatever the number of rows. A dialect prepares
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from fastserve._ext.proto_outline import Outline
@@ -39,9 +39,10 @@ class KnownMessage(PreparedRequest):
 
     sources: Sequence[Source]
     leads: tuple[int, ...]
+    find_version: Callable[[], Version | None]  # as `finder` has made it
 
-    def find_version(self, catalog: Catalog) -> Version | None:
-        """The version such a request asks for now."""
+    def finder(self, catalog: Catalog) -> Callable[[], Version | None]:
+        """What finds the version that such a request asks for now."""
         raise NotImplementedError
 
     def is_met_by(self, outline: Outline, queue: BatchQueue) -> bool:
@@ -75,7 +76,7 @@ class KnownMessages(Generic[Prepared]):
         if known is None:
             return False
         path, prepared = known
-        if prepared.find_version(self._catalog) is not path.version:
+        if prepared.find_version() is not path.version:
             self._heads.drop(outline.head)
             return False
         if not prepared.is_met_by(outline, path.queue):
@@ -85,7 +86,7 @@ class KnownMessages(Generic[Prepared]):
     def learn(self, outline: Outline, path: FastPath, prepared: Prepared) -> None:
         """Remember a request that the general path has answered, if its holes are all that its inputs have:
         a first axis each, which are all the rows or none is."""
-        prepared.leads = outline.leads
+        prepared.leads, prepared.find_version = outline.leads, prepared.finder(self._catalog)
         if len(prepared.sources) != len(outline.sizes):
             return
         if prepared.batching and len(outline.leads) != len(prepared.sources):

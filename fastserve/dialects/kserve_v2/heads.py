@@ -12,8 +12,9 @@ message.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastserve._ext.proto_outline import DATA, LEADS, TEXT, Outline, Scheme, write_known
@@ -66,8 +67,8 @@ class Head(KnownMessage):
         self._view, self._asked, self._number = view, asked, str(view.version.number)
         self._before = write_infer_response(view.model, self._number, "", None, (), ())
 
-    def find_version(self, catalog: Catalog) -> Version | None:
-        return catalog.available(self.model, self.number)
+    def finder(self, catalog: Catalog) -> Callable[[], Version | None]:
+        return partial(catalog.available, self.model, self.number)
 
     def make_writer(self, described: Described) -> Any:
         """What comes between the id and the tensors."""
@@ -83,13 +84,10 @@ class Head(KnownMessage):
         self, exchange: RpcExchange, writer: Any, memory: Sequence[Memory], request_id: str, held: None
     ) -> None:
         try:
-            message = self._write(writer, memory, request_id)
+            message = write_known(self._before, request_id, writer, memory)
         except (WireFault, OverflowError):
             raise ServeError(Kind.INVALID_ARGUMENT, TOO_LARGE) from None
         exchange.reply(message)
-
-    def _write(self, writer: Any, memory: Sequence[Memory], request_id: str) -> bytes:
-        return write_known(self._before, request_id, writer, memory)
 
     def write_response(
         self, exchange: RpcExchange, response: InferResponse, request_id: str, held: None
@@ -107,10 +105,15 @@ class StreamHead(Head):
     def make_writer(self, described: Described) -> Any:
         return self._describe(described)
 
-    def _write(self, writer: Any, memory: Sequence[Memory], request_id: str) -> bytes:
-        return write_stream_response(
-            "", self._view.model, self._number, request_id, {FINAL: True}, writer, memory
-        )
+    def write(
+        self, exchange: RpcExchange, writer: Any, memory: Sequence[Memory], request_id: str, held: None
+    ) -> None:
+        names = "", self._view.model, self._number
+        try:
+            message = write_stream_response(*names, request_id, {FINAL: True}, writer, memory)
+        except (WireFault, OverflowError):
+            raise ServeError(Kind.INVALID_ARGUMENT, TOO_LARGE) from None
+        exchange.reply(message)
 
 
 class Outcome:

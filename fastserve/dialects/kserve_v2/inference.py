@@ -31,7 +31,7 @@ class Inference(SlowRequest):
     refusal: str
     """Of models that answer several times."""
 
-    def __init__(self, service: Service, forwarding: Forwarding, traced: Traced | None = None) -> None:
+    def __init__(self, service: Service, forwarding: Forwarding | None, traced: Traced | None = None) -> None:
         self.service, self.forwarding, self.traced = service, forwarding, traced
         self.view: ModelView | None = None
         self.request: InferRequest | None = None

@@ -235,20 +235,16 @@ _RPC: dict[str, tuple[str, Callable[[str, object], Any]]] = {
 
 
 class Forwarding:
-    """Headers whose names hold a pattern become parameters of the model's; without one nothing is forwarded.
+    """Headers whose names hold a pattern become parameters of the model's.
 
     --http-header-forward-pattern '^X-'      X-User: ann  ->  parameters {"X-User": "ann"}
     """
 
     def __init__(self, pattern: str) -> None:
-        self._pattern = re.compile(pattern, re.IGNORECASE) if pattern else None
-
-    def __bool__(self) -> bool:
-        return self._pattern is not None
+        self._pattern = re.compile(pattern, re.IGNORECASE)
 
     def add(self, headers: Iterable[tuple[str, str | bytes]], parameters: Parameters) -> None:
         """Take over those that fit. Raises ServeError for a name that has a meaning."""
-        assert self._pattern is not None
         for name, value in headers:
             if self._pattern.search(name) is None:
                 continue

@@ -52,8 +52,9 @@ class Service(DialectService):
         self.traces = Traces()
         self.trace = TraceSettings(parse_trace_config(options.trace_config), self.traces)
         self.log = LogSettings(context.settings.log.level)
-        self.forward_http = Forwarding(options.http_header_forward_pattern)
-        self.forward_grpc = Forwarding(options.grpc_header_forward_pattern)
+        http, grpc = options.http_header_forward_pattern, options.grpc_header_forward_pattern
+        self.forward_http = Forwarding(http) if http else None
+        self.forward_grpc = Forwarding(grpc) if grpc else None
 
     def find(self, model: str, version: str) -> ModelView:
         """The version of a model that answers, "" for the latest. Raises ServeError."""

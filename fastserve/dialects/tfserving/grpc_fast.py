@@ -12,6 +12,7 @@ the general path reads the message.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from fastserve._ext.proto_outline import DATA, LEAD, First, Outline, Scheme
@@ -110,10 +111,10 @@ class Head(KnownMessage):
     def note(self, request_id: str) -> bytes:
         return self._note
 
-    def find_version(self, catalog: Catalog) -> Version | None:
+    def finder(self, catalog: Catalog) -> Callable[[], Version | None]:
         if self._label is not None:
-            return catalog.labelled(self._model, self._label)
-        return catalog.available(self._model, self._number)
+            return partial(catalog.labelled, self._model, self._label)
+        return partial(catalog.available, self._model, self._number)
 
     def make_writer(self, described: Described) -> Writer:
         given = {name: (index, dtype.code, shape) for index, (name, dtype, shape) in enumerate(described)}
