@@ -59,6 +59,20 @@ def request_bytes(
     return "\r\n".join(lines).encode() + head + data
 
 
+def region_request(model: str, region: str, floats: int) -> bytes:
+    """A V2 request for a row of floats at the beginning of a region, answered behind it."""
+    there = {"shared_memory_region": region, "shared_memory_byte_size": 4 * floats}
+    back = {"shared_memory_region": region, "shared_memory_byte_size": 4, "shared_memory_offset": 4 * floats}
+    body = json.dumps(
+        {
+            "inputs": [{"name": "x", "datatype": "FP32", "shape": [1, floats], "parameters": there}],
+            "outputs": [{"name": "y", "parameters": back}],
+        }
+    ).encode()
+    lines = f"POST /v2/models/{model}/infer HTTP/1.1", "Host: bench", f"Content-Length: {len(body)}", "", ""
+    return "\r\n".join(lines).encode() + body
+
+
 async def _client(address: str, request: bytes, until: float, times: list[float]) -> None:
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))

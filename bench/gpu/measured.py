@@ -1,12 +1,14 @@
-"""What is measured on a CUDA device. Not run without one; `python -m bench.gpu` is the way in."""
+"""What is measured, on a CUDA device or as a dry run (place.py); `python -m bench.gpu` is the way in."""
 
 from __future__ import annotations
 
+import base64
+import json
 import mmap
-import os
-import platform
+import re
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,52 +17,63 @@ import numpy as np
 import torch
 import yaml
 
-from bench.gpu.host import HEAD, Missing, load, middle, request_bytes, row
-from bench.gpu.models import SHAPES, SOURCE
+from bench.gpu.host import HEAD, Missing, load, middle, region_request, request_bytes, row
+from bench.gpu.place import ClientMemory, Real, Simulated, add_repository_path
 from fastserve.workers.device import COPY_IN
-from fastserve.workers.device_cuda import CudaDevice
 from tests.running import Running
 
-PICTURE = 600_000
 BATCH, CLIENTS = 32, 64
 KSERVE = {"float32": "FP32", "int64": "INT64"}
+LENT_FLOATS = (150_000, 1_500_000)  # 600 KB and 6 MB
+Place = Real | Simulated
+SOURCE = """
+from bench.gpu.models import {name}
+class Model:
+    def load(self):
+        return {name}()
+"""
+FIRST = """
+import torch
+class Model(torch.nn.Module):
+    def forward(self, x):
+        return x[:, :1] * 2
+"""
 
 
-def table(seconds: float) -> Iterator[str]:
+def table(seconds: float, place: Place) -> Iterator[str]:
     """The lines of the table as they are measured."""
-    versions = f"CUDA {torch.version.cuda}, PyTorch {torch.__version__}, {platform.platform()}"
-    yield f"{torch.cuda.get_device_name()}, {versions}"
-    yield from HEAD
-    for rows in (8, 32, 64):
-        yield _copies(rows, seconds / 5)
-    with tempfile.TemporaryDirectory() as folder:
-        yield from _models(Path(folder), seconds)
+    with place.opened(), tempfile.TemporaryDirectory() as folder:
+        yield place.title()
+        yield from HEAD
+        for rows in (8, 32, 64):
+            yield _copies(place, rows, seconds / 5)
+        yield from _models(place, Path(folder), seconds)
 
 
-def _copies(rows: int, seconds: float) -> str:
+def _copies(place: Place, rows: int, seconds: float) -> str:
     """Memory registered as an arena is, against memory that torch has pinned."""
-    nbytes = rows * PICTURE
-    device = CudaDevice("cuda:0")
+    nbytes = rows * place.picture
+    device = place.device()
     with mmap.mmap(-1, nbytes) as memory:
         why = device.pin(memory)
         if why:
             raise Missing(f"memory cannot be registered: {why}")
         slot = torch.frombuffer(memory, dtype=torch.uint8)
         slot.fill_(1)
-        plain = torch.ones(nbytes, dtype=torch.uint8, pin_memory=True)
         target = device.empty((nbytes,), torch.uint8)
-        ours, theirs = (_bandwidth(device, target, source, seconds) for source in (slot, plain))
+        sources = slot, place.pinned(nbytes)
+        ours, theirs = (_bandwidth(device, target, source, seconds) for source in sources)
         device.close()
-        del slot
+        del slot, sources
     share = ours / theirs
     text = f"{ours / 1e9:.2f} GB/s of {theirs / 1e9:.2f} ({share:.1%})"
-    return row(f"host to device from a slot, {rows} x 600 KB", text, "at least 90 %", share >= 0.9)
+    what = f"host to device from a slot, {rows} x {place.picture // 1000} KB"
+    return row(what, text, "at least 90 %", share >= 0.9)
 
 
-def _bandwidth(device: CudaDevice, target: Any, source: Any, seconds: float) -> float:
-    until, count = time.monotonic() + seconds, 0
-    times = 0
-    while time.monotonic() < until:
+def _bandwidth(device: Any, target: Any, source: Any, seconds: float) -> float:
+    until, count, times = time.monotonic() + seconds, 0, 0
+    while time.monotonic() < until or not times:
         first = device.mark(COPY_IN)
         for _ in range(10):
             device.copy(COPY_IN, target, source)
@@ -72,63 +85,105 @@ def _bandwidth(device: CudaDevice, target: Any, source: Any, seconds: float) -> 
     return float(source.nbytes * count / (times / 1e9))
 
 
-def _models(folder: Path, seconds: float) -> Iterator[str]:
-    for name, (_, dtype, shape, out) in SHAPES.items():
-        version = folder / "models" / name / "1"
-        version.mkdir(parents=True)
-        (version / "model.py").write_text(SOURCE.format(name=name))
-        config = {
-            "backend": "torch",
-            "devices": "cuda:0",
-            "max_batch_size": BATCH,
-            "allowed_batch_sizes": [1, 2, 4, 8, 16, BATCH],
-            "inputs": {"x": {"dtype": dtype, "shape": list(shape)}},
-            "outputs": {"y": {"dtype": "float32", "shape": list(out)}},
-            "torch": {"autocast": "bfloat16", "cuda_graphs": True},
-        }
-        (version.parent / "model.yaml").write_text(yaml.safe_dump(config))
-    os.environ["PYTHONPATH"] = os.pathsep.join((os.getcwd(), os.environ.get("PYTHONPATH", "")))
-    bare = {name: _bare(name, seconds) for name in SHAPES}
-    with Running(folder / "models", folder / "log") as served:
-        for name, (_, dtype, shape, _) in SHAPES.items():
-            yield from _served(served.http, name, dtype, shape, bare[name], seconds)
+def _models(place: Place, folder: Path, seconds: float) -> Iterator[str]:
+    models = folder / "models"
+    for name, (_, dtype, shape, out) in place.shapes.items():
+        source = SOURCE.format(name=name)
+        sizes = {"max_batch_size": BATCH, "allowed_batch_sizes": [1, 2, 4, 8, 16, BATCH]}
+        _write(place, models, name, source, dtype, shape, out, {**sizes, **place.options, **place.sharing})
+    for floats in LENT_FLOATS:
+        row_shape, one = (floats // place.scale,), {"max_batch_size": 1, **place.sharing}
+        _write(place, models, f"lent{floats}", FIRST, "float32", row_shape, (1,), one)
+    add_repository_path()
+    bare = {name: [_bare_s(place, name, rows, seconds) for rows in (BATCH, 1)] for name in place.shapes}
+    with Running(models, folder / "log", "--allow-client-shm") as served:
+        for name in place.shapes:
+            yield from _served(place, served.http, name, bare[name], seconds)
+        yield _lent(place, served.http, seconds)
 
 
-def _bare(name: str, seconds: float) -> tuple[float, float]:
-    """Rows a second at batch 32 with the inputs on the device, and seconds of one batch of one row."""
-    kind, dtype, shape, _ = SHAPES[name]
-    model = kind().cuda().eval()
-    found = []
-    for rows in (BATCH, 1):
-        x = torch.zeros((rows, *shape), dtype=getattr(torch, dtype), device="cuda")
-        with torch.inference_mode(), torch.autocast("cuda", dtype=torch.bfloat16):
-            for _ in range(10):
-                model(x)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                model(x)
-            began, count = time.perf_counter(), 0
-            while time.perf_counter() - began < seconds / 2:
-                for _ in range(10):
-                    graph.replay()
-                torch.cuda.synchronize()
-                count += 10
-            took = time.perf_counter() - began
-        found.append(rows * count / took if rows == BATCH else took / count)
-    return found[0], found[1]
+def _write(
+    place: Place,
+    models: Path,
+    name: str,
+    source: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    out: tuple[int, ...],
+    more: dict[str, Any],
+) -> None:
+    version = models / name / "1"
+    version.mkdir(parents=True)
+    (version / "model.py").write_text(source)
+    config = {
+        "backend": "torch",
+        "devices": place.devices,
+        "inputs": {"x": {"dtype": dtype, "shape": list(shape)}},
+        "outputs": {"y": {"dtype": "float32", "shape": list(out)}},
+        **more,
+    }
+    (version.parent / "model.yaml").write_text(yaml.safe_dump(config))
 
 
-def _served(
-    address: str, name: str, dtype: str, shape: tuple[int, ...], bare: tuple[float, float], seconds: float
-) -> Iterator[str]:
+def _bare_s(place: Place, name: str, rows: int, seconds: float) -> float:
+    kind, dtype, shape, _ = place.shapes[name]
+    return place.bare_s(kind, torch.zeros((rows, *shape), dtype=getattr(torch, dtype)), seconds / 2)
+
+
+def _served(place: Place, address: str, name: str, bare_s: list[float], seconds: float) -> Iterator[str]:
+    _, dtype, shape, _ = place.shapes[name]
     data = np.zeros((1, *shape), dtype).tobytes()
     request = request_bytes(name, "x", KSERVE[dtype], (1, *shape), data, "y")
-    load(address, request, CLIENTS, 1.0)
+    load(address, request, CLIENTS, min(seconds, 1.0))
+    before, began = _computed_s(address, name), time.monotonic()
     times = load(address, request, CLIENTS, seconds)
-    rate = len(times) / seconds
-    share = rate / bare[0]
-    text = f"{rate:.0f} rows/s of {bare[0]:.0f} ({share:.1%})"
-    yield row(f"{name}, {CLIENTS} connections", text, "at least 95 %", share >= 0.95)
-    added_us = (middle(load(address, request, 1, seconds / 2)) - bare[1]) * 1e6
+    busy_s, took_s = _computed_s(address, name) - before, time.monotonic() - began
+    rate, best = len(times) / took_s, BATCH / bare_s[0]
+    text = f"{rate:.0f} rows/s of {best:.0f} ({rate / best:.1%})"
+    yield row(f"{name}, {CLIENTS} connections", text, "at least 95 %", rate >= 0.95 * best)
+    idle = max(1 - busy_s / took_s, 0.0)
+    yield row(f"{name}, device idle between batches", f"{idle:.1%}", "below 5 %", idle < 0.05)
+    added_us = (middle(load(address, request, 1, seconds / 2)) - bare_s[1]) * 1e6
     yield row(f"{name}, added p50 at one connection", f"{added_us:.0f} us", "under 200 us", added_us < 200)
+
+
+def _computed_s(address: str, model: str) -> float:
+    """How long batches of a model have been computed, by the device's own events: they are in one stream, one
+    after the other, and what lies between them is idle. Told once a second (workers/device_report.py)."""
+    time.sleep(1.2)
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=20) as reply:
+        page = reply.read().decode()
+    found = re.search(rf'fastserve_compute_duration_seconds_sum\{{[^}}]*model="{model}"[^}}]*\}} (\S+)', page)
+    if found is None:
+        raise Missing("the metrics page has no compute times")
+    return float(found[1])
+
+
+def _lent(place: Place, address: str, seconds: float) -> str:
+    """A request whose input and output stay on the device, of two sizes."""
+    found = []
+    for floats in LENT_FLOATS:
+        size = floats // place.scale
+        memory = ClientMemory(4 * size + 64)
+        asked = {
+            "raw_handle": {"b64": base64.b64encode(memory.handle).decode()},
+            "device_id": 0,
+            "byte_size": memory.nbytes,
+        }
+        _post(address, f"region/r{floats}/register", asked)
+        request = region_request(f"lent{floats}", f"r{floats}", size)
+        load(address, request, 1, min(seconds, 0.5) / 5)
+        found.append(middle(load(address, request, 1, seconds / 2)))
+        _post(address, f"region/r{floats}/unregister", {})
+        memory.free()
+    text = f"{found[0] * 1e6:.0f} us, {found[1] * 1e6:.0f} us ({found[1] / found[0]:.2f})"
+    sizes = " and ".join(f"{4 * floats // place.scale // 1000} KB" for floats in LENT_FLOATS)
+    return row(f"CUDA shared memory, a request of {sizes}", text, "within 1.2", found[1] <= 1.2 * found[0])
+
+
+def _post(address: str, path: str, body: dict[str, Any]) -> None:
+    request = urllib.request.Request(
+        f"http://{address}/v2/cudasharedmemory/{path}", json.dumps(body).encode(), method="POST"
+    )
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        reply.read()

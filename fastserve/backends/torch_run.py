@@ -154,7 +154,14 @@ def _cast_inputs(tensors: Tensors, options: TorchOptions) -> Tensors:
 
 
 class _Graphs:
-    """A CUDA graph for each size of batch, captured at once. Other sizes run as they are."""
+    """A CUDA graph for each size of batch, captured at once. Other sizes run as they are.
+
+    One side stream for all warm-ups and captures: libraries keep workspaces and handles by stream, which must
+    not be made during a capture, and captures that share a pool should share a stream (torch.cuda.graph). The
+    inputs and outputs of each graph are kept, so no later capture is given their memory; what lies between is
+    shared, and a replay is over, in the order of the stream, before the next one begins. A capture forbids
+    unsafe calls to its own thread alone: in a shared worker other models go on.
+    """
 
     def __init__(self, call: Call, sizes: list[int], backend: TorchBackend, grad: Any) -> None:
         import torch
@@ -162,7 +169,7 @@ class _Graphs:
         self._call, self._torch, self._grad = call, torch, grad
         self._graphs: dict[int, tuple[Any, dict[str, Any], Tensors]] = {}
         self._batched = sizes != [0]
-        pool = None
+        pool, self._aside = None, torch.cuda.Stream()
         for size in reversed(sizes):  # the largest first: smaller ones share its memory
             given = _made_up(backend, size)
             graph, results = self._capture(given, pool)
@@ -171,15 +178,14 @@ class _Graphs:
         log.info("CUDA graphs captured for batches of %s", ", ".join(map(str, sizes)))
 
     def _capture(self, given: dict[str, Any], pool: Any) -> tuple[Any, Tensors]:
-        torch = self._torch
-        aside = torch.cuda.Stream()
+        torch, aside = self._torch, self._aside
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
             for _ in range(_GRAPH_WARMUPS):
                 self._call(given)
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, stream=aside, capture_error_mode="thread_local"):
             results = self._call(given)
         return graph, results
 

@@ -23,6 +23,8 @@ from typing import Any
 LIBRARIES = ("libcuda.so.1", "libcuda.so")
 HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
+_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for every context of the process
+_ORDINAL, _RANGE_START, _RANGE_SIZE = 9, 11, 12  # CU_POINTER_ATTRIBUTE_*
 _OUT_OF_MEMORY = 2
 _NAME_BYTES = 96
 
@@ -53,12 +55,17 @@ _CALLS: dict[str, tuple[tuple[str, ...], tuple[Any, ...]]] = {
     "name": (("cuDeviceGetName",), (ctypes.c_char_p, ctypes.c_int, ctypes.c_int)),
     "memory": (("cuDeviceTotalMem_v2",), (_ref(_Size), ctypes.c_int)),
     "uuid": (("cuDeviceGetUuid_v2", "cuDeviceGetUuid"), (_ref(_Uuid), ctypes.c_int)),
+    "whole_uuid": (("cuDeviceGetUuid",), (_ref(_Uuid), ctypes.c_int)),
     "retain": (("cuDevicePrimaryCtxRetain",), (_ref(_Pointer), ctypes.c_int)),
     "current": (("cuCtxSetCurrent",), (_Pointer,)),
     "open": (("cuIpcOpenMemHandle_v2", "cuIpcOpenMemHandle"), (_ref(_Address), _Handle, ctypes.c_uint)),
     "close": (("cuIpcCloseMemHandle",), (_Address,)),
     "range": (("cuMemGetAddressRange_v2",), (_ref(_Address), _ref(_Size), _Address)),
     "to_host": (("cuMemcpyDtoH_v2",), (_Pointer, _Address, _Size)),
+    "attribute": (("cuPointerGetAttribute",), (_Pointer, ctypes.c_int, _Address)),
+    "register": (("cuMemHostRegister_v2", "cuMemHostRegister"), (_Pointer, _Size, ctypes.c_uint)),
+    "unregister": (("cuMemHostUnregister",), (_Pointer,)),
+    "synchronize": (("cuCtxSynchronize",), ()),
     "to_device": (("cuMemcpyHtoD_v2",), (_Address, _Pointer, _Size)),
     "error_name": (("cuGetErrorName",), (ctypes.c_int, _ref(ctypes.c_char_p))),
 }
@@ -85,7 +92,6 @@ class Cuda:
             found.argtypes, found.restype = arguments, ctypes.c_int
             self._calls[call], self._names[call] = found, name
         self._contexts: dict[int, ctypes.c_void_p] = {}
-        self._entered = -1
 
     @classmethod
     def load(cls) -> Cuda | None:
@@ -106,46 +112,76 @@ class Cuda:
         return int(self._get("count", ctypes.c_int))
 
     def describe(self, device: int) -> dict[str, Any]:
-        """uuid, name and memory_bytes of a device."""
-        name, told = ctypes.create_string_buffer(_NAME_BYTES), _Uuid()
+        """uuid, name and memory_bytes of a device, and whether it is a MIG instance: its own UUID is then
+        another than that of the GPU it is a part of."""
+        name, told, whole = ctypes.create_string_buffer(_NAME_BYTES), _Uuid(), _Uuid()
         number = self._get("device", ctypes.c_int, device)
         self._do("name", name, _NAME_BYTES, number)
         self._do("uuid", ctypes.byref(told), number)
+        self._do("whole_uuid", ctypes.byref(whole), number)
         return {
             "uuid": str(uuid.UUID(bytes=bytes(told.bytes))),
             "name": name.value.decode("utf-8", "replace"),
+            "mig": bytes(told.bytes) != bytes(whole.bytes),
             "memory_bytes": int(self._get("memory", _Size, number)),
         }
 
     def enter(self, device: int) -> None:
         """What follows on this thread is about `device`, in its primary context: the one that every framework
-        of the process uses, so that a process has one context for each device and no more."""
-        if device == self._entered:
-            return
+        of the process uses, so that a process has one context for each device and no more. Said each time: a
+        framework on the same thread may have gone to another."""
         if device not in self._contexts:
             number = self._get("device", ctypes.c_int, device)
             context = _Pointer()
             self._do("retain", ctypes.byref(context), number)
             self._contexts[device] = context
         self._do("current", self._contexts[device])
-        self._entered = device
 
     # --- memory -------------------------------------------------------------------------------------
 
     def open_handle(self, handle: bytes) -> int:
-        """The address of memory that another process lends. One handle is opened once: a second time is an
-        error of some drivers."""
+        """The address of memory that another process lends. A handle that this context has open already is
+        counted, and has to be closed as often."""
         return int(self._get("open", _Address, _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS))
 
     def close_handle(self, address: int) -> None:
         """It is not looked at any more."""
         self._do("close", address)
 
-    def extent(self, address: int) -> int:
-        """Bytes from `address` to the end of the allocation it is in."""
+    def extent(self, address: int) -> int | None:
+        """Bytes from `address` to the end of the allocation it is in; None where the driver does not tell:
+        its documentation promises it of memory this process has allocated, not of what another one lends."""
         base, size = _Address(), _Size()
-        self._do("range", ctypes.byref(base), ctypes.byref(size), address)
+        try:
+            self._do("range", ctypes.byref(base), ctypes.byref(size), address)
+        except CudaFault:
+            try:
+                self._do("attribute", ctypes.byref(base), _RANGE_START, address)
+                self._do("attribute", ctypes.byref(size), _RANGE_SIZE, address)
+            except CudaFault:
+                return None
         return int(base.value + size.value - address)
+
+    def device_of(self, address: int) -> int | None:
+        """The device that memory is on; None where the driver does not tell, as of one not visible here."""
+        ordinal = ctypes.c_int(-1)
+        try:
+            self._do("attribute", ctypes.byref(ordinal), _ORDINAL, address)
+        except CudaFault:
+            return None
+        return ordinal.value if ordinal.value >= 0 else None
+
+    def register(self, memory: Any) -> int:
+        """Pin memory of the host where it lies, for DMA from all contexts of this process: whole pages, until
+        `unregister` is given the address that this returns, and that before they are unmapped. By the driver
+        and not by the runtime: a refusal of the runtime's would be told again by the next kernel's launch."""
+        start = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
+        self._do("register", start, len(memory), _PORTABLE)
+        return start
+
+    def unregister(self, start: int) -> None:
+        """The way back."""
+        self._do("unregister", start)
 
     def to_host(self, memory: Any, address: int) -> None:
         """Fill a writable buffer. Returns when it is filled."""
@@ -155,7 +191,8 @@ class Cuda:
             self._do("to_host", ctypes.addressof(into), address, view.nbytes)
 
     def to_device(self, address: int, memory: Any) -> None:
-        """Write a buffer, read-only ones too. Returns when it may be reused."""
+        """Write a buffer, read-only ones too. Returns when it is there: of memory that is not pinned the copy
+        alone returns when the driver has taken the bytes, before they are on the device."""
         view = memoryview(memory).cast("B")
         if not view.nbytes:
             return
@@ -164,6 +201,7 @@ class Cuda:
         else:
             source = (ctypes.c_ubyte * view.nbytes).from_buffer(view)
         self._do("to_device", address, ctypes.addressof(source), view.nbytes)
+        self._do("synchronize")
 
     # --- calls --------------------------------------------------------------------------------------
 

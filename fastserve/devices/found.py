@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fastserve.devices.cuda import LIBRARIES
 
@@ -83,12 +83,12 @@ def find_devices(environment: Mapping[str, str] | None = None) -> list[Device]:
     ]
 
 
-def _selectors(found: list[dict[str, str]], environment: Mapping[str, str]) -> list[str]:
+def _selectors(found: list[dict[str, Any]], environment: Mapping[str, str]) -> list[str]:
     """How a child's CUDA_VISIBLE_DEVICES names each: as ours does, so that a MIG instance keeps its name."""
     given = [name.strip() for name in environment.get(VISIBLE, "").split(",") if name.strip()]
     if len(given) >= len(found):
         return given[: len(found)]
-    return [f"GPU-{told['uuid']}" for told in found]
+    return [f"{'MIG' if told['mig'] else 'GPU'}-{told['uuid']}" for told in found]
 
 
 class Machine:

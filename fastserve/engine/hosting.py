@@ -204,12 +204,17 @@ class Host:
         await asyncio.gather(*(self._close(one) for one in hosted))
         await self._shared.close()
 
-    def close_lent(self, handle: bytes) -> None:
-        """A client has taken back memory of its GPU's: workers that have opened it let go of it."""
-        for hosted in self.hosted.values():
-            if lending_device(hosted.version) != NONE:
-                for worker in range(hosted.queue.workers):
-                    hosted.group.tell(worker, {"op": "close_lent", "handle": handle.hex()})
+    async def close_lent(self, handle: bytes) -> None:
+        """A client takes back memory of its GPU's: returns when workers that have opened it have let go."""
+        message = {"op": "close_lent", "handle": handle.hex()}
+        asked = [
+            (id(hosted.version), hosted.part, worker)
+            for hosted in self.hosted.values()
+            if lending_device(hosted.version) != NONE
+            for worker in range(hosted.queue.workers)
+            if hosted.group.tell(worker, message)
+        ]
+        await self.wishes.lent.all_closed(asked, handle)
 
     def alive(self, version: Version) -> int:
         """Workers of the version that are ready now; 1 for an ensemble, which needs none."""

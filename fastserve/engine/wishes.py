@@ -13,12 +13,13 @@ import asyncio
 import base64
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
 
 from fastserve.backends.base import explain
 from fastserve.engine.counters import DeviceCounts, counters_of
+from fastserve.engine.lent_closing import LentClosing
 from fastserve.errors import Kind, ServeError
 from fastserve.metrics.custom import CustomMetrics
 from fastserve.repository.catalog import Catalog
@@ -99,7 +100,13 @@ class _Device(_Wish, tag="device"):
     out_of_memory: int
 
 
-_Any = _Load | _Unload | _Ready | _Family | _Metric | _Value | _Change | _Device
+class _LentClosed(_Wish, tag="lent_closed"):
+    """Nor is this: a worker has let go of a client's device memory (lent_closing.py)."""
+
+    handle: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{2})*$")]
+
+
+_Any = _Load | _Unload | _Ready | _Family | _Metric | _Value | _Change | _Device | _LentClosed
 _read = msgspec.json.Decoder(_Any).decode
 
 
@@ -109,6 +116,7 @@ class Wishes:
     def __init__(self, catalog: Catalog) -> None:
         self.repository: Loads | None = None
         self.metrics = CustomMetrics()
+        self.lent = LentClosing()
         self._catalog = catalog
         self._texts: dict[tuple[From, int], list[str]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -131,6 +139,9 @@ class Wishes:
         if isinstance(wish, _Device):
             _count_device(version, part, worker, wish)
             return
+        if isinstance(wish, _LentClosed):
+            self.lent.closed((id(version), part, worker), bytes.fromhex(wish.handle))
+            return
         work = self._carry_out(version, wish, lambda told: self._say(tell, worker, number, told))
         if work is not None:
             task = asyncio.get_running_loop().create_task(work)
@@ -140,6 +151,7 @@ class Wishes:
     def forget_worker(self, version: Version, part: int, worker: int) -> None:
         """It is dead: what it had begun to say is nothing."""
         gone = (id(version), part, worker)
+        self.lent.gone(gone)
         for place in [place for place in self._texts if place[0] == gone]:
             del self._texts[place]
 

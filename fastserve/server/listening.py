@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from fastserve.server.access import log_http, log_rpc
 from fastserve.server.certificates import CertificateWatch
 from fastserve.server.nv_metrics import NvMetrics
 from fastserve.server.speaking import Spec, choose_grpc, choose_http, find_specs
-from fastserve.serving.device_regions import DeviceMemory
+from fastserve.serving.device_regions import DeviceMemory, keep_nothing
 from fastserve.serving.dialect import Dialect, ServingContext, Spread, Stop, nobody_else, refuse_to_stop
 from fastserve.serving.model_control import NoRepository, RepositoryFace
 from fastserve.serving.shared_memory import Regions
@@ -57,7 +57,7 @@ class Front:
     opening: Opening = field(default_factory=Opening)
     owner: bool = False  # of the ports: the other fronts share them with it
     dialects: dict[str, Dialect] = field(default_factory=dict)  # those that a listener speaks, once built
-    close_lent: Callable[[bytes], None] = lambda handle: None  # workers let go of memory on a GPU
+    close_lent: Callable[[bytes], Awaitable[None]] = keep_nothing  # workers let go of memory on a GPU
     tls: Credentials | None = None  # of listeners that speak it
     certificates: CertificateWatch | None = None
     _asked_http: list[Listener] = field(default_factory=list)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -24,6 +24,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HANDLE_BYTES = 64
+
+
+OnClose = Callable[[bytes], Awaitable[None]]
+
+
+async def keep_nothing(handle: bytes) -> None:
+    """Where no worker opens handles."""
 
 
 class Line(Protocol):
@@ -64,8 +71,8 @@ class DeviceRegion:
 class DeviceMemory:
     """The way to all device regions of a front process."""
 
-    def __init__(self, line: Line, on_close: Callable[[bytes], None] = lambda handle: None) -> None:
-        """`on_close` is told of a handle that is given back: workers may have opened it too."""
+    def __init__(self, line: Line, on_close: OnClose = keep_nothing) -> None:
+        """`on_close` is told of a handle that is given back, and awaited: workers may have opened it too."""
         self._line, self._on_close = line, on_close
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -122,10 +129,13 @@ class DeviceMemory:
     def _look(self, region: DeviceRegion) -> None:
         if region.registered or region.users:
             return
-        self._on_close(region.handle)
-        task = asyncio.get_running_loop().create_task(self._line.close(region.lend(0, 0)))
+        task = asyncio.get_running_loop().create_task(self._close(region))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
+
+    async def _close(self, region: DeviceRegion) -> None:
+        await self._on_close(region.handle)
+        await self._line.close(region.lend(0, 0))
 
 
 class DeviceDestination:

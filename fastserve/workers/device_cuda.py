@@ -8,19 +8,16 @@ must not be exchanged, which is why an arena with a device on it is not trimmed 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastserve.backends.device_faults import DeviceLost, end_if_lost
 from fastserve.backends.torch import import_torch, open_device
+from fastserve.devices.cuda import Cuda, CudaFault
 from fastserve.workers.device import Mark, Stream, Tensor
 
 log = logging.getLogger(__name__)
-
-_SUCCESS = 0
-_PORTABLE = 1  # cudaHostRegisterPortable
 
 
 class CudaDevice:
@@ -33,27 +30,27 @@ class CudaDevice:
         self.name = f"cuda:{number}"
         self._device = open_device(self._torch, self.name)
         self._streams = {stream: self._torch.cuda.Stream(self._device) for stream in Stream}
+        self._number, self._cuda = number, Cuda.load()
         self._pinned = 0
 
     def pin(self, memory: Any) -> str:
         """See Device."""
-        start = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
+        if self._cuda is None:  # torch has found one
+            return "the driver's library cannot be loaded"
         try:
-            code = int(self._torch.cuda.cudart().cudaHostRegister(start, len(memory), _PORTABLE))
-        except RuntimeError as error:
-            end_if_lost(error)
-            return str(error).partition("\n")[0]
-        if code != _SUCCESS:
-            return f"cudaHostRegister: error {code}"
-        self._pinned = start
+            self._cuda.enter(self._number)  # the primary context, which is torch's
+            self._pinned = self._cuda.register(memory)
+        except CudaFault as fault:
+            return str(fault)
         return ""
 
     def unpin(self) -> None:
         """See Device."""
         start, self._pinned = self._pinned, 0
-        if start:
-            with contextlib.suppress(RuntimeError):  # a broken context has let go of it
-                self._torch.cuda.cudart().cudaHostUnregister(start)
+        if start and self._cuda is not None:
+            with contextlib.suppress(CudaFault):  # a broken context has let go of it
+                self._cuda.enter(self._number)
+                self._cuda.unregister(start)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Tensor:
         """See Device."""

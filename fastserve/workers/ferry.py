@@ -31,8 +31,11 @@ from fastserve.workers.tie import tie_to_owner
 
 log = logging.getLogger(__name__)
 
-# What the driver says of a bad argument; after anything else the context may be broken for good.
-_HARMLESS = {1, 2, 101, 201, 205, 208, 400}
+# What the driver says of a bad argument, or of what this machine cannot; after anything else the context may
+# be broken for good. By CUresult: INVALID_VALUE, OUT_OF_MEMORY, INVALID_DEVICE, INVALID_CONTEXT, MAP_FAILED,
+# UNMAP_FAILED, ALREADY_MAPPED, NOT_MAPPED, PEER_ACCESS_UNSUPPORTED, OPERATING_SYSTEM, INVALID_HANDLE,
+# PEER_ACCESS_ALREADY_ENABLED, TOO_MANY_PEERS, NOT_PERMITTED, NOT_SUPPORTED.
+_HARMLESS = {1, 2, 101, 201, 205, 206, 208, 211, 217, 304, 400, 704, 711, 800, 801}
 
 
 class BeyondError(Exception):
@@ -45,6 +48,7 @@ class Ferry:
     def __init__(self, cuda: Cuda, staging: mmap.mmap) -> None:
         self._cuda, self._staging = cuda, staging
         self._opened: dict[tuple[str, int], int] = {}
+        self._pinned = False  # or has been tried
         self.broken = False
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
@@ -63,9 +67,26 @@ class Ferry:
         if not 0 <= device < count:
             raise BeyondError(f"device {device} was registered, there are {count}")
         address = self._address(handle, device)
-        there = self._cuda.extent(address)
-        if not 1 <= nbytes <= there:
+        try:
+            self._check(address, device, nbytes)
+        except BeyondError:
             self._close(handle, device)
+            raise
+
+    def _check(self, address: int, device: int, nbytes: int) -> None:
+        """Raises BeyondError for memory of another device, or of fewer bytes."""
+        where, there = self._cuda.device_of(address), self._cuda.extent(address)
+        if where is not None and where != device:
+            raise BeyondError(f"device {device} was registered, its memory is on device {where}")
+        if there is None:  # then whether the last byte can be read is what can be known
+            last = bytearray(1)
+            try:
+                self._cuda.to_host(last, address + max(nbytes, 1) - 1)
+            except CudaFault as fault:
+                if fault.code not in _HARMLESS:
+                    raise
+                raise BeyondError(f"{nbytes} bytes were registered, and the last cannot be read") from None
+        elif not 1 <= nbytes <= there:
             raise BeyondError(f"{nbytes} bytes were registered, its memory has {there}")
 
     def _read(self, handle: str, device: int, offset: int, nbytes: int) -> None:
@@ -84,10 +105,20 @@ class Ferry:
 
     def _address(self, handle: str, device: int) -> int:
         self._cuda.enter(device)
+        if not self._pinned:
+            self._pin()
         found = self._opened.get((handle, device))
         if found is None:
             found = self._opened[handle, device] = self._cuda.open_handle(bytes.fromhex(handle))
         return found
+
+    def _pin(self) -> None:
+        """Once there is a context; without it the driver copies through memory of its own."""
+        self._pinned = True
+        try:
+            self._cuda.register(self._staging)
+        except CudaFault as fault:
+            log.warning("the ferry's memory could not be registered: %s", fault)
 
 
 def main(arguments: list[str]) -> int:

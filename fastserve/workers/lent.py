@@ -116,6 +116,8 @@ class LentMemory:
         address = self._address(handle) + offset
         if self._device.startswith("cuda"):
             flat = torch.as_tensor(_Pointed(address, nbytes), device=self._device)
+            if flat.data_ptr() != address:  # of another device's memory torch makes a copy, that nobody reads
+                raise ValueError("it is not memory of this worker's device")
         else:
             flat = torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
         return flat.view(dtype).reshape(shape)

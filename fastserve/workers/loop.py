@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from fastserve.allocator import keep_freed_memory
+from fastserve.backends import wishes
 from fastserve.backends.base import Backend
 from fastserve.backends.device_faults import end_if_lost
 from fastserve.workers.arena import Arena
@@ -185,8 +186,9 @@ def _told_to_stop(control: Control, runner: Any = None) -> bool:
         message = control.receive().message
     except PeerGone:
         return True
-    if message["op"] == "close_lent" and hasattr(runner, "close_lent"):
-        runner.close_lent(bytes.fromhex(message["handle"]))
+    if message["op"] == "close_lent":
+        getattr(runner, "close_lent", lambda handle: None)(bytes.fromhex(message["handle"]))
+        wishes.tell("lent_closed", handle=message["handle"])
     return bool(message["op"] == "stop")
 
 

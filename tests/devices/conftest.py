@@ -17,8 +17,10 @@ __all__ = ["grpc", "http"]
 
 
 @pytest.fixture(scope="package")
-def gpus(tmp_path_factory: pytest.TempPathFactory) -> FakeGpus:
-    return FakeGpus(tmp_path_factory.mktemp("gpus"))
+def gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeGpus]:
+    made = FakeGpus(tmp_path_factory.mktemp("gpus"))
+    yield made
+    assert made.broken == ""
 
 
 @pytest.fixture(scope="package")

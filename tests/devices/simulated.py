@@ -6,6 +6,7 @@ GPU computes it cannot show, only who opens what, when it is closed, and where b
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import enum
 import os
@@ -38,7 +39,10 @@ class FakeGpus:
         for source, name in ((SOURCE, "libcuda.so.1"), (NVML_SOURCE, "libnvidia-ml.so.1")):
             if source.exists():
                 made = self.libraries / name
-                subprocess.run([*compiler, "-shared", "-fPIC", "-o", str(made), str(source)], check=True)
+                subprocess.run(
+                    [*compiler, "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", str(made), str(source)],
+                    check=True,
+                )
         (self.memory / "devices").write_text(str(count))
 
     @property
@@ -58,6 +62,16 @@ class FakeGpus:
     def fail_with(self, code: int) -> None:
         """Every copy fails from now on, 0 for none."""
         (self.memory / "fail").write_text(str(code))
+
+    def set(self, switch: str, on: bool = True) -> None:
+        """Turn one of the files on that fake_cuda.c looks for: mig, shy, unpinnable."""
+        (self.memory / switch).write_text("") if on else (self.memory / switch).unlink(missing_ok=True)
+
+    @property
+    def broken(self) -> str:
+        """The driver's rules that somebody has broken, a line each."""
+        told = self.memory / "broken"
+        return told.read_text() if told.exists() else ""
 
     def allocate(self, nbytes: int, device: int = 0) -> Allocation:
         """Memory of a client's."""
@@ -84,7 +98,12 @@ class Allocation:
     def get(self, nbytes: int, offset: int = 0) -> bytes:
         return self._path.read_bytes()[offset : offset + nbytes]
 
-    def free(self) -> None:
+    def free(self, *, early: bool = False) -> None:
+        """Raises AssertionError while a process has it open (undefined, the driver's documentation says), but
+        not where it is `early` on purpose."""
+        for maps in () if early else Path("/proc").glob("[0-9]*/maps"):
+            with contextlib.suppress(OSError):
+                assert str(self._path) not in maps.read_text(), f"{maps.parent} has it open"
         self._path.unlink()
 
 

@@ -372,10 +372,23 @@ def test_memory_that_its_client_has_freed(http: Http, gpus: FakeGpus) -> None:
     at = gpus.allocate(4096)
     at.put(COUNT.tobytes() + ONES.tobytes())
     assert register(http, "r", at).status == 200
-    at.free()
+    at.free(early=True)
     assert http.post("/v2/models/sums/infer", sums("r")).status == 200, "it is open here still"
     unregister(http, "r")
     assert register(http, "r", at).error == REFUSED
+
+
+def test_a_driver_that_tells_no_range_of_lent_memory(http: Http, gpus: FakeGpus) -> None:
+    """Then the last byte is looked at: a size beyond the allocation is refused all the same."""
+    at = gpus.allocate(4096)
+    gpus.set("shy")
+    try:
+        for nbytes, status in ((4097, 400), (1 << 40, 400), (4096, 200)):
+            assert register(http, "shy", at, byte_size=nbytes).status == status
+    finally:
+        gpus.set("shy", on=False)
+    unregister(http, "shy")
+    at.free()
 
 
 def test_the_front_process_never_opens_the_driver(served: Running, http: Http, gpus: FakeGpus) -> None:

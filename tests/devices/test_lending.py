@@ -249,7 +249,7 @@ def test_memory_that_cannot_be_opened_any_more(lending: Running, http: Http, gpu
     """Freed by its client between registering it and the worker's first look: that request alone fails."""
     at = gpus.allocate(4096)
     assert register(http, "r", at).status == 200
-    at.free()
+    at.free(early=True)
     answer = http.post("/v2/models/near/infer", asked("r", 2))
     assert answer.status == 503, (answer.status, answer.body[:200])
     assert "client memory on the GPU cannot be opened: cuIpcOpenMemHandle" in answer.error

@@ -27,6 +27,25 @@ def test_without_a_gpu_it_says_what_is_missing() -> None:
     assert "GB/s" not in done.stdout
 
 
+def test_the_whole_script_runs_over_a_simulated_device() -> None:
+    """Every line of the table, and above it that none is a number of a GPU."""
+    command = [sys.executable, "-m", "bench.gpu", "--simulated", "--seconds", "0.2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("SIMULATED: ")
+    assert "None of these is a number of a GPU" in lines[0]
+    whats = [line.split("|")[1].strip().rstrip("0123456789 xKB,") for line in lines[3:]]
+    assert whats == [
+        *["host to device from a slot"] * 3,
+        "Tiny, 64 connections",
+        "Tiny, device idle between batches",
+        "Tiny, added p50 at one connection",
+        "CUDA shared memory, a request of 6 KB and",
+    ]
+    assert all(line.count("|") == 5 for line in lines[1:])
+
+
 def test_rows_say_whether_the_target_was_reached() -> None:
     assert host.row("a", "1", "2", True) == "| a | 1 | 2 | yes |"
     assert host.row("a", "1", "2", False).endswith("| NO |")
@@ -48,8 +67,8 @@ def test_its_clients_ask_a_server(tmp_path: Path) -> None:
 def test_its_models_have_the_shapes_and_sizes() -> None:
     made = {name: kind() for name, (kind, _, _, _) in models.SHAPES.items()}
     millions = {name: sum(p.numel() for p in one.parameters()) / 1e6 for name, one in made.items()}
-    assert 25 < millions["resnet50"] < 26.5
-    assert 105 < millions["bert-base"] < 112
+    assert 25 < millions["ResNet"] < 26.5
+    assert 105 < millions["Bert"] < 112
     with torch.inference_mode():
-        assert made["resnet50"].eval()(torch.zeros(1, 3, 64, 64)).shape == (1, 1000)
-        assert made["bert-base"].eval()(torch.zeros(1, 8, dtype=torch.int64)).shape == (1, 768)
+        assert made["ResNet"].eval()(torch.zeros(1, 3, 64, 64)).shape == (1, 1000)
+        assert made["Bert"].eval()(torch.zeros(1, 8, dtype=torch.int64)).shape == (1, 768)

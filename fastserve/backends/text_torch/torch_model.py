@@ -12,6 +12,7 @@ from fastserve.backends.text.model import Plan
 from fastserve.backends.text_torch import attention
 from fastserve.backends.text_torch.cache import RowCache
 from fastserve.backends.text_torch.fused import fuse
+from fastserve.backends.text_torch.landing import Landing
 
 _NO_MEMORY = ("can't allocate memory", "not enough memory")
 
@@ -31,6 +32,7 @@ class TorchModel:
         self._model: Any = model if self._fused is None else None
         self._device = cache.data.device
         self._states: torch.Tensor | None = None
+        self._landing = Landing(self._device)
         # Four axes: transformers takes it for a mask that is finished. Attention here does not look at it.
         self._no_mask = torch.zeros(1, 1, 1, 1, device=self._device)
 
@@ -50,8 +52,7 @@ class TorchModel:
         """Hidden states of what the last plan wanted pooled."""
         states, self._states = self._states, None
         assert states is not None
-        found: np.ndarray = states.float().cpu().numpy()
-        return found
+        return self._landing.bring(states.float())
 
     def close(self) -> None:
         """Drops weights and cache."""
@@ -68,8 +69,7 @@ class TorchModel:
         logits, self._states = (self._fused or self._run_plain)(
             tokens, ragged.positions, wanted, pooled, ragged
         )
-        found: np.ndarray = logits.float().contiguous().cpu().numpy()
-        return found
+        return self._landing.bring(logits.float().contiguous())
 
     def _run_plain(
         self,

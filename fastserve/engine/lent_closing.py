@@ -1,0 +1,48 @@
+"""Clients' device memory that workers are letting go of: a client frees it once it is told that it is
+unregistered, and memory that is freed under an open handle is undefined by CUDA.
+
+    await closing.all_closed(asked, handle)      each has said so, or is dead; or it has taken too long
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+
+log = logging.getLogger(__name__)
+
+# A worker lets go of it when what it has on its device has landed. One that takes longer hangs.
+LIMIT_S = 5.0
+Who = tuple[int, int, int]  # version, part, worker
+
+
+class LentClosing:
+    """What is being waited for."""
+
+    def __init__(self) -> None:
+        self._waited: dict[tuple[Who, bytes], asyncio.Future[None]] = {}
+
+    async def all_closed(self, asked: Iterable[Who], handle: bytes) -> None:
+        """Returns when all of those that were asked have closed it, and after LIMIT_S in any case."""
+        loop = asyncio.get_running_loop()
+        futures = [self._waited.setdefault((who, handle), loop.create_future()) for who in asked]
+        if not futures:
+            return
+        _, late = await asyncio.wait(futures, timeout=LIMIT_S)
+        if late:
+            log.warning("%d workers still have a client's GPU memory open that is unregistered", len(late))
+
+    def closed(self, who: Who, handle: bytes) -> None:
+        """One has closed it."""
+        self._settle([(who, handle)])
+
+    def gone(self, who: Who) -> None:
+        """A worker is dead, and what it had open is closed."""
+        self._settle([key for key in self._waited if key[0] == who])
+
+    def _settle(self, keys: list[tuple[Who, bytes]]) -> None:
+        for key in keys:
+            future = self._waited.pop(key, None)
+            if future is not None and not future.done():
+                future.set_result(None)
