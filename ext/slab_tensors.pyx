@@ -8,36 +8,13 @@ own shape is taken where none is given; or a number of bytes, which are left for
 """
 
 cimport cython
-from cpython.buffer cimport PyBUF_ND, PyBUF_READ, PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer, Py_buffer
+from cpython.buffer cimport PyBUF_READ, PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer, Py_buffer
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from cpython.memoryview cimport PyMemoryView_FromMemory, PyMemoryView_FromObject
-from cpython.object cimport PyObject
-from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
-from copying cimport copy_one
+from slab_writing cimport *
 from slot_verbs cimport Arena, arena_attach, slab_holds, slab_lease, worker_owner
-
-cdef extern from "slab_tensors.h" nogil:
-    enum: TENSORS_MAGIC, TENSORS_NOTED, TENSOR_AXES, NOTE_TAIL, DT_NONE, DT_COUNT, DT_BYTES
-    ctypedef enum TensorsFault:
-        TENSORS_FINE, TENSORS_NONE, TENSORS_TABLE, TENSORS_SIZE, TENSORS_NOTE
-    ctypedef struct TensorsHead:
-        uint32_t magic, count
-    ctypedef struct TensorEntry:
-        uint16_t number
-        uint8_t code, rank
-        uint32_t unused
-        uint64_t offset, bytes
-        int64_t* shape
-    uint64_t tensors_align(uint64_t)
-    uint64_t tensors_body_at(uint64_t)
-    TensorsFault tensors_head(const uint8_t*, uint64_t, TensorsHead*)
-    TensorsFault tensors_entry(const uint8_t*, uint64_t, uint32_t, TensorEntry*)
-    TensorsFault tensors_note(const uint8_t*, uint64_t, const TensorsHead*, uint64_t*, uint32_t*)
-
-cdef extern from "Python.h":
-    Py_ssize_t Py_REFCNT(PyObject*)
-    PyObject* PyList_GET_ITEM(list, Py_ssize_t)
 
 MAX_RANK = TENSOR_AXES
 
@@ -51,11 +28,6 @@ cdef tuple FAULTS = (
 
 
 # --- in ---------------------------------------------------------------------------------------------
-
-ctypedef struct Piece:
-    Py_buffer view
-    TensorEntry entry
-
 
 @cython.final
 @cython.freelist(8)
@@ -81,56 +53,16 @@ cdef class Pieces:
         self.nbytes = tensors_body_at(self.count)
         for i in range(self.count):
             self.take_one(&self.at[i], tensors[i])
-            self.nbytes += tensors_align(self.at[i].entry.bytes)
+            self.held += 1
+            self.nbytes = place_piece(&self.at[i], self.nbytes)
         return 0
 
     cdef int take_one(self, Piece* piece, tuple tensor) except -1:
-        cdef int axis
         number, code, shape, data = tensor
-        memset(&piece.entry, 0, sizeof(TensorEntry))
-        piece.entry.number, piece.entry.code = number, code
+        begin_piece(piece, number, code)
         if type(data) is int:
-            memset(&piece.view, 0, sizeof(Py_buffer))       # which is nobody's to release
-            piece.view.len = data
-        else:
-            PyObject_GetBuffer(data, &piece.view, PyBUF_ND)
-        self.held += 1
-        piece.entry.offset, piece.entry.bytes = self.nbytes, piece.view.len
-        if shape is None:
-            self.check_rank(piece, piece.view.ndim)
-            for axis in range(piece.view.ndim):
-                piece.entry.shape[axis] = piece.view.shape[axis]
-            return 0
-        self.check_rank(piece, len(<tuple>shape))
-        for axis in range(piece.entry.rank):
-            piece.entry.shape[axis] = (<tuple>shape)[axis]
-        return 0
-
-    cdef int check_rank(self, Piece* piece, Py_ssize_t rank) except -1:
-        if rank > TENSOR_AXES:
-            raise ValueError(f"a tensor has at most {TENSOR_AXES} axes, not {rank}")
-        piece.entry.rank = rank
-        return 0
-
-    cdef int write(self, uint8_t* slab, uint64_t size, bytes note) except -1:
-        """The note ends where the slab does."""
-        cdef TensorsHead head
-        cdef Py_ssize_t i
-        cdef uint32_t note_bytes = len(note)
-        head.magic, head.count = TENSORS_NOTED if note_bytes else TENSORS_MAGIC, self.count
-        memcpy(slab, &head, sizeof(TensorsHead))
-        for i in range(self.count):
-            memcpy(slab + sizeof(TensorsHead) + i * sizeof(TensorEntry), &self.at[i].entry, sizeof(TensorEntry))
-            if self.at[i].view.buf != NULL:
-                copy_one(slab + self.at[i].entry.offset, <const uint8_t*>self.at[i].view.buf, self.at[i].view.len)
-        if note_bytes:
-            memcpy(slab + size - NOTE_TAIL, &note_bytes, NOTE_TAIL)
-            memcpy(slab + size - NOTE_TAIL - note_bytes, <const char*>note, note_bytes)
-        return 0
-
-
-cdef inline uint64_t with_note(uint64_t nbytes, bytes note):
-    return nbytes + len(note) + NOTE_TAIL if note else nbytes
+            return take_memory(piece, NULL, data, shape)
+        return take_buffer(piece, data, shape)
 
 
 def measure(tensors, bytes note not None=b"") -> int:
@@ -171,7 +103,7 @@ def write(slab, tensors, bytes note not None=b"") -> None:
     try:
         if <uint64_t>room.len < with_note(pieces.nbytes, note):
             raise ValueError(f"{room.len} bytes of room for {with_note(pieces.nbytes, note)}")
-        pieces.write(<uint8_t*>room.buf, room.len, note)
+        write_pieces(pieces.at, pieces.count, <uint8_t*>room.buf, room.len, note)
     finally:
         PyBuffer_Release(&room)
 
@@ -182,15 +114,6 @@ cdef int check(TensorsFault fault) except -1:
     if fault != TENSORS_FINE:
         raise ValueError(FAULTS[<int>fault])
     return 0
-
-
-cdef inline tuple shape_of(const TensorEntry* entry):
-    cdef int axis
-    if entry.rank == 1:
-        return (entry.shape[0],)
-    if entry.rank == 2:
-        return (entry.shape[0], entry.shape[1])
-    return tuple([entry.shape[axis] for axis in range(entry.rank)])
 
 
 def read(slab not None) -> list:
@@ -259,7 +182,7 @@ cdef class SlabDesk:
         cdef uint64_t nbytes = with_note(pieces.nbytes, note)
         cdef uint64_t offset = slab_lease(&self.arena.slabs, nbytes, self.owner)
         if offset:
-            pieces.write(self.arena.slabs.base + offset, nbytes, note)
+            write_pieces(pieces.at, pieces.count, self.arena.slabs.base + offset, nbytes, note)
         return offset, nbytes
 
     def read(self, uint64_t offset, uint64_t nbytes) -> tuple:
@@ -291,13 +214,3 @@ cdef class SlabDesk:
             found.append((entry.number, entry.code, shape, data))
         note = (<const char*>slab)[note_at : note_at + note_bytes] if note_bytes else b""
         return found, note
-
-
-def still_held(list objects not None) -> list:
-    """Those of the list's objects that something besides the list refers to."""
-    cdef Py_ssize_t i
-    held = []
-    for i in range(len(objects)):
-        if Py_REFCNT(PyList_GET_ITEM(objects, i)) > 1:
-            held.append(objects[i])
-    return held

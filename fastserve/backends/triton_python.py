@@ -88,8 +88,8 @@ class TritonPythonBackend:
         """The responses, None when the model sends them itself. Raises what the model raises; `failed` gets
         what an asynchronous decoupled model raises later."""
         answer = self._model.execute(requests)
-        if not inspect.isawaitable(answer):
-            return answer  # type: ignore[no-any-return]
+        if type(answer) is list or not inspect.isawaitable(answer):
+            return answer
         running = asyncio.run_coroutine_threadsafe(_finish(answer), self._event_loop())
         if not self.decoupled:
             return running.result()  # type: ignore[no-any-return]

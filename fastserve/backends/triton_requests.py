@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import IntEnum
-from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
+from fastserve._ext.triton_requests import Outputs, WholeRequest
 from fastserve.backends.triton_tensor import Tensor, TritonModelException
-from fastserve.codec.notes import RequestNote
 from fastserve.errors import Kind
 
 REQUEST_SEQUENCE_START, REQUEST_SEQUENCE_END = 1, 2
@@ -73,46 +72,31 @@ class PreferredMemory:
         self.memory_type, self.device_id = preferred_memory_type, preferred_device_id
 
 
-class InferenceResponse:
+class InferenceResponse(Outputs):
     """Output tensors, or an error in their place; parameters are scalars by name."""
 
-    __slots__ = ("_error", "_parameters", "_tensors")
-
-    def __init__(
-        self,
-        output_tensors: Iterable[Tensor] = (),
-        error: TritonError | str | None = None,
-        parameters: Mapping[str, Any] | str | None = None,
-    ) -> None:
-        self._tensors = list(output_tensors or ())
-        self._error = TritonError(error) if isinstance(error, str) else error
-        self._parameters = _read_parameters(parameters) if parameters else {}
-        for tensor in self._tensors:
-            if not isinstance(tensor, Tensor):
-                raise TritonModelException(f"an output tensor must be a Tensor, not {type(tensor).__name__}")
-        if self._error is not None and not isinstance(self._error, TritonError):
-            raise TritonModelException("error must be a TritonError")
-
-    def output_tensors(self) -> list[Tensor]:
-        """The outputs; empty for an error."""
-        return self._tensors
-
-    def has_error(self) -> bool:
-        """Whether it is an error."""
-        return self._error is not None
-
-    def error(self) -> TritonError | None:
-        """The error, None for an answer."""
-        return self._error
+    __slots__ = ()
 
     def parameters(self) -> str:
         """Its parameters, as JSON."""
-        return json.dumps(self._parameters)
+        return json.dumps(self._parameters or {})
 
     @property
     def plain_parameters(self) -> dict[str, Any]:
         """The same as values."""
-        return self._parameters
+        return self._parameters or {}
+
+    def _read_parameters(self, given: Mapping[str, Any] | str) -> dict[str, Any]:
+        return _read_parameters(given)
+
+    def _read_error(self, given: Any) -> TritonError:
+        error = TritonError(given) if isinstance(given, str) else given
+        if not isinstance(error, TritonError):
+            raise TritonModelException("error must be a TritonError")
+        return error
+
+    def _refuse(self, tensor: object) -> NoReturn:
+        raise TritonModelException(f"an output tensor must be a Tensor, not {type(tensor).__name__}")
 
 
 class Reply(Protocol):
@@ -171,20 +155,10 @@ class bls:
     threads: ThreadPoolExecutor | None = None
 
 
-class InferenceRequest:
+class InferenceRequest(WholeRequest):
     """One request: either the server's, or one the model makes to call another model with exec()."""
 
-    # What most requests do not say; those of the server have it from here.
-    _request_id = ""
-    _correlation_id: int | str = 0
-    _flags = _timeout_us = _priority = 0
-    _parameters: Mapping[str, Any] = MappingProxyType({})
     preferred: PreferredMemory | None = None
-    _reply: Reply | None = None
-    _model: str
-    _version: int
-    _outputs: list[str]
-    _inputs: dict[str, Tensor]
 
     def __init__(
         self,
@@ -217,26 +191,6 @@ class InferenceRequest:
         self._parameters = _read_parameters(parameters)
         self.preferred = preferred_memory
 
-    def inputs(self) -> list[Tensor]:
-        """The input tensors, in the model's order."""
-        return list(self._inputs.values())
-
-    def input_by_name(self, name: str) -> Tensor | None:
-        """The input of that name, None when the request has none."""
-        return self._inputs.get(name)
-
-    def request_id(self) -> str:
-        """The caller's own id, "" for none."""
-        return self._request_id
-
-    def correlation_id(self) -> int | str:
-        """The sequence it belongs to, 0 for none."""
-        return self._correlation_id
-
-    def flags(self) -> int:
-        """REQUEST_SEQUENCE_START and _END."""
-        return self._flags
-
     def set_flags(self, flags: int) -> None:
         """Before exec()."""
         self._flags = flags
@@ -251,11 +205,7 @@ class InferenceRequest:
 
     def parameters(self) -> str:
         """Its parameters, as JSON."""
-        return json.dumps(dict(self._parameters))
-
-    def requested_output_names(self) -> set[str]:
-        """The wanted outputs; all the model has, where the caller named none."""
-        return set(self._outputs)
+        return json.dumps(self.plain_parameters)
 
     def model_name(self) -> str:
         """The model it is for."""
@@ -276,7 +226,7 @@ class InferenceRequest:
     @property
     def plain_parameters(self) -> dict[str, Any]:
         """Its parameters as values."""
-        return dict(self._parameters)
+        return dict(self._parameters or {})
 
     # --- requests of the server ---
 
@@ -361,26 +311,3 @@ def _read_parameters(given: Mapping[str, Any] | str | None) -> dict[str, Any]:
         if not isinstance(value, str | int | float):
             raise TritonModelException(f"parameter '{name}' must be a string, a number or a bool")
     return parameters
-
-
-def incoming(
-    model: tuple[str, int],
-    inputs: dict[str, Tensor],
-    outputs: list[str],
-    note: RequestNote | None,
-    reply: Reply,
-) -> InferenceRequest:
-    """A request of the server: its tensors, the names it may answer with, and its note, if it has one."""
-    request = InferenceRequest.__new__(InferenceRequest)
-    request._model, request._version = model
-    request._inputs, request._outputs = inputs, outputs
-    request._reply = reply
-    if note is None:
-        return request
-    request._request_id = note.request_id
-    request._correlation_id = note.sequence_id
-    request._flags = note.flags
-    request._timeout_us = note.timeout_us
-    request._priority = note.priority
-    request._parameters = note.parameters
-    return request

@@ -1,4 +1,5 @@
-"""Tensors of Triton's Python API: a name and an array.
+"""Tensors of Triton's Python API: a name and an array. What every request needs of them is compiled
+(`_ext.triton_requests`).
 
 A model may write into what it is given (`x /= 255`). Tensors that arrive lie in memory that is read again, by
 a second run of the batch or by another model, so they are lent: the first look makes a copy of the model's
@@ -13,8 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fastserve._ext.triton_requests import KINDS, SlabTensor
 from fastserve.backends import dlpack
-from fastserve.backends.triton_types import BF16, BY_NUMPY, STRING
+from fastserve.backends.triton_types import BY_NUMPY, STRING
 
 Array = NDArray[Any]
 _OBJECT = np.dtype(object)
@@ -25,44 +27,22 @@ class TritonModelException(Exception):
     """What the API raises when a model uses it wrongly."""
 
 
-class Tensor:
-    """One tensor. Its array is the model's to write into; strings are arrays of bytes."""
+KINDS.update(BY_NUMPY)
 
-    __slots__ = ("_array", "_kind", "_lent", "_name")
 
-    def __init__(self, name: str, numpy_array: Array) -> None:
-        """Raises TritonModelException when the array is none, or has no Triton type."""
-        number = BY_NUMPY.get(numpy_array.dtype) if type(numpy_array) is np.ndarray else None
-        if number is None:
-            numpy_array, number = _adapt(name, numpy_array)
-        self._name, self._array, self._kind, self._lent = name, numpy_array, number, False
+class Tensor(SlabTensor):
+    """One tensor. Its array is the model's to write into; strings are arrays of bytes.
+
+    Made of a name and an array; raises TritonModelException when it is none, or has no Triton type."""
+
+    __slots__ = ()
 
     @classmethod
     def made_of(cls, name: str, array: Array, kind: int, lent: bool = False) -> Tensor:
         """One whose array is of Triton type `kind`, as is known; a `lent` one is copied at the first look."""
         tensor = cls.__new__(cls)
-        tensor._name, tensor._array, tensor._kind, tensor._lent = name, array, kind, lent
+        tensor._hold(name, array, kind, lent)
         return tensor
-
-    def name(self) -> str:
-        """The tensor's name."""
-        return self._name
-
-    def as_numpy(self) -> Array:
-        """The array, the same at every call. Raises TritonModelException for BF16, which numpy has not."""
-        if self._kind == BF16:
-            raise TritonModelException(
-                f"tensor '{self._name}' is BF16, which numpy cannot hold; use to_dlpack()"
-            )
-        return self._own() if self._lent else self._array
-
-    def triton_dtype(self) -> int:
-        """The number of its datatype."""
-        return self._kind
-
-    def shape(self) -> list[int]:
-        """Its full shape."""
-        return list(self._array.shape)
 
     def is_cpu(self) -> bool:
         """Whether its memory is the host's."""
@@ -72,7 +52,7 @@ class Tensor:
         """A DLPack capsule over the same memory. Raises TritonModelException for strings."""
         if self._kind == STRING:
             raise TritonModelException("DLPack does not support string tensors")
-        return dlpack.lend(self._own() if self._lent else self._array, self._kind)
+        return dlpack.lend(self._own(), self._kind)
 
     def __dlpack__(self, *, stream: Any = None, **_: Any) -> Any:
         return self.to_dlpack()
@@ -98,16 +78,13 @@ class Tensor:
         return Tensor.made_of(name, array, kind)
 
     def __repr__(self) -> str:
-        return f"<Tensor {self._name!r} {self._kind} {list(self._array.shape)}>"
+        return f"<Tensor {self._name!r} {self._kind} {self.shape()}>"
 
-    @property
-    def raw(self) -> Array:
-        """The array whatever its type, to be read only: BF16 as its bits in uint16."""
-        return self._array
+    def _adapt(self, name: str, given: Any) -> tuple[Array, int]:
+        return _adapt(name, given)
 
-    def _own(self) -> Array:
-        self._array, self._lent = self._array.copy(), False
-        return self._array
+    def _refuse(self) -> None:
+        raise TritonModelException(f"tensor '{self._name}' is BF16, which numpy cannot hold; use to_dlpack()")
 
 
 def _adapt(name: str, given: Any) -> tuple[Array, int]:

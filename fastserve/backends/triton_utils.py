@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastserve._ext.flatten import pack_bytes, unpack_bytes
+from fastserve._ext.triton_requests import get_input_tensor_by_name
 from fastserve.backends import wishes
 from fastserve.backends.triton_metrics import Metric, MetricFamily, MetricKind
 from fastserve.backends.triton_model_config import ModelConfig
@@ -67,12 +68,8 @@ __all__ = [
     "Tensor",
     "TritonError",
     "TritonModelException",
+    "get_input_tensor_by_name",
 ]
-
-
-def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | None:
-    """The request's input of that name, None when it has none."""
-    return inference_request.input_by_name(name)
 
 
 def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) -> Tensor | None:

@@ -32,7 +32,7 @@ from fastserve.workers.arena import Arena
 from fastserve.workers.arrays import open_desk, read_array
 from fastserve.workers.control import Control, ControlFault, PeerGone
 from fastserve.workers.replies import Kept
-from fastserve.workers.requests import KINDS, STRINGS, to_entry
+from fastserve.workers.request_desk import KINDS, STRINGS, to_entry
 from fastserve.workers.wishes import in_pieces
 
 if TYPE_CHECKING:

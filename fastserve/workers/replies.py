@@ -12,21 +12,20 @@ batch counts one for execute() and one for each reply that has not ended.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fastserve._ext.slab_tensors import SlabDesk, still_held
+from fastserve._ext.triton_requests import OneReply, SlotRun
 from fastserve.backends.triton_requests import KINDS, InferenceResponse
 from fastserve.backends.triton_tensor import TritonModelException
 from fastserve.codec.notes import AnswerNote, write_note
 from fastserve.errors import Kind, ServeError
+from fastserve.workers.request_desk import Desk, Packed
 
 if TYPE_CHECKING:
     from fastserve._ext.batch_ring import BatchRing
-    from fastserve._ext.slab_tensors import Entry
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +40,6 @@ UNENDED = "the model let go of this request without a final response: its answer
 NO_ROOM = "a response of {} bytes found no room (max_queue_bytes)"
 TWICE = "Unable to send response. Non-decoupled model cannot send more than one response."
 
-Packed = tuple[list["Entry"], bytes]  # outputs, their note
-Pack = Callable[[InferenceResponse, list[str]], Packed]
 Found = TypeVar("Found")
 
 
@@ -62,55 +59,23 @@ class Kept:
             self._home.discard(self)
 
 
-class Batch:
+class Batch(SlotRun):
     """A slot that runs here."""
 
-    def __init__(self, ring: BatchRing, desk: SlabDesk, slot: int, places: int, kept: set[Kept]) -> None:
-        self.ring, self.desk, self.slot = ring, desk, slot
-        self.views: list[tuple[int, list[Any]]] = []  # by row: arrays over its input slab
+    def __init__(self, ring: BatchRing, desk: Desk, slot: int, places: int, kept: set[Kept]) -> None:
+        super().__init__(ring, desk, slot, places)
         self._kept = kept
-        self._open = 1 + places
-        self.lock = threading.RLock()  # a reply may be collected, and so end, while its batch settles
 
-    def settle(self) -> None:
-        """One of those counted is done; the last one publishes the batch."""
-        with self.lock:
-            self._open -= 1
-            last = self._open == 0
-        if last:
-            self._keep_what_is_seen()
-            self.ring.publish(self.slot)
-
-    def _keep_what_is_seen(self) -> None:
-        for row, views in self.views:
-            held = still_held(views)
-            if held and (offset := self.ring.keep_inputs(self.slot, row)):
-                Kept(self.ring, offset, held, self._kept)
-        self.views.clear()
+    def _keep(self, row: int, arrays: list[Any]) -> None:
+        offset = self.ring.keep_inputs(self.slot, row)
+        if offset:
+            Kept(self.ring, offset, arrays, self._kept)
 
 
-class Reply:
+class Reply(OneReply):
     """See triton_requests.Reply. `wanted` are the outputs that go back."""
 
-    __slots__ = ("__weakref__", "_batch", "_pack", "_row", "_sent", "decoupled", "ended", "wanted")
-
-    def __init__(self, batch: Batch, row: int, pack: Pack, *, decoupled: bool) -> None:
-        self.decoupled, self.ended = decoupled, False
-        self.wanted: list[str] = []
-        self._batch, self._row, self._pack = batch, row, pack
-        self._sent = 0
-
-    def send(self, response: InferenceResponse | None, final: bool) -> None:
-        """Blocks while the reader of parts is behind. Raises TritonModelException for a second answer where
-        there is one, and for tensors that cannot travel."""
-        if self.decoupled:
-            self._send_part(response, final)
-        elif response is not None:
-            if self._sent:
-                raise TritonModelException(TWICE)
-            self._place(*self._packed(response))
-        if final:
-            self._end()
+    __slots__ = ()
 
     def fail(self, kind: Kind, text: str) -> None:
         """An error instead of whatever is still to come."""
@@ -123,7 +88,7 @@ class Reply:
             elif not self._sent:
                 self._place(kind.value, packed)
         finally:
-            self._end()
+            self.end()
 
     @property
     def open(self) -> bool:
@@ -134,46 +99,30 @@ class Reply:
         """Whether nobody waits for this request any more."""
         return not self.ended and not self._batch.ring.waits(self._batch.slot, self._row)
 
-    def __del__(self) -> None:
-        if not self.ended:  # the model let go of request and sender without a final word
-            try:
-                self._abandon()
-            except Exception:  # a destructor's exception would go nowhere
-                log.exception("a request the model has forgotten could not be ended")
-
     def _abandon(self) -> None:
-        if self.decoupled:
-            self.fail(Kind.INTERNAL, UNENDED if self._sent else SILENT)
-        elif self._sent:
-            self._end()
-        else:
-            self.fail(Kind.INTERNAL, SILENT)
-
-    def _end(self) -> None:
-        with self._batch.lock:
-            if self.ended:
-                return
-            self.ended = True
+        """The model has let go of it."""
         try:
-            if not self.decoupled and not self._sent:
-                self._place(Kind.INTERNAL.value, ([], error_note(Kind.INTERNAL, SILENT)))
-        finally:
-            self._batch.settle()
+            if self.decoupled:
+                self.fail(Kind.INTERNAL, UNENDED if self._sent else SILENT)
+            elif self._sent:
+                self.end()
+            else:
+                self.fail(Kind.INTERNAL, SILENT)
+        except Exception:  # a destructor's exception would go nowhere
+            log.exception("a request the model has forgotten could not be ended")
+
+    def _silent(self) -> None:
+        self._place(Kind.INTERNAL.value, ([], error_note(Kind.INTERNAL, SILENT)))
+
+    def _twice(self) -> None:
+        raise TritonModelException(TWICE)
 
     # --- one answer ---
-
-    def _place(self, status: int, packed: Packed) -> None:
-        self._sent = 1
-        batch = self._batch
-        offset, size = batch.desk.put(*packed)
-        if offset == 0:
-            status, size = status or Kind.RESOURCE_EXHAUSTED.value, 0
-        batch.ring.answer_place(batch.slot, self._row, status, offset, size)
 
     def _packed(self, response: InferenceResponse) -> tuple[int, Packed]:
         error = response._error
         if error is None:
-            return 0, self._pack(response, self.wanted)
+            return 0, self._batch.desk.pack(response, self.wanted)
         code = error.code()
         kind = KINDS[code] if 0 <= code < len(KINDS) else Kind.INTERNAL
         return kind.value, ([], error_note(kind, error.message()))
