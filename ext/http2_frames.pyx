@@ -78,6 +78,7 @@ cdef class FrameReader:
     """One direction of a connection, from its preface on. `settled`: the client's first SETTINGS has come."""
 
     cdef Http2Reader* reader
+    cdef readonly uint32_t resets       # RST_STREAM frames in what was read last
 
     def __cinit__(self, uint32_t most_frame, uint32_t most_block, uint32_t most_parts):
         self.reader = new Http2Reader(most_frame, most_block, most_parts)
@@ -98,6 +99,7 @@ cdef class FrameReader:
         """The frames in the first `nbytes` of `data`, and those that these bytes complete."""
         cdef Py_buffer view
         cdef list events = []
+        self.resets = 0
         PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
         try:
             if nbytes < 0 or nbytes > view.len:
@@ -132,6 +134,7 @@ cdef class FrameReader:
                 stop += 1
             else:
                 first = stop = 0
+                self.resets += event.kind == H2_RST_STREAM
             events.append(describe(&event, data, begin))
 
 

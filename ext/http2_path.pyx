@@ -82,6 +82,7 @@ cdef class Http2Path:
 
     def buffer_updated(self, Py_ssize_t nbytes) -> None:
         cdef tuple event
+        cdef list events
         if self.over:
             self._drop(nbytes)
             return
@@ -90,7 +91,10 @@ cdef class Http2Path:
         if self._lifetime is not None:
             self._lifetime.heard = True
         try:
-            for event in <list?>self._reader.read(self._scratch, nbytes):
+            events = self._reader.read(self._scratch, nbytes)
+            if self._reader.resets:
+                events = self._retracted(events)
+            for event in events:
                 if <int>event[0] == WHOLE_REQUEST:
                     self._credit -= <int64_t>event[4]
                     if self._credit < self._low:

@@ -21,6 +21,7 @@ HEAD_BYTES: int
 class FrameReader:
     settled: bool
     waits: bool
+    resets: int
     def __init__(self, most_frame: int, most_block: int, most_parts: int) -> None: ...
     def read(self, data: Buffer, nbytes: int) -> list[tuple[int, Any, int, Any, int]]: ...
 

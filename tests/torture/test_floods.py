@@ -2,9 +2,10 @@
 that asks as fast as it is answered, and beside the same flood poured into a socket that only reads.
 
 The last is what a client costs that never waits, whatever server it sends to: on a machine of two cores a
-bystander feels it first of all. It and the ordinary client are the measure, and they take turns. Where others
-have the machine too, turns of one kind differ by more than is asked here: a median that some turn of the
-measure has reached says nothing against the server. What the bystander's times are alone is printed.
+bystander feels it first of all. It and the ordinary client are the measure. Each turn of a flood is compared
+with the turns beside it, and the median of these ratios counts: what the machine does meanwhile is in both.
+Where others have the machine too, ratios differ by more than is asked here, so a series that fails is run
+again, twice; what a flood costs in CPU time, tests/faults/test_flood_costs.py holds on any machine.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tests.running import QUICK_DEMO, Running
 
 # `lingers`: multiprocessing keeps its tracker.
 pytestmark = [pytest.mark.torture, pytest.mark.alone, pytest.mark.lingers]
-TURN_S, TURNS = 1.0, 6
+TURN_S, TURNS, SERIES = 1.0, 6, 3
 SLOWER = 1.2
 PREDICT = "/v1/models/half_plus_two:predict"
 BODY = b'{"instances": [1.0, 2.0, 5.0]}'
@@ -118,21 +119,28 @@ def beside(work: Callable[..., None], *args: str) -> Iterator[None]:
         process.join()
 
 
+def felt(server: Running, name: str) -> float:
+    """How much slower the bystander is beside a flood than beside the slower of the two others."""
+    ratios = []
+    for _ in range(TURNS):
+        alone = p99_us(server)
+        with sink() as place, beside(flood_for_good, place, name):
+            pouring = p99_us(server)
+        with beside(flood_for_good, server.http, name):
+            flood = p99_us(server)
+        with beside(ask_for_good, server.http):
+            client = p99_us(server)
+        ratios.append(flood / max(pouring, client))
+        print(
+            f"{name}: p99 {alone:,.0f} us alone, {client:,.0f} beside a client, "
+            f"{pouring:,.0f} beside a sink's, {flood:,.0f} beside it"
+        )
+    return statistics.median(ratios)
+
+
 @pytest.mark.parametrize("name", FLOODS)
 def test_a_flood_is_felt_no_more_than_a_client(server: Running, name: str) -> None:
-    quiet, asked, poured, flooded = [], [], [], []
-    for _ in range(TURNS):
-        quiet.append(p99_us(server))
-        with sink() as place, beside(flood_for_good, place, name):
-            poured.append(p99_us(server))
-        with beside(ask_for_good, server.http):
-            asked.append(p99_us(server))
-        with beside(flood_for_good, server.http, name):
-            flooded.append(p99_us(server))
-    alone, client, pouring, flood = (statistics.median(times) for times in (quiet, asked, poured, flooded))
-    noise = max(*asked, *poured)
-    print(
-        f"{name}: p99 {alone:,.0f} us alone, {client:,.0f} beside a client, {pouring:,.0f} beside a sink's "
-        f"(turns up to {noise:,.0f}), {flood:,.0f} beside it"
-    )
-    assert flood < max(SLOWER * max(client, pouring), noise)
+    found: list[float] = []
+    while len(found) < SERIES and (not found or found[-1] >= SLOWER):
+        found.append(felt(server, name))
+    assert min(found) < SLOWER, found

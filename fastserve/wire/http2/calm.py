@@ -5,7 +5,7 @@ A request that is answered earns more than the frames around it cost; what a cli
 free, and each look of the listener, about once a second, gives some back. Who is out of it is told
 ENHANCE_YOUR_CALM.
 
-    rapid reset: a request and RST_STREAM cost RESET, 33 a second for good, as nghttp2 allows
+    rapid reset: a request and RST_STREAM cost RESET, 33 a second for good, as nghttp2 allows (retract.py)
     a window opened byte by byte costs UPDATE a byte; a frame of DATA that is worth one earns it back
 """
 
@@ -18,6 +18,7 @@ DATA_SENT = 2  # earned: a client tells of two windows for it
 USEFUL_BYTES = 1024  # a frame of DATA that is neither this long nor the end of something earns nothing
 BOMB = 100  # a header list over the limit: it was read to its end for the table's sake
 RESET, REFUSED, MALFORMED, SETTINGS = 3, 2, 3, 4
+BROKEN = 20  # a frame that is wrong on a stream whose request may have reached a model: no client means that
 PING = UPDATE = PRIORITY = EMPTY = LATE = UNKNOWN = 1
 TOO_MANY_PINGS = "too_many_pings"  # what clients of gRPC look for, to ping less often from then on
 LINGER_BYTES = 1 << 20  # read off and dropped after the end, so that a reset cannot eat GOAWAY

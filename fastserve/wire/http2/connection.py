@@ -24,6 +24,7 @@ from fastserve.wire.http2.errors import ConnectionFault, ErrorCode
 from fastserve.wire.http2.growth import Growth
 from fastserve.wire.http2.intake import DONE, WHOLE, Intake
 from fastserve.wire.http2.lifetime import ANSWER_S, DRAIN, PATIENCE_S, Lifetime
+from fastserve.wire.http2.retract import RETRACTED, Event, retract
 from fastserve.wire.http2.sending import Sending
 from fastserve.wire.http2.settings import CONNECTION_WINDOW, FIRST_WINDOW, MOST_WINDOW
 from fastserve.wire.http2.stream import Stream
@@ -104,6 +105,10 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
         else:
             self._control(kind, flags, number, payload, value)
 
+    def _retracted(self, events: list[Event]) -> list[Event]:
+        """What was read, and RST_STREAM in it."""
+        return retract(events, self.intake.last)
+
     def _fault(self, error: Exception) -> None:
         """What reading has ended with: a fault of the connection, or one of ours, which the loop reports."""
         if not isinstance(error, ConnectionFault):
@@ -123,9 +128,12 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
             if number:
                 self.intake.window(number, value)
             else:
-                self._widened(value)
+                self.sending.widen(value)
         elif kind == kinds.RST_STREAM:
             self.intake.reset(number)
+        elif kind == RETRACTED:
+            self._spend_window(value)
+            self.intake.retract(number, payload, flags)
         elif kind == kinds.SETTINGS:
             self._take_settings(flags, payload)
         elif kind == kinds.PING:
@@ -155,12 +163,6 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
                 self.sending.frame_bytes = value
             elif name == settings.HEADER_TABLE_SIZE:
                 self.sending.shrink_table(value)
-
-    def _widened(self, increment: int) -> None:
-        self.sending.window += increment
-        if self.sending.window > MOST_WINDOW:
-            raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, "the connection's window above 2^31-1")
-        self.sending.pump()
 
     def _ping(self, flags: int, payload: bytes) -> None:
         if not flags & ACK:

@@ -11,6 +11,7 @@ is remembered with its head until the next one that does: then a request costs n
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
@@ -228,7 +229,7 @@ class Intake(IntakePath):
             self._fail(stream, fault)
 
     def _fail(self, stream: Stream, fault: StreamFault) -> None:
-        self._connection.spend(calm.MALFORMED)
+        self._connection.spend(calm.BROKEN)
         if not stream.closed:
             service = stream.service
             self._connection.reset(stream, fault.code)
@@ -251,6 +252,16 @@ class Intake(IntakePath):
         self._connection.spend(calm.RESET)
         self.drop(stream)
         stream.service.gone(stream)
+
+    def retract(self, number: int, block: bytes, cost: int) -> None:
+        """HEADERS of a stream that was reset before it was looked at."""
+        self._connection.spend(cost)
+        if number > self.last + 2:
+            self._note_skipped(number)
+        self.last = max(number, self.last)
+        with contextlib.suppress(HpackFault):  # too large a list: nobody is to be told
+            if block not in self.blocks:
+                self._decode(block)
 
     def window(self, number: int, increment: int) -> None:
         """WINDOW_UPDATE of a stream."""

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from fastserve._ext.http2_frames import CONTINUATION, DATA, HEADERS, frame, frame_head
 from fastserve._ext.http2_path import SendingPath
 from fastserve.wire.http2 import calm
-from fastserve.wire.http2.settings import FIRST_WINDOW, LEAST_FRAME_BYTES
+from fastserve.wire.http2.errors import ConnectionFault, ErrorCode
+from fastserve.wire.http2.settings import FIRST_WINDOW, LEAST_FRAME_BYTES, MOST_WINDOW
 from fastserve.wire.http2.stream import Outbox, Piece, Stream
 
 if TYPE_CHECKING:
@@ -42,6 +43,13 @@ class Sending(SendingPath):
         self._turns: deque[Stream] | None = None
         self._table = TABLE_BYTES
         self.frame_bytes = LEAST_FRAME_BYTES
+
+    def widen(self, increment: int) -> None:
+        """The client takes so many bytes more on all streams together."""
+        self.window += increment
+        if self.window > MOST_WINDOW:
+            raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, "the connection's window above 2^31-1")
+        self.pump()
 
     def _reply_in_parts(self, stream: Stream, block: bytes, body: bytes, trailers: bytes) -> None:
         self.head(stream, block)
