@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from bench.load import grps_load, h2_load, h2load, idle, measure, table, v2_load, wrk
+from bench.load import grps_load, h2_load, h2load, idle, measure, stream_load, table, v2_load, wrk
 from bench.load.measure import Plan
 from bench.workloads import WORKLOADS
 
@@ -23,6 +23,7 @@ V1 = ["v1-tiny", "v1-image"]
 PARTS = [
     *WORKLOADS, *h2_load.PARTS, *idle.PARTS, *v2_load.PARTS, *GRPC, *TFS_GRPC, *CLIENT, *V1,
     *grps_load.PARTS,
+    *stream_load.PARTS,
     "latency", "frontends", "memory", "codec",
 ]  # fmt: skip
 GROUPS = {"http2": [*h2_load.PARTS, *CLIENT, *idle.PARTS]}
@@ -43,6 +44,8 @@ def rows(part: str, plan: Plan, subject: measure.Start, soak: int) -> list[table
         return [v2_load.row(part, plan)]
     if part in grps_load.PARTS:
         return [grps_load.row(part, plan)]
+    if part in stream_load.PARTS:
+        return [stream_load.row(part, plan)]
     if part in h2_load.PARTS:
         return [h2_load.row(part, plan)]
     if part in idle.PARTS:

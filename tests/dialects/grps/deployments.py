@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 INFERER = """
+import random
 import time
 from pathlib import Path
 from grps_framework.apis import grps_pb2
@@ -67,9 +68,10 @@ class Echo(ModelInferer):
             return None
         word, _, count = said.partition("*")
         if count.isdigit():  # w*3: three messages that say when they were sent
+            time.sleep(random.random() / 10)
             for n in range(int(count)):
                 context.stream_respond(GrpsMessage(str_data=f"{n} {time.monotonic_ns()}"))
-                time.sleep(0.005)
+                time.sleep(0.1)  # of 200 streams that leaves the cores idle most of the time
             return None
         if said == "big":
             for n in range(200):

@@ -19,7 +19,7 @@ from tests.dialects.grps.rig import JSON, PREDICT, Deployed, deployed, settings_
 from tests.dialects.grps.test_vectors import documents
 from tests.running import until
 
-STREAMS, MESSAGES = 200, 20
+STREAMS, MESSAGES = 200, 10
 STREAMING = PREDICT + "?streaming=true"
 
 
@@ -71,7 +71,7 @@ def test_every_message_is_a_chunk(served: Deployed) -> None:
 
 
 def test_many_streams_at_once_are_told_at_once(served: Deployed) -> None:
-    """The bound is wide: it says that nothing is gathered up. docs/benchmarks.md has what was measured."""
+    """The bound is wide: it says that nothing is gathered up. `bench.load grps-stream-200` measures."""
 
     async def work() -> list[list[tuple[int, bytes]]]:
         body = {"str_data": f"tell*{MESSAGES}"}
@@ -82,7 +82,7 @@ def test_many_streams_at_once_are_told_at_once(served: Deployed) -> None:
         said = [json.loads(data)["str_data"].split() for _, data in stream]
         assert [int(number) for number, _ in said] == list(range(MESSAGES))
         late += [came - int(sent) for (came, _), (_, sent) in zip(stream, said, strict=True)]
-    assert statistics.median(late) < 2e9
+    assert statistics.median(late) < 2.5e8  # gathered up to the end it would be 5e8
 
 
 def test_failures_are_the_last_chunk(served: Deployed) -> None:
