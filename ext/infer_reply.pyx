@@ -17,6 +17,8 @@ from cpython.ref cimport PyObject
 from libc.stdint cimport int64_t, uint8_t
 from libc.string cimport memset
 
+from owning cimport owned
+
 cdef extern from "Python.h":
     int _PyBytes_Resize(PyObject** bytes, Py_ssize_t size) except -1
     PyObject* new_bytes "PyBytes_FromStringAndSize"(const char* text, Py_ssize_t size) except NULL
@@ -130,7 +132,7 @@ def write_infer(str model_name not None, str model_version not None, outputs, *,
             kept.append(output_text(name, dtype_code, shape, its_parameters))
             fill_text(&texts[k], kept[k], dtype_code, count_items(shape))
             if memory is not None:
-                PyObject_GetBuffer(own_strings(memory, dtype_code), &views[held], PyBUF_SIMPLE)
+                PyObject_GetBuffer(owned(memory, dtype_code == DT_BYTES), &views[held], PyBUF_SIMPLE)
                 held += 1
                 point_at(&texts[k], &views[held - 1])
             reply.count += 1
@@ -155,11 +157,6 @@ cdef void fill_text(InferText* text, bytes before, int dtype_code, int64_t items
     text.before_bytes = PyBytes_GET_SIZE(before)
     text.dtype = dtype_code
     text.items = items
-
-
-cdef object own_strings(memory, int dtype_code):
-    # Lengths are read twice, to find room and to write: nobody may change them meanwhile.
-    return memoryview(memory).tobytes() if dtype_code == DT_BYTES else memory
 
 
 cdef void point_at(InferText* text, const Py_buffer* view) noexcept:
@@ -226,7 +223,7 @@ def write_items(int dtype_code, items, memory not None) -> bytes:
     memset(&text, 0, sizeof(text))
     fill_text(&text, b"", dtype_code, count_items((items,)))
     reply.before, reply.outputs, reply.count = b"", &text, 1
-    PyObject_GetBuffer(own_strings(memory, dtype_code), &view, PyBUF_SIMPLE)
+    PyObject_GetBuffer(owned(memory, dtype_code == DT_BYTES), &view, PyBUF_SIMPLE)
     try:
         point_at(&text, &view)
         body = write_reply(&reply, [""])
@@ -364,7 +361,7 @@ cdef class InferWriter:
         try:
             for memory in memories:
                 k = held
-                PyObject_GetBuffer(own_strings(memory, self.outputs[k].dtype), &views[k], PyBUF_SIMPLE)
+                PyObject_GetBuffer(owned(memory, self.outputs[k].dtype == DT_BYTES), &views[k], PyBUF_SIMPLE)
                 held += 1
                 texts[k] = self.outputs[k]
                 if self.in_text[k]:

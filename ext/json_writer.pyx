@@ -14,6 +14,8 @@ from cpython.mem cimport PyMem_Calloc, PyMem_Free
 from cpython.ref cimport PyObject
 from libc.stdint cimport int64_t, uint8_t
 
+from owning cimport owned
+
 cdef extern from "Python.h":
     int _PyBytes_Resize(PyObject** bytes, Py_ssize_t size) except -1
     PyObject* new_bytes "PyBytes_FromStringAndSize"(const char* text, Py_ssize_t size) except NULL
@@ -152,7 +154,7 @@ cdef class _Sheet:
         output.tensor.shape = &self.shapes[k * MAX_RANK]
         output.tensor.rank = set_shape(&self.shapes[k * MAX_RANK], shape, name)
         if data is not None:
-            PyObject_GetBuffer(data, &self.views[self.held], PyBUF_SIMPLE)
+            PyObject_GetBuffer(owned(data, dtype_code == DT_BYTES), &self.views[self.held], PyBUF_SIMPLE)
             self.held += 1
             output.tensor.data = <const uint8_t*>self.views[self.held - 1].buf
             output.tensor.bytes = self.views[self.held - 1].len
@@ -350,7 +352,7 @@ cdef class RowWriter:
         reply.outputs = &output
         reply.count = 1
         reply.rows = rows
-        PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
+        PyObject_GetBuffer(owned(data, output.tensor.dtype == DT_BYTES), &view, PyBUF_SIMPLE)
         try:
             output.tensor.data = <const uint8_t*>view.buf
             output.tensor.bytes = view.len

@@ -20,6 +20,8 @@ from libc.string cimport memcpy
 from libcpp.string cimport string
 from libcpp.vector cimport vector
 
+from owning cimport owned
+
 from proto_verbs cimport *
 from proto_writing cimport *
 
@@ -335,7 +337,7 @@ cdef struct Written:
     Py_buffer view
     int64_t bytes               # of the values as written
     uint8_t code
-    bint items                  # they are written one by one
+    bint items                  # they are written one by one, and measured before
 
 
 def write_model_spec(model: str, version: int, signature: str) -> bytes:
@@ -366,7 +368,8 @@ def write_predict_response(described, raw, bytes spec not None, content: bool = 
     try:
         for (name, code, shape), memory in zip(described, raw):
             one.code = code
-            PyObject_GetBuffer(memory, &one.view, PyBUF_SIMPLE)
+            one.items = one.code == DT_BYTES or (not content and value_type(tensor_kind(one.code).field) == 0)
+            PyObject_GetBuffer(owned(memory, one.items), &one.view, PyBUF_SIMPLE)
             outputs.push_back(one)
             write_output_head(&outputs.back(), name, shape, content)
             total += outputs.back().head.size() + outputs.back().bytes
@@ -392,7 +395,7 @@ cdef int write_output_head(Written* one, str name, shape, bint content) except -
         write_number(&tensor, VARINT_1, <uint64_t><int64_t>size)
         close_field(&tensor, dim)
     close_field(&tensor, dims)
-    measure_values(one, content)
+    measure_values(one)
     if content and one.code != DT_BYTES:
         field = TF_CONTENT
     if one.bytes and one.code != DT_BYTES:
@@ -407,16 +410,14 @@ cdef int write_output_head(Written* one, str name, shape, bint content) except -
     return 0
 
 
-cdef int measure_values(Written* one, bint content) except -1:
+cdef int measure_values(Written* one) except -1:
     cdef const uint8_t* at = <const uint8_t*>one.view.buf
-    one.items = False
     one.bytes = one.view.len
     if one.code == DT_BYTES:
-        one.items, one.bytes = True, measure_strings(at, one.view.len)
+        one.bytes = measure_strings(at, one.view.len)
         if one.bytes < 0:
             raise ValueError("strings that are not packed")
-    elif not content and value_type(tensor_kind(one.code).field) == 0:
-        one.items = True
+    elif one.items:
         one.bytes = measure_items(at, one.view.len, one.code)
     return 0
 

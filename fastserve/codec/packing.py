@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fastserve.tensor import ARRAY_CODE, DType, Tensor
+from fastserve.tensor import ARRAY_CODE, DType
 
 
 def pack_values(values: Sequence[Any], dtype: DType) -> bytes:
@@ -27,9 +27,3 @@ def pack_values(values: Sequence[Any], dtype: DType) -> bytes:
 def pack_strings(values: Iterable[bytes]) -> bytes:
     """Each with its length before it."""
     return b"".join([part for value in values for part in (len(value).to_bytes(4, "little"), value)])
-
-
-def own_strings(tensor: Tensor) -> bytes | bytearray | memoryview:
-    """A tensor's memory for writers that read the lengths of strings twice, to find room and to write: no
-    worker may change them in between, in memory it shares. Numbers stay where they are."""
-    return tensor.data if tensor.dtype.item_bytes else bytes(tensor.data)

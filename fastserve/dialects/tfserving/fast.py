@@ -15,7 +15,6 @@ from typing import Any
 
 from fastserve._ext.json_writer import RowWriter, WriterFault, write_predictions
 from fastserve.apart import APART_BYTES
-from fastserve.codec.packing import own_strings
 from fastserve.dialects.tfserving.errors import writer_error
 from fastserve.dialects.tfserving.service import JSON, Service
 from fastserve.dialects.tfserving.signatures import SignatureView
@@ -90,7 +89,7 @@ class JsonRows(PreparedRequest):
 
     def write_response(self, exchange: Call, response: InferResponse, request_id: None, held: None) -> None:
         output = response.outputs[self._name]
-        found = self._alias, output.dtype.code, output.shape, own_strings(output)
+        found = self._alias, output.dtype.code, output.shape, output.data
         try:
             exchange.reply(200, write_predictions([found]), JSON, self._headers)
         except WriterFault as fault:

@@ -44,15 +44,12 @@ _SHAPE = {2: First({1: LEAD})}
 BYTES = DTYPES["bytes"].code
 _VALUES = {CONTENT_FIELD, *VALUE_FIELD.values()} - {VALUE_FIELD[BYTES]}
 SCHEME = Scheme({2: {2: {2: _SHAPE, **dict.fromkeys(_VALUES, DATA)}}})
-# What is measured first and then written: no worker may change it in between, in memory it shares.
-READ_TWICE = frozenset(code for code in VALUE_FIELD if IS_VARINT[code] or code == BYTES)
 TOO_LARGE = "the response is too large for a gRPC message"
 API = "Predict"
 
 Aliases = Mapping[str, str]  # the signature's names of outputs -> the model's
-# What a response says of its outputs; where each is among those the model gave, None: in its place; whether
-# some are read twice.
-Writer = tuple[list[tuple[str, int, tuple[int, ...]]], list[int] | None, bool]
+# What a response says of its outputs; where each is among those the model gave, None: in its place.
+Writer = tuple[list[tuple[str, int, tuple[int, ...]]], list[int] | None]
 
 
 def names_of(aliases: Aliases) -> tuple[str, ...]:
@@ -67,14 +64,8 @@ def write_outputs(outputs: Mapping[str, Tensor], aliases: Aliases, spec: bytes, 
     return write_response(described, [tensor.data for _, tensor in given], spec, content)
 
 
-def write_response(
-    described: Any, raw: Sequence[Memory], spec: bytes, content: bool, *, twice: bool = True
-) -> bytes:
-    """The same of outputs that are described apart; `twice` False: none of them is read twice. Raises
-    ServeError."""
-    if twice:
-        given = zip(described, raw, strict=True)
-        raw = [bytes(memory) if code in READ_TWICE else memory for (_, code, _), memory in given]
+def write_response(described: Any, raw: Sequence[Memory], spec: bytes, content: bool) -> bytes:
+    """The same of outputs that are described apart. Raises ServeError."""
     try:
         return write_predict_response(described, raw, spec, content)
     except (WireFault, OverflowError):
@@ -121,15 +112,14 @@ class Head(KnownMessage):
         found = [(alias, *given[name]) for alias, name in self._aliases.items()]
         order = [index for _, index, _, _ in found]
         in_place = order == list(range(len(described)))
-        twice = any(code in READ_TWICE for _, _, code, _ in found)
-        return [(alias, code, shape) for alias, _, code, shape in found], None if in_place else order, twice
+        return [(alias, code, shape) for alias, _, code, shape in found], None if in_place else order
 
     def write(
         self, exchange: RpcExchange, writer: Writer, memory: Sequence[Memory], request_id: str, held: None
     ) -> None:
-        described, order, twice = writer
+        described, order = writer
         raw = memory if order is None else [memory[index] for index in order]
-        exchange.reply(write_response(described, raw, self._spec, self._content, twice=twice))
+        exchange.reply(write_response(described, raw, self._spec, self._content))
 
     def write_response(
         self, exchange: RpcExchange, response: InferResponse, request_id: str, held: None

@@ -13,7 +13,6 @@ from typing import Any
 
 from fastserve._ext.json_reader import Fault, JSONFault, PredictBody
 from fastserve._ext.json_writer import WriterFault, write_outputs, write_predictions
-from fastserve.codec.packing import own_strings
 from fastserve.dialects.tfserving.document import read_document, read_signature_name, to_text
 from fastserve.dialects.tfserving.errors import writer_error
 from fastserve.dialects.tfserving.explain import read_tensors
@@ -172,7 +171,7 @@ def read_plain(signatures: Signatures, body: bytes | bytearray) -> Read:
 def write_predict(names: Mapping[str, str], outputs: Mapping[str, Tensor], *, columnar: bool) -> bytes:
     """The body of a reply. `names`: a signature's -> the model's, which `outputs` have. Raises ServeError."""
     found = ((alias, outputs[name]) for alias, name in names.items())
-    named = [(alias, tensor.dtype.code, tensor.shape, own_strings(tensor)) for alias, tensor in found]
+    named = [(alias, tensor.dtype.code, tensor.shape, tensor.data) for alias, tensor in found]
     try:
         return write_outputs(named) if columnar else write_predictions(named)
     except WriterFault as fault:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fastserve.codec.packing import own_strings, pack_strings
+from fastserve.codec.packing import pack_strings
 from fastserve.dialects.tfserving.describe import signature_text
 from fastserve.dialects.tfserving.features import SERIALIZED, takes_serialized
 from fastserve.dialects.tfserving.names import TF_NAME, TF_WORD, shape_text
@@ -93,7 +93,7 @@ def classify_results(
             f"Got {classes.shape[1]} vs. {scores.shape[1]}"
         )
     if classes is not None:
-        return classes.shape[1], own_strings(classes), None if scores is None else scores.data
+        return classes.shape[1], classes.data, None if scores is None else scores.data
     assert scores is not None  # one of them is wanted
     count, labels = scores.shape[1], None
     if plan.labels and len(plan.labels) == count:  # of the config
