@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Call = Callable[[Tensors], Tensors]
+_GRAPHED = ("reduce-overhead", "max-autotune")  # modes of torch.compile that make CUDA graphs themselves
 _GRAPH_WARMUPS = 3  # before a capture: what allocates and chooses kernels has to have done it
 
 
@@ -56,10 +57,19 @@ def make_call(backend: TorchBackend, opened: Opened, config: Mapping[str, Any]) 
 
     if options.cuda_graphs and kind == "cuda":
         return _Graphs(call, _sizes(backend, config, "cuda_graphs"), backend, grad)
-    if options.compile != "off":
-        for size in _sizes(backend, config, "compile"):
+    if options.compile == "off":
+        return call
+    graphed = options.compile in _GRAPHED and kind == "cuda"
+    for size in _sizes(backend, config, "compile"):
+        for _ in range(_GRAPH_WARMUPS if graphed else 1):  # torch warms up, records, and only then replays
             call(_made_up(backend, size))
-    return call
+    return own_outputs(call) if graphed else call
+
+
+def own_outputs(call: Call) -> Call:
+    """Outputs in memory of their own: what torch.compile replays as a CUDA graph leaves them where its next
+    run writes, and that may begin, in its stream, while these are being copied out in another."""
+    return lambda tensors: {name: tensor.clone() for name, tensor in call(tensors).items()}
 
 
 def _turn(opened: Opened, options: TorchOptions) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -16,6 +18,7 @@ import torch
 from torch import nn
 
 from fastserve.backends import create
+from fastserve.backends.torch_run import own_outputs
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.repository.model_config import config_json, parse_model_config
 from fastserve.repository.triton_config import parse_triton_text, to_model_config
@@ -329,6 +332,16 @@ def test_strings_are_lists(tmp_path: Path) -> None:
         backend.run({"s": np.array([b"\xff"], object)})
 
 
+def test_outputs_that_the_next_run_would_overwrite_are_copied() -> None:
+    static = torch.zeros(2)
+
+    def call(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"y": static.copy_(tensors["x"])}
+
+    first, second = (own_outputs(call)({"x": torch.full((2,), value)})["y"] for value in (1.0, 2.0))
+    assert (first.tolist(), second.tolist()) == ([1, 1], [2, 2])
+
+
 # --- compiled ------------------------------------------------------------------------------------------
 
 SIZES = """
@@ -348,6 +361,31 @@ def test_every_size_is_compiled_before_the_first_request(tmp_path: Path) -> None
         for size in (2, 4, 8):
             rows = np.ones((size, 4), np.float32)
             np.testing.assert_array_equal(backend.run({"x": rows})["y"], rows[:, :3] + 1)
+
+
+@pytest.mark.torture  # 14 s of a core: inductor's imports, and g++ over its headers
+@pytest.mark.skipif(
+    not (shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")),
+    reason="no C++ compiler for inductor",
+)
+def test_inductor_compiles_before_the_first_request(tmp_path: Path) -> None:
+    """torch.compile as users have it: C++ that is compiled when the version is loaded, and not again. In a
+    process of its own, as a worker is: inductor leaves files, threads and hooks in one."""
+    code = f"""
+import sys, numpy as np, torch
+from pathlib import Path
+from tests.backends.test_torch import SIZES, load
+from tests.backends.torch_models import save_class
+folder = save_class(Path({str(tmp_path)!r}), SIZES)
+backend = load(folder, allowed_batch_sizes=[8], torch={{"compile": "default"}})
+with torch.compiler.set_stance("fail_on_recompile"):
+    rows = np.arange(32, dtype=np.float32).reshape(8, 4)
+    np.testing.assert_array_equal(backend.run({{"x": rows}})["y"], rows[:, :3] + 1)
+"""
+    cache = tmp_path / "cache"
+    own = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=own, timeout=300)
+    assert list(cache.rglob("*.so")), "nothing was compiled"
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,14 @@ pytestmark = [
 ROWS = np.random.default_rng(3).standard_normal((4, 4)).astype(np.float32)
 
 
+NET = """
+from tests.backends.torch_models import net
+class Model:
+    def load(self):
+        return net()
+"""
+
+
 class CudaPair(Pair):
     """A worker with the real device, in this process."""
 
@@ -57,9 +65,11 @@ def wanted() -> np.ndarray:
     return net()(torch.from_numpy(ROWS)).detach().numpy()
 
 
-@pytest.mark.parametrize("options", [{}, {"cuda_graphs": True}])
+@pytest.mark.parametrize("options", [{}, {"cuda_graphs": True}, {"compile": "reduce-overhead"}])
 def test_a_batch_goes_there_and_back_by_dma(tmp_path, options):
-    it = CudaPair(save_script(tmp_path, net()), torch=options, allowed_batch_sizes=[2, 4, 8])
+    save = save_class if "compile" in options else save_script
+    model = NET if "compile" in options else net()
+    it = CudaPair(save(tmp_path, model), torch=options, allowed_batch_sizes=[2, 4, 8])
     try:
         assert it.runner.report.pinned, "the arena could not be registered"
         for _ in range(20):
@@ -68,8 +78,12 @@ def test_a_batch_goes_there_and_back_by_dma(tmp_path, options):
         it.close()
 
 
-def test_several_in_flight_answer_their_own(tmp_path):
-    it = CudaPair(save_script(tmp_path, net()))
+@pytest.mark.parametrize("options", [{}, {"cuda_graphs": True}, {"compile": "reduce-overhead"}])
+def test_several_in_flight_answer_their_own(tmp_path, options):
+    """Also where each run writes its outputs where the one before had its own."""
+    save = save_class if "compile" in options else save_script
+    model = NET if "compile" in options else net()
+    it = CudaPair(save(tmp_path, model), torch=options, allowed_batch_sizes=[4, 8])
     try:
         for _ in range(50):
             places = [it.put(x=ROWS + number) for number in range(3)]
