@@ -6,7 +6,7 @@ It holds what the project may ask and say; how an answer travels is the business
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 from urllib.parse import parse_qsl
 
@@ -27,20 +27,57 @@ class Sender(Protocol):
         """Whether nobody waits any more."""
 
 
+class Values(dict[str, str]):
+    """The first value of every name; `getlist` has all. With `fold` upper and lower case are the same."""
+
+    def __init__(self, pairs: Iterable[tuple[str, str]], *, fold: bool = False) -> None:
+        self._fold, self._pairs = fold, list(pairs)
+        super().__init__(reversed([(self._key(name), value) for name, value in self._pairs]))
+
+    def _key(self, name: str) -> str:
+        return name.lower() if self._fold else name
+
+    def __getitem__(self, name: str) -> str:
+        return super().__getitem__(self._key(name))
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and super().__contains__(self._key(name))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The first, or `default`."""
+        return super().get(self._key(name), default)
+
+    def getlist(self, name: str) -> list[str]:
+        """Every value of a name."""
+        return [value for own, value in self._pairs if self._key(own) == self._key(name)]
+
+
 class HttpRequest:
     """An HTTP request where flask is not installed, with the members of flask's that projects use."""
 
     def __init__(self, method: str, target: str, headers: list[tuple[str, str]], body: bytes) -> None:
-        self.method, self.data, self.headers = method, body, dict(headers)
+        self.method, self.data, self.headers = method, body, Values(headers, fold=True)
         self.path, _, query = target.partition("?")
         self.full_path, self.query_string = target, query.encode()
-        self.args = dict(reversed(parse_qsl(query, keep_blank_values=True)))  # the first of a name, as flask
-        self.content_type = next((value for name, value in headers if name.lower() == "content-type"), None)
+        self.args = Values(parse_qsl(query, keep_blank_values=True))
+        self.content_type = self.headers.get("content-type")
         self.content_length = len(body)
 
     @property
     def mimetype(self) -> str:
         return (self.content_type or "").partition(";")[0].strip().lower()
+
+    @property
+    def is_json(self) -> bool:
+        return self.mimetype == "application/json" or self.mimetype.endswith("+json")
+
+    @property
+    def form(self) -> Values:
+        """Fields of a form that came as text; files are flask's."""
+        as_text = self.mimetype == "application/x-www-form-urlencoded"
+        return Values(
+            parse_qsl(self.data.decode("utf-8", "replace") if as_text else "", keep_blank_values=True)
+        )
 
     @property
     def json(self) -> Any:

@@ -99,6 +99,27 @@ class Echo(ModelInferer):
         if body == "err":
             context.set_err_msg("mymsg")
             return None
+        if body == "response":
+            from flask import Response
+
+            made = Response("not found here", 404, {"X-Own": "yes"}, mimetype="text/css")
+            made.set_cookie("a", "1")
+            made.set_cookie("b", "2")
+            context.set_http_response(made)
+            return None
+        if body == "streamed":
+            from flask import Response
+
+            context.set_http_response(Response((part for part in ("a", "b")), content_type="text/x-parts"))
+            return None
+        if body == "members":
+            told = (request.method, request.path, request.args.getlist("q"), request.headers["X-Own"],
+                    request.mimetype, request.content_length, request.is_json)
+            context.set_http_response(repr(told))
+            return None
+        if request.mimetype == "application/x-www-form-urlencoded":
+            context.set_http_response(repr({name: request.form[name] for name in request.form}))
+            return None
         if body == "tuple":
             context.set_http_response(("made", 201, {"X-Own": "yes", "Content-Type": "text/css"}))
             return None

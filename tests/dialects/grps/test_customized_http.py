@@ -12,11 +12,26 @@ from tests.dialects.grps.rig import JSON, Deployed, Reply, deployed, settings_of
 CUSTOM = {"path": "/custom", "customized_body": True}
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
+def serve(tmp_path_factory: pytest.TempPathFactory, *, with_flask: bool) -> Iterator[Deployed]:
     folder = deployments.write(tmp_path_factory.mktemp("custom") / "d", custom=CUSTOM)
+    if not with_flask:
+        (folder / "src" / "flask.py").write_text("raise ImportError('not here')\n")
     with deployed(settings_of(folder)) as opened:
         yield opened
+
+
+@pytest.fixture(scope="module", params=["flask's", "our own"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
+    """Whichever request object there is, projects find the members they use."""
+    if request.param == "flask's":
+        pytest.importorskip("flask")
+    yield from serve(tmp_path_factory, with_flask=request.param == "flask's")
+
+
+@pytest.fixture(scope="module")
+def flask_served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
+    pytest.importorskip("flask")
+    yield from serve(tmp_path_factory, with_flask=True)
 
 
 def post(served: Deployed, body: str, query: str = "", kind: str = "text/plain") -> Reply:
@@ -55,6 +70,30 @@ def test_code_that_fails(served: Deployed) -> None:
     assert reply.status == 500
     assert "set-cookie" not in reply.headers
     assert post(served, "hello").status == 200
+
+
+def test_a_response_of_flasks(flask_served: Deployed) -> None:
+    reply = post(flask_served, "response")
+    assert (reply.status, reply.body, reply.headers["x-own"]) == (404, b"not found here", "yes")
+    assert reply.headers["content-type"] == "text/css; charset=utf-8"
+    client = flask_served.connect()
+    client.request("POST", "/custom", b"response")
+    answer = client.getresponse()
+    assert answer.read() == b"not found here"
+    cookies = [value for name, value in answer.getheaders() if name.lower() == "set-cookie"]
+    assert cookies == ["a=1; Path=/", "b=2; Path=/"]
+    client.close()
+    reply = post(flask_served, "streamed")
+    assert (reply.status, reply.body, reply.headers["content-type"]) == (200, b"ab", "text/x-parts")
+
+
+def test_members_of_a_request(served: Deployed) -> None:
+    headers = {"Content-Type": "text/x-own; charset=x", "X-OWN": "a b"}
+    reply = served.ask("POST", "/custom?q=1&q=%C3%A4", b"members", headers)
+    told = ("POST", "/custom", ["1", "\u00e4"], "a b", "text/x-own", 7, False)
+    assert reply.body.decode() == repr(told)
+    reply = post(served, "x=1&y=%20&x=2", "", "application/x-www-form-urlencoded")
+    assert reply.body == repr({"x": "1", "y": " "}).encode()
 
 
 def test_streams_are_bare(served: Deployed) -> None:
