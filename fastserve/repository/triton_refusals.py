@@ -20,6 +20,11 @@ MOST_INSTANCES = 64
 MOST_BATCH = 1 << 20
 MOST_DELAY_US = 60_000_000
 ACCELERATORS = ("openvino",)  # that onnxruntime models may name for a CPU
+VLLM = (
+    "backend 'vllm' is not run here: the text engine serves the same weights and clients. Put the files of the "
+    "folder that model.json names as `model` (config.json, *.safetensors, tokenizer.json) into the version's "
+    "folder, and model.yaml with `backend: text` in the place of config.pbtxt"
+)
 HISTOGRAMS = ("nv_inference_first_response_histogram_ms",)
 
 
@@ -29,7 +34,9 @@ def refusals(config: TritonConfig) -> list[str]:
 
 
 def _refused(config: TritonConfig) -> Iterator[str]:
-    if not config.ensemble and config.backend not in BY_TRITON_NAME:
+    if config.backend == "vllm":
+        yield VLLM
+    elif not config.ensemble and config.backend not in BY_TRITON_NAME:
         yield (  # Triton's words, vector "load bad"
             f"unable to find backend library for backend '{config.backend}', "
             "try specifying runtime on the model configuration."

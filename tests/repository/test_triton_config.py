@@ -73,6 +73,15 @@ def test_a_backend_that_is_not_there_is_a_fault_of_loading() -> None:
     )
 
 
+def test_a_model_of_the_vllm_backend_is_told_what_to_change() -> None:
+    text = 'backend: "vllm" instance_group [ { count: 1 kind: KIND_MODEL } ]'
+    fault = to_model_config(parse_triton_text(text, "llm")).fault
+    assert fault.startswith("Invalid argument: backend 'vllm' is not run here")
+    assert "model.yaml with `backend: text`" in fault
+    assert "model.json" in fault
+    assert "unable to find" not in fault
+
+
 def test_complete_fills_only_what_is_missing() -> None:
     config = parse_triton_text('backend: "onnxruntime" max_batch_size: 2 input { name: "B" dims: 7 }', "m")
     inputs = {

@@ -2,13 +2,15 @@
 
     [layer, key or value, row, head, position, dim]
 
-All of it is finite at any time (backends.text.model.Cache says why). The pages of a row nobody has used
-yet cost nothing on a CPU: the system gives zeros when they are first written.
+All of it is finite at any time (backends.text.model.Cache says why). On a CPU what no sequence has used yet
+takes no memory: the system gives zeros when a page is first written. torch.zeros would write all of it.
 """
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -36,13 +38,26 @@ def shape_of(config: Any) -> Shape:
     return Shape(config.num_hidden_layers, heads, dim)
 
 
+def _make_zeros(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Raises MemoryError when the system has no room for it. The tensor holds on to the mapping."""
+    try:
+        pages = mmap.mmap(-1, prod(size) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError("the system has no room for the cache") from error
+    return torch.frombuffer(pages, dtype=dtype).view(size)
+
+
 class RowCache:
     """`keys[layer]` and `values[layer]` are [row, head, position, dim], views of `data`."""
 
     def __init__(self, shape: Shape, room: Room, dtype: torch.dtype, device: torch.device) -> None:
         positions = -(-room.tokens // STRIDE) * STRIDE
         size = (shape.layers, 2, room.slots, shape.heads, positions, shape.dim)
-        self.data = torch.zeros(size, dtype=dtype, device=device)
+        self.data = (
+            _make_zeros(size, dtype)
+            if device.type == "cpu"
+            else torch.zeros(size, dtype=dtype, device=device)
+        )
         self.keys, self.values = list(self.data[:, 0]), list(self.data[:, 1])
 
     def move(self, source: int, target: int, count: int) -> None:
