@@ -49,6 +49,14 @@ class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             description="Tokens of one step: a long prompt is read in chunks, between steps of the others.",
         ),
     ] = 128
+    step_ms: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Milliseconds of a step that reads prompts while others write, or twice a step that"
+            " only writes; as long as more wait to be read than write, and for 0, step_tokens alone counts.",
+        ),
+    ] = 10.0
     kv_bytes: Annotated[
         int,
         Meta(

@@ -17,6 +17,7 @@ from fastserve.backends.base import explain
 from fastserve.backends.device_faults import end_if_lost
 from fastserve.backends.text.drawing import Drawing
 from fastserve.backends.text.model import Model, Plan
+from fastserve.backends.text.pace import Pace
 from fastserve.backends.text.planning import Reading, make_plan, share_out
 from fastserve.backends.text.pooling import make_pool, tell_vector
 from fastserve.backends.text.prefixes import begin_row
@@ -50,7 +51,7 @@ class Engine:
         self._asked: dict[int, Finish] = {}
         self._standing: list[Sequence] = []
         self._numbers = self._steps = self._faults = 0
-        self._step_tokens = options.step_tokens
+        self._step_tokens, self._pace = options.step_tokens, Pace(options.step_ms)
 
     def submit(self, request: TextRequest) -> None:
         """Into the line. Raises ServeError for a request that can never run, or when the line is full."""
@@ -86,19 +87,26 @@ class Engine:
         now_ns = time.monotonic_ns()
         self._end_asked(out, now_ns)
         self._heed_readers(out)
-        shares = share_out(self._rows, self._waiting, self._begin, self._step_tokens, now_ns)
+        shares = share_out(self._rows, self._waiting, self._begin, self._room(), now_ns)
         if not shares and not self._rows.writing:
             return False
         plan = make_plan(self._rows, shares)
         logits = self._compute(plan, shares, out)
         if logits is not None:
             self._advance(plan, shares, logits, out)
+            self._pace.took(plan.writing, len(plan.tokens) - plan.writing, time.monotonic_ns() - now_ns)
         return True
 
     def close(self) -> None:
         """Gives memory back; sequences that have not ended get no record."""
         self._sequences.clear()
         self._model.close()
+
+    def _room(self) -> int:
+        """Tokens of prompts in this step."""
+        rows = self._rows
+        reading = self.info.slots - rows.free - rows.writing - len(self._standing)
+        return self._pace.room(self._step_tokens, rows.writing, reading + min(rows.free, len(self._waiting)))
 
     def _end_asked(self, out: Out, now_ns: int) -> None:
         for sequence in self._deadlines.late(now_ns):

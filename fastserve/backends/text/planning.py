@@ -20,9 +20,6 @@ from fastserve.backends.text.waiting import Waiting
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-LEAST_READ = 16
-"""Tokens of prompts in a step that those who write would fill alone: who waits gets on, slowly."""
-
 
 class Reading:
     """One chunk, and whose it is."""
@@ -38,10 +35,10 @@ class Reading:
 
 
 def share_out(
-    rows: Rows, waiting: Waiting, begin: Callable[[Sequence], None], tokens: int, now_ns: int
+    rows: Rows, waiting: Waiting, begin: Callable[[Sequence], None], left: int, now_ns: int
 ) -> list[Reading]:
-    """Whose prompts are read in this step, and how much of each. `begin` gives a sequence its row."""
-    left = max(tokens - rows.writing, min(tokens, LEAST_READ))
+    """Whose prompts are read in this step, and how much of each, `left` tokens in all. `begin` gives a
+    sequence its row."""
     offset = rows.writing
     reading = [
         one for one in rows.sequences[rows.writing :] if one is not None and one.state == State.READING

@@ -30,7 +30,7 @@ def make(slots: int = 4, **options: Any) -> tuple[Engine, ScriptedModel]:
     info = Info(
         vocab_size=VOCAB, max_tokens=LENGTH, max_prompt_tokens=LENGTH - 1, max_new_tokens=40, slots=slots
     )
-    return Engine(model, info, TextOptions(**{"step_tokens": 16, **options})), model
+    return Engine(model, info, TextOptions(**{"step_tokens": 16, "step_ms": 0, **options})), model
 
 
 def is_empty(engine: Engine) -> bool:
