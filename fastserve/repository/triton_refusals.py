@@ -21,9 +21,9 @@ MOST_BATCH = 1 << 20
 MOST_DELAY_US = 60_000_000
 ACCELERATORS = ("openvino",)  # that onnxruntime models may name for a CPU
 VLLM = (
-    "backend 'vllm' is not run here: the text engine serves the same weights and clients. Put the files of the "
-    "folder that model.json names as `model` (config.json, *.safetensors, tokenizer.json) into the version's "
-    "folder, and model.yaml with `backend: text` in the place of config.pbtxt"
+    "backend 'vllm' is not run here: the text engine serves the same weights and clients. Put the files of "
+    "the folder that model.json names as `model` (config.json, *.safetensors, tokenizer.json) into the "
+    "version's folder, and model.yaml with `backend: text` in the place of config.pbtxt"
 )
 HISTOGRAMS = ("nv_inference_first_response_histogram_ms",)
 

@@ -13,7 +13,7 @@ import pytest
 from fastserve.metrics import names
 from fastserve.serving.text import TextStream
 from fastserve.serving.text.models import TextModel
-from tests.conformance.text.apis import APIS, FULL, INTERNAL, LATE, LOST, MODEL, UNKNOWN, Api
+from tests.conformance.text.apis import APIS, FULL, INTERNAL, LATE, LOST, MODEL, UNKNOWN, WORDS, Api
 from tests.conformance.text.lines import Line
 from tests.conformance.text.rig import SLOTS, TEXT, WAITING, TextRig, open_text_rig
 
@@ -206,5 +206,35 @@ def test_an_exception_at_each_step(
         assert is_told(api, transport, reply, INTERNAL, begun=begun), reply
         assert b"secret" not in reply.body
         await rig.is_well(api, transport)
+
+    rig.run(work())
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("transport", ["h1", "h2"])
+def test_a_thousand_clients_that_leave_at_random_bytes(rig: TextRig, transport: str) -> None:
+    """Of streams of every API, and some that read to the end: what came is whole objects, cut anywhere."""
+    dice = random.Random(transport)
+    streams = [api for api in APIS if api.stream]
+
+    async def one(turn: asyncio.Semaphore) -> None:
+        api = dice.choice(streams)
+        async with turn:
+            prompt = dice.choice(["for ever", "for ever", "plain"])
+            line = await rig.send(api, transport, prompt)
+            wanted = 1 << 30 if prompt == "plain" else dice.randrange(2000)
+            while len(line.body) < wanted and not line.ended:
+                await asyncio.wait_for(line._more(), 20)
+            if line.ended:
+                said = api.read(await line.rest())
+                assert said.text == TEXT or WORDS[FULL] in said.error, (api.name, said)
+            line.leave()
+
+    async def work() -> None:
+        rig.go()
+        turn = asyncio.Semaphore(10)
+        await asyncio.gather(*(one(turn) for _ in range(1000)))
+        await rig.settled()
+        await rig.is_well(streams[0], transport)
 
     rig.run(work())

@@ -262,6 +262,21 @@ def test_metrics_under_mindies_names(tmp_path: Path) -> None:
         assert isinstance(told["time_to_first_token_seconds_sum"]["value"][0], float)
 
 
+def test_what_fails_is_counted_as_failed_and_nothing_else_is(tmp_path: Path) -> None:
+    with hosted("llm-slow", tmp_path, metrics="mindie") as at:
+        assert at.infer("a", timeout=1).status == 500
+        assert at.infer("a", top_p=2).status == 422  # never received by the engine
+        at.settle()
+        page = at.ask("GET", "/metrics").body
+        found = {
+            name: value_of(page, name)
+            for name in ("request_received_total", "request_success_total", "request_failed_total")
+        }
+        assert list(found.values()) == [1, 0, 1]
+        assert value_of(page, "failed_request_perc") == 1
+        assert value_of(page, "num_requests_running") == value_of(page, "num_requests_waiting") == 0
+
+
 def test_the_servers_own_page_is_there_unless_it_is_asked_otherwise(tmp_path: Path) -> None:
     with hosted("llm-limits", tmp_path) as at:
         assert b"fastserve_ready" in at.ask("GET", "/metrics").body
