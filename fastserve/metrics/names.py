@@ -96,6 +96,9 @@ WIRE_REJECTS = _counter(
 # The server itself.
 READY = _fact("ready", "1 when /healthz/ready answers 200.")
 BUILD = _fact("build_info", "1, labelled with the version of the server.", "version")
+TLS_EXPIRES = _fact(
+    "tls_certificate_expires_seconds", "Unix time at which the first certificate of the served chain ends."
+)
 LOOP_DELAY = _stage("loop_delay", "How late a timer of the event loop fired.")
 FRONT_RESTARTS = _counter("front_restarts", "Front processes started again after one died.")
 

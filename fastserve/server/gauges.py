@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fastserve.engine.hosting import Hosted
     from fastserve.repository.version import Version
     from fastserve.wire import HttpListener
+    from fastserve.wire.tls import Credentials
 
 
 class FrontGauges:
@@ -43,6 +44,11 @@ class FrontGauges:
         if self._due_ns:
             registry.histograms(names.LOOP_DELAY).of().observe_ns(max(now_ns - self._due_ns, 0))
         self._due_ns = now_ns + int(interval_s * 1e9)
+
+    def show_certificate(self, credentials: Credentials | None) -> None:
+        """Until when the certificate of now holds. Fronts read the same files: the owner tells it."""
+        if credentials is not None:
+            self._registry.gauges(names.TLS_EXPIRES).of().set(credentials.expires_at)
 
     def show_queues(self, hosted: Iterable[Hosted]) -> None:
         """Rows that wait, over all fronts: the owner sees the shared rings."""

@@ -166,6 +166,7 @@ class Server:
         self._beat = asyncio.get_running_loop().call_later(BEAT_S, self._beat_on)
         self.front.heartbeat.beat()
         self._gauges.beat(self.front.http, BEAT_S)
+        self._gauges.show_certificate(self.front.tls)
         self._gauges.show_queues(self.host.hosted.values())
         self.fronts.tell_custom_metrics(self.host.wishes.metrics.write())
         self.fronts.tell_catalog()  # labels move without a version that does

@@ -64,6 +64,7 @@ def check_numbers(found: Any) -> None:
     assert model["now"]["p50_ms"] > 0
     assert {stage["stage"] for stage in model["stages"] if stage["p50_ms"]} >= {"queue", "compute"}
     assert found["connections"] >= 0
+    assert found["certificate_expires"] is None
     assert found["devices"][0]["memory_total_bytes"] > found["devices"][0]["memory_used_bytes"] > 0
 
 

@@ -78,6 +78,23 @@ def test_http_1(server: Running) -> None:
     assert predict(server) == HALVES
 
 
+def test_when_the_certificate_ends_is_told(server: Running) -> None:
+    with closing(http.client.HTTPSConnection(server.http, context=trusting())) as link:
+        link.connect()
+        shown: Any = link.sock.getpeercert()
+        ends = ssl.cert_time_to_seconds(shown["notAfter"])
+
+        def told(path: str) -> str:
+            link.request("GET", path)
+            return link.getresponse().read().decode()
+
+        until(lambda: "fastserve_tls_certificate_expires_seconds " in told("/metrics"), "it is told")
+        lines = told("/metrics").splitlines()
+        name = "fastserve_tls_certificate_expires_seconds "
+        (value,) = (line.removeprefix(name) for line in lines if line.startswith(name))
+        assert float(value) == json.loads(told("/console/numbers"))["certificate_expires"] == ends
+
+
 def test_http_2(server: Running) -> None:
     with httpx.Client(
         http2=True, verify=trusting(), base_url=f"https://{server.http}", trust_env=False

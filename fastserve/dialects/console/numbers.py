@@ -22,7 +22,13 @@ from fastserve.repository.version import Model, Version
 
 Points = dict[str, list[float | None]]
 CAUSES_MAX = 50
-_FACTS = (names.WORKERS_ALIVE, names.WORKERS_WANTED, names.WORKER_RESTARTS, names.CONNECTIONS)
+_FACTS = (
+    names.WORKERS_ALIVE,
+    names.WORKERS_WANTED,
+    names.WORKER_RESTARTS,
+    names.CONNECTIONS,
+    names.TLS_EXPIRES,
+)
 
 
 class Device(msgspec.Struct, kw_only=True):
@@ -73,7 +79,8 @@ class Cause(msgspec.Struct, kw_only=True):
 
 
 class Numbers(msgspec.Struct, kw_only=True):
-    """The whole reply. `points` go up to the number `next_point`: ask for those after it the next time."""
+    """The whole reply. `certificate_expires` is None without TLS. `points` go up to the number `next_point`:
+    ask for those after it the next time."""
 
     server: str
     at: float
@@ -81,6 +88,7 @@ class Numbers(msgspec.Struct, kw_only=True):
     ready: bool
     reason: str
     connections: int
+    certificate_expires: float | None
     interval_s: float
     next_point: int
     now: Figures
@@ -103,7 +111,7 @@ class Reader:
     def read(self, after: int) -> Numbers:
         """The numbers, with the points from the number `after` on."""
         history = self._history
-        alive, wanted, restarts, connections = self._registry.read(*_FACTS)
+        alive, wanted, restarts, connections, expires = self._registry.read(*_FACTS)
         facts = (alive, wanted, restarts)
         known = sorted({*self._catalog.models, *history.models()})
         return Numbers(
@@ -113,6 +121,7 @@ class Reader:
             ready=self._readiness.ready,
             reason=self._readiness.reason,
             connections=int(sum(value for (value,) in connections.values())),
+            certificate_expires=next((value for (value,) in expires.values() if value), None),
             interval_s=INTERVAL_S,
             next_point=history.seen,
             now=figures.describe(*history.growth(ALL)),

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from fastserve.config.tls import PASSWORD_VARIABLE, TlsOptions, names_file
 from fastserve.errors import ConfigError
+from fastserve.wire.tls.expiry import expires_at
 
 # With forward secrecy and AEAD alone: of TLS 1.2 no suite that RFC 9113 9.2.2 forbids, for HTTP/1.1 either.
 CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
@@ -40,6 +41,8 @@ class Credentials:
         self.options = options
         self._pems = Pems(b"", b"", b"", "")
         self._contexts: dict[tuple[str, ...], ssl.SSLContext] = {}
+        self.expires_at = 0.0
+        """Unix seconds, of the first of the served chain that ends."""
 
     def load(self) -> None:
         """Raises ConfigError, which names the setting and the file."""
@@ -69,6 +72,7 @@ class Credentials:
     def _take(self, pems: Pems) -> None:
         contexts = {protocols: self._make(pems, protocols) for protocols in (*self._contexts, ())}
         self._pems, self._contexts = pems, contexts
+        self.expires_at = expires_at(pems.cert)
 
     def _read(self) -> Pems:
         options = self.options

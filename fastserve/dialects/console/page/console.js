@@ -146,6 +146,10 @@ function showServer(numbers) {
   byId("reason").textContent = numbers.ready ? "" : numbers.reason;
   const connections = short(numbers.connections, "", true);
   const facts = [["version", numbers.server], ["up", lasting(numbers.up_s)], ["connections", connections]];
+  if (numbers.certificate_expires !== null) {
+    const left = numbers.certificate_expires - numbers.at;
+    facts.push(["certificate", left > 0 ? `ends in ${lasting(left)}` : "has ended"]);
+  }
   const pairs = facts.map(([name, value]) => make("div", "", make("dt", "", name), make("dd", "", value)));
   byId("server").replaceChildren(...pairs);
 }
