@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastserve.codec.packing import pack_strings
-from fastserve.dialects.tfserving import predict
 from fastserve.dialects.tfserving.classify import write_results
 from fastserve.dialects.tfserving.describe import join_metadata, tensor_info, write_status
 from fastserve.dialects.tfserving.errors import error_body
@@ -24,11 +22,11 @@ from fastserve.dialects.tfserving.monitoring import (
     write_series,
 )
 from fastserve.dialects.tfserving.predict import write_predict
-from fastserve.dialects.tfserving.results import ResultPlan, classify_results
+from fastserve.dialects.tfserving.results import ResultPlan
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.model_config import parse_model_config
 from fastserve.repository.version import Version, VersionState
-from fastserve.tensor import DTYPES, Tensor
+from fastserve.tensor import Tensor
 from fastserve.wire.dialect import CANONICAL_STATUS
 from tests.dialects.tfserving.fakes import HALF_PLUS_TWO, to_tensor
 from tests.dialects.tfserving.vectors import DTYPE_BY_TF_NAME, Vector, body_of, each, plain
@@ -57,32 +55,6 @@ def names_of(outputs: dict[str, Any]) -> dict[str, str]:
 def loads(body: bytes) -> Any:
     """JSON with NaN comparing equal to itself."""
     return json.loads(body, parse_constant=str)
-
-
-@pytest.mark.parametrize("columnar", [False, True])
-def test_a_worker_cannot_change_strings_that_were_measured(
-    columnar: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shared = bytearray(pack_strings([b"ab", b"c"]))
-    outputs = {"a": Tensor(DTYPES["bytes"], (2,), memoryview(shared))}
-    name = "write_outputs" if columnar else "write_predictions"
-    written = getattr(predict, name)
-
-    def scribble(named: Any) -> bytes:
-        shared[:] = b"\xff" * len(shared)  # between measuring and writing
-        return bytes(written(named))
-
-    monkeypatch.setattr(predict, name, scribble)
-    body = json.loads(write_predict({"a": "a"}, outputs, columnar=columnar))
-    assert body["outputs" if columnar else "predictions"] == ["ab", "c"]
-
-
-def test_nor_labels() -> None:
-    shared = bytearray(pack_strings([b"ab"]))
-    outputs = {"classes": Tensor(DTYPES["bytes"], (1, 1), memoryview(shared))}
-    _, labels, _ = classify_results(ResultPlan({"classes": "classes"}), outputs, 1)
-    shared[:] = b"\xff" * len(shared)
-    assert labels == pack_strings([b"ab"])
 
 
 @each("make_json_from_tensors")
