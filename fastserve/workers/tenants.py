@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import importlib
 import logging
 import os
 import socket
@@ -24,6 +25,7 @@ from typing import Any
 
 from fastserve.backends import Backend, wishes
 from fastserve.backends.device_faults import DeviceLost
+from fastserve.backends.registry import find_backend
 from fastserve.logs import log_fields
 from fastserve.workers import main as worker
 from fastserve.workers.control import Control, ControlFault, PeerGone
@@ -39,6 +41,7 @@ class House:
     def __init__(self, control: Control) -> None:
         self._control = control
         self._known = self._broken = False
+        self._beginning = threading.Lock()
 
     def admit(self, message: Mapping[str, Any], fd: int) -> None:
         """One more, from now on."""
@@ -52,6 +55,8 @@ class House:
         control = Control(socket.socket(fileno=fd), owner=False)
         try:
             order = control.receive().message
+            with self._beginning:
+                _prepare(order["config"])
             with _apart(order, control):
                 worker.live(control, order, lambda *given: self._serve(number, *given))
         except PeerGone:
@@ -85,6 +90,23 @@ class House:
     def _say(self, op: str, number: int) -> None:
         with contextlib.suppress(ControlFault):
             self._control.send({"op": op, "id": number})
+
+
+def _prepare(config: Mapping[str, Any]) -> None:
+    """What may not be done first by two threads at a time: a framework imports itself in circles, and msgspec
+    builds what it knows of a type without a lock (two at once end the process)."""
+    from fastserve.config.options import read_options
+    from fastserve.config.torch_options import read_torch
+    from fastserve.workers import loop  # noqa: F401
+    from fastserve.workers.device_simulated import read_script
+
+    read_options({})
+    read_torch({})
+    read_script()
+    with contextlib.suppress(Exception):  # told where the model is loaded, in words for it
+        entry = find_backend(str(config.get("backend")))
+        for name in filter(None, ("numpy", entry.framework, entry.place.partition(":")[0])):
+            importlib.import_module(name)
 
 
 @contextlib.contextmanager

@@ -31,6 +31,8 @@ class Model:
         import {helper} as late
         assert late.FACTOR == self.factor
         x = inputs["x"]
+        if x[0, 0] < 0:
+            time.sleep(600)
         return {{"y": x * self.factor, "pid": x[:, :1] * 0 + os.getpid()}}
 """
 CONFIG = {
@@ -160,6 +162,21 @@ def test_a_killed_worker_takes_all_and_all_come_back(served, clients):
     until(lambda: ask_all(served, "two", 2, 2, 1) == {200: 2}, "well again", 30)
     assert pid_of(served, "two") == pid_of(served, "three") != before
     until(lambda: len(served.workers) == 3, "no process more")
+
+
+def test_a_batch_that_hangs_ends_the_worker_of_all(served, folder):
+    """A thread cannot be ended by itself: its caller hears of the limit, others at most of a death."""
+    write(folder / "models", "hangs", 6, run_timeout_ms=1000)
+    assert manage(served, "load", "hangs") == (200, "")
+    before = pid_of(served, "two")
+    with ThreadPoolExecutor(2) as pool:
+        other = pool.submit(ask_all, served, "two", 2, 400, 2)
+        status, text = ask(served.http, "hangs", "x", -ROWS[1:2], "y")
+        assert (status, "ran longer than run_timeout_ms 1000" in text) == (503, True), (status, text)
+        assert set(other.result(60)) <= {200, 503}
+    until(lambda: ask_all(served, "two", 2, 2, 1) == {200: 2}, "well again", 30)
+    assert pid_of(served, "two") != before
+    assert manage(served, "unload", "hangs") == (200, "")
 
 
 def test_a_load_that_fails_harms_nobody(served, folder):
