@@ -12,12 +12,13 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
+from fastserve.codec.proto_fields import BYTES, head_of
 from fastserve.errors import ServeError, invalid
 from fastserve.protos import load
 
 MOST_FIELDS = 1024  # of a message, and tensors of a request: each costs the parser a hundred bytes
 GTENSORS, TENSORS, FLAT_FLOAT32, FLAT_FLOAT64 = 5, 1, 10, 11
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_VARINT, _FIXED64, _FIXED32 = 0, 1, 5
 Span = tuple[int, int, int]  # field number, first byte of the value, end
 
 
@@ -45,7 +46,7 @@ def walk(data: bytes, at: int, end: int) -> Iterator[Span]:
         kind = tag & 7
         if kind == _VARINT:
             _, stop = read_varint(data, at)
-        elif kind == _BYTES:
+        elif kind == BYTES:
             size, at = read_varint(data, at)
             stop = at + size
         elif kind in (_FIXED32, _FIXED64):
@@ -54,7 +55,7 @@ def walk(data: bytes, at: int, end: int) -> Iterator[Span]:
             raise ValueError("groups are not read")
         if stop > end:
             raise ValueError("a field is longer than its message")
-        yield (tag >> 3 if kind == _BYTES else 0), at, stop
+        yield (tag >> 3 if kind == BYTES else 0), at, stop
         at = stop
     raise invalid(f"a message has at most {MOST_FIELDS} fields")
 
@@ -70,26 +71,6 @@ def read_varint(data: bytes, at: int) -> tuple[int, int]:
             return number, at
         shift += 7
     raise ValueError("a varint has at most ten bytes")
-
-
-def write_varint(number: int) -> bytes:
-    """A number from 0."""
-    out = bytearray()
-    while number > 127:
-        out.append(number & 127 | 128)
-        number >>= 7
-    out.append(number)
-    return bytes(out)
-
-
-def write_field(field: int, data: bytes) -> bytes:
-    """A field of bytes, as small ones are."""
-    return b"%b%b%b" % (write_varint(field << 3 | _BYTES), write_varint(len(data)), data)
-
-
-def head_of(field: int, size: int) -> bytes:
-    """What stands before that many bytes of a field."""
-    return write_varint(field << 3 | _BYTES) + write_varint(size)
 
 
 def find_raws(data: bytes) -> list[tuple[int, int]]:

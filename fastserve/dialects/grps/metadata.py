@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import yaml
 
+from fastserve.backends.base import write_specs
 from fastserve.dialects.grps.service import Service
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.version import Version, VersionState
@@ -51,14 +52,7 @@ def _describe_catalog(service: Service) -> list[dict[str, object]]:
 def _describe(version: Version) -> dict[str, object]:
     config = version.config
     tensors = {
-        side: [
-            {
-                "name": spec.name,
-                "dtype": spec.dtype.name,
-                "shape": None if spec.shape is None else list(spec.shape),
-            }
-            for spec in specs.values()
-        ]
+        side: [{"name": name, **spec} for name, spec in write_specs(specs).items()]
         for side, specs in (("inputs", version.inputs), ("outputs", version.outputs))
     }
     batching = {"type": "dynamic" if config.batching else "none", "max_batch_size": config.max_batch_size}

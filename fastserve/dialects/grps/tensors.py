@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from fastserve._ext.flatten import pack_bytes, unpack_bytes
-from fastserve.dialects.grps.codec_grpc import head_of
+from fastserve.codec.proto_fields import head_of
 from fastserve.errors import internal, invalid
 from fastserve.protos import load
 from fastserve.repository.version import Version

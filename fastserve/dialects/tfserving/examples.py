@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fastserve._ext.json_value import Members
 from fastserve.codec.packing import pack_values
+from fastserve.codec.proto_fields import write_field, write_varint
 from fastserve.dialects.tfserving.document import (
     decode_base64_object,
     format_error,
@@ -136,11 +137,11 @@ _LIST_FIELD = {"bytes": 1, "float": 2, "int64": 3}
 
 def serialize_example(example: Mapping[str, Feature]) -> bytes:
     """An example as tf.Example bytes, features in the order given."""
-    entries = b"".join(
-        _field(1, _field(1, name.encode("utf-8", "surrogateescape")) + _field(2, _serialize_feature(feature)))
+    entries = (
+        write_field(1, name.encode("utf-8", "surrogateescape")) + write_field(2, _serialize_feature(feature))
         for name, feature in example.items()
     )
-    return _field(1, entries)
+    return write_field(1, b"".join(write_field(1, entry) for entry in entries))
 
 
 def _serialize_feature(feature: Feature) -> bytes:
@@ -148,23 +149,9 @@ def _serialize_feature(feature: Feature) -> bytes:
         return b""
     values: Sequence[Any] = feature.values
     if feature.kind == "float":
-        data = _field(1, pack_values(values, DTYPES["float32"]))
+        data = write_field(1, pack_values(values, DTYPES["float32"]))
     elif feature.kind == "int64":
-        data = _field(1, b"".join(map(_varint, values)))
+        data = write_field(1, b"".join(map(write_varint, values)))
     else:
-        data = b"".join(_field(1, value) for value in values)
-    return _field(_LIST_FIELD[feature.kind], data)
-
-
-def _field(number: int, data: bytes) -> bytes:
-    return _varint(number << 3 | 2) + _varint(len(data)) + data
-
-
-def _varint(value: int) -> bytes:
-    value &= 2**64 - 1
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
+        data = b"".join(write_field(1, value) for value in values)
+    return write_field(_LIST_FIELD[feature.kind], data)

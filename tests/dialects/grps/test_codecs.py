@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from fastserve._ext.proto_outline import MOST_HEAD_BYTES
+from fastserve.codec.proto_fields import head_of, write_varint
 from fastserve.dialects.grps import fast_grpc
-from fastserve.dialects.grps.codec_grpc import find_raws, head_of, write_varint
+from fastserve.dialects.grps.codec_grpc import find_raws
 from fastserve.dialects.grps.codec_http import cut_arrays, find_arrays, wants_stream
 from fastserve.dialects.grps.fast_grpc import FastGrpc
 from fastserve.protos import load
