@@ -8,13 +8,13 @@ own shape is taken where none is given; or a number of bytes, which are left for
 """
 
 cimport cython
-from cpython.buffer cimport PyBUF_READ, PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer, Py_buffer
+from cpython.buffer cimport PyBUF_READ, PyBUF_SIMPLE, PyBUF_WRITABLE, PyBUF_WRITE, PyBuffer_Release, PyObject_GetBuffer, Py_buffer
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from cpython.memoryview cimport PyMemoryView_FromMemory, PyMemoryView_FromObject
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 from slab_writing cimport *
-from slot_verbs cimport Arena, arena_attach, slab_holds, slab_lease, worker_owner
+from slot_verbs cimport Arena, arena_attach, slab_holds, slab_lease, slab_release, worker_owner
 
 MAX_RANK = TENSOR_AXES
 
@@ -184,6 +184,48 @@ cdef class SlabDesk:
         if offset:
             write_pieces(pieces.at, pieces.count, self.arena.slabs.base + offset, nbytes, note)
         return offset, nbytes
+
+    def lay(self, bytes head not None, list spans not None, uint64_t nbytes, bytes note not None=b"") -> tuple:
+        """A slab of ours for tensors that are yet to come, as lay_out() says: (offset, bytes, memory of each span);
+        offset 0 when there is no room. `spans`: (where it begins, bytes) of each tensor."""
+        cdef uint64_t size = with_note(nbytes, note), at, count
+        cdef uint64_t offset = slab_lease(&self.arena.slabs, size, self.owner)
+        cdef uint8_t* slab = self.arena.slabs.base + offset
+        cdef list memory = []
+        if offset == 0:
+            return 0, size, memory
+        try:
+            for at, count in spans:
+                if at > nbytes or count > nbytes - at:
+                    raise ValueError("a tensor does not lie in its slab")
+                memory.append(PyMemoryView_FromMemory(<char*>slab + at, count, PyBUF_WRITE))
+            if <uint64_t>len(head) > nbytes:
+                raise ValueError("a head does not lie in its slab")
+            memcpy(slab, <const char*>head, len(head))
+            write_note(slab, size, note)
+        except BaseException:
+            slab_release(&self.arena.slabs, offset)
+            raise
+        return offset, size, memory
+
+    def look(self, uint64_t offset, uint64_t nbytes):
+        """What a leased slab without a note holds: ((number, code, shape) of each tensor, their memory); None for one
+        with a note, or that holds none."""
+        cdef TensorsHead head
+        cdef TensorEntry entry
+        cdef uint32_t i
+        if not slab_holds(&self.arena.slabs, offset, nbytes):
+            return None
+        cdef const uint8_t* slab = self.arena.slabs.base + offset
+        if tensors_head(slab, nbytes, &head) or head.magic != TENSORS_MAGIC:
+            return None
+        form, memory = [], []
+        for i in range(head.count):
+            if tensors_entry(slab, nbytes, i, &entry):
+                return None
+            form.append((entry.number, entry.code, shape_of(&entry)))
+            memory.append(PyMemoryView_FromMemory(<char*>slab + entry.offset, entry.bytes, PyBUF_READ))
+        return tuple(form), memory
 
     def read(self, uint64_t offset, uint64_t nbytes) -> tuple:
         """(entries, note) of a leased slab, data as views. Raises ValueError when it is none or holds none."""

@@ -93,18 +93,22 @@ cdef inline uint64_t with_note(uint64_t nbytes, bytes note):
     return nbytes + len(note) + NOTE_TAIL if note else nbytes
 
 
+cdef inline int write_note(uint8_t* slab, uint64_t size, bytes note) except -1:
+    cdef uint32_t note_bytes = len(note)
+    if note_bytes:
+        memcpy(slab + size - NOTE_TAIL, &note_bytes, NOTE_TAIL)
+        memcpy(slab + size - NOTE_TAIL - note_bytes, <const char*>note, note_bytes)
+    return 0
+
+
 cdef inline int write_pieces(Piece* pieces, Py_ssize_t count, uint8_t* slab, uint64_t size, bytes note) except -1:
     """The note ends where the slab does."""
     cdef TensorsHead head
     cdef Py_ssize_t i
-    cdef uint32_t note_bytes = len(note)
-    head.magic, head.count = TENSORS_NOTED if note_bytes else TENSORS_MAGIC, count
+    head.magic, head.count = TENSORS_NOTED if note else TENSORS_MAGIC, count
     memcpy(slab, &head, sizeof(TensorsHead))
     for i in range(count):
         memcpy(slab + sizeof(TensorsHead) + i * sizeof(TensorEntry), &pieces[i].entry, sizeof(TensorEntry))
         if pieces[i].view.buf != NULL:
             copy_one(slab + pieces[i].entry.offset, <const uint8_t*>pieces[i].view.buf, pieces[i].view.len)
-    if note_bytes:
-        memcpy(slab + size - NOTE_TAIL, &note_bytes, NOTE_TAIL)
-        memcpy(slab + size - NOTE_TAIL - note_bytes, <const char*>note, note_bytes)
-    return 0
+    return write_note(slab, size, note)

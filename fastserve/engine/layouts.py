@@ -32,7 +32,7 @@ Found = tuple[Any, list[memoryview]]
 Reservation = tuple[int, list[memoryview], tuple[int, int]]
 NO_SLAB = (0, 0)
 # The bytes of a slab before the first tensor, where each tensor lies, and its size without a note.
-Layout = tuple[bytes, list[slice], int]
+Layout = tuple[bytes, list[tuple[int, int]], int]
 
 
 class InputLayout(Protocol):
@@ -67,36 +67,28 @@ class SlabInputs:
     """Tensors of shapes that differ only in their rows, each request in a slab of its own."""
 
     def __init__(self, queue: BatchQueue, inputs: Mapping[str, Tensor], *, batching: bool) -> None:
+        assert queue.desk is not None
         numbers = {name: number for number, name in enumerate(queue.inputs)}
-        self._queue = queue
+        self._queue, self._desk = queue, queue.desk
         self._batching = batching
         self._tensors = [(numbers[name], tensor.dtype, tensor.shape) for name, tensor in inputs.items()]
         self._layouts: dict[tuple[int, bool], Layout] = {}
 
     def reserve(self, rows: int, note: bytes = b"") -> Reservation | None:
-        queue, ring = self._queue, self._queue.ring
-        head, cuts, size = self._layouts.get((rows, bool(note))) or self._lay_out(rows, noted=bool(note))
-        tail = _tail(note) if note else b""
-        size += len(tail)
-        place = ring.reserve(rows)
+        queue = self._queue
+        head, spans, size = self._layouts.get((rows, bool(note))) or self._lay_out(rows, noted=bool(note))
+        place = queue.ring.reserve(rows)
         if place < 0:
             return None
-        offset = 0
         try:
-            offset = ring.lease(size)
-            if not offset:
-                queue.abandon(place, rows)
-                return None
-            slab = ring.slab(offset, size, True)
-            slab[: len(head)] = head
-            if tail:
-                slab[size - len(tail) :] = tail
-            return place, [slab[cut] for cut in cuts], (offset, size)
+            offset, size, memory = self._desk.lay(head, spans, size, note)
         except BaseException:
-            if offset:
-                ring.return_lease(offset)
             queue.abandon(place, rows)
             raise
+        if not offset:
+            queue.abandon(place, rows)
+            return None
+        return place, memory, (offset, size)
 
     def settle(self, reservation: Reservation) -> None:
         place, _, (offset, size) = reservation
@@ -113,18 +105,11 @@ class SlabInputs:
             shape = (rows, *shape[1:]) if self._batching else shape
             described.append((number, dtype.code, shape, prod(shape) * dtype.item_bytes))
         head, starts, size = slab_tensors.lay_out(described, noted)
-        cuts = [slice(at, at + one[3]) for at, one in zip(starts, described, strict=True)]
+        spans = [(at, one[3]) for at, one in zip(starts, described, strict=True)]
         if len(self._layouts) >= MOST_LAYOUTS:
             self._layouts.clear()
-        found = self._layouts[rows, noted] = head, cuts, size
+        found = self._layouts[rows, noted] = head, spans, size
         return found
-
-
-def _tail(note: bytes) -> bytearray:
-    """How a note stands at the end of a slab."""
-    slab = bytearray(slab_tensors.measure([], note))
-    slab_tensors.write(slab, [], note)
-    return slab[slab_tensors.measure([]) :]
 
 
 def lay_out_inputs(queue: BatchQueue, inputs: Mapping[str, Tensor], *, batching: bool) -> InputLayout:
@@ -169,16 +154,14 @@ class SlabOutputs:
         offset, size = self._ring.answer_slab(place)
         if not offset or self._ring.place_status(place):
             return None
-        try:
-            entries, note = self._desk.read(offset, size)
-            if self._wanted is not None:
-                by_number = {entry[0]: entry for entry in entries}
-                entries = [by_number[number] for number in self._wanted]
-        except (ValueError, LookupError):
+        found = self._desk.look(offset, size)
+        if found is None or self._wanted is None:
+            return found
+        form, memory = found
+        at = {number: index for index, (number, _, _) in enumerate(form)}
+        if not at.keys() >= set(self._wanted):
             return None
-        if note:
-            return None
-        return tuple([entry[:3] for entry in entries]), [entry[3] for entry in entries]
+        return tuple([form[at[n]] for n in self._wanted]), [memory[at[n]] for n in self._wanted]
 
     def describe(self, form: Any) -> Described:
         return [(self._names[number], DTYPE_BY_CODE[code], shape) for number, code, shape in form]

@@ -163,7 +163,7 @@ def test_errors_are_left_to_others(make_queue: MakeQueue) -> None:
 
 
 class Broken:
-    """A ring of which one thing cannot be had."""
+    """A ring, or a desk, of which one thing cannot be had."""
 
     def __init__(self, ring: object, name: str) -> None:
         self._ring, self._name = ring, name
@@ -175,14 +175,17 @@ class Broken:
         raise MemoryError(self._name)
 
 
-@pytest.mark.parametrize(("dense", "name"), [(True, "input_rows"), (False, "slab"), (False, "lease")])
-def test_what_cannot_be_had_leaves_nothing_reserved(make_queue: MakeQueue, dense: bool, name: str) -> None:
+@pytest.mark.parametrize(("dense", "of", "name"), [(True, "ring", "input_rows"), (False, "desk", "lay")])
+def test_what_cannot_be_had_leaves_nothing_reserved(
+    make_queue: MakeQueue, dense: bool, of: str, name: str
+) -> None:
     queue = make_queue(dense=dense)
-    whole, queue.ring = queue.ring, Broken(queue.ring, name)  # type: ignore[assignment]
+    whole = getattr(queue, of)
+    setattr(queue, of, Broken(whole, name))
     layout_in = lay_out_inputs(queue, INPUTS, batching=True)
     with pytest.raises(MemoryError):
         layout_in.reserve(2)
-    queue.ring = whole
+    setattr(queue, of, whole)
     assert is_clean(queue)
 
 

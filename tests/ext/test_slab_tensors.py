@@ -192,3 +192,44 @@ def test_memory_without_slabs():
     with pytest.raises(ValueError, match="no arena with slabs"):
         SlabDesk(bytes(64), front=0)
     bare.close()
+
+
+@given(tensors=st.lists(entries(), max_size=4), note=NOTES, at=st.integers(0, 400), byte=st.integers(0, 255))
+def test_a_desk_lays_out_and_looks_as_the_others_write_and_read(tensors, note, at, byte):
+    arena = Arena.create(Geometry(1, 1, (), (), 16, 0, 1, 1, False))
+    ring, desk = arena.ring(front=0), SlabDesk(arena.memory, front=0)
+    described = [(number, code, shape, len(data)) for number, code, shape, data in tensors]
+    head, starts, size = slab_tensors.lay_out(described, bool(note))
+    spans = [(start, len(data)) for start, (*_, data) in zip(starts, tensors, strict=True)]
+    offset, nbytes, memory = desk.lay(head, spans, size, note)
+    for room, (*_, data) in zip(memory, tensors, strict=True):
+        room[:] = data
+    entries_read, note_read = desk.read(offset, nbytes)
+    assert (plainly(entries_read), note_read) == (tensors, note)
+    found = desk.look(offset, nbytes)
+    assert (found is None) == bool(note)
+    slab = ring.slab(offset, nbytes, True)
+    slab[at % nbytes] = byte  # whatever it says now, both ways in believe the same
+    found = desk.look(offset, nbytes)
+    try:
+        entries_read, note_read = desk.read(offset, nbytes)
+    except ValueError:
+        assert found is None
+    else:
+        if found is not None:
+            assert not note_read
+            assert list(found[0]) == [entry[:3] for entry in entries_read]
+            assert [bytes(m) for m in found[1]] == [bytes(entry[3]) for entry in entries_read]
+    ring.return_lease(offset)
+    slab = memory = entries_read = found = room = ring = desk = None
+    arena.close()
+
+
+def test_a_desk_lays_nothing_out_that_does_not_fit(arena):
+    desk, ring = SlabDesk(arena.memory, front=0), arena.ring(front=0)
+    used = ring.slab_pages_used()
+    for head, spans in ((b"", [(0, 65)]), (b"", [(65, 0)]), (bytes(65), [])):
+        with pytest.raises(ValueError, match="does not lie in its slab"):
+            desk.lay(head, spans, 64)
+    assert desk.lay(b"", [], 1 << 40)[0] == 0
+    assert ring.slab_pages_used() == used
