@@ -227,7 +227,8 @@ def test_a_thousand_clients_that_leave_at_random_bytes(rig: TextRig, transport: 
                 await asyncio.wait_for(line._more(), 20)
             if line.ended:
                 said = api.read(await line.rest())
-                assert said.text == TEXT or WORDS[FULL] in said.error, (api.name, said)
+                good = said.text in (TEXT, "more " * said.text.count("more "))
+                assert WORDS[FULL] in said.error or (good and not said.error), (api.name, said)
             line.leave()
 
     async def work() -> None:
