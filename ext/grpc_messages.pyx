@@ -11,7 +11,7 @@ arrive, as much again each time. A message is a bytes object, filled in its plac
 """
 
 cimport cython
-from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_FillInfo, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.object cimport PyObject
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
@@ -70,6 +70,21 @@ cdef class MessageReader:
     def partial(self) -> bool:
         """Whether a message, or its prefix, is half there."""
         return self.prefixed > 0
+
+    def __getbuffer__(self, Py_buffer* view, int flags):
+        """Room for what is missing of the message under way: whoever writes into it says so by `placed`, and lets go of
+        it before anything else is done here."""
+        if self.body is NULL:
+            PyBuffer_FillInfo(view, self, &self.prefix[0], 0, 0, flags)
+        else:
+            PyBuffer_FillInfo(view, self, PyBytes_AS_STRING_of(self.body) + self.have, self.room - self.have, 0, flags)
+
+    def placed(self, Py_ssize_t nbytes) -> list:
+        """So many bytes were written where they belong: what `feed` would have said to them."""
+        if self.body is NULL or nbytes < 0 or nbytes > self.room - self.have:
+            raise ValueError(f"{nbytes} bytes where there was no room for them")
+        self.have += nbytes
+        return [self.end()] if self.have == self.size else []
 
     def feed(self, piece) -> list:
         """The messages that these bytes complete, each with whether it is compressed."""

@@ -15,14 +15,16 @@ BORROWED_BYTES and more is a memoryview of what was read: valid until the next r
     SETTINGS, PING  ACK         bytes
     RST_STREAM      -           b""             the error code
     WINDOW_UPDATE   -           b""             the increment
+    PLACED          END_STREAM  bytes of DATA   as of DATA: they lie in the place of the stream (`divert`)
     GOAWAY, PRIORITY, UNKNOWN   b""
     FAULT           0           what is wrong   the error code; stream 0: the connection is over
 """
 
 cimport cython
-from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from libc.stdint cimport int64_t, uint8_t, uint32_t
+from libc.string cimport memcpy
 
 from frame_writing cimport H2_DATA, H2_END_HEADERS, H2_END_STREAM, H2_HEADERS, put_frame, put_head
 
@@ -47,13 +49,14 @@ cdef extern from "http2_frames.h" nogil:
 
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS = range(5)
 PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(5, 10)
-UNKNOWN, FAULT, REQUEST = range(16, 19)
+UNKNOWN, FAULT, REQUEST, PLACED = range(16, 20)
 BORROWED_BYTES = 4096
 HEAD_BYTES = 9
 
 cdef enum:
     BORROWED = 4096
     WHOLE_REQUEST = 18
+    IN_PLACE = 19
 
 cdef tuple REASONS = (
     "",
@@ -79,6 +82,11 @@ cdef class FrameReader:
 
     cdef Http2Reader* reader
     cdef readonly uint32_t resets       # RST_STREAM frames in what was read last
+    cdef object place           # a buffer: what of the diverted body is still to come; asked anew for each read
+    cdef readonly uint32_t diverted     # the stream whose body it is, 0: nobody's
+    cdef char* room                     # of its memory, while a read goes on
+    cdef Py_ssize_t room_bytes
+    cdef uint32_t filled, told, counted # DATA put into it by this read, how much of it was told, what of the rest counts
 
     def __cinit__(self, uint32_t most_frame, uint32_t most_block, uint32_t most_parts):
         self.reader = new Http2Reader(most_frame, most_block, most_parts)
@@ -95,19 +103,33 @@ cdef class FrameReader:
         """Whether the preface, the first SETTINGS, a header block or any frame but DATA is half there."""
         return self.reader.waits()
 
+    def divert(self, uint32_t stream, place) -> None:
+        """From the next read on DATA of this stream goes straight into `place`, a writable buffer of the room that it
+        has then, and what comes in one read is told at once. What it has no room for is told as ever. 0: no more."""
+        self.diverted, self.place = stream, place if stream else None
+
     def read(self, data, Py_ssize_t nbytes) -> list[tuple[int, object, int, object, int]]:
         """The frames in the first `nbytes` of `data`, and those that these bytes complete."""
-        cdef Py_buffer view
+        cdef Py_buffer view, room
+        cdef bint lent = False
         cdef list events = []
         self.resets = 0
         PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
         try:
+            self.room_bytes = 0
+            self.filled = self.told = self.counted = 0
+            if self.diverted:
+                PyObject_GetBuffer(self.place, &room, PyBUF_WRITABLE)
+                lent = True
+                self.room, self.room_bytes = <char*>room.buf, room.len
             if nbytes < 0 or nbytes > view.len:
                 raise ValueError(f"{nbytes} bytes of {view.len}")
             self.reader.feed(<const uint8_t*>view.buf, nbytes)
             self.tell(events, data, <const uint8_t*>view.buf)
             self.reader.feed(NULL, 0)
         finally:
+            if lent:
+                PyBuffer_Release(&room)
             PyBuffer_Release(&view)
         return events
 
@@ -124,7 +146,14 @@ cdef class FrameReader:
                     first += 1
                     continue
             if not self.reader.step(&event):
+                self.tell_placed(events, 0)
                 return 0
+            if event.kind == H2_DATA and self.takes(&event):
+                first = stop = 0
+                if event.flags:
+                    self.tell_placed(events, event.flags)
+                continue
+            self.tell_placed(events, 0)
             if event.kind == H2_HEADERS and not event.flags and not event.reason:
                 if self.reader.take_body(&event, &body):
                     events.append(request(event.stream, copied(&event), &body))
@@ -136,6 +165,25 @@ cdef class FrameReader:
                 first = stop = 0
                 self.resets += event.kind == H2_RST_STREAM
             events.append(describe(&event, data, begin))
+
+
+    cdef inline bint takes(self, const Http2Event* event) noexcept:
+        """Whether this DATA has found its place."""
+        if event.stream != self.diverted or not event.size:
+            return False
+        if <Py_ssize_t>event.size > self.room_bytes - <Py_ssize_t>self.filled:
+            return False
+        memcpy(self.room + self.filled, event.at, event.size)
+        self.filled += event.size
+        self.counted += event.value
+        return True
+
+    cdef inline int tell_placed(self, list events, int flags) except -1:
+        """All that has come for the diverted body since it was told last."""
+        if self.filled > self.told:
+            events.append((IN_PLACE, flags, self.diverted, self.filled - self.told, self.counted))
+            self.told, self.counted = self.filled, 0
+        return 0
 
 
 cdef inline tuple request(uint32_t stream, bytes block, Http2Event* body):

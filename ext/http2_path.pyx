@@ -64,6 +64,7 @@ cdef class Http2Path:
     cdef public bint over                   # GOAWAY for a fault, or the last reply, is out: input is dropped
     cdef public bint _ended
     cdef public object _reader, _scratch, _transport, _lifetime, _half
+    cdef public object _sip                 # the beginning of `_scratch`, where the next read should be a short one
     cdef public list _out                   # what is written while input is read
     cdef public int64_t _credit             # what the client may send on all streams
     cdef public int64_t _low                # when it is given back
@@ -78,7 +79,7 @@ cdef class Http2Path:
 
     def get_buffer(self, sizehint):
         """Where the next bytes go; looked at before anybody else's come."""
-        return self._scratch
+        return self._scratch if self._sip is None else self._sip
 
     def buffer_updated(self, Py_ssize_t nbytes) -> None:
         cdef tuple event
@@ -86,6 +87,7 @@ cdef class Http2Path:
         if self.over:
             self._drop(nbytes)
             return
+        self._sip = None
         if self._out is None:
             self._out = []
         if self._lifetime is not None:

@@ -15,6 +15,7 @@ CONTINUATION: int
 UNKNOWN: int
 FAULT: int
 REQUEST: int
+PLACED: int
 BORROWED_BYTES: int
 HEAD_BYTES: int
 
@@ -22,7 +23,9 @@ class FrameReader:
     settled: bool
     waits: bool
     resets: int
+    diverted: int
     def __init__(self, most_frame: int, most_block: int, most_parts: int) -> None: ...
+    def divert(self, stream: int, place: Buffer | None) -> None: ...
     def read(self, data: Buffer, nbytes: int) -> list[tuple[int, Any, int, Any, int]]: ...
 
 def frame_head(size: int, kind: int, flags: int, stream: int) -> bytes: ...

@@ -21,6 +21,7 @@ class Http2Path:
     _ended: bool
     _reader: Any
     _scratch: bytearray
+    _sip: memoryview | None
     _transport: asyncio.Transport
     _lifetime: Any
     _half: Any
@@ -31,7 +32,7 @@ class Http2Path:
     _served: int
     _leaving: int
     def __init__(self, terms: tuple[int, int, Any, Any, type[StreamFields]]) -> None: ...
-    def get_buffer(self, sizehint: int) -> bytearray: ...
+    def get_buffer(self, sizehint: int) -> bytearray | memoryview: ...
     def buffer_updated(self, nbytes: int) -> None: ...
     def sent_end(self, stream: Any) -> None: ...
 

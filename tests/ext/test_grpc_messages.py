@@ -107,3 +107,37 @@ def test_a_refused_length_takes_nothing() -> None:
     with pytest.raises(MessageFault, match="a message of 11 bytes") as fault:
         reader.feed(message_prefix(11))
     assert fault.value.size == 11
+
+
+@given(
+    st.binary(min_size=1, max_size=300), st.lists(st.tuples(st.integers(1, 80), st.booleans()), max_size=12)
+)
+def test_what_is_written_into_the_room_is_the_message(message: bytes, steps: list[tuple[int, bool]]) -> None:
+    """`feed` and `placed` in any order give what `feed` alone gives."""
+    body, reader, found = frame_message(message), MessageReader(1 << 20), []
+    assert len(memoryview(reader)) == 0
+    for size, places in [*steps, (len(body), False)]:
+        piece, room = body[:size], memoryview(reader)
+        if places and len(room) > 0:
+            piece = body[: min(size, len(room))]
+            room[: len(piece)] = piece
+            room.release()
+            found += reader.placed(len(piece))
+        else:
+            room.release()
+            found += reader.feed(piece)
+        body = body[len(piece) :]
+    assert found == [(message, False)]
+    assert not reader.partial
+
+
+def test_more_than_the_room_was_not_written() -> None:
+    reader = MessageReader(1 << 20)
+    for nbytes in (0, 1):
+        with pytest.raises(ValueError, match="no room"):
+            reader.placed(nbytes)
+    reader.feed(frame_message(b"abc")[:6])
+    for nbytes in (3, -1):
+        with pytest.raises(ValueError, match="no room"):
+            reader.placed(nbytes)
+    assert reader.feed(b"bc") == [(b"abc", False)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hyperframe.frame import DataFrame, Frame, HeadersFrame
+from hyperframe.frame import DataFrame, Frame, HeadersFrame, SettingsFrame
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -275,3 +275,61 @@ def test_what_cannot_be_framed() -> None:
         ext.frame_head(1 << 24, 0, 0, 1)
     with pytest.raises(ValueError, match="5 bytes of 4"):
         ext.FrameReader(16384, 65536, 16).read(b"four", 5)
+
+
+def split(data: bytes, cuts: list[int]) -> list[bytes]:
+    edges = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
+    return [data[low:high] for low, high in pairwise(edges)]
+
+
+BODY_FRAMES = st.tuples(st.sampled_from((1, 3)), st.binary(max_size=40), st.booleans())
+
+
+@given(
+    st.lists(BODY_FRAMES, min_size=1, max_size=12),
+    st.lists(st.integers(0, 1 << 16), max_size=8),
+    st.integers(0, 200),
+)  # fmt: skip
+def test_a_diverted_body_is_the_same_body(
+    frames: list[tuple[int, bytes, bool]], cuts: list[int], room: int
+) -> None:
+    """Told as a number or as bytes: in order, with the same ends and the same counts."""
+    data = b"".join(
+        DataFrame(stream, data=body, pad_length=3 if padded else 0, flags=["PADDED"] * padded).serialize()
+        for stream, body, padded in frames
+    )
+    data += DataFrame(1, data=b"last", flags=["END_STREAM"]).serialize()
+    reader = ext.FrameReader(16384, 65536, 16)
+    greeting = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + SettingsFrame(0).serialize()
+    reader.read(greeting, len(greeting))
+    place, at, counted, ends = bytearray(room), 0, {1: 0, 3: 0}, []
+    bodies, placed = {1: b"", 3: b""}, 0
+    for piece in split(data, cuts):
+        reader.divert(1, memoryview(place)[at:])
+        for kind, flags, stream, payload, value in reader.read(piece, len(piece)):
+            if kind == ext.PLACED:
+                assert stream == 1
+                payload, at, placed = place[at : at + payload], at + payload, placed + 1
+            else:
+                assert kind == ext.DATA
+            bodies[stream] += bytes(payload)
+            counted[stream] += value
+            ends += [stream] * bool(flags)
+    for stream in (1, 3):
+        sent = [(body, padded) for number, body, padded in frames if number == stream]
+        tail = b"last" if stream == 1 else b""
+        assert bodies[stream] == b"".join(body for body, _ in sent) + tail
+        assert counted[stream] == sum(len(body) + 4 * padded for body, padded in sent) + len(tail)
+    assert ends == [1]
+    assert reader.diverted == 1
+    if room >= 200 and not cuts and all(stream == 1 for stream, _, _ in frames) and len(bodies[1]) <= room:
+        assert placed <= 1 + sum(not body for _, body, _ in frames)  # one event for one read
+    reader.divert(0, place)
+    assert reader.diverted == 0
+
+
+def test_a_place_that_is_none() -> None:
+    reader = ext.FrameReader(16384, 65536, 16)
+    reader.divert(1, b"read only")
+    with pytest.raises(BufferError):
+        reader.read(b"PRI", 3)

@@ -22,6 +22,7 @@ from fastserve._ext.http2_path import CallPath
 from fastserve.apart import APART_BYTES
 from fastserve.errors import Kind, ServeError
 from fastserve.tracing import choose_request_id
+from fastserve.wire.bulk import BULK_BYTES
 from fastserve.wire.coding import DEFLATE, GZIP, IDENTITY, pack
 from fastserve.wire.grpc.coding import ACCEPTED, decode
 from fastserve.wire.grpc.inbox import Inbox
@@ -122,6 +123,14 @@ class Call(CallPath):
         except MessageFault as fault:
             self.fail(self._explain(fault))
             return
+        self._sort(messages)
+
+    def _took(self, nbytes: int) -> None:
+        """Some of the message lies where it belongs."""
+        if not self.over:
+            self._sort(self._reader.placed(nbytes))
+
+    def _sort(self, messages: list[tuple[bytes, bool]]) -> None:
         for message in messages:
             if self._inbox is not None:
                 self._inbox.put(*message)
@@ -138,6 +147,8 @@ class Call(CallPath):
         self._asked = wanted
         if self._inbox is None:
             self.stream.expect(wanted)
+            if wanted >= BULK_BYTES:
+                self.stream.place(self._reader, self._took)
         elif wanted > STREAM_WINDOW // 2:  # up to a half of the window may not have been given back yet
             self.stream.expect(wanted + STREAM_WINDOW // 2)
 

@@ -15,7 +15,7 @@ import struct
 from typing import TYPE_CHECKING, Any, cast
 
 from fastserve._ext import http2_frames as kinds
-from fastserve._ext.http2_frames import DATA, HEADERS, FrameReader, frame
+from fastserve._ext.http2_frames import DATA, HEADERS, PLACED, FrameReader, frame
 from fastserve._ext.http2_path import Http2Path
 from fastserve.wire.faults import WireFault
 from fastserve.wire.halves import HalfOpen
@@ -32,6 +32,8 @@ from fastserve.wire.pace import Pace, Phase, Verdict
 from fastserve.wire.peer import Peered
 
 if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
     from fastserve.wire.head import Head
     from fastserve.wire.http2.stream import Piece
     from fastserve.wire.listener import HttpListener
@@ -97,7 +99,7 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
 
     def _take(self, kind: int, flags: int, number: int, payload: Any, value: int) -> None:
         """Any frame but a whole request."""
-        if kind == DATA:
+        if kind in (DATA, PLACED):
             self._spend_window(value)
             self.intake.data(number, bool(flags), payload, value)
         elif kind == HEADERS:
@@ -188,6 +190,25 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
             assert stream.inlet is not None
             stream.inlet.credit += nbytes
             self.write(frame(kinds.WINDOW_UPDATE, 0, stream.id, _U32.pack(nbytes)))
+
+    def may_divert(self, stream: Stream) -> bool:
+        """Whether its body may be put straight into its place. Not where streams send theirs side by side:
+        a read has a frame of each then, and to tell of every frame costs more than its copy."""
+        return self._reader.diverted == stream.id or len(self.intake.streams) == 1
+
+    def divert(self, stream: Stream, place: Buffer) -> None:
+        """Have a body put straight into its place, if it may."""
+        if self.may_divert(stream):
+            self._reader.divert(stream.id, place)
+
+    def let_go(self, stream: Stream) -> None:
+        """Nothing more comes of the stream's body."""
+        self.growth.release(stream)
+        if self._reader.diverted == stream.id:
+            self._reader.divert(0, None)
+            self._sip = self.listener.http2.sip  # the next is likely to be as large: its head comes alone
+        if stream.inlet is not None:
+            stream.inlet.took = None
 
     # ---- what goes out
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastserve._ext.slab import blank_bytes, grow_bytes
-from fastserve.wire.bulk import CLAIMED_BYTES
+from fastserve.wire.bulk import BULK_BYTES, CLAIMED_BYTES
 from fastserve.wire.call import Call
 from fastserve.wire.faults import JSON, WireFault, over_limit
 from fastserve.wire.head import Head
@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 class Body:
     """One body as it comes: in one buffer, which has its place beforehand when its length is known."""
 
-    __slots__ = ("_at", "_buffer", "_total", "_view")
+    __slots__ = ("_at", "_buffer", "_stream", "_total", "_view")
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, stream: Http2Stream, total: int) -> None:
+        self._stream = stream
         self._total = total  # below 0: not known
         self._buffer = blank_bytes(min(total, CLAIMED_BYTES)) if total > 0 else bytearray()
         # Pieces go through a view: assigned to a bytearray's slice, a view is copied to a bytearray first.
@@ -52,7 +53,19 @@ class Body:
             view = self._view = memoryview(self._buffer)
         view[self._at : stop] = piece
         self._at = stop
+        self.offer()
         return stop
+
+    def offer(self) -> None:
+        """Have what comes next read straight into its place, if that is worth it and the place stays."""
+        if self._view is not None and BULK_BYTES <= self._total <= CLAIMED_BYTES:
+            stream = self._stream
+            if stream.connection.may_divert(stream):
+                stream.place(self._view[self._at :], self._took)
+
+    def _took(self, nbytes: int) -> None:
+        self._at += nbytes
+        self.offer()
 
     def take(self) -> bytearray:
         """All of it."""
@@ -93,7 +106,8 @@ class Exchanges:
         """The body follows; a client that asked before sending it is told to."""
         if stream.head.expects_continue:
             stream.send_head(CONTINUE)
-        stream.context = Body(stream.head.body_bytes)
+        stream.context = body = Body(stream, stream.head.body_bytes)
+        body.offer()
         stream.expect(stream.head.body_bytes)
 
     def data(self, stream: Http2Stream, piece: Piece) -> None:

@@ -172,8 +172,8 @@ class Intake(IntakePath):
 
     # ---- the rest of a request
 
-    def data(self, number: int, ends: bool, piece: Piece, counted: int) -> None:
-        """DATA, or a piece of it; `counted` bytes of it count against windows."""
+    def data(self, number: int, ends: bool, piece: Piece | int, counted: int) -> None:
+        """DATA, or a piece of it; `counted` bytes count against windows. A number: it lies in its place."""
         stream = self.streams.get(number)
         if stream is None:
             if number > self.last or not number & 1:
@@ -185,11 +185,11 @@ class Intake(IntakePath):
         except StreamFault as fault:
             self._fail(stream, fault)
 
-    def _take_data(self, stream: Stream, ends: bool, piece: Piece, counted: int) -> None:
+    def _take_data(self, stream: Stream, ends: bool, piece: Piece | int, counted: int) -> None:
         inlet = stream.inlet
         if inlet is None or stream.state not in RECEIVING:
             raise StreamFault(ErrorCode.STREAM_CLOSED, "DATA after END_STREAM")
-        size = len(piece)
+        size = piece if isinstance(piece, int) else len(piece)
         inlet.credit -= counted
         inlet.received += size
         if inlet.credit < 0:
@@ -200,7 +200,10 @@ class Intake(IntakePath):
             if size > inlet.missing or (ends and size < inlet.missing):
                 raise malformed("the body's length is not its content-length")
             inlet.missing -= size
-        if size:
+        if isinstance(piece, int):
+            assert inlet.took is not None
+            inlet.took(size)
+        elif size:
             stream.service.data(stream, piece)
         elif not ends:
             self._connection.spend(calm.EMPTY)
@@ -209,7 +212,7 @@ class Intake(IntakePath):
 
     def _complete(self, stream: Stream) -> None:
         stream.move(Event.RECEIVED_END)
-        self._connection.growth.release(stream)
+        self._connection.let_go(stream)
         stream.service.end(stream)
 
     def _take_trailers(self, stream: Stream, ends: bool, block: bytes) -> None:
@@ -305,7 +308,7 @@ class Intake(IntakePath):
         """Take it out of the table, whatever it was at."""
         del self.streams[stream.id]
         if not stream.complete:
-            self._connection.growth.release(stream)
+            self._connection.let_go(stream)
         stream.move(Event.RESET)
         self._connection.sending.drop(stream)
 
@@ -316,7 +319,7 @@ class Intake(IntakePath):
             stream.state = DONE
         else:
             stream.move(Event.SENT_END)
-            self._connection.growth.release(stream)
+            self._connection.let_go(stream)
             self._note_cut(stream.id)
             self._connection.send_reset(stream.id, ErrorCode.NO_ERROR)
             stream.move(Event.RESET)

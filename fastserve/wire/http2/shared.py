@@ -8,6 +8,7 @@ from operator import methodcaller
 from typing import TYPE_CHECKING
 
 from fastserve.each import each
+from fastserve.wire.bulk import SIP_BYTES
 from fastserve.wire.faults import WireFault
 from fastserve.wire.head import Head
 from fastserve.wire.http2.exchange import Exchanges, Refusal
@@ -32,6 +33,7 @@ class Shared:
         self._services = tuple(services)
         self.blocks = ReplyBlocks()
         self.scratch = bytearray()
+        self.sip = memoryview(self.scratch)  # the beginning of it
         self.loop: asyncio.AbstractEventLoop | None = None  # of an open listener
         self._gathering: list[Http2Connection] = []
         self._heads: dict[tuple[tuple[bytes, bytes], ...], Head] = {}
@@ -40,6 +42,7 @@ class Shared:
         """Before the first connection: a listener that has none needs no buffer."""
         if not self.scratch:
             self.scratch = bytearray(SCRATCH_BYTES)
+            self.sip = memoryview(self.scratch)[:SIP_BYTES]
 
     def pour(self, data: bytes | bytearray, hand_on: Callable[[int], None]) -> None:
         """Bytes that were received elsewhere come as if they had been received in the scratch buffer."""

@@ -16,7 +16,7 @@ by the connection as bytes come.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from fastserve._ext.http2_path import StreamFields
@@ -25,6 +25,8 @@ from fastserve.wire.http2.settings import STREAM_WINDOW
 from fastserve.wire.http2.states import RECEIVING, TRANSITIONS, Event, State
 
 if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
     from fastserve.config import Limits
     from fastserve.wire.faults import WireFault
     from fastserve.wire.head import Head
@@ -73,7 +75,7 @@ class Service(Protocol):
 class Inlet:
     """What is left to come of a request whose body did not come at once."""
 
-    __slots__ = ("credit", "grown", "missing", "owed", "received", "seen", "since_s")
+    __slots__ = ("credit", "grown", "missing", "owed", "received", "seen", "since_s", "took")
 
     def __init__(self, missing: int) -> None:
         self.missing = missing  # bytes, below 0 when the length is not known
@@ -82,6 +84,7 @@ class Inlet:
         self.grown = 0  # given beyond STREAM_WINDOW for what is held
         self.received = self.seen = 0  # bytes: all, and those of the last look at their rate
         self.since_s = -1.0  # when that was
+        self.took: Callable[[int], None] | None = None  # who is told of what lies in its place
 
     def is_slow(self, now: float, limits: Limits) -> bool:
         """Whether the body has not kept its rate over the last limits.header_timeout_s."""
@@ -160,6 +163,13 @@ class Stream(StreamFields):
         """A body, or message, of so many bytes from its first one on has a place: let it come unhindered."""
         if nbytes > STREAM_WINDOW and not self.complete:
             self.connection.growth.ask(self, nbytes - STREAM_WINDOW)
+
+    def place(self, room: Buffer, took: Callable[[int], None]) -> None:
+        """The next bytes of the body go straight into `room`, which is asked for anew at each read; `took`
+        is told how many. What has no room there, or finds another stream at it, comes by Service.data."""
+        if self.inlet is not None and not self.complete:
+            self.inlet.took = took
+            self.connection.divert(self, room)
 
     # ---- what goes
 
