@@ -433,9 +433,10 @@ cdef class BatchRing:
             raise ValueError("not the bytes of a leased slab")
         return PyMemoryView_FromMemory(<char*>self.arena.slabs.base + offset, nbytes, PyBUF_WRITE if writable else PyBUF_READ)
 
-    def attach_slab(self, int64_t place, uint64_t offset, uint32_t nbytes) -> int:
-        """The inputs of a reserved place are in this slab; it is released with the place. The tag that this place alone carries."""
+    def attach_slab(self, int64_t place, uint64_t offset, uint32_t nbytes, uint64_t level=0) -> int:
+        """A reserved place's inputs are in this slab, released with it. Its tag. A batch of one goes by `level`, then by its age."""
         self.check(place, 1)
+        self.slot(<uint32_t>(place >> 16)).seq += level << 56
         cdef Row* row = claim_row(&self.arena, place)
         row.tag, row.in_offset, row.in_bytes = claim_of(&self.arena, &self.claims, place), offset, nbytes
         slab_give(&self.arena.slabs, offset, self.owner, place_owner(row.tag))

@@ -152,7 +152,7 @@ class TextQueue(BatchQueue):
             raise ServeError(Kind.UNAVAILABLE, FULL.format(self.ring.slots), retry_after_s=retry_s)
         run = TextRun(self, place >> 16, len(ids), pages, heard)
         try:
-            self.tokens.listen(place >> 16, self._write(place, nbytes, ids, said), run)
+            self.tokens.listen(place >> 16, self._write(place, nbytes, ids, said, note.priority), run)
             run.submit(place, note.deadline_ns + SLACK_NS if note.deadline_ns else 0)
         except BaseException:
             self.tokens.leave(place >> 16)
@@ -178,8 +178,8 @@ class TextQueue(BatchQueue):
         self.rejected("queue_bytes")
         return ServeError(Kind.UNAVAILABLE, NO_ROOM, retry_after_s=self.meters.seconds_for(1))
 
-    def _write(self, place: int, nbytes: int, ids: Sequence[int], said: bytes) -> int:
-        """The prompt into the place's slab; the place's tag."""
+    def _write(self, place: int, nbytes: int, ids: Sequence[int], said: bytes, priority: int) -> int:
+        """The prompt into the place's slab; the place's tag. Engines take the most urgent first."""
         offset = self.ring.lease(nbytes)
         if not offset:
             raise self._no_room()
@@ -188,7 +188,7 @@ class TextQueue(BatchQueue):
         except BaseException:
             self.ring.return_lease(offset)
             raise
-        return self.ring.attach_slab(place, offset, nbytes)
+        return self.ring.attach_slab(place, offset, nbytes, priority)
 
     def _on_bell(self) -> None:
         self._hear(self.ring.drain())
