@@ -40,7 +40,9 @@ def test_of_a_chain_the_first_to_end() -> None:
     assert expires_at(chain) == (now + timedelta(days=2)).timestamp()
 
 
-@pytest.mark.parametrize("text", [b"", b"no certificate", made(datetime(2030, 1, 1))[:90]])
+@pytest.mark.parametrize(
+    "text", [b"", b"no certificate", made(datetime(2030, 1, 1))[:90]], ids=["empty", "other", "cut"]
+)
 def test_of_none(text: bytes) -> None:
     assert expires_at(text) == 0
 
