@@ -63,10 +63,10 @@ def show_model_ready(service: Service, named: Named) -> Endpoint:
 
 def check_timed(service: Service, named: Named) -> Endpoint:
     """Every model says one token within so many seconds."""
-    limit_s = named.number or MOST_TIMED_S
+    limit_s = MOST_TIMED_S if named.number is None else named.number
 
     async def check(call: Call) -> None:
-        if limit_s > MOST_TIMED_S:
+        if not 1 <= limit_s <= MOST_TIMED_S:
             call.reply(404, envelope(404, f"health/timed-N: N is 1 to {MOST_TIMED_S}."), close=True)
             return
         try:

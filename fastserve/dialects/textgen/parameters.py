@@ -104,7 +104,7 @@ def make_rules(options: TextgenOptions) -> tuple[Rule, ...]:
         TOP_P,
         _share("typical_p", lambda value: 0 < value <= 1),
         Rule("do_sample", "boolean"),
-        _whole("seed", "unsigned", 0, seed, f"in [0, {seed}]"),
+        _whole("seed", "unsigned", 0, seed, f"in [0, {seed})"),  # its words there; the last one is allowed
         _positive("repetition_penalty", "'repetition_penalty' must be in (0.0, 3.40282e+38]"),
         Rule("watermark", "boolean"),
         _whole("priority", "unsigned", 1, 5, "in [1,5]"),

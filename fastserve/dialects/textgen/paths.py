@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # Words in capitals of a path -> what clients may write for them.
 _WORDS = {
     "MODEL": r"(?P<model>[\w.\-]+)",
-    "-N": r"-(?P<number>[0-9]+)",
+    "-N": r"-(?P<number>[0-9]{1,9})",
     "ROLE": r"(?P<role>\w+)",
     "NAME": r"(?P<name>.+)",
 }
@@ -35,7 +35,7 @@ class Named(NamedTuple):
 
     target: str
     model: str = ""
-    number: int = 0
+    number: int | None = None
     role: str = ""
     name: str = ""
     """A model's, however it is written; not decoded."""
@@ -75,7 +75,7 @@ class Table:
             match = pattern.fullmatch(written)
             if match is not None and method in path.row.scopes:
                 said = match.groupdict()
-                number = int(said.get("number") or 0)
+                number = int(said["number"]) if "number" in said else None
                 return path, Named(
                     target, said.get("model", ""), number, said.get("role", ""), said.get("name", "")
                 )

@@ -173,6 +173,13 @@ def test_bounds_that_hold(seed1: Local) -> None:
     assert seed1.infer(details=True, seed=0).json["details"]["seed"] == 0
 
 
+def test_the_newer_bounds_of_a_seed() -> None:
+    with served(RIGS["llm-eos"].engine(), seed_bits=63) as at:
+        assert at.infer(seed=2**63 - 1, details=True).json["details"]["seed"] == 2**63 - 1
+        told = "Parameter seed must be in [0, 9223372036854775807), got 9223372036854775808."
+        assert at.infer(seed=2**63).json["error"] == told
+
+
 def test_a_seed_that_is_chosen_here_may_be_sent_again(seed1: Local) -> None:
     seeds = [seed1.infer(details=True).json["details"]["seed"] for _ in range(5)]
     assert len(set(seeds)) == 5

@@ -40,8 +40,8 @@ def test_timed_health_says_a_token(limits: Local) -> None:
     for path in ("/health/timed", "/health/timed-1", "/health/timed-600"):
         assert limits.ask("GET", path).body == b'{"status":"healthy"}'
     assert len(seen) == before + 3
-    assert limits.ask("GET", "/health/timed-601").status == 404
-    assert limits.ask("GET", "/health/timed-x").status == 404
+    for path in ("/health/timed-0", "/health/timed-601", f"/health/timed-{'9' * 5000}", "/health/timed-x"):
+        assert limits.ask("GET", path).status == 404, path[:40]
     with served(RIGS["llm-eos"].engine(), pause_s=2.5) as at:
         assert at.ask("GET", "/health/timed-1").status == 500
 
