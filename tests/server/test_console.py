@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from fastserve.dialects.console import dialect
+from tests.certificates import issue
 from tests.running import FREE, Running
 from tests.server.rig import Served, run, serving, write_model
 
@@ -123,12 +125,31 @@ def test_a_listener_of_grps_shows_it_at_its_root(tmp_path: Path) -> None:
     assert "CONSOLE" not in said, said  # a frame that is refused says so
 
 
-async def show(port: int, profile: Path, path: str = "/console") -> tuple[str, str]:
+@pytest.mark.skipif(
+    shutil.which("chromium") is None, reason="no chromium: the page was not shown by a browser"
+)
+def test_a_browser_shows_shared_workers_and_when_the_certificate_ends(tmp_path: Path) -> None:
+    write_model(tmp_path, shared_worker="both")
+    write_model(tmp_path, "alone")
+    tls = issue(tmp_path)
+
+    async def main() -> None:
+        async with serving(tmp_path, tls=tls) as served:
+            page, said = await show(served.port, tmp_path / "profile", scheme="https")
+            assert page.count(" in shared worker ") == 1
+            assert '<span class="dim"> in shared worker both</span>' in page
+            assert re.search(r"<dt>certificate</dt><dd>ends in \d+ ", page), page[:2000]
+            assert "CONSOLE" not in said, said
+
+    run(main(), BROWSER_S + 20)
+
+
+async def show(port: int, profile: Path, path: str = "/console", scheme: str = "http") -> tuple[str, str]:
     """The page as a browser has it after some seconds of its own time, and what its console said."""
     browser = await asyncio.create_subprocess_exec(
         "chromium", "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}",
         "--virtual-time-budget=5000", "--enable-logging=stderr", "--dump-dom",
-        f"http://127.0.0.1:{port}{path}",
+        "--ignore-certificate-errors", f"{scheme}://127.0.0.1:{port}{path}",
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     page, said = await asyncio.wait_for(browser.communicate(), BROWSER_S)
