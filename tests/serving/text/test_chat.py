@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,38 @@ def test_a_template_that_uses_up_too_much_is_stopped(
     with pytest.raises(ServeError, match="was stopped") as fault:
         render(folder_of(tmp_path, template))
     assert fault.value.kind is Kind.FAILED_PRECONDITION
+
+
+def test_a_template_at_the_edge_of_what_it_may_use_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox, "MOST_TURNS", 100)
+    monkeypatch.setattr(sandbox, "MOST_SIZE", 1000)
+    for template, most, words in [
+        ("{% for i in range(N) %}{% endfor %}", 100, "more than 100 turns of its loops"),
+        (
+            "{% for i in range(60) %}{% endfor %}{% for i in range(N) %}{% endfor %}",
+            40,
+            "more than 100 turns",
+        ),
+        ("{{ 'a' * N }}", 1000, "something larger than 1000"),
+        ("{% set text = 'a' ~ 'b' * N %}", 999, "something larger than 1000"),
+        ("{{ 'a'.center(N) }}", 1000, "a number beyond 1000"),
+        ("{{ 'a' * N }}{{ 'b' * 600 }}", 400, "it wrote more than 1000 characters"),
+    ]:
+        render(folder_of(tmp_path, template.replace("N", str(most))))
+        with pytest.raises(ServeError, match=f"the chat template was stopped: .*{words}"):
+            render(folder_of(tmp_path, template.replace("N", str(most + 1))))
+
+
+def test_the_page_of_limits_says_what_a_template_may_use_up() -> None:
+    page = Path("docs/security.md").read_text()
+    (row,) = re.findall(r"^\| what a chat template uses up \| (.*?) \|", page, re.MULTILINE)
+    told = re.match(r"(\d+) turns of its loops and macros, (\d+) s, (\d+) MiB of each text", row)
+    assert told is not None, row
+    assert [int(number) for number in told.groups()] == [
+        sandbox.MOST_TURNS, sandbox.MOST_S, sandbox.MOST_SIZE >> 20,
+    ]  # fmt: skip
 
 
 def test_the_loop_turns_while_a_template_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
