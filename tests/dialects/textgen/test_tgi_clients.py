@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,8 +14,9 @@ from huggingface_hub.errors import GenerationError, ValidationError
 from huggingface_hub.inference._generated.types import text_generation as hub
 from huggingface_hub.utils import close_session
 from pydantic import TypeAdapter
+from pydantic import ValidationError as PydanticError
 from text_generation import errors
-from text_generation.types import BestOfSequence, FinishReason
+from text_generation.types import BestOfSequence, ChatCompletionChunk, FinishReason
 
 from fastserve.config import TextgenOptions
 from tests.dialects.textgen.likely import FIRST, Likely
@@ -22,6 +24,7 @@ from tests.dialects.textgen.rigs import HELLO
 from tests.dialects.textgen.serving import Local
 
 TEXTS = ["Hello", " world"]
+USER = [{"role": "user", "content": "hi"}]
 
 
 def serving(flavor: str = "tgi", *, fail_after: int = -1) -> Local:
@@ -75,13 +78,12 @@ def test_the_hubs_client_in_pieces(server: Local) -> None:
 
 
 def test_the_hubs_chat(server: Local) -> None:
-    user = [{"role": "user", "content": "hi"}]
     with InferenceClient(server.url) as client:
-        whole = client.chat_completion(user, max_tokens=5, logprobs=True, top_logprobs=1)
+        whole = client.chat_completion(USER, max_tokens=5, logprobs=True, top_logprobs=1)
         assert whole.choices[0].message.content == "Hello world"
         assert whole.choices[0].logprobs is not None
         assert whole.choices[0].logprobs.content[0].logprob == FIRST
-        chunks = list(client.chat_completion(user, stream=True))
+        chunks = list(client.chat_completion(USER, stream=True))
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Hello world"
         assert chunks[-1].choices[0].finish_reason == "stop"
 
@@ -171,6 +173,32 @@ def test_text_generations_errors(client: text_generation.Client, tgi: Local) -> 
     with pytest.raises(errors.OverloadedError):
         client.generate("hi")
     tgi.run(_full(tgi, 1024))
+
+
+def test_text_generations_chat(client: text_generation.Client) -> None:
+    whole = client.chat(USER, max_tokens=5)
+    assert whole.choices[0].message.content == "Hello world"
+    assert whole.choices[0].finish_reason == "stop"
+    assert whole.usage == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+
+
+def test_what_text_generations_chat_wants_of_a_stream(tgi: Local) -> None:
+    """A role and `tool_calls` in every piece, and no [DONE]: docs/moving-from-tgi.md. What it wants besides,
+    each piece has."""
+    reply = tgi.post("/v1/chat/completions", {"model": "tgi", "messages": USER, "stream": True})
+    *lines, done = [line for line in reply.body.decode().split("\n\n") if line]
+    assert done == "data: [DONE]"
+    said = ""
+    for line in lines:
+        piece = json.loads(line.removeprefix("data:"))
+        with pytest.raises(PydanticError) as fault:
+            ChatCompletionChunk(**piece)
+        missing = {error["loc"][-1] for error in fault.value.errors()}
+        assert missing <= {"role", "tool_calls"}
+        (choice,) = piece["choices"]
+        choice["delta"] = {"role": "assistant", "tool_calls": None, **choice["delta"]}
+        said += ChatCompletionChunk(**piece).choices[0].delta.content or ""
+    assert said == "Hello world"
 
 
 async def _full(server: Local, most: int) -> None:
