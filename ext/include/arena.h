@@ -35,7 +35,7 @@
 
 enum {
     ARENA_MAGIC = 0x66737276,   // "fsrv"
-    ARENA_LAYOUT = 7,
+    ARENA_LAYOUT = 8,
     MAX_WORKERS = 64,
     MAX_FRONTS = 64,
     MAX_COLUMNS = 64,
