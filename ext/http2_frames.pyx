@@ -105,7 +105,8 @@ cdef class FrameReader:
 
     def divert(self, uint32_t stream, place) -> None:
         """From the next read on DATA of this stream goes straight into `place`, a writable buffer of the room that it
-        has then, and what comes in one read is told at once. What it has no room for is told as ever. 0: no more."""
+        has then, and what comes in one read is told at once. What it has no room for is told as ever, and so is the rest of
+        that read. 0: no more."""
         self.diverted, self.place = stream, place if stream else None
 
     def read(self, data, Py_ssize_t nbytes) -> list[tuple[int, object, int, object, int]]:
@@ -172,6 +173,7 @@ cdef class FrameReader:
         if event.stream != self.diverted or not event.size:
             return False
         if <Py_ssize_t>event.size > self.room_bytes - <Py_ssize_t>self.filled:
+            self.room_bytes = 0     # what follows in this read stands behind these bytes: it goes their way
             return False
         memcpy(self.room + self.filled, event.at, event.size)
         self.filled += event.size

@@ -18,10 +18,12 @@ from fastserve._ext.grpc_messages import (
     message_prefix,
     whole_message,
 )
+from fastserve._ext.http2_frames import PLACED, FrameReader
 from tests.effort import examples
 from tests.oracles import grpc_messages as oracle
 
 MOST = 300
+GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 FRAMED = st.builds(oracle.write, st.binary(max_size=60), st.booleans())
 STREAMS = st.lists(FRAMED, max_size=6).map(b"".join)
 ODD = st.binary(max_size=40) | st.builds(lambda n: oracle.write(bytes(n), False), st.integers(290, 310))
@@ -141,3 +143,28 @@ def test_more_than_the_room_was_not_written() -> None:
         with pytest.raises(ValueError, match="no room"):
             reader.placed(nbytes)
     assert reader.feed(b"bc") == [(b"abc", False)]
+
+
+def test_a_diverted_message_beyond_the_claim_is_whole() -> None:
+    """Room is made by what does not fit any more: nothing of the same read may be put into the old one."""
+    message = bytes(range(251)) * (CLAIMED_BYTES // 251 + 400)
+    framed = message_prefix(len(message)) + message
+    edge = PREFIX_BYTES + CLAIMED_BYTES - 1000  # 300 bytes fit, 900 do not, 100 would
+    head, most, *last = pieces(framed, PREFIX_BYTES, edge, edge + 300, edge + 1200, edge + 1300)
+    frames, reader, found = FrameReader(1 << 20, 65536, 16), MessageReader(1 << 30), []
+    frames.read(GREETING, len(GREETING))
+    for data in (as_data(head), as_data(most), b"".join(map(as_data, last))):
+        for kind, _, _, payload, _ in frames.read(data, len(data)):
+            found += reader.placed(payload) if kind == PLACED else reader.feed(payload)
+        frames.divert(1, reader)
+    assert found == [(message, False)]
+
+
+def pieces(stream: bytes, *edges: int) -> list[bytes]:
+    return [stream[a:b] for a, b in itertools.pairwise((0, *edges, len(stream)))]
+
+
+def as_data(piece: bytes) -> bytes:
+    """DATA frames of stream 1."""
+    parts = [piece[at : at + 16384] for at in range(0, len(piece), 16384)]
+    return b"".join(len(part).to_bytes(3, "big") + b"\0\0\0\0\0\1" + part for part in parts)
