@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from fastserve._ext.batch_ring import RECORDS
+from fastserve._ext.text_tokens import Flowing
 from fastserve.each import each
 from fastserve.engine.text import TextQueue
 from fastserve.errors import Kind, ServeError
@@ -190,6 +191,7 @@ def test_everybody_in_line_is_turned_away(caplog: pytest.LogCaptureFixture) -> N
 def test_every_worker_of_a_group_is_abandoned() -> None:
     group = cast(Any, WorkerGroup.__new__(WorkerGroup))
     group._instances, told = three()
+    group._recorded = -1  # no recorded requests
     group.abandon()
     assert told == [0, 2]
 
@@ -203,7 +205,7 @@ def test_runs_and_slots_of_a_text_queue_are_heard_behind_those_that_cannot_be() 
         if len(slots) == 1:
             raise RuntimeError("the first")
 
-    class Run:
+    class Run(Flowing):
         def __init__(self, thing: Broken) -> None:
             self.thing = thing
 

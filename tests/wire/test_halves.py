@@ -165,9 +165,9 @@ def test_a_client_that_reads_slowly_still_gets_all_of_it() -> None:
             peer.writer.write_eof()
             await until(lambda: len(held.calls) == 3 and all(c._half for c in listener.connections))
             for call in held.calls:
-                call.reply(200, bytes(1_000_000))
+                call.reply(200, bytes(3_000_000))
             await until(lambda: any(c._choked for c in listener.connections))
             peer.writer.transport.resume_reading()
-            assert await rest(peer) == [(200, bytes(1_000_000))] * 3
+            assert await rest(peer) == [(200, bytes(3_000_000))] * 3
 
     run(main())
