@@ -7,7 +7,9 @@ The APIs differ in what they read and in what they write of it.
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from random import getrandbits
 from typing import Generic, TypeVar
 
@@ -150,8 +152,15 @@ async def start(service: Service, call: Call, model: TextModel, asked: Asked) ->
         request_id=asked.request_id or call.request_id,
         images=await service.images.load(model, asked.inputs.images),
     )
-    try:
+    with in_mindies_words():
         return await model.start(ask)
+
+
+@contextlib.contextmanager
+def in_mindies_words() -> Iterator[None]:
+    """What is wrong with a prompt, as MindIE tells it (spec 1.2). Raises ServeError."""
+    try:
+        yield
     except TextTooLong as fault:
         raise too_long(fault.got, fault.most) from None
     except UnknownToken:

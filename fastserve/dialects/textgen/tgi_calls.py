@@ -5,15 +5,20 @@ read -> the prompt's tokens, which may be cut -> one sequence, or best_of -> who
 
 from __future__ import annotations
 
+import contextlib
+from functools import partial
 from time import monotonic_ns
 
 import msgspec
 
+from fastserve.dialects.textgen import errors
+from fastserve.dialects.textgen.asking import in_mindies_words
 from fastserve.dialects.textgen.events import Headers, send_events
 from fastserve.dialects.textgen.patience import deadline_ns
 from fastserve.dialects.textgen.sequences import Sequences, likelihood
 from fastserve.dialects.textgen.service import Service
 from fastserve.dialects.textgen.sse import HEADERS, EventStream
+from fastserve.dialects.textgen.tgi_mindie import read_mindie
 from fastserve.dialects.textgen.tgi_read import PREFIX, Limits, TgiAsk, fit_prompt, read_tgi
 from fastserve.dialects.textgen.tgi_write import (
     Generated,
@@ -26,6 +31,7 @@ from fastserve.dialects.textgen.typed import Misread
 from fastserve.errors import Kind, ServeError
 from fastserve.serving.exchange import unforeseen
 from fastserve.serving.text import TextAsk, TextModel, TextStream, Token
+from fastserve.serving.text.ask import TO_FIT
 from fastserve.wire.call import Call
 from fastserve.wire.dialect import retry_after
 
@@ -40,12 +46,14 @@ class Generate:
         self._service, self._streams, self._alone = service, streams, alone
         options = service.options
         self._flavor = options.tgi_flavor
-        self._limits = Limits(options.max_stops, options.max_best_of, options.most_timeout_s, self._flavor)
+        self._limits = Limits(options.max_stops, options.max_best_of, options.most_timeout_s)
+        mindie = self._flavor == "mindie"
+        self._read = partial(read_mindie, options=options) if mindie else read_tgi
 
     async def __call__(self, call: Call) -> None:
         service, name = self._service, ""
         try:
-            ask = await service.apart(len(call.body), read_tgi, call.body, self._limits, self._streams)
+            ask = await service.apart(len(call.body), self._read, call.body, self._limits, self._streams)
             model = service.texts.find("")
             name = model.name
             one = Generation(service, call, model, ask, self._flavor)
@@ -67,7 +75,7 @@ class Generate:
 
     def _tell(self, fault: ServeError) -> bytes:
         frame = b"data:%b\n\n" if self._flavor == "tgi" else b"data: %b\n\n"
-        return frame % error_body(in_words(fault), self._flavor)
+        return frame % error_body(in_words(fault, self._flavor), self._flavor)
 
 
 class Generation:
@@ -89,9 +97,11 @@ class Generation:
         return TgiShape(text_of, details=ask.details, top_tokens=bool(ask.parameters.top_n_tokens))
 
     async def prepare(self) -> None:
-        """Make tokens of the prompt, and check them against the model. Raises ServeError."""
+        """Make tokens of the prompt, and check them against the model. Raises ServeError.
+
+        MindIE cuts `max_new_tokens` to what the model has and tells of prompts in its own words: `_start`."""
         info = self._model.info
-        if info.tokenizer:
+        if info.tokenizer and self._flavor == "tgi":
             tokens = await self._model.encode(self._ask.inputs)
             self._prompt = fit_prompt(self._ask, tokens, info, self._model.most_prompt_tokens)
 
@@ -134,13 +144,22 @@ class Generation:
             include_stop=self._flavor == "tgi",
             priority=ask.parameters.priority or 5,
             deadline_ns=deadline_ns(call.received_ns, timeout_s, options),
+            truncate=self._truncate(),
             request_id=call.request_id,
         )
         self._service.read(call, self._model)
         self._started_ns = monotonic_ns()
-        streams = await self._model.start_many(asked, ask.best_of)
+        mindie = self._flavor == "mindie"
+        with in_mindies_words() if mindie else contextlib.nullcontext():
+            streams = await self._model.start_many(asked, ask.best_of)
         self._stream = streams[0]
         return Sequences(self._service, call, self._model, streams, timeout_s)
+
+    def _truncate(self) -> int:
+        """How many tokens of the prompt are kept, where that is not settled yet."""
+        if self._flavor == "tgi":
+            return 0
+        return self._ask.parameters.truncate or (TO_FIT if self._service.options.truncate else 0)
 
     def _full(self, text: str) -> str:
         return self._ask.inputs + text if self._ask.parameters.return_full_text else text
@@ -178,16 +197,19 @@ class Generation:
         )
 
 
-def in_words(fault: ServeError) -> ServeError:
-    """Every fault of a request is a failed validation there, and says so."""
-    if fault.kind is not Kind.INVALID_ARGUMENT or fault.message.startswith(PREFIX):
+def in_words(fault: ServeError, flavor: str = "tgi") -> ServeError:
+    """Every fault of a request is a failed validation with TGI, and says so."""
+    said = fault.message.startswith(PREFIX)
+    if flavor == "mindie" or fault.kind is not Kind.INVALID_ARGUMENT or said:
         return fault
     return Misread(PREFIX + fault.message)
 
 
 def refuse(service: Service, call: Call, fault: ServeError, model: str = "") -> None:
     """Reply with an error, and count it."""
+    if service.options.tgi_flavor == "mindie":
+        errors.refuse(service, call, fault, model)
+        return
     service.traffic.refused(model, fault.kind.name)
-    flavor = service.options.tgi_flavor
-    body = error_body(in_words(fault), flavor)
-    call.reply(error_status(fault, flavor), body, JSON, headers=retry_after(fault))
+    body = error_body(in_words(fault), "tgi")
+    call.reply(error_status(fault, "tgi"), body, JSON, headers=retry_after(fault))

@@ -12,7 +12,7 @@ import msgspec
 from fastserve.dialects.textgen.openai_errors import error_body
 from fastserve.dialects.textgen.paths import Named, Path
 from fastserve.dialects.textgen.service import Service
-from fastserve.dialects.textgen.tgi_calls import Generate, in_words, refuse
+from fastserve.dialects.textgen.tgi_calls import Generate, refuse
 from fastserve.dialects.textgen.tgi_read import read_tokenize
 from fastserve.dialects.textgen.tgi_write import error_body as tgi_error
 from fastserve.dialects.textgen.tgi_write import error_status
@@ -97,7 +97,7 @@ def ping(service: Service, named: Named) -> Endpoint:
         elif service.options.tgi_flavor == "tgi":
             call.reply(503, b'{"error":"unhealthy","error_type":"healthcheck"}')
         else:
-            call.reply(error_status(fault, "mindie"), tgi_error(in_words(fault), "mindie"))
+            call.reply(error_status(fault, "mindie"), tgi_error(fault, "mindie"))
 
     return answer
 

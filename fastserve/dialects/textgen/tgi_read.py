@@ -1,4 +1,4 @@
-"""What a body of TGI's API asks for (spec 7; MindIE's likeness, 3.4): keys, bounds, and the words for both.
+"""What a body of TGI's API asks for (spec 7): keys, bounds, and the words for both.
 
     read_tgi(b'{"inputs": "", ...}', limits, streams=False)
     -> Misread("Input validation error: `inputs` cannot be empty")
@@ -22,7 +22,7 @@ PREFIX = "Input validation error: "
 MOST_TOP_TOKENS = 5
 MOST_SEED = 2**64 - 1
 MOST_INT = 2**31 - 1
-DEFAULT_NEW_TOKENS = {"tgi": 100, "mindie": 20}
+DEFAULT_NEW_TOKENS = 100
 
 
 class Limits(NamedTuple):
@@ -31,7 +31,6 @@ class Limits(NamedTuple):
     stops: int
     best_of: int
     timeout_s: int
-    flavor: str = "tgi"
 
 
 class Parameters(msgspec.Struct, kw_only=True):
@@ -95,20 +94,27 @@ def read_tgi(data: bytes | bytearray, limits: Limits, streams: bool | None = Non
     """A body of any of the generating paths; `streams` None where the body says it. Raises Misread."""
     body = read_typed(_read_body, data)
     given = body.parameters or Parameters()
-    streams = bool(body.stream) if streams is None else streams
+    return _make_ask(body.inputs, given, limits, bool(body.stream) if streams is None else streams)
+
+
+def read_rest(inputs: str, given: dict[str, Any], limits: Limits, streams: bool) -> TgiAsk:
+    """Parameters of a request that others have begun to read. Raises Misread."""
+    body = read_typed(_read_body, msgspec.json.encode({"inputs": inputs, "parameters": given}))
+    return _make_ask(body.inputs, body.parameters or Parameters(), limits, streams)
+
+
+def _make_ask(inputs: str, given: Parameters, limits: Limits, streams: bool) -> TgiAsk:
     sampling = does_sample(given)
     best_of = _check_best_of(given, limits, sampling, streams)
     _check_ranges(given, limits)
     _check(not (given.decoder_input_details and streams), PREFILL_STREAM)
-    _check(bool(body.inputs), "`inputs` cannot be empty")
+    _check(bool(inputs), "`inputs` cannot be empty")
     stop = given.stop or []
     _check(
         len(stop) <= limits.stops, f"`stop` supports up to {limits.stops} stop sequences. Given: {len(stop)}"
     )
     _check(all(stop), "`stop` sequences cannot be empty")
-    return TgiAsk(
-        body.inputs, given, _read_sampling(given, limits, sampling, streams), stop, streams, best_of
-    )
+    return TgiAsk(inputs, given, _read_sampling(given, sampling, streams), stop, streams, best_of)
 
 
 def read_tokenize(data: bytes | bytearray) -> TokenizeBody:
@@ -196,12 +202,11 @@ def _within(value: float | None) -> bool:
     return value is None or 0 < value <= MOST_FLOAT
 
 
-def _read_sampling(given: Parameters, limits: Limits, sampling: bool, streams: bool) -> Sampling:
+def _read_sampling(given: Parameters, sampling: bool, streams: bool) -> Sampling:
     """TGI tells how likely each token was in every event, and in details."""
-    told = streams or bool(given.details or given.decoder_input_details) or (given.best_of or 1) > 1
-    scored = told and limits.flavor == "tgi"
+    scored = streams or bool(given.details or given.decoder_input_details) or (given.best_of or 1) > 1
     return Sampling(
-        max_new_tokens=given.max_new_tokens or DEFAULT_NEW_TOKENS[limits.flavor],
+        max_new_tokens=given.max_new_tokens or DEFAULT_NEW_TOKENS,
         do_sample=sampling,
         temperature=given.temperature or 1.0,
         top_k=given.top_k or 0,

@@ -11,8 +11,8 @@ import pytest
 from fastserve.codec.text import Info
 from fastserve.config import TextgenOptions
 from tests.dialects.textgen.likely import Likely
-from tests.dialects.textgen.rigs import HELLO
-from tests.dialects.textgen.serving import Local
+from tests.dialects.textgen.rigs import HELLO, RIGS
+from tests.dialects.textgen.serving import Local, served
 
 SMALL = Info(vocab_size=1 << 20, tokenizer="words", max_prompt_tokens=8, max_tokens=16, max_new_tokens=12)
 
@@ -159,6 +159,59 @@ def test_mindies_likeness() -> None:
         assert whole["details"]["tokens"][0] == {"id": 100, "logprob": None, "special": None, "text": None}
         wrong = server.post("/generate", {"inputs": ""})
         assert (wrong.status, wrong.json["error_type"]) == (422, "Input Validation Error")
+
+
+# What is sent -> the words of the refusal: those of /infer, for what it has too.
+MINDIE: list[tuple[Any, int, str]] = [
+    (b"{", 422, "Failed to parse request context to json"),
+    ({"inputs": 5}, 422, "The type of inputs is abnormal"),
+    ({"inputs": ["a"]}, 422, "The type of inputs is abnormal"),
+    ({"inputs": None}, 422, "Inputs must not be null"),
+    ({"inputs": ""}, 422, "Inputs must be necessary and data type must be string and length in (0, 4194304], "
+     "but the length of inputs is 0"),
+    ({"inputs": " "}, 422, "Inputs token length must be in (0, 1048576], but got 0"),
+    ({"inputs": "a b c d e f g h i"}, 424, "Failed to enqueue inferRequest. This model's maximum input ids "
+     "length cannot be greater than 8,the input ids length is 9"),
+    ({"parameters": 3}, 422, "parameters must be object type."),
+    ({"parameters": {"temperature": 0, "stop": 3}}, 422,
+     "Parameter temperature must be in (0.0,3.40282e+38], got 0."),
+    ({"parameters": {"top_p": 1.0}}, 422, "Parameter top_p must be in (0.0,1.0], got 1."),
+    ({"parameters": {"top_k": 0}}, 422, "Parameter top_k must be in -1 || (0,2147483647], got 0"),
+    ({"parameters": {"max_new_tokens": 1.0}}, 422, "max_new_tokens must be integer type."),
+    ({"parameters": {"seed": -1}}, 422, "seed must be unsigned type."),
+    ({"parameters": {"stop": "a"}}, 422, "stop must be array type."),
+    ({"parameters": {"truncate": 0}}, 422,
+     "Input validation error: `truncate` must be strictly positive. Given: 0"),
+    ({"parameters": {"adapter_id": "a"}}, 422, "Input validation error: `adapter_id` is not supported"),
+    ({"parameters": {"best_of": 2}}, 422, "Input validation error: `best_of` must be > 0 and <= 1. Given: 2"),
+    ({"parameters": {"frequency_penalty": "a"}}, 422,
+     "`parameters.frequency_penalty`: expected float | null, got str"),
+    ({"stream": 3}, 422, "stream must be boolean type."),
+]  # fmt: skip
+
+
+def test_mindies_bounds_are_those_of_infer() -> None:
+    with served(RIGS["llm-limits"].engine(), tgi_flavor="mindie") as at:
+        for body, status, told in MINDIE:
+            sent = {"inputs": "a", **body} if isinstance(body, dict) else body
+            for path in ("/", "/generate", "/generate_stream"):
+                reply = at.post(path, sent)
+                assert (reply.status, reply.json["error"]) == (status, told), (path, body)
+                assert reply.headers["connection"] == "close"
+        whole = at.post("/generate", {"inputs": "a", "parameters": {"max_new_tokens": 50, "typical_p": 1}})
+        assert whole.json == {"generated_text": "xxxxxx"}  # cut to what the model may say
+        kept = {"details": True, "truncate": 3, "max_new_tokens": 1, "top_k": -1, "seed": 0, "stop": None}
+        told = at.post("/generate", {"inputs": "a b c d e f g h i", "parameters": kept}).json["details"]
+        assert (told["prompt_tokens"], told["generated_tokens"]) == (3, 1)
+    engine = RIGS["llm-eos"].engine()
+    with served(engine, tgi_flavor="mindie") as at:
+        said = {"temperature": 0.5, "top_k": 7, "typical_p": 0.5, "frequency_penalty": 1, "priority": 2}
+        at.post("/generate", {"inputs": "a", "parameters": said})
+        note = engine.seen[-1].note
+        sampling = note.sampling
+        assert (sampling.do_sample, sampling.temperature, sampling.top_k) == (True, 0.5, 7)
+        assert (sampling.typical_p, sampling.frequency_penalty, note.priority) == (1.0, 1.0, 2)
+        assert sampling.max_new_tokens == 20
 
 
 def test_tokenize(server: Local) -> None:
