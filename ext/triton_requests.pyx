@@ -231,26 +231,44 @@ cdef list find_held(list lent):
 
 cdef class OneReply:
     """The way back of one request of a batch. A subclass says what seldom happens: `_send_part`, `_packed`, `_twice`,
-    `_silent`, `_abandon`."""
+    `_closed`, `_silent`, `_abandon`."""
 
     cdef object __weakref__
     cdef readonly SlotRun _batch
     cdef readonly uint32_t _row
     cdef readonly bint decoupled, ended
     cdef public int64_t _sent           # answers, or parts
+    cdef int busy                       # threads that are about to answer: the place is not given up under them
     cdef public list wanted             # outputs that go back
 
     cpdef send(self, response, bint final):
         """Blocks while the reader of parts is behind. Raises TritonModelException for a second answer where
         there is one, and for tensors that cannot travel."""
-        if self.decoupled:
-            self._send_part(response, final)
-        elif response is not None:
-            if self._sent:
-                self._twice()
-            self.answer(response)
-        if final:
-            self.end()
+        if not self.hold():
+            self._closed()
+        try:
+            if self.decoupled:
+                self._send_part(response, final)
+            elif response is not None:
+                if self._sent or self.busy > 1:
+                    self._twice()
+                self.answer(response)
+            if final:
+                self.end()
+        finally:
+            self.let_go()
+
+    cpdef bint hold(self) noexcept:
+        """Until `let_go` the place stays this request's, whatever other threads do. False: it has ended."""
+        if not self.ended:
+            self.busy += 1
+        return not self.ended
+
+    cpdef let_go(self):
+        """The last one ends what was to end meanwhile."""
+        self.busy -= 1
+        if self.ended and self.busy == 0:
+            self.close()
 
     cdef int answer(self, Outputs response) except -1:
         cdef RequestDesk desk = self._batch.desk
@@ -276,14 +294,18 @@ cdef class OneReply:
 
     cpdef end(self):
         """Nothing more comes."""
-        if self.ended:
-            return
-        self.ended = True
+        if not self.ended:
+            self.ended = True
+            if self.busy == 0:
+                self.close()
+
+    cdef int close(self) except -1:
         try:
             if not self.decoupled and not self._sent:
                 self._silent()
         finally:
             self._batch.settle()
+        return 0
 
     def __del__(self):
         if not self.ended and self._batch is not None:      # the model let go of request and sender without a final word
@@ -427,10 +449,10 @@ cdef class RequestDesk:
         cdef Py_ssize_t count = 0, i
         cdef uint64_t at
         cdef int taken
-        if len(response._tensors) > MOST_PIECES:
-            return False
         try:
             for output in response._tensors:
+                if count == MOST_PIECES:        # here: names are the model's, and may do anything when they are compared
+                    return False
                 taken = self.take(&pieces[count], reply.wanted, <SlabTensor?>output)
                 if taken < 0:
                     return False

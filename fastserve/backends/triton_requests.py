@@ -20,7 +20,7 @@ from fastserve.errors import Kind
 REQUEST_SEQUENCE_START, REQUEST_SEQUENCE_END = 1, 2
 RELEASE_ALL, RELEASE_RESCHEDULE = 1, 2
 COMPLETE_FINAL = 1
-_CLOSED = "Unable to send response. Response sender has been closed."
+CLOSED = "Unable to send response. Response sender has been closed."
 _NEEDED = "Inference Response object must be provided when the response flags is set to zero."
 _FLAGS = "Unable to send response. Unsupported flag provided."
 
@@ -123,7 +123,7 @@ class ResponseSender:
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
         """Send a response, `flags` 0 or COMPLETE_FINAL. Raises TritonModelException after the final one."""
         if self._reply.ended:
-            raise TritonModelException(_CLOSED)
+            raise TritonModelException(CLOSED)
         if flags not in (0, COMPLETE_FINAL):
             raise TritonModelException(_FLAGS)
         if response is None and not flags:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastserve._ext.triton_requests import OneReply, SlotRun
-from fastserve.backends.triton_requests import KINDS, InferenceResponse
+from fastserve.backends.triton_requests import CLOSED, KINDS, InferenceResponse
 from fastserve.backends.triton_tensor import TritonModelException
 from fastserve.codec.notes import AnswerNote, write_note
 from fastserve.errors import Kind, ServeError
@@ -79,7 +79,7 @@ class Reply(OneReply):
 
     def fail(self, kind: Kind, text: str) -> None:
         """An error instead of whatever is still to come."""
-        if self.ended:
+        if not self.hold():
             return
         packed: Packed = [], error_note(kind, text)
         try:
@@ -89,6 +89,7 @@ class Reply(OneReply):
                 self._place(kind.value, packed)
         finally:
             self.end()
+            self.let_go()
 
     @property
     def open(self) -> bool:
@@ -116,6 +117,9 @@ class Reply(OneReply):
 
     def _twice(self) -> None:
         raise TritonModelException(TWICE)
+
+    def _closed(self) -> None:
+        raise TritonModelException(CLOSED)
 
     # --- one answer ---
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastserve._ext.slab_tensors import SlabDesk
-from fastserve.backends.triton_requests import InferenceRequest, InferenceResponse, TritonError
+from fastserve.backends.triton_requests import CLOSED, InferenceRequest, InferenceResponse, TritonError
 from fastserve.backends.triton_tensor import Tensor, TritonModelException
 from fastserve.backends.triton_types import BY_NUMBER, BY_NUMPY, STRING
 from fastserve.codec.notes import RequestNote, read_answer_note, write_note
@@ -219,6 +219,62 @@ def test_each_request_has_one_end(rig: Rig, caplog: pytest.LogCaptureFixture) ->
     batch.settle()
     del one, reply
     assert rig.answer(place)[0] == 0
+
+
+class Hook(str):
+    """A name that does something while its tensor is being sent, as another thread may."""
+
+    __slots__ = ("act",)
+
+    def __hash__(self) -> int:
+        act, self.act = getattr(self, "act", None), None
+        if act is not None:
+            act()
+        return str.__hash__(self)
+
+
+@pytest.mark.parametrize("short", [True, False])
+@pytest.mark.parametrize("ends", ["final", "failure", "answer"])
+def test_who_ends_a_request_that_is_being_answered_waits(rig: Rig, short: bool, ends: str) -> None:
+    """A place that is given up under an answer would get it when it is somebody else's."""
+    place = rig.ask([])
+    batch, (one,) = rig.take(place)
+    reply, name = one.reply, Hook("X")
+    del one
+    batch.settle()
+
+    def interfere() -> None:
+        if ends == "final":
+            reply.send(None, True)
+        elif ends == "failure":
+            reply.fail(Kind.INTERNAL, "beside it")
+        else:
+            with pytest.raises(TritonModelException, match=TWICE):
+                reply.send(InferenceResponse([]), True)
+        assert rig.front.answered(place, 1) == 0
+
+    array = np.ones(1, np.int8)
+    response = InferenceResponse([Tensor(name, array)], parameters=None if short else {"a": 1})
+    name.act = interfere
+    reply.send(response, ends == "answer")
+    assert name.act is None
+    assert rig.answer(place)[:2] == (0, [(0, DTYPES["int8"].code, (1,), b"\1")])
+    with pytest.raises(TritonModelException, match=CLOSED):
+        reply.send(response, True)
+
+
+def test_a_response_that_grows_while_it_is_sent(rig: Rig) -> None:
+    """More outputs than the short way has room for, of which it saw two when it began."""
+    array = np.ones(1, np.int8)
+    name = Hook("X")
+    response = InferenceResponse([Tensor(name, array), Tensor("Y", array)])
+    name.act = lambda: response.output_tensors().extend([Tensor("Z", array)] * 40)
+    place = rig.ask([])
+    batch, asked = rig.take(place)
+    asked[0].reply.send(response, True)
+    asked.clear()
+    batch.settle()
+    assert len(rig.answer(place)[1]) == 42
 
 
 @pytest.mark.parametrize("ends", ["forgotten", "silent", "error"])
