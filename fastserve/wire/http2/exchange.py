@@ -111,7 +111,9 @@ class Exchanges:
         stream.expect(stream.head.body_bytes)
 
     def data(self, stream: Http2Stream, piece: Piece) -> None:
-        """Some of the body."""
+        """Some of the body; nobody's, once its refusal waits for the client to take it."""
+        if not isinstance(stream.context, Body):
+            return
         have = stream.context.add(piece)
         if have > self._listener.limits.body_bytes:
             self._refuse_length(stream)
@@ -120,7 +122,8 @@ class Exchanges:
 
     def end(self, stream: Http2Stream) -> None:
         """All of it is here."""
-        self.answer(stream, stream.context.take())
+        if isinstance(stream.context, Body):
+            self.answer(stream, stream.context.take())
 
     def gone(self, stream: Http2Stream) -> None:
         """Nobody waits for the reply."""
@@ -166,9 +169,12 @@ class Refusal:
         self._exchanges.refuse(stream, self._fault)
 
     def data(self, stream: Http2Stream, piece: Piece) -> None:
-        """Its reply has closed the stream."""
+        """Its reply has closed the stream, or waits for the client to take it."""
 
-    end = too_slow = begin
+    def end(self, stream: Http2Stream) -> None:
+        """Likewise."""
+
+    too_slow = end
 
     def gone(self, stream: Http2Stream) -> None:
         self._exchanges.gone(stream)

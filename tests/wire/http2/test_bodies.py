@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from hyperframe.frame import SettingsFrame
 
+from fastserve.config import Limits
 from fastserve.wire.bulk import BULK_BYTES
 from fastserve.wire.call import Call
 from fastserve.wire.http2.exchange import Body
@@ -105,3 +107,17 @@ def test_padding_counts() -> None:
         raw.feed(b"\0\1\x10\0\x08\0\0\0\1\xff" + bytes(16) + bytes(255))
     raw.feed(raw.data(1, b"", "END_STREAM"))
     assert echo.bodies == [bytes(BULK_BYTES)]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_refusal_that_the_client_does_not_take(told: bool) -> None:
+    """Its window is closed: what goes on coming is nobody's, and there is one reply."""
+    echo = Echo()
+    raw = Raw({"/echo": echo}, Limits(body_bytes=len(LARGE) // 2)).greet()
+    raw.feed(SettingsFrame(0, settings={SettingsFrame.INITIAL_WINDOW_SIZE: 0}).serialize())
+    length = [("content-length", str(len(LARGE)))] if told else []
+    raw.feed(raw.headers(1, [*POST, *length], "END_HEADERS") + body(raw, 1, FRAMES), 30_000)
+    assert [type(frame).__name__ for frame in raw.frames() if frame.stream_id == 1] == ["HeadersFrame"]
+    assert (echo.bodies, raw.pipe.closed) == ([], False)
+    raw.feed(begin(raw, 3, 3) + raw.data(3, b"abc", "END_STREAM"))
+    assert echo.bodies == [b"abc"]
