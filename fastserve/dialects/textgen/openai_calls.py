@@ -65,7 +65,11 @@ class Complete:
             model = find_model(service, wanted.body.model or "", must_be_named=wanted.names_model)
             name = model.name
             answer = api.answer(
-                name, model.version.number, scored=wanted.logprobs >= 0, usage=wanted.tells_usage
+                name,
+                model.version.number,
+                scored=wanted.logprobs >= 0,
+                usage=wanted.tells_usage,
+                full_text=service.options.full_text,
             )
             one = Completing(service, call, model, wanted, answer)
             if not wanted.streams:
@@ -202,14 +206,15 @@ class Completing:
     def _pieces(self, index: int, tokens: list[Token]) -> bytes:
         """What there is to say of one of them, now that these tokens came."""
         sequence, answer = self._sequences[index], self._answer
-        if answer.scored:
-            more = b"".join(
-                [answer.piece(index, each.text, self._scored(sequence, [each])) for each in tokens]
+        more = b"" if sequence.begun else self._beginning(sequence)
+        frames = self._frames(index)
+        if frames is None:
+            said = [each for each in tokens if each.text or answer.scored]
+            more += b"".join(
+                [answer.piece(index, each.text, self._scored(sequence, [each])) for each in said]
             )
         else:
-            more = answer.frames(index).write(tokens)
-        if not sequence.begun:
-            more = self._beginning(sequence) + more
+            more += frames.write(tokens)
         ending = sequence.stream.ending
         return (
             more

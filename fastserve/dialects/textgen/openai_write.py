@@ -66,13 +66,22 @@ def finish_of(finish: Finish) -> str:
 
 
 class Answer(ABC):
-    """What is said to one request: the whole, or piece by piece. `scored`: with logprobs."""
+    """What is said to one request: the whole, or piece by piece. `scored`: with logprobs; `full_text`: pieces
+    have the text so far besides, as MindIE's with fullTextEnabled."""
 
     content_type: bytes
     done: bytes
     """The last piece of all."""
 
-    def __init__(self, model: str, version: object, *, scored: bool = False, usage: bool = False) -> None:
+    def __init__(
+        self,
+        model: str,
+        version: object,
+        *,
+        scored: bool = False,
+        usage: bool = False,
+        full_text: bool = False,
+    ) -> None:
         self.scored = scored
 
     @abstractmethod
@@ -88,8 +97,9 @@ class Answer(ABC):
         """More text of one choice."""
 
     @abstractmethod
-    def frames(self, index: int) -> Frames:
-        """The same of tokens that are not scored, a piece for each that has text."""
+    def frames(self, index: int) -> Frames | None:
+        """The same of tokens that are not scored, a piece for each that has text; None where a piece knows
+        of those before."""
 
     @abstractmethod
     def last(self, index: int, finish: str) -> bytes:
@@ -109,8 +119,17 @@ class OpenAiAnswer(Answer):
     chunk_object: str
     prefix: str
 
-    def __init__(self, model: str, version: object, *, scored: bool = False, usage: bool = False) -> None:
+    def __init__(
+        self,
+        model: str,
+        version: object,
+        *,
+        scored: bool = False,
+        usage: bool = False,
+        full_text: bool = False,
+    ) -> None:
         super().__init__(model, version, scored=scored)
+        self._said: dict[int, str] | None = {} if full_text else None
         self._frames: dict[int, Frames] = {}
         self._head = {
             "id": self.prefix + token_hex(12),
@@ -120,7 +139,8 @@ class OpenAiAnswer(Answer):
             "system_fingerprint": f"fastserve-{version}",
         }
         head = _encode({**self._head, "object": self.chunk_object})[:-1]
-        self._open = b'data: %b,"choices":[' % head
+        self._head_of_piece = b"data: %b," % head
+        self._open = self._head_of_piece + b'"choices":['
         self._close = b'],"usage":null}\n\n' if usage else b"]}\n\n"
 
     def write(self, choices: Sequence[Choice], usage: Usage) -> bytes:
@@ -128,9 +148,13 @@ class OpenAiAnswer(Answer):
         return _encode({**self._head, "choices": written, "usage": usage.write()})
 
     def piece(self, index: int, text: str, scored: Sequence[Scored] = ()) -> bytes:
+        if self._said is not None:
+            self._said[index] = self._said.get(index, "") + text
         return self._chunk(index, self._delta(text), b"null", scored)
 
-    def frames(self, index: int) -> Frames:
+    def frames(self, index: int) -> Frames | None:
+        if self._said is not None:
+            return None
         frames = self._frames.get(index)
         if frames is None:
             before, after = self._chunk(index, self._delta(""), b"null", ()).rsplit(b'""', 1)
@@ -147,8 +171,13 @@ class OpenAiAnswer(Answer):
     def _chunk(self, index: int, said: bytes, finish: bytes, scored: Sequence[Scored]) -> bytes:
         logprobs = _encode(self._logprobs(scored)) if scored else b"null"
         return b'%b{"index":%d,%b,"logprobs":%b,"finish_reason":%b}%b' % (
-            self._open, index, said, logprobs, finish, self._close
+            self._opening(index), index, said, logprobs, finish, self._close
         )  # fmt: skip
+
+    def _opening(self, index: int) -> bytes:
+        if self._said is None:
+            return self._open
+        return b'%b"full_text":%b,"choices":[' % (self._head_of_piece, _encode(self._said.get(index, "")))
 
     _nothing: bytes
 

@@ -249,3 +249,32 @@ def test_curl_reads_the_stream(server: Local) -> None:
     assert events[-2:] == [b"data: [DONE]", b""]
     texts = [json.loads(event[6:])["choices"][0]["delta"].get("content") or "" for event in events[:-2]]
     assert "".join(texts) == "Hello world"
+
+
+def test_pieces_with_the_text_so_far() -> None:
+    """MindIE's fullTextEnabled."""
+    with Local({"m1": Likely(HELLO, eos={2})}, TextgenOptions(full_text=True)) as at:
+        for more in ({}, {"logprobs": True}):
+            pieces = pieces_of(chat(at, stream=True, n=2, **more))
+            for index in (0, 1):
+                own = [piece for piece in pieces if piece["choices"][0]["index"] == index]
+                said = ""
+                for piece in own:
+                    said += piece["choices"][0]["delta"].get("content", "")
+                    assert piece["full_text"] == said
+                assert said == "Hello world"
+                assert own[0]["full_text"] == ""
+                assert own[-1]["choices"][0]["finish_reason"] == "stop"
+            assert list(pieces[0])[-3:] == ["system_fingerprint", "full_text", "choices"]
+        *pieces, last = pieces_of(
+            completion(at, stream=True, echo=True, stream_options={"include_usage": True})
+        )
+        assert [piece["full_text"] for piece in pieces] == ["hi", "hiHello", "hiHello world", "hiHello world"]
+        assert (last["choices"], "full_text" in last) == ([], False)
+        assert "full_text" not in chat(at).json
+
+
+def pieces_of(reply: Reply) -> list[Any]:
+    *lines, done, end = reply.body.decode().split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
