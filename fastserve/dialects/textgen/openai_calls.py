@@ -9,6 +9,7 @@ error, which clients raise: its end is never silent.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -137,6 +138,7 @@ class Completing:
         streams: list[TextStream] = []
         try:
             for ask in await self._asks():
+                await asyncio.sleep(0)  # reading a prompt is milliseconds: others come between
                 for stream in await self._model.start_many(ask, self._wanted.candidates):
                     streams.append(stream)
                     self._sequences.append(Sequence(len(self._sequences), stream, self._echo(ask)))

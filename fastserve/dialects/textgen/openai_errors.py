@@ -14,7 +14,7 @@ import msgspec
 from fastserve.dialects.textgen import errors
 from fastserve.dialects.textgen.typed import Misread
 from fastserve.errors import Kind, ServeError
-from fastserve.serving.text import InputTooLong, PromptTooLong
+from fastserve.serving.text import PromptFault, PromptTooLong
 from fastserve.wire.dialect import retry_after
 
 if TYPE_CHECKING:
@@ -73,10 +73,8 @@ def param_of(fault: ServeError) -> str | None:
     """Which of the keys is at fault, if one is."""
     if isinstance(fault, Misread):
         return fault.field or None
-    if isinstance(fault, InputTooLong):
-        return f"input[{fault.place}]"
-    if isinstance(fault, PromptTooLong):
-        return "prompt"
+    if isinstance(fault, PromptFault):
+        return "prompt" if fault.prompt < 0 else f"input[{fault.prompt}]"
     return "model" if fault.kind is Kind.NOT_FOUND else None
 
 

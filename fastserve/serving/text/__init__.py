@@ -17,8 +17,8 @@ from fastserve._ext.text_tokens import Frames, Hole, Token
 from fastserve.codec.text import Finish, Info, Sampling
 from fastserve.serving.text.ask import (
     BadStop,
-    InputTooLong,
     NoTokenizer,
+    PromptFault,
     PromptTooLong,
     TextAsk,
     TextTooLong,
@@ -38,9 +38,9 @@ __all__ = [
     "Frames",
     "Hole",
     "Info",
-    "InputTooLong",
     "NoTokenizer",
     "Piece",
+    "PromptFault",
     "PromptTooLong",
     "Sampling",
     "TextAsk",

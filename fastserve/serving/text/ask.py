@@ -47,36 +47,36 @@ class TextAsk:
     """What the client said besides, for engines of users' own."""
 
 
-class TextTooLong(ServeError):
+class PromptFault(ServeError):
+    """What is wrong with a prompt. `prompt` is its number among those of an embedding, else -1."""
+
+    prompt = -1
+
+    def __init__(self, text: str) -> None:
+        super().__init__(Kind.INVALID_ARGUMENT, text)
+
+
+class TextTooLong(PromptFault):
     """A prompt of no characters, or of more than `most`."""
 
     def __init__(self, got: int, most: int) -> None:
-        super().__init__(Kind.INVALID_ARGUMENT, f"the prompt has {got} characters, allowed: 1 to {most}")
+        super().__init__(f"the prompt has {got} characters, allowed: 1 to {most}")
         self.got, self.most = got, most
 
 
-class PromptTooLong(ServeError):
+class PromptTooLong(PromptFault):
     """A prompt of no tokens, or of more than the model takes."""
 
     def __init__(self, got: int, most: int) -> None:
-        super().__init__(Kind.INVALID_ARGUMENT, f"the prompt has {got} tokens, allowed: 1 to {most}")
+        super().__init__(f"the prompt has {got} tokens, allowed: 1 to {most}")
         self.got, self.most = got, most
 
 
-class InputTooLong(PromptTooLong):
-    """The same of one text of several."""
-
-    def __init__(self, fault: PromptTooLong, place: int) -> None:
-        super().__init__(fault.got, fault.most)
-        self.place = place
-
-
-class UnknownToken(ServeError):
+class UnknownToken(PromptFault):
     """A token id that is not one of the model's."""
 
     def __init__(self, token: int, place: int, vocab: int) -> None:
-        text = f"token {place} of the prompt is {token}, allowed: 0 to {vocab - 1}"
-        super().__init__(Kind.INVALID_ARGUMENT, text)
+        super().__init__(f"token {place} of the prompt is {token}, allowed: 0 to {vocab - 1}")
         self.token, self.place, self.vocab = token, place, vocab
 
 

@@ -21,6 +21,9 @@ from fastserve.serving.exchange import unforeseen
 from fastserve.serving.text.stream import CANCELLED, fault_of
 
 AT_A_TIME = 64
+AGAIN_S = 0.01
+"""Until a line is asked again in which none of its texts is: places are free a moment after their last record,
+or others have them. What was begun is not thrown away for that."""
 Start = Callable[[Sequence[int], TextNote, Callable[[list[Record]], None]], Run]
 NO_VECTOR = "the model made no vector of this text"
 
@@ -51,6 +54,7 @@ class Embedding:
         self._start, self._prompts, self._note = start, prompts, note
         self.heard_ns = 0
         """When something last came, as time.monotonic_ns counts."""
+        self._begun = 0  # texts
         self._runs: dict[int, Run] = {}
         self._vectors: dict[int, Vector] = {}
         self._fault: ServeError | None = None
@@ -58,16 +62,17 @@ class Embedding:
 
     async def run(self) -> list[Vector]:
         """Raises ServeError: what could not wait, or what the first that failed has failed of."""
-        todo = iter(range(len(self._prompts)))
         while True:
-            while self._fault is None and len(self._runs) < AT_A_TIME and (at := next(todo, -1)) >= 0:
-                self._begin(at)
             if self._fault is not None:
                 raise self._fault
-            if not self._runs:
+            self._fill()
+            if self._runs:
+                self._news.clear()
+                await self._news.wait()
+            elif self._begun < len(self._prompts):
+                await asyncio.sleep(AGAIN_S)
+            else:
                 return [self._vectors[at] for at in range(len(self._prompts))]
-            self._news.clear()
-            await self._news.wait()
 
     def cancel(self) -> None:
         """End it; `run` raises."""
@@ -84,36 +89,54 @@ class Embedding:
     ) -> None:
         self.cancel()
 
+    def _fill(self) -> None:
+        """As many into the line as it takes. Raises ServeError where it has no place for the first."""
+        while self._begun < len(self._prompts) and len(self._runs) < AT_A_TIME:
+            try:
+                self._begin(self._begun)
+            except ServeError as fault:
+                if fault.kind is not Kind.UNAVAILABLE or not self._begun:
+                    raise
+                return
+            self._begun += 1
+
     def _begin(self, at: int) -> None:
         prompt = self._prompts[at]
 
         def heard(records: list[Record]) -> None:
-            self._end(at, records[-1])
+            self._hear(at, records)
 
         self._runs[at] = self._start(prompt.ids, self._note(prompt), heard)
 
-    def _end(self, at: int, record: Record) -> None:
+    def _hear(self, at: int, records: list[Record]) -> None:
         """Its one record came; an engine that says tokens before it has said them in vain."""
-        _, finish, _, data = record
+        _, finish, _, data = records[-1]
         run = self._runs.get(at)
         if run is None:
             return
-        run.taken(1)
-        if not finish:
-            return
-        del self._runs[at]
+        run.taken(len(records))
+        if finish:
+            del self._runs[at]
+            self._end(at, finish, data)
+
+    def _end(self, at: int, finish: int, data: bytes) -> None:
         try:
-            extra = read_extra(data) if data else Extra()
-        except ValueError as error:  # bytes of its engine that are none
-            extra = Extra()
+            self._vectors[at] = _read(finish, data, len(self._prompts[at].ids))
+        except ServeError as fault:
+            self._fail(fault)
+        except Exception as error:  # bytes of its engine that are none
             self._fail(unforeseen(self, error))
-        if extra.vector and finish == Finish.STOP:
-            self._vectors[at] = Vector(extra.vector, len(self._prompts[at].ids) or extra.prompt_tokens)
-        else:
-            self._fail(fault_of(Finish(finish), extra) or ServeError(Kind.INTERNAL, NO_VECTOR))
         self.heard_ns = monotonic_ns()
         self._news.set()
 
     def _fail(self, fault: ServeError) -> None:
         self._fault = self._fault or fault
         self._news.set()
+
+
+def _read(finish: int, data: bytes, tokens: int) -> Vector:
+    """A last record. Raises ServeError: what it says went wrong."""
+    extra = read_extra(data) if data else Extra()
+    if extra.vector and finish == Finish.STOP:
+        return Vector(extra.vector, tokens or extra.prompt_tokens)
+    raise fault_of(Finish(finish), extra) or ServeError(Kind.INTERNAL, NO_VECTOR)

@@ -22,7 +22,7 @@ from fastserve.codec.text import Info, Record, TextNote
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.version import Version, VersionState
 from fastserve.serving.dialect import EngineFace, ServingContext
-from fastserve.serving.text.ask import InputTooLong, PromptTooLong, TextAsk, check_stops, check_text, fit
+from fastserve.serving.text.ask import PromptFault, TextAsk, check_stops, check_text, fit
 from fastserve.serving.text.chat import ChatTemplate
 from fastserve.serving.text.embed import Embedding, Prompt
 from fastserve.serving.text.stops import StopStrings
@@ -31,6 +31,8 @@ from fastserve.serving.text.tokenizer import Piece, Tokenizer, load_tokenizer
 
 WORK = 64
 """Times a character: a token is made of three or four of them, in a microsecond each."""
+ID_WORK = 16
+"""Times a token that somebody else has made: each is looked at thrice."""
 SEEDS = 1 << 64
 
 
@@ -189,7 +191,7 @@ class TextModel:
         if ask.images and not self.info.vision:
             raise ServeError(Kind.INVALID_ARGUMENT, f"model '{self.name}' takes text only, not images")
         await self._ready()
-        ids, text = await self._read(ask)
+        ids, text = await self._apart(_work_of(ask), self._read, ask)
         seed = int.from_bytes(os.urandom(8), "little") if ask.seed is None else ask.seed
         streams: list[TextStream] = []
         try:
@@ -201,14 +203,24 @@ class TextModel:
             raise
         return streams
 
-    async def _read(self, ask: TextAsk) -> Prompt:
+    def _read_all(self, asks: Sequence[TextAsk]) -> list[Prompt]:
+        found = []
+        for number, ask in enumerate(asks):
+            try:
+                found.append(self._read(ask))
+            except PromptFault as fault:
+                fault.prompt = number
+                raise
+        return found
+
+    def _read(self, ask: TextAsk) -> Prompt:
         """The tokens of its prompt; or the prompt itself, where the engine takes text."""
         prompt = ask.prompt
         if isinstance(prompt, str):
+            check_text(prompt)
             if not self.info.tokenizer:
-                check_text(prompt)
                 return Prompt([], prompt)
-            prompt = await self.encode(prompt, special=not ask.templated)
+            prompt = self._known.encode(prompt, special=not ask.templated)
         return Prompt(fit(prompt, ask.truncate, self.most_prompt_tokens, self.info.vocab_size))
 
     async def embedding(self, asks: Sequence[TextAsk]) -> Embedding:
@@ -217,12 +229,8 @@ class TextModel:
         if not self.info.embeds:
             raise ServeError(Kind.UNIMPLEMENTED, f"model '{self.name}' makes no embeddings")
         await self._ready()
-        prompts = []
-        for place, ask in enumerate(asks):
-            try:
-                prompts.append(await self._read(ask))
-            except PromptTooLong as fault:
-                raise InputTooLong(fault, place) from None
+        # As one piece of work: many small texts are as much as they are together.
+        prompts = await self._apart(sum(map(_work_of, asks)), self._read_all, asks)
         first = asks[0]
 
         def note(prompt: Prompt) -> TextNote:
@@ -265,6 +273,11 @@ class TextModel:
 
         stream.bind(self._engine.generate(self.version, ids, note, heard))
         return stream
+
+
+def _work_of(ask: TextAsk) -> int:
+    """Of reading its prompt, as Apart counts."""
+    return len(ask.prompt) * (WORK if isinstance(ask.prompt, str) else ID_WORK)
 
 
 def _look(loading: asyncio.Future[Tokenizer]) -> None:

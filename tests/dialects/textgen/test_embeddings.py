@@ -85,6 +85,7 @@ def models() -> dict[str, Any]:
 def server(tmp_path_factory: Any, models: dict[str, Any]) -> Iterator[Hosted]:
     folder = tmp_path_factory.mktemp("models")
     write_python(folder, "counts", COUNTS, "text: {tokenizer: words, normalize: false}")
+    write_python(folder, "narrow", BOTH, "text: {tokenizer: '', max_sequences: 1, max_waiting: 0}")
     write_python(folder, "both", BOTH, 'text: {tokenizer: "", normalize: false}')
     for name in ("encoder", "decoder", "writer"):
         (folder / name / "1").mkdir(parents=True)
@@ -184,6 +185,8 @@ def test_texts_of_an_engine_without_tokenizer(client: OpenAI) -> None:
         ({"input": "a", "dimensions": 0}, "dimensions", ""),
         ({"input": ["a", "a b c d e f g"]}, "input[1]", "7 tokens, allowed: 1 to 6"),
         ({"input": "a", "priority": 6}, "priority", ""),
+        ({"input": [[5], [5, 9000]], "model": "encoder"}, "input[1]", "token 1 of the prompt is 9000, "),
+        ({"input": ["a", "a" * ((4 << 20) + 1)]}, "input[1]", "characters, allowed: 1 to 4194304"),
     ],
 )
 def test_bad_input(server: Hosted, given: Any, param: str, words: str) -> None:
@@ -206,7 +209,14 @@ def test_whose_it_is_not(client: OpenAI, server: Hosted) -> None:
     assert mute.value.code == "not_supported"
     assert server.post("/v2/models/encoder/generate", {"text_input": "a"}).status == 501
     assert server.ask("GET", "/health/timed-20").json == {"status": "healthy"}
-    assert {each.id for each in client.models.list()} == {"both", "counts", "decoder", "encoder", "writer"}
+    assert {each.id for each in client.models.list()} == {
+        "both",
+        "counts",
+        "decoder",
+        "encoder",
+        "narrow",
+        "writer",
+    }
 
 
 def test_many_at_once(client: OpenAI, models: dict[str, Any]) -> None:
@@ -222,6 +232,11 @@ def test_many_at_once(client: OpenAI, models: dict[str, Any]) -> None:
         assert len(reply.data) == len(case)
         for word, each in zip(case, reply.data, strict=True):
             assert each.embedding == pytest.approx(list(known[word]), abs=1e-5)
+
+
+def test_more_texts_than_may_wait(client: OpenAI) -> None:
+    made = client.embeddings.create(model="narrow", input=["a"] * 200, encoding_format="float")
+    assert len(made.data) == 200
 
 
 def test_a_client_that_leaves_and_one_whose_time_is_up(server: Hosted) -> None:

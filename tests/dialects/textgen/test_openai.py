@@ -154,8 +154,8 @@ def test_variables_of_a_template(server: Local) -> None:
         ([[1, 1 << 40]], "prompt[0][1]", "must be a token"),
         ({"a": 1}, "prompt", "expected str | array"),
         (["a"] * 257, "prompt", "at most 256"),
-        ([1 << 20], None, "allowed: 0 to 1048575"),
-        ("", None, "allowed: 1 to"),
+        ([1 << 20], "prompt", "allowed: 0 to 1048575"),
+        ("", "prompt", "allowed: 1 to"),
     ],
 )
 def test_prompts(server: Local, prompt: Any, param: str | None, words: str) -> None:
