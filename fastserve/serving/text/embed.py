@@ -22,8 +22,8 @@ from fastserve.serving.text.stream import CANCELLED, fault_of
 
 AT_A_TIME = 64
 AGAIN_S = 0.01
-"""Until a line is asked again in which none of its texts is: places are free a moment after their last record,
-or others have them. What was begun is not thrown away for that."""
+"""Until a line is asked again in which none of its texts is: places are free a moment after their last
+record, or others have them. What was begun is not thrown away for that."""
 Start = Callable[[Sequence[int], TextNote, Callable[[list[Record]], None]], Run]
 NO_VECTOR = "the model made no vector of this text"
 

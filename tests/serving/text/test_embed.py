@@ -34,7 +34,7 @@ class Place:
 
 
 class Line:
-    """An engine with so many places; `run_one` ends the oldest sequence with its first token as the vector."""
+    """An engine with so many places; `run_one` ends the oldest sequence: its first token is the vector."""
 
     def __init__(self, places: int) -> None:
         self.places, self.most = places, 0
