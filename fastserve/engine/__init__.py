@@ -3,7 +3,15 @@
 from fastserve._ext.fast_path import Pending
 from fastserve.engine.batch_queue import QUEUED_TOO_LONG, BatchQueue
 from fastserve.engine.cache import CacheStage, Entry, Form, Miss, ResponseCache, Sort, keep_response, respond
-from fastserve.engine.counters import BatchCounts, ResponseCounts, Took, VersionCounts, counts_of
+from fastserve.engine.counters import (
+    BatchCounts,
+    Counters,
+    ResponseCounts,
+    Took,
+    VersionCounts,
+    counters_of,
+    counts_of,
+)
 from fastserve.engine.engine import Engine
 from fastserve.engine.forms import note_of
 from fastserve.engine.layouts import (
@@ -22,6 +30,7 @@ __all__ = [
     "BatchCounts",
     "BatchQueue",
     "CacheStage",
+    "Counters",
     "Engine",
     "Entry",
     "Form",
@@ -37,6 +46,7 @@ __all__ = [
     "Took",
     "VersionCounts",
     "cache_stage_of",
+    "counters_of",
     "counts_of",
     "fast_queue_of",
     "keep_response",

@@ -26,6 +26,7 @@ from fastserve.dialects.tfserving.routes import (
     target_text,
 )
 from fastserve.dialects.tfserving.service import Service
+from fastserve.dialects.tfserving.sessions import Sessions
 from fastserve.dialects.tfserving.signatures import find_version
 from fastserve.errors import ServeError, invalid
 from fastserve.serving.dialect import Dialect, ServingContext
@@ -47,6 +48,7 @@ class TFServing(Dialect):
 
     def __init__(self, context: ServingContext, options: TFServingOptions) -> None:
         self._service = Service(context, options)
+        self._sessions = Sessions()
 
     def route(self, method: str, target: str) -> Route | None:
         """The route of a target, None when it is not under /v1/ and not the metrics page."""
@@ -113,7 +115,9 @@ class TFServing(Dialect):
         call.reply(400, b"", headers=self._service.headers)
 
     def _page(self, call: Call) -> None:
-        call.reply(200, self._service.monitor.write(), TEXT)
+        models = self._service.catalog.models.values()
+        more = self._sessions.write([version for model in models for version in model.available()])
+        call.reply(200, self._service.monitor.write(more), TEXT)
 
     def _wrong_page(self, call: Call) -> None:
         given = call.target.encode("latin-1")

@@ -24,15 +24,19 @@ _LABEL_ODD = re.compile(r"[^a-zA-Z0-9_]")
 
 @dataclass(slots=True)
 class Spread:
-    """A histogram over LATENCY_BOUNDS_US, in microseconds; each bucket ends before its bound."""
+    """A histogram, of latencies in microseconds unless told otherwise; each bucket ends before its bound."""
 
-    counts: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS_US) + 1))
+    counts: list[int] = field(default_factory=list)
     total: float = 0.0
+    bounds: Sequence[float] = LATENCY_BOUNDS_US
 
-    def add(self, value: float) -> None:
-        """Count one value."""
-        self.counts[bisect_right(LATENCY_BOUNDS_US, value)] += 1
-        self.total += value
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
+
+    def add(self, value: float, times: int = 1) -> None:
+        """Count a value so many times."""
+        self.counts[bisect_right(self.bounds, value)] += times
+        self.total += value * times
 
 
 class Monitor:
@@ -56,8 +60,8 @@ class Monitor:
             spread = self._latency[key] = Spread()
         spread.add(took_us)
 
-    def write(self) -> bytes:
-        """The page."""
+    def write(self, more: Sequence[str] = ()) -> bytes:
+        """The page: the calls, then the lines of others."""
         calls = [
             ({"model_name": model, "status": status}, value)
             for (model, status), value in sorted(self._calls.items())
@@ -68,7 +72,7 @@ class Monitor:
         ]
         lines = write_series(REQUEST_COUNT, "counter", calls)
         lines += write_histogram(REQUEST_LATENCY, LATENCY_BOUNDS_US, spreads)
-        return ("\n".join(lines) + "\n").encode("utf-8", "surrogateescape")
+        return ("\n".join([*lines, *more]) + "\n").encode("utf-8", "surrogateescape")
 
 
 def write_series(name: str, kind: str, samples: Sequence[tuple[Mapping[str, str], int | float]]) -> list[str]:
