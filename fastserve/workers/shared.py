@@ -20,9 +20,11 @@ import logging
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 from fastserve._ext.meter import Gauge
+from fastserve.each import each
 from fastserve.errors import Kind, ServeError
 from fastserve.logs import current_logs
 from fastserve.metrics.registry import Family
@@ -145,8 +147,7 @@ class _House:
 
     def _end(self, words: str) -> None:
         self.open = False
-        for tenant in list(self._tenants.values()):
-            tenant.over(words)
+        each(list(self._tenants.values()), methodcaller("over", words))
 
 
 class Tenant:

@@ -49,7 +49,13 @@ class House:
             self._known = True
             _introduce(message)
         number = int(message["id"])
-        threading.Thread(target=self._live, args=(number, fd), name=f"tenant-{number}", daemon=True).start()
+        thread = threading.Thread(target=self._live, args=(number, fd), name=f"tenant-{number}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # so many threads may not be: the trouble of the one that comes
+            log.exception("tenant %d finds no thread", number)
+            os.close(fd)
+            self._say("left", number)
 
     def _live(self, number: int, fd: int) -> None:
         control = Control(socket.socket(fileno=fd), owner=False)

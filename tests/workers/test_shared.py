@@ -1,0 +1,78 @@
+"""Shared worker processes without a process: what is one tenant's trouble is nobody else's."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from fastserve.workers import shared, tenants
+from fastserve.workers.control import Control
+from fastserve.workers.shared import Key, SharedWorkers
+
+
+class NoProcess:
+    """Runs, and hears what it is told."""
+
+    def __init__(self, environment: Any, hear: Any, end: Callable[[str], None], *, entry: Any) -> None:
+        self.end, self.running, self.pid, self.told = end, False, 1, []
+        made.append(self)
+
+    def spawn(self) -> None:
+        self.running = True
+
+    def send(self, message: dict[str, Any], fds: Any = ()) -> None:
+        self.told.append(message["op"])
+
+
+made: list[NoProcess] = []
+
+
+def test_all_tenants_hear_of_the_end_of_their_process(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shared, "WorkerProcess", NoProcess)
+    heard: list[str] = []
+
+    def first(words: str) -> None:
+        heard.append("first")
+        raise RuntimeError("this one cannot cope")
+
+    async def run() -> None:
+        workers = SharedWorkers()
+        others = [workers.tenant(Key("all"), "m", {}, print, end) for end in (first, heard.append)]
+        for tenant in others:
+            tenant.spawn()
+        process = made.pop()
+        assert (made, process.told) == ([], ["join", "join"])
+        process.end("killed")
+        assert not any(tenant.running for tenant in others)
+
+    asyncio.run(run())
+    assert heard == ["first", "killed"]
+    assert "this one cannot cope" in caplog.text
+
+
+def test_a_tenant_for_whom_there_is_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    owner, control = Control(ours, owner=True), Control(theirs, owner=False)
+    reading, fd = os.pipe()
+    try:
+        house = tenants.House(control)
+        house._known = True
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        house.admit({"id": 7, "title": "all#0", "logs": {}}, fd)
+        assert owner.receive().message == {"op": "left", "id": 7}
+        assert os.read(reading, 1) == b""  # its line is closed
+    finally:
+        os.close(reading)
+        owner.close()
+        control.close()
