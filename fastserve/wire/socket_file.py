@@ -32,11 +32,13 @@ class SocketFile:
 
 
 def bind_file(path: str) -> socket.socket:
-    """A bound socket. Raises OSError where the name is taken, or cannot be had."""
+    """A socket that listens: until it does, it looks to others like one that was left behind. Raises OSError
+    where the name is taken, or cannot be had."""
     clear(path)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listening.bind(path)
+        listening.listen()
         listening.setblocking(False)
     except BaseException:
         listening.close()

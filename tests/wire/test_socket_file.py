@@ -15,6 +15,7 @@ import pytest
 from fastserve.config import GrpcOptions, Limits, Listener, Settings
 from fastserve.wire import HttpListener, check_free
 from fastserve.wire.call import Call
+from fastserve.wire.listener import open_socket
 from tests.wire.kit import Paths, echo, read_replies, run
 
 ASK = b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -106,6 +107,14 @@ def test_what_is_somebodys_stays(tmp_path: Path) -> None:
 
     run(scene())
     assert text.read_text() == "kept"
+
+
+def test_a_file_is_somebodys_from_the_first_moment(tmp_path: Path) -> None:
+    """Two servers begin at once: the second finds the first before that accepts anybody."""
+    path = tmp_path / "s"
+    with open_socket(f"unix:{path}", 0), pytest.raises(OSError, match="already in use"):
+        check_free(f"unix:{path}", 0)
+    assert path.exists()
 
 
 def test_a_file_that_another_has_put_there_is_not_removed(tmp_path: Path) -> None:
