@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from hyperframe.frame import SettingsFrame
+from hyperframe.frame import GoAwayFrame, SettingsFrame, WindowUpdateFrame
 
 from fastserve.config import Limits
 from fastserve.wire.bulk import BULK_BYTES
 from fastserve.wire.call import Call
+from fastserve.wire.http2.connection import LOW_WINDOW
 from fastserve.wire.http2.exchange import Body
+from fastserve.wire.http2.settings import CONNECTION_WINDOW
 from tests.wire.http2.kit import POST, Raw
 
 LARGE = bytes(range(251)) * 1000
@@ -71,6 +73,7 @@ def test_bodies_beside_one_another() -> None:
     raw.feed(begin(raw, 1, len(LARGE)) + begin(raw, 3, len(LARGE)))
     for at, frame in enumerate(FRAMES):
         raw.feed(raw.data(3, frame) + raw.data(1, frame), 5000 + at)
+        assert raw.pipe.protocol._reader.diverted == 1  # the other's is told frame by frame, as ever
     raw.feed(raw.data(1, b"", "END_STREAM") + raw.data(3, b"", "END_STREAM"))
     assert echo.bodies == [LARGE, LARGE]
     assert raw.pipe.protocol._reader.diverted == 0
@@ -121,3 +124,24 @@ def test_a_refusal_that_the_client_does_not_take(told: bool) -> None:
     assert (echo.bodies, raw.pipe.closed) == ([], False)
     raw.feed(begin(raw, 3, 3) + raw.data(3, b"abc", "END_STREAM"))
     assert echo.bodies == [b"abc"]
+
+
+def test_bodies_of_whole_requests_are_given_back_to_the_connection() -> None:
+    echo = Echo()
+    raw = Raw({"/echo": echo}).greet()
+    connection = raw.pipe.protocol
+    connection._credit = LOW_WINDOW + 5
+    for number in (1, 3):
+        raw.feed(begin(raw, number, 4) + raw.data(number, b"four", "END_STREAM"))
+        granted = [frame.window_increment for frame in raw.frames() if isinstance(frame, WindowUpdateFrame)]
+        assert granted == ([] if number == 1 else [CONNECTION_WINDOW - LOW_WINDOW + 3])
+    assert (echo.bodies, connection._credit) == ([b"four"] * 2, CONNECTION_WINDOW)
+
+
+def test_whole_requests_beyond_the_connections_window() -> None:
+    echo = Echo()
+    raw = Raw({"/echo": echo}).greet()
+    raw.pipe.protocol._credit = 3
+    raw.feed(begin(raw, 1, 4) + raw.data(1, b"four", "END_STREAM"))
+    assert [frame.error_code for frame in raw.frames() if isinstance(frame, GoAwayFrame)] == [3]
+    assert echo.bodies == []

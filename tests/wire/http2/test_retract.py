@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from hyperframe.frame import DataFrame, GoAwayFrame, HeadersFrame
+from hyperframe.frame import DataFrame, GoAwayFrame, HeadersFrame, RstStreamFrame
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastserve._ext.http2_frames import DATA, PRIORITY, RST_STREAM, SETTINGS, WINDOW_UPDATE, frame
+from fastserve._ext.http2_frames import DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, WINDOW_UPDATE, frame
 from fastserve.wire.http2 import Http2Connection
 from tests.effort import examples
 from tests.wire.http2.kit import GET, POST, Raw
@@ -69,3 +69,12 @@ def test_a_connection_is_as_after_any_reset(pieces: list[list[str]]) -> None:
         assert [one.data for one in frames if isinstance(one, DataFrame)] == [b"fine"]
         assert len([one for one in frames if isinstance(one, HeadersFrame)]) == 1
         assert not [one for one in frames if isinstance(one, GoAwayFrame)]
+
+
+def test_a_stream_that_depends_on_itself_is_refused_all_the_same() -> None:
+    raw = Raw({"/held": Held()}).greet()
+    block = raw.encoder.encode(HELD)
+    raw.feed(frame(HEADERS, 0x24, 1, b"\0\0\0\1\x10" + block) + frame(RST_STREAM, 0, 1, CANCEL))
+    assert [(one.stream_id, one.error_code) for one in raw.frames() if isinstance(one, RstStreamFrame)] == [
+        (1, 1)
+    ]
