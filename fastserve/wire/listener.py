@@ -326,8 +326,8 @@ def shown(host: str, port: int) -> str:
 
 
 def open_socket(address: str, port: int, *, reuse_port: bool = False) -> socket.socket:
-    """A bound socket, one of a file listening. "" and "::" take IPv4 and IPv6 where the machine has both. Raises OSError, whose text
-    names the place."""
+    """A bound socket, one of a file listening. "" and "::" take IPv4 and IPv6 where the machine has both.
+    Raises OSError, whose text names the place."""
     with _named(address, port):
         if address.startswith(UNIX):
             return bind_file(address.removeprefix(UNIX))
