@@ -7,31 +7,26 @@ The APIs differ in what they read and in what they write of it.
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from random import getrandbits
 from typing import Generic, TypeVar
 
-from fastserve.dialects.textgen.errors import NO_ANSWER, Admission, refuse, tell
+from fastserve.dialects.textgen.errors import NO_ANSWER, refuse, tell
 from fastserve.dialects.textgen.infer_request import Asked
-from fastserve.dialects.textgen.inputs import BAD_TOKEN, MOST_TOKENS, TOKENS, too_long
+from fastserve.dialects.textgen.inputs import in_mindies_words
 from fastserve.dialects.textgen.patience import Patience, deadline_ns
 from fastserve.dialects.textgen.running import Held
 from fastserve.dialects.textgen.service import Service
 from fastserve.dialects.textgen.sse import EventStream
-from fastserve.errors import Kind, ServeError, invalid
+from fastserve.errors import Kind, ServeError
 from fastserve.serving.exchange import unforeseen
 from fastserve.serving.text import (
     Ending,
     Frames,
-    PromptTooLong,
     TextAsk,
     TextModel,
     TextStream,
-    TextTooLong,
     Token,
-    UnknownToken,
 )
 from fastserve.serving.text.ask import TO_FIT
 from fastserve.wire.call import Call
@@ -84,7 +79,7 @@ class Answer(ABC, Generic[Read]):
                 with held as self._held:
                     await (self._send_events() if self.asked.stream else self._send_one())
         except ServeError as fault:
-            refuse(self.service, self.call, fault, name)
+            refuse(self.service, self.call, in_mindies_words(fault), name)
         except ConnectionResetError:
             raise
         except Exception as error:
@@ -140,7 +135,7 @@ class Answer(ABC, Generic[Read]):
 
 
 async def start(service: Service, call: Call, model: TextModel, asked: Asked) -> TextStream:
-    """Raises ServeError in MindIE's words."""
+    """Raises ServeError."""
     options = service.options
     ask = TextAsk(
         prompt=asked.inputs.prompt,
@@ -152,23 +147,7 @@ async def start(service: Service, call: Call, model: TextModel, asked: Asked) ->
         request_id=asked.request_id or call.request_id,
         images=await service.images.load(model, asked.inputs.images),
     )
-    with in_mindies_words():
-        return await model.start(ask)
-
-
-@contextlib.contextmanager
-def in_mindies_words() -> Iterator[None]:
-    """What is wrong with a prompt, as MindIE tells it (spec 1.2). Raises ServeError."""
-    try:
-        yield
-    except TextTooLong as fault:
-        raise too_long(fault.got, fault.most) from None
-    except UnknownToken:
-        raise invalid(BAD_TOKEN) from None
-    except PromptTooLong as fault:
-        if not 0 < fault.got <= MOST_TOKENS:
-            raise invalid(TOKENS.format(fault.got)) from None
-        raise Admission(fault.got, fault.most) from None
+    return await model.start(ask)
 
 
 def fault_of(ending: Ending, patience: Patience, held: Held) -> ServeError | None:

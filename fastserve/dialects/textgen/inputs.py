@@ -11,7 +11,9 @@ from typing import Any
 
 from fastserve.config import TextgenOptions
 from fastserve.dialects.textgen.bodies import is_integer
+from fastserve.dialects.textgen.errors import Admission
 from fastserve.errors import ServeError, invalid
+from fastserve.serving.text import PromptTooLong, TextTooLong, UnknownToken
 
 MOST_TOKENS = MOST_TOKEN = 1 << 20
 OTHER_MEDIA = ("video_url", "audio_url")
@@ -83,6 +85,19 @@ def check_length(text: str, most: int) -> None:
 
 def too_long(units: int, most: int) -> ServeError:
     return invalid(LENGTH.format(most, units))
+
+
+def in_mindies_words(fault: ServeError) -> ServeError:
+    """What is wrong with a prompt, found where it meets its model, as MindIE tells it."""
+    if isinstance(fault, TextTooLong):
+        return too_long(fault.got, fault.most)
+    if isinstance(fault, UnknownToken):
+        return invalid(BAD_TOKEN)
+    if not isinstance(fault, PromptTooLong):
+        return fault
+    if not 0 < fault.got <= MOST_TOKENS:
+        return invalid(TOKENS.format(fault.got))
+    return Admission(fault.got, fault.most)
 
 
 def read_items(items: list[Any], options: TextgenOptions) -> Inputs:

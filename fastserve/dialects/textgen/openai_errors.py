@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from fastserve.dialects.textgen import errors
+from fastserve.dialects.textgen.inputs import in_mindies_words
 from fastserve.dialects.textgen.typed import Misread
 from fastserve.errors import Kind, ServeError
 from fastserve.serving.text import PromptFault, PromptTooLong
@@ -82,6 +83,7 @@ def refuse(service: Service, call: Call, fault: ServeError, model: str = "") -> 
     """Reply with an error, and count it."""
     service.traffic.refused(model, fault.kind.name)
     flat = service.options.openai_errors == "mindie"
+    fault = in_mindies_words(fault) if flat else fault
     call.reply(status_of(fault, flat=flat), error_body(fault, flat=flat), headers=retry_after(fault))
 
 

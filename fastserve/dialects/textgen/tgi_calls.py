@@ -5,15 +5,14 @@ read -> the prompt's tokens, which may be cut -> one sequence, or best_of -> who
 
 from __future__ import annotations
 
-import contextlib
 from functools import partial
 from time import monotonic_ns
 
 import msgspec
 
 from fastserve.dialects.textgen import errors
-from fastserve.dialects.textgen.asking import in_mindies_words
 from fastserve.dialects.textgen.events import Headers, send_events
+from fastserve.dialects.textgen.inputs import in_mindies_words
 from fastserve.dialects.textgen.patience import deadline_ns
 from fastserve.dialects.textgen.sequences import Sequences, likelihood
 from fastserve.dialects.textgen.service import Service
@@ -99,7 +98,7 @@ class Generation:
     async def prepare(self) -> None:
         """Make tokens of the prompt, and check them against the model. Raises ServeError.
 
-        MindIE cuts `max_new_tokens` to what the model has and tells of prompts in its own words: `_start`."""
+        MindIE cuts `max_new_tokens` to what the model has, and what is wrong with a prompt it finds later."""
         info = self._model.info
         if info.tokenizer and self._flavor == "tgi":
             tokens = await self._model.encode(self._ask.inputs)
@@ -149,9 +148,7 @@ class Generation:
         )
         self._service.read(call, self._model)
         self._started_ns = monotonic_ns()
-        mindie = self._flavor == "mindie"
-        with in_mindies_words() if mindie else contextlib.nullcontext():
-            streams = await self._model.start_many(asked, ask.best_of)
+        streams = await self._model.start_many(asked, ask.best_of)
         self._stream = streams[0]
         return Sequences(self._service, call, self._model, streams, timeout_s)
 
@@ -208,7 +205,7 @@ def in_words(fault: ServeError, flavor: str = "tgi") -> ServeError:
 def refuse(service: Service, call: Call, fault: ServeError, model: str = "") -> None:
     """Reply with an error, and count it."""
     if service.options.tgi_flavor == "mindie":
-        errors.refuse(service, call, fault, model)
+        errors.refuse(service, call, in_mindies_words(fault), model)
         return
     service.traffic.refused(model, fault.kind.name)
     body = error_body(in_words(fault), "tgi")

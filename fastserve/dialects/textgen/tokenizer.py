@@ -8,13 +8,12 @@ import msgspec
 
 from fastserve.dialects.textgen.bodies import read_body
 from fastserve.dialects.textgen.errors import refuse
-from fastserve.dialects.textgen.inputs import check_length, too_long
+from fastserve.dialects.textgen.inputs import check_length, in_mindies_words
 from fastserve.dialects.textgen.parameters import take
 from fastserve.dialects.textgen.paths import Named, Path
 from fastserve.dialects.textgen.service import Service
 from fastserve.errors import ServeError, invalid
 from fastserve.serving.dialect import HttpRoute
-from fastserve.serving.text import TextTooLong
 from fastserve.wire.call import Call, Endpoint
 from fastserve.wire.scope import Scope
 
@@ -30,10 +29,8 @@ def tokenize(service: Service, named: Named) -> Endpoint:
             name = model.name
             text, shown = _read(body, service.options.input_chars)
             pieces = await model.pieces(text)
-        except TextTooLong as fault:
-            refuse(service, call, too_long(fault.got, fault.most), name)
         except ServeError as fault:
-            refuse(service, call, fault, name)
+            refuse(service, call, in_mindies_words(fault), name)
         else:
             tokens = [piece.text for piece in pieces] if shown else []
             call.reply(200, msgspec.json.encode({"token_number": len(pieces), "tokens": tokens}))

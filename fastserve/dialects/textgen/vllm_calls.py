@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from fastserve.dialects.textgen import errors
+from fastserve.dialects.textgen.inputs import in_mindies_words
 from fastserve.dialects.textgen.openai_calls import Api, Complete
 from fastserve.dialects.textgen.openai_read import (
     UNHEEDED,
@@ -30,7 +31,6 @@ from fastserve.dialects.textgen.typed import check, read_typed
 from fastserve.errors import ServeError
 from fastserve.serving.text import Frames, Hole
 from fastserve.wire.call import Call
-from fastserve.wire.dialect import retry_after
 
 JSON = b"application/json"
 _encode = msgspec.json.Encoder().encode
@@ -96,9 +96,7 @@ class VllmAnswer(Answer):
 
 def refuse(service: Service, call: Call, fault: ServeError, model: str = "") -> None:
     """Reply with an error in MindIE's envelope, and count it."""
-    service.traffic.refused(model, fault.kind.name)
-    status = errors.STATUS[fault.kind]
-    call.reply(status, errors.envelope(status, fault.message), headers=retry_after(fault))
+    errors.refuse(service, call, in_mindies_words(fault), model)
 
 
 def tell(service: Service, fault: ServeError) -> bytes:

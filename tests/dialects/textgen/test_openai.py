@@ -13,8 +13,8 @@ import pytest
 
 from fastserve.config import TextgenOptions
 from tests.dialects.textgen.likely import Likely
-from tests.dialects.textgen.rigs import HELLO
-from tests.dialects.textgen.serving import Local, Reply
+from tests.dialects.textgen.rigs import HELLO, RIGS
+from tests.dialects.textgen.serving import Local, Reply, served
 from tests.text_rig import Scripted
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -278,3 +278,19 @@ def pieces_of(reply: Reply) -> list[Any]:
     *lines, done, end = reply.body.decode().split("\n\n")
     assert (done, end) == ("data: [DONE]", "")
     return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def test_a_prompt_too_long_where_errors_are_mindies() -> None:
+    told = (
+        "Failed to enqueue inferRequest. This model's maximum input ids length cannot be greater than 8,"
+        "the input ids length is 9"
+    )
+    with served(RIGS["llm-limits"].engine(), openai_errors="mindie") as at:
+        for path, more in (
+            (COMPLETIONS, {"model": "m1"}), ("/generate", {}), ("/generate", {"stream": True}),
+        ):  # fmt: skip
+            reply = at.post(path, {"prompt": "a b c d e f g h i", **more})
+            assert (reply.status, list(reply.json.values())) == (424, [told, "Generation Error"])
+            empty = at.post(path, {"prompt": " ", **more})
+            assert empty.json["error"] == "Inputs token length must be in (0, 1048576], but got 0"
+            assert empty.status == 422
