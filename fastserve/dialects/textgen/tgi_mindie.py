@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from random import getrandbits
 from typing import Any, cast
 
 import msgspec
 
 from fastserve.config import TextgenOptions
+from fastserve.dialects.textgen.asking import SEED_BITS
 from fastserve.dialects.textgen.bodies import read_json
 from fastserve.dialects.textgen.infer_request import read_sampling
 from fastserve.dialects.textgen.inputs import ABNORMAL, read_inputs
@@ -45,7 +47,7 @@ def read_mindie(
     others = {key: value for key, value in given.items() if key not in {rule.name for rule in rules}}
     ask = read_rest(inputs, others, limits._replace(best_of=1), said if streams is None else streams)
     ask.parameters.details = checked.get("details")
-    ask.parameters.seed = checked.get("seed")
+    ask.parameters.seed = checked.get("seed", getrandbits(SEED_BITS))
     ask.parameters.priority = checked.get("priority")
     ask.parameters.timeout = checked.get("timeout")
     sampling = msgspec.structs.replace(

@@ -193,7 +193,7 @@ class MindieShape(TgiShape):
             "finish_reason": FINISH[one.ending.reason],
             "generated_tokens": one.ending.generated,
             "prefill": [],
-            "seed": one.seed,
+            "seed": one.stream.seed,
             "tokens": [{"id": token, "logprob": None, "special": None, "text": None} for token in ids],
         }
 
@@ -208,7 +208,7 @@ class MindieShape(TgiShape):
                     "prompt_tokens": one.stream.prompt_tokens,
                     "finish_reason": FINISH[one.ending.reason],
                     "generated_tokens": one.ending.generated,
-                    "seed": one.seed,
+                    "seed": one.stream.seed,
                 }
             )
         return b'"generated_text":%b,"details":%b' % (_encode(text), details)

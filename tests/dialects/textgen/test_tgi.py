@@ -151,12 +151,14 @@ def test_mindies_likeness() -> None:
         )
         assert list(last) == ["token", "generated_text", "details"]
         assert list(last["details"]) == ["prompt_tokens", "finish_reason", "generated_tokens", "seed"]
+        assert last["details"]["seed"] == 7  # as it was sent, though nothing is sampled
         (whole,) = server.post("/", {"inputs": "hi", "parameters": {"details": True}}).json
         assert list(whole) == ["details", "generated_text"]
         assert list(whole["details"]) == [
             "prompt_tokens", "finish_reason", "generated_tokens", "prefill", "seed", "tokens",
         ]  # fmt: skip
         assert whole["details"]["tokens"][0] == {"id": 100, "logprob": None, "special": None, "text": None}
+        assert 0 <= whole["details"]["seed"] < 1 << 53  # chosen here: every client can send it again
         wrong = server.post("/generate", {"inputs": ""})
         assert (wrong.status, wrong.json["error_type"]) == (422, "Input Validation Error")
 
