@@ -292,10 +292,12 @@ cdef class Flow:
     cdef bint write(self, list records, int64_t now_ns) except -1:
         """The same, but for `send`, to which there may be no turn of the loop."""
         cdef list tokens = []
-        if not (self.open and are_plain(records) and self.reply.ready):
+        if not (self.open and are_plain(records)):
             return False
-        self.heard_ns = now_ns
         try:
+            if not self.reply.ready:
+                return False
+            self.heard_ns = now_ns
             take_plain(records, self.detokenizer, self.specials, self.none, tokens, self.ids, self.texts)
             self.written = self.frames.write(tokens)
         except Exception as fault:

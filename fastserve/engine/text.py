@@ -72,6 +72,8 @@ class TextRun(Flowing):
 
     def hear(self, records: list[Record] | None) -> None:
         """For the queue: what came; None when some of it was lost."""
+        if self.ended:  # by another, who heard of the same step
+            return
         if records is None:
             assert self._pending is not None
             self._queue.cancel(self._pending)

@@ -453,3 +453,29 @@ def test_what_is_counted(tmp_path):
             assert [sum(next(iter(found.values()))[:-1]) for found in (first, gap)] == [3, 8]
 
     run(work())
+
+
+def test_one_that_another_of_the_step_ends_is_counted_once(tmp_path):
+    """Two whose records came together, each of whom ends the other when it hears."""
+
+    async def work() -> None:
+        async with serving(tmp_path) as at:
+            version = await at.load_code(COUNTING, text={"tokenizer": "", "reader_tokens": 2})
+            queue, pair = at.queue(version), [at.ask(version, [n], reads=False) for n in (10, 50)]
+            await asyncio.gather(*(heard.until(1) for heard in pair))
+            runs = [heard.run for heard in pair]
+            assert runs[0] is not None
+            assert runs[1] is not None
+            runs[0].cancel()
+            runs[0].hear([(11, 0, 5, b""), (12, Finish.EOS, 5, b"")])  # type: ignore[attr-defined]
+            runs[1].cancel()
+            runs[1].hear(None)  # type: ignore[attr-defined]
+            await asyncio.gather(*(heard.end() for heard in pair))
+            (ends,) = at.registry.read(names.TEXT_SEQUENCES)
+            assert {labels[2]: values[0] for labels, values in ends.items() if values[0]} == {"cancelled": 2}
+            await until(lambda: not any(at.left(version)))
+            levels = at.registry.read(names.TEXT_RUNNING, names.TEXT_WAITING, names.TEXT_KV_USED)
+            assert [sum(values[0] for values in found.values()) for found in levels] == [0, 0, 0]
+            assert queue.waiting == 0
+
+    run(work())

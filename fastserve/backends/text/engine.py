@@ -51,6 +51,7 @@ class Engine:
         self._asked: dict[int, Finish] = {}
         self._standing: list[Sequence] = []
         self._numbers = self._steps = self._faults = 0
+        self._pooled = 0  # sequences that want a vector
         self._step_tokens, self._pace = options.step_tokens, Pace(options.step_ms)
 
     def submit(self, request: TextRequest) -> None:
@@ -65,6 +66,7 @@ class Engine:
         if request.note.embeds:
             sequence.pool = make_pool(self.info, self._options)
         self._drawing.check(sequence)
+        self._pooled += sequence.pool is not None
         self._numbers += 1
         sequence.number = self._numbers
         sequence.arrived_ns = sequence.last_ns = request.arrived_ns or time.monotonic_ns()
@@ -104,9 +106,9 @@ class Engine:
 
     def _room(self) -> int:
         """Tokens of prompts in this step."""
-        rows = self._rows
-        reading = self.info.slots - rows.free - rows.writing - len(self._standing)
-        return self._pace.room(self._step_tokens, rows.writing, reading + min(rows.free, len(self._waiting)))
+        begun = self._rows.writing + len(self._standing)
+        to_come = len(self._sequences) - begun - self._pooled
+        return self._pace.room(self._step_tokens, self._rows.writing, min(to_come, self.info.slots - begun))
 
     def _end_asked(self, out: Out, now_ns: int) -> None:
         for sequence in self._deadlines.late(now_ns):
@@ -218,6 +220,7 @@ class Engine:
             self._rows.release(sequence, proven=sequence.drawn > 0 if proven is None else proven)
             self._drawing.end(sequence)
         sequence.state = State.ENDED
+        self._pooled -= sequence.pool is not None
         del self._sequences[sequence.rid]
 
 

@@ -5,7 +5,8 @@
 
 A step that reads is to take no longer than `step_ms`, or than twice a step that only writes, where that is
 more: reading then has half of the time, however slow the model. What a token costs is measured, step by step.
-Where more sequences wait to be read than write, they go first: all of `step_tokens` is theirs.
+Where more sequences that are to write wait to be read than write, they go first: all of `step_tokens` is
+theirs. What is read for a vector alone holds nobody who writes up for longer, however much of it there is.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ class Pace:
         """A token more in a step. 0: not known yet."""
 
     def room(self, most: int, writing: int, reading: int) -> int:
-        """Tokens of prompts in a step of at most `most` tokens, where `reading` sequences could be read."""
+        """Tokens of prompts in a step of at most `most` tokens, where `reading` sequences could be
+        read that are to write."""
         least = min(most, LEAST_READ)
         room = max(most - writing, least)
-        if not (self._step_ns and self._token_ns) or reading > writing:
+        if not (self._step_ns and self._token_ns) or not writing or reading > writing:
             return room
         write_ns = self._known_ns(writing) + self._more(writing) * self._token_ns
         left_ns = max(self._step_ns, 2 * write_ns) - write_ns

@@ -82,6 +82,7 @@ class Pouring:
         """Nobody pours any more."""
         self._flows(False)
         self.flow = None
+        self._stream.unflow()
 
     async def run(self) -> Ending:
         """To the end."""

@@ -139,6 +139,12 @@ class TextStream:
         )
         return self._flow
 
+    def unflow(self) -> None:
+        """It does not any more: who lets go of the stream now ends it, as ever."""
+        self._heard_ns, self._flow = self.heard_ns, None
+        if self._run is not None:
+            self._run.flow = None
+
     async def rest(self) -> Ending:
         """Read to the end for the whole of it."""
         self.told = self.take

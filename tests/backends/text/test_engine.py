@@ -6,6 +6,7 @@ import random
 import time
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from fastserve.backends.device_faults import DeviceLost
 from fastserve.backends.text import engine as engines
 from fastserve.backends.text.engine import FAULTS_MAX, Engine
+from fastserve.backends.text.pace import Pace
 from fastserve.codec.text import Finish, Info
 from fastserve.config.text import TextOptions
 from fastserve.errors import Kind, ServeError
@@ -338,3 +340,31 @@ def test_times_are_from_arrival_and_from_the_token_before() -> None:
     took = run(engine, [request]).took_us[1]
     assert took[0] >= 5_000_000
     assert max(took[1:]) < 5_000_000
+
+
+def test_what_is_read_for_vectors_does_not_go_before_those_who_write() -> None:
+    """However many there are, they are not counted among those who are to write; each leaves as it came."""
+    engine, _ = make(8, pooling="mean")
+    engine.info = msgspec.structs.replace(engine.info, embeds=2)
+    seen: list[tuple[int, int]] = []
+
+    class Seen(Pace):
+        def room(self, most: int, writing: int, reading: int) -> int:
+            seen.append((writing, reading))
+            return super().room(most, writing, reading)
+
+    engine._pace = Seen(0)
+    heard = Heard()
+    engine.submit(ask(0, [1, 2], max_new_tokens=30))
+    engine.step(heard)
+    for rid in range(1, 7):
+        request = ask(rid, [3] * 30)
+        request.note = msgspec.structs.replace(request.note, embeds=True)
+        engine.submit(request)
+    engine.submit(ask(7, [4] * 30, max_new_tokens=3))
+    engine.cancel(6, Finish.CANCELLED)
+    while engine.pending():
+        engine.step(heard)
+    assert seen[:2] == [(0, 1), (1, 1)]
+    assert max(reading for _, reading in seen) == 1
+    assert (seen[-1], engine._pooled) == ((1, 0), 0)

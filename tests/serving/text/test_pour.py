@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
+from fastserve._ext.text_tokens import ByteText, Flow, Flowing, pass_on
+from fastserve.codec.text import Finish
 from fastserve.serving.dialect import Dialect
 from fastserve.serving.text import Ending, Frames, Hole, Info, Sampling, TextAsk, Texts, Token, pour
 from fastserve.wire.call import Call
@@ -157,3 +160,80 @@ def test_what_writing_raises_ends_the_call_and_the_sequence() -> None:
         assert dialect.endings == []
 
     run(work, 1 << 29, [(1, "x")], broken)
+
+
+class Bare:
+    """A reply that keeps what it is sent; `trouble` is what asking it raises."""
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+        self.trouble: Exception | None = None
+
+    @property
+    def ready(self) -> bool:
+        if self.trouble is not None:
+            raise self.trouble
+        return True
+
+    async def wait(self) -> None: ...
+
+    def send(self, data: bytes) -> None:
+        self.sent.append(data)
+
+
+def test_whoever_lets_go_of_what_flowed_ends_it() -> None:
+    """At once: the engine holds a stream weakly, and so does what flowed of it, without a collection."""
+
+    async def work() -> None:
+        with LocalEngine() as engine:
+            engine.add("m1", Scripted([(1, None)], info=PLENTY))
+            stream = (
+                await Texts(engine.context)
+                .find("")
+                .start(TextAsk(prompt=[1], sampling=Sampling(max_new_tokens=1 << 29)))
+            )
+            reply, frames = Bare(), Frames((Hole.NUMBER, b" "))
+            pouring = asyncio.create_task(pour(stream, reply, frames.write, frames))
+            while len(reply.sent) < 9:
+                await asyncio.sleep(0.001)
+            assert stream.heard_ns > 0
+            pouring.cancel()
+            await asyncio.wait([pouring])
+            assert stream.heard_ns > 0
+            del pouring, stream
+            await asyncio.wait_for(engine.idle(), 10)
+
+    gc.disable()
+    try:
+        asyncio.run(work())
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("broken", [0, 1, 2])
+def test_the_trouble_of_one_of_a_step_is_not_that_of_others(broken: int) -> None:
+    """Whatever a reply raises when it is asked, what comes of the same step for others is passed on."""
+    run_of: list[Flowing] = []
+    replies, faults = [Bare() for _ in range(3)], list[Exception]()
+    frames = Frames((Hole.ID, b" "))
+
+    class Reader:
+        def taken(self, slot: int, count: int) -> None:
+            took.append((slot, count))
+
+    took: list[tuple[int, int]] = []
+    for slot, reply in enumerate(replies):
+        one = Flowing()
+        flow = Flow(ByteText({7: "a"}, str), frozenset(), Finish.NONE, [], [], frames, reply, faults.append)
+        one.slot, one.held, one.begun, one.ended, flow.open = slot, 3, True, False, True
+        one.flow = flow
+        run_of.append(one)
+    replies[broken].trouble = ZeroDivisionError()
+    gaps: list[int] = []
+    left = pass_on([(one, [(7, 0, 5, b"")]) for one in run_of], Reader(), gaps, 1)
+    assert [reply.sent for reply in replies] == [[] if at == broken else [b"7 "] for at in range(3)]
+    assert (left, len(faults), gaps, [slot for slot, _ in took]) == ([], 1, [5] * 3, [0, 1, 2])
+    assert [one.held for one in run_of] == [4] * 3
+    flow = run_of[broken].flow
+    assert flow is not None
+    assert not flow.open
