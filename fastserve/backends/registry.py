@@ -18,6 +18,8 @@ from fastserve.config.fields import fault_text
 from fastserve.errors import ConfigError
 
 Memory = Literal["host", "pinned", "device"]
+TO_ONNX = "python -m tf2onnx.convert {kind} {place} --output {folder}/model.onnx"
+"""What makes an ONNX model of one of TensorFlow's, in a version's folder."""
 _PLACE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -55,6 +57,8 @@ class BackendEntry:
     """Modules that must be there too."""
     extra: str = ""
     """What brings it: pip install 'fastserve[extra]'."""
+    instead: str = ""
+    """What to do with its models where that is not wanted."""
     triton: str = ""
     """Triton's name for it."""
     triton_platform: str = ""
@@ -77,7 +81,10 @@ class BackendEntry:
     @property
     def missing_text(self) -> str:
         """What to say where the framework is not installed."""
-        return f"the {self.name} backend needs {self.framework}: pip install 'fastserve[{self.extra}]'"
+        instead = f", or {self.instead}" if self.instead else ""
+        return (
+            f"the {self.name} backend needs {self.framework}: pip install 'fastserve[{self.extra}]'{instead}"
+        )
 
 
 BACKENDS = {
@@ -113,6 +120,16 @@ BACKENDS = {
             extra="torch",
             triton="pytorch",
             triton_platform="pytorch_libtorch",
+        ),
+        BackendEntry(
+            "tensorflow",
+            "fastserve.backends.tensorflow:TensorFlowBackend",
+            model_file="saved_model.pb",
+            other_files=("saved_model.pbtxt",),
+            needs_config=False,
+            framework="tensorflow",
+            extra="tensorflow",
+            instead="convert the model: " + TO_ONNX.format(kind="--saved-model", place="N", folder="N"),
         ),
         BackendEntry(
             "triton_python",

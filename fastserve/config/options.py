@@ -174,6 +174,8 @@ class Options(_Options, frozen=True):
     needs: list[Needs] = []
     """Of each group of workers."""
     optional_inputs: list[str] = []
+    signature_inputs: list[str] = []
+    """Of these the ones that a signature has and others do not: a request of that one must bring them."""
     ragged_inputs: list[str] = []
     made_inputs: list[MadeInput] = []
     scattered_outputs: dict[str, Scatter] = {}

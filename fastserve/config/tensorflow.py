@@ -57,7 +57,7 @@ _BOOL_FLAGS = (
     "rest_api_enable_cors_support",
     "allow_version_labels_for_unavailable_models",
 )
-_NO_TENSORFLOW = "models here are no graphs of TensorFlow's"
+_NO_TENSORFLOW = "no model here is run by TensorFlow Lite or compiled by XLA"
 _THREADS = "calls take no thread of their own; processes that serve are `frontends`"
 _SESSION_THREADS = "a worker's threads are `threads` of model.yaml"
 # Flags of its own machinery, and why no answer depends on them.
@@ -84,7 +84,7 @@ _UNBUILT_FLAGS = {
     "mixed_precision": ("", "the precision is the model's own"),
     "platform_config_file": ("", "models here are of no platform of TensorFlow's"),
     "prefer_tflite_model": ("false", "TensorFlow Lite's models are converted to ONNX"),
-    "saved_model_tags": ("serve", "only SavedModels have tags"),
+    "saved_model_tags": ("serve", "graphs with other tags are not served"),
     "tensorflow_session_config_file": ("", "there is no session of TensorFlow's"),
     "thread_pool_factory_config_file": ("", "there is no session of TensorFlow's"),
     "use_alts_credentials": ("false", "ALTS is of Google's own machines; --ssl_config_file is TLS"),

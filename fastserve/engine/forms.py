@@ -186,6 +186,16 @@ def read_answer(
         raise ServeError(Kind.INTERNAL, UNREADABLE) from None
 
 
+def choose(outputs: dict[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
+    """Outputs by name. Raises ServeError for one that is not among the answer's: a model with signatures
+    answers with those of the inputs it was given."""
+    for name in names:
+        if name not in outputs:
+            text = f"output {name!r} does not come of these inputs, but {', '.join(outputs)}"
+            raise ServeError(Kind.INVALID_ARGUMENT, text)
+    return {name: outputs[name] for name in names}
+
+
 COLUMNS, SLABS, WHOLE = Columns(), Slabs(), Whole()
 
 

@@ -147,9 +147,10 @@ class Host:
 
         def make_arena(inputs: dict[str, TensorSpec], outputs: dict[str, TensorSpec]) -> Arena:
             seen_inputs, seen_outputs = schedule.describe(inputs, outputs)
-            version.describe(seen_inputs, seen_outputs)
+            version.describe(seen_inputs, seen_outputs, group.signatures)
             version.text = group.text
-            arena = Arena.create(plan_geometry(config, inputs, outputs, fronts=self._fronts))
+            parted = bool(version.config.options.signature_inputs)
+            arena = Arena.create(plan_geometry(config, inputs, outputs, fronts=self._fronts, parted=parted))
             made.append((arena, inputs, outputs))
             return arena
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from fastserve._ext import slab_tensors
 from fastserve._ext.fast_path import Columns, Pending
 from fastserve.engine.batch_queue import BatchQueue
-from fastserve.engine.forms import form_of
+from fastserve.engine.forms import choose, form_of
 from fastserve.request import InferResponse
 from fastserve.tensor import DTYPE_BY_CODE, DType, Tensor
 
@@ -177,5 +177,5 @@ def read_response(queue: BatchQueue, pending: Pending, wanted: Sequence[str]) ->
     Its release is the pending's. Raises ServeError when the place failed by itself."""
     outputs, parameters = form_of(queue).read(queue, pending.place, pending.rows)
     if wanted and not queue.requests:
-        outputs = {name: outputs[name] for name in wanted}
+        outputs = choose(outputs, wanted)
     return InferResponse(outputs, None, dict(parameters))

@@ -13,7 +13,7 @@ from functools import partial
 
 from fastserve._ext.fast_path import Pending
 from fastserve.engine.batch_queue import BatchQueue
-from fastserve.engine.forms import Form, form_of, inputs_bytes, join_parts
+from fastserve.engine.forms import Form, choose, form_of, inputs_bytes, join_parts
 from fastserve.engine.rows import RowSlices, check_inputs, empty_outputs
 from fastserve.engine.scheduler import Runs, Scheduler
 from fastserve.engine.stream import only_response, stream_on_queue
@@ -119,10 +119,10 @@ def _respond(queue: BatchQueue, form: Form, pending: Pending, request: InferRequ
         request.times.extend(queue.ring.times_ns(pending.place >> 16))
     try:
         outputs, parameters = form.read(queue, pending.place, pending.rows)
+        mine = outputs if queue.requests else _wanted(outputs, request)  # whole requests say what they want
     except BaseException:
         queue.release(pending)
         raise
-    mine = outputs if queue.requests else _wanted(outputs, request)  # whole requests say what they want
     return InferResponse(mine, partial(queue.release, pending), dict(parameters))
 
 
@@ -169,6 +169,4 @@ def _copy_out(queue: BatchQueue, form: Form, pending: Pending) -> dict[str, Tens
 
 
 def _wanted(outputs: dict[str, Tensor], request: InferRequest) -> dict[str, Tensor]:
-    if not request.outputs:
-        return outputs
-    return {name: outputs[name] for name in request.outputs}
+    return choose(outputs, request.outputs) if request.outputs else outputs

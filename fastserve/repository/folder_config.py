@@ -99,6 +99,8 @@ class ConfigReader:
             return self._triton(name, folder, numbered, root)
         for entry in BACKENDS.values():
             if not entry.needs_config and _recognises(entry, numbered, root):
+                if entry.instead and not entry.installed:
+                    break  # said with the folder's name
                 return self._bare(entry, name)
         raise ConfigError(_no_config(name, numbered))
 
@@ -174,7 +176,8 @@ def _is_enough(entry: BackendEntry) -> bool:
 
 def _recognises(entry: BackendEntry, numbered: Mapping[int, Path], root: Path) -> bool:
     """Whether a version folder holds a model of this backend."""
-    file = find_file(numbered, entry.model_file, root)
+    names = (entry.model_file, *entry.other_files)
+    file = next((found for name in names if (found := find_file(numbered, name, root))), None)
     if file is not None and entry.beside and next(file.parent.glob(entry.beside), None) is None:
         return False
     if file is None or not entry.class_name:

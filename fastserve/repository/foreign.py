@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-_CONVERT = "convert it: python -m tf2onnx.convert {kind} {place} --output {folder}/model.onnx"
+from fastserve.backends.registry import BACKENDS, TO_ONNX
+
+_CONVERT = "convert it: " + TO_ONNX
 _WRITE = "load it in a {folder}/model.py (backend: python)"
 # Ending of a file's name -> what it is, what to do
 _ENDINGS = {
@@ -45,13 +47,23 @@ def foreign_text(model: str, folder: Path) -> str:
     where = f"{model}/{folder.name}"
     for place, ending in _found(folder):
         if ending == "":
-            told = _CONVERT.format(kind="--saved-model", place=f"{where}{place}", folder=where)
-            return f"{where}{place} is a TensorFlow SavedModel, which needs TensorFlow to run; {told}"
+            return f"{where}{place} is a TensorFlow SavedModel, {_saved_model(where, place)}"
         what, to_do = _ENDINGS[ending]
         source = "saved" if ending == ".keras" else f"{where}/{place}"
         told = to_do.format(kind=_KINDS.get(ending, ""), place=source, folder=where)
         return f"{where}/{place} is {what}; {told}"
     return ""
+
+
+def _saved_model(where: str, place: str) -> str:
+    entry = BACKENDS["tensorflow"]
+    told = _CONVERT.format(kind="--saved-model", place=f"{where}{place}", folder=where)
+    if not entry.installed:
+        told = f"pip install 'fastserve[{entry.extra}]', or {told}"
+        return "which needs TensorFlow to run: " + told + f"; the first wants it as {where}" * bool(place)
+    if place:
+        return f"which is served where its files lie in {where} itself: move them up, or {told}"
+    return f"which is served by backend: {entry.name}; or {told}"
 
 
 def _found(folder: Path) -> Iterator[tuple[str, str]]:

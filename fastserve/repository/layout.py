@@ -296,7 +296,13 @@ def _misplaced(folder: Path, file_name: str) -> list[str]:
 
 
 # What belongs to a model's file besides, by how that ends: a change of it is one of the version.
-_BESIDE = {".py": ("*.py",), ".json": ("*.json", "*.safetensors", "*.jinja")}
+SAVED = ("saved_model.*", "variables/*", "assets/*")
+_BESIDE = {
+    ".py": ("*.py",),
+    ".json": ("*.json", "*.safetensors", "*.jinja"),
+    ".pb": SAVED,
+    ".pbtxt": SAVED,
+}
 
 
 def _stamp_of_all(file: Path) -> Stamp:

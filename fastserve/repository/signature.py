@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, cast
 
+import msgspec
+
+from fastserve.config import convert
 from fastserve.config.fields import fault_text
 from fastserve.errors import ConfigError
-from fastserve.repository.model_config import ModelConfig, SignatureConfig
+from fastserve.repository.model_config import DTypeName, ModelConfig, SignatureConfig, TensorConfig
 from fastserve.tensor import TensorSpec
 
 DEFAULT_SIGNATURE = "serving_default"
@@ -42,6 +45,39 @@ def build_signatures(
     configs = dict(config.signatures)
     configs.setdefault(DEFAULT_SIGNATURE, SignatureConfig())
     return {name: _build(name, written, config, inputs, outputs) for name, written in configs.items()}
+
+
+def with_signatures(
+    config: ModelConfig,
+    inputs: Mapping[str, TensorSpec],
+    outputs: Mapping[str, TensorSpec],
+    told: Mapping[str, Mapping[str, Any]],
+) -> ModelConfig:
+    """The config with the signatures that a loaded model has itself; those of model.yaml go before them.
+    Where there is no default among several it takes nothing, so it is there and answers nobody. Raises
+    ConfigError."""
+    own = {name: convert(each, SignatureConfig, f"signatures.{name}") for name, each in told.items()}
+    first = next(iter(own.values()))
+    spare = first if len(own) == 1 else SignatureConfig(inputs={}, outputs={})
+    signatures = {DEFAULT_SIGNATURE: spare, **own, **config.signatures}
+    some = [name for name in inputs if any(name not in (each.inputs or {}).values() for each in own.values())]
+    options = msgspec.structs.replace(config.options, optional_inputs=some, signature_inputs=some)
+    return msgspec.structs.replace(
+        config,
+        inputs=_written(inputs),
+        outputs=_written(outputs),
+        signatures=signatures,
+        options=options,
+    )
+
+
+def _written(specs: Mapping[str, TensorSpec]) -> dict[str, TensorConfig]:
+    return {
+        name: TensorConfig(
+            cast("DTypeName", spec.dtype.name), None if spec.shape is None else list(spec.shape)
+        )
+        for name, spec in specs.items()
+    }
 
 
 def _build(

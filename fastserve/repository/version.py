@@ -14,7 +14,7 @@ from typing import Any
 from fastserve.codec.text import Info
 from fastserve.errors import ServeError
 from fastserve.repository.model_config import ModelConfig, build_specs
-from fastserve.repository.signature import Signature, build_signatures
+from fastserve.repository.signature import Signature, build_signatures, with_signatures
 from fastserve.repository.triton_config import amend, with_tensors
 from fastserve.tensor import TensorSpec
 
@@ -94,11 +94,19 @@ class Version:
         """True when shapes of `inputs` and `outputs` leave out a batch axis that tensors have."""
         return self.config.batching
 
-    def describe(self, inputs: Mapping[str, TensorSpec], outputs: Mapping[str, TensorSpec]) -> None:
-        """What the loaded model says of its tensors. Raises ConfigError when a signature does not fit."""
+    def describe(
+        self,
+        inputs: Mapping[str, TensorSpec],
+        outputs: Mapping[str, TensorSpec],
+        signatures: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """What the loaded model says of its tensors, and of signatures of its own. Raises ConfigError when a
+        signature does not fit."""
         self.inputs = dict(inputs)
         self.outputs = dict(outputs)
         self.config = with_tensors(self.config, inputs, outputs)
+        if signatures:
+            self.config = with_signatures(self.config, inputs, outputs, signatures)
         self.signatures = build_signatures(self.config, self.inputs, self.outputs)
 
     def amend(self, fields: Mapping[str, Any]) -> None:

@@ -69,8 +69,10 @@ def plan_geometry(
     outputs: Mapping[str, TensorSpec],
     *,
     fronts: int = 1,
+    parted: bool = False,
 ) -> Geometry:
-    """The geometry for a model's tensors; `config` is model.yaml as plain values.
+    """The geometry for a model's tensors; `config` is model.yaml as plain values. `parted`: a request brings
+    some of the inputs only.
 
     Columns when every row has a known size, slabs otherwise. The queue's bound in bytes is one in rows
     where rows have a size.
@@ -82,7 +84,7 @@ def plan_geometry(
     requests = find_backend(str(config["backend"])).takes == "requests"
     dense = max_batch > 0 and rows_in is not None and rows_out is not None and not requests
     options = read_options(config)
-    dense = dense and not options.tells_requests
+    dense = dense and not (options.tells_requests or parted)
     columns = (rows_in or (), rows_out or ()) if dense else ((), ())
     max_rows = max(max_batch, 1)
     queue_bytes, workers = int(config["max_queue_bytes"]), int(config["instances"])

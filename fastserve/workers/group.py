@@ -162,6 +162,11 @@ class WorkerGroup:
         return self._instances[0].text
 
     @property
+    def signatures(self) -> Mapping[str, Mapping[str, Any]]:
+        """Those that the model has itself, as the first worker has loaded it."""
+        return self._instances[0].signatures
+
+    @property
     def pids(self) -> list[int]:
         """The worker of each instance, 0 where none is."""
         return [instance.pid for instance in self._instances]

@@ -58,6 +58,7 @@ class _Loaded(msgspec.Struct, tag="loaded", tag_field="op"):
     inputs: dict[str, dict[str, Any]]
     outputs: dict[str, dict[str, Any]]
     text: Info | None = None
+    signatures: dict[str, dict[str, Any]] = {}
 
 
 class _Ready(msgspec.Struct, tag="ready", tag_field="op"):
@@ -119,6 +120,9 @@ class Instance:
         self.index = index
         self.state = State.IDLE
         self.text: Info | None = None  # what its engine says of itself, once it is loaded
+        self.signatures: Mapping[
+            str, Mapping[str, Any]
+        ] = {}  # the model's own, as model.yaml would have them
         self._order = order
         self._make_process = make_process
         self._on_ready = on_ready
@@ -146,7 +150,7 @@ class Instance:
             ) from error
         loaded = await self._ask(State.LOADING, {**self._order, "op": "load", "instance": self.index}, ())
         assert loaded is not None
-        self.text = loaded.text
+        self.text, self.signatures = loaded.text, loaded.signatures
         return _read_loaded(loaded)
 
     async def serve(self, layout: Mapping[str, Any], fds: Sequence[int]) -> None:

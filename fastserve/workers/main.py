@@ -88,7 +88,8 @@ def _describe(backend: Backend, name: str) -> dict[str, Any]:
     if find_backend(name).takes == "text":
         info = cast("TextBackend", backend).info
         return {"inputs": dict(INPUTS), "outputs": dict(OUTPUTS), "text": msgspec.to_builtins(info)}
-    return {"inputs": write_specs(backend.inputs), "outputs": write_specs(backend.outputs)}
+    specs = {"inputs": write_specs(backend.inputs), "outputs": write_specs(backend.outputs)}
+    return {**specs, "signatures": getattr(backend, "signatures", {})}
 
 
 def _report(control: Control, error: BaseException, version_dir: str) -> None:

@@ -51,6 +51,8 @@ class SlabRunner:
         self._mixed = str(config.get("mixed_shapes", "group"))
         self._inputs = list(self._backend.inputs)
         self._outputs = list(enumerate(self._backend.outputs.values()))
+        # A model with signatures answers a batch with the outputs of those whose inputs it brings.
+        self._parted = bool(getattr(self._backend, "signatures", None))
         # A model that is told where its requests begin (backends/batch_io.py) joins them by itself.
         self._batch_io = getattr(self._backend, "batch_io", None) or None
 
@@ -156,7 +158,8 @@ class SlabRunner:
             at += rows
 
     def _answer(self, slot: int, row: int, results: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        self._place(slot, row, 0, [to_entry(i, results[spec.name], spec.dtype) for i, spec in self._outputs])
+        outputs = [(i, spec) for i, spec in self._outputs if not self._parted or spec.name in results]
+        self._place(slot, row, 0, [to_entry(i, results[spec.name], spec.dtype) for i, spec in outputs])
 
     def _refuse(self, slot: int, group: list[Place], error: ServeError) -> None:
         text = error.message.encode("utf-8", "replace")[:4000]

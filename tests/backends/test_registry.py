@@ -31,11 +31,11 @@ def test_a_class_of_ones_own_is_a_backend() -> None:
     assert (entry.place, entry.takes, entry.model_file) == ("mine.fast:Net", "arrays", "")
 
 
-@pytest.mark.parametrize("name", ["", "tensorflow", "mine:", ":Net", "mine/fast:Net", "a:b:c"])
+@pytest.mark.parametrize("name", ["", "caffe", "mine:", ":Net", "mine/fast:Net", "a:b:c"])
 def test_anything_else_is_none(name: str) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"backend: given .*, allowed: python, onnx, torch, text, text_python or module:Class",
+        match=r"backend: given .*, allowed: python, onnx, torch, tensorflow, text, text_python or module",
     ):
         find_backend(name)
 
@@ -55,7 +55,7 @@ def write_model(folder: Path, backend: str) -> Path:
         ("json:Net", "module json has no Net"),
         (
             "ensemble",
-            'backend: given "ensemble", allowed: python, onnx, torch, text, text_python or module:Class',
+            'backend: given "ensemble", allowed: python, onnx, torch, tensorflow, text, text_python or ',
         ),
     ],
 )

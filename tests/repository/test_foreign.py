@@ -6,9 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from fastserve.backends.registry import BackendEntry
 from fastserve.config import RepositorySettings
+from fastserve.repository.check import explain
 from fastserve.repository.foreign import foreign_text
-from fastserve.repository.layout import Layout
+from fastserve.repository.layout import Layout, ModelFolder
+
+
+def without_frameworks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BackendEntry, "installed", property(lambda entry: not entry.framework))
 
 
 @pytest.mark.parametrize(
@@ -28,7 +34,10 @@ from fastserve.repository.layout import Layout
         ("resnet.onnx", "an ONNX model of another name", "rename it to m/1/model.onnx"),
     ],
 )  # fmt: skip
-def test_each_is_named_with_what_to_do(tmp_path: Path, path: str, what: str, to_do: str) -> None:
+def test_each_is_named_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, what: str, to_do: str
+) -> None:
+    without_frameworks(monkeypatch)
     file = tmp_path / "m" / "1" / path
     file.parent.mkdir(parents=True)
     file.write_bytes(b"x")
@@ -45,6 +54,49 @@ def test_beside_a_config_it_is_a_note(tmp_path: Path) -> None:
     (tmp_path / "m" / "1" / "saved_model.pb").write_bytes(b"x")
     (note,) = Layout(RepositorySettings(repository=str(tmp_path))).scan()["m"].notes
     assert note.startswith("version 1: no model.onnx; m/1 is a TensorFlow SavedModel")
+
+
+def test_a_saved_model_without_tensorflow_says_what_to_install_and_how_to_convert_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_frameworks(monkeypatch)
+    saved = write_saved_model(tmp_path)
+    assert saved.error == (
+        "m/1 is a TensorFlow SavedModel, which needs TensorFlow to run: "
+        "pip install 'fastserve[tensorflow]', or convert it: "
+        "python -m tf2onnx.convert --saved-model m/1 --output m/1/model.onnx"
+    )
+    (tmp_path / "m" / "model.yaml").write_text("backend: tensorflow\n")
+    report = explain(RepositorySettings(repository=str(tmp_path)))
+    assert report.models[0].problems == [
+        "the tensorflow backend needs tensorflow: pip install 'fastserve[tensorflow]', or convert the model: "
+        "python -m tf2onnx.convert --saved-model N --output N/model.onnx"
+    ]
+
+
+@pytest.mark.parametrize("file", ["saved_model.pb", "saved_model.pbtxt"])
+def test_a_saved_model_with_tensorflow_needs_no_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    monkeypatch.setattr(BackendEntry, "installed", property(lambda entry: True))
+    saved = write_saved_model(tmp_path, file)
+    assert (saved.error, saved.notes, list(saved.versions)) == ("", [], [1])
+    assert saved.config is not None
+    assert saved.config.backend == "tensorflow"
+
+
+def test_new_variables_are_a_new_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BackendEntry, "installed", property(lambda entry: True))
+    before = write_saved_model(tmp_path).versions[1].stamp
+    (tmp_path / "m" / "1" / "variables").mkdir()
+    (tmp_path / "m" / "1" / "variables" / "variables.index").write_bytes(b"x")
+    assert Layout(RepositorySettings(repository=str(tmp_path))).scan()["m"].versions[1].stamp != before
+
+
+def write_saved_model(root: Path, file: str = "saved_model.pb") -> ModelFolder:
+    (root / "m" / "1").mkdir(parents=True)
+    (root / "m" / "1" / file).write_bytes(b"x")
+    return Layout(RepositorySettings(repository=str(root))).scan()["m"]
 
 
 def test_nothing_is_made_of_other_files(tmp_path: Path) -> None:

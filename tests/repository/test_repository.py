@@ -199,7 +199,7 @@ def test_an_unreadable_root_changes_nothing(tmp_path: Path) -> None:
 def test_open_lists_every_failure_and_leaves_nothing_loaded(tmp_path: Path) -> None:
     write_config(tmp_path, "good")
     write_version(tmp_path, "good", 1)
-    write_config(tmp_path, "bad", backend="tensorflow")
+    write_config(tmp_path, "bad", backend="caffe")
     write_version(tmp_path, "bad", 1)
     write_config(tmp_path, "empty")
     stage = Stage(tmp_path, load_models=("*", "absent"))
@@ -207,8 +207,8 @@ def test_open_lists_every_failure_and_leaves_nothing_loaded(tmp_path: Path) -> N
         asyncio.run(stage.repository.open())
     assert fault.value.message.splitlines() == [
         "3 model(s) did not become available: absent: there is no such model in the repository",
-        'bad: model.yaml: backend: given "tensorflow", '
-        "allowed: python, onnx, torch, text, text_python or module:Class",
+        'bad: model.yaml: backend: given "caffe", '
+        "allowed: python, onnx, torch, tensorflow, text, text_python or module:Class",
         "empty: no version that can be loaded: there is no folder with a number for its name, say 1",
     ]
     assert stage.served("good") == []

@@ -165,8 +165,8 @@ class FastGrpc:
         path = open_path(version, service.traffic, Outcome(service, version.model), patience_ns)
         if path is None or not set(inputs) <= set(path.queue.inputs):
             return
-        # A model that sees arrays is given all of its inputs; one that sees requests, what was sent.
-        if not (path.queue.requests or len(inputs) == len(path.queue.inputs)):
+        # A model that sees arrays is given all inputs of a signature; one that sees requests, what was sent.
+        if not (path.queue.requests or len(inputs) == len(signature.inputs)):
             return
         if any(not tensor.dtype.item_bytes or not len(tensor.data) for tensor in inputs.values()):
             return

@@ -170,7 +170,8 @@ def find_predict_signature(version: Version, name: str) -> Signature:
 
 def optional_aliases(version: Version, signature: Signature) -> set[str]:
     """The inputs that may be left out: here these stand for those that have defaults."""
-    optional = version.config.options.optional_inputs
+    options = version.config.options
+    optional = set(options.optional_inputs).difference(options.signature_inputs)
     return {alias for alias, name in signature.input_names.items() if name in optional}
 
 
