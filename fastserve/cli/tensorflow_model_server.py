@@ -18,6 +18,7 @@ from fastserve.config.tensorflow import Flags, flag_settings, read_flags, usage
 from fastserve.config.tensorflow_files import StartFault
 from fastserve.errors import ConfigError
 from fastserve.repository.repository import LoadFailures
+from fastserve.repository.succession import NO_LABEL
 
 BAD_FLAGS = 255  # the original's exit status for a flag it cannot read, and for --help
 
@@ -80,10 +81,18 @@ def give_up(error: Exception) -> None:
         if error.detail:
             click.echo(error.detail, err=True)
     elif isinstance(error, LoadFailures):
-        code, text = "UNKNOWN", servables_text(error.problems)
+        code, text = load_fault(error.problems)
     elif isinstance(error, OSError):
         code, text = "UNKNOWN", error.strerror or str(error)
     click.echo(f"Failed to start server. Error: {code}: {text}")
+
+
+def load_fault(problems: Mapping[str, list[str]]) -> tuple[str, str]:
+    """Code and text: labels are given when every model is there, and are told of only then (spec 5)."""
+    texts = [text for _, told in sorted(problems.items()) for text in told]
+    if all(text.startswith(NO_LABEL) for text in texts):
+        return "FAILED_PRECONDITION", texts[0]
+    return "UNKNOWN", servables_text(problems)
 
 
 def servables_text(problems: Mapping[str, list[str]]) -> str:

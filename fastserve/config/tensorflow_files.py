@@ -165,21 +165,40 @@ def _policy(written: Mapping[str, Any]) -> object:
 def batching_defaults(text: str, origin: str) -> tuple[dict[str, Any], list[str]]:
     """A text-format BatchingParameters as fields of model.yaml (spec 6.3), and what was ignored."""
     tree = _parse(text, BATCHING_PARAMETERS, "tensorflow.serving.BatchingParameters", origin)
-    given = {k: v.get("value") if isinstance(v, dict) else v for k, v in tree.items()}
+    given = {k: v.get("value", 0) if isinstance(v, dict) else v for k, v in tree.items()}
     splits = bool(given.get("enable_large_batch_splitting"))
-    size = given.get("max_batch_size") or 1000
-    if splits and given.get("max_execution_batch_size"):
-        size = given["max_execution_batch_size"]
+    most = given.get("max_batch_size", 1000)
+    size = given.get("max_execution_batch_size", most) if splits else most
+    _check_batching(given, most, size, origin)
+    batches = given.get("max_enqueued_batches", 10) or 1  # as there
     defaults: dict[str, Any] = {
         "max_batch_size": size,
-        "max_queue_delay_us": given.get("batch_timeout_micros") or 0,
-        "max_queue_rows": (given.get("max_enqueued_batches") or 10) * size,
+        "max_queue_delay_us": given.get("batch_timeout_micros", 0),
+        "max_queue_rows": batches * size,
         "split_large_requests": splits,
+        "max_request_rows": most if splits else 0,
         "mixed_shapes": "pad" if given.get("pad_variable_length_inputs") else "error",
     }
     if given.get("allowed_batch_sizes"):
         defaults["allowed_batch_sizes"] = given["allowed_batch_sizes"]
     return defaults, [name for name in ("num_batch_threads", "thread_pool_name") if name in given]
+
+
+def _check_batching(given: Mapping[str, Any], most: int, size: int, origin: str) -> None:
+    """What the original's scheduler refuses, in its words. Raises ConfigError."""
+    delay, batches = given.get("batch_timeout_micros", 0), given.get("max_enqueued_batches", 10)
+    splits = bool(given.get("enable_large_batch_splitting"))
+    faults = {
+        f"input_batch_size_limit must be positive; was {most}": most < 1,
+        f"max_execution_batch_size must be positive; was {size}": size < 1,
+        f"batch_timeout_micros must be non-negative; was {delay}": delay < 0,
+        f"max_enqueued_batches must be positive; was {batches}": batches < splits,
+        "When enable_large_batch_splitting is true, input_batch_size_limit must be greater than or equal to "
+        f"max_execution_batch_size; {most} and {size}": size > most,
+    }
+    for text, is_one in faults.items():
+        if is_one:
+            raise ConfigError(f"{origin}: {text}")
 
 
 def monitoring_settings(text: str, origin: str) -> Overrides:

@@ -61,10 +61,10 @@ async def run_on_queue(queue: BatchQueue, version: Version, request: InferReques
     if not version.batching or rows <= queue.max_rows:
         pending = await _run(queue, form, request, request.inputs, rows if version.batching else 1)
         return _respond(queue, form, pending, request)
-    if not version.config.split_large_requests:
+    most = version.config.most_rows
+    if 0 < most < rows:
         raise ServeError(
-            Kind.INVALID_ARGUMENT,
-            f"Task size {rows} is larger than maximum input batch size {queue.max_rows}",
+            Kind.INVALID_ARGUMENT, f"Task size {rows} is larger than maximum input batch size {most}"
         )
     return InferResponse(_wanted(await _run_split(queue, form, request, rows), request))
 

@@ -80,8 +80,8 @@ def _must_be_plain(version: Version) -> None:
 def _checked(version: Version, one: Recorded) -> dict[str, list[object]]:
     try:
         rows = check_inputs(version, one.request.inputs)
-        most = version.config.max_batch_size
-        if version.batching and rows > most and not version.config.split_large_requests:
+        most = version.config.most_rows
+        if version.batching and 0 < most < rows:
             raise invalid(f"Task size {rows} is larger than maximum input batch size {most}")
     except ServeError as fault:
         raise ServeError(fault.kind, f"{one.origin}: {fault.message}") from None

@@ -11,7 +11,6 @@ This file knows fields, bounds and how they hang together. Which versions are wa
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -27,6 +26,7 @@ from fastserve.config.text import OPTIONAL_INPUTS, TextOptions
 from fastserve.config.torch_options import TorchOptions
 from fastserve.devices.found import MACHINE
 from fastserve.errors import ConfigError
+from fastserve.repository.batch_rules import check_batches
 from fastserve.repository.placement import MOST_INSTANCES, Place, place_on
 from fastserve.tensor import DTYPES, TensorSpec
 
@@ -135,6 +135,9 @@ class NativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     split_large_requests: Annotated[
         bool, Meta(description="Split requests of more rows than max_batch_size; false: refuse them.")
     ] = True
+    max_request_rows: Annotated[
+        int, Meta(ge=0, description="Most rows of a request that is split; 0: no limit.")
+    ] = 0
     mixed_shapes: Annotated[
         Literal["group", "pad", "error"],
         Meta(description="Rows of different shapes: batched apart, padded to the largest, or refused."),
@@ -203,7 +206,7 @@ class NativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     ] = msgspec.field(name="class", default="Model")
 
     def __post_init__(self) -> None:
-        _check_batch_sizes(self.max_batch_size, self.allowed_batch_sizes)
+        check_batches(self)
         entry = find_backend(self.backend)
         if not entry.native and type(self) is NativeConfig:
             raise ValueError(fault_text("backend", self.backend, NAMES))
@@ -219,16 +222,13 @@ class NativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             raise ValueError(fault_text("device_tensors", True, f"false with backend {self.backend}"))
         if self.torch is not None and self.backend != "torch":
             raise ValueError(fault_text("torch", "settings", f"nothing with backend {self.backend}"))
-        if self.max_queue_rows < self.max_batch_size:
-            raise ValueError(
-                fault_text(
-                    "max_queue_rows",
-                    self.max_queue_rows,
-                    f"a whole number from max_batch_size {self.max_batch_size}",
-                )
-            )
         for name, signature in self.signatures.items():
             _check_signature(name, signature, self)
+
+    @property
+    def most_rows(self) -> int:
+        """Rows that one request may have; 0: no limit."""
+        return self.max_request_rows if self.split_large_requests else self.max_batch_size
 
     @property
     def batching(self) -> bool:
@@ -308,8 +308,9 @@ def may_share(backend: str) -> bool:
 def _filled(raw: Mapping[str, object], defaults: Mapping[str, object]) -> dict[str, object]:
     fill = dict(defaults)
     if "max_batch_size" in raw:
-        # sizes to round up to belong to the max_batch_size they were written for
-        fill.pop("allowed_batch_sizes", None)
+        # sizes to round up to, and to split, belong to the max_batch_size they were written for
+        for field in ("allowed_batch_sizes", "max_request_rows"):
+            fill.pop(field, None)
     merged = {**fill, **raw}
     backend = merged.get("backend")
     if isinstance(backend, str) and backend in BACKENDS and BACKENDS[backend].takes == "text":
@@ -340,18 +341,6 @@ def _check_text(config: NativeConfig, *, generates: bool) -> None:
     for side in ("inputs", "outputs"):
         if getattr(config, side) and type(config) is NativeConfig:
             raise ValueError(f"{side}: given tensors, allowed: nothing for a model that generates text")
-
-
-def _check_batch_sizes(max_batch_size: int, sizes: list[int] | None) -> None:
-    if sizes is None:
-        return
-    if not sizes or any(b <= a for a, b in itertools.pairwise(sizes)):
-        raise ValueError(fault_text("allowed_batch_sizes", sizes, "whole numbers that increase"))
-    if sizes[-1] != max_batch_size:  # the words of TensorFlow Serving, spec 6.3
-        raise ValueError(
-            "Last entry in allowed_batch_sizes must match max_batch_size; "
-            f"last entry was {sizes[-1]}; expected {max_batch_size}"
-        )
 
 
 def _check_signature(name: str, signature: SignatureConfig, config: NativeConfig) -> None:

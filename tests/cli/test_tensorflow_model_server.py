@@ -193,6 +193,21 @@ def test_a_model_that_fails_ends_the_start(tmp_path: Path) -> None:
     )
 
 
+def test_a_label_of_no_version_ends_the_start(tmp_path: Path) -> None:
+    write_version(tmp_path / "m")
+    file = tmp_path / "models"
+    file.write_text(
+        f"model_config_list {{ config {{ name: 'm' base_path: '{tmp_path / 'm'}' "
+        "version_labels { key: 'new' value: 9 } } }"
+    )
+    status, out, _ = start("--port=0", f"--model_config_file={file}")
+    assert status == 1
+    assert out == (
+        "Failed to start server. Error: FAILED_PRECONDITION: "
+        "Request to assign label to version 9 of model m, which is not currently available for inference\n"
+    )
+
+
 @pytest.mark.lingers  # grpcio keeps its poller's thread and pipe
 def test_its_grpc_port(tmp_path: Path) -> None:
     """Predict, with tensor_content as a flag asks for it, and a client that replaces the models."""

@@ -196,6 +196,40 @@ def test_batching_defaults_of_an_empty_file() -> None:
     assert parse_model_config(BASE, defaults=defaults).max_batch_size == 1000
 
 
+def test_what_is_split_is_bounded_by_the_batch_size_of_the_original() -> None:
+    text = "max_batch_size { value: 8 } enable_large_batch_splitting { value: true }"
+    defaults, _ = batching_defaults(text + "max_execution_batch_size { value: 4 }", "b")
+    config = parse_model_config(BASE, defaults=defaults)
+    assert (config.max_batch_size, config.max_request_rows, config.most_rows) == (4, 8, 8)
+    assert parse_model_config(BASE, defaults=batching_defaults(text, "b")[0]).most_rows == 8
+    whole, _ = batching_defaults("max_batch_size { value: 8 } max_enqueued_batches { value: 0 }", "b")
+    config = parse_model_config(BASE, defaults=whole)
+    assert (config.max_batch_size, config.most_rows, config.max_queue_rows) == (8, 8, 8)
+    with pytest.raises(ConfigError, match="max_request_rows: given 3, allowed: 0 or a whole number from"):
+        parse_model_config({**BASE, "max_batch_size": 4, "max_request_rows": 3})
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("max_batch_size { value: 0 }", "input_batch_size_limit must be positive; was 0"),
+        ("max_batch_size {}", "input_batch_size_limit must be positive; was 0"),
+        ("batch_timeout_micros { value: -1 }", "batch_timeout_micros must be non-negative; was -1"),
+        (
+            "enable_large_batch_splitting { value: true } max_enqueued_batches { value: 0 }",
+            "max_enqueued_batches must be positive; was 0",
+        ),
+        (
+            "enable_large_batch_splitting { value: true } max_execution_batch_size { value: 1001 }",
+            "input_batch_size_limit must be greater than or equal to max_execution_batch_size",
+        ),
+    ],
+)
+def test_batching_parameters_that_the_original_refuses(text: str, fault: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^b: .*{fault}"):
+        batching_defaults(text, "b")
+
+
 def test_the_ports_must_differ() -> None:
     overrides, ignored = flag_settings({"port": 9, "rest_api_port": 9, "model_base_path": "/m"})
     assert overrides["http"] == []

@@ -65,7 +65,10 @@ def test_each_version_has_its_own(tmp_path: Path, named: bool) -> None:
             "max_batch_size { value: 8 } allowed_batch_sizes: 4",
             "Last entry in allowed_batch_sizes must match max_batch_size; last entry was 4; expected 8",
         ),
-        ("max_batch_size { value: -3 }", "batching_params.pbtxt: max_batch_size: given -3"),
+        (
+            "max_batch_size { value: -3 }",
+            "batching_params.pbtxt: input_batch_size_limit must be positive; was -3",
+        ),
     ],
 )
 def test_one_that_cannot_be_used_fails_its_version_alone(tmp_path: Path, text: str, words: str) -> None:

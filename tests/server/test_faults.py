@@ -186,6 +186,18 @@ def test_split_can_be_forbidden(tmp_path):
     run(work())
 
 
+def test_what_is_split_can_be_bounded(tmp_path):
+    write_model(tmp_path, max_batch_size=2, max_request_rows=5)
+
+    async def work() -> None:
+        async with serving(tmp_path) as served:
+            assert await served.ask(*[1.0] * 5) == (200, [2.0] * 5)
+            status, text = await served.ask(*[1.0] * 6)
+            assert (status, text) == (400, "Task size 6 is larger than maximum input batch size 5")
+
+    run(work())
+
+
 def test_a_batch_that_runs_too_long_costs_its_worker(tmp_path):
     write_model(tmp_path, max_batch_size=1, run_timeout_ms=200)
 
