@@ -22,9 +22,13 @@ import pytest
 import yaml
 
 from fastserve.backends import create
+from fastserve.config import Settings
+from fastserve.dialects.tfserving.warmup import FILE
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.protos import load as load_protos
 from fastserve.repository.model_config import config_json, parse_model_config
+from fastserve.server.trial import try_loads
+from tests.dialects.tfserving.test_warmup import framed
 from tests.running import Running
 
 pytestmark = [
@@ -236,6 +240,26 @@ def test_missing_variables(saved: Path, tmp_path: Path, gone: str) -> None:
 
 def test_a_model_without_signatures(saved: Path) -> None:
     fails(saved / "without" / "1", ConfigError, "no signatures: save it with tf.saved_model.save")
+
+
+@pytest.mark.logs_errors
+def test_warm_up_records_run_on_the_signature_they_name(saved: Path, tmp_path: Path) -> None:
+    """The second is one that its signature's graph refuses: so both did run."""
+    folder = tmp_path / "m" / "1"
+    shutil.copytree(saved / "half" / "1", folder)
+    (folder / "assets.extra").mkdir()
+    records = []
+    for signature, value in (("regress", example(x=1.0)), ("refuse", np.float32(np.nan))):
+        log = TFS.PredictionLog()
+        log.predict_log.request.model_spec.signature_name = signature
+        tensor = log.predict_log.request.inputs["inputs" if signature == "regress" else "x"]
+        tensor.tensor_shape.dim.add().size = 1
+        tensor.dtype = TFS.DataType.Value("DT_STRING" if signature == "regress" else "DT_FLOAT")
+        (tensor.string_val if signature == "regress" else tensor.float_val).append(value)
+        records.append(log.SerializeToString())
+    (folder / FILE).write_bytes(framed(records))
+    (problem,) = try_loads(Settings(repository=str(tmp_path))).problems["m"]
+    assert f"{FILE}: record 1: not a number : Tensor had NaN values" in problem
 
 
 # --- a server -------------------------------------------------------------------------------------
