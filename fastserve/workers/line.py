@@ -209,7 +209,7 @@ class ControlLine:
         if message["op"] == "stop":
             self._gone = True
             self._control.deafen()  # so that the batch loop, which may sleep, hears of it too
-            for call in self._calls.values():
+            for call in list(self._calls.values()):  # threads that begin calls go on meanwhile
                 call.news.set()
         elif message["op"] in ("answer", "told"):
             self._hear(message)

@@ -26,6 +26,7 @@ from fastserve.workers.request_desk import CODES, Desk, to_entry
 
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 NUMBERS = [number for number in BY_NUMBER if number != STRING]
+NO_ROOM = Kind.RESOURCE_EXHAUSTED
 INPUTS, OUTPUTS = ["X", "B", "C"], ["X", "Y", "Z"]  # one can be passed on
 
 
@@ -97,8 +98,8 @@ class Rig:
 
 
 @contextlib.contextmanager
-def opened() -> Iterator[Rig]:
-    rig = Rig()
+def opened(**config: Any) -> Iterator[Rig]:
+    rig = Rig(**config)
     try:
         yield rig
         assert rig.front.outstanding() == 0
@@ -106,6 +107,12 @@ def opened() -> Iterator[Rig]:
     finally:
         del rig.front, rig.ring, rig.slabs, rig.desk
         rig.arena.close()
+
+
+def leases(rig: Rig, nbytes: int) -> Iterator[int]:
+    """Until there is no room."""
+    while offset := rig.ring.lease(nbytes):
+        yield offset
 
 
 @pytest.fixture
@@ -203,6 +210,34 @@ def test_a_note_says_the_rest(rig: Rig) -> None:
     batch.settle()
     _, found, _ = rig.answer(place)
     assert [entry[0] for entry in found] == [1]  # Y alone was asked for
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_what_a_scheduler_needs_travels_though_nobody_asked_for_it(short: bool) -> None:
+    array = np.zeros(2, np.int32)
+    with opened(sequence_batching={"state": [{"output_name": "Z"}]}) as rig:
+        place = rig.ask([], write_note(RequestNote(outputs=["Y"])))
+        batch, asked = rig.take(place)
+        tensors = [Tensor(name, array) for name in (*OUTPUTS, "nobody's")]
+        asked[0].reply.send(InferenceResponse(tensors, parameters=None if short else {"a": 1}), True)
+        asked.clear()
+        batch.settle()
+        _, found, _ = rig.answer(place)
+    assert [entry[0] for entry in found] == [1, 2]
+
+
+def test_an_answer_without_room_is_an_error(rig: Rig) -> None:
+    place = rig.ask([])
+    batch, asked = rig.take(place)
+    taken = [offset for size in (1 << 16, 1) for offset in leases(rig, size)]
+    asked[0].reply.send(InferenceResponse([Tensor("X", np.zeros(9, np.int8))]), True)
+    asked.clear()
+    for offset in taken:
+        rig.ring.return_lease(offset)
+    batch.settle()
+    assert rig.front.answered(place, 1)
+    assert (rig.front.place_status(place), rig.front.answer_slab(place)[0]) == (NO_ROOM.value, 0)
+    rig.front.release(place, 1)
 
 
 def test_each_request_has_one_end(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
