@@ -97,3 +97,18 @@ def test_it_is_read_only_where_it_is_asked_for_and_where_there_are_batches(tmp_p
     asyncio.run(scene(Stage(tmp_path), 32))
     make(tmp_path, max_batch_size=0)
     asyncio.run(scene(Stage(tmp_path, version_batching=True), 0))
+
+
+def test_sizes_of_the_model_are_not_those_of_a_version_that_names_none(tmp_path: Path) -> None:
+    make(tmp_path, max_batch_size=16, allowed_batch_sizes=[4, 16])
+    (tmp_path / "m" / "2" / FILE).write_text("max_batch_size { value: 64 }")
+    stage = Stage(tmp_path, version_batching=True)
+
+    async def scene() -> None:
+        await stage.repository.open()
+        assert config_of(stage, 1).allowed_batch_sizes == [4, 16]
+        assert config_of(stage, 2).max_batch_size == 64
+        assert config_of(stage, 2).allowed_batch_sizes is None
+        await stage.repository.close()
+
+    asyncio.run(scene())

@@ -52,6 +52,10 @@ def test_what_the_file_says_is_served(tmp_path: Path, stage: Stage) -> None:
         loads = stage.hooks.events.count(("load", "b", 1))
         await watch.look()
         assert stage.hooks.events.count(("load", "b", 1)) == loads
+        asked: list[object] = []
+        stage.repository.reload_config = asked.append  # type: ignore[method-assign, assignment]
+        await watch.look()
+        assert asked == [], "a list that is served is not asked for again"
         await stage.repository.close()
 
     asyncio.run(scene())

@@ -9,7 +9,9 @@ import pytest
 from fastserve._ext.text_tokens import Token
 from fastserve.codec.text import Finish
 from fastserve.config import TextgenOptions
+from fastserve.dialects.textgen.openai_write import Answer, ChatAnswer, CompletionAnswer
 from fastserve.dialects.textgen.replies import FINISH_REASON, EventWriter, details_of
+from fastserve.dialects.textgen.vllm_calls import VllmAnswer
 from fastserve.serving.text import Ending
 
 THREE = [Token(5, "a", 0, 1500), Token(6, "b", 1, 2500), Token(7, "c", 2, 3500, finish=Finish.LENGTH)]
@@ -68,3 +70,12 @@ def test_how_each_ending_is_called() -> None:
         "generated_tokens": 3,
         "seed": 2**64 - 1,
     }
+
+
+@pytest.mark.parametrize("answer", [ChatAnswer("m", 1), CompletionAnswer("m", 1), VllmAnswer("m", 1)])
+def test_a_token_without_text_is_no_piece(answer: Answer) -> None:
+    """Half a character is none, by whatever way it comes."""
+    frames = answer.frames(0)
+    assert frames is not None
+    assert frames.write([Token(7, "", 0, 0)]) == b""
+    assert frames.write([Token(7, "", 0, 0), Token(8, "a", 1, 0)]) == answer.piece(0, "a")

@@ -168,14 +168,16 @@ class Bare:
     def __init__(self) -> None:
         self.sent: list[bytes] = []
         self.trouble: Exception | None = None
+        self.reads, self.told = True, asyncio.Event()
 
     @property
     def ready(self) -> bool:
         if self.trouble is not None:
             raise self.trouble
-        return True
+        return self.reads
 
-    async def wait(self) -> None: ...
+    async def wait(self) -> None:
+        await self.told.wait()
 
     def send(self, data: bytes) -> None:
         self.sent.append(data)
@@ -237,3 +239,37 @@ def test_the_trouble_of_one_of_a_step_is_not_that_of_others(broken: int) -> None
     flow = run_of[broken].flow
     assert flow is not None
     assert not flow.open
+
+
+def test_nothing_flows_past_what_waits_for_a_client_that_stood_still() -> None:
+    """It reads again a moment before whoever pours hears of it: what comes meanwhile comes after the rest."""
+
+    async def work() -> None:
+        with LocalEngine() as engine:
+            engine.add("m1", Scripted([(1, None)], info=PLENTY), reader_tokens=1000)
+            ask = TextAsk(prompt=[1], sampling=Sampling(max_new_tokens=100_000))
+            reply, frames = Bare(), Frames((Hole.NUMBER, b" "))
+            async with await Texts(engine.context).find("").start(ask) as stream:
+                pouring = asyncio.create_task(pour(stream, reply, frames.write, frames))
+                for count in (9, 90, 190):
+                    while len(b"".join(reply.sent).split()) < count:
+                        await asyncio.sleep(0.001)
+                    reply.reads = False
+                    heard = stream.heard_ns
+                    while stream.heard_ns == heard or not stream.has_news:
+                        await asyncio.sleep(0.001)
+                    reply.reads, heard = True, stream.heard_ns
+                    while stream.heard_ns == heard:
+                        await asyncio.sleep(0.001)
+                    reply.told.set()
+                    await asyncio.sleep(0)
+                    reply.told.clear()
+                while len(b"".join(reply.sent).split()) < 300:
+                    await asyncio.sleep(0.001)
+                pouring.cancel()
+                await asyncio.wait([pouring])
+            numbers = [int(word) for word in b"".join(reply.sent).split()]
+            assert numbers == list(range(1, len(numbers) + 1))
+            await engine.idle()
+
+    asyncio.run(asyncio.wait_for(work(), 30))
