@@ -58,12 +58,14 @@ def test_nothing_sent_is_lost_a_hundred_times(tmp_path, fronts):
 
 
 def drain_grpcio(folder: Path, fronts: int, times: int) -> int:
-    """How many of so many drains of grpcio's transport have lost calls: such as it cancelled, no others."""
+    """How many of so many drains of grpcio's transport have lost calls: such as it cancelled, no others; of several
+    fronts also such as it left to their deadline (one of 60 drains on a busy machine)."""
+    losses = ("grpc: CANCELLED",) if fronts == 1 else ("grpc: CANCELLED", "grpc: DEADLINE_EXCEEDED")
     write_model(folder, max_batch_size=16)
     losing = 0
     for _ in range(times):
         lost = drain_under_load(folder, fronts, "--grpc-options-transport", "grpcio")
-        assert not [words for words in lost if not words.startswith("grpc: CANCELLED")]
+        assert not [words for words in lost if not words.startswith(losses)]
         losing += bool(lost)
     return losing
 
