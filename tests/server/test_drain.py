@@ -58,8 +58,8 @@ def test_nothing_sent_is_lost_a_hundred_times(tmp_path, fronts):
 
 
 def drain_grpcio(folder: Path, fronts: int, times: int) -> int:
-    """How many of so many drains of grpcio's transport have lost calls: such as it cancelled, no others; of several
-    fronts also such as it left to their deadline (one of 60 drains on a busy machine)."""
+    """How many of so many drains of grpcio's transport have lost calls: such as it cancelled, no others;
+    of several fronts also such as it left to their deadline (one of 60 drains on a busy machine)."""
     losses = ("grpc: CANCELLED",) if fronts == 1 else ("grpc: CANCELLED", "grpc: DEADLINE_EXCEEDED")
     write_model(folder, max_batch_size=16)
     losing = 0

@@ -345,6 +345,8 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
 
     def eof_received(self) -> bool:
         """The client has sent its last byte; it may still read replies."""
+        if self._out is not None:
+            self.flush()  # replies of this turn of the loop; after the transport's end they would be lost
         if self.over or not self.intake.streams:
             return False
         self.write(frame(kinds.PING, 0, 0, DRAIN))  # is anybody there? A closed socket answers with a reset

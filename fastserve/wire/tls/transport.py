@@ -153,7 +153,9 @@ class TlsTransport(asyncio.BufferedProtocol, asyncio.Transport):
         self._got_end = True
         if not self._closing and not self._has_input():
             self._tell_end()
-        return not (self._closing or self._inner.is_closing())
+        if self._closing and not self._out:  # what waits for the socket goes first: `_finish` closes
+            return False
+        return not self._inner.is_closing()
 
     def _tell_end(self) -> None:
         if not self._paused and not self._told_end:

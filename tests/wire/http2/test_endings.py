@@ -158,6 +158,25 @@ def test_a_client_that_shuts_its_side_gets_its_replies() -> None:
     run(main())
 
 
+def test_replies_of_the_turn_in_which_the_client_shuts_its_side() -> None:
+    async def main() -> None:
+        held = Held()
+        async with serving({"/held": held}) as listener, client(listener) as peer:
+            raw = Raw({})
+            asked = b"".join(raw.headers(number, HELD, END, HEADS) for number in (1, 3, 5))
+            peer.send(PREFACE + SettingsFrame(0).serialize() + asked)
+            await until(lambda: len(held.calls) == 3)
+            (connection,) = listener.connections
+            for call in held.calls:
+                call.reply(200, b"in time")
+            if not connection.eof_received():  # as uvloop does on the client's last byte
+                connection._transport.close()
+            assert (await peer.rest()).count(b"in time") == 3
+            await until(lambda: not listener.connections)
+
+    run(main())
+
+
 def test_a_client_that_vanishes_after_it_shut_its_side() -> None:
     async def main() -> None:
         held = Held()

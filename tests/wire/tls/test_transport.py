@@ -193,6 +193,47 @@ def test_who_has_sent_the_last_byte_is_still_answered(alert: bool) -> None:
     run(main())
 
 
+class Pouring(asyncio.Protocol):
+    """Answers all at once and reads on: HTTP/2's replies beside other streams."""
+
+    body = bytes(range(256)) * (1 << 16)
+    ended = False
+
+    def connection_made(self, transport) -> None:  # type: ignore[no-untyped-def]
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.transport.write(self.body)
+
+    def eof_received(self) -> bool:
+        self.ended = True
+        return False
+
+
+@pytest.mark.parametrize("alert", [True, False])
+def test_a_reply_that_the_socket_has_not_taken_outlives_the_last_byte(
+    alert: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = Pouring()
+
+    async def main() -> None:
+        async with serving({}) as listener:
+            monkeypatch.setattr(listener, "_speak", lambda protocol: app)
+            peer = await HandClient.connect(listener)
+            await peer.shake()
+            await peer.send(b"all of it")
+            await until(lambda: hasattr(app, "transport") and app.transport.get_write_buffer_size() > 8 << 20)
+            if alert:
+                await peer.send_alert()
+            peer.writer.write_eof()
+            await until(lambda: app.ended)
+            assert app.transport.get_write_buffer_size() > 4 << 20
+            assert await peer.rest() == app.body
+            peer.close()
+
+    run(main())
+
+
 def test_who_is_gone_frees_what_was_asked() -> None:
     held = Held()
 
