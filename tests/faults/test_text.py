@@ -74,35 +74,41 @@ def test_a_thousand_clients_leave_at_random_tokens(tmp_path):
     run(work())
 
 
+IN_TURN = """
+import itertools
+
+class Model:
+    info = {"tokenizer": ""}
+    turns = itertools.count()  # of this engine
+
+    def __init__(self, config):
+        pass
+
+    def generate(self, request):
+        yield from self.turns
+"""
+
+
 def test_priorities_order_what_waits_before_several_engines(tmp_path):
     """Two engines of one sequence each are busy; of those who wait the urgent go first, then by arrival."""
 
     async def work() -> None:
         async with serving(tmp_path) as at:
             limits = {"max_sequences": 1, "reader_tokens": 4, **LONG}
-            version = await at.load_code(COUNTING, instances=2, text=limits)
+            version = await at.load_code(IN_TURN, instances=2, text=limits)
             busy = [at.ask(version, [1], reads=False, max_new_tokens=1 << 20) for _ in range(2)]
             await asyncio.gather(*(heard.until(1) for heard in busy))
-            order: list[int] = []
-            waiting = []
-            for number, priority in enumerate((5, 3, 5, 1, 3, 1)):
-                heard = at.ask(version, [1000 * number], max_new_tokens=1, priority=priority)
-                waiting.append(asyncio.ensure_future(_note_end(heard, number, order)))
+            waiting = [at.ask(version, [1], max_new_tokens=1, priority=one) for one in (5, 3, 5, 1, 3, 1)]
             leaver = busy[0].run
             assert leaver is not None
-            leaver.cancel()
-            await asyncio.gather(*waiting)
-            assert order == [3, 5, 1, 4, 0, 2]
+            leaver.cancel()  # its engine runs all of them
+            await asyncio.gather(*(heard.end() for heard in waiting))
+            assert sorted(range(6), key=lambda number: waiting[number].ids) == [3, 5, 1, 4, 0, 2]
             for heard in busy:
                 assert heard.run is not None
                 heard.run.cancel()
 
     run(work())
-
-
-async def _note_end(heard: Heard, number: int, order: list[int]) -> None:
-    await heard.end()
-    order.append(number)
 
 
 async def kill(at: Served, version, worker: int = 0) -> None:
