@@ -12,6 +12,7 @@ import errno
 import os
 import stat
 from pathlib import Path, PurePosixPath
+from typing import BinaryIO
 
 from fastserve.errors import ConfigError
 
@@ -29,27 +30,35 @@ def is_inner_path(name: str) -> bool:
 
 def read_confined(folder: Path, name: str, most_bytes: int) -> bytes:
     """The bytes of file `name` inside `folder`. Raises ConfigError, which begins with the name."""
+    with open_confined(folder, name, most_bytes) as file:
+        data = bytearray()
+        while len(data) <= most_bytes and (piece := file.read(min(_PIECE, most_bytes + 1 - len(data)))):
+            data += piece
+    if len(data) > most_bytes:  # files of /proc say 0 and are not empty
+        raise _too_large(name, most_bytes)
+    return bytes(data)
+
+
+def open_confined(folder: Path, name: str, most_bytes: int) -> BinaryIO:
+    """The same file, to be read piece by piece. Its size is checked now; it may grow. Raises ConfigError."""
     try:
         fd = _open(folder, name)
     except OSError as fault:
         raise ConfigError(f"{name!a}: cannot be read: {os.strerror(fault.errno or 0)}") from None
     try:
-        return _read(fd, f"{name!a}", most_bytes)
-    finally:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise ConfigError(f"{name!a}: not a regular file")
+        if found.st_size > most_bytes:
+            raise _too_large(name, most_bytes)
+        return open(fd, "rb")
+    except BaseException:
         os.close(fd)
+        raise
 
 
-def _read(fd: int, shown: str, most_bytes: int) -> bytes:
-    found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode):
-        raise ConfigError(f"{shown}: not a regular file")
-    data = bytearray()
-    if found.st_size <= most_bytes:
-        while len(data) <= most_bytes and (piece := os.read(fd, min(_PIECE, most_bytes + 1 - len(data)))):
-            data += piece
-    if found.st_size > most_bytes or len(data) > most_bytes:  # files of /proc say 0 and are not empty
-        raise ConfigError(f"{shown}: larger than {most_bytes} bytes")
-    return bytes(data)
+def _too_large(name: str, most_bytes: int) -> ConfigError:
+    return ConfigError(f"{name!a}: larger than {most_bytes} bytes")
 
 
 def _open(folder: Path, name: str) -> int:

@@ -88,6 +88,15 @@ class DeviceCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class WarmUp:
+    """Recorded requests of a version were run, or could not be read: the name of a Kind then."""
+
+    status: str
+    ns: int
+    records: int
+
+
+@dataclass(frozen=True, slots=True)
 class BatchCounts:
     """Batches of `rows` rows (1 for a model without a batch axis): how often they ran, and how long."""
 
@@ -173,6 +182,7 @@ class Counters:
         "queues",
         "responses",
         "waiting",
+        "warm_ups",
     )
 
     def __init__(self) -> None:
@@ -184,6 +194,7 @@ class Counters:
         self.first_response: Buckets | None = None  # of a decoupled model
         self.waiting: Callable[[], int] = _nobody  # requests in a scheduler's own queue
         self.devices: dict[tuple[int, int], DeviceCounts] = {}  # by part and worker
+        self.warm_ups: list[WarmUp] = []  # one for each of its queues, if it brings requests
         self.last_ns = 0  # CLOCK_MONOTONIC
         self.load_s = 0.0  # how long it took to load
         self._ends = [Took() for _ in REASONS]

@@ -27,7 +27,7 @@ from fastserve.engine.ensemble_plan import check_models, make_plan
 from fastserve.engine.lending import NONE, lending_device
 from fastserve.engine.meters import QueueMeters
 from fastserve.engine.rate import RateLimiter
-from fastserve.engine.recorded import ReadRecorded, no_records, record
+from fastserve.engine.recorded import ReadRecorded, Recording, no_records
 from fastserve.engine.schedule import Schedule, open_queue
 from fastserve.engine.scheduler import find_scheduler
 from fastserve.engine.text import TextQueue
@@ -41,7 +41,7 @@ from fastserve.repository.placement import Place
 from fastserve.repository.version import Version
 from fastserve.tensor import TensorSpec
 from fastserve.workers.arena import Arena, plan_geometry
-from fastserve.workers.group import WorkerGroup
+from fastserve.workers.group import LOAD_TIMEOUT_S, WorkerGroup
 from fastserve.workers.instance import CompletedError
 from fastserve.workers.shared import SharedWorkers
 
@@ -118,7 +118,7 @@ class Host:
 
     async def _load(self, version: Version, began_ns: int) -> None:
         if version.config.options.ensemble is not None:
-            self._load_ensemble(version)
+            await self._load_ensemble(version)
             counters_of(version).load_s = (time.monotonic_ns() - began_ns) / 1e9
             return
         parts: list[Hosted] = []
@@ -155,6 +155,7 @@ class Host:
             return arena
 
         config = schedule.worker_config(part)
+        recording = Recording(version, self.read_recorded)
         claims = version.config.places[part : part + 1] if schedule.extras else version.config.places
         self._budget.take(claims)
         group = WorkerGroup(
@@ -165,11 +166,12 @@ class Host:
             lambda worker: self._worker_back(version, part),
             name=version.model,
             on_call=lambda worker, message: self._called(version, part, worker, message, group.tell),
-            recorded=lambda: record(version, self.read_recorded),
+            recorded=recording.write,
             shared=self._shared,
         )
         try:
             await group.start()
+            recording.ran(group.recorded_ns)
             hosted = self._open(version, part, group, *made[0])
             hosted.claims = claims
             return hosted
@@ -238,7 +240,7 @@ class Host:
     def _parts(self, version: Version) -> list[Hosted]:
         return [hosted for key, hosted in self.hosted.items() if key[2] == id(version)]
 
-    def _load_ensemble(self, version: Version) -> None:
+    async def _load_ensemble(self, version: Version) -> None:
         if self._fronts > 1:
             raise ServeError(
                 Kind.INVALID_ARGUMENT,
@@ -248,6 +250,14 @@ class Host:
         plan = make_plan(version.model, version.config.options.ensemble)
         check_models(version, plan, self._catalog)
         version.scheduler = self.ensembles[version] = Ensemble(plan)
+        try:
+            limit_s = version.config.load_timeout_s or LOAD_TIMEOUT_S
+            await Recording(version, self.read_recorded).run(self.engine, limit_s)
+        except BaseException as error:
+            await self._unload_ensemble(version)
+            if isinstance(error, ConfigError):
+                raise ServeError(Kind.INVALID_ARGUMENT, str(error)) from error
+            raise
 
     async def _unload_ensemble(self, version: Version) -> None:
         ensemble = self.ensembles[version]

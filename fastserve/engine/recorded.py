@@ -1,38 +1,120 @@
-"""Recorded requests of a version, checked as any request is, and written for its workers."""
+"""Recorded requests of a version, checked as any request is: written for its workers, or run by its ensemble.
+
+They are taken one at a time, so that however many a version brings there is one of them in memory, beside the
+file that its workers read (workers/recorded.py).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
+from itertools import chain
+from time import monotonic_ns
+from typing import BinaryIO
 
 import msgspec
 
 from fastserve.backends.registry import find_backend
+from fastserve.engine.counters import WarmUp, counters_of
+from fastserve.engine.engine import Engine
 from fastserve.engine.rows import check_inputs
 from fastserve.errors import ServeError, invalid
 from fastserve.repository.version import Version
 from fastserve.request import Recorded
+from fastserve.workers.recorded import LENGTH
 
 MOST_BYTES = 1 << 29
-"""Of all recorded inputs of a version, as tensors."""
+"""Of all recorded inputs that a version's workers are handed, as tensors."""
 
-ReadRecorded = Callable[[Version], Sequence[Recorded]]
+ReadRecorded = Callable[[Version], Iterator[Recorded]]
 
 
-def no_records(version: Version) -> Sequence[Recorded]:
+def no_records(version: Version) -> Iterator[Recorded]:
     """Of servers without dialects that have any."""
-    return ()
+    return iter(())
 
 
-async def record(version: Version, read: ReadRecorded) -> int:
-    """A descriptor to hand to the version's workers, -1 when there is nothing to run. Raises ServeError for a
-    request that could not be run, ConfigError for a file that cannot be read."""
-    writing = asyncio.ensure_future(asyncio.to_thread(_record, version, read))
+class Recording:
+    """What one version brings to be run before it is available. `version.counters` hear of it."""
+
+    def __init__(self, version: Version, read: ReadRecorded) -> None:
+        self._version, self._read = version, read
+        self._took_ns = self._records = 0
+        self._origin = ""
+
+    async def write(self) -> int:
+        """A descriptor to hand to the version's workers, -1 when there is nothing to run. Raises ServeError
+        for a request that could not be run, ConfigError for a file that cannot be read."""
+        began_ns = monotonic_ns()
+        writing = asyncio.ensure_future(asyncio.to_thread(self._write))
+        try:
+            return await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            writing.add_done_callback(_drop)  # the thread goes on
+            raise
+        except ServeError as fault:
+            self._count(fault.kind.name, monotonic_ns() - began_ns)
+            raise
+        finally:
+            self._took_ns = monotonic_ns() - began_ns
+
+    def ran(self, took_ns: int) -> None:
+        """The version's workers have run them, in that time."""
+        if self._records:
+            self._count("OK", self._took_ns + took_ns)
+
+    async def run(self, engine: Engine, limit_s: float) -> None:
+        """Run them here and now, on a version that has no workers. Raises ServeError."""
+        began_ns = monotonic_ns()
+        deadline_ns = began_ns + int(limit_s * 1e9)
+        with closing(self._each()) as found:
+            while (one := await _next(found)) is not None:
+                one.request.deadline_ns = deadline_ns
+                await self._infer(engine, one)
+        self.ran(monotonic_ns() - began_ns)
+
+    async def _infer(self, engine: Engine, one: Recorded) -> None:
+        try:
+            for _ in range(one.times):
+                (await engine.infer(self._version, one.request)).release()
+        except ServeError as fault:
+            raise ServeError(fault.kind, f"{one.origin}: {fault.message}") from fault
+
+    def _each(self) -> Generator[Recorded, None, None]:
+        for one in self._read(self._version):
+            if not self._records:
+                _must_be_plain(self._version)
+            self._records += one.origin != self._origin  # a record may be several requests
+            self._origin = one.origin
+            yield one
+
+    def _write(self) -> int:
+        with closing(self._each()) as found:
+            first = next(found, None)
+            if first is None:
+                return -1
+            fd = os.memfd_create("recorded")
+            try:
+                with open(fd, "wb", closefd=False) as file:
+                    _write_all(self._version, chain([first], found), file)
+            except BaseException:
+                os.close(fd)
+                raise
+        return fd
+
+    def _count(self, status: str, ns: int) -> None:
+        counters_of(self._version).warm_ups.append(WarmUp(status, ns, self._records))
+
+
+async def _next(found: Iterator[Recorded]) -> Recorded | None:
+    """Reading blocks, and may not be left half done."""
+    reading = asyncio.ensure_future(asyncio.to_thread(next, found, None))
     try:
-        return await asyncio.shield(writing)
+        return await asyncio.shield(reading)
     except asyncio.CancelledError:
-        writing.add_done_callback(_drop)  # the thread goes on
+        await asyncio.wait([reading])
         raise
 
 
@@ -41,30 +123,19 @@ def _drop(writing: asyncio.Future[int]) -> None:
         os.close(writing.result())
 
 
-def _record(version: Version, read: ReadRecorded) -> int:
-    found = read(version)
-    if not found:
-        return -1
-    _must_be_plain(version)
-    total, entries = 0, []
+def _write_all(version: Version, found: Iterable[Recorded], file: BinaryIO) -> None:
+    total = 0
     for one in found:
-        entries.append([one.origin, one.times, _checked(version, one)])
         total += sum(memoryview(tensor.data).nbytes for tensor in one.request.inputs.values())
         if total > MOST_BYTES:
             raise invalid(f"{one.origin}: recorded inputs are over the limit of {MOST_BYTES} bytes")
-    fd = os.memfd_create("recorded")
-    try:
-        with open(fd, "wb", closefd=False) as file:
-            file.write(msgspec.msgpack.encode(entries))
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+        entry = msgspec.msgpack.encode([one.origin, one.times, _checked(version, one)])
+        file.write(LENGTH.pack(len(entry)) + entry)
 
 
 def _must_be_plain(version: Version) -> None:
     options = version.config.options
-    kind = find_backend(version.config.backend).takes
+    kind = "" if options.ensemble is not None else find_backend(version.config.backend).takes
     special = {
         "generates text": kind == "text",
         "answers several times": options.decoupled,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from fastserve.config import Listener, Settings
@@ -32,10 +32,10 @@ def find_specs(settings: Settings) -> tuple[Spec, ...]:
     return specs
 
 
-def recorded_reader(settings: Settings) -> Callable[[Version], Sequence[Recorded]]:
+def recorded_reader(settings: Settings) -> Callable[[Version], Iterator[Recorded]]:
     """Reads what a version brings to be run before it is available. Raises ConfigError."""
     specs = find_specs(settings)
-    return lambda version: [one for spec in specs for one in spec.recorded(settings, version)]
+    return lambda version: (one for spec in specs for one in spec.recorded(settings, version))
 
 
 def _import_spec(path: str) -> Spec:

@@ -9,7 +9,7 @@ tables and nowhere else: the dialect reads it there, and the wire does what it a
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
@@ -160,9 +160,9 @@ class DialectSpec(Generic[Options]):
     exposes: Callable[[Settings], Sequence[str]] = lambda settings: ()
     """What these settings let whoever reaches it do beside asking models, such as "load and unload models".
     Said loudly at the start where anybody may."""
-    recorded: Callable[[Settings, Version], Sequence[Recorded]] = lambda settings, version: ()
+    recorded: Callable[[Settings, Version], Iterable[Recorded]] = lambda settings, version: ()
     """Requests in its form that a version brings, to be run before it is available; whether a listener speaks
-    it or not. Blocking; raises ServeError, ConfigError."""
+    it or not. Taken one by one, in a thread; raises ServeError, ConfigError, there or on the way."""
     any_health_name: bool = False
     """Alone on a gRPC listener, grpc.health.v1 answers for the server under whatever name it is asked."""
 

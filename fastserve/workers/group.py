@@ -167,6 +167,11 @@ class WorkerGroup:
         return self._instances[0].signatures
 
     @property
+    def recorded_ns(self) -> int:
+        """How long the recorded requests took the slowest worker."""
+        return max(instance.recorded_ns for instance in self._instances)
+
+    @property
     def pids(self) -> list[int]:
         """The worker of each instance, 0 where none is."""
         return [instance.pid for instance in self._instances]

@@ -16,7 +16,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -62,7 +62,7 @@ class _Loaded(msgspec.Struct, tag="loaded", tag_field="op"):
 
 
 class _Ready(msgspec.Struct, tag="ready", tag_field="op"):
-    pass
+    recorded_ns: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = 0
 
 
 class Call(msgspec.Struct, tag_field="op", kw_only=True):
@@ -123,6 +123,7 @@ class Instance:
         self.signatures: Mapping[
             str, Mapping[str, Any]
         ] = {}  # the model's own, as model.yaml would have them
+        self.recorded_ns = 0  # how long its recorded requests took
         self._order = order
         self._make_process = make_process
         self._on_ready = on_ready
@@ -223,6 +224,8 @@ class Instance:
         if (self.state, op) not in _NEXT:
             raise ControlFault(f"{op!r} while it was {self.state.value}")
         self.state = _NEXT[self.state, op]
+        if isinstance(answer, _Ready):
+            self.recorded_ns = answer.recorded_ns
         if self._answer is not None and not self._answer.done():
             self._answer.set_result(answer if isinstance(answer, _Loaded) else None)
         if self.state is State.READY:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -75,14 +76,13 @@ def serve(
             return
         runner = make_runner(Workplace(arena, ring, backend, config))
         _warm_up(runner, arena, backend, config)
-        if recorded >= 0:
-            _run_recorded(backend, recorded, config["max_batch_size"])
+        recorded_ns = _run_recorded(backend, recorded, config["max_batch_size"]) if recorded >= 0 else 0
         stopped = (
             open_line(control, arena, ring)
             if arena.geometry.requests
             else lambda: _told_to_stop(control, runner)
         )
-        _say_ready(control)
+        _say_ready(control, recorded_ns)
         run_batches(ring, runner, stopped)
     finally:
         getattr(runner, "close", lambda: None)()
@@ -104,11 +104,11 @@ def make_text_loop(
     return TextLoop(arena, ring, worker, engine, control.fileno(), limit_ms=limit_ms)
 
 
-def _say_ready(control: Control) -> None:
+def _say_ready(control: Control, recorded_ns: int = 0) -> None:
     gc.collect()
     gc.freeze()  # what a loaded model consists of stays: a collection need not look at it again
     keep_freed_memory()  # for the arrays of the next batch
-    control.send({"op": "ready"})
+    control.send({"op": "ready", **({"recorded_ns": recorded_ns} if recorded_ns else {})})
 
 
 def make_runner(place: Workplace) -> Runner:
@@ -192,13 +192,16 @@ def _told_to_stop(control: Control, runner: Any = None) -> bool:
     return bool(message["op"] == "stop")
 
 
-def _run_recorded(backend: Backend, fd: int, max_rows: int) -> None:
+def _run_recorded(backend: Backend, fd: int, max_rows: int) -> int:
+    """How long they took."""
     from fastserve.workers.recorded import run_recorded
 
+    began_ns = time.monotonic_ns()
     try:
         run_recorded(backend, fd, max_rows)
     finally:
         os.close(fd)
+    return time.monotonic_ns() - began_ns
 
 
 def _warm_up(runner: Runner, arena: Arena, backend: Backend, config: Mapping[str, Any]) -> None:

@@ -1,13 +1,15 @@
 """Recorded requests, which every worker of a version runs before it is ready: also one that comes back later.
 
-The owner writes them into memory once (engine/recorded.py) and hands the descriptor to each worker. Who has
-recorded them, and in what form, is not known here: they are tensors by the model's own names.
+The owner writes them into memory once (engine/recorded.py), each behind its length, and hands the descriptor
+to each worker. Who has recorded them, and in what form, is not known here: they are tensors by the model's
+own names.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from struct import Struct
 from typing import Any
 
 import msgspec
@@ -18,6 +20,7 @@ from fastserve.backends.base import Backend, explain, kind_of
 from fastserve.errors import ServeError
 from fastserve.workers.arrays import NUMPY
 
+LENGTH = Struct("<Q")
 Arrays = dict[str, np.ndarray[Any, Any]]
 
 
@@ -40,8 +43,17 @@ class Entry(msgspec.Struct, array_like=True):
 def run_recorded(backend: Backend, fd: int, max_rows: int) -> None:
     """Run every request as often as it says, in pieces of `max_rows` rows; 0: whole, there is no batch axis.
     Raises ServeError, which names the request that failed."""
-    for entry in msgspec.msgpack.decode(os.pread(fd, os.fstat(fd).st_size, 0), type=list[Entry]):
+    for entry in _read(fd):
         _run(backend, entry, max_rows)
+
+
+def _read(fd: int) -> Iterator[Entry]:
+    """One at a time. By offsets: all workers of a version have the one descriptor."""
+    at, end = 0, os.fstat(fd).st_size
+    while at < end:
+        (size,) = LENGTH.unpack(os.pread(fd, LENGTH.size, at))
+        yield msgspec.msgpack.decode(os.pread(fd, size, at + LENGTH.size), type=Entry)
+        at += LENGTH.size + size
 
 
 def _run(backend: Backend, entry: Entry, max_rows: int) -> None:

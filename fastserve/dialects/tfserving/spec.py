@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from fastserve.config import Settings, TFServingOptions
 from fastserve.dialects.tfserving.dialect import TFServing
@@ -18,7 +18,7 @@ def exposes(settings: Settings) -> Sequence[str]:
     return ("replace the models, and so run code of its own",) if settings.admin.reload_config else ()
 
 
-def recorded(settings: Settings, version: Version) -> Sequence[Recorded]:
+def recorded(settings: Settings, version: Version) -> Iterator[Recorded]:
     """What its warm-up file brings."""
     from fastserve.dialects.tfserving.warmup import read_recorded  # messages of protobuf cost some MB
 

@@ -5,7 +5,8 @@
     record   length, 8 bytes | masked CRC-32C of these | a PredictionLog | masked CRC-32C of that
 
 They are read by the rules of the calls they are logs of, whatever the model's format; the model they name is
-not looked at. All must be right and all must run, or the version does not load.
+not looked at. All must be right and all must run, or the version does not load. One of them is in memory at
+a time.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from struct import Struct
-from typing import Any
+from typing import Any, BinaryIO
 
 from google.protobuf.message import DecodeError
 
 from fastserve._ext.crc32c import crc32c
 from fastserve.config import Settings
-from fastserve.config.confined import read_confined
+from fastserve.config.confined import open_confined
 from fastserve.dialects.tfserving.features import feed
 from fastserve.dialects.tfserving.grpc_examples import check_tasks, read_input
 from fastserve.dialects.tfserving.grpc_predict import decode_all, plan_predict, read_sent
@@ -38,45 +39,48 @@ _HEAD, _CHECK = Struct("<QI"), Struct("<I")
 _ADVICE = ". Please verify your warmup data is in TFRecord format."
 
 
-def read_recorded(settings: Settings, version: Version) -> list[Recorded]:
-    """The requests of a version's file; none without one. Raises ServeError, ConfigError."""
+def read_recorded(settings: Settings, version: Version) -> Iterator[Recorded]:
+    """The requests of a version's file, read as they are asked for; none without one. Raises ServeError,
+    ConfigError."""
     options = settings.tfserving
     if not (options.warmup_records and os.path.lexists(version.folder / FILE)):
-        return []
-    data = memoryview(read_confined(version.folder, FILE, FILE_BYTES))
+        return
     reader = _Reader(version, settings)
-    found = []
-    for number, record in enumerate(read_frames(data)):
-        if number == MOST_RECORDS:
-            raise invalid(f"Number of warmup records exceeds the maximum ({MOST_RECORDS}) at {FILE}")
-        origin = f"{FILE}: record {number}"
-        try:
-            found += [Recorded(request, origin, options.warmup_times) for request in reader.read(record)]
-        except ServeError as fault:
-            raise ServeError(fault.kind, f"{origin}: {fault.message}") from None
-    return found
+    with open_confined(version.folder, FILE, FILE_BYTES) as file:
+        for number, record in enumerate(read_frames(file)):
+            if number == MOST_RECORDS:
+                raise invalid(f"Number of warmup records exceeds the maximum ({MOST_RECORDS}) at {FILE}")
+            origin = f"{FILE}: record {number}"
+            try:
+                for request in reader.read(record):
+                    yield Recorded(request, origin, options.warmup_times)
+            except ServeError as fault:
+                raise ServeError(fault.kind, f"{origin}: {fault.message}") from None
 
 
-def read_frames(data: memoryview) -> Iterator[memoryview]:
+def read_frames(file: BinaryIO) -> Iterator[bytes]:
     """The records of a TFRecord file. Raises ServeError DATA_LOSS."""
-    at = 0
-    while at < len(data):
-        if len(data) - at < _HEAD.size:
+    at, size = 0, os.fstat(file.fileno()).st_size
+    while at < size:
+        head = file.read(_HEAD.size)
+        if len(head) < _HEAD.size:
             raise _lost("truncated", at)
-        length, check = _HEAD.unpack_from(data, at)
-        if masked(data[at : at + 8]) != check:
+        length, check = _HEAD.unpack(head)
+        if masked(head[:8]) != check:
             raise _lost("corrupted", at)
-        begin = at + _HEAD.size
-        if length > len(data) - begin - _CHECK.size:
+        end = at + _HEAD.size + length + _CHECK.size
+        if end > size:
             raise _lost("truncated", at)
-        record = data[begin : begin + length]
-        if masked(record) != _CHECK.unpack_from(data, begin + length)[0]:
+        record, check = file.read(length), file.read(_CHECK.size)
+        if len(check) < _CHECK.size:
+            raise _lost("truncated", at)
+        if masked(record) != _CHECK.unpack(check)[0]:
             raise _lost("corrupted", at)
         yield record
-        at = begin + length + _CHECK.size
+        at = end
 
 
-def masked(data: memoryview | bytes) -> int:
+def masked(data: bytes) -> int:
     """A checksum as the file has it: a checksum of checksums would say little."""
     crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
@@ -94,7 +98,7 @@ class _Reader:
         self._by_method = settings.tfserving.check_methods
         self._message_bytes = settings.grpc_options.message_bytes
 
-    def read(self, record: memoryview) -> list[InferRequest]:
+    def read(self, record: bytes) -> Iterator[InferRequest]:
         """Of one record; several for a MultiInference. Raises ServeError."""
         try:
             log = load("tfserving").PredictionLog.FromString(record)
@@ -102,16 +106,17 @@ class _Reader:
             raise invalid("Failed to parse warmup record") from None
         kind = log.WhichOneof("log_type") or "LOG_TYPE_NOT_SET"
         if kind == "predict_log":
-            return [self._predict(log.predict_log.request.SerializeToString())]
-        if kind in ("classify_log", "regress_log"):
+            yield self._predict(log.predict_log.request.SerializeToString())
+        elif kind in ("classify_log", "regress_log"):
             request = getattr(log, kind).request
             signature = find_signature(self._version, request.model_spec.signature_name)
-            return [self._examples(signature, kind.removesuffix("_log"), request.input)]
-        if kind == "multi_inference_log":
+            yield self._examples(signature, kind.removesuffix("_log"), request.input)
+        elif kind == "multi_inference_log":
             request = log.multi_inference_log.request
-            tasks = check_tasks(self._version, request.tasks)
-            return [self._examples(signature, verb, request.input) for signature, verb in tasks]
-        raise ServeError(Kind.UNIMPLEMENTED, f"Unsupported log_type for warmup: {kind}")
+            for signature, verb in check_tasks(self._version, request.tasks):
+                yield self._examples(signature, verb, request.input)
+        else:
+            raise ServeError(Kind.UNIMPLEMENTED, f"Unsupported log_type for warmup: {kind}")
 
     def _predict(self, data: bytes) -> InferRequest:
         message = read_sent(data)

@@ -60,6 +60,17 @@ class Model:
         return {"t": inputs["s"]}
 """
 
+ENSEMBLE = """
+platform: "ensemble"
+max_batch_size: 4
+input { name: "x" data_type: TYPE_FP32 dims: 2 }
+output { name: "y" data_type: TYPE_FP32 dims: 2 }
+ensemble_scheduling { step {
+    model_name: "m" model_version: -1
+    input_map { key: "x" value: "x" } output_map { key: "y" value: "y" }
+} }
+"""
+
 
 def framed(records: Iterable[bytes]) -> bytes:
     parts = []
@@ -120,13 +131,22 @@ def write(root: Path, data: bytes | None, code: str = MODEL, **changes: Any) -> 
     return version
 
 
+def write_ensemble(root: Path, data: bytes) -> Path:
+    """`ens` is `m` by another name, with the records; the folder of `m`'s version, which says what ran."""
+    version, own = write(root, None), root / "ens" / "1"
+    (own / "assets.extra").mkdir(parents=True)
+    (own / FILE).write_bytes(data)
+    (root / "ens" / "config.pbtxt").write_text(ENSEMBLE)
+    return version
+
+
 def logs(*given: Any) -> bytes:
     return framed(log.SerializeToString() for log in given)
 
 
-def tried(root: Path, **options: Any) -> list[str]:
+def tried(root: Path, model: str = "m", **options: Any) -> list[str]:
     settings = Settings(repository=str(root), tfserving=TFServingOptions(**options))
-    return try_loads(settings).problems.get("m", [])
+    return try_loads(settings).problems.get(model, [])
 
 
 def runs(version: Path) -> list[list[list[float]]]:
@@ -225,11 +245,25 @@ def test_files_that_are_none(tmp_path: Path, data: bytes, words: str) -> None:
     assert told.endswith(". Please verify your warmup data is in TFRecord format.")
 
 
-def test_a_length_beyond_everything_is_refused_before_memory_is_taken() -> None:
+def test_a_length_beyond_everything_is_refused_before_memory_is_taken(tmp_path: Path) -> None:
     length = struct.pack("<Q", 1 << 62)
-    with pytest.raises(ServeError, match="truncated record at 0") as fault:
-        list(read_frames(memoryview(length + struct.pack("<I", masked(length)) + b"x" * 100)))
+    (tmp_path / "frames").write_bytes(length + struct.pack("<I", masked(length)) + b"x" * 100)
+    with (
+        (tmp_path / "frames").open("rb") as file,
+        pytest.raises(ServeError, match="truncated record at 0") as fault,
+    ):
+        list(read_frames(file))
     assert fault.value.kind is Kind.DATA_LOSS
+
+
+def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
+    (tmp_path / "frames").write_bytes(framed([b"a", b"b" * 100_000]))
+    with (tmp_path / "frames").open("rb") as file:
+        frames = read_frames(file)
+        assert next(frames) == b"a"
+        os.truncate(tmp_path / "frames", 50_000)
+        with pytest.raises(ServeError, match="truncated record at 17"):
+            next(frames)
 
 
 def test_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +276,8 @@ def test_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (version / FILE).write_bytes(framed([b"\xff\xff"]))
     assert "record 0: Failed to parse warmup record" in tried(tmp_path)[0]
     monkeypatch.setattr("fastserve.engine.recorded.MOST_BYTES", 20)
-    (version / FILE).write_bytes(logs(predict(1), predict(1, 2)))
+    unread = framed([b"no log, and not looked at: records are taken one by one"])
+    (version / FILE).write_bytes(logs(predict(1), predict(1, 2)) + unread)
     assert "record 1: recorded inputs are over the limit of 20 bytes" in tried(tmp_path)[0]
 
 
@@ -265,3 +300,25 @@ def test_a_worker_that_comes_back_runs_them_too(tmp_path: Path) -> None:
             assert runs(version) == [[[7, 0.5]]] * 2
 
     run(scene())
+
+
+def test_an_ensemble_runs_them_through_its_models(tmp_path: Path) -> None:
+    """It has no workers: its models' run them, as often as asked."""
+    version = write_ensemble(tmp_path, logs(predict(1, 2), predict(3)))
+    assert tried(tmp_path, model="ens", warmup_times=2) == []
+    assert [[row[0] for row in batch] for batch in runs(version)] == [[1, 2], [1, 2], [3], [3]]
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (logs(predict(1), predict(-1)), "record 1: in ensemble 'ens', ValueError: a number under zero"),
+        (logs(predict(1), wrong_type()), "record 1: Expects arg[0] to be float but double is provided"),
+        (b"short", "truncated record at 0"),
+    ],
+)
+def test_an_ensemble_whose_records_fail_is_not_served(tmp_path: Path, data: bytes, words: str) -> None:
+    write_ensemble(tmp_path, data)
+    (told,) = tried(tmp_path, model="ens")
+    assert words in told
+    assert tried(tmp_path) == []
