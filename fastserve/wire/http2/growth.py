@@ -1,13 +1,13 @@
 """Windows of streams that grow beyond STREAM_WINDOW for large bodies: bounded, oldest first.
 
 Everything a client may send without being asked again is memory it can make the server hold. So growth comes
-out of one budget of the connection; who finds it spent waits until somebody's body is complete. The first
-always grows, however much it asks for: of any number of bodies one can be completed.
+out of one budget of the connection; who finds it spent waits until somebody's body is complete. The one that
+has grown for longest always grows, however much it asks for and however often (a body whose length is not
+told asks again and again): of any number of bodies one can be completed.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,11 +19,12 @@ GROWTH_BYTES = 32 << 20
 class Growth:
     """One connection's."""
 
-    __slots__ = ("_out", "_waiting")
+    __slots__ = ("_grown", "_out", "_waiting")
 
     def __init__(self) -> None:
         self._out = 0
-        self._waiting: deque[tuple[Stream, int]] | None = None
+        self._grown: dict[Stream, None] | None = None  # who has some of it, the oldest first
+        self._waiting: dict[Stream, int] | None = None  # what each wants in all
 
     def ask(self, stream: Stream, nbytes: int) -> None:
         """Let this stream have so many bytes beyond its window in all, now or later."""
@@ -31,23 +32,27 @@ class Growth:
         if inlet is None or nbytes <= inlet.grown:
             return
         more = nbytes - inlet.grown
-        if self._out and self._out + more > GROWTH_BYTES:
-            if self._waiting is None:
-                self._waiting = deque()
-            self._waiting.append((stream, nbytes))
+        if self._grown is None or self._waiting is None:
+            self._grown, self._waiting = {}, {}
+        oldest = next(iter(self._grown), stream)
+        if oldest is not stream and self._out + more > GROWTH_BYTES:
+            self._waiting[stream] = nbytes
             return
+        self._waiting.pop(stream, None)
+        self._grown[stream] = None
         self._out += more
         inlet.grown = nbytes
         stream.connection.widen(stream, more)
 
     def release(self, stream: Stream) -> None:
         """The stream's body is complete, or dropped."""
-        if stream.inlet is None or not stream.inlet.grown:
+        if self._grown is None or self._waiting is None or stream.inlet is None:
             return
+        self._waiting.pop(stream, None)
+        if stream not in self._grown:
+            return
+        del self._grown[stream]
         self._out -= stream.inlet.grown
         stream.inlet.grown = 0
-        waiting, self._waiting = self._waiting, None
-        while waiting:
-            other, nbytes = waiting.popleft()
-            if not other.complete:
-                self.ask(other, nbytes)
+        for other, nbytes in list(self._waiting.items()):
+            self.ask(other, nbytes)

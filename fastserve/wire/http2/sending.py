@@ -120,8 +120,9 @@ class Sending(SendingPath):
             stream = turns.popleft()
             if stream.outbox is not None:  # not cut off meanwhile
                 stream.outbox.in_turn = False
-                self._send_frame(stream, stream.outbox)
-                self.wait_turn(stream)
+                if stream.window > 0:  # nor shut by SETTINGS (RFC 9113 6.9.2: even below 0)
+                    self._send_frame(stream, stream.outbox)
+                    self.wait_turn(stream)
 
     def _send_frame(self, stream: Stream, outbox: Outbox) -> None:
         pieces = outbox.pieces

@@ -264,3 +264,36 @@ def test_large_bodies_grow_their_windows_one_after_the_other() -> None:
         size
     ] * 10
     assert raw.pipe.protocol._credit > CONNECTION_WINDOW // 2 - 16384
+
+
+def test_of_bodies_whose_length_is_not_told_one_can_always_be_completed() -> None:
+    """Two that grow side by side until the budget of both is spent: the older one goes on."""
+    raw = Raw({"/held": Held()}).greet()
+    total, sent, window = 30 << 20, {1: 0, 3: 0}, {1: STREAM_WINDOW, 3: STREAM_WINDOW}
+    piece = bytes(16384)
+    for number in sent:
+        raw.feed(raw.headers(number, [*POST[:3], (":path", "/held")], HEADS))
+    while any(window[number] for number in sent if sent[number] < total):
+        for number in [number for number in sent if window[number] and sent[number] < total]:
+            sent[number], window[number] = sent[number] + len(piece), window[number] - len(piece)
+            raw.feed(raw.data(number, piece, *([END] if sent[number] == total else [])))
+            for one in raw.frames():
+                if isinstance(one, WindowUpdateFrame) and one.stream_id:
+                    window[one.stream_id] += one.window_increment
+            raw.pipe.sent, raw._seen = b"", 0
+    assert sent == {1: total, 3: total}
+    assert raw.pipe.protocol.growth._out == 0
+
+
+def test_who_waits_for_a_larger_window_waits_once() -> None:
+    """However small the pieces its body comes in, and not at all once it is reset."""
+    raw = Raw({"/held": Held()}).greet()
+    head = [*POST[:3], (":path", "/held")]
+    raw.feed(raw.headers(1, [*head, ("content-length", str(64 << 20))], HEADS) + raw.headers(3, head, HEADS))
+    for _ in range(40):
+        raw.feed(raw.data(3, bytes(16384)))
+    raw.feed(b"".join(raw.data(3, b"x") for _ in range(1000)))
+    growth = raw.pipe.protocol.growth
+    assert len(growth._waiting) == 1
+    raw.feed(RstStreamFrame(3, error_code=ErrorCode.CANCEL).serialize())
+    assert not growth._waiting

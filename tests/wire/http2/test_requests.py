@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hyperframe.frame import DataFrame, SettingsFrame, WindowUpdateFrame
 
 from fastserve.wire import Call
 from fastserve.wire.http2 import Http2Connection
-from tests.wire.http2.kit import GET, POST, Peer
+from tests.wire.http2.kit import GET, POST, Peer, Raw
 from tests.wire.kit import Clock, Held, Pipe, echo, limits, run, serving
 
 LARGE = bytes(range(256)) * 2400  # 600 KB
@@ -82,6 +83,33 @@ def test_heads_are_shared_by_connections() -> None:
         peer.ask(GET)
         heads.update(map(id, peer.connection.intake.blocks.values()))
     assert len(heads) == 1
+
+
+@pytest.mark.parametrize("least", [0, 100, 65535])
+def test_a_window_made_smaller_while_its_reply_waits_for_the_connections(least: int) -> None:
+    """To below what was sent: nothing of the stream goes out before it is open again (RFC 9113 6.9.2)."""
+    raw = Raw({"/echo": lambda call: call.reply(200, LARGE)}).greet()
+    raw.feed(raw.headers(1, GET, "END_STREAM", "END_HEADERS") + opened(1, 20_000))
+    body = sent_of(raw)  # all that the connection's window holds
+    raw.feed(SettingsFrame(0, settings={SettingsFrame.INITIAL_WINDOW_SIZE: least}).serialize())
+    raw.feed(opened(0, 1 << 20))
+    left = least + 20_000 - len(body)
+    body += sent_of(raw)
+    assert len(body) == max(least + 20_000, 65535)
+    raw.feed(opened(1, 1 - min(left, 0)))
+    body += sent_of(raw)
+    assert len(body) == max(least + 20_000, 65535) + 1
+    raw.feed(opened(1, 1 << 20))
+    assert body + sent_of(raw) == LARGE
+
+
+def opened(number: int, by: int) -> bytes:
+    return bytes(WindowUpdateFrame(number, window_increment=by).serialize())
+
+
+def sent_of(raw: Raw) -> bytes:
+    """What has come of a reply's body since the last time."""
+    return b"".join(one.data for one in raw.frames() if isinstance(one, DataFrame))
 
 
 def test_head_and_bodiless_replies() -> None:
