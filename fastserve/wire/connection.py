@@ -332,13 +332,6 @@ class Connection(Peered, asyncio.Protocol):
         newest = self._waiting[-1] if self._waiting else self._current
         return call is newest and self._state in (HEAD, DEAF) and not self._buffer
 
-    def may_send(self, call: Call) -> bool:
-        """Whether it is the turn of `call`, and the client reads."""
-        return call is self._current and not self._choked
-
-    def send_part(self, data: bytes) -> None:  # of the current call's reply
-        self._transport.write(data)
-
     def refuse(self, fault: WireFault) -> None:
         """Answer a request that cannot be served, after the ones before it, and close."""
         self._state = DEAF

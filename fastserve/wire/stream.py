@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from fastserve._ext.stream_path import StreamPath
+
 if TYPE_CHECKING:
     from fastserve.wire.call import Call
     from fastserve.wire.connection import Connection
@@ -36,36 +38,19 @@ class Turns:
                 turn.set_result(None)
 
 
-class Stream:
+class Stream(StreamPath):
     """Made by Call.stream. Ends with close(); a stream that is dropped cuts the connection off, so that
     the client can tell a whole reply from a broken one. `sent_bytes` are those of its body."""
 
-    __slots__ = (
-        "_call",
-        "_chunked",
-        "_closed",
-        "_closes",
-        "_connection",
-        "_head",
-        "_silent",
-        "_status",
-        "_turns",
-        "sent_bytes",
-    )
+    __slots__ = ("_closes", "_status", "_turns")
 
     def __init__(
         self, call: Call, connection: Connection, turns: Turns, status: int, head: bytes, closes: bool
     ) -> None:
-        self._call = call
+        super().__init__(call, connection, head, not call.head.http_1_0, call.head.bodiless)
         self._turns = turns
         self._status = status
-        self.sent_bytes = 0
-        self._connection = connection
-        self._head = head
         self._closes = closes
-        self._chunked = not call.head.http_1_0
-        self._silent = call.head.bodiless
-        self._closed = False
 
     def ahead(self) -> bytes | None:
         """What may be sent ahead of the next piece without changing the reply: the next chunk's size may
@@ -79,22 +64,11 @@ class Stream:
         if self._closed:
             raise RuntimeError("the stream is closed")
         await self._wait_turn()
-        self.sent_bytes += len(data)
-        self._send_piece(data)
-
-    @property
-    def ready(self) -> bool:
-        """Whether a piece would go out at once: it is this reply's turn, and the client reads."""
-        return not self._closed and not self._call.gone and self._may_send()
+        self.send(data)
 
     async def wait(self) -> None:
         """Until `ready`. Raises ConnectionResetError when the client has gone."""
         await self._wait_turn()
-
-    def send(self, data: bytes) -> None:
-        """`write`, for callbacks that found it `ready`: any number of times until they return."""
-        self.sent_bytes += len(data)
-        self._send_piece(data)
 
     async def close(self) -> None:
         """End the reply. Does nothing the second time or when the client has gone."""
@@ -133,18 +107,7 @@ class Stream:
         if access_log is not None:
             access_log(self._call, self._status, self.sent_bytes)
 
-    # ---- how HTTP/1.1 does it
-
-    def _may_send(self) -> bool:
-        return self._connection.may_send(self._call)
-
-    def _send_piece(self, data: bytes) -> None:
-        framed = b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
-        if not data or self._silent:
-            framed = b""  # an empty chunk would end the reply
-        head, self._head = self._head, b""
-        if head or framed:
-            self._connection.send_part(head + framed)
+    # ---- how HTTP/1.1 does it; its pieces are StreamPath's
 
     def _send_end(self) -> None:
         end = b"0\r\n\r\n" if self._chunked and not self._silent else b""

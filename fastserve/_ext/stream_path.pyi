@@ -1,0 +1,16 @@
+from typing import Any
+
+class StreamPath:
+    _call: Any
+    _connection: Any
+    _head: bytes
+    _closed: bool
+    _chunked: bool
+    _silent: bool
+    sent_bytes: int
+    def __init__(self, call: Any, connection: Any, head: bytes, chunked: bool, silent: bool) -> None: ...
+    @property
+    def ready(self) -> bool: ...
+    def send(self, data: bytes) -> None: ...
+    def _may_send(self) -> bool: ...
+    def _send_piece(self, data: bytes) -> None: ...
