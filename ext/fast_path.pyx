@@ -26,6 +26,7 @@ cdef class Pending:
 
     cdef readonly object queue
     cdef readonly int64_t place, deadline_ns
+    cdef readonly int64_t submitted_ns          # CLOCK_MONOTONIC; 0 of what no Lifecycle has submitted
     cdef readonly uint32_t rows
     cdef public object done, context
 
@@ -133,7 +134,8 @@ cdef class Lifecycle:
 
     def __init__(self, queue, refusals: type, meters: tuple, answered, int64_t patience_ns=0, bint replies=False) -> None:
         """`meters`: what counts a request, and what observes how long it, its reading and its writing took;
-        `answered` is called with the prepared request and that time, None: nobody wants to know."""
+        `answered` is called with the prepared request, how long it took, and how long it waited for its batch
+        and ran; None: nobody wants to know."""
         self.queue, self.refusals, self.patience_ns, self.replies = queue, refusals, patience_ns, replies
         self.counted, self.duration, self.decoded, self.encoded = meters
         self.answered = answered
@@ -176,7 +178,9 @@ cdef class Lifecycle:
     cpdef submit(self, exchange, prepared, tuple reserved, request_id, held, int64_t deadline_ns):
         """Let it run; gives back what was reserved and held when that fails."""
         cdef int64_t received_ns = exchange.received_ns
-        self.decoded(<int64_t>monotonic_ns() - received_ns)
+        cdef int64_t now_ns = <int64_t>monotonic_ns()
+        cdef Pending pending
+        self.decoded(now_ns - received_ns)
         try:
             if (<tuple?>reserved[2])[0]:
                 prepared.layout_in.settle(reserved)
@@ -188,6 +192,7 @@ cdef class Lifecycle:
             if held is not None:
                 held.close()
             raise
+        pending.submitted_ns = now_ns
         exchange.on_gone = pending if held is None else Leaving(pending, held)
 
     cdef answer(self, Pending pending, error):
@@ -229,17 +234,17 @@ cdef class Lifecycle:
             else:
                 later = prepared.write(exchange, writer, (<tuple>found)[1], request_id, held)
         if later is None:
-            self.count(exchange, prepared, began_ns)
+            self.count(exchange, prepared, began_ns, <int64_t>began_ns - pending.submitted_ns)
         return later
 
-    cpdef count(self, exchange, prepared, uint64_t began_ns):
-        """A request was answered well, whose answer was begun then."""
+    cpdef count(self, exchange, prepared, uint64_t began_ns, int64_t ran_ns=0):
+        """A request was answered well, whose answer was begun then; `ran_ns` from its being submitted to there."""
         cdef int64_t now_ns = <int64_t>monotonic_ns(), received_ns = exchange.received_ns
         self.encoded(now_ns - <int64_t>began_ns)
         self.counted()
         self.duration(now_ns - received_ns)
         if self.answered is not None:
-            self.answered(prepared, now_ns - received_ns)
+            self.answered(prepared, now_ns - received_ns, ran_ns)
 
 
 cdef class Columns:

@@ -8,6 +8,7 @@ class Pending:
     queue: Any
     place: int
     deadline_ns: int
+    submitted_ns: int
     rows: int
     done: Callable[[Pending, Any], object] | None
     context: Any
@@ -49,7 +50,7 @@ class Lifecycle:
         meters: tuple[
             Callable[[], None], Callable[[int], None], Callable[[int], None], Callable[[int], None]
         ],
-        answered: Callable[[Any, int], None] | None,
+        answered: Callable[[Any, int, int], None] | None,
         patience_ns: int = 0,
         replies: bool = False,
     ) -> None: ...
@@ -66,7 +67,7 @@ class Lifecycle:
         held: Any,
         deadline_ns: int,
     ) -> None: ...
-    def count(self, exchange: Any, prepared: Any, began_ns: int) -> None: ...
+    def count(self, exchange: Any, prepared: Any, began_ns: int, ran_ns: int = 0) -> None: ...
 
 class Columns:
     ring: BatchRing

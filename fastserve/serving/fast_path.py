@@ -31,8 +31,9 @@ class Outcome(Protocol):
     """What a dialect does when a request has ended, beside what is counted for all of them."""
 
     @property
-    def answered(self) -> Callable[[Any, int], None] | None:
-        """Called with the prepared request and the nanoseconds it took, when it was answered well."""
+    def answered(self) -> Callable[[Any, int, int], None] | None:
+        """Called when a request was answered well: the prepared one, the nanoseconds it took, and how many of
+        them from its rows being there to its answer; 0 where the answer was kept."""
 
     def refused(self, exchange: Any, prepared: Any, request_id: Any, fault: ServeError) -> None:
         """Tell the client what is wrong, in the dialect's words, and count it."""
@@ -77,7 +78,8 @@ class FastPath(Lifecycle):
             if held is not None:
                 held.close()
 
-        self.write_later(exchange, prepared, request_id, later, let_go)
+        ran_ns = monotonic_ns() - pending.submitted_ns
+        self.write_later(exchange, prepared, request_id, later, let_go, ran_ns)
 
     def write_later(
         self,
@@ -86,9 +88,10 @@ class FastPath(Lifecycle):
         request_id: Any,
         later: Coroutine[Any, Any, None],
         let_go: Callable[[], object],
+        ran_ns: int = 0,
     ) -> None:
         """In a task, which ends by itself: what `let_go` gives back is read until then."""
-        work = self._write_later(exchange, prepared, request_id, later, let_go)
+        work = self._write_later(exchange, prepared, request_id, later, let_go, ran_ns)
         task = asyncio.get_running_loop().create_task(work)
         self._large.add(task)
         task.add_done_callback(self._large.discard)
@@ -100,6 +103,7 @@ class FastPath(Lifecycle):
         request_id: Any,
         later: Coroutine[Any, Any, None],
         let_go: Callable[[], object],
+        ran_ns: int,
     ) -> None:
         began_ns = monotonic_ns()
         try:
@@ -107,7 +111,7 @@ class FastPath(Lifecycle):
                 await later
             finally:
                 let_go()
-            self.count(exchange, prepared, began_ns)
+            self.count(exchange, prepared, began_ns, ran_ns)
         except ServeError as fault:
             self.refuse(exchange, prepared, request_id, fault)
         except Exception as error:

@@ -27,6 +27,8 @@ class SlowRequest(ABC):
 
     version: Version
     """Whose it is, from `read` on."""
+    ran_ns = 0
+    """From its being read to the engine's answer, when there is one."""
 
     @abstractmethod
     async def read(self) -> InferRequest:
@@ -85,9 +87,11 @@ async def _run(exchange: Exchange, request: SlowRequest, traffic: Traffic) -> in
     asked = await request.read()
     version = request.version
     traffic.stages(version.model, version.number)[0].observe_ns(monotonic_ns() - exchange.received_ns)
+    read_ns = monotonic_ns()
     response = await request.run(asked)
+    began_ns = monotonic_ns()
+    request.ran_ns = began_ns - read_ns
     try:
-        began_ns = monotonic_ns()
         await request.write(response)
         return monotonic_ns() - began_ns
     finally:

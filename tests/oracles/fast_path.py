@@ -10,6 +10,7 @@ class Pending:
     def __init__(self, queue: Any, place: int, rows: int, done: Any, deadline_ns: int, context: Any) -> None:
         self.queue, self.place, self.rows, self.done = queue, place, rows, done
         self.deadline_ns, self.context = deadline_ns, context
+        self.submitted_ns = 0
 
     def __call__(self) -> None:
         self.queue.cancel(self)
@@ -117,7 +118,8 @@ class Lifecycle:
         if not filled:
             layout.abandon(reserved, rows)
             return False
-        self.decoded(monotonic_ns() - exchange.received_ns)
+        now_ns = monotonic_ns()
+        self.decoded(now_ns - exchange.received_ns)
         try:
             if reserved[2][0]:
                 layout.settle(reserved)
@@ -128,6 +130,7 @@ class Lifecycle:
             if held is not None:
                 held.close()
             raise
+        pending.submitted_ns = now_ns
         exchange.on_gone = pending if held is None else lambda: (pending(), held.close())
         return True
 
@@ -175,5 +178,5 @@ class Lifecycle:
         self.counted()
         self.duration(now_ns - exchange.received_ns)
         if self.answered is not None:
-            self.answered(prepared, now_ns - exchange.received_ns)
+            self.answered(prepared, now_ns - exchange.received_ns, began_ns - pending.submitted_ns)
         return None

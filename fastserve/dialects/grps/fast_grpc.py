@@ -37,7 +37,7 @@ class Outcome:
     def __init__(self, service: Service, version: Version) -> None:
         self._service, self._model = service, version.model
 
-    def answered(self, prepared: Any, took_ns: int) -> None:
+    def answered(self, prepared: Any, took_ns: int, ran_ns: int) -> None:
         self._service.monitor.took(took_ns)
 
     def refused(self, exchange: RpcExchange, prepared: Any, request_id: Any, fault: ServeError) -> None:

@@ -28,6 +28,7 @@ from fastserve.dialects.tfserving.routes import (
 from fastserve.dialects.tfserving.service import Service
 from fastserve.dialects.tfserving.sessions import Sessions
 from fastserve.dialects.tfserving.signatures import find_version
+from fastserve.dialects.tfserving.warm_ups import write_warm_ups
 from fastserve.errors import ServeError, invalid
 from fastserve.serving.dialect import Dialect, ServingContext
 from fastserve.serving.text.card import card_of
@@ -117,6 +118,7 @@ class TFServing(Dialect):
     def _page(self, call: Call) -> None:
         models = self._service.catalog.models.values()
         more = self._sessions.write([version for model in models for version in model.available()])
+        more += write_warm_ups([version for model in models for version in model.versions.values()])
         call.reply(200, self._service.monitor.write(more), TEXT)
 
     def _wrong_page(self, call: Call) -> None:

@@ -156,9 +156,11 @@ class Outcome:
 
     def __init__(self, service: Service, model: str) -> None:
         self._service, self._model = service, model
-        self.answered: Callable[[Any, int], None] | None = None
+        self.answered: Callable[[Any, int, int], None] | None = None
         if service.options.monitoring:
-            self.answered = lambda prepared, took_ns: service.observe(model, "predict", took_ns)
+            self.answered = lambda prepared, took_ns, ran_ns: service.observe(
+                model, "predict", took_ns, ran_ns
+            )
 
     def refused(self, exchange: Call, prepared: JsonRows, request_id: None, fault: ServeError) -> None:
         self._service.refuse(exchange, self._model, fault)

@@ -72,12 +72,13 @@ class MultiInference:
             version, tasks = self._read_tasks(request)
         except ServeError as fault:
             name = request.tasks[0].model_spec.name if request.tasks else ""
-            raise refuse_rpc(self._service, name, fault) from None
-        asked = Asked(self._service, rpc, version, request.input)
+            raise refuse_rpc(self._service, name, fault, on_page=False) from None
+        asked = Asked(self._service, rpc, version, request.input, on_page=False)
         runs = [asked.run(signature, verb, _write_task) for signature, verb in tasks]
         response = MESSAGES.MultiInferenceResponse()
         for written in await all_of(runs):
             response.results.add().ParseFromString(written)
+        self._service.observe_tasks(version.model, asked.ran_ns, asked.count)
         return serialize(response)
 
     def _read_tasks(self, request: Any) -> tuple[Version, list[tuple[Signature, str]]]:
@@ -147,10 +148,15 @@ Write = Callable[[Signature, Version, Any], bytes]
 
 
 class Asked:
-    """What one RPC brings for all its runs; the examples are read once."""
+    """What one RPC brings for all its runs; the examples are read once. `on_page`: each run is a request on
+    the original's metrics page."""
 
-    def __init__(self, service: Service, rpc: Rpc, version: Version, given: Any) -> None:
+    def __init__(
+        self, service: Service, rpc: Rpc, version: Version, given: Any, *, on_page: bool = True
+    ) -> None:
         self.service, self.rpc, self.version, self.given = service, rpc, version, given
+        self.on_page = on_page
+        self.ran_ns = self.count = 0  # by the run that took longest; of examples
         self._examples: ExampleList | None = None
 
     async def run(self, signature: Signature, verb: str, write: Write) -> bytes:
@@ -182,7 +188,7 @@ class Run(SlowRequest):
         by_method = asked.service.options.check_methods
         self._plan = plan_results(self._verb, signature, batching=batching, by_method=by_method)
         examples = await asked.examples()
-        self._count = len(examples.examples)
+        self._count = asked.count = len(examples.examples)
         work = asked.given.ByteSize() * WORK
         inputs = await asked.service.apart(work, feed, examples, signature, batching=batching)
         return InferRequest(inputs, tuple(self._plan.outputs.values()), deadline_ns=deadline_of(asked.rpc))
@@ -198,10 +204,14 @@ class Run(SlowRequest):
         self._exchange.reply(self._write(self._signature, self.version, self._result))
 
     def answered(self, took_ns: int) -> None:
-        self._asked.service.observe(self.version.model, _APIS[self._verb], took_ns, "GRPC")
+        asked = self._asked
+        asked.ran_ns = max(asked.ran_ns, self.ran_ns)
+        if asked.on_page:
+            asked.service.observe(self.version.model, _APIS[self._verb], took_ns, self.ran_ns, "GRPC")
 
     def refused(self, fault: ServeError) -> None:
-        self._exchange.refuse(refuse_rpc(self._asked.service, self.version.model, fault))
+        asked = self._asked
+        self._exchange.refuse(refuse_rpc(asked.service, self.version.model, fault, on_page=asked.on_page))
 
 
 # --- messages ------------------------------------------------------------------------------------

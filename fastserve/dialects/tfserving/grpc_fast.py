@@ -133,10 +133,10 @@ class Outcome:
     def __init__(self, service: Service, model: str) -> None:
         self._service, self._model = service, model
         observed = self._observe if service.options.monitoring else None
-        self.answered: Callable[[Any, int], None] | None = observed
+        self.answered: Callable[[Any, int, int], None] | None = observed
 
-    def _observe(self, prepared: Head, took_ns: int) -> None:
-        self._service.observe(self._model, API, took_ns, "GRPC")
+    def _observe(self, prepared: Head, took_ns: int, ran_ns: int) -> None:
+        self._service.observe(self._model, API, took_ns, ran_ns, "GRPC")
 
     def refused(self, exchange: RpcExchange, prepared: Head, request_id: str, fault: ServeError) -> None:
         exchange.refuse(refuse_rpc(self._service, self._model, fault))

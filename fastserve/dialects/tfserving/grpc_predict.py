@@ -120,7 +120,7 @@ class GeneralPredict(SlowRequest):
         self._exchange.reply(self._reply)
 
     def answered(self, took_ns: int) -> None:
-        self._service.observe(self._model, API, took_ns, "GRPC")
+        self._service.observe(self._model, API, took_ns, self.ran_ns, "GRPC")
         if self._outline is not None:
             self._fast.learn(
                 self._outline,

@@ -50,8 +50,8 @@ def tell(fault: ServeError) -> ServeError:
     return ServeError(fault.kind, text, retry_after_s=fault.retry_after_s)
 
 
-def refuse_rpc(service: Service, model: str, fault: ServeError) -> ServeError:
-    """The same, counted."""
+def refuse_rpc(service: Service, model: str, fault: ServeError, *, on_page: bool = True) -> ServeError:
+    """The same, counted; `on_page`: on the original's metrics page too."""
     told = tell(fault)
-    service.count_refused(model, fault, told)
+    service.count_refused(model, fault, told, on_page=on_page)
     return told

@@ -16,6 +16,12 @@ from dataclasses import dataclass, field
 
 REQUEST_COUNT = "/tensorflow/serving/request_count"
 REQUEST_LATENCY = "/tensorflow/serving/request_latency"
+RUNTIME_LATENCY = "/tensorflow/serving/runtime_latency"
+RUNTIME = "TF1"
+"""What the original calls the runtime of its sessions; there is no other word that its dashboards know."""
+EXAMPLE_COUNTS = "/tensorflow/serving/request_example_counts"
+EXAMPLE_TOTAL = "/tensorflow/serving/request_example_count_total"
+EXAMPLE_BOUNDS = tuple(2.0**power for power in range(15))
 LATENCY_BOUNDS_US: tuple[float, ...] = tuple(10 * 1.8**power for power in range(33))
 
 _NAME_ODD = re.compile(r"[^a-zA-Z0-9_:]")
@@ -46,6 +52,8 @@ class Monitor:
         self._known = known
         self._calls: dict[tuple[str, str], int] = {}
         self._latency: dict[tuple[str, str, str], Spread] = {}
+        self._runtime: dict[tuple[str, str], Spread] = {}
+        self._examples: dict[str, Spread] = {}
 
     def count(self, model: str, status: str) -> None:
         """One call answered with that code name (`OK`, `NOT_FOUND`, ...)."""
@@ -60,6 +68,17 @@ class Monitor:
             spread = self._latency[key] = Spread()
         spread.add(took_us)
 
+    def run(self, model: str, api: str, ran_us: float) -> None:
+        """How long its rows waited for their batch and were run; `api` in the words of gRPC."""
+        spread = self._runtime.get((model, api))
+        if spread is None:
+            spread = self._runtime[model, api] = Spread()
+        spread.add(ran_us)
+
+    def examples(self, model: str, count: int) -> None:
+        """One MultiInference was answered well, of so many examples."""
+        self._examples.setdefault(model, Spread(bounds=EXAMPLE_BOUNDS)).add(count)
+
     def write(self, more: Sequence[str] = ()) -> bytes:
         """The page: the calls, then the lines of others."""
         calls = [
@@ -72,7 +91,21 @@ class Monitor:
         ]
         lines = write_series(REQUEST_COUNT, "counter", calls)
         lines += write_histogram(REQUEST_LATENCY, LATENCY_BOUNDS_US, spreads)
+        lines += self._write_runs()
         return ("\n".join([*lines, *more]) + "\n").encode("utf-8", "surrogateescape")
+
+    def _write_runs(self) -> list[str]:
+        runs = [
+            ({"model_name": model, "API": api, "runtime": RUNTIME}, spread)
+            for (model, api), spread in sorted(self._runtime.items())
+        ]
+        counts = [({"model": model}, spread) for model, spread in sorted(self._examples.items())]
+        totals = [(labels, int(spread.total)) for labels, spread in counts]
+        return [
+            *write_histogram(RUNTIME_LATENCY, LATENCY_BOUNDS_US, runs),
+            *write_histogram(EXAMPLE_COUNTS, EXAMPLE_BOUNDS, counts),
+            *write_series(EXAMPLE_TOTAL, "counter", totals),
+        ]
 
 
 def write_series(name: str, kind: str, samples: Sequence[tuple[Mapping[str, str], int | float]]) -> list[str]:

@@ -26,6 +26,10 @@ OTHER_ROWS = (
     "Batched output tensor's 0th dimension does not equal the sum of the 0th dimension sizes of the "
     "input tensors"
 )
+API_WORD = {"predict": "Predict", "classify": "Classify", "regress": "Regress"} | {
+    word: word for word in ("Predict", "Classify", "Regress")
+}
+"""What ran, as runtime latencies call it: one word for REST and gRPC."""
 CORS_HEADERS: tuple[tuple[bytes, bytes], ...] = (
     (b"Access-Control-Allow-Origin", b"*"),
     (b"Access-Control-Allow-Methods", b"POST, GET"),
@@ -63,17 +67,27 @@ class Service(DialectService):
         call.reply(200, body, JSON, self.headers)
         self.observe(model)
 
-    def observe(self, model: str, api: str = "", took_ns: int = 0, entrypoint: str = "REST") -> None:
+    def observe(
+        self, model: str, api: str = "", took_ns: int = 0, ran_ns: int = 0, entrypoint: str = "REST"
+    ) -> None:
         """Put a call that was answered well on TensorFlow Serving's metrics page; `api` names what ran."""
         if self.options.monitoring:
             self.monitor.count(model, "OK")
             if api:
                 self.monitor.time(model, api, took_ns / 1000, entrypoint)
+            if ran_ns:
+                self.monitor.run(model, API_WORD[api], ran_ns / 1000)
 
-    def count_refused(self, model: str, fault: ServeError, told: ServeError) -> None:
+    def observe_tasks(self, model: str, ran_ns: int, examples: int) -> None:
+        """The same of a MultiInference, which is no request in the original's counts."""
+        if self.options.monitoring:
+            self.monitor.run(model, "MultiInference", ran_ns / 1000)
+            self.monitor.examples(model, examples)
+
+    def count_refused(self, model: str, fault: ServeError, told: ServeError, *, on_page: bool = True) -> None:
         """One call that is answered with an error: what it was; on the original's page, what it is told."""
         self.traffic.refused(model, fault.kind.name)
-        if self.options.monitoring:
+        if on_page and self.options.monitoring:
             self.monitor.count(model, told.kind.name)
 
     def refuse(self, call: Call, model: str, fault: ServeError) -> None:
@@ -99,7 +113,7 @@ class GeneralRequest(SlowRequest):
         self.call.reply(200, self.body, JSON, self.service.headers)
 
     def answered(self, took_ns: int) -> None:
-        self.service.observe(self.target.name, self.target.verb, took_ns)
+        self.service.observe(self.target.name, self.target.verb, took_ns, self.ran_ns)
 
     def refused(self, fault: ServeError) -> None:
         self.service.refuse(self.call, self.target.name, fault)

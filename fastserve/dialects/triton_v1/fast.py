@@ -298,7 +298,7 @@ class Outcome:
     def __init__(self, service: Service, served: Served, replies: Replies) -> None:
         self._service, self._served, self._replies = service, served, replies
 
-    def answered(self, prepared: PreparedHeader, took_ns: int) -> None:
+    def answered(self, prepared: PreparedHeader, took_ns: int, ran_ns: int) -> None:
         self._served.counts[prepared.rows].success.add(took_ns)
 
     def refused(

@@ -1,14 +1,118 @@
-"""Batches on TensorFlow Serving's metrics page: what is counted, and that no counter falls."""
+"""TensorFlow Serving's metrics page of a whole server (spec 6.5): what is counted under which names, and that
+no counter falls."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from fastserve.config import TFServingOptions
-from tests.dialects.tfserving.grpc_rig import PREDICTION, rows_of, serving
+import grpc
+import pytest
+
+from fastserve.config import ModelEntry, TFServingOptions
+from tests.dialects.tfserving.grpc_rig import PREDICTION, TfsServed, rows_of, serving
+from tests.dialects.tfserving.test_warmup import both, classify, logs, predict, write
 from tests.server.rig import run, write_model
 
-SESSION = ":tensorflow:serving:batching_session:"
+NAMES = ":tensorflow:serving:"
+SESSION = NAMES + "batching_session:"
+PAGE = "/monitoring/prometheus/metrics"
+
+
+async def samples(served: TfsServed) -> dict[str, float]:
+    """The page without buckets, by name and labels."""
+    status, body = await (await served.client()).get(PAGE)
+    assert status == 200
+    lines = [line for line in body.decode().splitlines() if line[0] != "#" and "_bucket{" not in line]
+    return {line.rpartition(" ")[0].removeprefix(NAMES): float(line.rpartition(" ")[2]) for line in lines}
+
+
+def test_requests_and_what_ran(tmp_path: Path) -> None:
+    """MultiInference is no request in the original's counts, and has counts of its own."""
+    write(tmp_path, None)
+    monitored = TFServingOptions(monitoring=True)
+
+    async def work() -> None:
+        async with serving(tmp_path, tfserving=monitored) as served:
+            client = await served.client()
+            for _ in range(2):  # by the general path and by the fast one
+                assert (await client.post("/v1/models/m:predict", b'{"instances": [{"x": [1, 2]}]}'))[
+                    0
+                ] == 200
+                request = predict(1).predict_log.request
+                request.model_spec.name = "m"
+                await served.ask(PREDICTION + "Predict", request, "PredictResponse")
+            request = classify(1).classify_log.request
+            request.model_spec.name = "m"
+            await served.ask(PREDICTION + "Classify", request, "ClassificationResponse")
+            several = both(1, 2, 3).multi_inference_log.request
+            await served.ask(PREDICTION + "MultiInference", several, "MultiInferenceResponse")
+            several.tasks[0].model_spec.signature_name = "none"
+            with pytest.raises(grpc.aio.AioRpcError):
+                await served.ask(PREDICTION + "MultiInference", several, "MultiInferenceResponse")
+            told = await samples(served)
+            runs = {name: value for name, value in told.items() if name.startswith("runtime_latency")}
+            assert {name: value for name, value in runs.items() if "_count{" in name} == {
+                f'runtime_latency_count{{model_name="m",API="{api}",runtime="TF1"}}': count
+                for api, count in (("Classify", 1), ("MultiInference", 1), ("Predict", 4))
+            }
+            for name, took in (("Predict", "predict"), ("Classify", "Classify")):
+                ran = runs[f'runtime_latency_sum{{model_name="m",API="{name}",runtime="TF1"}}']
+                sums = [
+                    value for key, value in told.items() if f'latency_sum{{model_name="m",API="{took}"' in key
+                ]
+                assert ran > 0
+                assert sums
+            assert {name: value for name, value in told.items() if "example" in name} == {
+                'request_example_counts_sum{model="m"}': 3,
+                'request_example_counts_count{model="m"}': 1,
+                'request_example_count_total{model="m"}': 3,
+            }
+            assert {name: value for name, value in told.items() if name.startswith("request_count")} == {
+                'request_count{model_name="m",status="OK"}': 5
+            }
+
+    run(work())
+
+
+def test_warm_up_records(tmp_path: Path) -> None:
+    version = write(tmp_path, logs(predict(1, 2), both(3)))
+    broken = write(tmp_path / "other", logs(predict(1)) + b"short")
+    entries = (ModelEntry("m", str(version.parent)), ModelEntry("broken", str(broken.parent)))
+    settings = {
+        "models": entries,
+        "model_control": "poll",
+        "load_models": (),
+        "load_retries": 0,
+        "keep_going": True,
+    }
+
+    async def work() -> None:
+        async with serving(tmp_path, tfserving=TFServingOptions(monitoring=True), **settings) as served:
+            told = {name: value for name, value in (await samples(served)).items() if "warmup" in name}
+            good, bad = (
+                f'{{model_path="{version}",status="OK"}}',
+                f'{{model_path="{broken}",status="DATA_LOSS"}}',
+            )
+            assert told.pop("model_warmup_latency_sum" + good) > 0
+            assert told.pop("model_warmup_latency_sum" + bad) > 0
+            assert told == {
+                "model_warmup_latency_count" + good: 1,
+                "model_warmup_latency_count" + bad: 1,
+                "model_warmup_records_read" + good: 2,
+                "model_warmup_records_read" + bad: 1,
+            }
+
+    run(work())
+
+
+def test_every_name_is_documented() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "moving-from-tensorflow-serving.md").read_text()
+    spec = ["request_count", "request_latency", "runtime_latency", "request_example_counts"]
+    spec += ["request_example_count_total", "model_warmup_latency", "model_warmup_records_read"]
+    spec += [f"batching_session:{name}" for name in ("queuing_latency", "wrapped_run_count", "padding_size")]
+    spec += ["batching_session:processed_batch_size"]
+    assert [name for name in spec if f"| `{NAMES}{name}` |" not in page] == []
+    assert "`input_batch_size`" in page
 
 
 def test_batches_are_told_and_outlive_their_version(tmp_path: Path) -> None:
@@ -19,7 +123,7 @@ def test_batches_are_told_and_outlive_their_version(tmp_path: Path) -> None:
             client = await served.client()
 
             async def page() -> str:
-                status, body = await client.get("/monitoring/prometheus/metrics")
+                status, body = await client.get(PAGE)
                 assert status == 200
                 return body.decode()
 
