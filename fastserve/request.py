@@ -75,6 +75,11 @@ class InferResponse:
     final: bool = True
     error: ServeError | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Of all outputs."""
+        return sum(memoryview(tensor.data).nbytes for tensor in self.outputs.values())
+
     def release(self) -> None:
         """Let go of the outputs' memory. Always called, also when the reply could not be written."""
         if self.on_release is not None:

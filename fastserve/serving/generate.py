@@ -3,11 +3,12 @@
     def start():
         return engine.stream(version, request) if view.decoupled else alone(partial(engine.infer, ...))
 
-    async with aclosing(generate(start, write)) as events:
+    async with aclosing(generate(start, write, service.apart)) as events:
         async for event in events: ...                event.text, or event.fault
 
 Nothing is kept between model and client: a client that reads slowly holds its model up after the parts the
-engine lets wait, and one that leaves ends the stream. What prompts and events look like is a dialect's own.
+engine lets wait, and one that leaves ends the stream. A large response is written apart from the event loop.
+What prompts and events look like is a dialect's own.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
+from fastserve.apart import APART_BYTES, Apart
 from fastserve.errors import ModelError, ServeError
 from fastserve.request import InferResponse
 
@@ -30,7 +32,9 @@ class Event:
 
 
 async def generate(
-    start: Callable[[], AsyncGenerator[InferResponse, None]], write: Callable[[InferResponse], bytes]
+    start: Callable[[], AsyncGenerator[InferResponse, None]],
+    write: Callable[[InferResponse], bytes],
+    apart: Apart,
 ) -> AsyncGenerator[Event, None]:
     """Every response that has outputs by `write`, and released. `start` may raise ServeError as well.
 
@@ -42,7 +46,7 @@ async def generate(
             async for response in responses:
                 begun = True
                 try:
-                    event = _write(response, write)
+                    event = await _write(response, write, apart)
                 finally:
                     response.release()
                 if event is not None:
@@ -53,10 +57,16 @@ async def generate(
         yield Event(fault=fault, final=True)
 
 
-def _write(response: InferResponse, write: Callable[[InferResponse], bytes]) -> Event | None:
+async def _write(
+    response: InferResponse, write: Callable[[InferResponse], bytes], apart: Apart
+) -> Event | None:
     if response.error is not None:
         return Event(fault=response.error, final=response.final)
-    return Event(write(response), final=response.final) if response.outputs else None
+    if not response.outputs:
+        return None
+    large = response.nbytes >= APART_BYTES
+    text = await apart(response.nbytes, write, response) if large else write(response)
+    return Event(text, final=response.final)
 
 
 async def alone(infer: Callable[[], Awaitable[InferResponse]]) -> AsyncGenerator[InferResponse, None]:

@@ -14,10 +14,12 @@ import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 
 from fastserve.config import GrpcOptions, Limits, Listener, Settings
+from fastserve.protos import load
 from fastserve.server import Server
 from tests.dialects.kserve_v2 import client_models
 from tests.faults.rig import MESSAGES, SERVICE
@@ -25,10 +27,13 @@ from tests.faults.test_counts import BACK
 from tests.server.rig import run
 from tests.turns import Turns
 
+TFS, GRPS = load("tfserving"), load("grps")
+EVERY = ("tfserving", "kserve_v2", "triton_v1", "grps")
 MB = 1 << 20
 COUNT = 4 * MB  # numbers of a request or of a reply: 16 MB
 # Measured on a busy machine: 1 to 20 ms (docs/security.md). Numbers printed on the loop would take 130, as
-# strings that are read there; 64 MB whose pages are touched for the first time 66, copied twice 100.
+# strings that are read there; floats of grps's of which each becomes an object 240; 64 MB whose pages are
+# touched for the first time 66, copied twice 100.
 SLICE_S = 0.05
 SHARED = 64 * MB  # of a tensor in client memory, each way
 SUMS = """
@@ -58,8 +63,8 @@ async def serving(folder: Path) -> AsyncIterator[tuple[str, str]]:
     """Where HTTP and gRPC are served."""
     settings = Settings(
         repository=str(folder),
-        http=(Listener("127.0.0.1:0"),),
-        grpc=(Listener("127.0.0.1:0"),),
+        http=(Listener("127.0.0.1:0", dialects=EVERY),),
+        grpc=(Listener("127.0.0.1:0", dialects=EVERY),),
         limits=Limits(body_bytes=256 * MB),
         grpc_options=GrpcOptions(message_bytes=256 * MB),
         allow_client_shm=True,
@@ -124,6 +129,54 @@ def predict(model: str, text: bytes) -> Ask:
     return ask
 
 
+def call(place: str, path: str, message: Any) -> bytes:
+    options = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+    with grpc.insecure_channel(place, options=options) as channel:
+        return bytes(channel.unary_unary(path)(message.SerializeToString(), timeout=60))
+
+
+def tfs_rpc(model: str, **values: Any) -> Ask:
+    """A tensor of four million floats, or of a million strings, to TensorFlow Serving's Predict."""
+
+    def ask(http_place: str, grpc_place: str) -> None:
+        made = TFS.PredictRequest()
+        made.model_spec.name = model
+        count = MB if "string_val" in values else COUNT
+        tensor = TFS.TensorProto(dtype=7 if "string_val" in values else 1, **values)
+        for size in (1, count):
+            tensor.tensor_shape.dim.add(size=size)
+        made.inputs["x"].CopyFrom(tensor)
+        assert call(grpc_place, "/tensorflow.serving.PredictionService/Predict", made)
+
+    return ask
+
+
+def grps_rpc(model: str, **values: Any) -> Ask:
+    """The same to grps's."""
+
+    def ask(http_place: str, grpc_place: str) -> None:
+        made, count = GRPS.GrpsMessage(model=f"{model}-1"), MB if "flat_string" in values else COUNT
+        dtype = "DT_STRING" if "flat_string" in values else "DT_FLOAT32"
+        made.gtensors.tensors.add(name="x", dtype=dtype, shape=[1, count], **values)
+        reply = call(grpc_place, "/grps.protos.v1.GrpsService/Predict", made)
+        assert GRPS.GrpsMessage.FromString(reply).status.code == 200
+
+    return ask
+
+
+def grps(model: str, query: str, text: bytes) -> Ask:
+    def ask(http_place: str, grpc_place: str) -> None:
+        path = f"/grps/v1/infer/predict?model={model}-1{query}"
+        post(http_place, path, text, Content_Type="application/json")
+
+    return ask
+
+
+def gtensors(count: int, text: bytes) -> bytes:
+    tensor = b'"name":"x","dtype":"DT_FLOAT32","shape":[1,%d],"flat_float32":[%b]' % (count, text)
+    return b'{"gtensors":{"tensors":[{%b}]}}' % tensor
+
+
 def rpc(http_place: str, grpc_place: str) -> None:
     made = MESSAGES.ModelInferRequest(model_name="sums", raw_input_contents=[bytes(4 * COUNT)])
     made.inputs.add(name="x", datatype="FP32", shape=[1, COUNT])
@@ -174,6 +227,17 @@ CASES = {
     "predict, a long text of numbers": predict("sums", b'{"instances":[[%b]]}' % NUMBERS),
     "predict, 4 million numbers back": predict("grows", b'{"instances":[[%d]]}' % COUNT),
     "gRPC, 16 MB raw": rpc,
+    "TensorFlow Serving's RPC, 16 MB raw both ways": tfs_rpc("free", tensor_content=bytes(4 * COUNT)),
+    "TensorFlow Serving's RPC, 4 million floats": tfs_rpc("sums", float_val=[0.5] * COUNT),
+    "TensorFlow Serving's RPC, a million strings": tfs_rpc("firsts", string_val=[b"12345"] * MB),
+    "grps's RPC, 4 million floats both ways": grps_rpc("free", flat_float32=[0.5] * COUNT),
+    "grps's RPC, a million strings": grps_rpc("firsts", flat_string=["12345"] * MB),
+    "grps, a long text of numbers": grps("sums", "", gtensors(COUNT // 2, NUMBERS)),
+    "grps, nested lists": grps("sums", "", b'{"ndarray":[[%b]]}' % NUMBERS),
+    "grps, 4 million numbers back": grps("grows", "", gtensors(1, b"%d" % COUNT)),
+    "grps, 4 million numbers back in lists": grps(
+        "grows", "&return-ndarray=true", gtensors(1, b"%d" % COUNT)
+    ),
     "v2, 64 MB of client memory": shared_v2,
     "v1, 64 MB of client memory": shared_v1,
     "gRPC, 64 MB of client memory": shared_rpc,

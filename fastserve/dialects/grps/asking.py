@@ -24,6 +24,7 @@ from fastserve.serving.generate import Event, alone, generate
 from fastserve.tensor import DTYPES, Tensor
 
 MESSAGE = "message"
+WORK = 8  # times what is sent or answered: of other values than floats each becomes an object
 Events = AsyncGenerator[Event, None]
 
 
@@ -34,6 +35,8 @@ class Asked:
     version: Version
     message: Any
     parameters: dict[str, object] = field(default_factory=dict)
+    nbytes: int = 0
+    """How large it was as it came."""
 
 
 def make_request(asked: Asked, deadline_ns: int) -> InferRequest:
@@ -44,6 +47,11 @@ def make_request(asked: Asked, deadline_ns: int) -> InferRequest:
     packed = pack_bytes([message.SerializeToString()])
     inputs = {MESSAGE: Tensor(DTYPES["bytes"], (1,), packed)}
     return InferRequest(inputs, deadline_ns=deadline_ns, parameters=asked.parameters)
+
+
+async def prepare(service: Service, asked: Asked, deadline_ns: int) -> InferRequest:
+    """The same, apart from the event loop if it is large. Raises ServeError."""
+    return await service.apart(asked.nbytes, make_request, asked, deadline_ns)
 
 
 async def run_once(service: Service, asked: Asked, request: InferRequest) -> InferResponse:
@@ -73,14 +81,15 @@ async def go_through(service: Service, asked: Asked, deadline_ns: int) -> InferR
     *first, last = [service.find(name) for name in nodes_of(asked.version)]
     own = {name: value for name, value in asked.parameters.items() if name == "http"}
     for version in first:
-        step = Asked(version, asked.message, {**own, "goes_on": True})
-        response = await service.engine.infer(version, make_request(step, deadline_ns))
+        step = Asked(version, asked.message, {**own, "goes_on": True}, asked.nbytes)
+        response = await service.engine.infer(version, await prepare(service, step, deadline_ns))
         try:
-            asked.message = read_answer(step, response)
+            asked.message = await service.apart(response.nbytes, read_answer, step, response)
+            asked.nbytes = response.nbytes
         finally:
             response.release()
     asked.version = last
-    return make_request(asked, deadline_ns)
+    return await prepare(service, asked, deadline_ns)
 
 
 def read_answer(asked: Asked, response: InferResponse) -> Any:
@@ -96,9 +105,13 @@ def read_answer(asked: Asked, response: InferResponse) -> Any:
     return message
 
 
-def stream_answers(service: Service, asked: Asked, deadline_ns: int, write: Callable[[Any], bytes]) -> Events:
+async def stream_answers(
+    service: Service, asked: Asked, deadline_ns: int, write: Callable[[Any], bytes]
+) -> Events:
     """Every part of an answer by `write`, which gets its message. A dag of several nodes streams from its
-    last."""
+    last. Raises ServeError for what is wrong with the request."""
+    late = bool(nodes_of(asked.version))
+    request = InferRequest({}) if late else await prepare(service, asked, deadline_ns)
 
     async def start_late() -> AsyncGenerator[InferResponse, None]:
         request = await go_through(service, asked, deadline_ns)
@@ -107,11 +120,10 @@ def stream_answers(service: Service, asked: Asked, deadline_ns: int, write: Call
                 yield response
 
     def start() -> AsyncGenerator[InferResponse, None]:
-        if nodes_of(asked.version):
+        if late:
             return start_late()
-        request = make_request(asked, deadline_ns)
         if asked.version.config.options.decoupled:
             return service.engine.stream(asked.version, request)
         return alone(lambda: service.engine.infer(asked.version, request))
 
-    return generate(start, lambda response: write(read_answer(asked, response)))
+    return generate(start, lambda response: write(read_answer(asked, response)), service.apart)

@@ -23,7 +23,7 @@ from fastserve._ext.flatten import FlattenFault, flatten
 from fastserve._ext.json_reader import JSONFault, PredictReader
 from fastserve._ext.json_value import JSONSyntaxError, Members, parse
 from fastserve.config import GrpsOptions
-from fastserve.dialects.grps.tensors import BY_NAME, FIELDS, Field, fill_packed
+from fastserve.dialects.grps.tensors import BY_NAME, FIELDS, Field, fill_packed, fill_whole
 from fastserve.errors import invalid
 from fastserve.protos import load
 from fastserve.tensor import ARRAY_CODE, DTYPES
@@ -220,9 +220,7 @@ def _read_values(out: Any, field: Field, given: Any, is_cut: bool, where: str) -
     if field.wire.startswith("float"):
         fill_packed(out, field, data)
     else:
-        items = array(ARRAY_CODE[field.wire])
-        items.frombytes(data)
-        getattr(out, field.name).extend(items)
+        fill_whole(getattr(out, field.name), field.wire, data)
 
 
 def _read_quickly(wire: str, text: bytes) -> bytes | None:

@@ -14,14 +14,14 @@ from collections.abc import Awaitable, Coroutine
 from contextlib import aclosing
 from typing import Any
 
-from fastserve.dialects.grps.asking import Asked, make_request, read_answer, run_once, stream_answers
+from fastserve.dialects.grps.asking import WORK, Asked, prepare, read_answer, run_once, stream_answers
 from fastserve.dialects.grps.codec_http import JsonBody, read_json, wants_stream
 from fastserve.dialects.grps.errors import OK_JSON, code_of, failure_json
 from fastserve.dialects.grps.fast_http import FastHttp
 from fastserve.dialects.grps.heads import BIN, content_kind
 from fastserve.dialects.grps.replies import write_json, write_ndarray
 from fastserve.dialects.grps.routes import Query
-from fastserve.dialects.grps.service import BYTES, Service, speaks_messages
+from fastserve.dialects.grps.service import BYTES, JSON, Service, speaks_messages
 from fastserve.dialects.grps.tensors import BY_NAME
 from fastserve.errors import ServeError, internal, invalid
 from fastserve.protos import load
@@ -91,11 +91,11 @@ class Predict:
             version = service.find(self.query.model)
             if not speaks_messages(version):
                 raise invalid(NOT_OWN.format(version.model))
-            return Asked(
-                version, load("grps").GrpsMessage(bin_data=bytes(call.body)), {**told, "http": describe(call)}
-            )
+            message = load("grps").GrpsMessage(bin_data=bytes(call.body))
+            return Asked(version, message, {**told, "http": describe(call)}, len(call.body))
         body = body or await self.read_body(call)
-        return Asked(service.find(body.message.model or self.query.model), body.message, dict(told))
+        version = service.find(body.message.model or self.query.model)
+        return Asked(version, body.message, dict(told), WORK * len(call.body))
 
     async def _stream(self, call: Call, body: JsonBody | None = None) -> None:
         """A chunk for each part, as it comes. What goes wrong is one more, and the last."""
@@ -108,7 +108,7 @@ class Predict:
             asked = await self.read(call, body, streaming=True)
             version = asked.version
             async with aclosing(
-                stream_answers(service, asked, service.deadline_ns(call.received_ns), self._chunk)
+                await stream_answers(service, asked, service.deadline_ns(call.received_ns), self._chunk)
             ) as events:
                 async for event in events:
                     stream = stream or call.stream(200, kind)
@@ -149,7 +149,8 @@ class HttpPredict(SlowRequest):
     async def read(self) -> InferRequest:
         self._asked = await self._endpoint.read(self._call, self._body, streaming=False)
         self.version = self._asked.version
-        self._request = make_request(self._asked, self._service.deadline_ns(self._call.received_ns))
+        deadline_ns = self._service.deadline_ns(self._call.received_ns)
+        self._request = await prepare(self._service, self._asked, deadline_ns)
         return self._request
 
     def run(self, request: InferRequest) -> Awaitable[InferResponse]:
@@ -159,17 +160,20 @@ class HttpPredict(SlowRequest):
         if self._endpoint.raw:
             self._write_own(response)
             return
-        message = read_answer(self._asked, response)
-        options = self._service.options
-        if self._endpoint.query.ndarray:
-            body = write_as_ndarray(message, several=options.ndarray_of_several == "first")
-        elif message.WhichOneof("data_oneof") == "bin_data":
-            self._call.reply(200, message.bin_data, BYTES)
-            return
+        body, kind = await self._service.apart(WORK * response.nbytes, self._encode, response)
+        if kind == BYTES:
+            self._call.reply(200, body, BYTES)
         else:
-            size = 4 * message.ByteSize()
-            body = await self._service.apart(size, write_json, message, options, OK_JSON)
-        self._service.answer(self._call, body)
+            self._service.answer(self._call, body)
+
+    def _encode(self, response: InferResponse) -> tuple[bytes, bytes]:
+        """The answer, and what it is."""
+        message, options = read_answer(self._asked, response), self._service.options
+        if self._endpoint.query.ndarray:
+            return write_as_ndarray(message, several=options.ndarray_of_several == "first"), JSON
+        if message.WhichOneof("data_oneof") == "bin_data":
+            return message.bin_data, BYTES
+        return write_json(message, options, OK_JSON), JSON
 
     def answered(self, took_ns: int) -> None:
         self._service.monitor.took(took_ns)

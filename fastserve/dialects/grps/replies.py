@@ -15,7 +15,7 @@ import msgspec
 
 from fastserve._ext.json_writer import MODE_SHORTEST, write_values
 from fastserve.config import GrpsOptions
-from fastserve.dialects.grps.tensors import BY_NUMBER, FIELDS
+from fastserve.dialects.grps.tensors import BY_NUMBER, FIELDS, pack_values, take_packed
 from fastserve.tensor import ARRAY_CODE, DTYPES
 
 
@@ -73,7 +73,7 @@ def quote_unreal(text: bytes) -> bytes:
 
 def write_ndarray(tensor: Any) -> bytes:
     """A float32 tensor as nested lists."""
-    data = array("f", tensor.flat_float32).tobytes()
+    data = take_packed(tensor, BY_NUMBER[tensor.dtype]) if len(tensor.flat_float32) else b""
     return quote_unreal(bytes(write_values(data, DTYPES["float32"].code, tuple(tensor.shape), MODE_SHORTEST)))
 
 
@@ -87,7 +87,8 @@ def _write_tensor(tensor: Any, options: GrpsOptions) -> bytes:
         if field.word == "DT_STRING":
             text = b"[%b]" % b",".join(_quote(value) for value in values)
         else:
-            data = array(ARRAY_CODE[field.wire], values).tobytes()
+            is_float = field.wire.startswith("float")
+            data = take_packed(tensor, field) if is_float else pack_values(field.wire, values)
             text = write_numbers(data, field.wire, len(values), options)
         parts.append(
             b'%b"%b":%b' % (b"," if len(parts) > 1 or head != b"{" else b"", field.name.encode(), text)

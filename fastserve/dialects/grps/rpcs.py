@@ -8,7 +8,7 @@ from functools import partial
 from time import monotonic_ns
 from typing import Any
 
-from fastserve.dialects.grps.asking import Asked, make_request, read_answer, run_once, stream_answers
+from fastserve.dialects.grps.asking import WORK, Asked, prepare, read_answer, run_once, stream_answers
 from fastserve.dialects.grps.codec_grpc import read_message
 from fastserve.dialects.grps.errors import NotReady, failure_message, ok_message
 from fastserve.dialects.grps.fast_grpc import FastGrpc, failure_of
@@ -106,15 +106,18 @@ class GrpcPredict(SlowRequest):
     async def read(self) -> InferRequest:
         self._asked = await read_asked(self._service, self._data, streaming=False)
         self.version = self._asked.version
-        self._request = make_request(self._asked, deadline_of(self._service, self._rpc))
+        self._request = await prepare(self._service, self._asked, deadline_of(self._service, self._rpc))
         return self._request
 
     def run(self, request: InferRequest) -> Awaitable[InferResponse]:
         return run_once(self._service, self._asked, request)
 
     async def write(self, response: InferResponse) -> None:
-        message = read_answer(self._asked, response)
-        self._exchange.reply(ok_message() + message.SerializeToString())
+        reply = await self._service.apart(WORK * response.nbytes, self._encode, response)
+        self._exchange.reply(reply)
+
+    def _encode(self, response: InferResponse) -> bytes:
+        return _part(read_answer(self._asked, response))
 
     def answered(self, took_ns: int) -> None:
         self._service.monitor.took(took_ns)
@@ -129,7 +132,8 @@ async def read_asked(service: Service, data: bytes, *, streaming: bool) -> Asked
     """A predict's message. Raises ServeError."""
     message = await service.apart(len(data), read_message, data)
     message.ClearField("status")
-    return Asked(service.find(message.model), message, {"streaming": True} if streaming else {})
+    told: dict[str, object] = {"streaming": True} if streaming else {}
+    return Asked(service.find(message.model), message, told, WORK * len(data))
 
 
 def deadline_of(service: Service, rpc: Rpc) -> int:
@@ -147,7 +151,7 @@ async def stream(service: Service, data: bytes, rpc: Rpc) -> AsyncIterator[bytes
     try:
         asked = await read_asked(service, data, streaming=True)
         version = asked.version
-        events = stream_answers(service, asked, deadline_of(service, rpc), _part)
+        events = await stream_answers(service, asked, deadline_of(service, rpc), _part)
         async with aclosing(events):
             async for event in events:
                 if event.fault is not None:

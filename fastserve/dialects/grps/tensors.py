@@ -15,6 +15,7 @@ from typing import Any
 
 from fastserve._ext.flatten import pack_bytes, unpack_bytes
 from fastserve.codec.proto_fields import head_of
+from fastserve.dialects.grps.codec_grpc import walk
 from fastserve.errors import internal, invalid
 from fastserve.protos import load
 from fastserve.repository.version import Version
@@ -32,6 +33,11 @@ class Field:
     tag: int
     wire: str
     """The neutral dtype of the values as they travel."""
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether values of a tensor travel as they lie in memory."""
+        return self.dtype.name == self.wire and self.wire.startswith("float")
 
 
 def _field(number: int, word: str, wire: str) -> Field:
@@ -53,6 +59,8 @@ FIELDS = (
 BY_NUMBER = {field.number: field for field in FIELDS}
 BY_DTYPE = {field.dtype.name: field for field in FIELDS}
 BY_NAME = {field.name: field for field in FIELDS}
+AT_ONCE = 1 << 14
+"""Values that are turned into others in one go: 1 ms, after which other threads may come."""
 FORMS = {"str_data": "str", "bin_data": "bin"}
 
 
@@ -97,18 +105,23 @@ def read_tensor(given: Any, number: int) -> tuple[str, Tensor]:
     if items != len(values):
         raise invalid(f"{what}: shape {list(shape)} has {items} elements, {field.name} has {len(values)}")
     try:
-        return given.name, Tensor(field.dtype, shape, pack_values(field, values))
+        data = take_packed(given, field) if field.is_raw else pack_values(field.dtype.name, values)
+        return given.name, Tensor(field.dtype, shape, data)
     except (OverflowError, struct.error):
         raise invalid(f"{what}: {field.name} has values beyond {field.dtype.name}") from None
 
 
-def pack_values(field: Field, values: Any) -> bytes | bytearray:
+def pack_values(dtype: str, values: Any) -> bytes:
     """Values as memory of their dtype. Raises OverflowError or struct.error for one that has no room."""
-    if field.word == "DT_STRING":
-        return pack_bytes(list(values))
-    if field.word == "DT_FLOAT16":
+    return b"".join(_pack(dtype, values[at : at + AT_ONCE]) for at in range(0, len(values), AT_ONCE))
+
+
+def _pack(dtype: str, values: Any) -> bytes | bytearray:
+    if dtype == "bytes":
+        return pack_bytes(values)
+    if dtype == "float16":
         return struct.pack(f"<{len(values)}e", *values)
-    return array(ARRAY_CODE[field.dtype.name], values).tobytes()
+    return array(ARRAY_CODE[dtype], values).tobytes()
 
 
 def _read_plain(version: Version, kind: str, data: bytes) -> dict[str, Tensor]:
@@ -190,17 +203,31 @@ def write_tensor(out: Any, name: str, tensor: Tensor) -> None:
         )
     elif field.word == "DT_FLOAT16":
         values.extend(struct.unpack(f"<{prod(tensor.shape)}e", tensor.data))
-    elif field.dtype.name == field.wire and field.wire.startswith("float"):
+    elif field.is_raw:
         fill_packed(out, field, tensor.data)
     else:
-        items = array(ARRAY_CODE[tensor.dtype.name])
-        items.frombytes(tensor.data)
-        values.extend(items)
+        fill_whole(values, tensor.dtype.name, tensor.data)
 
 
 def fill_packed(out: Any, field: Field, data: bytes | bytearray | memoryview) -> None:
     """Floats as they lie in memory: that is how they travel."""
     out.MergeFromString(head_of(field.tag, len(data)) + data)
+
+
+def fill_whole(values: Any, dtype: str, data: bytes | bytearray | memoryview) -> None:
+    """Whole numbers from memory."""
+    items = array(ARRAY_CODE[dtype])
+    items.frombytes(data)
+    for at in range(0, len(items), AT_ONCE):
+        values.extend(items[at : at + AT_ONCE])
+
+
+def take_packed(given: Any, field: Field) -> memoryview:
+    """The floats of a generic tensor that has some, in memory: no object is made for one of them."""
+    given.DiscardUnknownFields()
+    data = given.SerializeToString()
+    spans = walk(data, 0, len(data))
+    return next(memoryview(data)[start:end] for tag, start, end in spans if tag == field.tag)
 
 
 def _text(data: bytes, what: str) -> str:

@@ -114,7 +114,7 @@ class Generate:
                 return service.stream(version, request, traced)
             return alone(partial(service.infer, version, request, traced))
 
-        return generate(start, partial(write_generated, view, body.request_id))
+        return generate(start, partial(write_generated, view, body.request_id), service.apart)
 
     def _tell(self, event: Event) -> Answer:
         """An event, with the status it has when it is the first."""

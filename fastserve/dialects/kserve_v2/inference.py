@@ -86,8 +86,7 @@ class Inference(SlowRequest):
 
     async def write(self, response: InferResponse) -> None:
         assert self.view is not None
-        size = sum(memoryview(tensor.data).nbytes for tensor in response.outputs.values())
-        self.reply = await self.service.apart(size, self.encode, self.view, response)
+        self.reply = await self.service.apart(response.nbytes, self.encode, self.view, response)
         await self.rooms.flush()
 
     def close(self) -> None:

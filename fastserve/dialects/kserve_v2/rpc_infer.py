@@ -191,7 +191,7 @@ class Stream:
         turn.step_out()
         ended, well = False, True
         start = partial(service.stream, view.version, asked, request.traced)
-        async with aclosing(generate(start, partial(request.encode, view))) as events:
+        async with aclosing(generate(start, partial(request.encode, view), service.apart)) as events:
             async for event in events:
                 ended, well = event.final, well and event.fault is None
                 if event.fault is None:
