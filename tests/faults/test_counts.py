@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator
+from itertools import product
 
 import grpc as grpcio
 import pytest
@@ -17,7 +18,8 @@ from tests.faults.rig import MESSAGES, SERVICE, Grpc, Http, leaks, message, mixe
 from tests.running import WAIT_S, Running
 
 MAX = 2**63 - 1
-V1 = load("triton_v1")
+V1, TFS, GRPS = (load(name) for name in ("triton_v1", "tfserving", "grps"))
+EVERY = "tfserving,kserve_v2,triton_v1,grps"
 BACK = """
 class Model:
     def __init__(self, config): pass
@@ -78,7 +80,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         client_models.write_triton(folder, name, TRITON_BACK, config)
     client_models.write_triton(folder, "streamed", STREAM_BACK, SIDES + client_models.DECOUPLED)
     client_models.write_triton(folder, "ensemble", "", BATCHED + ENSEMBLE)
-    with Running(folder, folder.parent / "log", "--response-cache-bytes", "1000000") as running:
+    every = f"127.0.0.1:0={EVERY}"
+    cache = ("--response-cache-bytes", "1000000")
+    with Running(folder, folder.parent / "log", *cache, http=every, grpc=every) as running:
         yield running
 
 
@@ -161,6 +165,41 @@ def test_strings(server: Running, http: Http, shape: list[int], packed: bytes) -
         found = list(call((one.SerializeToString() for one in (raw, typed, good)), timeout=WAIT_S))
     errors = [bool(MESSAGES.ModelStreamInferResponse.FromString(one).error_message) for one in found]
     assert errors == [True, True, False]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=IDS)
+def test_tfserving_over_grpc(server: Running, http: Http, shape: list[int]) -> None:
+    """Without values, with raw ones, with one."""
+    with grpcio.insecure_channel(server.grpc) as channel:
+        predict = channel.unary_unary("/tensorflow.serving.PredictionService/Predict")
+        for model, values in product(MODELS, ({}, {"tensor_content": b""}, {"float_val": [1.0]})):
+            request = TFS.PredictRequest(model_spec={"name": model})
+            sent = request.inputs["x"]
+            sent.CopyFrom(TFS.TensorProto(dtype=1, **values))
+            for size in shape:
+                sent.tensor_shape.dim.add(size=size)
+            with pytest.raises(grpcio.RpcError) as caught:
+                predict(request.SerializeToString(), timeout=WAIT_S)
+            assert caught.value.code() is grpcio.StatusCode.INVALID_ARGUMENT, (model, values)
+
+
+@pytest.mark.parametrize("shape", [one for one in SHAPES if all(0 <= size < 2**32 for size in one)])
+def test_grps(server: Running, http: Http, shape: list[int]) -> None:
+    """Its axes have 32 bits. Over HTTP, over gRPC and in streams."""
+    with grpcio.insecure_channel(server.grpc) as channel:
+        predict = channel.unary_unary("/grps.protos.v1.GrpsService/Predict")
+        stream = channel.unary_stream("/grps.protos.v1.GrpsService/PredictStreaming")
+        for model, values in product(MODELS, ([], [1.0])):
+            said = {"name": "x", "shape": shape, "flat_float32": values}
+            message = GRPS.GrpsMessage(model=f"{model}-1")
+            message.gtensors.tensors.add(dtype="DT_FLOAT32", **said)
+            data = message.SerializeToString()
+            for reply in (predict(data, timeout=WAIT_S), *stream(data, timeout=WAIT_S)):
+                assert GRPS.GrpsMessage.FromString(reply).status.code == 400, (model, values)
+            body = {"gtensors": {"tensors": [{"dtype": "DT_FLOAT32", **said}]}}
+            headers = {"Content_Type": "application/json"}
+            answer = http.post(f"/grps/v1/infer/predict?model={model}-1", body, **headers)
+            assert answer.status == 400, answer.body
 
 
 @pytest.mark.parametrize("key", ["instances", "inputs"])
