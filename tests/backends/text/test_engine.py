@@ -368,3 +368,25 @@ def test_what_is_read_for_vectors_does_not_go_before_those_who_write() -> None:
     assert seen[:2] == [(0, 1), (1, 1)]
     assert max(reading for _, reading in seen) == 1
     assert (seen[-1], engine._pooled) == ((1, 0), 0)
+
+
+def test_what_was_read_for_a_vector_is_kept_as_far_as_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, model = make(2, prefix_cache=True, pooling="mean")
+    engine.info = msgspec.structs.replace(engine.info, embeds=2)
+
+    def embed(rid: int, ids: list[int]) -> Finish:
+        request = ask(rid, ids)
+        request.note = msgspec.structs.replace(request.note, embeds=True)
+        return run(engine, [request]).ended[rid]
+
+    def reads(rid: int, ids: list[int]) -> int:
+        """How much of such a prompt is computed."""
+        model.plans.clear()
+        assert run(engine, [ask(rid, ids, max_new_tokens=3)]).tokens[rid] == continue_plainly(ids, 3)
+        return sum(chunk.count for plan in model.plans for chunk in plan.chunks)
+
+    assert embed(0, [5] * 30) == Finish.STOP
+    assert reads(1, [5] * 30 + [6]) == 1
+    monkeypatch.setattr(model, "states", lambda: np.full((len(model.plans[-1].tokens), 2), np.nan))
+    assert embed(2, [7] * 30) == Finish.FAILED
+    assert reads(3, [7] * 30 + [6]) == 31
