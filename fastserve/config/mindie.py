@@ -141,7 +141,7 @@ def mindie_overrides(given: Given) -> dict[str, Any]:
         "textgen.truncate": bool(deployed.truncation),
         "textgen.metrics": "mindie",
         "textgen.tgi_flavor": "mindie",
-        "textgen.openai_errors": "mindie",
+        "textgen.openai_flavor": "mindie",
         **_tls(server, given.root),
     }
 

@@ -37,7 +37,7 @@ class TextgenOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 600.0
     e2e_timeout_s: Annotated[
         float, Meta(gt=0, description="Seconds a request may take, whatever it names (e2eTimeout).")
-    ] = 65535.0
+    ] = 600.0
     seed_bits: Annotated[Literal[64, 63], Meta(description="Bits of a seed; MindIE's newer: 63.")] = 64
     token_id_style: Annotated[
         Literal["scalar", "list"],
@@ -78,9 +78,12 @@ class TextgenOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "huggingface_hub sends made-up ones)."
         ),
     ] = False
-    openai_errors: Annotated[
+    openai_flavor: Annotated[
         Literal["openai", "mindie"],
-        Meta(description="Errors of OpenAI's API: its own envelope and statuses, or MindIE's flat ones."),
+        Meta(
+            description="Whose shape OpenAI's API has where the two differ: errors, lists of models, the "
+            "last piece of a chat."
+        ),
     ] = "openai"
     max_stops: Annotated[
         int, Meta(ge=1, le=64, description="Stop strings of a request (TGI's, OpenAI's and vLLM's).")

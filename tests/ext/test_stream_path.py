@@ -1,4 +1,4 @@
-"""The compiled way of a streamed reply's pieces does what its oracle does, and lets a subclass do otherwise."""
+"""The compiled way of a streamed reply's pieces does what its oracle does; a subclass may do otherwise."""
 
 from __future__ import annotations
 

@@ -113,6 +113,7 @@ class Completing:
         self._service, self._call, self._model = service, call, model
         self._wanted, self._answer = wanted, answer
         self._sequences: list[Sequence] = []
+        self._ended = 0  # of those that are poured
 
     async def whole(self) -> bytes:
         """The whole answer. Raises ServeError."""
@@ -218,11 +219,16 @@ class Completing:
         else:
             more += frames.write(tokens)
         ending = sequence.stream.ending
-        return (
-            more
-            if ending is None or ending.fault is not None
-            else more + answer.last(index, finish_of(ending.reason))
-        )
+        if ending is None or ending.fault is not None:
+            return more
+        self._ended += 1
+        return more + answer.last(index, finish_of(ending.reason), self._last_usage())
+
+    def _last_usage(self) -> Usage | None:
+        """What the last piece of a chat's last choice tells of its tokens, as MindIE does (spec 3.6)."""
+        wanted = self._wanted
+        told = self._service.options.openai_flavor == "mindie" and wanted.messages and not wanted.tells_usage
+        return self._usage() if told and self._ended == len(self._sequences) else None
 
     def _frames(self, index: int) -> Frames | None:
         return None if self._answer.scored else self._answer.frames(index)

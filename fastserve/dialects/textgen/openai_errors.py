@@ -82,11 +82,11 @@ def param_of(fault: ServeError) -> str | None:
 def refuse(service: Service, call: Call, fault: ServeError, model: str = "") -> None:
     """Reply with an error, and count it."""
     service.traffic.refused(model, fault.kind.name)
-    flat = service.options.openai_errors == "mindie"
+    flat = service.options.openai_flavor == "mindie"
     fault = in_mindies_words(fault) if flat else fault
     call.reply(status_of(fault, flat=flat), error_body(fault, flat=flat), headers=retry_after(fault))
 
 
 def tell(service: Service, fault: ServeError) -> bytes:
     """An error in the midst of a stream: clients raise on the event."""
-    return b"data: %b\n\n" % error_body(fault, flat=service.options.openai_errors == "mindie")
+    return b"data: %b\n\n" % error_body(fault, flat=service.options.openai_flavor == "mindie")

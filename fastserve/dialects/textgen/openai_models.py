@@ -7,6 +7,7 @@ from urllib.parse import unquote
 
 import msgspec
 
+from fastserve.dialects.textgen.metadata import SERVER
 from fastserve.dialects.textgen.openai_errors import refuse
 from fastserve.dialects.textgen.paths import Named, Path
 from fastserve.dialects.textgen.service import Service
@@ -25,7 +26,7 @@ def list_models(service: Service, named: Named) -> Endpoint:
     """GET /v1/models."""
 
     def answer(call: Call) -> None:
-        data = [describe(service.texts.find(name)) for name in service.texts.names()]
+        data = [describe(service, service.texts.find(name)) for name in service.texts.names()]
         call.reply(200, msgspec.json.encode({"object": "list", "data": data}))
 
     return answer
@@ -39,7 +40,7 @@ def show_model(service: Service, named: Named) -> Endpoint:
         try:
             if not name:
                 raise no_model(name)
-            body = msgspec.json.encode(describe(service.texts.find(name)))
+            body = msgspec.json.encode(describe(service, service.texts.find(name), alone=True))
         except ServeError as fault:
             refuse(service, call, no_model(name) if fault.kind is Kind.NOT_FOUND else fault)
         else:
@@ -67,10 +68,17 @@ def no_model(name: str) -> ServeError:
     return ServeError(Kind.NOT_FOUND, f"The model '{name}' does not exist.")
 
 
-def describe(model: TextModel) -> dict[str, Any]:
-    """OpenAI's four keys, and those of vLLM."""
+def describe(service: Service, model: TextModel, *, alone: bool = False) -> dict[str, Any]:
+    """OpenAI's four keys, and those of vLLM. MindIE has the four where it tells of one model alone, and says
+    "null" of a parent there is not."""
+    mindie = service.options.openai_flavor == "mindie"
     card = model_card(model.version)
-    return {**card, "root": model.name, "parent": None, "max_model_len": model.info.max_tokens}
+    if mindie:
+        card["owned_by"] = SERVER
+    if mindie and alone:
+        return card
+    more = {"root": model.name, "parent": "null" if mindie else None}
+    return {**card, **more, "max_model_len": model.info.max_tokens}
 
 
 PATHS = (

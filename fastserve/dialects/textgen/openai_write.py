@@ -66,8 +66,8 @@ def finish_of(finish: Finish) -> str:
 
 
 class Answer(ABC):
-    """What is said to one request: the whole, or piece by piece. `scored`: with logprobs; `full_text`: pieces
-    have the text so far besides, as MindIE's with fullTextEnabled."""
+    """What is said to one request: the whole, or piece by piece. `scored`: with logprobs; `usage`: of
+    streams, at their end; `full_text`: pieces have the text so far, as MindIE's with fullTextEnabled."""
 
     content_type: bytes
     done: bytes
@@ -102,8 +102,8 @@ class Answer(ABC):
         of those before."""
 
     @abstractmethod
-    def last(self, index: int, finish: str) -> bytes:
-        """The end of one choice."""
+    def last(self, index: int, finish: str, usage: Usage | None = None) -> bytes:
+        """The end of one choice; with the tokens of all, where it is the last and tells them."""
 
     @abstractmethod
     def usage(self, usage: Usage) -> bytes:
@@ -161,8 +161,11 @@ class OpenAiAnswer(Answer):
             frames = self._frames[index] = Frames((before, Hole.TEXT, after), skip_empty=True)
         return frames
 
-    def last(self, index: int, finish: str) -> bytes:
-        return self._chunk(index, self._nothing, b'"%b"' % finish.encode(), ())
+    def last(self, index: int, finish: str, usage: Usage | None = None) -> bytes:
+        written = self._chunk(index, self._nothing, b'"%b"' % finish.encode(), ())
+        if usage is None:
+            return written
+        return b"%b],%b\n\n" % (written.removesuffix(self._close), _encode({"usage": usage.write()})[1:])
 
     def usage(self, usage: Usage) -> bytes:
         closing = _encode({"usage": usage.write()})

@@ -87,7 +87,7 @@ class VllmAnswer(Answer):
     def frames(self, index: int) -> Frames:
         return frames_of(index)
 
-    def last(self, index: int, finish: str) -> bytes:
+    def last(self, index: int, finish: str, usage: Usage | None = None) -> bytes:
         return b""
 
     def usage(self, usage: Usage) -> bytes:

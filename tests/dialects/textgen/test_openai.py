@@ -285,7 +285,7 @@ def test_a_prompt_too_long_where_errors_are_mindies() -> None:
         "Failed to enqueue inferRequest. This model's maximum input ids length cannot be greater than 8,"
         "the input ids length is 9"
     )
-    with served(RIGS["llm-limits"].engine(), openai_errors="mindie") as at:
+    with served(RIGS["llm-limits"].engine(), openai_flavor="mindie") as at:
         for path, more in (
             (COMPLETIONS, {"model": "m1"}), ("/generate", {}), ("/generate", {"stream": True}),
         ):  # fmt: skip
@@ -294,3 +294,27 @@ def test_a_prompt_too_long_where_errors_are_mindies() -> None:
             empty = at.post(path, {"prompt": " ", **more})
             assert empty.json["error"] == "Inputs token length must be in (0, 1048576], but got 0"
             assert empty.status == 422
+
+
+def test_mindies_models_and_the_end_of_its_chats() -> None:
+    with served(RIGS["llm-eos"].engine(), openai_flavor="mindie") as at:
+        one = at.ask("GET", "/v1/models/m1").json
+        assert (list(one), one["owned_by"]) == (["id", "object", "created", "owned_by"], "MindIE Server")
+        (listed,) = at.ask("GET", "/v1/models").json["data"]
+        assert listed == {**one, "root": "m1", "parent": "null", "max_model_len": listed["max_model_len"]}
+        *before, last = pieces_of(chat(at, stream=True))
+        assert last["choices"][0]["finish_reason"] == "stop"
+        assert last["usage"] == chat(at).json["usage"]
+        assert not any("usage" in piece for piece in before)
+        several = [piece for piece in pieces_of(chat(at, stream=True, n=3)) if "usage" in piece]
+        assert [piece["usage"]["completion_tokens"] for piece in several] == [9]
+        assert not any("usage" in piece for piece in pieces_of(completion(at, stream=True)))
+        asked = pieces_of(chat(at, stream=True, stream_options={"include_usage": True}))
+        assert [piece["usage"] is not None for piece in asked[-2:]] == [False, True]
+        assert asked[-1]["choices"] == []
+
+
+def test_openais_models_and_the_end_of_its_chats(server: Local) -> None:
+    one = server.ask("GET", "/v1/models/m1").json
+    assert (one["owned_by"], one["parent"], one["root"]) == ("fastserve", None, "m1")
+    assert not any("usage" in piece for piece in pieces_of(chat(server, stream=True)))

@@ -311,7 +311,7 @@ def test_the_async_client(server: Local) -> None:
 
 def test_mindies_flat_errors() -> None:
     with (
-        Local({"m1": Scripted(HELLO, eos={2})}, TextgenOptions(openai_errors="mindie")) as server,
+        Local({"m1": Scripted(HELLO, eos={2})}, TextgenOptions(openai_flavor="mindie")) as server,
         OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
     ):
         with pytest.raises(openai.UnprocessableEntityError) as refused:
