@@ -398,7 +398,7 @@ cdef class BatchRing:
         cdef uint32_t i, touched = 0
         for i in range(self.slots):
             touched += slot_reclaim(&self.arena, i, front)
-        slab_reclaim(&self.arena.slabs, 1 + front)
+        front_reclaim(&self.arena, front)
         self.kick_all()     # it may have died between making a batch ready and waking a worker for it
         return touched
 

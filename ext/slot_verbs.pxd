@@ -102,7 +102,7 @@ cdef extern from "reclaim.h" nogil:
     bint slab_holds(const Slabs*, uint64_t, uint64_t)
     bint slab_release(const Slabs*, uint64_t)
     bint slab_give(const Slabs*, uint64_t, uint32_t giver, uint32_t taker)
-    uint32_t slab_reclaim(const Slabs*, uint32_t)
+    void front_reclaim(const Arena*, uint32_t)
     uint32_t slab_used(const Slabs*)
     enum: OWNER_PLACE
     uint32_t place_owner(uint64_t tag)

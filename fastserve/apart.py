@@ -15,7 +15,7 @@ even a caller that is cancelled.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, ParamSpec, TypeVar
 
 APART_BYTES = 1 << 20
@@ -36,12 +36,19 @@ class Apart:
         if nbytes < APART_BYTES:
             return work(*args, **kwargs)
         async with self._turn:
-            running = asyncio.get_running_loop().run_in_executor(None, lambda: work(*args, **kwargs))
-            try:
-                return await asyncio.shield(running)
-            except asyncio.CancelledError:
-                await _outlast(running)
-                raise
+            return await outlast(
+                asyncio.get_running_loop().run_in_executor(None, lambda: work(*args, **kwargs))
+            )
+
+
+async def outlast(work: Awaitable[T]) -> T:
+    """What it comes to. It is gone through with if its caller is cancelled, who hears of that afterwards."""
+    running = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await _outlast(running)
+        raise
 
 
 def run_through(work: Coroutine[Any, Any, None]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from fastserve.errors import ServeError
@@ -22,6 +22,11 @@ class Lent:
     region: str = ""
 
 
+Carry = Callable[[memoryview], Awaitable[None]]
+"""Fills memory, as long as an input is, with the input. It is not touched after that, nor after a failure.
+Raises ServeError."""
+
+
 @dataclass(slots=True)
 class InferRequest:
     """One request for one loaded version.
@@ -33,7 +38,8 @@ class InferRequest:
     0 is the model's default level. `sequence_id` 0 or "" means the request is no part of a sequence. A list
     given as `times` is filled with the moments of the request's batch, as BatchRing.times_ns has them. `lent`
     and `placed` are inputs and outputs that its workers read and write on their GPU (engine/lending.py): of
-    such an input `data` has the size and not the bytes, of such an output the response has no more.
+    such an input `data` has the size and not the bytes, of such an output the response has no more. The same
+    of inputs that are `carried`: their bytes are put where the worker looks once there is a place for them.
     """
 
     inputs: dict[str, Tensor]
@@ -49,6 +55,7 @@ class InferRequest:
     times: list[int] | None = None
     lent: dict[str, Lent] = field(default_factory=dict)
     placed: dict[str, Lent] = field(default_factory=dict)
+    carried: dict[str, Carry] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

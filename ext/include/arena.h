@@ -35,7 +35,7 @@
 
 enum {
     ARENA_MAGIC = 0x66737276,   // "fsrv"
-    ARENA_LAYOUT = 8,
+    ARENA_LAYOUT = 9,
     MAX_WORKERS = 64,
     MAX_FRONTS = 64,
     MAX_COLUMNS = 64,
@@ -112,7 +112,7 @@ enum { SPREADS = 5, SPREAD_BUCKETS = 512 };
 typedef struct { uint64_t bucket[SPREAD_BUCKETS]; } Spread;
 
 typedef struct { alignas(64) uint32_t asleep; uint32_t present, lives; uint64_t batches; } WorkerDesk;    // lives: deaths so far
-typedef struct { alignas(64) uint32_t rung; uint32_t rescan; } FrontDesk;
+typedef struct { alignas(64) uint32_t rung; uint32_t rescan, pinned; } FrontDesk;     // pinned: for devices (pins.h)
 
 enum { AWAKE = 0, ASLEEP = 1, ASLEEP_UNTIL_DUE = 2, ASLEEP_FULL = 3 };     // WorkerDesk.asleep; full: takes nothing now
 
@@ -131,6 +131,7 @@ typedef struct {
     FrontDesk front[MAX_FRONTS];
     alignas(64) Counters counters[COUNT_KINDS];
     uint64_t served_rows, served_ns;        // rows of requests answered well, and when the last of them was
+    uint32_t trimming;      // memory is being dropped (pins.h)
 } ArenaHeader;
 
 static inline uint64_t align64(uint64_t n) { return (n + 63) & ~(uint64_t)63; }

@@ -5,6 +5,7 @@
 // died between moving the table and moving the word, the two disagree (slot_lost). Live processes make them
 // disagree too, for nanoseconds, so that only what was lost twice, a while apart, is forgiven.
 #pragma once
+#include "pins.h"
 #include "runs.h"
 
 static inline bool row_reclaim(Arena *a, Slot *s, uint32_t r, uint32_t rows)
@@ -68,6 +69,13 @@ static inline uint32_t slot_lost(const Arena *a, uint32_t i, uint32_t *generatio
     uint32_t held = writing ? reserved - word_settled(w) : word_settled(w);
     *generation = word_generation(w);
     return load64(&s->word) == w && held > accounted && held <= reserved ? held - accounted : 0;
+}
+
+// What it held beside rows; its processes are gone with it.
+static inline void front_reclaim(const Arena *a, uint32_t front)
+{
+    slab_reclaim(&a->slabs, 1 + front);
+    pins_drop(a, front);
 }
 
 // Make up for rows found lost twice, long enough apart that only a dead process can have left them.

@@ -22,7 +22,7 @@ from fastserve.engine.layouts import (
     lay_out_outputs,
     read_response,
 )
-from fastserve.engine.lending import lend
+from fastserve.engine.lending import landing, lend
 from fastserve.engine.scheduler import Scheduler, cache_stage_of, fast_queue_of, scheduler_of
 
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
     "counts_of",
     "fast_queue_of",
     "keep_response",
+    "landing",
     "lay_out_inputs",
     "lay_out_outputs",
     "lend",

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastserve._ext.batch_ring import CANCELED, FULL, OVER, PART, REJECTED
@@ -24,6 +24,7 @@ from fastserve.each import each
 from fastserve.engine.meters import QueueMeters
 from fastserve.engine.room import Room
 from fastserve.errors import DeadlineError, Kind, ModelError, ServeError
+from fastserve.request import Carry
 from fastserve.tensor import TensorSpec
 from fastserve.workers.arena import Arena
 
@@ -148,12 +149,16 @@ class BatchQueue(Pendings):
         self.meters.rejected(cause)
         self.ring.count(REJECTED)
 
-    async def fill(self, place: int, rows: int, nbytes: int, write: Callable[[], None]) -> None:
-        """Have so many bytes written into a reserved place. Many are apart from the loop: pages that nobody
-        has touched cost as much again as the copy. Whatever fails gives the place back."""
+    async def fill(
+        self, place: int, rows: int, nbytes: int, write: Callable[[], Sequence[tuple[Carry, memoryview]]]
+    ) -> None:
+        """Have so many bytes written into a reserved place, and then what `write` leaves to others. Many are
+        apart from the loop: pages that nobody has touched cost as much again as the copy. Whatever fails
+        gives the place back."""
         self.unreleased += 1  # who waits for the queue's end waits for this, too
         try:
-            await self._apart(nbytes, write)
+            for carry, room in await self._apart(nbytes, write):
+                await carry(room)
         except BaseException:
             self.unreleased -= 1
             self.abandon(place, rows)

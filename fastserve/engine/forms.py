@@ -7,21 +7,24 @@ slabs     strings, free axes, no batch axis: inputs are copied once, into a slab
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
+from fastserve._ext import slab_tensors
 from fastserve.codec.notes import RequestNote, read_answer_note, write_note
 from fastserve.engine.batch_queue import BatchQueue
 from fastserve.engine.lending import attach_lent
 from fastserve.errors import Kind, ModelError, ServeError
-from fastserve.request import InferRequest
+from fastserve.request import Carry, InferRequest
 from fastserve.tensor import DTYPE_BY_CODE, Tensor
 
 if TYPE_CHECKING:
     from fastserve._ext.slab_tensors import Entry, Read
 
 Answer = tuple[dict[str, Tensor], Mapping[str, object]]  # outputs by name, and parameters
+Rest = Sequence[tuple[Carry, memoryview]]
+"""Inputs of a place that are still to be written, and where."""
 NONE: Mapping[str, object] = MappingProxyType({})
 UNREADABLE = "the worker's answer cannot be read"
 SLICE_BYTES = 1 << 20  # copied before another thread may have the interpreter
@@ -38,8 +41,9 @@ class Form(Protocol):
         rows: int,
         inputs: Mapping[str, Tensor],
         request: InferRequest | None = None,
-    ) -> None:
-        """Fill a reserved place; `request` is whose inputs they are. Raises ServeError without room."""
+    ) -> Rest:
+        """Fill a reserved place; `request` is whose inputs they are. What is left is what it has `carried`.
+        Raises ServeError without room."""
 
     def read(self, queue: BatchQueue, place: int, rows: int) -> Answer:
         """The outputs of an answered place, as views, and the parameters that came with them. Raises
@@ -56,18 +60,23 @@ class Columns:
         rows: int,
         inputs: Mapping[str, Tensor],
         request: InferRequest | None = None,
-    ) -> None:
-        lent = request.lent if request is not None else ()
+    ) -> Rest:
+        lent, carried = (request.lent, request.carried) if request is not None else ({}, {})
+        rest = []
         for column, name in enumerate(queue.inputs):
             if name in lent:
                 continue
             room, data = queue.ring.input_rows(place, rows, column), memoryview(inputs[name].data).cast("B")
             if len(room) != len(data):
                 raise ValueError(f"input {name!r} has {len(data)} bytes, its rows {len(room)}")
+            if name in carried:
+                rest.append((carried[name], room))
+                continue
             for at in range(0, len(data), SLICE_BYTES):
                 room[at : at + SLICE_BYTES] = data[at : at + SLICE_BYTES]
         if request is not None and (lent or request.placed):
             attach_lent(queue, place, request)
+        return rest
 
     def read(self, queue: BatchQueue, place: int, rows: int) -> Answer:
         outputs = {
@@ -87,9 +96,9 @@ class Slabs:
         rows: int,
         inputs: Mapping[str, Tensor],
         request: InferRequest | None = None,
-    ) -> None:
-        given = [_entry(i, inputs[name]) for i, name in enumerate(queue.inputs) if name in inputs]
-        _put(queue, place, given, b"")
+    ) -> Rest:
+        given = {i: name for i, name in enumerate(queue.inputs) if name in inputs}
+        return _put(queue, place, given, inputs, b"", request)
 
     def read(self, queue: BatchQueue, place: int, rows: int) -> Answer:
         status = queue.ring.place_status(place)
@@ -112,20 +121,16 @@ class Whole:
         rows: int,
         inputs: Mapping[str, Tensor],
         request: InferRequest | None = None,
-    ) -> None:
-        entries, extra = [], []
-        for number, name in enumerate(queue.inputs):
-            tensor = inputs.get(name)
-            if tensor is not None:
-                entries.append(_entry(number, tensor))
-        if len(entries) < len(inputs):
+    ) -> Rest:
+        given, extra = {i: name for i, name in enumerate(queue.inputs) if name in inputs}, []
+        if len(given) < len(inputs):
             extra = [name for name in inputs if name not in queue.inputs]
-            entries += [_entry(len(queue.inputs) + i, inputs[name]) for i, name in enumerate(extra)]
+            given |= {len(queue.inputs) + i: name for i, name in enumerate(extra)}
         try:
             note = note_of(request or InferRequest({}), extra)
         except (TypeError, ValueError):
             raise ServeError(Kind.INVALID_ARGUMENT, "parameters are strings, numbers and bools") from None
-        _put(queue, place, entries, note)
+        return _put(queue, place, given, inputs, note, request)
 
     def read(self, queue: BatchQueue, place: int, rows: int) -> Answer:
         outputs, parameters, error = read_answer(queue, *queue.ring.answer_slab(place))
@@ -137,13 +142,21 @@ class Whole:
         return outputs, parameters
 
 
-def _entry(number: int, tensor: Tensor) -> Entry:
-    return number, tensor.dtype.code, tensor.shape, tensor.data
-
-
-def _put(queue: BatchQueue, place: int, entries: list[Entry], note: bytes) -> None:
-    """Inputs into a slab of their own, which is the place's. Raises ServeError."""
+def _put(
+    queue: BatchQueue,
+    place: int,
+    given: Mapping[int, str],
+    inputs: Mapping[str, Tensor],
+    note: bytes,
+    request: InferRequest | None,
+) -> Rest:
+    """Inputs, by their numbers, into a slab of their own, which is the place's. Raises ServeError."""
     assert queue.desk is not None
+    carried = request.carried if request is not None else {}
+    entries: list[Entry] = [
+        (i, inputs[n].dtype.code, inputs[n].shape, len(inputs[n].data) if n in carried else inputs[n].data)
+        for i, n in given.items()
+    ]
     try:
         offset, size = queue.desk.put(entries, note)
     except ValueError as error:
@@ -156,6 +169,10 @@ def _put(queue: BatchQueue, place: int, entries: list[Entry], note: bytes) -> No
             retry_after_s=queue.meters.seconds_for(queue.ring.queued()),
         )
     queue.ring.attach_slab(place, offset, size)
+    if not carried:
+        return ()
+    written = slab_tensors.read(queue.ring.slab(offset, size, True))
+    return [(carried[given[i]], room) for i, _, _, room in written if given[i] in carried]
 
 
 def _read_slab(queue: BatchQueue, offset: int, size: int) -> tuple[list[Read], bytes]:
@@ -219,9 +236,9 @@ def note_of(request: InferRequest, extra: list[str]) -> bytes:
     return write_note(note)
 
 
-def inputs_bytes(inputs: Mapping[str, Tensor]) -> int:
-    """How much there is to write."""
-    return sum(memoryview(tensor.data).nbytes for tensor in inputs.values())
+def inputs_bytes(inputs: Mapping[str, Tensor], elsewhere: Collection[str] = ()) -> int:
+    """How much there is to write, but of those that others write."""
+    return sum(memoryview(tensor.data).nbytes for name, tensor in inputs.items() if name not in elsewhere)
 
 
 def form_of(queue: BatchQueue) -> Form:

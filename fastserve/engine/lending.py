@@ -59,6 +59,16 @@ def lend(
             request.placed[name] = replace(lent, nbytes=nbytes)
 
 
+def landing(version: Version, request: InferRequest) -> BatchQueue | None:
+    """The queue in whose places a request's inputs may be put by others, once it has one, and from whose
+    places its outputs may be taken; None where something looks at them before or after."""
+    queue = fast_queue_of(version)
+    if queue is None or cache_stage_of(version) is not None or not request.inputs:
+        return None
+    rows = next(iter(request.inputs.values())).shape[:1]
+    return queue if not version.batching or (rows and 0 < rows[0] <= queue.max_rows) else None
+
+
 def attach_lent(queue: BatchQueue, place: int, request: InferRequest) -> None:
     """Tell the place's worker. Raises ServeError when there is no room to."""
     data = write_lent(

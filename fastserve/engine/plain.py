@@ -81,7 +81,7 @@ async def _run(
     """One place: written, submitted, answered."""
     place = await queue.reserve(rows, request.deadline_ns, patient=patient)
     write = partial(form.write_inputs, queue, place, rows, inputs, request)
-    await queue.fill(place, rows, inputs_bytes(inputs), write)
+    await queue.fill(place, rows, inputs_bytes(inputs, request.carried), write)
     answer, pending = submit_written(queue, request, rows, place)
     try:
         return await answer

@@ -10,8 +10,9 @@ A region that is unregistered goes when the last request lets go of it; its name
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,6 +21,9 @@ from fastserve.request import Lent
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+    from fastserve.engine import BatchQueue
+    from fastserve.workers.arena import Arena
 
 log = logging.getLogger(__name__)
 
@@ -39,11 +43,23 @@ class Line(Protocol):
     async def open(self, lent: Lent) -> None:
         """Raises ServeError when it cannot be opened, NoDeviceError where there are no devices."""
 
-    async def read(self, lent: Lent) -> bytes:
+    async def read(self, lent: Lent) -> bytearray:
         """Raises ServeError."""
 
-    async def write(self, lent: Lent, data: bytes) -> None:
-        """Raises ServeError."""
+    async def write(self, lent: Lent, data: Buffer) -> None:
+        """Nothing looks at `data` when this has returned. Raises ServeError."""
+
+    async def join(self, arena: Arena, front: int) -> None:
+        """Views of it are copied from and to where they lie, from now on."""
+
+    async def ready(self, lent: Lent, arena: Arena) -> None:
+        """See to it that a copy is all that is left to do. Raises ServeError."""
+
+    async def read_into(self, lent: Lent, room: memoryview) -> None:
+        """Nothing writes into `room` when this has returned. Raises ServeError."""
+
+    def shares(self, data: Buffer) -> bool:
+        """Whether a view is of an arena that was joined. From any thread."""
 
     async def close(self, lent: Lent) -> None:
         """It is not used any more."""
@@ -86,22 +102,33 @@ class DeviceMemory:
             raise
         return region
 
-    async def read(self, region: DeviceRegion, lent: Lent) -> bytes:
+    async def read(self, lent: Lent) -> bytearray:
         """Raises ServeError."""
-        self.enter(region)
-        try:
+        with _named(lent):
             return await self._line.read(lent)
-        except ServeError as fault:
-            raise _broken(region.name, fault) from None
-        finally:
-            self.leave(region)
 
-    async def write(self, lent: Lent, data: bytes) -> None:
-        """Raises ServeError."""
-        try:
+    async def join(self, queue: BatchQueue) -> None:
+        """What is read into the queue's places, and written out of them, is copied where it lies."""
+        await self._line.join(queue.arena, queue.ring.front)
+
+    async def ready(self, lent: Lent, queue: BatchQueue) -> None:
+        """Before a place is taken for it. Raises ServeError."""
+        with _named(lent):
+            await self._line.ready(lent, queue.arena)
+
+    async def read_into(self, lent: Lent, room: memoryview) -> None:
+        """See Line. Raises ServeError."""
+        with _named(lent):
+            await self._line.read_into(lent, room)
+
+    async def write(self, lent: Lent, data: Buffer) -> None:
+        """See Line. Raises ServeError."""
+        with _named(lent):
             await self._line.write(lent, data)
-        except ServeError as fault:
-            raise _broken(lent.region, fault) from None
+
+    def shares(self, data: Buffer) -> bool:
+        """See Line."""
+        return self._line.shares(data)
 
     def enter(self, region: DeviceRegion) -> None:
         """One user more."""
@@ -139,8 +166,8 @@ class DeviceMemory:
 
 
 class DeviceDestination:
-    """Room for one output in device memory, good until closed. What is put there is copied at once, and is on
-    the device when `flush` returns."""
+    """Room for one output in device memory, good until closed. What is put there is on the device when
+    `flush` returns; its response is released after that: rows of a batch are copied where they lie."""
 
     __slots__ = ("_data", "_memory", "_region", "byte_size", "filled", "lent")
 
@@ -148,14 +175,14 @@ class DeviceDestination:
         self._memory, self._region, self.lent = memory, region, lent
         self.byte_size = lent.nbytes
         self.filled = False  # by a worker, before anybody puts anything here
-        self._data: bytes | None = None
+        self._data: Buffer | None = None
         memory.enter(region)
 
     def put(self, output: str, data: Buffer) -> None:
         """Take an output that has to fit. Raises ServeError."""
         must_fit(output, memoryview(data).nbytes, self.byte_size)
         if not self.filled:
-            self._data = bytes(data)
+            self._data = data if self._memory.shares(data) else bytes(data)
 
     async def flush(self) -> None:
         """Raises ServeError."""
@@ -178,5 +205,11 @@ def must_fit(output: str, nbytes: int, there: int) -> None:
         raise ServeError(Kind.INTERNAL, text)
 
 
-def _broken(region: str, fault: ServeError) -> ServeError:
-    return ServeError(Kind.UNAVAILABLE, f"shared memory region '{region}' cannot be used: {fault.message}")
+@contextlib.contextmanager
+def _named(lent: Lent) -> Iterator[None]:
+    """What goes wrong is told with the region's name."""
+    try:
+        yield
+    except ServeError as fault:
+        text = f"shared memory region '{lent.region}' cannot be used: {fault.message}"
+        raise ServeError(Kind.UNAVAILABLE, text) from None

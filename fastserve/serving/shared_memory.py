@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from fastserve.engine import lend
+from fastserve.engine import landing, lend
 from fastserve.errors import Kind, NoDeviceError, ServeError, internal, invalid
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, Lent
@@ -161,19 +161,30 @@ class Regions:
         self, version: Version, request: InferRequest, outside: Mapping[str, Lent], rooms: Rooms
     ) -> None:
         """See to it that a checked request's tensors on devices reach its model: inputs `outside` are left
-        to its workers to read, or their bytes are fetched; what the workers will write is said in `rooms`.
-        Raises ServeError."""
+        to its workers to read, or carried once it has a place; or their bytes are fetched. What the workers
+        will write is said in `rooms`. Raises ServeError."""
         places = {n: room for n, room in rooms.items() if isinstance(room, DeviceDestination)}
+        if self.devices is None or not (outside or places):
+            return
+        for lent in outside.values():
+            region = self._find_device(lent)
+            self.devices.enter(region)
+            rooms.kept.append(partial(self.devices.leave, region))
         lend(version, request, outside, {name: room.lent for name, room in places.items()})
         for name in request.placed:
             places[name].filled = True
+        if queue := landing(version, request):
+            await self.devices.join(queue)
         for name, lent in outside.items():
-            devices, region = self._find_device(lent)
+            tensor = request.inputs[name]
             if name in request.lent:
-                devices.enter(region)
-                rooms.kept.append(partial(devices.leave, region))
-            else:
-                request.inputs[name].data = await devices.read(region, lent)
+                continue
+            if queue is None or not tensor.dtype.item_bytes or not lent.nbytes:
+                tensor.data = await self.devices.read(lent)
+                continue
+            await self.devices.ready(lent, queue)
+            tensor.data = bytes(lent.nbytes)  # its size is looked at, and nothing is copied of it
+            request.carried[name] = partial(self.devices.read_into, lent)
 
     def read_into(self, range: Range, memory: memoryview) -> None:
         """Fill `memory`, as many bytes as the range has: the only copy there is. Raises ServeError, also for
@@ -242,11 +253,11 @@ class Regions:
             del self._regions[region.name]
             os.close(region.fd)
 
-    def _find_device(self, lent: Lent) -> tuple[DeviceMemory, DeviceRegion]:
+    def _find_device(self, lent: Lent) -> DeviceRegion:
         region = self._regions.get(lent.region)
-        if self.devices is None or not isinstance(region, DeviceRegion) or region.handle != lent.handle:
+        if not isinstance(region, DeviceRegion) or region.handle != lent.handle:
             raise _unknown(lent.region)  # unregistered since
-        return self.devices, region
+        return region
 
     def _find_file(self, range: Range) -> Region:
         region = self._find(range)

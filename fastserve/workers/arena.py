@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,6 +172,7 @@ class Arena:
         self.worker_bells = list(worker_bells)
         self.front_bells = list(front_bells)
         self.memory = mmap.mmap(memory_fd, os.fstat(memory_fd).st_size)
+        self.on_close: list[Callable[[], None]] = []
 
     @classmethod
     def create(cls, geometry: Geometry) -> Arena:
@@ -222,6 +223,8 @@ class Arena:
 
     def close(self) -> None:
         """Close every descriptor. The memory goes when the last view of it does."""
+        while self.on_close:
+            self.on_close.pop()()
         for fd in (self.memory_fd, *self.worker_bells, *self.front_bells):
             os.close(fd)
         self.worker_bells, self.front_bells, self.memory_fd = [], [], -1

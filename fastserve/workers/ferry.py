@@ -3,13 +3,18 @@
     python -m fastserve.workers.ferry FD
 
     owner                                              ferry
-      | -- keep {staging_bytes} + a memfd -------------->|
+      | -- keep {nbytes} + a memfd --------------------->|   memory 0, for whatever is not in an arena
       | <-- devices {count} -----------------------------|   0: there is no driver, and it ends
+      | -- share {memory, nbytes} + a memfd ------------>|   an arena
       | -- open {handle, device, nbytes} --------------->|   64 bytes in hex; of nbytes or more
-      | -- read {handle, device, offset, nbytes} ------->|   into the staging memory
-      | -- write {handle, device, offset, nbytes} ------>|   out of it
+      | -- read {handle, device, offset, nbytes, memory, at} -->|   from the device to there
+      | -- write {handle, device, offset, nbytes, memory, at} ->|   from there to the device
       | -- close {handle, device} ---------------------->|
+      | -- unshare {memory} ---------------------------->|
       | <-- done {} or refused {words} ------------------|   one answer each, in order
+
+Memory is registered with CUDA as it is used, CHUNK_BYTES at a time; a copy is of one chunk, since the driver
+refuses one that begins in registered memory and ends in other.
 
 A front process never initialises CUDA: this one does, when the first client registers memory, and only with
 handles of clients. It runs no model. One thread, one question at a time; the owner has as many answers as it
@@ -23,6 +28,7 @@ import mmap
 import os
 import socket
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from fastserve.devices.cuda import Cuda, CudaFault
@@ -38,6 +44,52 @@ log = logging.getLogger(__name__)
 _HARMLESS = {1, 2, 101, 201, 205, 206, 208, 211, 217, 304, 400, 704, 711, 800, 801}
 
 
+CHUNK_BYTES = 8 << 20
+"""Of an arena only what is used is touched, and stays so: registering touches all pages of a chunk, 4 ms."""
+
+
+class Memory:
+    """Memory that the server has as well. `fd` is closed."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        """Raises OSError."""
+        try:
+            self._mapped = mmap.mmap(fd, nbytes)
+        finally:
+            os.close(fd)
+        self._starts: dict[int, tuple[int, int]] = {}  # of a chunk: where, and who has registered it
+
+    def pieces(self, cuda: Cuda, device: int, at: int, nbytes: int) -> Iterator[memoryview]:
+        """[at, at + nbytes), chunk by chunk, each registered if that can be. `device` has been entered."""
+        with memoryview(self._mapped) as whole:
+            while nbytes:
+                number, first = divmod(at, CHUNK_BYTES)
+                size = min(nbytes, CHUNK_BYTES - first)
+                if number not in self._starts:
+                    chunk = whole[at - first : at - first + CHUNK_BYTES]
+                    self._starts[number] = _register(cuda, chunk), device
+                with whole[at : at + size] as piece:
+                    yield piece
+                at, nbytes = at + size, nbytes - size
+
+    def close(self, cuda: Cuda) -> None:
+        """Nothing of it is copied any more. Raises CudaFault."""
+        for start, device in self._starts.values():
+            if start:
+                cuda.enter(device)
+                cuda.unregister(start)
+        self._mapped.close()
+
+
+def _register(cuda: Cuda, chunk: memoryview) -> int:
+    """Its address, or 0: the driver then copies it through memory of its own."""
+    try:
+        return cuda.register(chunk)
+    except CudaFault as fault:
+        log.warning("memory that is copied from and to a device could not be registered: %s", fault)
+        return 0
+
+
 class BeyondError(Exception):
     """A client has told of more bytes than its allocation has."""
 
@@ -45,17 +97,20 @@ class BeyondError(Exception):
 class Ferry:
     """The handles that are open, and the copies."""
 
-    def __init__(self, cuda: Cuda, staging: mmap.mmap) -> None:
-        self._cuda, self._staging = cuda, staging
+    def __init__(self, cuda: Cuda, staging: Memory) -> None:
+        self._cuda = cuda
+        self._memories = {0: staging}
         self._opened: dict[tuple[str, int], int] = {}
-        self._pinned = False  # or has been tried
         self.broken = False
 
-    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, asked: dict[str, Any], fds: list[int]) -> dict[str, Any]:
         """Do what is asked."""
+        told = {name: asked[name] for name in asked if name != "op"}
         try:
-            getattr(self, f"_{asked['op']}")(**{name: asked[name] for name in asked if name != "op"})
+            getattr(self, f"_{asked['op']}")(**told, **({"fd": fds[0]} if fds else {}))
             return {"op": "done"}
+        except OSError as error:
+            return {"op": "refused", "words": error.strerror or "no memory"}
         except CudaFault as fault:
             self.broken = fault.code not in _HARMLESS
             return {"op": "refused", "words": str(fault)}
@@ -89,13 +144,23 @@ class Ferry:
         elif not 1 <= nbytes <= there:
             raise BeyondError(f"{nbytes} bytes were registered, its memory has {there}")
 
-    def _read(self, handle: str, device: int, offset: int, nbytes: int) -> None:
-        with memoryview(self._staging) as staging:
-            self._cuda.to_host(staging[:nbytes], self._address(handle, device) + offset)
+    def _read(self, handle: str, device: int, offset: int, nbytes: int, memory: int, at: int) -> None:
+        address = self._address(handle, device) + offset
+        for piece in self._memories[memory].pieces(self._cuda, device, at, nbytes):
+            self._cuda.to_host(piece, address)
+            address += piece.nbytes
 
-    def _write(self, handle: str, device: int, offset: int, nbytes: int) -> None:
-        with memoryview(self._staging) as staging:
-            self._cuda.to_device(self._address(handle, device) + offset, staging[:nbytes])
+    def _write(self, handle: str, device: int, offset: int, nbytes: int, memory: int, at: int) -> None:
+        address = self._address(handle, device) + offset
+        for piece in self._memories[memory].pieces(self._cuda, device, at, nbytes):
+            self._cuda.to_device(address, piece)
+            address += piece.nbytes
+
+    def _share(self, memory: int, nbytes: int, fd: int) -> None:
+        self._memories[memory] = Memory(fd, nbytes)
+
+    def _unshare(self, memory: int) -> None:
+        self._memories.pop(memory).close(self._cuda)
 
     def _close(self, handle: str, device: int) -> None:
         address = self._opened.pop((handle, device), None)
@@ -105,20 +170,10 @@ class Ferry:
 
     def _address(self, handle: str, device: int) -> int:
         self._cuda.enter(device)
-        if not self._pinned:
-            self._pin()
         found = self._opened.get((handle, device))
         if found is None:
             found = self._opened[handle, device] = self._cuda.open_handle(bytes.fromhex(handle))
         return found
-
-    def _pin(self) -> None:
-        """Once there is a context; without it the driver copies through memory of its own."""
-        self._pinned = True
-        try:
-            self._cuda.register(self._staging)
-        except CudaFault as fault:
-            log.warning("the ferry's memory could not be registered: %s", fault)
 
 
 def main(arguments: list[str]) -> int:
@@ -128,8 +183,7 @@ def main(arguments: list[str]) -> int:
     control = Control(socket.socket(fileno=int(arguments[0])), owner=False, trusted=True)
     try:
         first, fds = control.receive()
-        staging = mmap.mmap(fds[0], first["staging_bytes"])
-        os.close(fds[0])
+        staging = Memory(fds[0], first["nbytes"])
         cuda = Cuda.load()
         count = 0 if cuda is None else cuda.count()
         control.send({"op": "devices", "count": count})
@@ -144,10 +198,10 @@ def main(arguments: list[str]) -> int:
 
 def _carry(control: Control, ferry: Ferry) -> int:
     while not ferry.broken:
-        message = control.receive().message
+        message, fds = control.receive()
         if message["op"] == "stop":
             return 0
-        control.send(ferry.answer(message))
+        control.send(ferry.answer(message, fds))
     raise ControlFault("the CUDA context is broken")
 
 

@@ -63,8 +63,19 @@ class FakeGpus:
         """Every copy fails from now on, 0 for none."""
         (self.memory / "fail").write_text(str(code))
 
+    @contextmanager
+    def copies(self) -> Iterator[list[str]]:
+        """The copies that anybody makes meanwhile, there when it is left."""
+        told: list[str] = []
+        self.set("copies")
+        try:
+            yield told
+        finally:
+            told += (self.memory / "copies").read_text().splitlines()
+            self.set("copies", on=False)
+
     def set(self, switch: str, on: bool = True) -> None:
-        """Turn one of the files on that fake_cuda.c looks for: mig, shy, unpinnable."""
+        """Turn one of the files on that fake_cuda.c looks for: mig, shy, unpinnable, hang."""
         (self.memory / switch).write_text("") if on else (self.memory / switch).unlink(missing_ok=True)
 
     @property

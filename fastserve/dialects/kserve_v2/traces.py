@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from typing import IO, Any
@@ -139,7 +139,7 @@ class Traced:
             about["request_id"] = to_bytes(request.request_id).decode("utf-8", "replace")
         self._add(about)
         self.stamp("REQUEST_START")
-        self._show("TENSOR_QUEUE_INPUT", request.inputs)
+        self._show("TENSOR_QUEUE_INPUT", request.inputs, {*request.lent, *request.carried})
         request.times = []
 
     def answered(self, request: InferRequest, response: InferResponse | None) -> None:
@@ -149,15 +149,18 @@ class Traced:
                 self.stamp(name, ns=ns)
         self.stamp("INFER_RESPONSE_COMPLETE")
         if response is not None:
-            self._show("TENSOR_BACKEND_OUTPUT", response.outputs)
+            self._show("TENSOR_BACKEND_OUTPUT", response.outputs, request.placed)
         self.stamp("REQUEST_END")
 
     def end(self) -> None:
         """Nothing more is to come."""
         self._scope.keep(self._entries)
 
-    def _show(self, activity: str, tensors: Mapping[str, Tensor]) -> None:
-        for name, tensor in tensors.items() if self._scope.tensors else ():
+    def _show(self, activity: str, tensors: Mapping[str, Tensor], elsewhere: Collection[str]) -> None:
+        """Tensors but those `elsewhere`: on a GPU, whose bytes never were in this process."""
+        shown_names = [name for name in tensors if name not in elsewhere] if self._scope.tensors else []
+        for name in shown_names:
+            tensor = tensors[name]
             shown = {
                 "name": name,
                 "data": _data(tensor),

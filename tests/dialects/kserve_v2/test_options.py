@@ -10,15 +10,20 @@ import json
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
+from unittest.mock import AsyncMock
 
 import grpc.aio
 import pytest
 
 from fastserve.config import AdminOptions, Listener, Settings, TritonOptions
+from fastserve.dialects.kserve_v2.traces import Traced
 from fastserve.logs import setup_logs
 from fastserve.protos import load
+from fastserve.request import InferRequest, InferResponse, Lent
 from fastserve.server import Server
+from fastserve.tensor import DTYPES, Tensor
 from tests.dialects.kserve_v2.models import EACH, SHOW_PARAMETERS, config, put, tensors
 from tests.dialects.kserve_v2.replay import exchange
 from tests.server.rig import run, write_model
@@ -324,3 +329,25 @@ def test_levels_of_the_log_as_the_original_keeps_them(tmp_path: Path, log_text: 
             assert told.settings["log_verbose_level"].uint32_param == 0
 
     run(work())
+
+
+def test_a_trace_shows_no_tensor_whose_bytes_were_never_here() -> None:
+    """Inputs and outputs that stay in device memory: their place holds whatever was there before."""
+
+    class Scope:
+        stamps, tensors = False, True
+        kept: ClassVar[list[bytes]] = []
+
+        def keep(self, entries: list[bytes]) -> None:
+            self.kept.extend(entries)
+
+    made = {name: Tensor(DTYPES["uint8"], (1, 1), b"\7") for name in ("there", "lent", "carried", "placed")}
+    lent, version = Lent(bytes(64), 0, 0, 1), SimpleNamespace(model="m", number=1)
+    request = InferRequest(dict(made), lent={"lent": lent}, placed={"placed": lent})
+    request.carried["carried"] = AsyncMock()
+    one = Traced(1, Scope())
+    one.begin(version, request)
+    one.answered(request, InferResponse({name: made[name] for name in ("there", "placed")}))
+    one.end()
+    shown = [told["tensor"]["name"] for told in map(json.loads, Scope.kept) if "tensor" in told]
+    assert shown == ["there", "placed", "there"]
