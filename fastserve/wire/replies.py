@@ -16,6 +16,7 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 BODILESS = frozenset((204, 304))
 _CONNECTION = (b"", b"Connection: close\r\n", b"Connection: keep-alive\r\n")
 _REASONS = {status.value: status.phrase.encode() for status in HTTPStatus} | {
+    405: b"Not Allowed",  # as Triton has it (V2 spec 1); nobody else's clients show it
     413: b"Content Too Large",
     414: b"URI Too Long",
     499: b"Client Closed Request",

@@ -42,6 +42,7 @@ _URL_SAFE = re.compile(r"[_-]")
 _NUMERIC = "uint8|int8|int16|int32|int64|float16|float32|float64|double"
 _DATA = re.compile(rf'"(flat_?(?:{_NUMERIC}))"\s*:\s*(?=\[)'.encode(), re.IGNORECASE)
 _ALONE = re.compile(rb'\s*\{\s*"ndarray"\s*:')
+_END = re.compile(rb"[^}]*\}\s*")
 _NUMBER = re.compile(r"-?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|-?Infinity|NaN")
 _ONEOF = ("str_data", "gtensors", "ndarray", "gmap", "bin_data")
 _READERS = {
@@ -139,7 +140,7 @@ def find_arrays(body: bytes) -> Iterator[tuple[int, int, int, bytes]]:
 
 def _parse(text: bytes) -> Value:
     try:
-        return parse(text, max_depth=MOST_DEPTH, max_values=MOST_VALUES)
+        return parse(text, max_depth=MOST_DEPTH, max_values=MOST_VALUES, alone=True)
     except JSONSyntaxError as fault:
         raise invalid(
             f"Bad Request, err: Parse json failed: {fault.reason} at offset {fault.offset}."
@@ -256,7 +257,7 @@ def _read_alone(body: bytes | bytearray) -> Any | None:
     """The message of a body that is an ndarray of plain numbers and nothing else, however large; None for
     any other, and for what is wrong, which is told elsewhere."""
     begin = _ALONE.match(body)
-    if begin is None or body.count(b'"', begin.end()):
+    if begin is None or body.count(b'"', begin.end()) or not _END.fullmatch(body, begin.end()):
         return None
     try:
         ((_, shape, data),) = _READERS["float32"].read(b'{"inputs":' + body[begin.end() :]).tensors.values()
@@ -273,14 +274,15 @@ def _read_ndarray(out: Any, value: Value) -> None:
     try:
         shape, data = flatten(value, DTYPES["float32"].code)
     except FlattenFault as fault:
-        raise invalid(f"Parse NDArray failed: {fault}") from None
+        raise invalid(f"Parse NDArray failed: {_PYTHON.sub(lambda m: _WORDS[m[0]], str(fault))}") from None
     out.shape.extend(shape)
     fill_packed(out, BY_NAME["flat_float32"], data)
 
 
 def _read_gmap(out: Any, value: Value) -> None:
+    members = dict(_named(_members(value, "gmap")))
     for kind, read in _MAPS.items():
-        given = dict(_members(value, "gmap").pairs).get(kind.encode())
+        given = members.get(kind)
         for key, item in _members(given, f"gmap.{kind}") if given is not None else ():
             name = _text(key, f"gmap.{kind}")
             getattr(out, kind)[name] = read(item, f"gmap.{kind}.{name[:100]}")
@@ -359,9 +361,12 @@ def _list(value: Value, where: str) -> list[Value]:
     return value
 
 
+_WORDS = {"Members": "an object", "list": "a list", "bytes": "text", "bool": "a boolean", "NoneType": "null"}
+_PYTHON = re.compile(rf"^({'|'.join(_WORDS)})(?= where)")
+
+
 def _kind(value: Value) -> str:
-    words = {Members: "an object", list: "a list", bytes: "text", bool: "a boolean", type(None): "null"}
-    return words.get(type(value), "a number")
+    return _WORDS.get(type(value).__name__, "a number")
 
 
 _MAPS: dict[str, Callable[[Value, str], Any]] = {

@@ -43,13 +43,14 @@ class Grps(Dialect):
             "model": self._show_model,
             "page": self._show_page,
             "series": self._show_series,
+            "script": show_script,
         }
 
     def route(self, method: str, target: str) -> Route | None:
         """The route of a target, None when it is neither grps's nor the customised path."""
         options = self._service.options
         row = find_route(target, options)
-        if row is not None and row.name in ("page", "series") and not self._shows_metrics:
+        if row is not None and row.scopes.get("GET") is Scope.METRICS and not self._shows_metrics:
             row = None
         if row is None:
             return Route(answer_not_found, Scope.METADATA) if target.startswith(ROOT) else None
@@ -127,6 +128,11 @@ class Grps(Dialect):
         asked = parse_qs(call.target.partition("?")[2]).get("name", [""])[0]
         found = self._service.monitor.write_series(asked)
         call.reply(200, found, JSON if found.startswith(b"{") else TEXT)
+
+
+def show_script(call: Call) -> None:
+    """The libraries of the original's page, for what asks for them; the page here uses none."""
+    call.reply(200, b"/* the page of this server uses no libraries */\n", b"text/javascript; charset=utf-8")
 
 
 def answer_not_found(call: Call) -> None:

@@ -12,10 +12,11 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Coroutine
 from contextlib import aclosing
+from math import prod
 from typing import Any
 
 from fastserve.dialects.grps.asking import WORK, Asked, prepare, read_answer, run_once, stream_answers
-from fastserve.dialects.grps.codec_http import JsonBody, read_json, wants_stream
+from fastserve.dialects.grps.codec_http import MOST_VALUES, JsonBody, read_json, wants_stream
 from fastserve.dialects.grps.errors import OK_JSON, code_of, failure_json
 from fastserve.dialects.grps.fast_http import FastHttp
 from fastserve.dialects.grps.heads import BIN, content_kind
@@ -31,6 +32,7 @@ from fastserve.wire.call import Call
 
 TEXT = b"text/plain"
 BOTH = "Bad Request, err: Streaming and ret ndarray are not supported at the same time."
+MOST_AXES = 64  # as many as numpy has
 NO_FLOAT32 = "No float32 tensors in output. Cannot convert to ndarray."
 EMPTY = "The http body is empty."
 NOT_OWN = "a customised HTTP body is for customized models; model {} takes messages and gtensors"
@@ -211,7 +213,17 @@ def write_as_ndarray(message: Any, *, several: bool) -> bytes:
         raise internal(
             f"Output has {len(tensors)} tensors, ndarray has room for one. Cannot convert to ndarray."
         )
+    _check_shape(tensors[0])
     return b'%b,"ndarray":%b}' % (OK_JSON, write_ndarray(tensors[0]))
+
+
+def _check_shape(tensor: Any) -> None:
+    """A model may give back what its client has sent. Raises ServeError."""
+    shape, count = tuple(tensor.shape), len(tensor.flat_float32)
+    lists = prod(size for size in shape if size)
+    if prod(shape) != count or (not count and lists > MOST_VALUES) or len(shape) > MOST_AXES:
+        shown = ", ".join(map(str, shape[:8])) + (", ..." if len(shape) > 8 else "")
+        raise internal(f"Output of shape [{shown}] with {count} values. Cannot convert to ndarray.")
 
 
 def describe(call: Call) -> str:

@@ -23,6 +23,8 @@ ROUTES = (
     HttpRoute("page", "/", {"GET": Scope.METRICS}),
     HttpRoute("page", ROOT + "monitor/metrics", {"GET": Scope.METRICS}),
     HttpRoute("series", ROOT + "monitor/series", {"GET": Scope.METRICS}),
+    HttpRoute("script", ROOT + "js/jquery_min", {"GET": Scope.METRICS}),
+    HttpRoute("script", ROOT + "js/flot_min", {"GET": Scope.METRICS}),
     HttpRoute("customized", "/CUSTOMIZED-PATH", dict.fromkeys(_BOTH, Scope.INFER)),
 )
 BY_PATH = {route.path: route for route in ROUTES}

@@ -99,16 +99,21 @@ def read_config(config: Any, catalog: Catalog) -> list[ModelEntry]:
         if one.name in names:
             raise invalid(f"Illegal to list model {one.name} multiple times in config list")
         names.add(one.name)
+    for one in given:
+        _check_path(one)
     return [_read_model(number, one, catalog) for number, one in enumerate(given)]
 
 
-def _read_model(number: int, given: Any, catalog: Catalog) -> ModelEntry:
+def _check_path(given: Any) -> None:
     if "://" in given.base_path:
         raise invalid(f"base_path of model {given.name}: given {given.base_path}, allowed: a folder there")
     if not given.base_path.startswith("/"):
         raise invalid(
             f"Expected model {given.name} to have an absolute path or URI; got base_path()={given.base_path}"
         )
+
+
+def _read_model(number: int, given: Any, catalog: Catalog) -> ModelEntry:
     _check_platform(given, catalog)
     if given.HasField("logging_config"):
         raise invalid(f"logging_config of model {given.name}: logs of requests are not built")
@@ -123,8 +128,15 @@ def _read_model(number: int, given: Any, catalog: Catalog) -> ModelEntry:
 def _check_platform(given: Any, catalog: Catalog) -> None:
     """One word stands for everything that is served here, as it does in the configuration file."""
     platform = given.model_platform
-    if not platform and given.model_type:
-        platform = PLATFORM if given.model_type == MESSAGES.ModelType.Value("TENSORFLOW") else "other"
+    if given.model_type:  # the field that came before it
+        if platform:
+            raise invalid(
+                "Illegal setting both ModelServerConfig::model_type (deprecated) and "
+                "ModelServerConfig::model_platform."
+            )
+        if given.model_type != MESSAGES.ModelType.Value("TENSORFLOW"):
+            raise invalid(f"ModelServerConfig::model_type choice {given.model_type} not supported.")
+        platform = PLATFORM
     if not platform:
         raise invalid(
             "Illegal setting neither ModelServerConfig::model_type (deprecated) nor "

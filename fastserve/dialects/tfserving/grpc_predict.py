@@ -189,18 +189,23 @@ def check_names(signature: Signature, sent: list[str], optional: set[str]) -> No
             raise invalid(
                 f"Signature input alias: {alias}(feed name: {signature.input_names[alias]}:0) not found in "
                 "request and no default value provided. Inputs expected to be in the request "
-                f"{braced(sent)}, or default input alias set: {braced(optional)}"
+                f"{braced(sent)}, or default input alias set: {listed(optional)}"
             )
     if extra:
-        used = braced(set(sent) & wanted)
+        used = listed(set(sent) & wanted)
         raise invalid(
-            f"Inputs contains invalid name. Used request inputs: {used}, request input: {braced(sent)}"
+            f"Inputs contains invalid name. Used request inputs: {used}, request input: {listed(sent)}"
         )
 
 
+def listed(names: Iterable[str]) -> str:
+    """Names as the original prints them."""
+    return ",".join(sorted(names))
+
+
 def braced(names: Iterable[str]) -> str:
-    """A set of names as the original prints it."""
-    return "{" + ",".join(sorted(names)) + "}"
+    """The same as a set."""
+    return f"{{{listed(names)}}}"
 
 
 def measure(alias: str, tensor: WireTensor) -> int:

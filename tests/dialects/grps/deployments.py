@@ -126,6 +126,23 @@ class Echo(ModelInferer):
         if body == "smuggle":
             context.set_http_response((b"x", 200, {"X-Own": "a\\r\\nSet-Cookie: b", "Content-Length": "7"}))
             return None
+        word, _, text = body.partition(":")
+        if word == "hold":
+            while not Path(text).exists() and not context.if_disconnected():
+                time.sleep(0.001)
+        if word == "gone":
+            context.customized_http_stream_respond("begun;")
+            while not context.if_disconnected():
+                time.sleep(0.001)
+            Path(text).touch()
+            return None
+        if word == "odd":
+            odd = eval(text)
+            if context.if_streaming():
+                context.customized_http_stream_respond(odd)
+            else:
+                context.set_http_response(odd)
+            return None
         if context.if_streaming():
             for n in range(3):
                 context.customized_http_stream_respond(f"{body}-{n};")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.dialects.grps import deployments
 from tests.dialects.grps.rig import JSON, Deployed, Reply, deployed, settings_of
+from tests.running import until
 
 CUSTOM = {"path": "/custom", "customized_body": True}
 
@@ -96,6 +99,42 @@ def test_members_of_a_request(served: Deployed) -> None:
     assert reply.body == repr({"x": "1", "y": " "}).encode()
 
 
+NONSENSE = ["object()", "None", "5", "('x',)", "('x', 'y', {})", "('x', 99999, {})", "('x', -1, {})"]
+NONSENSE += ["('x', True, {})", "('x', 200, {1: 2})", "('x', 200, {'a': None})", "('x', 200, ['a'])"]
+NONSENSE += ["(5, 200, {})", "('x', 200, {'': 'b'})", "('x', 100, {})", "('\\ud800', 200, {})"]
+NONSENSE += ["('x', 204, {'Transfer-Encoding': 'chunked'})"]
+
+
+@pytest.mark.parametrize("odd", NONSENSE)
+def test_responses_that_are_none(served: Deployed, odd: str) -> None:
+    """An error in words, or what HTTP makes of it; and the connection is as good as before."""
+    client = served.connect()
+    for query in ("", "?streaming=true"):
+        client.request("POST", "/custom" + query, f"odd:{odd}".encode(), {"Content-Type": "text/plain"})
+        reply = client.getresponse()
+        body = reply.read()
+        assert b"Traceback" not in body
+        assert reply.status in (200, 204, 500), (odd, reply.status, body)
+        assert body or reply.status != 500
+        client.request("POST", "/custom", b"hello", {"Content-Type": "text/plain"})
+        assert client.getresponse().read() == b"hello"
+    client.close()
+
+
+def test_who_leaves_a_stream_of_the_deployments_own(served: Deployed, tmp_path: Path) -> None:
+    seen = tmp_path / "gone"
+    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as client:
+        body = f"gone:{seen}".encode()
+        head = f"POST /custom?streaming=true HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        client.sendall(head.encode() + body)
+        told = b""
+        while b"begun;" not in told:
+            told += client.recv(4096)
+    until(seen.exists, "the model saw it leave")
+    served.settle()
+    assert post(served, "hello").body == b"hello"
+
+
 def test_streams_are_bare(served: Deployed) -> None:
     reply = post(served, "s", "?streaming=true")
     assert (reply.body, reply.headers["transfer-encoding"]) == (b"s-0;s-1;s-2;", "chunked")
@@ -115,6 +154,23 @@ def test_code_that_hangs_holds_nobody_else(served: Deployed) -> None:
     with ThreadPoolExecutor(4) as pool:
         assert {reply.body for reply in pool.map(lambda _: post(served, "hello"), range(20))} == {b"hello"}
     client.close()  # if_disconnected ends it
+    served.settle()
+
+
+def test_code_of_its_own_that_hangs_holds_nobody_else(served: Deployed, tmp_path: Path) -> None:
+    """Nor does the flag that goes away meanwhile; who has the patience gets its answer."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    go, leaver = tmp_path / "go", served.connect()
+    leaver.request("POST", "/custom", b"hold:/nowhere/at/all")
+    with ThreadPoolExecutor(4) as pool:
+        held = pool.submit(post, served, f"hold:{go}")
+        assert served.ask("GET", "/grps/v1/health/offline").status == 200
+        assert {reply.body for reply in pool.map(lambda _: post(served, "hello"), range(20))} == {b"hello"}
+        assert not held.done()
+        go.touch()
+        assert held.result().body == f"hold:{go}".encode()
+    leaver.close()
     served.settle()
 
 

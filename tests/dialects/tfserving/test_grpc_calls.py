@@ -210,7 +210,7 @@ def test_filters_signatures_and_forms_of_values(tmp_path: Path) -> None:
             assert (code, told) == (
                 "INVALID_ARGUMENT",
                 "Signature input alias: x(feed name: x:0) not found in request and no default value "
-                "provided. Inputs expected to be in the request {z}, or default input alias set: {}",
+                "provided. Inputs expected to be in the request {z}, or default input alias set: ",
             )
 
     run(work())
@@ -351,7 +351,12 @@ def test_lists_that_cannot_be(tmp_path: Path) -> None:
         "Illegal to list model a multiple times in config list": [one(), one()],
         "allowed: a folder there": [one(base_path="s3://bucket")],
         "logs of requests are not built": [one(logging_config={})],
-        "Model a requests unsupported platform other": [one(model_platform="", model_type=2)],
+        "ModelServerConfig::model_type choice 2 not supported.": [one(model_platform="", model_type=2)],
+        "Illegal setting both ModelServerConfig::model_type": [one(model_type=1)],
+        "Expected model b to have an absolute path or URI; got base_path()=": [  # paths before platforms
+            one(model_platform="foo"),
+            one(name="b", base_path=""),
+        ],
     }
 
     async def work() -> None:
