@@ -141,7 +141,8 @@ cdef class Lifecycle:
         self.answered = answered
 
     def start(self, exchange, prepared, source, request_id=None, int64_t deadline_ns=0) -> bool:
-        """Take the request, or return False: nothing has happened then; the general path finds the words."""
+        """Take the request, or return False: nothing has happened then; the general path finds the words. Once its
+        inputs are in their place it is taken, whatever follows."""
         try:
             reserved = self.fill(prepared, source, request_id)
             if reserved is None:
@@ -153,9 +154,16 @@ cdef class Lifecycle:
                 except BaseException:
                     prepared.layout_in.abandon(reserved, prepared.rows)
                     raise
-            self.submit(exchange, prepared, reserved, request_id, held, deadline_ns)
         except self.refusals:
             return False
+        except Exception as fault:
+            self.failed(exchange, prepared, request_id, fault)
+            return True
+        try:
+            try:
+                self.submit(exchange, prepared, reserved, request_id, held, deadline_ns)
+            except self.refusals as fault:  # told here: the source may be one that is read but once
+                self.refuse(exchange, prepared, request_id, fault)
         except Exception as fault:
             self.failed(exchange, prepared, request_id, fault)
         return True

@@ -286,8 +286,9 @@ cdef class InferFrames:
     def forget_unused(self) -> None:
         self.frames = [frame for frame in self.frames if (<InferFrame>frame).used]
 
-    def find(self, body, Py_ssize_t header_bytes):
-        """The frame of a request whose JSON is the first `header_bytes` of it; None when there is none."""
+    def find(self, body, Py_ssize_t header_bytes, Py_ssize_t nbytes=-1):
+        """The frame of a request whose JSON is the first `header_bytes` of it; None when there is none. `nbytes`: of
+        the whole request, when `body` is its beginning."""
         cdef Py_buffer view
         cdef InferFrame frame
         cdef Cursor c
@@ -299,10 +300,12 @@ cdef class InferFrames:
         try:
             if not 0 <= header_bytes <= view.len:
                 return None
+            if nbytes < 0:
+                nbytes = view.len
             c = Cursor(<const uint8_t*>view.buf, <const uint8_t*>view.buf + header_bytes)
             for k in range(len(self.frames)):
                 frame = <InferFrame>self.frames[k]
-                rows = match_rows(&frame.text, c, view.len - header_bytes, &identity)
+                rows = match_rows(&frame.text, c, nbytes - header_bytes, &identity)
                 if rows:
                     frame.rows, frame.used = rows, True
                     if frame.ids:

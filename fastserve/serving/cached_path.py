@@ -31,6 +31,10 @@ class CachedPath(FastPath):
         super().__init__(version, stage.queue, traffic, outcome, patience_ns, replies=True)
         self._stage = stage
 
+    def takes_arrived(self, prepared: PreparedRequest) -> bool:
+        """No: who waits for its like does so on the general path."""
+        return False
+
     def start(
         self,
         exchange: Exchange,

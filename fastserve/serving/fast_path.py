@@ -62,6 +62,11 @@ class FastPath(Lifecycle):
         self.refuse = outcome.refused
         self._large: set[asyncio.Task[None]] = set()
 
+    def takes_arrived(self, prepared: PreparedRequest) -> bool:
+        """Whether nobody asks for the bytes of such requests once they are in their place: they may be read
+        there out of the socket then."""
+        return not prepared.outside
+
     def respond(
         self, exchange: Exchange, prepared: PreparedRequest, pending: Pending, request_id: Any, held: Any
     ) -> Coroutine[Any, Any, None] | None:

@@ -24,6 +24,7 @@ from fastserve.engine import (
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.remembered import Remembered
 from fastserve.tensor import DType, Tensor
+from fastserve.wire.arrived import Arrived
 
 MOST_FORMS = 64  # of the answers to requests that are as one
 Described = Sequence[tuple[str, DType, tuple[int, ...]]]
@@ -70,7 +71,8 @@ class PreparedRequest:
     # --- what a dialect says -----------------------------------------------------------------------
 
     def fill(self, source: Any, memory: list[memoryview]) -> bool:
-        """Write the inputs; False when the request is not like the others after all. Raises ServeError."""
+        """Write the inputs; False when the request is not like the others after all. Raises ServeError.
+        A source that can be read but once (`Arrived`) is read last: nothing may be wrong after that."""
         raise NotImplementedError
 
     def note(self, request_id: Any) -> bytes:
@@ -132,6 +134,14 @@ class PreparedRequest:
             shape = (*lead, *tensor.shape[len(lead) :])
             found.append((name, tensor.dtype.code, shape, prod(shape) * tensor.dtype.item_bytes))
         return tuple(found)
+
+
+def put_bytes(source: Memory | Arrived, memory: list[memoryview]) -> bool:
+    """`PreparedRequest.fill` of bodies that are nothing but the one input."""
+    if isinstance(source, Arrived):
+        return source.read_into(memory)
+    memory[0][:] = source
+    return True
 
 
 def ordinary_inputs(

@@ -6,18 +6,26 @@ one body and takes it back at the last byte.
 
     Connection --head of a large body--> BulkBody --its last byte--> Sips --a short read--> Connection
                                              ^----head of a large body--|
+
+Of a body that has come as a whole even the place may be another's: see arrived.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from fastserve._ext.slab import blank_bytes, grow_bytes
+from fastserve.wire.arrived import find_arrived, offer
+from fastserve.wire.call import Call
+from fastserve.wire.replies import CLOSE
 
 if TYPE_CHECKING:
     from fastserve.wire.connection import Connection
+    from fastserve.wire.head import Head
+
+HEAD, BODY, CHUNKS, DEAF = range(4)  # what a connection waits for: see there
 
 SIP_BYTES = 4096  # room for a head
 BULK_BYTES = 65536  # rest of a body from which the change of protocol pays
@@ -95,3 +103,58 @@ class Sips(_Borrowed):
         if nbytes < SIP_BYTES:
             self._transport.set_protocol(self._connection)
         self._connection.data_received(bytes(memoryview(self._buffer)[:nbytes]))
+
+
+class BulkReader:
+    """A connection's part in this."""
+
+    __slots__ = ("_current", "_head", "_need", "_pieces", "_state", "_transport", "served")
+    _current: Call | None
+    _head: Head | None
+    _need: int
+    _pieces: list[bytes | bytearray]
+    _state: int
+    _transport: asyncio.Transport
+    served: int
+
+    def abort(self) -> None:
+        raise NotImplementedError
+
+    def _end_body(self, head: Head, body: bytes | bytearray) -> None:
+        raise NotImplementedError
+
+    def _take_bulk(self, head: Head) -> None:
+        """The body of `head` has begun, and much of it is missing."""
+        if not self._take_arrived(head):
+            connection = cast("Connection", self)
+            self._transport.set_protocol(BulkBody(connection, self._pieces, self._need))
+        self._pieces = []
+
+    def _take_arrived(self, head: Head) -> bool:
+        """Begin its call, if all of it has come and the endpoint reads it out of the socket itself."""
+        take = getattr(head.endpoint, "take", None)
+        if take is None or self._current is not None or head.mode == CLOSE:
+            return False
+        body = find_arrived(self._transport, self._pieces, self._need)
+        if body is None:
+            return False
+        connection = cast("Connection", self)
+        call = self._current = Call(connection, head, cast(bytes, body))  # of which only the length is asked
+        self._state = HEAD
+        if not offer(take, call, body):
+            self._state, self._current = BODY, None
+            self._pieces, self._need = [body.begin], body.left
+            return False
+        self.served += 1
+        self._transport.set_protocol(Sips(connection, self._transport))
+        if not body.drop():  # the socket has lied: nobody knows where the next request begins
+            self.abort()
+        return True
+
+    def bulk_received(self, nbytes: int, body: bytearray) -> None:
+        """Some of a large body has arrived in its place; with the last of it the call begins."""
+        self._need -= nbytes
+        if self._need == 0:
+            self._transport.set_protocol(Sips(cast("Connection", self), self._transport))
+            if self._state == BODY:
+                self._end_body(cast("Head", self._head), body)

@@ -20,7 +20,7 @@ from operator import methodcaller
 from typing import TYPE_CHECKING, cast
 
 from fastserve.each import each
-from fastserve.wire.bulk import BULK_BYTES, BulkBody, Sips
+from fastserve.wire.bulk import BODY, BULK_BYTES, CHUNKS, DEAF, HEAD, BulkReader
 from fastserve.wire.call import Call
 from fastserve.wire.chunks import ChunkReader, append_piece, join_pieces
 from fastserve.wire.faults import WireFault, cut_off
@@ -36,17 +36,15 @@ if TYPE_CHECKING:
     from fastserve.wire.http2.connection import Http2Connection
     from fastserve.wire.listener import HttpListener
 
-HEAD, BODY, CHUNKS, DEAF = range(4)
 HELD_BODY_BYTES = 1 << 20  # bodies waiting in one connection's queue, beyond which no more is read
 
 
-class Connection(Peered, asyncio.Protocol):
+class Connection(Peered, BulkReader, asyncio.Protocol):
     """The protocol of one socket, and the owner of its calls until they are replied to."""
 
     __slots__ = (
-        "_buffer", "_choked", "_chunks", "_continue_due", "_current", "_ended", "_half", "_head", "_need",
-        "_pace", "_parsing", "_paused", "_pieces", "_repeated", "_scanned", "_state",
-        "_transport", "_waiting", "listener", "served", "turns",
+        "_buffer", "_choked", "_chunks", "_continue_due", "_ended", "_half", "_pace", "_parsing", "_paused",
+        "_repeated", "_scanned", "_waiting", "listener", "turns",
     )  # fmt: skip
 
     def __init__(self, listener: HttpListener) -> None:
@@ -240,17 +238,8 @@ class Connection(Peered, asyncio.Protocol):
         if self._need == 0:
             self._end_body(head, join_pieces(self._pieces))
         elif self._need >= BULK_BYTES:
-            self._transport.set_protocol(BulkBody(self, self._pieces, self._need))
-            self._pieces = []
+            self._take_bulk(head)
         return stop
-
-    def bulk_received(self, nbytes: int, body: bytearray) -> None:
-        """Some of a large body has arrived in its place; with the last of it the call begins."""
-        self._need -= nbytes
-        if self._need == 0:
-            self._transport.set_protocol(Sips(self, self._transport))
-            if self._state == BODY:
-                self._end_body(cast(Head, self._head), body)
 
     def _end_body(self, head: Head, body: bytes | bytearray) -> None:
         self._state, self._continue_due, self._chunks, self._pieces = HEAD, False, None, []

@@ -123,6 +123,14 @@ class Rig:
         scheduler: Any = self.version(model).scheduler
         scheduler.fast_queue = scheduler.cache_stage = lambda: None
 
+    def connection_from(self, address: tuple[str, int]) -> Any:
+        """The server's end of a client's connection, None until it has one."""
+        for connection in self.server.front.http[0].connections:
+            transport: Any = getattr(connection, "_transport", None)
+            if transport is not None and transport.get_extra_info("peername") == address:
+                return connection
+        return None
+
     def version(self, model: str) -> Any:
         found = self.server.catalog.available(model)
         assert found is not None

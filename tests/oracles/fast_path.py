@@ -95,18 +95,21 @@ class Lifecycle:
         self, exchange: Any, prepared: Any, source: Any, request_id: Any = None, deadline_ns: int = 0
     ) -> bool:
         try:
-            return self._start(exchange, prepared, source, request_id, deadline_ns)
+            found = self._fill(prepared, source, request_id)
         except self.refusals:
             return False
         except Exception as fault:
             self.failed(exchange, prepared, request_id, fault)
             return True
+        if found is not None:
+            self._submit(exchange, prepared, *found, request_id, deadline_ns)
+        return found is not None
 
-    def _start(self, exchange: Any, prepared: Any, source: Any, request_id: Any, deadline_ns: int) -> bool:
+    def _fill(self, prepared: Any, source: Any, request_id: Any) -> tuple[Any, Any] | None:
         layout, rows = prepared.layout_in, prepared.rows
         reserved = layout.reserve(rows, prepared.note(request_id)) if prepared.noted else layout.reserve(rows)
         if reserved is None:
-            return False
+            return None
         held = None
         try:
             filled = prepared.fill(source, reserved[1])
@@ -117,7 +120,13 @@ class Lifecycle:
             raise
         if not filled:
             layout.abandon(reserved, rows)
-            return False
+            return None
+        return reserved, held
+
+    def _submit(
+        self, exchange: Any, prepared: Any, reserved: Any, held: Any, request_id: Any, deadline_ns: int
+    ) -> None:
+        layout, rows = prepared.layout_in, prepared.rows
         now_ns = monotonic_ns()
         self.decoded(now_ns - exchange.received_ns)
         try:
@@ -125,14 +134,15 @@ class Lifecycle:
                 layout.settle(reserved)
             context = exchange, prepared, request_id, held
             pending = self.queue.submit(reserved[0], rows, self, deadline_ns, context, self.patience_ns)
-        except BaseException:
+        except Exception as fault:
             layout.abandon(reserved, rows)
             if held is not None:
                 held.close()
-            raise
-        pending.submitted_ns = now_ns
-        exchange.on_gone = pending if held is None else lambda: (pending(), held.close())
-        return True
+            told = self.refuse if isinstance(fault, self.refusals) else self.failed
+            told(exchange, prepared, request_id, fault)
+        else:
+            pending.submitted_ns = now_ns
+            exchange.on_gone = pending if held is None else lambda: (pending(), held.close())
 
     def __call__(self, pending: Pending, error: Any) -> None:
         exchange, prepared, request_id, held = pending.context

@@ -28,8 +28,9 @@ from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.fast_path import FastPath
 from fastserve.serving.learned_frames import LearnedFrames
 from fastserve.serving.paths import LastPath, open_path
-from fastserve.serving.prepared import Described, Later, Memory, PreparedRequest, ordinary_inputs
+from fastserve.serving.prepared import Described, Later, Memory, PreparedRequest, ordinary_inputs, put_bytes
 from fastserve.tensor import Tensor
+from fastserve.wire.arrived import Arrived
 from fastserve.wire.call import Call
 
 if TYPE_CHECKING:
@@ -146,20 +147,23 @@ class RawRows(PreparedRequest):
         path = open_path(version, service.traffic, Outcome(service, version))
         return None if path is None else cls(service, version, path)
 
-    def start(self, call: Call) -> bool:
+    def start(self, call: Call, body: Memory | Arrived) -> bool:
         """Take the call, or return False: nothing has happened then."""
-        shape = raw_rows(self.version, self.spec, len(call.body))
+        shape = raw_rows(self.version, self.spec, len(body))
         if shape is None:
             return False
         self.rows = shape[0] if self.version.batching else 1
         deadline_ns = self._service.deadline_ns(call.received_ns)
         return self.rows <= self._path.queue.max_rows and self._path.start(
-            call, self, call.body, None, deadline_ns
+            call, self, body, None, deadline_ns
         )
 
-    def fill(self, source: Memory, memory: list[memoryview]) -> bool:
-        memory[0][:] = source
-        return True
+    def take(self, call: Call, body: Arrived) -> bool:
+        """The same of rows that are still in the socket."""
+        return self._path.takes_arrived(self) and self.start(call, body)
+
+    def fill(self, source: Memory | Arrived, memory: list[memoryview]) -> bool:
+        return put_bytes(source, memory)
 
     def make_writer(self, described: Described) -> bool:
         return True
@@ -190,20 +194,32 @@ class FastHttp:
         """Take the call, or return False: nothing has happened then."""
         if len(call.body) > MOST_BYTES:
             return False
-        service = self._service
-        try:
-            kind = call.head.memo or content_kind(call, service.options)
-        except ServeError:
+        service, kind = self._service, self._kind(call)
+        if not kind:
             return False
         if kind == BIN:
             raw = self._raw.find(service.look_up(self._model))
-            return raw is not None and raw.start(call)
+            return raw is not None and raw.start(call, call.body)
         frame: Frame | None = self._frames.find(call.body, len(call.body))  # type: ignore[assignment]
         if frame is None or frame.rows > frame.path.queue.max_rows:
             return False
         if service.look_up(frame.model) is not frame.path.version:
             return False
         return frame.path.start(call, frame, call.body, None, service.deadline_ns(call.received_ns))
+
+    def take(self, call: Call, body: Arrived) -> bool:
+        """The same of rows that are still in the socket; of anything else the whole body is looked at."""
+        if len(body) > MOST_BYTES or self._kind(call) != BIN:
+            return False
+        raw = self._raw.path
+        return raw is not None and raw.version is self._service.look_up(self._model) and raw.take(call, body)
+
+    def _kind(self, call: Call) -> str:
+        """That of the body; "" for one that the general path refuses."""
+        try:
+            return call.head.memo or content_kind(call, self._service.options)
+        except ServeError:
+            return ""
 
     def learn(self, call: Call, asked: Asked, request: InferRequest) -> None:
         """Remember the frame of a request that `start` did not take and the general path has answered."""

@@ -28,6 +28,7 @@ from fastserve.errors import ServeError, internal, invalid
 from fastserve.protos import load
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.slow_path import SlowRequest, answer_slowly
+from fastserve.wire.arrived import Arrived
 from fastserve.wire.call import Call
 
 TEXT = b"text/plain"
@@ -61,6 +62,12 @@ class Predict:
         if self._mode == "body_param":
             return self._decide(call)
         return answer_slowly(call, HttpPredict(self, call, self._fast), self.service.traffic)
+
+    def take(self, call: Call, body: Arrived) -> bool:
+        """Take a call whose rows are still in the socket."""
+        if self._mode == "header_param" and call.header(self._header).strip().lower() == b"true":
+            return False
+        return self._fast is not None and self._fast.take(call, body)
 
     async def _decide(self, call: Call) -> None:
         """Where the body says whether it wants a stream, it is read first."""

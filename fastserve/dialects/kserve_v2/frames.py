@@ -36,6 +36,7 @@ from fastserve.serving.prepared import Described, Later, Memory, PreparedRequest
 from fastserve.serving.rooms import Rooms
 from fastserve.serving.shared_memory import LARGE_BYTES, Range, hold_files
 from fastserve.tensor import Tensor
+from fastserve.wire.arrived import Arrived
 from fastserve.wire.call import Call
 
 MOST_TEXT_BYTES = 65536  # of a frame
@@ -98,13 +99,18 @@ class Frame(InferFrame, PreparedRequest):
         if queue.requests:
             self.tell(request)
         self._view, self._asked, self._sources = view, asked, parts.sources
+        self._blobs = [target for target, _ in parts.blobs]
+        self.all_behind = len(parts.blobs) == len(parts.targets)  # no input is in the JSON, or elsewhere
         self._regions, self._apart = service.regions, service.apart
 
-    def fill(self, source: tuple[Memory, int], memory: list[memoryview]) -> bool:
+    def fill(self, source: tuple[Memory | Arrived, int], memory: list[memoryview]) -> bool:
         """`source`: the body, and how much of it is JSON. What is much to copy is the general path's."""
         if self._sources and sum(self.rows * given.row_bytes for given in self._sources) >= LARGE_BYTES:
             return False
-        if not self.read_into(*source, memory):
+        body, header_bytes = source
+        if isinstance(body, Arrived):
+            return body.read_into([memory[target] for target in self._blobs], header_bytes)
+        if not self.read_into(body, header_bytes, memory):
             return False
         for given in self._sources:
             range = Range(given.region, given.offset, self.rows * given.row_bytes)
@@ -215,6 +221,17 @@ class FastHttp:
         if frame is None or frame.rows > self._max_rows:
             return False
         return self._path.start(call, frame, (call.body, header_bytes), frame.id)
+
+    def take(self, call: Call, header_bytes: int, body: Arrived) -> bool:
+        """The same of a body that is still in the socket, but for its JSON."""
+        if header_bytes > len(body.begin):
+            return False
+        frame: Frame | None = self._frames.find(body.begin, header_bytes, len(body))  # type: ignore[assignment]
+        if frame is None or frame.rows > self._max_rows or not frame.all_behind:
+            return False
+        if not self._path.takes_arrived(frame):
+            return False
+        return self._path.start(call, frame, (body, header_bytes), frame.id)
 
     def learn(self, data: Memory, header_bytes: int, asked: Asked, request: InferRequest) -> None:
         """Remember the frame of a request that `start` did not take and the general path has answered."""

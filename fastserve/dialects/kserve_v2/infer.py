@@ -27,6 +27,7 @@ from fastserve.request import InferResponse
 from fastserve.serving.model_view import ModelView
 from fastserve.serving.paths import LastPath
 from fastserve.serving.slow_path import answer_slowly
+from fastserve.wire.arrived import Arrived
 from fastserve.wire.call import Call
 from fastserve.wire.coding import IDENTITY, choose_coding
 from fastserve.wire.inflate import work_of
@@ -92,6 +93,16 @@ class Infer:
         if length == WHOLE:
             length = len(call.body)
         return None if fast.start(call, length) else self._answer(call, fast, length)
+
+    def take(self, call: Call, body: Arrived) -> bool:
+        """Take a call whose tensors are still in the socket, if its like has been answered."""
+        fast = self._fast.path
+        if fast is None or self._traces.on or len(body) > self._most_bytes:
+            return False
+        if fast.version is not self._available(self._target.model, self._number):
+            return False
+        length: int = (call.head.memo or meet(call))[0]
+        return length not in (GENERAL, WHOLE) and fast.take(call, length, body)
 
     async def _answer_traced(self, call: Call, traced: Traced) -> None:
         traced.stamp("HTTP_RECV_START", "HTTP_RECV_END", ns=call.received_ns)  # the wire notes one moment

@@ -24,8 +24,9 @@ from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.fast_path import FastPath
 from fastserve.serving.paths import open_path
-from fastserve.serving.prepared import Described, Later, Memory, PreparedRequest
+from fastserve.serving.prepared import Described, Later, Memory, PreparedRequest, put_bytes
 from fastserve.tensor import Tensor
+from fastserve.wire.arrived import Arrived
 from fastserve.wire.call import Call
 
 
@@ -99,9 +100,8 @@ class JsonRows(PreparedRequest):
 class RawRows(JsonRows):
     """Bodies that are nothing but little-endian rows."""
 
-    def fill(self, source: Memory, memory: list[memoryview]) -> bool:
-        memory[0][:] = source
-        return True
+    def fill(self, source: Memory | Arrived, memory: list[memoryview]) -> bool:
+        return put_bytes(source, memory)
 
 
 def shape_of(view: SignatureView) -> tuple[int, ...]:
@@ -147,8 +147,20 @@ class Fast:
         if not 0 < rows <= self._max_rows:
             return False
         prepared.rows = rows
-        deadline_ns = call.received_ns + self._timeout_ns if self._timeout_ns else 0
-        return self._path.start(call, prepared, body, None, deadline_ns)
+        return self._path.start(call, prepared, body, None, self._deadline_ns(call))
+
+    def take(self, call: Call, body: Arrived) -> bool:
+        """The same of bare rows that are still in the socket."""
+        prepared = self._raw
+        if self._rows is None or not self._path.takes_arrived(prepared):
+            return False
+        prepared.rows = self._rows.count_arrived(body)
+        if not 0 < prepared.rows <= self._max_rows:
+            return False
+        return self._path.start(call, prepared, body, None, self._deadline_ns(call))
+
+    def _deadline_ns(self, call: Call) -> int:
+        return call.received_ns + self._timeout_ns if self._timeout_ns else 0
 
 
 class Outcome:

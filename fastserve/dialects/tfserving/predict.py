@@ -27,6 +27,7 @@ from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.paths import LastPath
 from fastserve.serving.slow_path import answer_slowly
 from fastserve.tensor import DTYPE_BY_CODE, Tensor
+from fastserve.wire.arrived import Arrived
 from fastserve.wire.call import Call
 
 FAST_BYTES = 8 << 20  # up to 20 ms; larger bodies are read apart from the event loop
@@ -64,6 +65,13 @@ class Predict:
         if kind is not CODED and len(call.body) <= FAST_BYTES and fast.start(call, kind is RAW):
             return None
         return self._answer(call)
+
+    def take(self, call: Call, body: Arrived) -> bool:
+        """Take a call whose body is still in the socket, if nothing but its rows is in it."""
+        fast = self._fast.path
+        if fast is None or fast.version is not self._find() or len(body) > FAST_BYTES:
+            return False
+        return (call.head.memo or meet(call)) is RAW and fast.take(call, body)
 
     def _open(self, version: Version) -> Fast | None:
         """The fast path of this version."""

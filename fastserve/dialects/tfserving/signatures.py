@@ -18,8 +18,10 @@ from fastserve.repository.catalog import Catalog
 from fastserve.repository.signature import DEFAULT_SIGNATURE, Signature
 from fastserve.repository.version import Version
 from fastserve.tensor import DType, Tensor
+from fastserve.wire.arrived import Arrived
 
 _LOOKS_LIKE_JSON = re.compile(rb'[ \t\r\n]*\{[ \t\r\n]*["}]')
+_MAY_BE_JSON = re.compile(rb'[ \t\r\n]*(?:\Z|\{[ \t\r\n]*(?:\Z|["}]))')  # its beginning
 
 
 def find_version(catalog: Catalog, target: Target) -> Version:
@@ -57,10 +59,17 @@ class RawRows:
 
     def count(self, body: bytes | bytearray) -> int:
         """The rows of a body; 0 when it is no whole number of them, or is JSON."""
-        rows, rest = divmod(len(body), self.row_bytes)
-        if rest or (rows > 1 and not self.batching) or _LOOKS_LIKE_JSON.match(body):
-            return 0
-        return rows
+        rows = self._divide(len(body))
+        return 0 if rows and _LOOKS_LIKE_JSON.match(body) else rows
+
+    def count_arrived(self, body: Arrived) -> int:
+        """The same of a body whose beginning is known; 0 also when it may yet turn out to be JSON."""
+        rows = self._divide(len(body))
+        return 0 if rows and _MAY_BE_JSON.match(body.begin) else rows
+
+    def _divide(self, nbytes: int) -> int:
+        rows, rest = divmod(nbytes, self.row_bytes)
+        return 0 if rest or (rows > 1 and not self.batching) else rows
 
     def read(self, body: bytes | bytearray) -> Tensor | None:
         """The body as a tensor over its own bytes; None when it is no rows."""

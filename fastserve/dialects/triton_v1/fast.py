@@ -41,6 +41,7 @@ from fastserve.serving.remembered import Remembered
 from fastserve.serving.rooms import Rooms
 from fastserve.serving.shared_memory import LARGE_BYTES, Range, hold_files
 from fastserve.tensor import Tensor
+from fastserve.wire.arrived import Arrived
 from fastserve.wire.call import Call
 
 Writer = tuple[HeaderForms, tuple[int, ...]]  # which of an answer's outputs are sent, in order
@@ -74,6 +75,7 @@ class PreparedHeader(PreparedRequest):
         self.entries = tuple(one.end - one.begin for one in sources.values() if one.place is None)
         self.nbytes = sum(self.entries)
         self.sources = [sources[name] for name in fast.queue.inputs]
+        self._order = sorted(range(len(self.sources)), key=lambda at: self.sources[at].begin)  # in a body
         self.alone = len(self.entries) == len(sources) == 1  # a body is nothing but the one input
         self._ends = [replace(one, offset=one.offset + one.byte_size, byte_size=0) for one in places]
         self._raw = not any(one.classes or one.shared for one in header.outputs)
@@ -150,7 +152,9 @@ class PreparedBody(PreparedHeader):
 
     replies: HttpReplies
 
-    def fill(self, body: Buffer, memory: list[memoryview]) -> bool:
+    def fill(self, body: Buffer | Arrived, memory: list[memoryview]) -> bool:
+        if isinstance(body, Arrived):
+            return body.read_into([memory[at] for at in self._order])
         if self.alone:
             memory[0][:] = body
             return True
@@ -260,6 +264,13 @@ class FastHttp(Fast):
         if len(call.body) != prepared.nbytes or (prepared.outside and not prepared.is_there()):
             return False
         return self._path.start(call, prepared, call.body, header)
+
+    def take(self, call: Call, given: bytes, body: Arrived) -> bool:
+        """The same of a body that is still in the socket."""
+        known = self._known.get(given) or self._meet(given)
+        if known is None or len(body) != known[0].nbytes or not self._path.takes_arrived(known[0]):
+            return False
+        return self._path.start(call, known[0], body, known[1])
 
     def _meet(self, given: bytes) -> Known | None:
         """Understand a header; None for one that is not for this path."""

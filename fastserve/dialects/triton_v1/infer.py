@@ -20,6 +20,7 @@ from fastserve.serving.paths import LastPath
 from fastserve.serving.rooms import Rooms
 from fastserve.serving.shared_memory import hold_rooms
 from fastserve.serving.slow_path import SlowRequest, answer_slowly
+from fastserve.wire.arrived import Arrived
 from fastserve.wire.call import Call
 
 HEADER = b"nv-inferrequest"
@@ -50,6 +51,13 @@ class Infer:
         if fast is not None and fast.start(call, given):
             return None
         return self._answer(call, given)
+
+    def take(self, call: Call, body: Arrived) -> bool:
+        """Take a call whose tensors are still in the socket."""
+        given, fast = call.head.memo or call.head.find(HEADER), self._fast.path
+        if given is None or fast is None or fast.version is not self._available(self._name, self._number):
+            return False
+        return fast.take(call, given, body)
 
     def _answer(self, call: Call, given: bytes) -> Coroutine[Any, Any, None] | None:
         """The general path."""

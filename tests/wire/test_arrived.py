@@ -1,0 +1,309 @@
+"""Large bodies that have come are read out of the socket by their endpoint; what is odd goes the usual way.
+
+A `Line` is a socket pair with a Connection at one end that is fed by hand, one read at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastserve.wire import Call, arrived, bulk
+from fastserve.wire import connection as connection_module
+from fastserve.wire.arrived import Arrived
+from fastserve.wire.bulk import BulkBody, Sips
+from tests.wire.kit import Pipe
+
+BODY = bytes(i % 251 for i in range(200_000))
+HEAD = b"POST /rows HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n"
+
+
+class Rows:
+    """An endpoint that says what it got, and how."""
+
+    def __init__(self) -> None:
+        self.taken = self.called = 0
+        self.willing = True
+        self.fault: Exception | None = None
+        self.fault_after: Exception | None = None
+
+    def __call__(self, call: Call) -> None:
+        self.called += 1
+        call.reply(200, bytes(call.body))
+
+    def take(self, call: Call, body: Arrived) -> bool:
+        if self.fault is not None:
+            raise self.fault
+        memory = bytearray(len(body))
+        if not self.willing or not body.read_into([memoryview(memory)]):
+            return False
+        if self.fault_after is not None:
+            raise self.fault_after
+        self.taken += 1
+        assert len(call.body) == len(memory)
+        call.reply(200, bytes(memory))
+        return True
+
+
+class Line(Pipe):
+    """Reads as a loop does, from a socket; `most` bytes where the protocol has no place of its own."""
+
+    def __init__(self, endpoint: Any, most: int = 4096) -> None:
+        self.client, self.server = socket.socketpair()
+        for end in (self.client, self.server):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+            end.setblocking(False)
+        self._most = most
+        super().__init__({"/rows": endpoint})
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self.server if name == "socket" else default
+
+    def get_protocol(self) -> Any:
+        return self.protocol
+
+    def send(self, data: bytes) -> None:
+        assert self.client.send(data) == len(data)
+
+    def pump(self) -> None:
+        """All reads there are."""
+        while not self.closed and self.reading and self._read_once():
+            pass
+
+    def _read_once(self) -> bool:
+        try:
+            if isinstance(self.protocol, asyncio.BufferedProtocol):
+                got = self.server.recv_into(self.protocol.get_buffer(-1))
+                self.protocol.buffer_updated(got)
+                return bool(got)
+            data = self.server.recv(self._most)
+        except BlockingIOError:
+            return False
+        if data:
+            self.protocol.data_received(data)
+        return bool(data)
+
+    def bodies(self) -> list[bytes]:
+        return [reply.body for reply in self.replies()]
+
+    def shut(self) -> None:
+        self.client.close()
+        self.close()
+        self.server.close()
+        assert not self.listener.connections
+
+
+@pytest.fixture
+def rows() -> Rows:
+    return Rows()
+
+
+@pytest.fixture
+def line(rows: Rows) -> Iterator[Line]:
+    opened = Line(rows)
+    yield opened
+    opened.shut()
+
+
+def ask(line: Line, body: bytes = BODY) -> None:
+    line.send(HEAD % len(body) + body)
+    line.pump()
+
+
+def test_a_body_that_has_come_is_the_endpoints_to_read(line: Line, rows: Rows) -> None:
+    for count in range(1, 4):
+        ask(line)
+        assert line.bodies() == [BODY] * count
+        assert isinstance(line.protocol, Sips)
+    assert (rows.taken, rows.called) == (3, 0)
+
+
+def test_one_that_is_still_on_its_way_is_read_as_ever(line: Line, rows: Rows) -> None:
+    line.send(HEAD % len(BODY) + BODY[:-1])
+    line.pump()
+    assert isinstance(line.protocol, BulkBody)
+    assert rows.taken == rows.called == 0
+    line.send(BODY[-1:])
+    line.pump()
+    assert line.bodies() == [BODY]
+    assert (rows.taken, rows.called) == (0, 1)
+
+
+def test_an_endpoint_that_does_not_take_it_is_called_with_all_of_it(line: Line, rows: Rows) -> None:
+    rows.willing = False
+    ask(line)
+    rows.willing = True
+    ask(line)
+    assert line.bodies() == [BODY] * 2
+    assert (rows.taken, rows.called) == (1, 1)
+
+
+def test_what_follows_the_body_is_the_next_request(line: Line, rows: Rows) -> None:
+    line.send((HEAD % len(BODY) + BODY) * 2 + HEAD % 2 + b"xy")
+    line.pump()
+    assert line.bodies() == [BODY, BODY, b"xy"]
+    assert (rows.taken, rows.called) == (2, 1)
+
+
+@pytest.mark.parametrize("more", [1, 1000, len(BODY)])
+def test_a_socket_that_has_less_than_it_says(
+    line: Line, rows: Rows, more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = (1 << 30).to_bytes(4, "little")
+    monkeypatch.setattr(arrived, "ioctl", lambda *_: there)
+    data = HEAD % len(BODY) + BODY
+    line.send(data[:-more])
+    line.pump()
+    assert line.bodies() == []
+    line.send(data[-more:])
+    line.pump()
+    assert line.bodies() == [BODY]
+
+
+def test_a_read_that_fails(line: Line, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError("no")
+
+    monkeypatch.setattr(arrived.os, "readv", fail)
+    ask(line)
+    assert line.bodies() == [BODY]
+    assert (rows.taken, rows.called) == (0, 1)
+
+
+def test_a_client_that_leaves_midway_starts_nothing(line: Line, rows: Rows) -> None:
+    line.send(HEAD % len(BODY) + BODY[:-1])
+    line.client.close()
+    line.pump()
+    assert line.protocol.eof_received() in (False, None, True)
+    line.close()
+    assert rows.taken == rows.called == 0
+
+
+@pytest.mark.parametrize("name", ["fault", "fault_after"])
+def test_a_failure_is_answered_and_nothing_of_the_body_is_taken_for_a_request(
+    line: Line, rows: Rows, name: str
+) -> None:
+    setattr(rows, name, RuntimeError("a secret"))
+    ask(line, (HEAD % 0) * 3000)
+    setattr(rows, name, None)
+    ask(line)
+    assert [reply.status for reply in line.replies()] == [500, 200]
+    assert line.bodies()[1] == BODY
+
+
+def test_a_body_read_and_not_taken_is_a_failure(line: Line, rows: Rows) -> None:
+    rows.take = lambda call, body: body.drop() and False  # type: ignore[method-assign]
+    ask(line)
+    assert [reply.status for reply in line.replies()] == [500]
+
+
+def test_a_failure_where_the_socket_has_lied_ends_the_connection(
+    line: Line, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrived, "ioctl", lambda *_: (1 << 30).to_bytes(4, "little"))
+    rows.fault = RuntimeError("a secret")
+    line.send(HEAD % len(BODY) + BODY[:-1])
+    line.pump()
+    assert [reply.status for reply in line.replies()] == [500]
+    assert line.closed
+
+
+def test_behind_a_call_that_waits_it_is_read_as_ever(line: Line, rows: Rows) -> None:
+    calls: list[Call] = []
+    line.listener.router._dialects[0].endpoints["/wait"] = calls.append
+    line.send(b"GET /wait HTTP/1.1\r\nHost: a\r\n\r\n" + HEAD % len(BODY) + BODY)
+    line.pump()
+    assert (rows.taken, rows.called) == (0, 1)
+    calls[0].reply(200, b"first")
+    assert line.bodies() == [b"first", BODY]
+
+
+@pytest.mark.parametrize("lines", [b"Connection: close\r\n", b"Transfer-Encoding: chunked\r\n"])
+def test_heads_that_are_not_for_this(line: Line, rows: Rows, lines: bytes) -> None:
+    chunked = b"chunked" in lines
+    head = (HEAD % len(BODY)).replace(b"Content-Length: %d\r\n" % len(BODY) if chunked else b"\r\n\r\n", b"")
+    if chunked:
+        line.send(head[:-2] + lines + b"\r\n" + b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY))
+    else:
+        line.send(head + b"\r\n" + lines + b"\r\n" + BODY)
+    line.pump()
+    assert line.bodies() == [BODY]
+    assert (rows.taken, rows.called) == (0, 1)
+
+
+@pytest.mark.parametrize("closing", [True, False])
+def test_sockets_that_cannot_be_read_so(line: Line, closing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is closed, whose number may be another's; one with TLS in it."""
+    if closing:
+        line.is_closing = lambda: True  # type: ignore[method-assign]
+    else:
+        line.get_extra_info = lambda name, default=None: (  # type: ignore[method-assign]
+            line.server if name in ("socket", "ssl_object") else default
+        )
+    line.send(b"x")
+    assert arrived.find_arrived(line, [b"a"], 1) is None
+
+
+def test_places_of_another_size_are_refused(line: Line) -> None:
+    line.send(b"abc")
+    body = arrived.find_arrived(line, [b"xy"], 3)
+    assert body is not None
+    for sizes in ([4], [6], [2, 2], [1]):
+        with pytest.raises(ValueError, match="another size"):
+            body.read_into([memoryview(bytearray(size)) for size in sizes])
+    with pytest.raises(ValueError, match="another size"):
+        body.read_into([memoryview(bytearray(4))], 2)
+    places = [memoryview(bytearray(1)), memoryview(bytearray(3))]
+    assert body.read_into(places, 1)
+    assert [bytes(place) for place in places] == [b"y", b"abc"]
+
+
+@given(st.data())
+def test_wherever_requests_are_split_answers_are_the_same(data: st.DataObject) -> None:
+    bodies = data.draw(st.lists(st.binary(min_size=1, max_size=60), min_size=1, max_size=4))
+    stream = b"".join(HEAD % len(body) + body for body in bodies)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=4)))
+    willing = data.draw(st.booleans())
+    short = data.draw(st.booleans())
+    check_splits(bodies, [0, *cuts, len(stream)], data.draw(st.sampled_from([1, 7, 4096])), willing, short)
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_split_at_every_byte(short: bool) -> None:
+    bodies = [b"0123456789abcdef", b"x", b"0123456789ABCDEF"]
+    size = sum(len(HEAD % len(body) + body) for body in bodies)
+    taken = [
+        check_splits(bodies, [0, at, size], most, True, short)
+        for most in (1, 5, 4096)
+        for at in range(size + 1)
+    ]
+    assert max(taken) == 2  # of one byte there is no rest
+
+
+def check_splits(bodies: list[bytes], cuts: list[int], most: int, willing: bool, short: bool) -> int:
+    """Bodies of four bytes count as large; `short`: the socket has always less than it says."""
+    stream = b"".join(HEAD % len(body) + body for body in bodies)
+    rows = Rows()
+    rows.willing = willing
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connection_module, "BULK_BYTES", 4)
+        patch.setattr(bulk, "SIP_BYTES", 7)
+        if short:
+            patch.setattr(arrived, "ioctl", lambda *_: (1 << 30).to_bytes(4, "little"))
+        line = Line(rows, most)
+        try:
+            for start, stop in itertools.pairwise(cuts):
+                line.send(stream[start:stop])
+                line.pump()
+            assert line.bodies() == bodies
+            assert rows.taken + rows.called == len(bodies)
+        finally:
+            line.shut()
+    return rows.taken
