@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MODEL = "m1"
+TEXT, VECTOR = "one two three ", (1.0, 2.0, 3.0)
+"""What the models of these tests answer."""
 FULL, LOST, LATE, UNKNOWN, INTERNAL = "full", "lost", "late", "unknown", "internal"
 WORDS = {
     FULL: "the queue of this model is full",
@@ -61,6 +63,8 @@ class Api:
     timed: bool = True
     """A body may name a timeout."""
     statuses: dict[str, int] = field(default_factory=dict)
+    finish: str = "eos"
+    """How a sequence that is answered has ended, as it is counted."""
 
     def ask(self, prompt: str, **more: Any) -> bytes:
         """The body that asks for it."""
@@ -186,6 +190,21 @@ def _output(told: Any) -> str:
     return str(told["text_output"])
 
 
+def _embedding(told: Any) -> str:
+    """A vector is as good as a text here."""
+    (one,) = told["data"]
+    return TEXT if one["embedding"] == list(VECTOR) else ""
+
+
+EMBEDDINGS = Api(
+    "embeddings",
+    "/v1/embeddings",
+    lambda prompt: {"model": MODEL, "input": prompt},
+    _embedding,
+    statuses=OPENAI,
+    finish="stop",
+)
+"""Of models that make vectors, which a server of texts alone has not."""
 APIS: tuple[Api, ...] = (
     *_pair(
         "mindie",

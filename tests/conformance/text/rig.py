@@ -25,11 +25,10 @@ import uvloop
 from fastserve.config import Listener, Settings, TextgenOptions
 from fastserve.metrics import names
 from fastserve.server import Server
-from tests.conformance.text.apis import FULL, MODEL, Api, Reply
+from tests.conformance.text.apis import FULL, MODEL, TEXT, VECTOR, Api, Reply
 from tests.conformance.text.lines import Line, open_line
 
 SLOTS, WAITING = 2, 2
-TEXT = "one two three "
 SOURCE = """
 import pathlib
 
@@ -53,6 +52,49 @@ class Model:
         for at, text in enumerate(words):
             yield 5 + at, text
 """
+VECTORS = """
+import pathlib
+import time
+from array import array
+
+from fastserve.codec.text import Extra, Finish, write_text
+
+FOLDER = pathlib.Path({folder!r})
+MADE = write_text(Extra(vector=array("f", {vector}).tobytes()))
+
+class Model:
+    info = {{"tokenizer": "", "embeds": 3, "writes": False}}
+
+    def __init__(self, config):
+        self.asked, self.ended = {{}}, {{}}
+
+    def submit(self, request):
+        self.asked[request.rid] = request.note.text
+
+    def cancel(self, rid, why):
+        if rid in self.asked:
+            self.ended[rid] = why
+
+    def pending(self):
+        return len(self.asked)
+
+    def step(self, out):
+        for rid, why in self.ended.items():
+            out.end(rid, why)
+            del self.asked[rid]
+        self.ended.clear()
+        go = (FOLDER / "go").exists()
+        for rid, text in list(self.asked.items())[:{slots}]:
+            if go or text.startswith("plain"):
+                out.end(rid, Finish.STOP, MADE)
+                del self.asked[rid]
+        time.sleep(0.001)
+        return True
+
+    def close(self):
+        pass
+"""
+"""The same words and a vector: an engine that runs its sequences itself."""
 CONFIG = {
     "backend": "text_python",
     "text": {
@@ -69,8 +111,8 @@ TEMPLATE = "{% for one in messages %}{{ one.content }}{% endfor %}"
 class TextRig:
     """An open server; everything of it runs inside `run`."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, source: str = SOURCE) -> None:
+        self.folder, self._source = folder, source
         self.loop = uvloop.new_event_loop()
         # Of many threads each test that makes one more would leave it behind.
         self.loop.set_default_executor(ThreadPoolExecutor(1))
@@ -91,7 +133,8 @@ class TextRig:
     def write(self, model: str, more: str = "") -> None:
         place = self.folder / model / "1"
         place.mkdir(parents=True, exist_ok=True)
-        (place / "model.py").write_text(SOURCE.format(folder=str(self.folder)) + more)
+        source = self._source.format(folder=str(self.folder), vector=VECTOR, slots=SLOTS)
+        (place / "model.py").write_text(source + more)
         (place / "chat_template.jinja").write_text(TEMPLATE)
         (self.folder / model / "model.yaml").write_text(json.dumps(CONFIG))
 
@@ -203,8 +246,8 @@ class TextRig:
 
 
 @contextlib.contextmanager
-def open_text_rig(folder: Path) -> Iterator[TextRig]:
-    rig = TextRig(folder)
+def open_text_rig(folder: Path, source: str = SOURCE) -> Iterator[TextRig]:
+    rig = TextRig(folder, source)
     try:
         rig.loop.run_until_complete(rig.open())
         try:

@@ -13,9 +13,9 @@ import pytest
 from fastserve.metrics import names
 from fastserve.serving.text import TextStream
 from fastserve.serving.text.models import TextModel
-from tests.conformance.text.apis import APIS, FULL, INTERNAL, LATE, LOST, MODEL, UNKNOWN, WORDS, Api
+from tests.conformance.text.apis import APIS, FULL, INTERNAL, LATE, LOST, MODEL, TEXT, UNKNOWN, WORDS, Api
 from tests.conformance.text.lines import Line
-from tests.conformance.text.rig import SLOTS, TEXT, WAITING, TextRig, open_text_rig
+from tests.conformance.text.rig import SLOTS, WAITING, TextRig, open_text_rig
 
 pytestmark = pytest.mark.timeout(120)
 WAYS = [(api, transport) for api in APIS for transport in ("h1", "h2")]
@@ -75,7 +75,7 @@ def test_lives(rig: TextRig, api: Api, transport: str) -> None:
         refused = counted.pop("UNAVAILABLE")
         assert turned_away == refused >= 2
         counted.pop("CANCELLED", None)  # dialects differ in whether a request nobody waits for has a status
-        assert counted == Counter(OK=3, eos=3, cancelled=3), counted
+        assert counted == Counter({"OK": 3, api.finish: 3, "cancelled": 3}), counted
 
     rig.run(work())
 
