@@ -82,7 +82,7 @@ cdef class BatchRing:
         self.memory, self.front, self.worker, self.own_bell, self.control = memory, front, worker, own_bell, control
         self.slots, self.max_rows, self.arena.front = self.arena.slots, self.arena.max_rows, max(front, 0)
         self.inputs, self.outputs = self.arena.inputs, self.arena.outputs
-        self.owner = worker_owner(&self.arena, worker) if worker >= 0 else 1 + front
+        self.owner = self.arena.owner = worker_owner(&self.arena, worker) if worker >= 0 else 1 + front
         for i in range(MAX_WORKERS):
             self.worker_bells[i] = worker_bells[i] if i < len(worker_bells) else -1
         for i in range(MAX_FRONTS):

@@ -44,7 +44,7 @@ cdef extern from "reclaim.h" nogil:
     ctypedef struct Arena:
         ArenaHeader* header
         uint8_t* base
-        uint32_t front, ready
+        uint32_t owner, front, ready
         uint32_t slots, max_rows, inputs, outputs, workers, fronts, ring_capacity
         uint64_t* input_row_bytes
         uint64_t* output_row_bytes

@@ -171,6 +171,7 @@ typedef struct {        // one process's view: trusted copies of the geometry, n
     ArenaHeader *header;
     uint8_t *base;
     uint8_t *slot_base;
+    uint32_t owner;         // of slabs: whose death gives back what is being released
     uint32_t front;         // which front this process is; what it empties is CLAIMED by that number
     uint32_t ready;         // batches this process has made READY and not yet woken a worker for
     uint32_t credit;        // rows it may reserve before it counts again how many wait
@@ -259,6 +260,7 @@ static inline bool arena_attach(Arena *a, uint8_t *base, uint64_t bytes)
     a->header = (ArenaHeader *)base;
     a->base = base;
     a->front = a->ready = a->credit = 0;
+    a->owner = OWNER_PLACE;     // until it is known
     a->slot_base = base + h.slots_offset;
     a->slots = h.slots, a->max_rows = h.max_rows, a->workers = h.workers, a->fronts = h.fronts;
     a->inputs = h.inputs, a->outputs = h.outputs;

@@ -196,12 +196,14 @@ static inline void clear_rows(const Arena *a, Slot *s, uint32_t reserved)
     memset(rows_of(s), 0, (reserved < a->max_rows ? reserved : a->max_rows) * sizeof(Row));
 }
 
-// Taking the offset away first, at once: a slab that two processes let go of could be another's by then.
+// It becomes this process's first: of two that let go of it one has it, and should that one die it is reclaimed with it.
 static inline void release_slab(const Arena *a, uint64_t *held, uint64_t tag)
 {
-    uint64_t offset = __atomic_exchange_n(held, (uint64_t)0, __ATOMIC_ACQ_REL);
+    uint64_t offset = load64(held);
     uint32_t owner = a->slabs.pages && offset ? slab_owner(&a->slabs, offset) : 0;
-    if (owner && (owner == place_owner(tag) || owner == OWNER_PLACE))
+    bool ours = owner && (owner == place_owner(tag) || owner == OWNER_PLACE) && slab_give(&a->slabs, offset, owner, a->owner);
+    __atomic_compare_exchange_n(held, &offset, (uint64_t)0, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
+    if (ours)
         slab_release(&a->slabs, offset);
 }
 

@@ -1,5 +1,5 @@
-"""A worker that dies in the middle of a verb that moves a slab: nothing stays leased, nothing is taken for
-another's.
+"""A worker or a front that dies in the middle of a verb that moves a slab: nothing stays leased, nothing is
+taken for another's.
 
 It is a process of its own, killed by the kernel at a given store: the pages that the store goes to are
 read-only there. Which store that is depends on the verb's order, which the tests do not prescribe.
@@ -28,12 +28,27 @@ SLOTS_AT, RINGS_AT, SLABS_AT = 40, 48, 80
 SLAB_WORDS = 192
 
 
+def died(work: Callable[[], object]) -> bool:
+    """Whether a process of its own dies of it."""
+    child = os.fork()
+    if child:
+        return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    try:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGPIPE):
+            signal.signal(number, signal.SIG_DFL)
+        work()
+    finally:
+        os._exit(0)
+
+
 class Torn:
     """An arena, its front, and a worker that lives in a child."""
 
-    def __init__(self) -> None:
-        self.memory = mmap.mmap(-1, batch_ring.measure(**SHAPE))
-        batch_ring.format_arena(self.memory, **SHAPE)
+    def __init__(self, **layout: int) -> None:
+        shape = {**SHAPE, **layout}
+        self.memory = mmap.mmap(-1, batch_ring.measure(**shape))
+        batch_ring.format_arena(self.memory, **shape)
         self.front = BatchRing(self.memory, front=0)
         self.place = self.front.reserve(1)
         nbytes = prompt_bytes((1, 2), b"")
@@ -62,20 +77,15 @@ class Torn:
 
     def die(self, verb: Callable[[BatchRing, int], object], where: str) -> bool:
         """Let a worker of its own process take the batch and do `verb`; whether it died of it."""
-        child = os.fork()
-        if child:
-            return os.WIFSIGNALED(os.waitpid(child, 0)[1])
-        try:
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGPIPE):
-                signal.signal(number, signal.SIG_DFL)
+
+        def work() -> None:
             reader, writer = os.pipe()
             if where == "bell":
                 os.close(reader)  # ringing it is fatal, then
             worker = BatchRing(self.memory, worker=0, front_bells=[writer])
             verb(worker, worker.take())
-        finally:
-            os._exit(0)
+
+        return died(work)
 
     def left(self) -> tuple[int, int]:
         """What nobody has given back: slots, pages."""
@@ -184,4 +194,36 @@ def test_parts_of_an_answer_that_is_done_outlive_their_worker():
     assert bytes(torn.front.slab(part[3], part[4])[:4]) == b"part"
     torn.front.return_lease(part[3])
     torn.front.release(torn.place, 1)
+    assert torn.left() == (0, 0)
+
+
+@pytest.mark.parametrize("where", ["slot", "pages"])
+@pytest.mark.parametrize("verb", ["release", "return_lease", "abandon"])
+def test_a_front_that_dies_as_it_lets_go_leaves_nothing(verb, where):
+    """Of what was answered, of what it has leased, of what it cannot submit."""
+    torn = Torn(fronts=2)
+    dying, worker = BatchRing(torn.memory, front=1), BatchRing(torn.memory, worker=0)
+    torn.front.drop(torn.place, 1)
+    place = dying.reserve(1)
+    lease = dying.lease(2 * PAGE)
+
+    def work() -> None:
+        torn.read_only(where)
+        dying.return_lease(lease) if verb == "return_lease" else getattr(dying, verb)(place, 1)
+
+    if verb != "return_lease":
+        dying.attach_slab(place, lease, 2 * PAGE)
+    if verb == "release":
+        dying.commit(place, 1)
+        slot = worker.take()
+        worker.answer_place(slot, 0, 0, answer(worker, slot), 3 * PAGE)
+        worker.publish(slot)
+    assert died(work) or (verb, where) == ("return_lease", "slot")
+    for _ in range(2):
+        torn.front.reclaim_front(1)
+        lost = torn.front.lost()
+    for one in lost:
+        assert torn.front.forgive(*one)
+    if (slot := worker.take()) >= 0:
+        worker.publish(slot)
     assert torn.left() == (0, 0)
