@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from functools import partial
 from time import monotonic_ns
 from typing import Any, TypeVar
 
@@ -109,6 +110,7 @@ class Line:
                     task = create_task(self._run(work, turn))
                     self._tasks.add(task)
                     task.add_done_callback(self._tasks.discard)
+                    task.add_done_callback(partial(_drop, work))
             self._ended = StopAsyncIteration()
         except Exception as error:
             self._ended = error
@@ -180,6 +182,11 @@ class Line:
                 gone()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._turns.clear()
+
+
+def _drop(work: Coroutine[Any, Any, None], task: asyncio.Task[None]) -> None:
+    """Of a task that is cancelled before it began, the work has not begun either."""
+    work.close()
 
 
 async def answer_stream(

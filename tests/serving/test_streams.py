@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
@@ -227,3 +228,21 @@ def test_what_a_coroutine_raises_ends_the_stream() -> None:
             await anext(answer_stream(feed(1), lambda request, turn: fails(), 8))
 
     asyncio.run(work())
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning", "error::RuntimeWarning")
+def test_a_reader_that_leaves_before_the_work_has_begun() -> None:
+    """In the turn of the loop in which its requests were read."""
+    asked = Asked()
+
+    async def work() -> None:
+        def begin(request: int, turn: Turn) -> Coroutine[Any, Any, None] | None:
+            first.cancel()
+            return asked.begin(request, turn)
+
+        first = asyncio.ensure_future(anext(answer_stream(feed(50, 51), begin, 8)))
+        await asyncio.gather(first, return_exceptions=True)
+
+    asyncio.run(work())
+    gc.collect()
+    assert (list(asked.turns), asked.cancelled) == ([50, 51], [])
