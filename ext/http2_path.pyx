@@ -55,7 +55,7 @@ cdef class StreamFields:
 cdef class Http2Path:
     """One connection. A subclass has `intake` and `sending`, and for what is special `_take` (every frame but a whole
     request), `_drop` (what comes after the end), `_fault` (an exception while reading), `_spend_window`, `flush`,
-    `_flush_soon`, `_look_for_end`. `terms`: points that a connection has at most, what an answer earns, the state of
+    `_flush_soon`, `look_for_end`. `terms`: points that a connection has at most, what an answer earns, the state of
     streams whose request is complete, that of those whose reply is too, and what makes a stream."""
 
     cdef public IntakePath intake
@@ -135,7 +135,7 @@ cdef class Http2Path:
         else:
             self.intake.sent_end(stream)
         if self._leaving or self._half is not None:
-            self._look_for_end()
+            self.look_for_end()
 
 
 cdef class IntakePath:

@@ -44,7 +44,7 @@ class Path(ext.Http2Path):
     def _flush_soon(self) -> None:
         self.noted.append("soon")
 
-    def _look_for_end(self) -> None:
+    def look_for_end(self) -> None:
         self.noted.append("end?")
 
 

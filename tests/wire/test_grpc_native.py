@@ -116,6 +116,40 @@ def test_a_bad_request_fails_alone(body: bytes, headers: Any, status: Kind, word
     run(main())
 
 
+@pytest.mark.parametrize(
+    ("wrong", "status"),
+    [
+        ((frame(b"a", 2), False), Kind.INTERNAL),
+        ((struct.pack(">BI", 0, 1001), False), Kind.RESOURCE_EXHAUSTED),
+        ((frame(b"abc")[:-1], True), Kind.INTERNAL),
+    ],
+)
+def test_a_method_hears_of_a_stream_that_is_broken(wrong: tuple[bytes, bool], status: Kind) -> None:
+    """What it has begun for it ends then and there, as when the client leaves."""
+    stopped: list[bytes] = []
+
+    async def wait(requests: AsyncIterator[bytes], rpc: Any) -> AsyncIterator[bytes]:
+        try:
+            async for request in requests:
+                yield request
+        except asyncio.CancelledError:
+            stopped.append(request)
+            raise
+
+    async def main() -> None:
+        method = Method("/t.T/Wait", bytes, wait, bytes, takes_stream=True, gives_stream=True)
+        async with serving(method, message_bytes=1000) as (_, peer):
+            number = peer.begin("/t.T/Wait")
+            peer.send(number, frame(b"first"))
+            await peer.read(lambda: peer.answers[number].messages)
+            peer.send(number, wrong[0], ends=wrong[1])
+            answer = await peer.finish(number)
+            assert (answer.messages, answer.status[0]) == ([b"first"], status.value)
+            await until(lambda: stopped == [b"first"])
+
+    run(main())
+
+
 def test_a_bomb_within_a_message_is_bounded() -> None:
     bomb = frame(zlib.compress(bytes(50_000_000), 9), 1)
 
@@ -308,6 +342,26 @@ def test_a_client_that_leaves_is_told_of_once() -> None:
     run(main())
     said = [("/t.T/Short", "CANCELLED", 0), ("/t.T/Short", "OK", 7), ("/t.T/Short", "CANCELLED", 0)]
     assert lines == said
+
+
+def test_a_client_that_shuts_its_side_within_its_calls() -> None:
+    """A single message has to come whole; of a stream what came is answered, and the connection ends."""
+
+    async def main() -> None:
+        async with serving() as (_, peer):
+            numbers = [peer.begin(f"/t.T/{name}") for name in ("Echo", "Echo", "Double", "Double")]
+            sent = b"", frame(b"x")[:3], frame(b"x"), frame(b"y")[:3]
+            for number, data in zip(numbers, sent, strict=True):
+                peer.send(number, data)
+            peer._writer.write_eof()
+            peer.flush = lambda: None  # type: ignore[method-assign]
+            await peer.read(lambda: False)  # until the server hangs up
+            single, begun, stream, broken = (peer.answers[number] for number in numbers)
+            cut_off = (Kind.CANCELLED.value, "the connection ended within the call")
+            assert single.status == begun.status == broken.status == cut_off
+            assert (stream.messages, stream.status) == ([b"xx"], (0, ""))
+
+    run(main())
 
 
 def test_a_deadline_ends_a_call_that_nobody_answers() -> None:

@@ -56,6 +56,7 @@ HEAD = _HEADS[b""]
 OK = static_block([(b"grpc-status", b"0")])
 Request = Inbox | tuple[bytes, bool]  # messages as they come, or the one, and whether it is compressed
 Answer = Callable[[Request], Coroutine[Any, Any, None]]
+CUT_OFF = "the connection ended within the call"
 PARTED_BYTES = 65536  # from here on a message is not copied to stand behind its prefix
 
 
@@ -121,7 +122,7 @@ class Call(CallPath):
         try:
             messages = self._reader.feed(piece)
         except MessageFault as fault:
-            self.fail(self._explain(fault))
+            self.stop(self._explain(fault))
             return
         self._sort(messages)
 
@@ -165,7 +166,7 @@ class Call(CallPath):
         if self.over:
             return
         if self._reader.partial:
-            self.fail(ServeError(Kind.INTERNAL, "the call ended within a message"))
+            self.stop(ServeError(Kind.INTERNAL, "the call ended within a message"))
         elif self._inbox is not None:
             self._inbox.end()
         elif self._message is None:
@@ -173,6 +174,14 @@ class Call(CallPath):
         else:
             (message, compressed), self._message = self._message, None
             self.begin(message, compressed)
+
+    def cut_off(self) -> None:
+        """The client has sent its last byte, and that does not end the call: the messages of a stream that
+        have come are answered, a single one ought to have come whole."""
+        if self._inbox is not None and not self._reader.partial:
+            self._inbox.end()
+        else:
+            self.stop(ServeError(Kind.CANCELLED, CUT_OFF))
 
     # ---- the method
 
@@ -313,11 +322,15 @@ class Call(CallPath):
         else:
             self.stream.reply(HEAD + trailers, b"")
 
+    def stop(self, error: ServeError) -> None:
+        """End it from outside: a method that runs is told, as if the client had left."""
+        stopped = self.on_gone
+        self.fail(error)
+        _stop(stopped)
+
     def expire(self) -> None:
         """The client's time is up."""
-        stopped = self.on_gone
-        self.fail(ServeError(Kind.DEADLINE_EXCEEDED, "Deadline Exceeded"))
-        _stop(stopped)
+        self.stop(ServeError(Kind.DEADLINE_EXCEEDED, "Deadline Exceeded"))
 
     def leave(self) -> None:
         """The client is gone."""

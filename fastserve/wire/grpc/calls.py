@@ -146,4 +146,8 @@ class Head(HeadPath):
         call = stream.context
         if call is not None and not self.method.takes_stream:
             told = slowness(Verdict.SLOW_BODY, self.calls.terms.limits)
-            call.fail(ServeError(Kind.DEADLINE_EXCEEDED, str(told)))
+            call.stop(ServeError(Kind.DEADLINE_EXCEEDED, str(told)))
+
+    def cut_off(self, stream: Stream) -> None:
+        if stream.context is not None:
+            stream.context.cut_off()

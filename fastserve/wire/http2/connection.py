@@ -259,7 +259,7 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
         """Cut a stream off."""
         self.intake.cut(stream)
         self.send_reset(stream.id, code)
-        self._look_for_end()
+        self.look_for_end()
 
     def _flush_soon(self) -> None:
         self.listener.http2.flush_soon(self)
@@ -337,14 +337,17 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
         self._leaving = 2
         self.intake.stop()
         self._goodbye(max(self.intake.last, 0), ErrorCode.NO_ERROR, "")
-        self._look_for_end()
+        self.look_for_end()
 
-    def _look_for_end(self) -> None:
+    def look_for_end(self) -> None:
+        """A stream has ended: perhaps the last one that is owed anything."""
         if not self.intake.streams and not self.over and (self._leaving == 2 or self._half is not None):
             self._end()
 
     def eof_received(self) -> bool:
         """The client has sent its last byte; it may still read replies."""
+        if not self.over:
+            self.intake.cut_off()
         if self._out is not None:
             self.flush()  # replies of this turn of the loop; after the transport's end they would be lost
         if self.over or not self.intake.streams:

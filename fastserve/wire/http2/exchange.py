@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fastserve._ext.slab import blank_bytes, grow_bytes
 from fastserve.wire.bulk import BULK_BYTES, CLAIMED_BYTES
 from fastserve.wire.call import Call
-from fastserve.wire.faults import JSON, WireFault, over_limit
+from fastserve.wire.faults import JSON, WireFault, cut_off, over_limit
 from fastserve.wire.head import Head
 from fastserve.wire.http2.errors import ErrorCode
 from fastserve.wire.http2.heads import CONTINUE, write_fields
@@ -142,6 +142,11 @@ class Exchanges:
         if isinstance(stream.context, Body):
             self.refuse(stream, slowness(Verdict.SLOW_BODY, self._listener.limits))
 
+    def cut_off(self, stream: Http2Stream) -> None:
+        """400, as over HTTP/1.1."""
+        if isinstance(stream.context, Body):
+            self.refuse(stream, cut_off())
+
     def refuse(self, stream: Http2Stream, fault: WireFault) -> None:
         """Answer what cannot be served."""
         self._listener.count_refusal(fault.cause)
@@ -174,7 +179,7 @@ class Refusal:
     def end(self, stream: Http2Stream) -> None:
         """Likewise."""
 
-    too_slow = end
+    too_slow = cut_off = end
 
     def gone(self, stream: Http2Stream) -> None:
         self._exchanges.gone(stream)

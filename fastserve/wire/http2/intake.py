@@ -255,6 +255,7 @@ class Intake(IntakePath):
         self._connection.spend(calm.RESET)
         self.drop(stream)
         stream.service.gone(stream)
+        self._connection.look_for_end()
 
     def retract(self, number: int, block: bytes, cost: int) -> None:
         """HEADERS of a stream that was reset before it was looked at."""
@@ -294,6 +295,16 @@ class Intake(IntakePath):
         for stream in [stream for stream in self.streams.values() if not stream.complete]:
             if stream.inlet is not None and stream.inlet.is_slow(now, limits):
                 stream.service.too_slow(stream)
+
+    def cut_off(self) -> None:
+        """The client's last byte has come: requests that are not whole will not be."""
+        each([stream for stream in self.streams.values() if not stream.complete], self._cut_off)
+
+    def _cut_off(self, stream: Stream) -> None:
+        if not stream.complete:
+            stream.move(Event.RECEIVED_END)
+            self._connection.let_go(stream)
+            stream.service.cut_off(stream)
 
     # ---- the end of a stream
 

@@ -71,6 +71,10 @@ class Service(Protocol):
     def too_slow(self, stream: Stream) -> None:
         """The body comes more slowly than limits.body_bytes_per_s; a service of long streams lets it be."""
 
+    def cut_off(self, stream: Stream) -> None:
+        """The client has sent its last byte, in the midst of this request: nothing more of it will come. It
+        may still read."""
+
 
 class Inlet:
     """What is left to come of a request whose body did not come at once."""

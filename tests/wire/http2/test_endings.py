@@ -7,7 +7,7 @@ import socket
 import time
 
 import pytest
-from hyperframe.frame import GoAwayFrame, PingFrame, SettingsFrame
+from hyperframe.frame import GoAwayFrame, PingFrame, RstStreamFrame, SettingsFrame
 
 from fastserve.wire.http2 import ErrorCode
 from tests.wire.http2.kit import GET, POST, PREFACE, Peer, Raw
@@ -46,6 +46,18 @@ def test_a_drain_loses_no_request_that_is_on_its_way() -> None:
     assert not raw.pipe.ended
     held.calls[0].reply(200)
     assert {one.stream_id for one in raw.frames()} >= {1}
+    assert raw.pipe.ended
+
+
+def test_a_drain_ends_when_the_client_takes_back_its_last_request() -> None:
+    raw = Raw({"/held": Held()}).greet()
+    raw.feed(raw.headers(1, HELD, END, HEADS))
+    raw.pipe.listener.draining = True
+    raw.pipe.scan(1.0)
+    raw.pipe.scan(3.0)
+    raw.feed(PingFrame(0, opaque_data=raw.frames()[-1].opaque_data, flags=["ACK"]).serialize())
+    assert not raw.pipe.ended
+    raw.feed(RstStreamFrame(1, error_code=ErrorCode.CANCEL).serialize())
     assert raw.pipe.ended
 
 
@@ -172,6 +184,43 @@ def test_replies_of_the_turn_in_which_the_client_shuts_its_side() -> None:
             if not connection.eof_received():  # as uvloop does on the client's last byte
                 connection._transport.close()
             assert (await peer.rest()).count(b"in time") == 3
+            await until(lambda: not listener.connections)
+
+    run(main())
+
+
+def test_a_client_that_shuts_its_side_within_a_request() -> None:
+    """What is not whole is told so at once, as over HTTP/1.1; what is whole is answered."""
+
+    async def main() -> None:
+        held = Held()
+        async with serving({"/held": held, "/echo": echo}) as listener, client(listener) as peer:
+            raw = Raw({})
+            asked = raw.headers(1, HELD, END, HEADS) + raw.headers(3, POST, HEADS) + raw.data(3, b"half")
+            asked += raw.headers(5, [*POST, ("content-length", "100000")], HEADS) + raw.data(5, b"half")
+            peer.send(PREFACE + SettingsFrame(0).serialize() + asked)
+            peer.writer.write_eof()
+            await until(lambda: any(c._half is not None for c in listener.connections))
+            (connection,) = listener.connections
+            assert list(connection.intake.streams) == [1]
+            held.calls[0].reply(200, b"still there")
+            said = await peer.rest()
+            assert said.count(b"the connection ended within it") == 2
+            assert b"still there" in said
+            assert listener.refusals == {"cut_off": 2}
+            await until(lambda: not listener.connections)
+
+    run(main())
+
+
+def test_a_client_that_shuts_its_side_within_its_only_request() -> None:
+    async def main() -> None:
+        async with serving({"/echo": echo}) as listener, client(listener) as peer:
+            raw = Raw({})
+            asked = raw.headers(1, POST, HEADS) + raw.headers(3, POST, HEADS) + raw.data(3, b"half")
+            peer.send(PREFACE + SettingsFrame(0).serialize() + asked)
+            peer.writer.write_eof()
+            assert (await peer.rest()).count(b"the connection ended within it") == 2
             await until(lambda: not listener.connections)
 
     run(main())
