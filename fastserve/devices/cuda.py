@@ -55,7 +55,8 @@ _CALLS: dict[str, tuple[tuple[str, ...], tuple[Any, ...]]] = {
     "name": (("cuDeviceGetName",), (ctypes.c_char_p, ctypes.c_int, ctypes.c_int)),
     "memory": (("cuDeviceTotalMem_v2",), (_ref(_Size), ctypes.c_int)),
     "uuid": (("cuDeviceGetUuid_v2", "cuDeviceGetUuid"), (_ref(_Uuid), ctypes.c_int)),
-    "whole_uuid": (("cuDeviceGetUuid",), (_ref(_Uuid), ctypes.c_int)),
+    # of the GPU that a MIG instance is of; a driver without the older call tells of all as of whole GPUs
+    "whole_uuid": (("cuDeviceGetUuid", "cuDeviceGetUuid_v2"), (_ref(_Uuid), ctypes.c_int)),
     "retain": (("cuDevicePrimaryCtxRetain",), (_ref(_Pointer), ctypes.c_int)),
     "current": (("cuCtxSetCurrent",), (_Pointer,)),
     "open": (("cuIpcOpenMemHandle_v2", "cuIpcOpenMemHandle"), (_ref(_Address), _Handle, ctypes.c_uint)),

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 LIBRARY = "libnvidia-ml.so.1"
 _TEXT = 96
 _FRESH_S = 1.0
-NOT_SUPPORTED = 3
+NOT_SUPPORTED, NO_PERMISSION = 3, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,16 @@ class Nvml:
         self._do("nvmlInit_v2")
 
     def read(self) -> list[Gpu]:
-        """Every GPU."""
-        count = self._get("nvmlDeviceGetCount_v2", ctypes.c_uint)
-        return [self._read_one(number) for number in range(count.value)]
+        """Every GPU that tells. Raises NvmlFault when none does."""
+        found, fault = [], None
+        for number in range(self._get("nvmlDeviceGetCount_v2", ctypes.c_uint).value):
+            try:
+                found.append(self._read_one(number))
+            except NvmlFault as silent:  # fallen off the bus, or not for this container to see
+                fault = silent
+        if fault is not None and not found:
+            raise fault
+        return found
 
     def _read_one(self, number: int) -> Gpu:
         handle = self._get("nvmlDeviceGetHandleByIndex_v2", ctypes.c_void_p, ctypes.c_uint(number))
@@ -92,7 +99,7 @@ class Nvml:
         try:
             return ask()
         except NvmlFault as fault:
-            if fault.code != NOT_SUPPORTED:
+            if fault.code not in (NOT_SUPPORTED, NO_PERMISSION):
                 raise
             return None
 

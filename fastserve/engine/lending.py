@@ -19,6 +19,7 @@ from fastserve.engine.scheduler import cache_stage_of, fast_queue_of
 from fastserve.repository.placement import SIMULATED
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, Lent
+from fastserve.tensor import DType
 
 if TYPE_CHECKING:
     from fastserve.engine.batch_queue import BatchQueue
@@ -49,14 +50,27 @@ def lend(
     rows = next(iter(request.inputs.values())).shape[0]
     if device == NONE or queue is None or not 0 < rows <= queue.max_rows:
         return
-    request.lent = {name: lent for name, lent in inputs.items() if lent.device == device}
+    request.lent = {
+        name: lent
+        for name, lent in inputs.items()
+        if lent.device == device and _is_aligned(lent, request.inputs[name].dtype)
+    }
     for name in request.lent:  # its size is looked at, and nothing is copied of it
         tensor = request.inputs[name]
         tensor.data = bytes(prod(tensor.shape) * tensor.dtype.item_bytes)
     for name in request.outputs or version.outputs:
-        lent, nbytes = rooms.get(name), rows * (version.outputs[name].row_bytes or 0)
-        if lent is not None and lent.device == device and 0 < nbytes <= lent.nbytes:
+        spec, lent = version.outputs[name], rooms.get(name)
+        nbytes = rows * (spec.row_bytes or 0)
+        if lent is None or lent.device != device or not _is_aligned(lent, spec.dtype):
+            continue
+        if 0 < nbytes <= lent.nbytes:
             request.placed[name] = replace(lent, nbytes=nbytes)
+
+
+def _is_aligned(lent: Lent, dtype: DType) -> bool:
+    """Else a kernel that touches it, for a result that is not contiguous, say, ends the context: the client's
+    offset would have killed the worker. Allocations themselves are aligned to 256 bytes."""
+    return lent.offset % (dtype.item_bytes or 1) == 0
 
 
 def landing(version: Version, request: InferRequest) -> BatchQueue | None:

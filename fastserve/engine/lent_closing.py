@@ -26,12 +26,16 @@ class LentClosing:
     async def all_closed(self, asked: Iterable[Who], handle: bytes) -> None:
         """Returns when all of those that were asked have closed it, and after LIMIT_S in any case."""
         loop = asyncio.get_running_loop()
-        futures = [self._waited.setdefault((who, handle), loop.create_future()) for who in asked]
+        waited = {(who, handle) for who in asked}
+        futures = [self._waited.setdefault(key, loop.create_future()) for key in waited]
         if not futures:
             return
         _, late = await asyncio.wait(futures, timeout=LIMIT_S)
         if late:
             log.warning("%d workers still have a client's GPU memory open that is unregistered", len(late))
+        for key in waited:  # nobody waits for the late ones any more: who hangs for ever keeps nothing here
+            if self._waited.get(key) in late:
+                del self._waited[key]
 
     def closed(self, who: Who, handle: bytes) -> None:
         """One has closed it."""
@@ -40,6 +44,10 @@ class LentClosing:
     def gone(self, who: Who) -> None:
         """A worker is dead, and what it had open is closed."""
         self._settle([key for key in self._waited if key[0] == who])
+
+    def version_gone(self, version: int) -> None:
+        """All of its workers have ended, and need not have said anything."""
+        self._settle([key for key in self._waited if key[0][0] == version])
 
     def _settle(self, keys: list[tuple[Who, bytes]]) -> None:
         for key in keys:

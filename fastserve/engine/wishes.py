@@ -158,6 +158,7 @@ class Wishes:
     def forget(self, version: Version) -> None:
         """The version is gone."""
         self.metrics.forget(id(version))
+        self.lent.version_gone(id(version))
 
     async def close(self) -> None:
         """Nothing is carried out any more."""

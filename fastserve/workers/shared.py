@@ -213,13 +213,20 @@ class Tenant:
         asyncio.get_running_loop().call_soon(self.over, f"killed: {reason}")
 
     async def stop(self, grace_s: float) -> None:
-        """Asks it to leave, and ends it after `grace_s` seconds; returns when it has left."""
+        """Asks it to leave, and ends it after `grace_s` seconds; returns when it has left. It has that time
+        also when nobody waits for it any more: ending it may end the others in its process."""
         if self._control is None:
             return
         with contextlib.suppress(ControlFault):  # a line that is closed is of one that is leaving
             self.send({"op": "stop"})
-        if not await self.wait(grace_s):
-            self.kill(f"it did not stop within {grace_s:g} s")
+        late = f"it did not stop within {grace_s:g} s"
+        try:
+            stopped = await self.wait(grace_s)
+        except asyncio.CancelledError:
+            self._kill_in(grace_s, late)
+            raise
+        if not stopped:
+            self.kill(late)
             await self.wait(KILL_WAIT_S)
 
     async def wait(self, timeout_s: float | None = None) -> bool:
@@ -267,8 +274,14 @@ class Tenant:
             self.kill(f"it sent {reason}")
             return
         # It has said that it leaves, or its process dies: either is heard of in a moment.
-        wait_s = HANGUP_GRACE_S
-        self._hangup = asyncio.get_running_loop().call_later(wait_s, self.kill, "it closed its control line")
+        self._kill_in(HANGUP_GRACE_S, "it closed its control line")
+
+    def _kill_in(self, seconds: float, reason: str) -> None:
+        """Unless it has left by then."""
+        if self._hangup is not None:
+            self._hangup.cancel()
+        if self.running:
+            self._hangup = asyncio.get_running_loop().call_later(seconds, self.kill, reason)
 
 
 def place_in(config: Mapping[str, Any], number: int) -> Key | None:

@@ -100,7 +100,12 @@ class House:
 
 def _prepare(config: Mapping[str, Any]) -> None:
     """What may not be done first by two threads at a time: a framework imports itself in circles, and msgspec
-    builds what it knows of a type without a lock (two at once end the process)."""
+    builds what it knows of a type without a lock (two at once end the process).
+
+    One lock for all frameworks, though TensorFlow's import takes seconds that another's load then waits:
+    they import common packages (numpy, and what else is installed), which have circles of their own, and two
+    threads that meet in one find it half made. A model's own code is not imported here, so what a load waits
+    for under the lock is installed packages, each once in the life of the process."""
     from fastserve.config.options import read_options
     from fastserve.config.torch_options import read_torch
     from fastserve.workers import loop  # noqa: F401

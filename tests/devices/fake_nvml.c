@@ -1,5 +1,6 @@
 // NVML without a GPU, as devices/nvml.py calls it: FAKE_CUDA/devices says how many there are, and FAKE_CUDA/nvml,
-// when there, the number of the error that every call fails with. The second tells neither power nor utilization.
+// when there, the number of the error that every call fails with, and FAKE_CUDA/nvml-second the one of calls about
+// the second GPU alone. That one tells neither power nor utilization.
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -32,6 +33,8 @@ int nvmlDeviceGetCount_v2(unsigned *count) { *count = read_number("devices", 0);
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle)
 {
     *handle = (void *)(intptr_t)(index + 1);
+    if (index == 1 && read_number("nvml-second", 0))
+        return read_number("nvml-second", 0);
     return index < (unsigned)read_number("devices", 0) ? fails() : INVALID;
 }
 int nvmlDeviceGetUUID(void *handle, char *text, unsigned size)

@@ -272,6 +272,26 @@ def test_room_that_is_too_small_is_never_written(lending: Running, http: Http, g
     unregister(http, "r")
 
 
+def test_what_is_not_aligned_is_carried(lending: Running, http: Http, gpus: FakeGpus) -> None:
+    """A kernel that touched such an address would end the context, and the worker: by a client's offset."""
+    at, worker = gpus.allocate(4096), worker_of(lending, "near")
+    x, y = rows(1, 2), rows(10, 20)
+    at.put(x.tobytes(), 1)
+    at.put(y.tobytes(), 512)
+    assert register(http, "r", at).status == 200
+    body = asked("r", 2)
+    body["inputs"][0]["parameters"]["shared_memory_offset"] = 1
+    body["outputs"][0]["parameters"]["shared_memory_offset"] = 1026
+    with gpus.copies() as copies:
+        answer = http.post("/v2/models/near/infer", body)
+    assert answer.status == 200, answer.error
+    told = [line.rpartition(",")[0] for line in copies]
+    assert told == ["to host 128, registered", "to device 128, registered"]
+    assert np.array_equal(np.frombuffer(at.get(128, 1026), np.float32).reshape(2, 16), x + y)
+    assert gpus.readers(worker) == 1, "the aligned input it reads by itself"
+    unregister(http, "r")
+
+
 def test_a_worker_that_dies_with_memory_open(lending: Running, http: Http, gpus: FakeGpus) -> None:
     at = gpus.allocate(4096)
     fill(at, rows(1, 2), rows(3, 4))

@@ -41,6 +41,17 @@ def test_a_driver_that_stops_telling(library: Gpus, gpus: FakeGpus) -> None:
     assert len(library.read()) == 2
 
 
+def test_one_that_is_lost_hides_no_other(library: Gpus, gpus: FakeGpus) -> None:
+    """It has fallen off the bus, or a container may not look at it."""
+    for code in ("15", "4"):
+        (gpus.memory / "nvml-second").write_text(code)
+        try:
+            assert [one.name for one in library.read()] == ["Fake GPU 0"]
+        finally:
+            (gpus.memory / "nvml-second").unlink()
+    assert len(library.read()) == 2
+
+
 def test_nobody_waits_for_the_latest(library: Gpus) -> None:
     assert library.latest() == []
     until(lambda: len(library.latest()) == 2, "somebody has looked")

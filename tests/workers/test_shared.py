@@ -76,3 +76,39 @@ def test_a_tenant_for_whom_there_is_no_thread(monkeypatch: pytest.MonkeyPatch) -
         os.close(reading)
         owner.close()
         control.close()
+
+
+def test_one_that_nobody_waits_for_still_has_its_time_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stop that is cancelled ends no process at once, which others share, and leaves none that hangs."""
+    monkeypatch.setattr(shared, "WorkerProcess", NoProcess)
+    killed: list[str] = []
+    lines: list[int] = []
+    monkeypatch.setattr(NoProcess, "kill", lambda self, reason: killed.append(reason), raising=False)
+    monkeypatch.setattr(NoProcess, "send", lambda self, message, fds=(): lines.extend(map(os.dup, fds)))
+
+    async def run() -> None:
+        workers = SharedWorkers()
+        hanging, leaving = (workers.tenant(Key("all"), "m", {}, print, print) for _ in range(2))
+        for tenant in (hanging, leaving):
+            tenant.spawn()
+            tenant.send({"op": "serve"})
+            stopping = asyncio.ensure_future(tenant.stop(0.3))
+            await asyncio.sleep(0)
+            stopping.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await stopping
+        assert killed == []
+        leaving.over("it has left")
+        for _ in range(500):
+            if killed:
+                break
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        assert killed == ["m: it did not stop within 0.3 s"]
+        made.pop().end("killed")
+
+    try:
+        asyncio.run(run())
+    finally:
+        for line in lines:
+            os.close(line)
