@@ -138,7 +138,12 @@ def test_what_fits_is_taken(data: st.DataObject) -> None:
         want = None
     with at_edge(request) as view:
         got = sketch.take(frames, view, size)
+        whole = frames.find(view, size)
     assert same(got, want)
+    cut = data.draw(st.integers(0, len(blobs)))  # all but the end of its blobs is enough to find it
+    with at_edge(request[: len(request) - cut]) as beginning:
+        assert frames.find(beginning, size, len(request)) is whole
+        assert frames.find(beginning, size, len(request) + 1) is None
 
 
 @examples(200)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,12 @@ import pytest
 from fastserve.config import Limits, TFServingOptions
 from fastserve.dialects.tfserving import classify, predict
 from fastserve.dialects.tfserving.dialect import TFServing
+from fastserve.dialects.tfserving.signatures import RawRows
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.version import VersionState
 from fastserve.request import InferRequest, InferResponse
+from fastserve.tensor import DTYPES
+from fastserve.wire.arrived import Arrived
 from tests.dialects.tfserving.fakes import (
     HALF_PLUS_TWO,
     FakeCall,
@@ -281,6 +285,21 @@ def test_metadata_describes_every_signature() -> None:
 
 
 RAW = {"Content-Type": "application/octet-stream"}
+
+
+def test_raw_rows_that_are_still_in_the_socket_are_counted_where_they_cannot_be_json() -> None:
+    """The beginning of a body says that it is no JSON, or that it may be some."""
+    rows = RawRows(DTYPES["float32"], (2,), 8, batching=True)
+    texts = [b' \n{ \t"instances": []}', b"{}", b" " * 8, b"{ x", b"[1]", b"\0\1\2", b"{\n\n", b"x{"]
+    for text in texts:
+        whole = text + b" " * (-len(text) % 8)
+        for at in range(1, len(whole)):
+            found = rows.count_arrived(Arrived(-1, whole[:at], len(whole) - at))
+            assert found in (0, rows.count(whole))
+    assert rows.count_arrived(Arrived(-1, b"\0", 15)) == 2
+    assert rows.count_arrived(Arrived(-1, b"\0", 14)) == 0
+    single = replace(rows, batching=False)
+    assert [single.count_arrived(Arrived(-1, b"\0", size)) for size in (7, 15)] == [1, 0]
 
 
 def test_raw_rows() -> None:
