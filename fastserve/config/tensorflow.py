@@ -26,6 +26,7 @@ from fastserve.config.tensorflow_files import (
 )
 from fastserve.errors import ConfigError
 
+_WIDE_FLAGS = {"load_retry_interval_micros"}  # of 64 bits there
 _INT_FLAGS = {
     "port": 8500,
     "rest_api_port": 0,
@@ -147,10 +148,13 @@ def _take_flag(flags: Flags, name: str, text: str | None) -> bool:
         return True
     if name not in _INT_FLAGS:
         return False
-    if re.fullmatch(r"-?[0-9]{1,18}", text):
-        flags.values[name] = int(text)
-    else:
+    number = int(text) if re.fullmatch(r"-?[0-9]{1,18}", text) else None
+    if number is None:
         flags.faults.append(fault_text(f"--{name}", text, "a whole number"))
+    elif name not in _WIDE_FLAGS and not -(1 << 31) <= number < 1 << 31:
+        flags.faults.append(fault_text(f"--{name}", text, "a whole number of 32 bits"))
+    else:
+        flags.values[name] = number
     return True
 
 

@@ -28,6 +28,27 @@ def of_kind(kind: str) -> Any:
     return pytest.mark.parametrize("vector", chosen, ids=[vector["id"] for vector in chosen])
 
 
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("--port=2147483647", 2147483647),
+        ("--port=2147483648", None),
+        ("--num_load_threads=-2147483649", None),
+        ("--load_retry_interval_micros=3600000000", 3_600_000_000),
+        ("--load_retry_interval_micros=1e6", None),
+        ("--port=", None),
+        ("--port=1.0", None),
+    ],
+)
+def test_numbers_in_flags(argument: str, value: int | None) -> None:
+    flags = read_flags([argument])
+    name, _, text = argument[2:].partition("=")
+    assert flags.values == ({} if value is None else {name: value})
+    assert [fault.partition(", allowed: a whole number")[0] for fault in flags.faults] == (
+        [f'--{name}: given "{text}"'] if value is None else []
+    )
+
+
 @of_kind("flag_parse")
 def test_flag_vectors(vector: dict[str, Any]) -> None:
     flags = read_flags(shlex.split(vector["input"]["argv"]))

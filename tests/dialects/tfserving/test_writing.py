@@ -223,3 +223,4 @@ def test_names_and_labels_are_cleaned() -> None:
         "# TYPE _7:a:b gauge",
         '_7:a:b{a_b="x\\\\\\"",_1="y"} 0.123457',
     ]
+    assert write_series("m", "counter", [({"model_path": "/a\nb"}, 1)])[1] == 'm{model_path="/a\\nb"} 1'
