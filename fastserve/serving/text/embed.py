@@ -90,12 +90,13 @@ class Embedding:
         self.cancel()
 
     def _fill(self) -> None:
-        """As many into the line as it takes. Raises ServeError where it has no place for the first."""
+        """As many into the line as it takes. Raises ServeError where it has no place for the first, or no
+        line is left: who should come again is told when."""
         while self._begun < len(self._prompts) and len(self._runs) < AT_A_TIME:
             try:
                 self._begin(self._begun)
             except ServeError as fault:
-                if fault.kind is not Kind.UNAVAILABLE or not self._begun:
+                if fault.retry_after_s is None or not self._begun:
                     raise
                 return
             self._begun += 1

@@ -40,10 +40,11 @@ class Line:
         self.places, self.most = places, 0
         self.waiting: dict[Place, tuple[Sequence[int], Heard]] = {}
         self.cancelled = 0
+        self.refusal = ServeError(Kind.UNAVAILABLE, "full", retry_after_s=1)
 
     def start(self, ids: Sequence[int], note: TextNote, heard: Heard) -> Place:
         if len(self.waiting) >= self.places:
-            raise ServeError(Kind.UNAVAILABLE, "full", retry_after_s=1)
+            raise self.refusal
         place = Place(self)
         self.waiting[place] = ids, heard
         self.most = max(self.most, len(self.waiting))
@@ -69,6 +70,26 @@ def embedding(line: Line, count: int) -> Embedding:
 
 def run(work: Any) -> None:
     asyncio.run(asyncio.wait_for(work, 20))
+
+
+def test_a_version_that_is_unloaded_while_a_request_waits_for_its_line() -> None:
+    """Others have all places, and when they are done there is no line any more."""
+
+    async def work() -> None:
+        line = Line(1)
+        asked = asyncio.create_task(embedding(line, 3).run())
+        await asyncio.sleep(0)
+        line.places = 0
+        line.run_one()
+        await asyncio.sleep(0.02)
+        assert not asked.done()
+        gone = ServeError(Kind.UNAVAILABLE, "version 1 of model m is not available")
+        line.refusal = gone
+        with pytest.raises(ServeError) as told:
+            await asked
+        assert told.value is gone
+
+    run(work())
 
 
 @pytest.mark.parametrize("places", [1, 5, AT_A_TIME, 1000])
