@@ -91,7 +91,8 @@ async def serving(folder: Path, **changes: Any) -> AsyncIterator[Served]:
     """An open server; afterwards nothing may be outstanding in any arena."""
     settings = {"model_control": "explicit", "load_models": ("*",), "drain_s": 5.0, **changes}
     settings.setdefault("admin", AdminOptions(file_overrides=True, log_settings=True))
-    server = Server(Settings(repository=str(folder), http=(Listener("127.0.0.1:0"),), grpc=(), **settings))
+    settings.setdefault("http", (Listener("127.0.0.1:0"),))
+    server = Server(Settings(repository=str(folder), grpc=(), **settings))
     await server.open()
     served = Served(server)
     try:

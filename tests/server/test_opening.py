@@ -31,6 +31,7 @@ class Model:
         return {"y": inputs["x"] * 2}
 """
 BODY = json.dumps({"instances": [[1.0, 2.0]]})
+EVERY = "tfserving,kserve_v2,triton_v1,textgen,grps"
 STARTING = "The server is starting: its models are loading"
 ASKED = {
     "tfserving predict": ("POST", "/v1/models/twice:predict", BODY),
@@ -40,7 +41,12 @@ ASKED = {
     "v2 load": ("POST", "/v2/repository/models/twice/load", "{}"),
     "v1 status": ("GET", "/api/status", None),
     "v1 infer": ("POST", "/api/infer/twice", ""),
+    "openai chat": ("POST", "/v1/chat/completions", '{"model": "twice", "messages": []}'),
+    "tgi generate": ("POST", "/generate", '{"inputs": "a"}'),
+    "mindie infer": ("POST", "/infer", '{"inputs": "a"}'),
+    "grps predict": ("POST", "/grps/v1/infer/predict?model=twice-1", '{"ndarray": [[1, 2]]}'),
 }
+OVERLOADED = ("tgi generate",)  # TGI has one status for what cannot be had now
 HEALTHS = {
     "/healthz/live": 200, "/v2/health/live": 200, "/api/health/live": 200, "/metrics": 200,
     "/healthz/ready": 503, "/v2/health/ready": 400, "/api/health/ready": 400,
@@ -48,7 +54,15 @@ HEALTHS = {
 
 
 def command(folder: Path, http: int, *options: str) -> list[str]:
-    words = [sys.executable, "-m", "fastserve.cli", "serve", str(folder), "--http", f"127.0.0.1:{http}"]
+    words = [
+        sys.executable,
+        "-m",
+        "fastserve.cli",
+        "serve",
+        str(folder),
+        "--http",
+        f"127.0.0.1:{http}={EVERY}",
+    ]
     return [*words, "--drain-delay-s", "0", *options]
 
 
@@ -57,7 +71,7 @@ def test_it_listens_while_models_load_and_says_so_in_every_dialect(tmp_path, fro
     model = write_model(tmp_path)
     (model / "1" / "model.py").write_text(SLOW)
     http_port, grpc_port = free_port(), free_port()
-    options = ("--grpc", f"127.0.0.1:{grpc_port}", "--frontends", fronts)
+    options = ("--grpc", f"127.0.0.1:{grpc_port}={EVERY}", "--frontends", fronts)
     with subprocess.Popen(command(tmp_path, http_port, *options), stdout=subprocess.PIPE) as server:
         try:
             until((tmp_path / "loading").exists, "the model loads", limit_s=30)
@@ -67,7 +81,8 @@ def test_it_listens_while_models_load_and_says_so_in_every_dialect(tmp_path, fro
                     links[name].request(method, target, body)
                     reply = links[name].getresponse()
                     text = reply.read().decode() or reply.getheader("NV-Status")
-                    assert (reply.status, reply.getheader("retry-after")) == (503, "1"), name
+                    status = 429 if name in OVERLOADED else 503
+                    assert (reply.status, reply.getheader("retry-after")) == (status, "1"), (name, text)
                     assert STARTING in text, name
             for target, status in HEALTHS.items():
                 links["v2 metadata"].request("GET", target)
@@ -99,7 +114,12 @@ def check_grpc(port: int) -> None:
         v2, v1 = "/inference.GRPCInferenceService/", "/nvidia.inferenceserver.GRPCService/"
         assert channel.unary_unary(v2 + "ServerLive")(b"", timeout=20) == b"\x08\x01"
         assert channel.unary_unary(v2 + "ServerReady")(b"", timeout=20) == b""
-        for path in (v2 + "ModelInfer", v2 + "ServerMetadata", v1 + "Status", v1 + "Infer"):
+        tfs = "/tensorflow.serving."
+        prediction = [
+            tfs + "PredictionService/" + name for name in ("Predict", "Classify", "GetModelMetadata")
+        ]
+        others = [*prediction, tfs + "ModelService/GetModelStatus", "/grps.protos.v1.GrpsService/Predict"]
+        for path in (v2 + "ModelInfer", v2 + "ServerMetadata", v1 + "Status", v1 + "Infer", *others):
             with pytest.raises(grpc.RpcError) as caught:
                 channel.unary_unary(path)(b"", timeout=20)
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE, path
