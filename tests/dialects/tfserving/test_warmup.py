@@ -322,3 +322,16 @@ def test_an_ensemble_whose_records_fail_is_not_served(tmp_path: Path, data: byte
     (told,) = tried(tmp_path, model="ens")
     assert words in told
     assert tried(tmp_path) == []
+
+
+def test_nothing_is_left_of_an_ensemble_that_was_not_served(tmp_path: Path) -> None:
+    write_ensemble(tmp_path, logs(predict(-1)))
+
+    async def scene() -> None:
+        async with serving(tmp_path, keep_going=True) as served:
+            assert served.server.catalog.available("ens") is None
+            assert served.server.host.ensembles == {}
+            client = await served.client()
+            assert (await client.post("/v1/models/m:predict", b'{"instances": [[1, 2]]}'))[0] == 200
+
+    run(scene())
