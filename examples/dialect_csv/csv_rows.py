@@ -11,16 +11,15 @@ from collections.abc import Coroutine, Sequence
 from math import prod
 from typing import Any
 
-from fastserve.apart import APART_BYTES, Apart
+from fastserve.apart import APART_BYTES
 from fastserve.errors import Kind, ServeError, invalid
-from fastserve.metrics.traffic import Traffic
-from fastserve.repository.keepers import Keepers
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.dialect import Dialect, DialectSpec, HttpRoute, NoOptions, ServingContext
 from fastserve.serving.fast_path import FastPath
 from fastserve.serving.paths import LastPath, open_path
 from fastserve.serving.prepared import Described, Memory, PreparedRequest
+from fastserve.serving.service import DialectService
 from fastserve.serving.slow_path import SlowRequest, answer_slowly
 from fastserve.tensor import Tensor
 from fastserve.wire.call import Call
@@ -105,16 +104,13 @@ class Infer(SlowRequest):
     """One call on the general path: any scheduler, any number of rows, and words for what is wrong."""
 
     def __init__(self, model: "Model", call: Call) -> None:
-        self._model, self._call = model, call
+        self._model, self._call, self.service = model, call, model.service
 
     async def read(self) -> InferRequest:
         self.version, body = self._model.find(), self._call.body
         self._codec, lines = Codec(self.version), body.splitlines()
-        data = await self._model.dialect.apart(len(body), self._codec.read, lines)
+        data = await self.service.apart(len(body), self._codec.read, lines)
         return InferRequest(self._codec.inputs(len(lines), data))
-
-    async def run(self, request: InferRequest) -> InferResponse:
-        return await self._model.dialect.engine.infer(self.version, request)
 
     async def write(self, response: InferResponse) -> None:
         self._codec.reply_response(self._call, response)
@@ -130,13 +126,14 @@ class Model:
 
     def __init__(self, dialect: "CsvRows", name: str) -> None:
         self.dialect, self._name = dialect, name
-        self._last: LastPath[Rows] = LastPath(dialect.keepers, self._open)
+        self.service: DialectService = dialect.service
+        self._last: LastPath[Rows] = LastPath(self.service.keepers, self._open)
 
     def infer(self, call: Call) -> Coroutine[Any, Any, None] | None:
-        rows = self._last.find(self.dialect.engine.catalog.available(self._name))
+        rows = self._last.find(self.service.catalog.available(self._name))
         if rows is not None and len(call.body) < APART_BYTES and rows.start(call, call.body.splitlines()):
             return None
-        return answer_slowly(call, Infer(self, call), self.dialect.traffic)
+        return answer_slowly(call, Infer(self, call))
 
     def describe(self, call: Call) -> None:
         try:
@@ -149,17 +146,17 @@ class Model:
         call.reply(200, text.encode(), CSV)
 
     def find(self) -> Version:
-        version = self.dialect.engine.catalog.available(self._name)
+        version = self.service.catalog.available(self._name)
         if version is None:
             raise ServeError(Kind.NOT_FOUND, f"there is no model {self._name!r}")
         return version
 
     def refused(self, exchange: Call, prepared: Rows | None, request_id: Any, fault: ServeError) -> None:
         self.dialect.refuse(exchange, fault)
-        self.dialect.traffic.refused(self._name, fault.kind.name)
+        self.service.traffic.refused(self._name, fault.kind.name)
 
     def _open(self, version: Version) -> Rows | None:
-        path = open_path(version, self.dialect.traffic, self)
+        path = open_path(version, self.service.traffic, self)
         try:
             return None if path is None else Rows(version, path)
         except ServeError:
@@ -170,8 +167,7 @@ class CsvRows(Dialect):
     """What the endpoints of one front process share."""
 
     def __init__(self, context: ServingContext, options: NoOptions) -> None:
-        self.engine, self.apart, self.keepers = context.engine, Apart(), Keepers(context.engine.catalog)
-        self.traffic = Traffic(context.registry, SPEC.name, context.engine.catalog.models)
+        self.service = DialectService(context, SPEC.name)
 
     def route(self, method: str, target: str) -> Route | None:
         before, _, name = target.partition("/csv/")

@@ -14,6 +14,9 @@ from fastserve.serving.model_view import Views
 class DialectService:
     """One per dialect and front process."""
 
+    timeout_ns = 0
+    """How long a request may take where its client does not say; 0 for ever."""
+
     def __init__(self, context: ServingContext, dialect: str) -> None:
         engine = context.engine
         self.context, self.engine, self.catalog = context, engine, engine.catalog
@@ -22,3 +25,7 @@ class DialectService:
         self.apart = Apart()
         self.keepers, self.views = Keepers(engine.catalog), Views(engine.catalog)
         self.traffic = Traffic(context.registry, dialect, engine.catalog.models)
+
+    def deadline_ns(self, received_ns: int) -> int:
+        """When the time of a request that came then is up by `timeout_ns`; 0 for never."""
+        return received_ns + self.timeout_ns if self.timeout_ns else 0

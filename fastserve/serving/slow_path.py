@@ -14,10 +14,10 @@ from collections.abc import Awaitable
 from time import monotonic_ns
 
 from fastserve.errors import ServeError
-from fastserve.metrics.traffic import Traffic
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.exchange import Exchange, unforeseen
+from fastserve.serving.service import DialectService
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 class SlowRequest(ABC):
     """One request as its dialect reads it. The steps are called in this order; what raises is refused."""
 
+    service: DialectService
+    """Its dialect's: whose engine runs it, and where it is counted."""
     version: Version
     """Whose it is, from `read` on."""
     ran_ns = 0
@@ -34,9 +36,9 @@ class SlowRequest(ABC):
     async def read(self) -> InferRequest:
         """Find the version, check what was sent, hold client memory. Raises ServeError."""
 
-    @abstractmethod
     def run(self, request: InferRequest) -> Awaitable[InferResponse]:
         """The engine's answer. Raises ServeError."""
+        return self.service.engine.infer(self.version, request)
 
     @abstractmethod
     async def write(self, response: InferResponse) -> None:
@@ -57,11 +59,11 @@ class SlowRequest(ABC):
         """Tell the client what is wrong, in the dialect's words, and count it."""
 
 
-async def answer_slowly(exchange: Exchange, request: SlowRequest, traffic: Traffic) -> None:
+async def answer_slowly(exchange: Exchange, request: SlowRequest) -> None:
     """Answer a request; when this returns, it was, unless its client is gone."""
     try:
         try:
-            encode_ns = await _run(exchange, request, traffic)
+            encode_ns = await _run(exchange, request)
         finally:
             request.close()
         await request.send()
@@ -73,7 +75,7 @@ async def answer_slowly(exchange: Exchange, request: SlowRequest, traffic: Traff
         except Exception:  # it was answered before
             exchange.fail(error)
     else:
-        version = request.version
+        version, traffic = request.version, request.service.traffic
         traffic.stages(version.model, version.number)[1].observe_ns(encode_ns)
         took_ns = traffic.answered(version.model, version.number, exchange.received_ns)
         try:
@@ -82,10 +84,10 @@ async def answer_slowly(exchange: Exchange, request: SlowRequest, traffic: Traff
             log.exception("nothing could be learned of a request that was answered")
 
 
-async def _run(exchange: Exchange, request: SlowRequest, traffic: Traffic) -> int:
+async def _run(exchange: Exchange, request: SlowRequest) -> int:
     """How long its answer was written. Reading is counted whatever comes of it, as on the fast path."""
     asked = await request.read()
-    version = request.version
+    version, traffic = request.version, request.service.traffic
     traffic.stages(version.model, version.number)[0].observe_ns(monotonic_ns() - exchange.received_ns)
     read_ns = monotonic_ns()
     response = await request.run(asked)

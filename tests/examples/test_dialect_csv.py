@@ -170,7 +170,7 @@ def test_the_example_is_short_and_whole_on_its_page() -> None:
     lines = len([line for line in source.splitlines() if line.strip()])
     assert lines < 150
     assert f"{lines} lines" in " ".join(page.split())
-    walk, _ = page.split("\n## Streams of requests\n")  # what follows is of other dialects
+    walk, _ = page.split("\n## RPCs, and streams of requests\n")  # what follows is of other dialects
     for block in re.findall(r"```python\n(.*?)```", walk, re.DOTALL):
         for line in filter(str.strip, block.splitlines()):
             assert line.strip() in source or line.strip() == "...", line

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from time import monotonic_ns
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,8 @@ class Response:
 class Learner(SlowRequest):
     """It answers, and then what it has seen cannot be learned."""
 
-    def __init__(self) -> None:
+    def __init__(self, registry: Registry) -> None:
+        self.service: Any = SimpleNamespace(traffic=Traffic(registry, "test", {"m"}))
         self.sent: list[str] = []
 
     async def read(self) -> Any:
@@ -50,8 +52,9 @@ class Exchange:
 
 @pytest.mark.logs_errors
 def test_what_cannot_be_learned_takes_no_answer_back(caplog: pytest.LogCaptureFixture) -> None:
-    registry, request, exchange = Registry(), Learner(), Exchange()
-    asyncio.run(answer_slowly(exchange, request, Traffic(registry, "test", {"m"})))  # type: ignore[arg-type]
+    registry, exchange = Registry(), Exchange()
+    request = Learner(registry)
+    asyncio.run(answer_slowly(exchange, request))  # type: ignore[arg-type]
     assert request.sent == ["answer"]
     assert "nothing could be learned" in caplog.text
     assert (

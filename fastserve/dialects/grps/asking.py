@@ -6,7 +6,8 @@ any other              gtensors, a string or bytes become its inputs; its output
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ from fastserve.protos import load
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.generate import Event, alone, generate
+from fastserve.serving.slow_path import SlowRequest
 from fastserve.tensor import DTYPES, Tensor
 
 MESSAGE = "message"
@@ -52,6 +54,36 @@ def make_request(asked: Asked, deadline_ns: int) -> InferRequest:
 async def prepare(service: Service, asked: Asked, deadline_ns: int) -> InferRequest:
     """The same, apart from the event loop if it is large. Raises ServeError."""
     return await service.apart(asked.nbytes, make_request, asked, deadline_ns)
+
+
+class GeneralPredict(SlowRequest):
+    """One predict on the general path, for the fast one to learn. `model` is "" until it is known."""
+
+    service: Service
+    asked: Asked
+    request: InferRequest
+    model = ""
+
+    @abstractmethod
+    async def ask(self) -> tuple[Asked, int]:
+        """What is asked, and when its time is up. Raises ServeError."""
+
+    @abstractmethod
+    def learn(self) -> None:
+        """It was answered: remember what requests like it are."""
+
+    async def read(self) -> InferRequest:
+        self.asked, deadline_ns = await self.ask()
+        self.version, self.model = self.asked.version, self.asked.version.model
+        self.request = await prepare(self.service, self.asked, deadline_ns)
+        return self.request
+
+    def run(self, request: InferRequest) -> Awaitable[InferResponse]:
+        return run_once(self.service, self.asked, request)
+
+    def answered(self, took_ns: int) -> None:
+        self.service.monitor.took(took_ns)
+        self.learn()
 
 
 async def run_once(service: Service, asked: Asked, request: InferRequest) -> InferResponse:

@@ -1,8 +1,7 @@
 """GrpsMessage as bytes (spec 1): bounded before it is parsed, and put together where it is known in advance.
 
 read_message(data)                      the protobuf library's message
-find_raws(data)                         where packed floats lie, for requests that are met again
-write_tensor(number, name, ...)         one GenericTensor whose values are in its memory as on the wire
+write_heads(tensors, before)            what stands before each tensor's values, which lie as on the wire
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from fastserve.codec.proto_fields import BYTES, head_of
-from fastserve.errors import ServeError, invalid
+from fastserve.errors import invalid
 from fastserve.protos import load
 
 MOST_FIELDS = 1024  # of a message, and tensors of a request: each costs the parser a hundred bytes
-GTENSORS, TENSORS, FLAT_FLOAT32, FLAT_FLOAT64 = 5, 1, 10, 11
+GTENSORS, TENSORS, SHAPE = 5, 1, 3
 _VARINT, _FIXED64, _FIXED32 = 0, 1, 5
 Span = tuple[int, int, int]  # field number, first byte of the value, end
 
@@ -71,30 +70,6 @@ def read_varint(data: bytes, at: int) -> tuple[int, int]:
             return number, at
         shift += 7
     raise ValueError("a varint has at most ten bytes")
-
-
-def find_raws(data: bytes) -> list[tuple[int, int]]:
-    """The spans of packed floats and doubles, one of each tensor; none when some tensor has another number
-    of them, or more fields than are looked at. For messages that were read before."""
-    try:
-        return _find_raws(data)
-    except (ServeError, ValueError, IndexError):  # fields that only the protobuf library knows how to pass
-        return []
-
-
-def _find_raws(data: bytes) -> list[tuple[int, int]]:
-    found = []
-    for field, start, end in walk(data, 0, len(data)):
-        if field != GTENSORS:
-            continue
-        for inner, first, last in walk(data, start, end):
-            if inner != TENSORS:
-                return []
-            spans = [(a, b) for f, a, b in walk(data, first, last) if f in (FLAT_FLOAT32, FLAT_FLOAT64)]
-            if len(spans) != 1:
-                return []
-            found += spans
-    return found
 
 
 def write_heads(tensors: Sequence[tuple[bytes, int, int]], before: bytes) -> list[bytes]:

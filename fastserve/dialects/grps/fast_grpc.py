@@ -1,34 +1,40 @@
-"""The fast path of Predict over gRPC: messages as long as one before that differ in their floats alone.
+"""The fast path of Predict over gRPC: messages like one before but for their rows and numbers.
 
-    model, gtensors{ tensors{ name, dtype, shape, flat_float32: |raw| } }
+    model, gtensors{ tensors{ name, dtype, shape: |rows|, flat_float32: |values| } }
 
-Packed floats lie in a message as they do in memory. What stands between them is compared, and they go into
-the batch as they are. Numbers of other types are varints, of no fixed length: those take the general path.
+Packed floats lie in a message as they do in memory, and go into the batch as they are; whole numbers of 32
+and 64 bits are read into it. Smaller ones and halves travel as wider ones: whether their values have room is
+for the general path to look at.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
-from fastserve._ext.proto_outline import MOST_HEAD_BYTES
-from fastserve.dialects.grps.codec_grpc import find_raws, write_heads
+from fastserve._ext.proto_outline import DATA, LEADS, Scheme
+from fastserve.dialects.grps.codec_grpc import GTENSORS, SHAPE, TENSORS, write_heads
 from fastserve.dialects.grps.errors import code_of, failure_message, ok_message
 from fastserve.dialects.grps.service import Service, speaks_messages
-from fastserve.dialects.grps.tensors import Field, field_of, write_outputs
+from fastserve.dialects.grps.tensors import BY_DTYPE, FIELDS, Field, field_of, write_outputs
+from fastserve.engine import BatchQueue
 from fastserve.errors import ServeError
 from fastserve.protos import load
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.exchange import RpcExchange
-from fastserve.serving.fast_path import FastPath
-from fastserve.serving.paths import open_path
-from fastserve.serving.prepared import Described, Memory, PreparedRequest
+from fastserve.serving.known_messages import KnownMessage, KnownMessages, Source
+from fastserve.serving.prepared import Described, Memory
 from fastserve.tensor import DType, Tensor
+from fastserve.wire.grpc import Exchange
 
-MOST_SIZES, MOST_OF_A_SIZE = 128, 8
 RAW = ("float32", "float64")  # travel as they lie in memory
+KEPT = (*RAW, "int32", "int64")  # with nothing lost, whatever they are
+# GrpsMessage: of each tensor its shape, and its values.
+_VALUES = {field.tag: DATA for field in FIELDS if field.wire != "bytes"}
+SCHEME = Scheme({GTENSORS: {TENSORS: {SHAPE: LEADS, **_VALUES}}})
 
 
 class Outcome:
@@ -50,31 +56,22 @@ def failure_of(service: Service, fault: ServeError, model: str) -> bytes:
     return failure_message(code_of(fault, service.options), fault.message)
 
 
-class Outline(PreparedRequest):
-    """One message, but for its floats."""
+class Head(KnownMessage):
+    """Messages with one head."""
 
     def __init__(
-        self, path: FastPath, model: str, data: bytes, raws: Sequence[tuple[int, int]], request: InferRequest
+        self,
+        service: Service,
+        version: Version,
+        model: str,
+        queue: BatchQueue,
+        inputs: dict[str, Tensor],
+        sources: dict[str, Source],
     ) -> None:
-        version, given = path.version, list(request.inputs)
-        inputs = {name: request.inputs[name] for name in path.queue.inputs if name in request.inputs}
-        bare = {name: Tensor(tensor.dtype, tensor.shape, b"") for name, tensor in inputs.items()}
-        self.rows = next(iter(inputs.values())).shape[0] if version.batching else 1
-        self.lay_out(path.queue, bare, (), batching=version.batching)
-        self.path, self.model = path, model
-        self._raws = [raws[given.index(name)] for name in inputs]
-        edges = [0, *(edge for span in raws for edge in span), len(data)]
-        self._literals = [(a, b, data[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)]
-
-    def fits(self, data: bytes) -> bool:
-        """Whether a message as long as this differs in its floats alone."""
-        return all(data[first:last] == text for first, last, text in self._literals)
-
-    def fill(self, source: bytes, memory: list[memoryview]) -> bool:
-        view = memoryview(source)
-        for (first, last), target in zip(self._raws, memory, strict=True):
-            target[:] = view[first:last]
-        return True
+        """`inputs` have types and shapes, in the queue's order; `model` is as the message names it."""
+        self.find_version = partial(service.look_up, model)
+        self.sources = [sources[name] for name in inputs]
+        self.lay_out(queue, inputs, (), batching=version.batching)
 
     def make_writer(self, described: Described) -> list[bytes] | None:
         """What stands before each output's values."""
@@ -99,24 +96,19 @@ class Outline(PreparedRequest):
 
 
 class FastGrpc:
-    """What is known of messages, by their length. One per front process."""
+    """What is known of heads. One per front process."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._known: dict[int, list[Outline]] = {}
-        service.keepers.add(self)
+        self._known: KnownMessages[Head] = KnownMessages(service, SCHEME)
 
-    def start(self, data: bytes, exchange: Any) -> bool:
+    def start(self, data: bytes, exchange: Exchange) -> bool:
         """Take a message, or return False: nothing has happened then."""
-        for outline in self._known.get(len(data), ()):
-            if outline.fits(data):
-                if self._service.look_up(outline.model) is not outline.path.version:
-                    return False
-                deadline_ns = self._service.deadline_ns(exchange.received_ns)
-                if exchange.deadline_ns and (not deadline_ns or exchange.deadline_ns < deadline_ns):
-                    deadline_ns = exchange.deadline_ns
-                return outline.path.start(exchange, outline, data, None, deadline_ns)
-        return False
+        outline = self._known.read(data)
+        if outline is None:
+            return False
+        deadline_ns = self._service.sooner_ns(exchange.received_ns, exchange.deadline_ns)
+        return self._known.start(outline, exchange, deadline_ns)
 
     def learn(
         self, data: bytes, message: Any, request: InferRequest, version: Version, patience_ns: int
@@ -124,37 +116,23 @@ class FastGrpc:
         """Remember a message that the general path has answered."""
         if message.WhichOneof("data_oneof") != "gtensors" or speaks_messages(version):
             return
-        if any(tensor.dtype.name not in RAW for tensor in request.inputs.values()):
+        service, outline = self._service, self._known.read(data)
+        # A tensor that was answered has values; where there are as many holes as tensors, each has one.
+        fields = [BY_DTYPE[tensor.dtype.name].tag for tensor in request.inputs.values()]
+        if outline is None or [field for _, field in outline.fields] != fields:
             return
-        raws = find_raws(data)
-        sizes = [len(tensor.data) for tensor in request.inputs.values()]
-        if [last - first for first, last in raws] != sizes:  # unpacked, in pieces, or in another field too
+        dtypes = {name: tensor.dtype for name, tensor in request.inputs.items()}
+        if any(dtype.name not in KEPT for dtype in dtypes.values()):
             return
-        if len(data) - sum(sizes) > MOST_HEAD_BYTES:  # which is kept: fields nobody knows may be of any size
-            return
-        path = open_path(version, self._service.traffic, Outcome(self._service, version), patience_ns)
-        if path is None or not _is_whole(path, request):
-            return
-        outline = Outline(path, message.model, data, raws, request)
-        if not 0 < outline.rows <= path.queue.max_rows:
-            return
-        if len(self._known) >= MOST_SIZES:
-            self._known.clear()
-        self._known[len(data)] = [outline, *self._known.get(len(data), ())][:MOST_OF_A_SIZE]
-
-    def forget(self, version: Version) -> None:
-        """The version has ended, and nothing here may keep its memory."""
-        self._known = {
-            size: kept
-            for size, known in self._known.items()
-            if (kept := [outline for outline in known if outline.path.version is not version])
+        sources = {
+            name: Source.of(hole, dtype, varints=dtype.name not in RAW)
+            for hole, (name, dtype) in enumerate(dtypes.items())
         }
 
+        def prepare(queue: BatchQueue, bare: InferRequest) -> Head:
+            return Head(service, version, message.model, queue, bare.inputs, sources)
 
-def _is_whole(path: FastPath, request: InferRequest) -> bool:
-    """Whether the queue is given what it needs."""
-    names = set(path.queue.inputs)
-    return set(request.inputs) <= names and (path.queue.requests or len(request.inputs) == len(names))
+        self._known.learn(outline, version, request, Outcome(service, version), prepare, patience_ns)
 
 
 def _head(name: str, dtype: DType, shape: Sequence[int]) -> tuple[bytes, int, int]:

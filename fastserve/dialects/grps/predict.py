@@ -10,12 +10,12 @@ reply.
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Coroutine
 from contextlib import aclosing
 from math import prod
 from typing import Any
 
-from fastserve.dialects.grps.asking import WORK, Asked, prepare, read_answer, run_once, stream_answers
+from fastserve.dialects.grps.asking import WORK, Asked, GeneralPredict, read_answer, stream_answers
 from fastserve.dialects.grps.codec_http import MOST_VALUES, JsonBody, read_json, wants_stream
 from fastserve.dialects.grps.errors import OK_JSON, code_of, failure_json
 from fastserve.dialects.grps.fast_http import FastHttp
@@ -26,8 +26,8 @@ from fastserve.dialects.grps.service import BYTES, JSON, Service, speaks_message
 from fastserve.dialects.grps.tensors import BY_NAME
 from fastserve.errors import ServeError, internal, invalid
 from fastserve.protos import load
-from fastserve.request import InferRequest, InferResponse
-from fastserve.serving.slow_path import SlowRequest, answer_slowly
+from fastserve.request import InferResponse
+from fastserve.serving.slow_path import answer_slowly
 from fastserve.wire.arrived import Arrived
 from fastserve.wire.call import Call
 
@@ -61,7 +61,7 @@ class Predict:
             return None
         if self._mode == "body_param":
             return self._decide(call)
-        return answer_slowly(call, HttpPredict(self, call, self._fast), self.service.traffic)
+        return answer_slowly(call, HttpPredict(self, call, self._fast))
 
     def take(self, call: Call, body: Arrived) -> bool:
         """Take a call whose rows are still in the socket."""
@@ -79,7 +79,7 @@ class Predict:
         if await self._says(call) if body is None else body.wants_stream:
             await self._stream(call, body)
         else:
-            await answer_slowly(call, HttpPredict(self, call, self._fast, body), self.service.traffic)
+            await answer_slowly(call, HttpPredict(self, call, self._fast, body))
 
     async def _says(self, call: Call) -> bool:
         key = self.service.options.streaming_ctrl_key
@@ -146,60 +146,53 @@ class Predict:
         return failure_json(code_of(fault, self.service.options), fault.message)
 
 
-class HttpPredict(SlowRequest):
-    """One call on the general path."""
+class HttpPredict(GeneralPredict):
+    """One call."""
 
     def __init__(
         self, endpoint: Predict, call: Call, fast: FastHttp | None, body: JsonBody | None = None
     ) -> None:
         self._endpoint, self._call, self._fast, self._body = endpoint, call, fast, body
-        self._service = endpoint.service
+        self.service = endpoint.service
 
-    async def read(self) -> InferRequest:
-        self._asked = await self._endpoint.read(self._call, self._body, streaming=False)
-        self.version = self._asked.version
-        deadline_ns = self._service.deadline_ns(self._call.received_ns)
-        self._request = await prepare(self._service, self._asked, deadline_ns)
-        return self._request
-
-    def run(self, request: InferRequest) -> Awaitable[InferResponse]:
-        return run_once(self._service, self._asked, request)
+    async def ask(self) -> tuple[Asked, int]:
+        asked = await self._endpoint.read(self._call, self._body, streaming=False)
+        return asked, self.service.deadline_ns(self._call.received_ns)
 
     async def write(self, response: InferResponse) -> None:
         if self._endpoint.raw:
             self._write_own(response)
             return
-        body, kind = await self._service.apart(WORK * response.nbytes, self._encode, response)
+        body, kind = await self.service.apart(WORK * response.nbytes, self._encode, response)
         if kind == BYTES:
             self._call.reply(200, body, BYTES)
         else:
-            self._service.answer(self._call, body)
+            self.service.answer(self._call, body)
 
     def _encode(self, response: InferResponse) -> tuple[bytes, bytes]:
         """The answer, and what it is."""
-        message, options = read_answer(self._asked, response), self._service.options
+        message, options = read_answer(self.asked, response), self.service.options
         if self._endpoint.query.ndarray:
             return write_as_ndarray(message, several=options.ndarray_of_several == "first"), JSON
         if message.WhichOneof("data_oneof") == "bin_data":
             return message.bin_data, BYTES
         return write_json(message, options, OK_JSON), JSON
 
-    def answered(self, took_ns: int) -> None:
-        self._service.monitor.took(took_ns)
+    def learn(self) -> None:
         if self._fast is not None:
-            self._fast.learn(self._call, self._asked, self._request)
+            self._fast.learn(self._call, self.asked, self.request)
 
     def refused(self, fault: ServeError) -> None:
         if self._endpoint.raw:
-            told = code_of(fault, self._service.options)
-            self._service.traffic.refused(self._endpoint.query.model, fault.kind.name)
+            told = code_of(fault, self.service.options)
+            self.service.traffic.refused(self._endpoint.query.model, fault.kind.name)
             self._call.reply(told, fault.message.encode("utf-8", "replace"), TEXT)
             return
-        self._service.refuse(self._call, fault, getattr(getattr(self, "version", None), "model", ""))
+        self.service.refuse(self._call, fault, self.model)
 
     def _write_own(self, response: InferResponse) -> None:
         """The reply as the model wrote it."""
-        message, told = read_answer(self._asked, response), response.parameters
+        message, told = read_answer(self.asked, response), response.parameters
         headers: list[tuple[str, str]] = json.loads(str(told.get("http_headers", "[]")))
         kind = next((value for name, value in headers if name.lower() == "content-type"), "text/plain")
         own = [(n.encode("latin-1", "replace"), v.encode("latin-1", "replace")) for n, v in headers]

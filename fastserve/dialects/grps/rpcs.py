@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from functools import partial
-from time import monotonic_ns
 from typing import Any
 
-from fastserve.dialects.grps.asking import WORK, Asked, prepare, read_answer, run_once, stream_answers
+from fastserve.dialects.grps.asking import WORK, Asked, GeneralPredict, read_answer, stream_answers
 from fastserve.dialects.grps.codec_grpc import read_message
 from fastserve.dialects.grps.errors import NotReady, failure_message, ok_message
 from fastserve.dialects.grps.fast_grpc import FastGrpc, failure_of
@@ -17,9 +16,9 @@ from fastserve.dialects.grps.routes import RPCS, SERVICE
 from fastserve.dialects.grps.service import Service
 from fastserve.errors import ServeError, invalid
 from fastserve.protos import load
-from fastserve.request import InferRequest, InferResponse
-from fastserve.serving.exchange import unforeseen
-from fastserve.serving.slow_path import SlowRequest, answer_slowly
+from fastserve.request import InferResponse
+from fastserve.serving.exchange import deadline_of, unforeseen
+from fastserve.serving.rpc import answer_rpc
 from fastserve.wire.grpc import Awaited, Exchange, Method, Rpc
 
 GRPC = "grpc"
@@ -91,41 +90,31 @@ class Predict:
 
     async def __call__(self, data: bytes, rpc: Rpc) -> bytes:
         """A serialized message, whatever happens."""
-        exchange = Awaited(rpc.received_ns)
-        request = GrpcPredict(self._service, exchange, data, rpc, self._fast)
-        await answer_slowly(exchange, request, self._service.traffic)
-        return await exchange.answer()
+        return await answer_rpc(rpc.received_ns, partial(GrpcPredict, self._service, data, rpc, self._fast))
 
 
-class GrpcPredict(SlowRequest):
-    """One RPC on the general path; the fast one learns it."""
+class GrpcPredict(GeneralPredict):
+    """One RPC."""
 
-    def __init__(self, service: Service, exchange: Awaited, data: bytes, rpc: Rpc, fast: FastGrpc) -> None:
-        self._service, self._exchange, self._data, self._rpc, self._fast = service, exchange, data, rpc, fast
+    def __init__(self, service: Service, data: bytes, rpc: Rpc, fast: FastGrpc, exchange: Awaited) -> None:
+        self.service, self._exchange, self._data, self._rpc, self._fast = service, exchange, data, rpc, fast
 
-    async def read(self) -> InferRequest:
-        self._asked = await read_asked(self._service, self._data, streaming=False)
-        self.version = self._asked.version
-        self._request = await prepare(self._service, self._asked, deadline_of(self._service, self._rpc))
-        return self._request
-
-    def run(self, request: InferRequest) -> Awaitable[InferResponse]:
-        return run_once(self._service, self._asked, request)
+    async def ask(self) -> tuple[Asked, int]:
+        asked = await read_asked(self.service, self._data, streaming=False)
+        return asked, self.service.sooner_ns(self._rpc.received_ns, deadline_of(self._rpc))
 
     async def write(self, response: InferResponse) -> None:
-        reply = await self._service.apart(WORK * response.nbytes, self._encode, response)
+        reply = await self.service.apart(WORK * response.nbytes, self._encode, response)
         self._exchange.reply(reply)
 
     def _encode(self, response: InferResponse) -> bytes:
-        return _part(read_answer(self._asked, response))
+        return _part(read_answer(self.asked, response))
 
-    def answered(self, took_ns: int) -> None:
-        self._service.monitor.took(took_ns)
-        self._fast.learn(self._data, self._asked.message, self._request, self.version, self._rpc.patience_ns)
+    def learn(self) -> None:
+        self._fast.learn(self._data, self.asked.message, self.request, self.version, self._rpc.patience_ns)
 
     def refused(self, fault: ServeError) -> None:
-        model = getattr(getattr(self, "version", None), "model", "")
-        self._exchange.reply(failure_of(self._service, fault, model))
+        self._exchange.reply(failure_of(self.service, fault, self.model))
 
 
 async def read_asked(service: Service, data: bytes, *, streaming: bool) -> Asked:
@@ -136,22 +125,14 @@ async def read_asked(service: Service, data: bytes, *, streaming: bool) -> Asked
     return Asked(service.find(message.model), message, told, WORK * len(data))
 
 
-def deadline_of(service: Service, rpc: Rpc) -> int:
-    """When a call's time is up, 0 for never: the client's time, or the server's own."""
-    left, own = rpc.seconds_left(), service.deadline_ns(rpc.received_ns)
-    if left is None:
-        return own
-    theirs = monotonic_ns() + int(left * 1e9)
-    return min(own, theirs) if own else theirs
-
-
 async def stream(service: Service, data: bytes, rpc: Rpc) -> AsyncIterator[bytes]:
     """A message for each part, as it comes. What goes wrong is one more, and the last."""
     version = None
     try:
         asked = await read_asked(service, data, streaming=True)
         version = asked.version
-        events = await stream_answers(service, asked, deadline_of(service, rpc), _part)
+        deadline_ns = service.sooner_ns(rpc.received_ns, deadline_of(rpc))
+        events = await stream_answers(service, asked, deadline_ns, _part)
         async with aclosing(events):
             async for event in events:
                 if event.fault is not None:

@@ -65,9 +65,10 @@ class Service(DialectService):
             return None
         return self.catalog.available(model, int(number))
 
-    def deadline_ns(self, received_ns: int) -> int:
-        """When a predict's time is up, 0 for never."""
-        return received_ns + self.timeout_ns if self.timeout_ns else 0
+    def sooner_ns(self, received_ns: int, theirs_ns: int) -> int:
+        """The same of a client that says how long it waits, 0 for ever: whichever is up first."""
+        own_ns = self.deadline_ns(received_ns)
+        return min(own_ns, theirs_ns) if own_ns and theirs_ns else own_ns or theirs_ns
 
     def answer(self, call: Call, body: bytes, code: int = 200) -> None:
         """Reply with a JSON message whose code this is."""

@@ -12,8 +12,7 @@ message.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -25,17 +24,14 @@ from fastserve.dialects.kserve_v2.request import Asked
 from fastserve.dialects.kserve_v2.service import Service
 from fastserve.engine import BatchQueue
 from fastserve.errors import Kind, ServeError
-from fastserve.repository.catalog import Catalog
-from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.exchange import RpcExchange
 from fastserve.serving.known_messages import KnownMessage, KnownMessages, Source
 from fastserve.serving.model_view import ModelView
-from fastserve.serving.paths import open_path
-from fastserve.serving.prepared import Described, Memory, ordinary_inputs
+from fastserve.serving.prepared import Described, Memory
 from fastserve.serving.rooms import Rooms
 from fastserve.serving.streams import Turn
-from fastserve.tensor import KSERVE_NAME, Tensor
+from fastserve.tensor import KSERVE_NAME
 
 # ModelInferRequest: the id; of each input its shape and its contents, from bool to fp64; raw contents.
 SCHEME = Scheme({3: TEXT, 5: {3: LEADS, 5: dict.fromkeys(range(1, 8), DATA)}, 7: DATA})
@@ -59,16 +55,14 @@ class Head(KnownMessage):
     ) -> None:
         """`request` has the inputs' types and shapes, in the queue's order, without the message."""
         self.model, self.version = message.model_name, message.model_version
-        self.number = view.version.number if message.model_version else None
+        number = view.version.number if message.model_version else None
+        self.find_version = partial(view.catalog.available, view.model, number)
         self.sources = [sources[name] for name in request.inputs]
         self.lay_out(queue, request.inputs, request.outputs, batching=view.batching)
         if queue.requests:
             self.tell(request)
         self._view, self._asked, self._number = view, asked, str(view.version.number)
         self._before = write_infer_response(view.model, self._number, "", None, (), ())
-
-    def finder(self, catalog: Catalog) -> Callable[[], Version | None]:
-        return partial(catalog.available, self.model, self.number)
 
     def make_writer(self, described: Described) -> Any:
         """What comes between the id and the tensors."""
@@ -138,8 +132,8 @@ class FastGrpc:
 
     def __init__(self, service: Service, head: type[Head] = Head) -> None:
         self._service, self._head = service, head
-        self._known: KnownMessages[Head] = KnownMessages(service.catalog, service.keepers)
-        self.start = self._known.start
+        self._known: KnownMessages[Head] = KnownMessages(service, SCHEME)
+        self.read, self.start = self._known.read, self._known.start
 
     def learn(
         self,
@@ -151,15 +145,15 @@ class FastGrpc:
         patience_ns: int,
     ) -> None:
         """Remember the head of a request that the general path has answered."""
-        service, version = self._service, view.version
-        path = open_path(version, service.traffic, Outcome(service, version.model), patience_ns)
-        if path is None or asked.ranges or asked.classifies or len(request.inputs) != len(message.inputs):
+        if asked.ranges or asked.classifies or len(request.inputs) != len(message.inputs):
             return
-        found = ordinary_inputs(path.queue, request, batching=view.batching)
-        sources = None if found is None else _sources(outline, message, request)
-        if found is not None and sources is not None:
-            bare = replace(request, inputs=found[1])
-            self._known.learn(outline, path, self._head(view, path.queue, message, asked, bare, sources))
+
+        def prepare(queue: BatchQueue, bare: InferRequest) -> Head | None:
+            sources = _sources(outline, message, bare)
+            return None if sources is None else self._head(view, queue, message, asked, bare, sources)
+
+        outcome = Outcome(self._service, view.model)
+        self._known.learn(outline, view.version, request, outcome, prepare, patience_ns)
 
 
 def _sources(outline: Outline, message: InferMessage, request: InferRequest) -> dict[str, Source] | None:
@@ -170,12 +164,6 @@ def _sources(outline: Outline, message: InferMessage, request: InferRequest) -> 
     if [owner for owner, _ in fields] != list(range(len(names))):
         return None
     return {
-        name: _typed(hole, field, request.inputs[name])
+        name: Source.of(hole, request.inputs[name].dtype, varints=field in VARINTS)
         for hole, (name, (_, field)) in enumerate(zip(names, fields, strict=True))
     }
-
-
-def _typed(hole: int, field: int, tensor: Tensor) -> Source:
-    if field not in VARINTS:
-        return Source(hole)
-    return Source(hole, tensor.dtype.item_bytes, tensor.dtype.name == "bool")

@@ -116,7 +116,7 @@ class Infer:
     ) -> Coroutine[Any, Any, None]:
         """The general path; `fast` is the one that did not know this request, and learns it."""
         request = HttpInference(self._service, self._target, call, fast, header_bytes, traced)
-        return answer_slowly(call, request, self._service.traffic)
+        return answer_slowly(call, request)
 
 
 class HttpInference(Inference):

@@ -28,6 +28,7 @@ from fastserve.tensor import DTYPE_BY_KSERVE, KSERVE_NAME, Tensor, count_items, 
 class Inference(SlowRequest):
     """One request. `view` is None until its model is found, `request` until it has passed its checks."""
 
+    service: Service
     refusal: str
     """Of models that answer several times."""
 

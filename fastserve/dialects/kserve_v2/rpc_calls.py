@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from google.protobuf.json_format import ParseDict
-from google.protobuf.message import DecodeError
 
 from fastserve._ext.json_value import Members
 from fastserve.dialects.kserve_v2.calls import CALLS, Asked
@@ -22,6 +21,7 @@ from fastserve.errors import ServeError, internal, invalid, unsupported
 from fastserve.protos import load
 from fastserve.serving.device_regions import HANDLE_BYTES
 from fastserve.serving.model_control import LoadOverride
+from fastserve.serving.rpc import parse_message, serialize
 from fastserve.wire.grpc import Method, Rpc
 
 # A setting's type -> the field of the oneof it is in, and what the original calls that.
@@ -43,14 +43,8 @@ _WRAPPED = {
 def make_method(service: Service, operation: Operation) -> Method:
     """The RPC of an operation, over bytes."""
     messages, name, do = load("kserve_v2"), operation.name, CALLS[operation.name]
-    parse = getattr(messages, f"{operation.rpc}Request").FromString
+    read = partial(parse_message, getattr(messages, f"{operation.rpc}Request"), internal)
     make = getattr(messages, f"{operation.rpc}Response")
-
-    def read(data: bytes) -> Any:
-        try:
-            return parse(data)
-        except DecodeError:
-            raise internal(f"malformed {operation.rpc}Request") from None
 
     async def run(request: Any, rpc: Rpc) -> Any:
         try:
@@ -61,11 +55,7 @@ def make_method(service: Service, operation: Operation) -> Method:
         # A config may say more than the message of its time knows.
         return ParseDict(_form(name, answer), make(), ignore_unknown_fields=name == "model_config")
 
-    def write(message: Any) -> bytes:
-        data: bytes = message.SerializeToString()
-        return data
-
-    return Method(SERVICE + operation.rpc, read, run, write, scope=operation.scope)
+    return Method(SERVICE + operation.rpc, read, run, serialize, scope=operation.scope)
 
 
 def read_asked(name: str, request: Any) -> Asked:

@@ -30,9 +30,10 @@ from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.exchange import RpcExchange, deadline_of, unforeseen
 from fastserve.serving.generate import generate
 from fastserve.serving.model_view import ModelView
+from fastserve.serving.rpc import answer_rpc
 from fastserve.serving.slow_path import answer_slowly
 from fastserve.serving.streams import Turn, answer_stream
-from fastserve.wire.grpc import Awaited, Exchange, Method, Rpc
+from fastserve.wire.grpc import Exchange, Method, Rpc
 from fastserve.wire.scope import Scope
 
 
@@ -54,17 +55,17 @@ class Infer:
         service = self._service
         if service.traces.on or service.forward_grpc:  # as in outline_of: each has to be looked at
             return False
-        outline = SCHEME.read(data)
+        outline = self._fast.read(data)
         return outline is not None and self._fast.start(outline, exchange, exchange.deadline_ns)
 
     async def __call__(self, data: bytes, rpc: Rpc) -> bytes:
         """A serialized ModelInferResponse. Raises ServeError."""
-        service, exchange = self._service, Awaited(rpc.received_ns)
+        service = self._service
         sent = await service.apart(len(data), read_sent, data)
-        outline = outline_of(service, data)
-        request = RpcInference(service, exchange, sent, rpc, deadline_of(rpc), outline, self._fast)
-        await answer_slowly(exchange, request, service.traffic)
-        return await exchange.answer()
+        known = outline_of(service, data), self._fast
+        return await answer_rpc(
+            rpc.received_ns, partial(RpcInference, service, sent, rpc, deadline_of(rpc), *known)
+        )
 
 
 def outline_of(service: Service, data: bytes) -> Outline | None:
@@ -81,12 +82,12 @@ class RpcInference(Inference):
     def __init__(
         self,
         service: Service,
-        exchange: RpcExchange,
         sent: Sent,
         rpc: Rpc,
         deadline_ns: int,
         outline: Outline | None,
         fast: FastGrpc,
+        exchange: RpcExchange,
     ) -> None:
         super().__init__(service, service.forward_grpc)
         self.exchange, self.message, self.deadline_ns = exchange, sent.message, deadline_ns
@@ -170,10 +171,10 @@ class Stream:
     async def _answer(self, data: bytes, outline: Outline | None, turn: Turn) -> None:
         service = self._service
         sent = await service.apart(len(data), read_sent, data)
-        request = StreamInference(service, turn, sent, self._rpc, self._deadline_ns, outline, self._fast)
+        request = StreamInference(service, sent, self._rpc, self._deadline_ns, outline, self._fast, turn)
         view = request.look()
         if view is None or not view.decoupled:
-            await answer_slowly(turn, request, service.traffic)
+            await answer_slowly(turn, request)
             return
         try:
             await self._answer_many(turn, request, view)

@@ -44,8 +44,7 @@ class Examples:
         self._service, self._target = service, target
 
     def __call__(self, call: Call) -> Coroutine[Any, Any, None]:
-        service = self._service
-        return answer_slowly(call, ExamplesRequest(service, self._target, call), service.traffic)
+        return answer_slowly(call, ExamplesRequest(self._service, self._target, call))
 
 
 class ExamplesRequest(GeneralRequest):
@@ -69,7 +68,7 @@ class ExamplesRequest(GeneralRequest):
         )
         self._count = len(examples.examples)
         inputs = await service.apart(work, feed, examples, signature, batching=version.batching)
-        return InferRequest(inputs, tuple(self._plan.outputs.values()))
+        return InferRequest(inputs, tuple(self._plan.outputs.values()), deadline_ns=self.deadline_ns)
 
     async def write(self, response: InferResponse) -> None:
         keys = self.service.options.result_keys

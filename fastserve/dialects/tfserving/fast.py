@@ -18,7 +18,6 @@ from fastserve.apart import APART_BYTES
 from fastserve.dialects.tfserving.errors import writer_error
 from fastserve.dialects.tfserving.service import JSON, Service
 from fastserve.dialects.tfserving.signatures import SignatureView
-from fastserve.engine import note_of
 from fastserve.errors import ServeError
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
@@ -44,14 +43,11 @@ class JsonRows(PreparedRequest):
         self._writer, self._apart = RowWriter(*self._about), service.apart
         inputs = {name: Tensor(each.dtype, (1, *self._shape), b"") for name, each in version.inputs.items()}
         self.lay_out(path.queue, inputs, view.wanted, batching=True)
-        self._note = note_of(InferRequest({}, view.wanted), []) if path.queue.requests else b""
-        self.noted = bool(self._note)
+        if path.queue.requests:
+            self.tell(InferRequest({}, view.wanted))
 
     def fill(self, source: Memory, memory: list[memoryview]) -> bool:
         return not self._read(source, memory[0], self._shape, self.rows)
-
-    def note(self, request_id: None) -> bytes:
-        return self._note
 
     def make_writer(self, described: Described) -> tuple[RowWriter, int] | None:
         """None where a model that sees requests has answered with something else than it has declared."""
@@ -64,7 +60,7 @@ class JsonRows(PreparedRequest):
         exchange: Call,
         writer: tuple[RowWriter, int],
         memory: Sequence[Memory],
-        request_id: None,
+        request_id: str,
         held: None,
     ) -> Later | None:
         if len(memory[0]) >= APART_BYTES:
@@ -88,7 +84,7 @@ class JsonRows(PreparedRequest):
             raise writer_error(fault) from None
         exchange.reply(200, text, JSON, self._headers)
 
-    def write_response(self, exchange: Call, response: InferResponse, request_id: None, held: None) -> None:
+    def write_response(self, exchange: Call, response: InferResponse, request_id: str, held: None) -> None:
         output = response.outputs[self._name]
         found = self._alias, output.dtype.code, output.shape, output.data
         try:
@@ -112,11 +108,21 @@ def shape_of(view: SignatureView) -> tuple[int, ...]:
 class Fast:
     """What one version's fast path takes, for its default signature."""
 
-    __slots__ = ("_count", "_items", "_json", "_max_rows", "_path", "_raw", "_rows", "_timeout_ns", "version")
+    __slots__ = (
+        "_count",
+        "_deadline_ns",
+        "_items",
+        "_json",
+        "_max_rows",
+        "_path",
+        "_raw",
+        "_rows",
+        "version",
+    )
 
     def __init__(self, service: Service, path: FastPath, view: SignatureView) -> None:
         """Raises WriterFault for an output that REST cannot write."""
-        self.version, self._path, self._timeout_ns = path.version, path, service.timeout_ns
+        self.version, self._path, self._deadline_ns = path.version, path, service.deadline_ns
         self._max_rows = path.queue.max_rows
         self._count, self._items, self._rows = view.reader.count_rows, prod(shape_of(view)), view.rows
         self._json, self._raw = JsonRows(service, path, view), RawRows(service, path, view)
@@ -147,7 +153,7 @@ class Fast:
         if not 0 < rows <= self._max_rows:
             return False
         prepared.rows = rows
-        return self._path.start(call, prepared, body, None, self._deadline_ns(call))
+        return self._path.start(call, prepared, body, "", self._deadline_ns(call.received_ns))
 
     def take(self, call: Call, body: Arrived) -> bool:
         """The same of bare rows that are still in the socket."""
@@ -157,10 +163,7 @@ class Fast:
         prepared.rows = self._rows.count_arrived(body)
         if not 0 < prepared.rows <= self._max_rows:
             return False
-        return self._path.start(call, prepared, body, None, self._deadline_ns(call))
-
-    def _deadline_ns(self, call: Call) -> int:
-        return call.received_ns + self._timeout_ns if self._timeout_ns else 0
+        return self._path.start(call, prepared, body, "", self._deadline_ns(call.received_ns))
 
 
 class Outcome:
@@ -174,5 +177,5 @@ class Outcome:
                 model, "predict", took_ns, ran_ns
             )
 
-    def refused(self, exchange: Call, prepared: JsonRows, request_id: None, fault: ServeError) -> None:
+    def refused(self, exchange: Call, prepared: JsonRows, request_id: str, fault: ServeError) -> None:
         self._service.refuse(exchange, self._model, fault)

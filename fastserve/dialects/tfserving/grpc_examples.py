@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from fastserve._ext.flatten import unpack_bytes
@@ -24,7 +25,8 @@ from fastserve.repository.signature import DEFAULT_SIGNATURE, Signature
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.exchange import deadline_of
-from fastserve.serving.slow_path import SlowRequest, answer_slowly
+from fastserve.serving.rpc import answer_rpc, serialize
+from fastserve.serving.slow_path import SlowRequest
 from fastserve.wire.grpc import Awaited, Rpc
 
 MESSAGES = load("tfserving")
@@ -161,9 +163,7 @@ class Asked:
 
     async def run(self, signature: Signature, verb: str, write: Write) -> bytes:
         """What `write` makes of the result. Raises ServeError."""
-        exchange = Awaited(self.rpc.received_ns)
-        await answer_slowly(exchange, Run(self, exchange, signature, verb, write), self.service.traffic)
-        return await exchange.answer()
+        return await answer_rpc(self.rpc.received_ns, partial(Run, self, signature, verb, write))
 
     async def examples(self) -> ExampleList:
         """Raises ServeError."""
@@ -176,25 +176,24 @@ class Asked:
 class Run(SlowRequest):
     """One signature on the examples of an RPC."""
 
+    service: Service
+
     def __init__(
-        self, asked: Asked, exchange: Awaited, signature: Signature, verb: str, write: Write
+        self, asked: Asked, signature: Signature, verb: str, write: Write, exchange: Awaited
     ) -> None:
-        self._asked, self._exchange = asked, exchange
+        self.service, self._asked, self._exchange = asked.service, asked, exchange
         self._signature, self._verb, self._write = signature, verb, write
         self.version = asked.version
 
     async def read(self) -> InferRequest:
         asked, signature, batching = self._asked, self._signature, self.version.batching
-        by_method = asked.service.options.check_methods
+        by_method = self.service.options.check_methods
         self._plan = plan_results(self._verb, signature, batching=batching, by_method=by_method)
         examples = await asked.examples()
         self._count = asked.count = len(examples.examples)
         work = asked.given.ByteSize() * WORK
-        inputs = await asked.service.apart(work, feed, examples, signature, batching=batching)
+        inputs = await self.service.apart(work, feed, examples, signature, batching=batching)
         return InferRequest(inputs, tuple(self._plan.outputs.values()), deadline_ns=deadline_of(asked.rpc))
-
-    def run(self, request: InferRequest) -> Awaitable[InferResponse]:
-        return self._asked.service.engine.infer(self.version, request)
 
     async def write(self, response: InferResponse) -> None:
         make = make_classifications if self._verb == "classify" else make_regressions
@@ -207,19 +206,14 @@ class Run(SlowRequest):
         asked = self._asked
         asked.ran_ns = max(asked.ran_ns, self.ran_ns)
         if asked.on_page:
-            asked.service.observe(self.version.model, _APIS[self._verb], took_ns, self.ran_ns, "GRPC")
+            self.service.observe(self.version.model, _APIS[self._verb], took_ns, self.ran_ns, "GRPC")
 
     def refused(self, fault: ServeError) -> None:
-        asked = self._asked
-        self._exchange.refuse(refuse_rpc(asked.service, self.version.model, fault, on_page=asked.on_page))
+        on_page = self._asked.on_page
+        self._exchange.refuse(refuse_rpc(self.service, self.version.model, fault, on_page=on_page))
 
 
 # --- messages ------------------------------------------------------------------------------------
-
-
-def serialize(message: Any) -> bytes:
-    data: bytes = message.SerializeToString()
-    return data
 
 
 def read_input(given: Any) -> ExampleList:

@@ -27,15 +27,13 @@ from fastserve._ext.tensor_proto import (
 )
 from fastserve.dialects.tfserving.grpc_spec import refuse_rpc
 from fastserve.dialects.tfserving.service import Service
-from fastserve.engine import BatchQueue, note_of
+from fastserve.engine import BatchQueue
 from fastserve.errors import Kind, ServeError
-from fastserve.repository.catalog import Catalog
 from fastserve.repository.signature import Signature
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.exchange import RpcExchange
 from fastserve.serving.known_messages import KnownMessage, KnownMessages, Source
-from fastserve.serving.paths import open_path
 from fastserve.serving.prepared import Described, Memory
 from fastserve.tensor import DTYPES, Tensor
 
@@ -77,35 +75,27 @@ class Head(KnownMessage):
 
     def __init__(
         self,
+        service: Service,
         message: PredictMessage,
         version: Version,
         signature: Signature,
         aliases: Aliases,
-        content: bool,
+        queue: BatchQueue,
+        request: InferRequest,
+        sources: Mapping[str, Source],
     ) -> None:
-        self._model, self._number, self._label = message.model, message.version, message.label
-        self._aliases, self._content = aliases, content
+        """`request` and `sources` by the model's names."""
+        self._aliases, self._content = aliases, service.options.tensor_content
         self._spec = write_model_spec(version.model, version.number, signature.name)
-
-    def lay_out_inputs(self, queue: BatchQueue, inputs: Mapping[str, Tensor], batching: bool) -> None:
-        """Where tensors go; `inputs` by the model's names."""
-        bare = {
-            name: Tensor(inputs[name].dtype, inputs[name].shape, b"")  # without the message
-            for name in queue.inputs
-            if name in inputs
-        }
-        wanted = names_of(self._aliases)
-        self.noted = queue.requests
-        self._note = note_of(InferRequest({}, wanted), []) if queue.requests else b""
-        self.lay_out(queue, bare, wanted, batching=batching)
-
-    def note(self, request_id: str) -> bytes:
-        return self._note
-
-    def finder(self, catalog: Catalog) -> Callable[[], Version | None]:
-        if self._label is not None:
-            return partial(catalog.labelled, self._model, self._label)
-        return partial(catalog.available, self._model, self._number)
+        self.sources = [sources[name] for name in request.inputs]
+        self.lay_out(queue, request.inputs, request.outputs, batching=version.batching)
+        if queue.requests:
+            self.tell(request)
+        catalog, model = service.catalog, message.model
+        if message.label is not None:
+            self.find_version = partial(catalog.labelled, model, message.label)
+        else:
+            self.find_version = partial(catalog.available, model, message.version)
 
     def make_writer(self, described: Described) -> Writer:
         given = {name: (index, dtype.code, shape) for index, (name, dtype, shape) in enumerate(described)}
@@ -147,8 +137,8 @@ class FastGrpc:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._known: KnownMessages[Head] = KnownMessages(service.catalog, service.keepers)
-        self.start = self._known.start
+        self._known: KnownMessages[Head] = KnownMessages(service, SCHEME)
+        self.read, self.start = self._known.read, self._known.take
 
     def learn(
         self,
@@ -157,26 +147,19 @@ class FastGrpc:
         version: Version,
         signature: Signature,
         aliases: Aliases,
-        inputs: Mapping[str, Tensor],
+        request: InferRequest,
         patience_ns: int,
     ) -> None:
-        """Remember the head of a request that was answered; `inputs` by the model's names."""
+        """Remember the head of a request that was answered."""
         service = self._service
-        path = open_path(version, service.traffic, Outcome(service, version.model), patience_ns)
-        if path is None or not set(inputs) <= set(path.queue.inputs):
-            return
-        # A model that sees arrays is given all inputs of a signature; one that sees requests, what was sent.
-        if not (path.queue.requests or len(inputs) == len(signature.inputs)):
-            return
-        if any(not tensor.dtype.item_bytes or not len(tensor.data) for tensor in inputs.values()):
-            return
-        sources = _sources(outline, message, signature, inputs)
-        if sources is None:
-            return
-        head = Head(message, version, signature, aliases, service.options.tensor_content)
-        head.sources = [sources[name] for name in path.queue.inputs if name in sources]
-        head.lay_out_inputs(path.queue, inputs, version.batching)
-        self._known.learn(outline, path, head)
+
+        def prepare(queue: BatchQueue, bare: InferRequest) -> Head | None:
+            sources = _sources(outline, message, signature, bare.inputs)
+            if sources is None:
+                return None
+            return Head(service, message, version, signature, aliases, queue, bare, sources)
+
+        self._known.learn(outline, version, request, Outcome(service, version.model), prepare, patience_ns)
 
 
 def _sources(
@@ -191,12 +174,8 @@ def _sources(
     for hole, (alias, (_, field)) in enumerate(zip(message.inputs, outline.fields, strict=True)):
         name = signature.input_names[alias]
         dtype = inputs[name].dtype
-        if field == CONTENT_FIELD:
-            sources[name] = Source(hole)
-        elif field != VALUE_FIELD[dtype.code]:
+        if field not in (CONTENT_FIELD, VALUE_FIELD[dtype.code]):
             return None
-        elif IS_VARINT[dtype.code]:
-            sources[name] = Source(hole, dtype.item_bytes, dtype.name == "bool")
-        else:
-            sources[name] = Source(hole)
+        varints = field != CONTENT_FIELD and IS_VARINT[dtype.code]
+        sources[name] = Source.of(hole, dtype, varints=varints)
     return sources if len(sources) == message.sent else None

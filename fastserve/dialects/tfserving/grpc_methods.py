@@ -7,16 +7,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from google.protobuf.message import DecodeError
-
 from fastserve.dialects.tfserving.classify import EXAMPLES_BYTES
-from fastserve.dialects.tfserving.grpc_examples import ByExamples, MultiInference, serialize
+from fastserve.dialects.tfserving.grpc_examples import ByExamples, MultiInference
 from fastserve.dialects.tfserving.grpc_models import Models, answering
 from fastserve.dialects.tfserving.grpc_predict import Predict
 from fastserve.dialects.tfserving.routes import MODEL_SERVICE, PREDICTION_SERVICE, RPCS
 from fastserve.dialects.tfserving.service import Service
 from fastserve.errors import invalid
 from fastserve.protos import load
+from fastserve.serving.rpc import parse_message, serialize
 from fastserve.wire.grpc import Method
 
 Run = Callable[[Any, Any], Any]
@@ -53,14 +52,11 @@ def _method(path: str, read: Callable[[bytes], Any], run: Run, write: Callable[[
 
 
 def _reader(name: str, most_bytes: int) -> Callable[[bytes], Any]:
-    return partial(_read, name, getattr(load("tfserving"), name).FromString, most_bytes)
+    return partial(_read, name, getattr(load("tfserving"), name), most_bytes)
 
 
-def _read(name: str, parse: Callable[[bytes], Any], most_bytes: int, data: bytes) -> Any:
-    """A message of the protobuf library's. Raises ServeError."""
+def _read(name: str, kind: Any, most_bytes: int, data: bytes) -> Any:
+    """A message of at most so many bytes. Raises ServeError."""
     if len(data) > most_bytes:
         raise invalid(f"a {name} of {len(data)} bytes, allowed: up to {most_bytes}")
-    try:
-        return parse(data)
-    except DecodeError:
-        raise invalid(f"malformed {name}") from None
+    return parse_message(kind, invalid, data)

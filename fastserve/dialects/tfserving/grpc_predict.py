@@ -6,7 +6,8 @@ be good; then each is decoded once, into memory of its own.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Iterable
+from collections.abc import Iterable
+from functools import partial
 from typing import NamedTuple
 
 from fastserve._ext.proto_outline import Outline
@@ -19,7 +20,7 @@ from fastserve._ext.tensor_proto import (
     read_predict_request,
     write_model_spec,
 )
-from fastserve.dialects.tfserving.grpc_fast import API, SCHEME, Aliases, FastGrpc, names_of, write_outputs
+from fastserve.dialects.tfserving.grpc_fast import API, Aliases, FastGrpc, names_of, write_outputs
 from fastserve.dialects.tfserving.grpc_spec import find_model, refuse_rpc
 from fastserve.dialects.tfserving.names import TF_WORD
 from fastserve.dialects.tfserving.routes import Target
@@ -30,9 +31,10 @@ from fastserve.repository.signature import DEFAULT_SIGNATURE, Signature
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.exchange import deadline_of
-from fastserve.serving.slow_path import SlowRequest, answer_slowly
+from fastserve.serving.rpc import answer_rpc
+from fastserve.serving.slow_path import SlowRequest
 from fastserve.tensor import DTYPE_BY_CODE, DType, Tensor, TensorSpec, count_items
-from fastserve.wire.grpc import Awaited, Exchange, Rpc
+from fastserve.wire.grpc import Awaited, Rpc
 
 DTYPE_BY_NUMBER: dict[int, DType] = {number: DTYPE_BY_CODE[code] for code, number in DTYPE_NUMBER.items()}
 LENGTH_BYTES = 4  # of a packed string
@@ -68,31 +70,28 @@ class Predict:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._fast = FastGrpc(service)
-
-    def start(self, data: bytes, exchange: Exchange) -> bool:
-        """Take a request that the fast path knows, or leave it to the coroutine below."""
-        outline = SCHEME.read(data)
-        return outline is not None and self._fast.start(outline, exchange, exchange.deadline_ns)
+        self.start = self._fast.start  # takes a request that it knows, or leaves it to the coroutine below
 
     async def __call__(self, data: bytes, rpc: Rpc) -> bytes:
         """A serialized PredictResponse. Raises ServeError."""
-        exchange = Awaited(rpc.received_ns)
-        request = GeneralPredict(self._service, exchange, rpc, data, self._fast)
-        await answer_slowly(exchange, request, self._service.traffic)
-        return await exchange.answer()
+        return await answer_rpc(
+            rpc.received_ns, partial(GeneralPredict, self._service, rpc, data, self._fast)
+        )
 
 
 class GeneralPredict(SlowRequest):
     """A request as the general path answers it; the fast one learns it."""
 
-    def __init__(self, service: Service, exchange: Awaited, rpc: Rpc, data: bytes, fast: FastGrpc) -> None:
-        self._service, self._exchange, self._rpc, self._fast = service, exchange, rpc, fast
+    service: Service
+
+    def __init__(self, service: Service, rpc: Rpc, data: bytes, fast: FastGrpc, exchange: Awaited) -> None:
+        self.service, self._exchange, self._rpc, self._fast = service, exchange, rpc, fast
         self._data = data
-        self._outline: Outline | None = SCHEME.read(data)
+        self._outline: Outline | None = fast.read(data)
         self._model = ""
 
     async def read(self) -> InferRequest:
-        service, data = self._service, self._data
+        service, data = self.service, self._data
         message = self._message = await service.apart(len(data), read_sent, data)
         self._model = message.model
         if not message.has_spec:
@@ -103,24 +102,21 @@ class GeneralPredict(SlowRequest):
         self._signature, self._aliases, sizes = planned.signature, planned.outputs, planned.sizes
         work = sum(sizes.values()) + len(data)
         inputs = await service.apart(work, decode_all, message, sizes, self._signature, version.batching)
-        self._inputs = inputs
-        return InferRequest(inputs, names_of(self._aliases), deadline_ns=deadline_of(self._rpc))
-
-    def run(self, request: InferRequest) -> Awaitable[InferResponse]:
-        return self._service.engine.infer(self.version, request)
+        deadline_ns = deadline_of(self._rpc)
+        self._request = InferRequest(inputs, names_of(self._aliases), deadline_ns=deadline_ns)
+        return self._request
 
     async def write(self, response: InferResponse) -> None:
         outputs, version = response.outputs, self.version
         spec = write_model_spec(version.model, version.number, self._signature.name)
-        size = sum(memoryview(tensor.data).nbytes for tensor in outputs.values())
-        content = self._service.options.tensor_content
-        self._reply = await self._service.apart(size, write_outputs, outputs, self._aliases, spec, content)
+        apart, content = self.service.apart, self.service.options.tensor_content
+        self._reply = await apart(response.nbytes, write_outputs, outputs, self._aliases, spec, content)
 
     async def send(self) -> None:
         self._exchange.reply(self._reply)
 
     def answered(self, took_ns: int) -> None:
-        self._service.observe(self._model, API, took_ns, self.ran_ns, "GRPC")
+        self.service.observe(self._model, API, took_ns, self.ran_ns, "GRPC")
         if self._outline is not None:
             self._fast.learn(
                 self._outline,
@@ -128,12 +124,12 @@ class GeneralPredict(SlowRequest):
                 self.version,
                 self._signature,
                 self._aliases,
-                self._inputs,
+                self._request,
                 self._rpc.patience_ns,
             )
 
     def refused(self, fault: ServeError) -> None:
-        self._exchange.refuse(refuse_rpc(self._service, self._model, fault))
+        self._exchange.refuse(refuse_rpc(self.service, self._model, fault))
 
 
 # --- the checks, in their order ------------------------------------------------------------------

@@ -78,8 +78,7 @@ class Predict:
         return Fast.open(self._service, version, self._service.signatures.of(version).default)
 
     def _answer(self, call: Call) -> Coroutine[Any, Any, None]:
-        service = self._service
-        return answer_slowly(call, GeneralPredict(service, self._target, call), service.traffic)
+        return answer_slowly(call, GeneralPredict(self._service, self._target, call))
 
 
 class GeneralPredict(GeneralRequest):
@@ -93,7 +92,8 @@ class GeneralPredict(GeneralRequest):
         reader = read_raw if self._is_raw(body) else read_predict
         self._view, self._columnar, inputs = await service.apart(len(body), reader, signatures, body)
         names = self._view.signature.input_names
-        return InferRequest({names[alias]: tensor for alias, tensor in inputs.items()}, self._view.wanted)
+        given = {names[alias]: tensor for alias, tensor in inputs.items()}
+        return InferRequest(given, self._view.wanted, deadline_ns=self.deadline_ns)
 
     def _is_raw(self, body: bytes | bytearray) -> bool:
         return is_raw(self.call) and not body.startswith(b'{"')
@@ -109,10 +109,8 @@ class GeneralPredict(GeneralRequest):
             raise
 
     async def write(self, response: InferResponse) -> None:
-        outputs = response.outputs
-        size = sum(memoryview(tensor.data).nbytes for tensor in outputs.values())
-        names = self._view.signature.output_names
-        self.body = await self.service.apart(size, write_predict, names, outputs, columnar=self._columnar)
+        names, outputs, apart = self._view.signature.output_names, response.outputs, self.service.apart
+        self.body = await apart(response.nbytes, write_predict, names, outputs, columnar=self._columnar)
 
 
 def meet(call: Call) -> str:

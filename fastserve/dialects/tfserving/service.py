@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
-
 from fastserve.backends.base import wrong_rows_rank
 from fastserve.config import TFServingOptions
 from fastserve.dialects.tfserving.errors import error_body
@@ -11,7 +9,6 @@ from fastserve.dialects.tfserving.monitoring import Monitor
 from fastserve.dialects.tfserving.routes import Target
 from fastserve.dialects.tfserving.signatures import Signatures
 from fastserve.errors import DeadlineError, Kind, ModelError, ServeError
-from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.dialect import ServingContext
 from fastserve.serving.paths import Kept
 from fastserve.serving.service import DialectService
@@ -58,10 +55,6 @@ class Service(DialectService):
         except ServeError:
             return b""
 
-    def deadline_ns(self, call: Call) -> int:
-        """When the call's time is up, 0 for never."""
-        return call.received_ns + self.timeout_ns if self.timeout_ns else 0
-
     def answer(self, call: Call, model: str, body: bytes) -> None:
         """Reply 200."""
         call.reply(200, body, JSON, self.headers)
@@ -101,13 +94,12 @@ class Service(DialectService):
 class GeneralRequest(SlowRequest):
     """What the inference calls have in common on the general path. `write` leaves the `body` to send."""
 
+    service: Service
+
     def __init__(self, service: Service, target: Target, call: Call) -> None:
         self.service, self.target, self.call = service, target, call
+        self.deadline_ns = service.deadline_ns(call.received_ns)
         self.body = b""
-
-    def run(self, request: InferRequest) -> Awaitable[InferResponse]:
-        request.deadline_ns = self.service.deadline_ns(self.call)
-        return self.service.engine.infer(self.version, request)
 
     async def send(self) -> None:
         self.call.reply(200, self.body, JSON, self.service.headers)

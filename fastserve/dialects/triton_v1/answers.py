@@ -19,7 +19,6 @@ from fastserve.errors import Kind, ServeError
 from fastserve.protos import load
 from fastserve.protos.text import print_line, print_lines
 from fastserve.repository.version import Version
-from fastserve.request import InferResponse
 from fastserve.serving.classification import Class, check_order, classify
 from fastserve.serving.model_view import Dims, ModelView
 from fastserve.serving.rooms import Rooms
@@ -156,11 +155,6 @@ class Answers:
         if all(isinstance(one, Raw) for one in told):
             return self._remember(batch_size, tuple(told))
         return HeaderForms(self._view.version, batch_size, told)
-
-
-def bytes_of(response: InferResponse) -> int:
-    """How much there is to copy of its outputs."""
-    return sum(memoryview(tensor.data).nbytes for tensor in response.outputs.values())
 
 
 def _place(wanted: OutputHeader, tensor: Tensor, held: Rooms) -> Buffer:

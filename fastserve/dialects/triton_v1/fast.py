@@ -18,7 +18,7 @@ from typing_extensions import Self
 
 from fastserve._ext.proto_wire_v1 import V1InferMessage
 from fastserve.apart import APART_BYTES
-from fastserve.dialects.triton_v1.answers import HeaderForms, bytes_of
+from fastserve.dialects.triton_v1.answers import HeaderForms
 from fastserve.dialects.triton_v1.header import (
     REMEMBERED_CHARS,
     REMEMBERED_HEADERS,
@@ -131,7 +131,7 @@ class PreparedHeader(PreparedRequest):
     def write_response(
         self, exchange: Any, response: InferResponse, header: RequestHeader, held: Rooms | None
     ) -> Later | None:
-        size = bytes_of(response) if held else 0
+        size = response.nbytes if held else 0
         if size >= APART_BYTES:
             return self._write_apart(exchange, response, header, held, size)
         self.replies.answer(

@@ -3,11 +3,10 @@ path of infer over either transport."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from fastserve.dialects.triton_v1.answers import bytes_of
 from fastserve.dialects.triton_v1.fast import FastHttp
 from fastserve.dialects.triton_v1.header import RequestHeader, read_header
 from fastserve.dialects.triton_v1.inputs import Body, Data, check_brought, read_request
@@ -68,11 +67,13 @@ class Infer:
             return None
         service, make_data = self._service, partial(Body, call.body)
         request = GeneralRequest(service, self._replies, call, self._name, self._number, header, make_data)
-        return answer_slowly(call, request, service.traffic)
+        return answer_slowly(call, request)
 
 
 class GeneralRequest(SlowRequest):
     """What the fast path did not know. `make_data` gives the inputs' bytes, for errors that name a model."""
+
+    service: Service
 
     def __init__(
         self,
@@ -85,14 +86,14 @@ class GeneralRequest(SlowRequest):
         make_data: Callable[[str], Data],
         deadline_ns: int = 0,
     ) -> None:
-        self._service, self._replies, self._exchange = service, replies, exchange
+        self.service, self._replies, self._exchange = service, replies, exchange
         self._model, self._number, self._header = model, number, header
         self._make_data, self._deadline_ns = make_data, deadline_ns
         self._served: Served | None = None
         self._rooms = Rooms()
 
     async def read(self) -> InferRequest:
-        service = self._service
+        service = self.service
         served = self._served = service.find(self._model, self._number)
         self.version = served.view.version
         shared, data = service.regions, self._make_data(self._model)
@@ -105,14 +106,11 @@ class GeneralRequest(SlowRequest):
         request.deadline_ns = self._deadline_ns
         return request
 
-    def run(self, request: InferRequest) -> Awaitable[InferResponse]:
-        return self._service.engine.infer(self.version, request)
-
     async def write(self, response: InferResponse) -> None:
         assert self._served is not None
-        size = bytes_of(response) if self._rooms else 0
+        size = response.nbytes if self._rooms else 0
         write = self._served.answers.write
-        answer = await self._service.apart(size, write, self._header, response.outputs, self._rooms)
+        answer = await self.service.apart(size, write, self._header, response.outputs, self._rooms)
         await self._rooms.flush()
         self._replies.answer(self._exchange, self._header.id, answer)
 
@@ -126,7 +124,7 @@ class GeneralRequest(SlowRequest):
     def refused(self, fault: ServeError) -> None:
         served, header = self._served, self._header
         if served is None:
-            self._service.traffic.refused(self._model, fault.kind.name)
+            self.service.traffic.refused(self._model, fault.kind.name)
         else:
-            self._service.count_failure(served, header.batch_size, self._exchange.received_ns, fault)
+            self.service.count_failure(served, header.batch_size, self._exchange.received_ns, fault)
         self._replies.refuse(self._exchange, header.id, fault)

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from google.protobuf.message import DecodeError
-
 from fastserve._ext.proto_wire import WireFault
 from fastserve._ext.proto_wire_v1 import V1InferMessage, read_v1_request
 from fastserve.dialects.triton_v1.calls import Calls
@@ -24,10 +22,11 @@ from fastserve.dialects.triton_v1.inputs import Buffer, Entries
 from fastserve.dialects.triton_v1.replies import RpcReplies
 from fastserve.dialects.triton_v1.routes import RPCS, SERVICE
 from fastserve.dialects.triton_v1.service import Service
-from fastserve.errors import Kind, ServeError, invalid
+from fastserve.errors import Kind, ServeError, internal, invalid
 from fastserve.protos import load
 from fastserve.serving.exchange import RpcExchange, deadline_of
 from fastserve.serving.paths import Kept
+from fastserve.serving.rpc import parse_message, serialize
 from fastserve.serving.slow_path import answer_slowly
 from fastserve.serving.streams import answer_stream
 from fastserve.wire.grpc import Awaited, Exchange, Method, Rpc
@@ -61,7 +60,7 @@ def read_sent(data: bytes) -> Sent:
     try:
         return Sent(read_v1_request(data), memoryview(data))
     except WireFault as fault:
-        raise ServeError(Kind.INTERNAL, f"malformed InferRequest: {fault}") from None
+        raise internal(f"malformed InferRequest: {fault}") from None
 
 
 class Rpcs:
@@ -94,12 +93,8 @@ class Rpcs:
     def _plain(self, name: str, fill: Fill) -> Method:
         asked = getattr(self._messages, f"{name}Request")
         answered = getattr(self._messages, f"{name}Response")
-
-        def read(data: bytes) -> Any:
-            try:
-                return asked.FromString(data)
-            except DecodeError:  # bytes that are no message never reach the protocol above
-                raise ServeError(Kind.INTERNAL, f"malformed {name}Request") from None
+        # Bytes that are no message never reach the protocol above.
+        read = partial(parse_message, asked, internal)
 
         async def answer(request: Any, rpc: Rpc) -> bytes:
             response = answered()
@@ -109,8 +104,7 @@ class Rpcs:
                 self._set_status(response, fault)
             else:
                 self._set_status(response, None)
-            data: bytes = response.SerializeToString()
-            return data
+            return serialize(response)
 
         return Method(SERVICE + name, read, answer, bytes, scope=RPCS[SERVICE + name])
 
@@ -142,7 +136,7 @@ class Rpcs:
         general = GeneralRequest(
             service, self._replies, exchange, name, sent.number, header, make_data, deadline_ns
         )
-        return answer_slowly(exchange, general, service.traffic)
+        return answer_slowly(exchange, general)
 
     async def infer(self, sent: Sent, rpc: Rpc) -> bytes:
         """InferRequest -> serialized InferResponse."""

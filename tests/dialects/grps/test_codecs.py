@@ -12,12 +12,12 @@ import pytest
 from fastserve._ext.proto_outline import MOST_HEAD_BYTES
 from fastserve.codec.proto_fields import head_of, write_varint
 from fastserve.dialects.grps import fast_grpc
-from fastserve.dialects.grps.codec_grpc import find_raws
 from fastserve.dialects.grps.codec_http import cut_arrays, find_arrays, wants_stream
-from fastserve.dialects.grps.fast_grpc import FastGrpc
+from fastserve.dialects.grps.fast_grpc import SCHEME, FastGrpc
 from fastserve.protos import load
 from fastserve.repository.keepers import Keepers
 from fastserve.request import InferRequest
+from fastserve.serving import known_messages
 from fastserve.tensor import DTYPES, Tensor
 
 UNKNOWN = write_varint(15 << 3 | 2) + b"\x02\x0b\x0c"  # a field nobody knows, which is no message
@@ -29,12 +29,17 @@ def a_message(*values: float) -> Any:
     return message
 
 
-def test_fields_nobody_knows_are_passed_where_floats_are_looked_for() -> None:
+def test_fields_nobody_knows_make_another_request() -> None:
     data = a_message(1.0, 2.0).SerializeToString()
-    ((first, last),) = find_raws(data)
-    assert data[first:last] == np.array([1, 2], "<f4").tobytes()
-    tensors = a_message(1.0).gtensors.SerializeToString() + UNKNOWN
-    assert find_raws(head_of(5, len(tensors)) + tensors) == []
+    known = SCHEME.read(data)
+    assert known is not None
+    assert (known.sizes, known.leads, known.fields) == ((8,), (2,), ((0, 10),))
+    tensors = a_message(1.0, 2.0).gtensors.SerializeToString()
+    for other in (data + UNKNOWN, head_of(5, len(tensors) + len(UNKNOWN)) + tensors + UNKNOWN):
+        found = SCHEME.read(other)
+        assert found is not None
+        assert (found.sizes, found.leads) == ((8,), (2,))
+        assert found.head != known.head
 
 
 def test_floats_that_are_not_packed_are_not_learned() -> None:
@@ -43,7 +48,7 @@ def test_floats_that_are_not_packed_are_not_learned() -> None:
     tensors = head_of(1, len(tensor)) + tensor
     data = head_of(5, len(tensors)) + tensors
     assert len(load("grps").GrpsMessage.FromString(data).gtensors.tensors[0].flat_float32) == 2000
-    assert find_raws(data) == []
+    assert SCHEME.read(data) is None
 
 
 @pytest.mark.parametrize(("more", "learned"), [(0, True), (MOST_HEAD_BYTES, False)])
@@ -51,7 +56,7 @@ def test_what_is_kept_of_a_message_is_bounded(
     more: int, learned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[object] = []
-    monkeypatch.setattr(fast_grpc, "open_path", lambda version, *_: opened.append(version))
+    monkeypatch.setattr(known_messages, "open_path", lambda version, *_: opened.append(version))
     fast = FastGrpc(SimpleNamespace(keepers=Keepers(SimpleNamespace(on_change=[])), traffic=None))  # type: ignore[arg-type]
     data = a_message(1.0, 2.0).SerializeToString() + head_of(99, more) + bytes(more)
     request = InferRequest({"x": Tensor(DTYPES["float32"], (2,), np.array([1, 2], "<f4").tobytes())})

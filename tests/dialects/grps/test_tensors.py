@@ -153,13 +153,14 @@ def test_texts_with_array_names_inside(served: Deployed) -> None:
         assert answer["flat_float32"] == [1.0, 2.0]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "int32"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64", "int16"])
 def test_grpc_on_both_paths(
     served: Deployed, monkeypatch: pytest.MonkeyPatch, taken: list[bool], dtype: str
 ) -> None:
-    for turn in range(4):
+    for turn, rows in enumerate((2, 2, 1, 4)):
+        values = [turn, 1, 2, 3, 300, -1, 7, 8][: 2 * rows]
         message = GRPS.GrpsMessage(model=f"{dtype}-1")
-        message.gtensors.tensors.add(**tensor(dtype, [turn, 1, 2, 3], 2, 2))
+        message.gtensors.tensors.add(**tensor(dtype, values, rows, 2))
         data = message.SerializeToString()
         fast = served.send("Predict", data)
         with monkeypatch.context() as patch:
@@ -167,8 +168,8 @@ def test_grpc_on_both_paths(
             assert served.send("Predict", data) == fast
         answer = GRPS.GrpsMessage.FromString(fast)
         assert answer.status.code == 200
-        assert list(getattr(answer.gtensors.tensors[0], f"flat_{dtype}")) == [turn, 1, 2, 3]
-    assert taken == ([True] * 3 if dtype.startswith("float") else [])
+        assert list(getattr(answer.gtensors.tensors[0], f"flat_{dtype}")) == values
+    assert taken == ([] if dtype == "int16" else [True] * 3)
 
 
 def test_a_message_as_long_as_a_known_one(served: Deployed) -> None:
