@@ -57,6 +57,12 @@ def exposes(settings: Settings) -> Sequence[str]:
     return [what for what, is_so in allowed.items() if is_so]
 
 
+def must_be_explicit(face: RepositoryFace) -> None:
+    """Raises ServeError, in the words of Triton's APIs, where clients do not say what is loaded."""
+    if not face.explicit:
+        raise ServeError(Kind.UNAVAILABLE, NOT_EXPLICIT)
+
+
 class NoRepository:
     """Where models cannot be loaded by clients: the library, and tests."""
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from fastserve._ext.infer_json import InferBody as CompiledBody
 from fastserve._ext.infer_json import InferFault, InferInput, read_infer
 from fastserve._ext.json_value import Members
-from fastserve.dialects.kserve_v2.errors import to_bytes
+from fastserve.codec.client_text import to_bytes
 from fastserve.dialects.kserve_v2.request import (
     InferBody,
     InputPart,
@@ -34,34 +34,13 @@ from fastserve.dialects.kserve_v2.values import (
 )
 from fastserve.errors import internal, invalid
 from fastserve.request import Lent
+from fastserve.serving.body_tensors import BodyTensors
 from fastserve.serving.shared_memory import Range
 
 Header = CompiledBody | InferFault
 ReadRegion = Callable[[Range], tuple[bytes, Lent | None]]
 Scalar = str | int | float | bool | None
-
-
-class _Blobs:
-    """What follows the JSON, taken in order."""
-
-    def __init__(self, memory: Memory, model: str) -> None:
-        self._memory = memoryview(memory)
-        self._model = model
-        self._at = 0
-
-    def take(self, size: int, name: str) -> memoryview:
-        missing = self._at + size - len(self._memory)
-        if missing > 0:
-            raise invalid(
-                f"unexpected size for input '{name}', expecting {missing} additional bytes "
-                f"for model '{self._model}'"
-            )
-        self._at += size
-        return self._memory[self._at - size : self._at]
-
-    def end(self) -> None:
-        if self._at != len(self._memory):
-            raise invalid(f"unexpected additional input data for model '{self._model}'")
+MORE = "additional bytes"  # what are missing behind the JSON
 
 
 def read_header(header: Memory) -> Header:
@@ -77,13 +56,13 @@ def read_body(read: Header, blobs: Memory, model: str, read_region: ReadRegion) 
     """The whole request: `read` of its JSON, and `blobs`, which follow. Raises ServeError, for the first
     that is wrong in the order in which the original looks."""
     if not isinstance(read, InferFault):
-        return _take_over(read, _Blobs(blobs, model), read_region)
+        return _take_over(read, BodyTensors(blobs, model, MORE), read_region)
     if read.before is not None:
-        _take_over(read.before, _Blobs(blobs, model), read_region)
+        _take_over(read.before, BodyTensors(blobs, model, MORE), read_region)
     raise invalid(read.text) if read.is_callers else internal(read.text)
 
 
-def _take_over(read: CompiledBody, rest: _Blobs, read_region: ReadRegion) -> InferBody:
+def _take_over(read: CompiledBody, rest: BodyTensors, read_region: ReadRegion) -> InferBody:
     """What the compiled reader found, with the tensors that lie elsewhere. Raises ServeError."""
     body = InferBody(read.id)
     for name, value in read.parameters.items():
@@ -97,15 +76,15 @@ def _take_over(read: CompiledBody, rest: _Blobs, read_region: ReadRegion) -> Inf
             found = InputPart(part.name, part.datatype, part.shape, *_find_data(part, rest, read_region))
         body.inputs.append(found)
     if read.outputs is not None:
-        rest.end()
+        rest.finish()
         body.outputs = [_make_output(part.name, _members(part.parameters)) for part in read.outputs]
     return body
 
 
-def _find_data(part: InferInput, rest: _Blobs, read_region: ReadRegion) -> tuple[Memory, Lent | None]:
+def _find_data(part: InferInput, rest: BodyTensors, read_region: ReadRegion) -> tuple[Memory, Lent | None]:
     parameters = _members(part.parameters)
     if "binary_data_size" in part.parameters:
-        return rest.take(member(parameters, "binary_data_size", as_uint), part.name), None
+        return rest.take(part.name, member(parameters, "binary_data_size", as_uint)), None
     range = _read_range(parameters)
     assert range is not None  # the reader saw one of the three
     return read_region(range)

@@ -20,7 +20,7 @@ from fastserve.repository.catalog import Catalog
 from fastserve.repository.triton_config import config_json
 from fastserve.repository.version import Version, VersionState
 from fastserve.serving.device_regions import DeviceRegion
-from fastserve.serving.model_control import NOT_EXPLICIT, LoadOverride, RepositoryFace
+from fastserve.serving.model_control import LoadOverride, RepositoryFace, must_be_explicit
 from fastserve.serving.model_view import ModelView, TensorView
 from fastserve.serving.shared_memory import Region
 from fastserve.tensor import kserve_name
@@ -297,7 +297,7 @@ async def load_model(
     face: RepositoryFace, catalog: Catalog, name: str, override: LoadOverride | None
 ) -> None:
     """Load one model and wait for it. Raises ServeError in the original's words."""
-    _must_be_explicit(face)
+    must_be_explicit(face)
     check_name(name)
     failed = internal(f"failed to load '{name}', failed to poll from model repository")
     if override is not None and override.files and override.config is None:
@@ -312,7 +312,7 @@ async def load_model(
 
 async def unload_model(face: RepositoryFace, name: str, dependents: bool) -> None:
     """Unload one model; one that is not loaded is no fault. Raises ServeError."""
-    _must_be_explicit(face)
+    must_be_explicit(face)
     try:
         await face.unload(name, dependents)
     except ServeError as fault:
@@ -332,11 +332,6 @@ def check_name(name: str) -> None:
         raise invalid("Model name cannot be empty. Please enter a valid name to deploy.")
     if "/" in name or "\\" in name or name in (".", ".."):
         raise invalid(f"invalid model name '{name}', model name must not contain path traversal characters")
-
-
-def _must_be_explicit(face: RepositoryFace) -> None:
-    if not face.explicit:
-        raise ServeError(Kind.UNAVAILABLE, NOT_EXPLICIT)
 
 
 def _reasons(catalog: Catalog, name: str, fault: ServeError) -> str:

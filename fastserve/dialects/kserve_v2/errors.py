@@ -6,6 +6,7 @@ Whatever is wrong with a request's JSON is INTERNAL here, as it is in the origin
 from __future__ import annotations
 
 from fastserve._ext.json_writer import write_string
+from fastserve.codec.client_text import to_bytes
 from fastserve.engine import QUEUED_TOO_LONG
 from fastserve.errors import DeadlineError, Kind, ServeError, invalid
 from fastserve.wire.dialect import CANONICAL_STATUS
@@ -40,27 +41,21 @@ def in_own_words(fault: ServeError) -> ServeError:
     return fault
 
 
+def tag(request_id: str) -> str:
+    """What many texts begin with."""
+    return f"[request id: {request_id or '<id_unknown>'}] "
+
+
 def tell(fault: ServeError, request_id: str) -> ServeError:
     """The same over gRPC, where a full queue's words name the request."""
     if fault.message == QUEUED_TOO_LONG:  # the call's own deadline, not one of the model's queue policy
         return fault
     told = in_own_words(fault)
     if told.kind is Kind.UNAVAILABLE and (told.retry_after_s is not None or told.message == QUEUE_FULL):
-        text = f"[request id: {request_id or '<id_unknown>'}] {QUEUE_FULL}"
-        return ServeError(Kind.UNAVAILABLE, text, retry_after_s=told.retry_after_s)
+        return ServeError(Kind.UNAVAILABLE, tag(request_id) + QUEUE_FULL, retry_after_s=told.retry_after_s)
     return told
 
 
 def error_body(message: str) -> bytes:
     """`message` as the body of an error reply. Bytes that were not UTF-8 pass through (surrogateescape)."""
     return b'{"error":%b}' % write_string(to_bytes(message))
-
-
-def to_bytes(text: str) -> bytes:
-    """The way back of `to_text`."""
-    return text.encode("utf-8", "surrogateescape")
-
-
-def to_text(data: bytes) -> str:
-    """A JSON string as text; bytes that are not UTF-8 survive the way back."""
-    return data.decode("utf-8", "surrogateescape")

@@ -16,8 +16,9 @@ import msgspec
 
 from fastserve._ext.infer_reply import UnwritableOutput, write_items
 from fastserve._ext.json_writer import write_string
+from fastserve.codec.client_text import to_bytes, to_text
 from fastserve.dialects.kserve_v2.answers import in_words
-from fastserve.dialects.kserve_v2.errors import HTTP_STATUS, error_body, in_own_words, to_bytes, to_text
+from fastserve.dialects.kserve_v2.errors import HTTP_STATUS, error_body, in_own_words
 from fastserve.dialects.kserve_v2.infer import check_json, headers_as_sent
 from fastserve.dialects.kserve_v2.inference import make_request
 from fastserve.dialects.kserve_v2.operations import Target

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from fastserve.codec.client_text import to_text
 from fastserve.dialects.kserve_v2.calls import CALLS, Asked, Shown
 from fastserve.dialects.kserve_v2.errors import error_body
 from fastserve.dialects.kserve_v2.operations import Target
@@ -142,7 +143,7 @@ def _read_load(body: Body) -> LoadOverride | None:
     found, parameters = find(read_json(body), "parameters") if body else (False, None)
     override = LoadOverride()
     for key, value in members_of(parameters) if found else ():
-        name, text = key.decode("utf-8", "surrogateescape"), as_string(value)
+        name, text = to_text(key), as_string(value)
         if name == "config":
             override.config = text
         elif name.startswith("file:"):

@@ -13,7 +13,8 @@ from math import prod
 from typing import Any
 
 from fastserve._ext.flatten import walk_bytes
-from fastserve.dialects.kserve_v2.request import Asked, Forwarding, InferBody, InputPart, Memory, tag
+from fastserve.dialects.kserve_v2.errors import tag
+from fastserve.dialects.kserve_v2.request import Asked, Forwarding, InferBody, InputPart, Memory
 from fastserve.dialects.kserve_v2.service import Service
 from fastserve.dialects.kserve_v2.traces import Traced
 from fastserve.errors import Kind, ModelError, invalid, unsupported

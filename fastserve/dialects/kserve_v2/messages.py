@@ -24,6 +24,7 @@ from fastserve._ext.proto_wire import (
 from fastserve._ext.slab import blank_bytes
 from fastserve.apart import APART_BYTES
 from fastserve.dialects.kserve_v2.answers import reply_parameters, show_outputs
+from fastserve.dialects.kserve_v2.errors import tag
 from fastserve.dialects.kserve_v2.request import (
     UINT64_MASK,
     Asked,
@@ -36,7 +37,6 @@ from fastserve.dialects.kserve_v2.request import (
     read_int,
     read_rpc_parameters,
     refuse_double,
-    tag,
 )
 from fastserve.errors import Kind, ServeError, internal, invalid
 from fastserve.request import InferResponse, Lent

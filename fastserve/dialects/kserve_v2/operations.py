@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from fastserve.codec.client_text import target_text
 from fastserve.serving.dialect import HttpRoute
 from fastserve.wire.scope import Scope
 
@@ -120,7 +121,7 @@ def is_own(target: str) -> bool:
 
 def parse_target(method: str, target: str) -> Target:
     """What is asked for; NOT_FOUND or WRONG_VERB when nothing is."""
-    path = target.partition("?")[0].encode("latin-1").decode("utf-8", "surrogateescape")
+    path = target_text(target.partition("?")[0])
     for row, pattern in _PATTERNS:
         match = pattern.fullmatch(path)
         if match is not None:

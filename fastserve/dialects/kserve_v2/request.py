@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastserve._ext.proto_wire import Unsigned
-from fastserve.dialects.kserve_v2.errors import to_bytes, to_text
+from fastserve.codec.client_text import to_bytes, to_text
+from fastserve.dialects.kserve_v2.errors import tag
 from fastserve.dialects.kserve_v2.values import INT64_MAX, Value, as_bool, as_string, as_uint, is_uint
 from fastserve.errors import ServeError, invalid, unsupported
 from fastserve.request import Lent
@@ -100,11 +101,6 @@ class Asked:
         if part is None:
             return "binary" if self.parameters.binary_output else "json"
         return "outside" if part.range is not None else "binary" if part.binary else "json"
-
-
-def tag(request_id: str) -> str:
-    """What many texts begin with."""
-    return f"[request id: {request_id or '<id_unknown>'}] "
 
 
 def refuse_double(name: str, names: set[str], request_id: str) -> None:

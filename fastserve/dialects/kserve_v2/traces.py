@@ -21,7 +21,7 @@ from typing import IO, Any
 import msgspec
 
 from fastserve._ext.infer_reply import UnwritableOutput, write_items
-from fastserve.dialects.kserve_v2.errors import to_bytes
+from fastserve.codec.client_text import to_bytes
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.tensor import KSERVE_NAME, Tensor

@@ -13,8 +13,9 @@ from itertools import islice
 from typing import TypeAlias, TypeVar
 
 from fastserve._ext.json_value import JSONSyntaxError, Members, parse
+from fastserve.codec.client_text import to_bytes, to_text
 from fastserve.codec.packing import pack_strings, pack_values
-from fastserve.dialects.kserve_v2.errors import not_in_json, to_bytes, to_text
+from fastserve.dialects.kserve_v2.errors import not_in_json
 from fastserve.errors import ServeError, internal
 from fastserve.tensor import DType, kserve_name
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 
+from fastserve.codec.client_text import to_bytes
 from fastserve.dialects.tfserving.names import TF_NAME
 from fastserve.dialects.tfserving.routes import Target
 from fastserve.errors import Kind, ServeError
@@ -125,4 +126,4 @@ def print_json(message: Mapping[str, object]) -> bytes:
     text = json.dumps(message, indent=1, ensure_ascii=False)
     # The printer keeps its output safe inside HTML; these two occur inside strings only.
     text = text.replace("<", "\\u003c").replace(">", "\\u003e")
-    return text.encode("utf-8", "surrogateescape") + b"\n"
+    return to_bytes(text) + b"\n"

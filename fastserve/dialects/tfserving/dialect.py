@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from fastserve.codec.client_text import target_text
 from fastserve.config import TFServingOptions
 from fastserve.dialects.tfserving.classify import Examples
 from fastserve.dialects.tfserving.describe import find_versions, write_metadata, write_status
@@ -23,7 +24,6 @@ from fastserve.dialects.tfserving.routes import (
     VersionOverflow,
     is_api,
     parse_target,
-    target_text,
 )
 from fastserve.dialects.tfserving.service import Service
 from fastserve.dialects.tfserving.sessions import Sessions

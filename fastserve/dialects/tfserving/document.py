@@ -11,6 +11,7 @@ import re
 from typing import TYPE_CHECKING
 
 from fastserve._ext.json_value import JSONSyntaxError, Members, debug_text, parse
+from fastserve.codec.client_text import to_text
 from fastserve.errors import ServeError, invalid
 
 if TYPE_CHECKING:
@@ -80,8 +81,3 @@ def decode_base64_object(value: Members) -> bytes:
     if missing == 3 or len(padding) not in (0, missing):
         raise invalid("Unable to base64 decode")
     return binascii.a2b_base64(digits + b"=" * missing)
-
-
-def to_text(name: bytes) -> str:
-    """A JSON string as text; bytes that are not UTF-8 survive the way back."""
-    return name.decode("utf-8", "surrogateescape")

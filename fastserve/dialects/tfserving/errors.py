@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from fastserve._ext.json_writer import WriterCode, WriterFault, write_error
+from fastserve.codec.client_text import to_bytes
 from fastserve.dialects.tfserving.names import TF_WORD
 from fastserve.errors import Kind, ServeError, invalid
 
 
 def error_body(message: str) -> bytes:
     """`message` as the body of an error reply. Bytes that were not UTF-8 pass through (surrogateescape)."""
-    return write_error(message.encode("utf-8", "surrogateescape"))
+    return write_error(to_bytes(message))
 
 
 def html_page(status: int, phrase: str) -> bytes:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastserve._ext.json_value import Members
+from fastserve.codec.client_text import to_bytes, to_text
 from fastserve.codec.packing import pack_values
 from fastserve.codec.proto_fields import write_field, write_varint
 from fastserve.dialects.tfserving.document import (
@@ -23,7 +24,6 @@ from fastserve.dialects.tfserving.document import (
     kind_word,
     read_document,
     read_signature_name,
-    to_text,
 )
 from fastserve.errors import invalid
 from fastserve.tensor import DTYPES
@@ -138,7 +138,7 @@ _LIST_FIELD = {"bytes": 1, "float": 2, "int64": 3}
 def serialize_example(example: Mapping[str, Feature]) -> bytes:
     """An example as tf.Example bytes, features in the order given."""
     entries = (
-        write_field(1, name.encode("utf-8", "surrogateescape")) + write_field(2, _serialize_feature(feature))
+        write_field(1, to_bytes(name)) + write_field(2, _serialize_feature(feature))
         for name, feature in example.items()
     )
     return write_field(1, b"".join(write_field(1, entry) for entry in entries))

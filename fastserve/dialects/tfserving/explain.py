@@ -14,13 +14,13 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from fastserve._ext.json_value import Members, debug_text
+from fastserve.codec.client_text import to_bytes, to_text
 from fastserve.codec.packing import pack_values
 from fastserve.dialects.tfserving.document import (
     decode_base64_object,
     format_error,
     is_base64_object,
     kind_word,
-    to_text,
 )
 from fastserve.dialects.tfserving.names import TF_WORD, shape_text
 from fastserve.errors import Kind, ServeError, invalid
@@ -177,7 +177,7 @@ def needs_names(what: str) -> ServeError:
 
 
 def _named_input(given: Members, name: str) -> Value:
-    key = name.encode("utf-8", "surrogateescape")
+    key = to_bytes(name)
     if key not in given:
         raise invalid(f"Missing named input: {name} in 'inputs' object.")
     return given.get(key)

@@ -14,6 +14,8 @@ from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from fastserve.codec.client_text import to_bytes
+
 REQUEST_COUNT = "/tensorflow/serving/request_count"
 REQUEST_LATENCY = "/tensorflow/serving/request_latency"
 RUNTIME_LATENCY = "/tensorflow/serving/runtime_latency"
@@ -92,7 +94,7 @@ class Monitor:
         lines = write_series(REQUEST_COUNT, "counter", calls)
         lines += write_histogram(REQUEST_LATENCY, LATENCY_BOUNDS_US, spreads)
         lines += self._write_runs()
-        return ("\n".join([*lines, *more]) + "\n").encode("utf-8", "surrogateescape")
+        return to_bytes("\n".join([*lines, *more]) + "\n")
 
     def _write_runs(self) -> list[str]:
         runs = [

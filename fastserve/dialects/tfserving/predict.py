@@ -13,7 +13,8 @@ from typing import Any
 
 from fastserve._ext.json_reader import Fault, JSONFault, PredictBody
 from fastserve._ext.json_writer import WriterFault, write_outputs, write_predictions
-from fastserve.dialects.tfserving.document import read_document, read_signature_name, to_text
+from fastserve.codec.client_text import to_text
+from fastserve.dialects.tfserving.document import read_document, read_signature_name
 from fastserve.dialects.tfserving.errors import writer_error
 from fastserve.dialects.tfserving.explain import read_tensors
 from fastserve.dialects.tfserving.fast import Fast

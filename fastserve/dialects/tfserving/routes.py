@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 from urllib.parse import unquote_to_bytes
 
+from fastserve.codec.client_text import to_text
 from fastserve.serving.dialect import HttpRoute
 from fastserve.wire.scope import Scope
 
@@ -83,13 +84,8 @@ def parse_target(method: str, target: str) -> Target | None:
     )
 
 
-def target_text(target: str) -> str:
-    """The target as an error text shows it: its own bytes, kept even where they are not UTF-8."""
-    return target.encode("latin-1").decode("utf-8", "surrogateescape")
-
-
 def _decoded(part: bytes) -> str:
-    return unquote_to_bytes(part).decode("utf-8", "surrogateescape")
+    return to_text(unquote_to_bytes(part))
 
 
 def _version(digits: bytes) -> int:

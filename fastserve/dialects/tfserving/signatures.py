@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import prod
 
 from fastserve._ext.json_reader import PredictReader
+from fastserve.codec.client_text import to_bytes
 from fastserve.dialects.tfserving.document import MAX_DEPTH
 from fastserve.dialects.tfserving.routes import Target
 from fastserve.errors import Kind, ServeError, invalid
@@ -115,7 +116,7 @@ class Signatures:
             signature,
             PredictReader(
                 [(alias, spec.dtype.code) for alias, spec in signature.inputs.items()],
-                signature.name.encode("utf-8", "surrogateescape"),
+                to_bytes(signature.name),
                 is_default=signature.name == DEFAULT_SIGNATURE,
                 max_depth=MAX_DEPTH,
             ),

@@ -15,7 +15,7 @@ from fastserve.errors import Kind, NoDeviceError, ServeError, invalid
 from fastserve.protos import load
 from fastserve.repository.version import VersionState
 from fastserve.serving.device_regions import HANDLE_BYTES
-from fastserve.serving.model_control import NOT_EXPLICIT
+from fastserve.serving.model_control import must_be_explicit
 
 
 class Calls:
@@ -49,8 +49,7 @@ class Calls:
         """Load or reload a model, or unload it; one that nobody knows is unloaded already."""
         with _counted(self._counts.control):
             repository = self._service.repository
-            if not repository.explicit:
-                raise ServeError(Kind.UNAVAILABLE, NOT_EXPLICIT)
+            must_be_explicit(repository)
             try:
                 await (repository.load(name, None) if load else repository.unload(name, False))
             except ServeError as fault:

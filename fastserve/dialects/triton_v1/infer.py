@@ -9,12 +9,13 @@ from typing import Any
 
 from fastserve.dialects.triton_v1.fast import FastHttp
 from fastserve.dialects.triton_v1.header import RequestHeader, read_header
-from fastserve.dialects.triton_v1.inputs import Body, Data, check_brought, read_request
+from fastserve.dialects.triton_v1.inputs import Data, check_brought, read_request
 from fastserve.dialects.triton_v1.replies import HttpReplies, Replies
 from fastserve.dialects.triton_v1.routes import Target
 from fastserve.dialects.triton_v1.service import Served, Service
 from fastserve.errors import ConfigError, ServeError
 from fastserve.request import InferRequest, InferResponse
+from fastserve.serving.body_tensors import BodyTensors
 from fastserve.serving.paths import LastPath
 from fastserve.serving.rooms import Rooms
 from fastserve.serving.shared_memory import hold_rooms
@@ -65,7 +66,7 @@ class Infer:
         except (ConfigError, UnicodeDecodeError):
             call.reply(400, b"", b"")
             return None
-        service, make_data = self._service, partial(Body, call.body)
+        service, make_data = self._service, partial(BodyTensors, call.body)
         request = GeneralRequest(service, self._replies, call, self._name, self._number, header, make_data)
         return answer_slowly(call, request)
 

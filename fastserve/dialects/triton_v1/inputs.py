@@ -39,28 +39,6 @@ class Data(Protocol):
         """Raises ServeError when bytes are left over and may not be."""
 
 
-class Body:
-    """HTTP: one body, inputs after one another."""
-
-    def __init__(self, body: Buffer, model: str) -> None:
-        self._body = memoryview(body)
-        self._model = model
-        self._at = 0
-
-    def take(self, name: str, nbytes: int) -> Buffer:
-        start, self._at = self._at, self._at + nbytes
-        if self._at > len(self._body):
-            missing = self._at - len(self._body)
-            raise invalid(
-                f"unexpected size for input '{name}', expecting {missing} bytes for model '{self._model}'"
-            )
-        return self._body[start : self._at]
-
-    def finish(self) -> None:
-        if self._at != len(self._body):
-            raise invalid(f"unexpected additional input data for model '{self._model}'")
-
-
 class Entries:
     """gRPC: one raw_input entry for each input; entries beyond the last are nobody's (spec 3.4)."""
 

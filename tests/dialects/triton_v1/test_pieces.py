@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from fastserve.dialects.triton_v1.answers import Classes, HeaderForms, Raw, write_id
 from fastserve.dialects.triton_v1.header import InputHeader, RequestHeader, read_header
-from fastserve.dialects.triton_v1.inputs import Body, check_strings
+from fastserve.dialects.triton_v1.inputs import check_strings
 from fastserve.dialects.triton_v1.service import as_v1
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.protos import load
 from fastserve.protos.text import print_float, print_line, print_lines
 from fastserve.repository.model_config import ModelConfig
 from fastserve.repository.version import Version
+from fastserve.serving.body_tensors import BodyTensors
 from fastserve.serving.classification import Class
 from fastserve.serving.shared_memory import Range
 
@@ -111,12 +112,12 @@ def test_strings_that_lie(raw: bytes) -> None:
 
 
 def test_a_body_of_the_wrong_length() -> None:
-    body = Body(b"12345", "m")
+    body = BodyTensors(b"12345", "m")
     assert bytes(body.take("a", 4)) == b"1234"
     with pytest.raises(ServeError, match="unexpected size for input 'b', expecting 3 bytes"):
         body.take("b", 4)
     with pytest.raises(ServeError, match="unexpected additional input data"):
-        Body(b"1", "m").finish()
+        BodyTensors(b"1", "m").finish()
 
 
 def test_the_originals_words() -> None:
