@@ -24,7 +24,6 @@ from fastserve.dialects.kserve_v2.inference import make_request
 from fastserve.dialects.kserve_v2.operations import Target
 from fastserve.dialects.kserve_v2.request import InferBody, InputPart, read_own, refuse_double
 from fastserve.dialects.kserve_v2.service import JSON, Service
-from fastserve.dialects.kserve_v2.traces import Traced
 from fastserve.dialects.kserve_v2.values import (
     Value,
     as_object,
@@ -38,6 +37,7 @@ from fastserve.errors import ModelError, ServeError, invalid
 from fastserve.request import InferResponse
 from fastserve.serving.generate import Event, alone, generate
 from fastserve.serving.model_view import ModelView, TensorView
+from fastserve.serving.traces import Traced
 from fastserve.tensor import kserve_name
 from fastserve.wire.call import Call
 

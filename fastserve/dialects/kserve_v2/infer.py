@@ -21,12 +21,12 @@ from fastserve.dialects.kserve_v2.inference import Inference, deduce_raw
 from fastserve.dialects.kserve_v2.operations import Target
 from fastserve.dialects.kserve_v2.request import InferBody, Parameters
 from fastserve.dialects.kserve_v2.service import Service
-from fastserve.dialects.kserve_v2.traces import Traced
 from fastserve.errors import ServeError, invalid
 from fastserve.request import InferResponse
 from fastserve.serving.model_view import ModelView
 from fastserve.serving.paths import LastPath
 from fastserve.serving.slow_path import answer_slowly
+from fastserve.serving.traces import Traced
 from fastserve.wire.arrived import Arrived
 from fastserve.wire.call import Call
 from fastserve.wire.coding import IDENTITY, choose_coding

@@ -16,13 +16,13 @@ from fastserve._ext.flatten import walk_bytes
 from fastserve.dialects.kserve_v2.errors import tag
 from fastserve.dialects.kserve_v2.request import Asked, Forwarding, InferBody, InputPart, Memory
 from fastserve.dialects.kserve_v2.service import Service
-from fastserve.dialects.kserve_v2.traces import Traced
 from fastserve.errors import Kind, ModelError, invalid, unsupported
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.model_view import ModelView, TensorView
 from fastserve.serving.rooms import Rooms
 from fastserve.serving.shared_memory import hold_rooms
 from fastserve.serving.slow_path import SlowRequest
+from fastserve.serving.traces import Traced
 from fastserve.tensor import DTYPE_BY_KSERVE, KSERVE_NAME, Tensor, count_items, kserve_name
 
 

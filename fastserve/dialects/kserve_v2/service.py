@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 
 from fastserve.config import TritonOptions
 from fastserve.config.triton import parse_trace_config
 from fastserve.dialects.kserve_v2.errors import HTTP_STATUS, error_body, in_own_words
 from fastserve.dialects.kserve_v2.request import Forwarding
 from fastserve.dialects.kserve_v2.settings import LogSettings, TraceSettings
-from fastserve.dialects.kserve_v2.traces import Traced, Traces
 from fastserve.dialects.kserve_v2.values import INT64_MAX
 from fastserve.errors import ServeError, invalid
 from fastserve.repository.version import Version
@@ -19,6 +17,7 @@ from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.dialect import ServingContext
 from fastserve.serving.model_view import ModelView, find_version
 from fastserve.serving.service import DialectService
+from fastserve.serving.traces import Traced, Traces
 from fastserve.wire.call import Call
 from fastserve.wire.dialect import retry_after
 
@@ -60,17 +59,21 @@ class Service(DialectService):
         """The version of a model that answers, "" for the latest. Raises ServeError."""
         return self.views.of(find_version(self.catalog, model, read_version(version)))
 
-    async def infer(self, version: Version, request: InferRequest, traced: Traced | None) -> InferResponse:
+    def infer(
+        self, version: Version, request: InferRequest, traced: Traced | None
+    ) -> Awaitable[InferResponse]:
         """The engine's answer, with its moments noted. Raises ServeError."""
         if traced is None:
-            return await self.engine.infer(version, request)
-        traced.begin(version, request)
-        response: InferResponse | None = None
-        try:
-            response = await self.engine.infer(version, request)
-        finally:
-            traced.answered(request, response)
-        return response
+            return self.engine.infer(version, request)
+        return traced.infer(self.engine, version, request)
+
+    def stream(
+        self, version: Version, request: InferRequest, traced: Traced | None
+    ) -> AsyncGenerator[InferResponse, None]:
+        """The engine's responses to one request, noted as they come. Raises ServeError."""
+        if traced is None:
+            return self.engine.stream(version, request)
+        return traced.stream(self.engine, version, request)
 
     def refuse(
         self,
@@ -84,22 +87,3 @@ class Service(DialectService):
         self.traffic.refused(model, fault.kind.name, "" if version is None else version.number)
         fault = in_own_words(fault)
         call.reply(HTTP_STATUS[fault.kind], error_body(fault.message), JSON, (*headers, *retry_after(fault)))
-
-    def stream(
-        self, version: Version, request: InferRequest, traced: Traced | None
-    ) -> AsyncGenerator[InferResponse, None]:
-        """The engine's responses to one request, noted as they come. Raises ServeError."""
-        responses = self.engine.stream(version, request)
-        if traced is None:
-            return responses
-        traced.begin(version, request)
-        return _note_all(responses, request, traced)
-
-
-async def _note_all(
-    responses: AsyncGenerator[InferResponse, None], request: InferRequest, traced: Traced
-) -> AsyncGenerator[InferResponse, None]:
-    async with aclosing(responses):
-        async for response in responses:
-            traced.answered(request, response)
-            yield response

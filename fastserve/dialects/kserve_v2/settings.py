@@ -11,10 +11,10 @@ import re
 from collections.abc import Mapping
 
 from fastserve.config.triton import TRACE_LEVELS
-from fastserve.dialects.kserve_v2.traces import OFF, Traces
 from fastserve.dialects.kserve_v2.values import INT64_MAX, Value, as_array, as_string, find
 from fastserve.errors import Kind, ServeError, invalid, unsupported
 from fastserve.logs import switch_logs
+from fastserve.serving.traces import OFF, Traces
 
 Setting = str | list[str]
 TRACE_DEFAULTS: dict[str, Setting] = {

@@ -1,4 +1,4 @@
-"""Traces of single requests in Triton's JSON form (spec 9), in the file of `--trace-config triton,file=F`.
+"""Traces of single requests in Triton's JSON form, in the file of `--trace-config triton,file=F`.
 
     [{"id": 1, "model_name": "simple", "model_version": 1},
      {"id": 1, "timestamps": [{"name": "REQUEST_START", "ns": 2356425054785863}]}, ...]
@@ -7,14 +7,17 @@ Every `trace_rate`th request is traced, `trace_count` of them at most. With a `l
 F.1, ..., that many in each, and so do the last ones of a `trace_count`; others go to F, whose list is closed
 when the server stops. Times are nanoseconds of the monotonic clock. Files are written while nobody else is
 served: tracing is for a look at some requests.
+
+Which requests, and what is noted of their way through the engine, is here; what is set, and what a transport
+stamps on its way in and out, is a dialect's.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from math import prod
 from typing import IO, Any
 
@@ -24,6 +27,7 @@ from fastserve._ext.infer_reply import UnwritableOutput, write_items
 from fastserve.codec.client_text import to_bytes
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
+from fastserve.serving.dialect import EngineFace
 from fastserve.tensor import KSERVE_NAME, Tensor
 
 log = logging.getLogger(__name__)
@@ -132,7 +136,27 @@ class Traced:
         for name in names if self._scope.stamps else ():
             self._add({"timestamps": [{"name": name, "ns": ns or time.monotonic_ns()}]})
 
-    def begin(self, version: Version, request: InferRequest) -> None:
+    async def infer(self, engine: EngineFace, version: Version, request: InferRequest) -> InferResponse:
+        """The engine's answer. Raises ServeError."""
+        self._begin(version, request)
+        response: InferResponse | None = None
+        try:
+            response = await engine.infer(version, request)
+        finally:
+            self._answered(request, response)
+        return response
+
+    async def stream(
+        self, engine: EngineFace, version: Version, request: InferRequest
+    ) -> AsyncGenerator[InferResponse, None]:
+        """The engine's responses to one request, noted as they come. Raises ServeError."""
+        self._begin(version, request)
+        async with aclosing(engine.stream(version, request)) as responses:
+            async for response in responses:
+                self._answered(request, response)
+                yield response
+
+    def _begin(self, version: Version, request: InferRequest) -> None:
         """The request is about to run. Its `times` are asked for."""
         about: dict[str, Any] = {"model_name": version.model, "model_version": version.number}
         if request.request_id:
@@ -142,7 +166,7 @@ class Traced:
         self._show("TENSOR_QUEUE_INPUT", request.inputs, {*request.lent, *request.carried})
         request.times = []
 
-    def answered(self, request: InferRequest, response: InferResponse | None) -> None:
+    def _answered(self, request: InferRequest, response: InferResponse | None) -> None:
         """The model's answer is there; None when it is an error."""
         for name, ns in zip(_BATCH, request.times or (), strict=False):
             if ns:
