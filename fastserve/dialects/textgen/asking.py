@@ -28,6 +28,7 @@ from fastserve.serving.text import (
     TextStream,
     Token,
 )
+from fastserve.serving.text.answering import About
 from fastserve.serving.text.ask import TO_FIT
 from fastserve.wire.call import Call
 
@@ -68,39 +69,31 @@ class Answer(ABC, Generic[Read]):
 
     async def run(self) -> None:
         """Answer the call; when this returns, it was, unless its client is gone."""
-        name = ""
-        try:
-            self.model, self.asked = await self.read()
-            name = self.model.name
-            self.service.read(self.call, self.model)
-            self.stream = await start(self.service, self.call, self.model, self.asked)
-            held = self.service.running.hold(name, self.asked.request_id, self.stream)
-            async with self.stream:
-                with held as self._held:
-                    await (self._send_events() if self.asked.stream else self._send_one())
-        except ServeError as fault:
-            refuse(self.service, self.call, in_mindies_words(fault), name)
-        except ConnectionResetError:
-            raise
-        except Exception as error:
-            try:
-                refuse(self.service, self.call, unforeseen(self.call, error), name)
-            except Exception:  # it was answered before
-                self.call.fail(error)
+        await self.service.answer(self.call, self._answer, refuse_in_words)
+
+    async def _answer(self, about: About) -> bool:
+        about.model, self.asked = await self.read()
+        self.model = about.model
+        self.service.read(self.call, self.model)
+        self.stream = await start(self.service, self.call, self.model, self.asked)
+        held = self.service.running.hold(self.model.name, self.asked.request_id, self.stream)
+        async with self.stream:
+            with held as self._held:
+                return await (self._send_events() if self.asked.stream else self._send_one())
 
     def _patience(self) -> Patience:
         return Patience(self.stream, self.call.received_ns, self.asked.timeout_s, self.service.options)
 
-    async def _send_one(self) -> None:
+    async def _send_one(self) -> bool:
         with self._patience() as patience:
             ending = await self.stream.rest()
         fault = fault_of(ending, patience, self._held)
         if fault is not None:
             raise fault
         self.call.reply(200, self.write(ending))
-        self.service.count(self.call, self.model)
+        return True
 
-    async def _send_events(self) -> None:
+    async def _send_events(self) -> bool:
         service = self.service
         async with EventStream(self.call, service.options.keepalive_s) as out:
             fault = None
@@ -110,11 +103,10 @@ class Answer(ABC, Generic[Read]):
                 raise
             except Exception as error:
                 fault = unforeseen(self.call, error)
-            if fault is None:
-                service.count(self.call, self.model)
-            else:
+            if fault is not None:
                 await out.write(tell(service, fault, self.model.name))
             await out.close()
+        return fault is None
 
     async def _pass_on(self, out: EventStream) -> ServeError | None:
         """Every token as it comes, and the end; or what went wrong."""
@@ -132,6 +124,11 @@ class Answer(ABC, Generic[Read]):
         if fault is None:
             await out.write(self.write_last(ending, last))
         return fault
+
+
+def refuse_in_words(service: Service, call: Call, fault: ServeError, model: str) -> None:
+    """In MindIE's, also of what is any text model's."""
+    refuse(service, call, in_mindies_words(fault), model)
 
 
 async def start(service: Service, call: Call, model: TextModel, asked: Asked) -> TextStream:

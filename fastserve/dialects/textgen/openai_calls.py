@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from fastserve.dialects.textgen.events import send_events
@@ -35,8 +36,8 @@ from fastserve.dialects.textgen.sse import EventStream
 from fastserve.dialects.textgen.typed import Misread, check
 from fastserve.errors import ServeError
 from fastserve.serving.dialect import HttpRoute
-from fastserve.serving.exchange import unforeseen
 from fastserve.serving.text import Frames, TextAsk, TextModel, TextStream, Token
+from fastserve.serving.text.answering import About
 from fastserve.wire.call import Call, Endpoint
 from fastserve.wire.scope import Scope
 
@@ -60,33 +61,26 @@ class Complete:
         self._service, self._api = service, api
 
     async def __call__(self, call: Call) -> None:
-        service, api, name = self._service, self._api, ""
-        try:
-            wanted = await service.apart(len(call.body), api.read, call.body, service.options.max_stops)
-            model = find_model(service, wanted.body.model or "", must_be_named=wanted.names_model)
-            name = model.name
-            answer = api.answer(
-                name,
-                model.version.number,
-                scored=wanted.logprobs >= 0,
-                usage=wanted.tells_usage,
-                full_text=service.options.full_text,
-            )
-            one = Completing(service, call, model, wanted, answer)
-            if not wanted.streams:
-                call.reply(200, await one.whole())
-            elif not await send_events(
-                service, call, name, one.send, self._tell, content_type=answer.content_type
-            ):
-                return
-        except ServeError as fault:  # nothing has been sent yet
-            api.refuse(service, call, fault, name)
-        except ConnectionResetError:
-            raise
-        except Exception as error:
-            api.refuse(service, call, unforeseen(call, error), name)
-        else:
-            service.count(call, model)
+        await self._service.answer(call, partial(self._answer, call), self._api.refuse)
+
+    async def _answer(self, call: Call, about: About) -> bool:
+        service, api = self._service, self._api
+        wanted = await service.apart(len(call.body), api.read, call.body, service.options.max_stops)
+        model = find_model(service, wanted.body.model or "", must_be_named=wanted.names_model)
+        about.model = model
+        answer = api.answer(
+            model.name,
+            model.version.number,
+            scored=wanted.logprobs >= 0,
+            usage=wanted.tells_usage,
+            full_text=service.options.full_text,
+        )
+        one = Completing(service, call, model, wanted, answer)
+        if wanted.streams:
+            kind = answer.content_type
+            return await send_events(service, call, model.name, one.send, self._tell, content_type=kind)
+        call.reply(200, await one.whole())
+        return True
 
     def _tell(self, fault: ServeError) -> bytes:
         return self._api.tell(self._service, fault)

@@ -12,6 +12,7 @@ import sys
 from array import array
 from base64 import b64encode
 from collections.abc import Sequence
+from functools import partial
 from math import hypot
 
 import msgspec
@@ -27,8 +28,8 @@ from fastserve.dialects.textgen.service import Service
 from fastserve.dialects.textgen.typed import check
 from fastserve.errors import DeadlineError, ServeError
 from fastserve.serving.dialect import HttpRoute
-from fastserve.serving.exchange import unforeseen
 from fastserve.serving.text import TextAsk, TextModel, Vector
+from fastserve.serving.text.answering import About
 from fastserve.tensor import DTYPES
 from fastserve.wire.call import Call, Endpoint
 from fastserve.wire.scope import Scope
@@ -43,25 +44,15 @@ FLOAT32 = DTYPES["float32"].code
 def embed(service: Service, named: Named) -> Endpoint:
     """The endpoint."""
 
-    async def answer(call: Call) -> None:
-        name = ""
-        try:
-            body, prompts = await service.apart(len(call.body), read_embedding, call.body)
-            model = find_model(service, body.model or "")
-            name = model.name
-            vectors = await _run(service, call, model, body, prompts)
-            work = sum(len(each.data) for each in vectors) * WORK
-            call.reply(200, await service.apart(work, write_vectors, name, vectors, body))
-        except ServeError as fault:
-            refuse(service, call, fault, name)
-        except ConnectionResetError:
-            raise
-        except Exception as error:
-            refuse(service, call, unforeseen(call, error), name)
-        else:
-            service.count(call, model)
+    async def answer(call: Call, about: About) -> bool:
+        body, prompts = await service.apart(len(call.body), read_embedding, call.body)
+        model = about.model = find_model(service, body.model or "")
+        vectors = await _run(service, call, model, body, prompts)
+        work = sum(len(each.data) for each in vectors) * WORK
+        call.reply(200, await service.apart(work, write_vectors, model.name, vectors, body))
+        return True
 
-    return answer
+    return lambda call: service.answer(call, partial(answer, call), refuse)
 
 
 async def _run(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from functools import partial
 from time import monotonic_ns
 
 from fastserve.config import TextgenOptions
 from fastserve.dialects.textgen.figures import Figures
 from fastserve.dialects.textgen.running import Running
+from fastserve.errors import ServeError
 from fastserve.serving.dialect import ServingContext
 from fastserve.serving.service import DialectService
 from fastserve.serving.text import TextModel, Texts
+from fastserve.serving.text.answering import About, answer_text
 from fastserve.serving.text.images import ImageRules, Images
 from fastserve.wire.call import Call
 
@@ -40,6 +44,15 @@ class Service(DialectService):
         """A call was read, and is about to be asked of the model."""
         decoded = self.traffic.stages(model.name, model.version.number)[0]
         decoded.observe_ns(monotonic_ns() - call.received_ns)
+
+    async def answer(
+        self,
+        call: Call,
+        answer: Callable[[About], Awaitable[bool]],
+        refuse: Callable[[Service, Call, ServeError, str], None],
+    ) -> None:
+        """The life of one call (`answer_text`), refused by an API's own function."""
+        await answer_text(call, self.traffic, answer, partial(refuse, self, call))
 
     def count(self, call: Call, model: TextModel) -> None:
         """A call was answered well."""

@@ -28,8 +28,8 @@ from fastserve.dialects.textgen.tgi_write import (
 )
 from fastserve.dialects.textgen.typed import Misread
 from fastserve.errors import Kind, ServeError
-from fastserve.serving.exchange import unforeseen
 from fastserve.serving.text import TextAsk, TextModel, TextStream, Token
+from fastserve.serving.text.answering import About
 from fastserve.serving.text.ask import TO_FIT
 from fastserve.wire.call import Call
 from fastserve.wire.dialect import retry_after
@@ -50,27 +50,20 @@ class Generate:
         self._read = partial(read_mindie, options=options) if mindie else read_tgi
 
     async def __call__(self, call: Call) -> None:
-        service, name = self._service, ""
-        try:
-            ask = await service.apart(len(call.body), self._read, call.body, self._limits, self._streams)
-            model = service.texts.find("")
-            name = model.name
-            one = Generation(service, call, model, ask, self._flavor)
-            await one.prepare()
-            if ask.streams:
-                if not await send_events(service, call, name, one.send, self._tell, one.stream_headers()):
-                    return
-            else:
-                body = await one.whole()
-                call.reply(200, body if self._alone else b"[%b]" % body, JSON, one.headers())
-        except ServeError as fault:  # nothing has been sent yet
-            refuse(service, call, fault, name)
-        except ConnectionResetError:
-            raise
-        except Exception as error:
-            refuse(service, call, unforeseen(call, error), name)
-        else:
-            service.count(call, model)
+        await self._service.answer(call, partial(self._answer, call), refuse)
+
+    async def _answer(self, call: Call, about: About) -> bool:
+        service = self._service
+        ask = await service.apart(len(call.body), self._read, call.body, self._limits, self._streams)
+        model = about.model = service.texts.find("")
+        one = Generation(service, call, model, ask, self._flavor)
+        await one.prepare()
+        if ask.streams:
+            headers = one.stream_headers()
+            return await send_events(service, call, model.name, one.send, self._tell, headers)
+        body = await one.whole()
+        call.reply(200, body if self._alone else b"[%b]" % body, JSON, one.headers())
+        return True
 
     def _tell(self, fault: ServeError) -> bytes:
         frame = b"data:%b\n\n" if self._flavor == "tgi" else b"data: %b\n\n"
