@@ -17,7 +17,7 @@ from typing import Any
 from fastserve._ext.proto_outline import DATA, LEADS, Scheme
 from fastserve.dialects.grps.codec_grpc import GTENSORS, SHAPE, TENSORS, write_heads
 from fastserve.dialects.grps.errors import code_of, failure_message, ok_message
-from fastserve.dialects.grps.service import Service, speaks_messages
+from fastserve.dialects.grps.service import Answered, Service, speaks_messages
 from fastserve.dialects.grps.tensors import BY_DTYPE, FIELDS, Field, field_of, write_outputs
 from fastserve.engine import BatchQueue
 from fastserve.errors import ServeError
@@ -37,17 +37,11 @@ _VALUES = {field.tag: DATA for field in FIELDS if field.wire != "bytes"}
 SCHEME = Scheme({GTENSORS: {TENSORS: {SHAPE: LEADS, **_VALUES}}})
 
 
-class Outcome:
+class Outcome(Answered):
     """How RPCs of one version end."""
 
-    def __init__(self, service: Service, version: Version) -> None:
-        self._service, self._model = service, version.model
-
-    def answered(self, prepared: Any, took_ns: int, ran_ns: int) -> None:
-        self._service.monitor.took(took_ns)
-
     def refused(self, exchange: RpcExchange, prepared: Any, request_id: Any, fault: ServeError) -> None:
-        exchange.reply(failure_of(self._service, fault, self._model))
+        exchange.reply(failure_of(self.service, fault, self.model))
 
 
 def failure_of(service: Service, fault: ServeError, model: str) -> bytes:

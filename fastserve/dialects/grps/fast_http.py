@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import prod
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from fastserve._ext.infer_frame import InferFrame
@@ -19,7 +21,7 @@ from fastserve.dialects.grps.codec_http import find_arrays
 from fastserve.dialects.grps.errors import OK_JSON
 from fastserve.dialects.grps.heads import BIN, content_kind
 from fastserve.dialects.grps.replies import tensor_head, write_json, write_numbers
-from fastserve.dialects.grps.service import BYTES, Service, speaks_messages
+from fastserve.dialects.grps.service import BYTES, Answered, Service, speaks_messages
 from fastserve.dialects.grps.tensors import BY_DTYPE, field_of, raw_rows, write_outputs
 from fastserve.errors import ServeError
 from fastserve.protos import load
@@ -44,17 +46,11 @@ FRAMED = ("float32", "float64", "int64")  # of the others V2 takes numbers that 
 Hole = tuple[str, int, int, int, int, int]
 
 
-class Outcome:
+class Outcome(Answered):
     """How requests of one version end."""
 
-    def __init__(self, service: Service, version: Version) -> None:
-        self._service, self._model = service, version.model
-
-    def answered(self, prepared: Any, took_ns: int, ran_ns: int) -> None:
-        self._service.monitor.took(took_ns)
-
     def refused(self, exchange: Call, prepared: Any, request_id: Any, fault: ServeError) -> None:
-        self._service.refuse(exchange, fault, self._model)
+        self.service.refuse(exchange, fault, self.model)
 
 
 class Frame(InferFrame, PreparedRequest):
@@ -63,7 +59,7 @@ class Frame(InferFrame, PreparedRequest):
     def __init__(
         self, service: Service, path: FastPath, inputs: dict[str, Tensor], parts: Parts, model: str
     ) -> None:
-        targets = [prod(t.shape) * t.dtype.item_bytes // parts.divisor for t in inputs.values()]
+        targets = [prod(t.shape) * t.dtype.item_bytes // parts.first_rows for t in inputs.values()]
         super().__init__(parts.text, parts.holes, [], targets, parts.rows)
         self.lay_out(path.queue, inputs, (), batching=path.version.batching)
         self.path, self.model, self._service = path, model, service
@@ -252,12 +248,14 @@ class FastHttp:
             return None
 
 
+@dataclass(frozen=True, slots=True)
 class Parts:
-    """A text taken apart, as InferFrame takes it. `rows` 0: the text says."""
+    """A text taken apart, as InferFrame takes it. `rows` 0: the text says; `first_rows` are its own."""
 
-    def __init__(self, text: bytes, holes: list[Hole], rows: int, first_rows: int, divisor: int) -> None:
-        self.text, self.holes, self.rows = text, holes, rows
-        self.first_rows, self.divisor = first_rows, divisor
+    text: bytes
+    holes: list[Hole]
+    rows: int
+    first_rows: int
 
     @classmethod
     def of(
@@ -283,10 +281,4 @@ class Parts:
             _, first, last, _ = arrays[number]
             unit = prod(tensor.shape) // first_rows
             holes.append(("data", first, last, unit, order.index(name), tensor.dtype.code))
-        return cls(
-            text,
-            sorted(holes, key=lambda hole: hole[1]),
-            0 if counted else first_rows,
-            first_rows,
-            first_rows,
-        )
+        return cls(text, sorted(holes, key=itemgetter(1)), 0 if counted else first_rows, first_rows)

@@ -90,6 +90,16 @@ class Service(DialectService):
         self.monitor.close()
 
 
+class Answered:
+    """How requests of one version end well on the fast path. How they end badly is their transport's."""
+
+    def __init__(self, service: Service, version: Version) -> None:
+        self.service, self.model = service, version.model
+
+    def answered(self, prepared: object, took_ns: int, ran_ns: int) -> None:
+        self.service.monitor.took(took_ns)
+
+
 def speaks_messages(version: Version) -> bool:
     """Whether a model takes whole messages: a customized one of a deployment."""
     config = version.config

@@ -19,14 +19,12 @@ from fastserve.dialects.kserve_v2.service import Service
 from fastserve.errors import Kind, ModelError, invalid, unsupported
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.model_view import ModelView, TensorView
-from fastserve.serving.rooms import Rooms
-from fastserve.serving.shared_memory import hold_rooms
-from fastserve.serving.slow_path import SlowRequest
+from fastserve.serving.region_request import RegionRequest
 from fastserve.serving.traces import Traced
 from fastserve.tensor import DTYPE_BY_KSERVE, KSERVE_NAME, Tensor, count_items, kserve_name
 
 
-class Inference(SlowRequest):
+class Inference(RegionRequest):
     """One request. `view` is None until its model is found, `request` until it has passed its checks."""
 
     service: Service
@@ -34,10 +32,10 @@ class Inference(SlowRequest):
     """Of models that answer several times."""
 
     def __init__(self, service: Service, forwarding: Forwarding | None, traced: Traced | None = None) -> None:
-        self.service, self.forwarding, self.traced = service, forwarding, traced
+        super().__init__(service)
+        self.forwarding, self.traced = forwarding, traced
         self.view: ModelView | None = None
         self.request: InferRequest | None = None
-        self.rooms = Rooms()
         self.deadline_ns = 0
 
     # --- what a transport says -------------------------------------------------------------------------
@@ -73,15 +71,18 @@ class Inference(SlowRequest):
         if self.forwarding:
             self.forwarding.add(self.sent_headers(), body.parameters)
         self.asked = Asked.of(body)
-        self.rooms = hold_rooms(service.regions, self.asked.ranges)
+        self.hold(self.asked.ranges)
         strings = sum(len(part.data) for part in body.inputs if part.datatype == "BYTES")  # read one by one
         request = await service.apart(strings, make_request, view, body)
         outside = {part.name: part.lent for part in body.inputs if part.lent is not None}
-        await service.regions.bring(view.version, request, outside, self.rooms)
-        check_brought(view, body, request)
+        await self.bring(request, outside)
         request.deadline_ns = self.deadline_ns
         self.request = request
         return request
+
+    def check_strings(self, name: str, tensor: Tensor) -> None:
+        told, count = tag(self.body.request_id), count_items(tensor.shape)
+        check_strings(tensor.data, count, name, self.version.model, told)
 
     def run(self, request: InferRequest) -> Awaitable[InferResponse]:
         return self.service.infer(self.version, request, self.traced)
@@ -90,17 +91,6 @@ class Inference(SlowRequest):
         assert self.view is not None
         self.reply = await self.service.apart(response.nbytes, self.encode, self.view, response)
         await self.rooms.flush()
-
-    def close(self) -> None:
-        self.rooms.close()
-
-
-def check_brought(view: ModelView, body: InferBody, request: InferRequest) -> None:
-    """Strings whose bytes lay on a device can be looked at only now. Raises ServeError."""
-    for part in body.inputs:
-        if part.lent is not None and not request.inputs[part.name].dtype.item_bytes:
-            data, told = request.inputs[part.name].data, tag(body.request_id)
-            check_strings(data, count_items(part.shape), part.name, view.model, told)
 
 
 _LENGTH_BYTES = 4

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastserve.dialects.triton_v1.fast import FastHttp
 from fastserve.dialects.triton_v1.header import RequestHeader, read_header
-from fastserve.dialects.triton_v1.inputs import Data, check_brought, read_request
+from fastserve.dialects.triton_v1.inputs import Data, check_strings, read_request
 from fastserve.dialects.triton_v1.replies import HttpReplies, Replies
 from fastserve.dialects.triton_v1.routes import Target
 from fastserve.dialects.triton_v1.service import Served, Service
@@ -17,9 +17,9 @@ from fastserve.errors import ConfigError, ServeError
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.body_tensors import BodyTensors
 from fastserve.serving.paths import LastPath
-from fastserve.serving.rooms import Rooms
-from fastserve.serving.shared_memory import hold_rooms
-from fastserve.serving.slow_path import SlowRequest, answer_slowly
+from fastserve.serving.region_request import RegionRequest
+from fastserve.serving.slow_path import answer_slowly
+from fastserve.tensor import Tensor
 from fastserve.wire.arrived import Arrived
 from fastserve.wire.call import Call
 
@@ -71,7 +71,7 @@ class Infer:
         return answer_slowly(call, request)
 
 
-class GeneralRequest(SlowRequest):
+class GeneralRequest(RegionRequest):
     """What the fast path did not know. `make_data` gives the inputs' bytes, for errors that name a model."""
 
     service: Service
@@ -87,11 +87,11 @@ class GeneralRequest(SlowRequest):
         make_data: Callable[[str], Data],
         deadline_ns: int = 0,
     ) -> None:
-        self.service, self._replies, self._exchange = service, replies, exchange
+        super().__init__(service)
+        self._replies, self._exchange = replies, exchange
         self._model, self._number, self._header = model, number, header
         self._make_data, self._deadline_ns = make_data, deadline_ns
         self._served: Served | None = None
-        self._rooms = Rooms()
 
     async def read(self) -> InferRequest:
         service = self.service
@@ -101,22 +101,21 @@ class GeneralRequest(SlowRequest):
         large = shared.largest_bytes
         read = service.apart(large, read_request, served.view, self._header, data, shared)
         request, outside = await read
-        self._rooms = hold_rooms(shared, self._header.destinations)
-        await shared.bring(self.version, request, outside, self._rooms)
-        check_brought(served.view, request, outside)
+        self.hold(self._header.destinations)
+        await self.bring(request, outside)
         request.deadline_ns = self._deadline_ns
         return request
 
+    def check_strings(self, name: str, tensor: Tensor) -> None:
+        check_strings(tensor.data, tensor.shape, name, self.version.model)
+
     async def write(self, response: InferResponse) -> None:
         assert self._served is not None
-        size = response.nbytes if self._rooms else 0
+        size = response.nbytes if self.rooms else 0
         write = self._served.answers.write
-        answer = await self.service.apart(size, write, self._header, response.outputs, self._rooms)
-        await self._rooms.flush()
+        answer = await self.service.apart(size, write, self._header, response.outputs, self.rooms)
+        await self.rooms.flush()
         self._replies.answer(self._exchange, self._header.id, answer)
-
-    def close(self) -> None:
-        self._rooms.close()
 
     def answered(self, took_ns: int) -> None:
         assert self._served is not None

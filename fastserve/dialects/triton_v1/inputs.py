@@ -8,7 +8,7 @@ Tensors are views of what was received: nothing is copied before the engine writ
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from typing import Protocol
@@ -88,14 +88,6 @@ def read_request(
         inputs[one.name] = Tensor(tensor.dtype, shape, raw)
     data.finish()
     return build_request(header, inputs), outside
-
-
-def check_brought(view: ModelView, request: InferRequest, outside: Mapping[str, Lent]) -> None:
-    """Strings whose bytes lay on a device can be looked at only now. Raises ServeError."""
-    for name in outside:
-        tensor = request.inputs[name]
-        if not tensor.dtype.item_bytes:
-            check_strings(tensor.data, tensor.shape, name, view.model)
 
 
 def build_request(header: RequestHeader, inputs: dict[str, Tensor]) -> InferRequest:
