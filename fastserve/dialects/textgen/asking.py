@@ -11,9 +11,9 @@ from abc import ABC, abstractmethod
 from random import getrandbits
 from typing import Generic, TypeVar
 
-from fastserve.dialects.textgen.errors import NO_ANSWER, refuse, tell
+from fastserve.dialects.textgen.errors import NO_ANSWER, tell
 from fastserve.dialects.textgen.infer_request import Asked
-from fastserve.dialects.textgen.inputs import in_mindies_words
+from fastserve.dialects.textgen.inputs import refuse_prompt
 from fastserve.dialects.textgen.patience import Patience, deadline_ns
 from fastserve.dialects.textgen.running import Held
 from fastserve.dialects.textgen.service import Service
@@ -69,7 +69,7 @@ class Answer(ABC, Generic[Read]):
 
     async def run(self) -> None:
         """Answer the call; when this returns, it was, unless its client is gone."""
-        await self.service.answer(self.call, self._answer, refuse_in_words)
+        await self.service.answer(self.call, self._answer, refuse_prompt)
 
     async def _answer(self, about: About) -> bool:
         about.model, self.asked = await self.read()
@@ -124,11 +124,6 @@ class Answer(ABC, Generic[Read]):
         if fault is None:
             await out.write(self.write_last(ending, last))
         return fault
-
-
-def refuse_in_words(service: Service, call: Call, fault: ServeError, model: str) -> None:
-    """In MindIE's, also of what is any text model's."""
-    refuse(service, call, in_mindies_words(fault), model)
 
 
 async def start(service: Service, call: Call, model: TextModel, asked: Asked) -> TextStream:

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastserve.config import TextgenOptions
 from fastserve.dialects.textgen.bodies import is_integer
-from fastserve.dialects.textgen.errors import Admission
+from fastserve.dialects.textgen.errors import Admission, refuse
 from fastserve.errors import ServeError, invalid
 from fastserve.serving.text import PromptTooLong, TextTooLong, UnknownToken
+
+if TYPE_CHECKING:
+    from fastserve.dialects.textgen.service import Service
+    from fastserve.wire.call import Call
 
 MOST_TOKENS = MOST_TOKEN = 1 << 20
 OTHER_MEDIA = ("video_url", "audio_url")
@@ -98,6 +102,11 @@ def in_mindies_words(fault: ServeError) -> ServeError:
     if not 0 < fault.got <= MOST_TOKENS:
         return invalid(TOKENS.format(fault.got))
     return Admission(fault.got, fault.most)
+
+
+def refuse_prompt(service: Service, call: Call, fault: ServeError, model: str = "") -> None:
+    """`refuse` of calls whose prompt may be what is wrong."""
+    refuse(service, call, in_mindies_words(fault), model)
 
 
 def read_items(items: list[Any], options: TextgenOptions) -> Inputs:

@@ -10,9 +10,8 @@ from time import monotonic_ns
 
 import msgspec
 
-from fastserve.dialects.textgen import errors
 from fastserve.dialects.textgen.events import Headers, send_events
-from fastserve.dialects.textgen.inputs import in_mindies_words
+from fastserve.dialects.textgen.inputs import refuse_prompt
 from fastserve.dialects.textgen.patience import deadline_ns
 from fastserve.dialects.textgen.sequences import Sequences, likelihood
 from fastserve.dialects.textgen.service import Service
@@ -198,7 +197,7 @@ def in_words(fault: ServeError, flavor: str = "tgi") -> ServeError:
 def refuse(service: Service, call: Call, fault: ServeError, model: str = "") -> None:
     """Reply with an error, and count it."""
     if service.options.tgi_flavor == "mindie":
-        errors.refuse(service, call, in_mindies_words(fault), model)
+        refuse_prompt(service, call, fault, model)
         return
     service.traffic.refused(model, fault.kind.name)
     body = error_body(in_words(fault), "tgi")

@@ -8,7 +8,7 @@ import msgspec
 
 from fastserve.dialects.textgen.bodies import read_body
 from fastserve.dialects.textgen.errors import refuse
-from fastserve.dialects.textgen.inputs import check_length, in_mindies_words
+from fastserve.dialects.textgen.inputs import check_length, refuse_prompt
 from fastserve.dialects.textgen.parameters import take
 from fastserve.dialects.textgen.paths import Named, Path
 from fastserve.dialects.textgen.service import Service
@@ -30,7 +30,7 @@ def tokenize(service: Service, named: Named) -> Endpoint:
             text, shown = _read(body, service.options.input_chars)
             pieces = await model.pieces(text)
         except ServeError as fault:
-            refuse(service, call, in_mindies_words(fault), name)
+            refuse_prompt(service, call, fault, name)
         else:
             tokens = [piece.text for piece in pieces] if shown else []
             call.reply(200, msgspec.json.encode({"token_number": len(pieces), "tokens": tokens}))

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from fastserve.dialects.textgen import errors
-from fastserve.dialects.textgen.inputs import in_mindies_words
+from fastserve.dialects.textgen.inputs import refuse_prompt
 from fastserve.dialects.textgen.openai_calls import Api, Complete
 from fastserve.dialects.textgen.openai_read import (
     UNHEEDED,
@@ -30,7 +30,6 @@ from fastserve.dialects.textgen.service import Service
 from fastserve.dialects.textgen.typed import check, read_typed
 from fastserve.errors import ServeError
 from fastserve.serving.text import Frames, Hole
-from fastserve.wire.call import Call
 
 JSON = b"application/json"
 _encode = msgspec.json.Encoder().encode
@@ -94,17 +93,12 @@ class VllmAnswer(Answer):
         return b""
 
 
-def refuse(service: Service, call: Call, fault: ServeError, model: str = "") -> None:
-    """Reply with an error in MindIE's envelope, and count it."""
-    errors.refuse(service, call, in_mindies_words(fault), model)
-
-
 def tell(service: Service, fault: ServeError) -> bytes:
     """An error in the midst of a stream."""
     return errors.envelope(errors.STATUS[fault.kind], fault.message) + b"\0"
 
 
-API = Api(read_vllm, VllmAnswer, refuse, tell)
+API = Api(read_vllm, VllmAnswer, refuse_prompt, tell)
 
 
 def make_vllm(service: Service) -> Complete:
