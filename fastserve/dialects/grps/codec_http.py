@@ -9,7 +9,6 @@ compiled reader does not take is read again number by number, for texts that sta
 
 from __future__ import annotations
 
-import base64
 import re
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ import msgspec
 from fastserve._ext.flatten import FlattenFault, flatten
 from fastserve._ext.json_reader import JSONFault, PredictReader
 from fastserve._ext.json_value import JSONSyntaxError, Members, parse
+from fastserve.codec.base64_text import decode_base64
 from fastserve.config import GrpsOptions
 from fastserve.dialects.grps.tensors import BY_NAME, FIELDS, Field, fill_packed, fill_whole
 from fastserve.errors import invalid
@@ -37,8 +37,6 @@ ALIASES = {"flat_double": "flat_float64"}
 BIN_IN_JSON = "bin_data should use application/octet-stream format."
 NO_MEMBER = "Have no legal member in json body."
 _CAMEL = re.compile(r"(?<=[a-z0-9])([A-Z])")
-_BASE64 = re.compile(r"[A-Za-z0-9+/]*|[A-Za-z0-9_-]*")
-_URL_SAFE = re.compile(r"[_-]")
 _NUMERIC = "uint8|int8|int16|int32|int64|float16|float32|float64|double"
 _DATA = re.compile(rf'"(flat_?(?:{_NUMERIC}))"\s*:\s*(?=\[)'.encode(), re.IGNORECASE)
 _ALONE = re.compile(rb'\s*\{\s*"ndarray"\s*:')
@@ -289,13 +287,11 @@ def _read_gmap(out: Any, value: Value) -> None:
 
 
 def _base64(value: Value, where: str) -> bytes:
-    """Standard or URL-safe; padding may be left out, and is right where it is not."""
-    text = _text(value, where)
-    digits = text.rstrip("=")
-    missing = -len(digits) % 4
-    if not _BASE64.fullmatch(digits) or missing == 3 or len(text) - len(digits) not in (0, missing):
+    """Standard or URL-safe."""
+    data = decode_base64(_text(value, where).encode(), url_safe=True)
+    if data is None:
         raise invalid(f"{where}: Fail to decode base64.")
-    return base64.b64decode(digits + "=" * missing, altchars=b"-_" if _URL_SAFE.search(digits) else None)
+    return data
 
 
 def _real(value: Value, where: str) -> float:

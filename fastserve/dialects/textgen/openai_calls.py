@@ -24,6 +24,7 @@ from fastserve.dialects.textgen.openai_write import (
     ChatAnswer,
     Choice,
     CompletionAnswer,
+    Form,
     Scored,
     Usage,
     finish_of,
@@ -68,13 +69,8 @@ class Complete:
         wanted = await service.apart(len(call.body), api.read, call.body, service.options.max_stops)
         model = find_model(service, wanted.body.model or "", must_be_named=wanted.names_model)
         about.model = model
-        answer = api.answer(
-            model.name,
-            model.version.number,
-            scored=wanted.logprobs >= 0,
-            usage=wanted.tells_usage,
-            full_text=service.options.full_text,
-        )
+        form = Form(wanted.logprobs >= 0, wanted.tells_usage, service.options.full_text)
+        answer = api.answer(model.name, model.version.number, form)
         one = Completing(service, call, model, wanted, answer)
         if wanted.streams:
             kind = answer.content_type

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from secrets import token_hex
 from time import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -65,24 +65,27 @@ def finish_of(finish: Finish) -> str:
     return _FINISH[finish]
 
 
+class Form(NamedTuple):
+    """What is said besides text: logprobs; usage, with the pieces of a stream; with `full_text` the text so
+    far, as in MindIE's pieces with fullTextEnabled."""
+
+    scored: bool = False
+    usage: bool = False
+    full_text: bool = False
+
+
+PLAIN = Form()
+
+
 class Answer(ABC):
-    """What is said to one request: the whole, or piece by piece. `scored`: with logprobs; `usage`: of
-    streams, at their end; `full_text`: pieces have the text so far, as MindIE's with fullTextEnabled."""
+    """What is said to one request: the whole, or piece by piece."""
 
     content_type: bytes
     done: bytes
     """The last piece of all."""
 
-    def __init__(
-        self,
-        model: str,
-        version: object,
-        *,
-        scored: bool = False,
-        usage: bool = False,
-        full_text: bool = False,
-    ) -> None:
-        self.scored = scored
+    def __init__(self, model: str, version: object, form: Form = PLAIN) -> None:
+        self.scored = form.scored
 
     @abstractmethod
     def write(self, choices: Sequence[Choice], usage: Usage) -> bytes:
@@ -119,17 +122,9 @@ class OpenAiAnswer(Answer):
     chunk_object: str
     prefix: str
 
-    def __init__(
-        self,
-        model: str,
-        version: object,
-        *,
-        scored: bool = False,
-        usage: bool = False,
-        full_text: bool = False,
-    ) -> None:
-        super().__init__(model, version, scored=scored)
-        self._said: dict[int, str] | None = {} if full_text else None
+    def __init__(self, model: str, version: object, form: Form = PLAIN) -> None:
+        super().__init__(model, version, form)
+        self._said: dict[int, str] | None = {} if form.full_text else None
         self._frames: dict[int, Frames] = {}
         self._head = {
             "id": self.prefix + token_hex(12),
@@ -141,7 +136,7 @@ class OpenAiAnswer(Answer):
         head = _encode({**self._head, "object": self.chunk_object})[:-1]
         self._head_of_piece = b"data: %b," % head
         self._open = self._head_of_piece + b'"choices":['
-        self._close = b'],"usage":null}\n\n' if usage else b"]}\n\n"
+        self._close = b'],"usage":null}\n\n' if form.usage else b"]}\n\n"
 
     def write(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         written = [self._choice(choice) for choice in choices]

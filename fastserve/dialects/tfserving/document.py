@@ -6,11 +6,11 @@ predict or classify body mean is told in `explain` and `examples`.
 
 from __future__ import annotations
 
-import binascii
 import re
 from typing import TYPE_CHECKING
 
 from fastserve._ext.json_value import JSONSyntaxError, Members, debug_text, parse
+from fastserve.codec.base64_text import decode_base64
 from fastserve.codec.client_text import to_text
 from fastserve.errors import ServeError, invalid
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from fastserve._ext.json_value import Value
 
 _BASE64_SPACE = re.compile(rb"[ \t\n\v\f\r]+")
-_BASE64 = re.compile(rb"([A-Za-z0-9+/]*)(=*)")
 _KIND_WORD = {type(None): "Null", Members: "Object", list: "Array", bytes: "String"}
 
 MAX_DEPTH = 100
@@ -73,11 +72,7 @@ def decode_base64_object(value: Members) -> bytes:
     text = value.pairs[0][1] if is_base64_object(value) else None
     if not isinstance(text, bytes):
         raise format_error(value, "not formatted correctly for base64 data")
-    match = _BASE64.fullmatch(_BASE64_SPACE.sub(b"", text))
-    if match is None:
+    data = decode_base64(_BASE64_SPACE.sub(b"", text))
+    if data is None:
         raise invalid("Unable to base64 decode")
-    digits, padding = match.groups()
-    missing = -len(digits) % 4
-    if missing == 3 or len(padding) not in (0, missing):
-        raise invalid("Unable to base64 decode")
-    return binascii.a2b_base64(digits + b"=" * missing)
+    return data
