@@ -215,7 +215,7 @@ class Host:
             for hosted in self.hosted.values()
             if lending_device(hosted.version) != NONE
             for worker in range(hosted.queue.workers)
-            if hosted.group.tell(worker, message)
+            if hosted.group.tell_attached(worker, message)
         ]
         await self.wishes.lent.all_closed(asked, handle)
 

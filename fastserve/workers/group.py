@@ -225,6 +225,10 @@ class WorkerGroup:
         """Says something to a worker at work; False when it cannot hear."""
         return self._instances[worker].tell(message)
 
+    def tell_attached(self, worker: int, message: Mapping[str, Any]) -> bool:
+        """The same to one that has taken batches, or is about to; False of any other."""
+        return self._instances[worker].tell_attached(message)
+
     async def _load_all(self) -> Specs:
         specs = await _all(self._load(instance) for instance in self._instances)
         for index, other in enumerate(specs):

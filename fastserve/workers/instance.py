@@ -176,6 +176,11 @@ class Instance:
             return False
         return True
 
+    def tell_attached(self, message: Mapping[str, Any]) -> bool:
+        """The same to one that has an arena, or is about to: whoever still loads takes what it hears next for
+        its arena, and has nothing of what is spoken of."""
+        return self.state in (State.ATTACHING, State.READY) and self.tell(message)
+
     async def exited(self) -> None:
         """Returns once no worker is here."""
         if self._process is not None:

@@ -306,6 +306,27 @@ def test_a_worker_that_dies_with_memory_open(lending: Running, http: Http, gpus:
     unregister(http, "r")
 
 
+def test_memory_that_is_taken_back_while_a_worker_loads(lending: Running, http: Http, gpus: FakeGpus) -> None:
+    """It has nothing open, and is not asked: it would take that for the arena it waits for, and end."""
+    at, before = gpus.allocate(4096), worker_of(lending, "near")
+    os.kill(before, signal.SIGKILL)
+    until(lambda: not Path(f"/proc/{before}").exists(), "it is gone")
+    log = lending.log
+    told = len(log.read_text())
+    until(lambda: came_and_went(http, at), "another is there", 60.0)
+    fill(at, rows(1, 2), rows(3, 4))
+    assert register(http, "r", at).status == 200
+    assert http.post("/v2/models/near/infer", asked("r", 2)).status == 200
+    unregister(http, "r")
+    assert "could not be restarted" not in log.read_text()[told:]
+
+
+def came_and_went(http: Http, at: Allocation) -> bool:
+    assert register(http, "r", at).status == 200
+    unregister(http, "r")
+    return http.ask("GET", "/v2/models/near/ready").status == 200
+
+
 @pytest.mark.parametrize("flavour", ["http", "grpc"])
 def test_the_official_client(lending: Running, gpus: FakeGpus, flavour: str) -> None:
     async def work(cuda: Any) -> None:
