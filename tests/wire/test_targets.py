@@ -37,6 +37,14 @@ def test_places_a_client_may_name(authority: bytes) -> None:
     assert [r.body for r in pipe.replies()] == [b"GET /echo "] * 2
 
 
+@pytest.mark.parametrize("place", [b"http://", b"https://", b"http://:80", b"http://a@"])
+@pytest.mark.parametrize("rest", [b"/echo", b"?x", b""])
+def test_an_absolute_form_names_a_place(place: bytes, rest: bytes) -> None:
+    pipe = Pipe({"/echo": echo})
+    pipe.feed(b"GET " + place + rest + b" HTTP/1.1\r\nHost: a\r\n\r\n")
+    assert [r.status for r in pipe.replies()] == [400]
+
+
 @pytest.mark.parametrize(
     "target", ["//echo", "/./echo", "/%65cho", "/Echo", "/echo;a", "/echo/", "/echo%00", "/echo%c0%af"]
 )
