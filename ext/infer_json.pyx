@@ -246,7 +246,7 @@ cdef InferInput close_input(Part* part, const uint8_t* start, const uint8_t* end
     if input.shape is None:
         raise refuse(6, "shape", part.shape, start, input.name)
     if part.data != NULL:
-        input.data = data_of(part, start, input.name)
+        input.data = data_of(part, start, input.name, len(input.shape))
         input.leaves = part.leaves
     return input
 
@@ -266,11 +266,13 @@ cdef int check_contents(const Part* part, dict parameters, const uint8_t* start)
     return 0
 
 
-cdef bytes data_of(Part* part, const uint8_t* start, str name):
+cdef bytes data_of(Part* part, const uint8_t* start, str name, Py_ssize_t rank):
     cdef int code
     at = part.data - start
     if part.items == 0:         # the original does not look at data then
         return b""
+    if rank == 0 and (part.wrong != NULL or part.leaves != 1):
+        return b""              # nor for [], which no model there has: what is wrong is the shape
     if not part.data_is_list:
         raise refuse(4, "data", part.data, start, name)
     if part.dtype == DT_NONE:

@@ -156,8 +156,8 @@ def _reshaped(shape: Dims, have: Dims | None, want: Dims | None, batching: bool)
 
 
 def find_version(catalog: Catalog, name: str, number: int | None) -> Version:
-    """The available version, the highest for None. Raises ServeError NOT_FOUND, in the words of Triton's
-    APIs."""
+    """The available version, the highest for None. Raises ServeError NOT_FOUND, or UNAVAILABLE for
+    one that is known and not ready, in the words of Triton's APIs."""
     version = catalog.available(name, number)
     if version is not None:
         return version
@@ -166,10 +166,10 @@ def find_version(catalog: Catalog, name: str, number: int | None) -> Version:
         raise _unknown(name, "is not found")
     if number is None:
         raise _unknown(name, "has no available versions")
-    raise _unknown(
-        name, f"version {number} is not {'at ready state' if number in model.versions else 'found'}"
-    )
+    if number in model.versions:
+        raise _unknown(name, f"version {number} is not at ready state", Kind.UNAVAILABLE)
+    raise _unknown(name, f"version {number} is not found")
 
 
-def _unknown(name: str, why: str) -> ServeError:
-    return ServeError(Kind.NOT_FOUND, f"Request for unknown model: '{name}' {why}")
+def _unknown(name: str, why: str, kind: Kind = Kind.NOT_FOUND) -> ServeError:
+    return ServeError(kind, f"Request for unknown model: '{name}' {why}")

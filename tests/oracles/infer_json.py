@@ -126,6 +126,17 @@ def memory_of(leaves: list[Any], items: int, datatype: str, name: str) -> bytes:
         return np.array(numbers, "f8" if dtype.kind == "f" else "?").astype(dtype).tobytes()
 
 
+def read_scalar(data: Any, datatype: str, name: str) -> bytes:
+    """For the shape []: one leaf, or nothing at all."""
+    if not isinstance(data, list):
+        return b""
+    leaves = leaves_of(data)
+    try:
+        return memory_of(leaves, 1, datatype, name) if len(leaves) == 1 else b""
+    except Fault:
+        return b""
+
+
 def read_input(value: Any) -> tuple[Any, ...]:
     parameters = parameters_of(next(iter(find(value, b"parameters")), None))
     data = find(value, b"data")
@@ -147,6 +158,8 @@ def read_input(value: Any) -> tuple[Any, ...]:
     memory = None
     if data and items == 0:
         memory = b""
+    elif data and not shape:
+        memory = read_scalar(data[0], datatype, name)
     elif data:
         leaves = leaves_of(member(value, "data", list, "attempt to access JSON non-array as array"))
         memory = memory_of(leaves, items, datatype, name)

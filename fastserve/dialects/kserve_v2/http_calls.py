@@ -73,8 +73,10 @@ class Ask:
 
 def show(call: Call, value: Shown) -> None:
     """Reply with a value as JSON; yes and no are told by the status, and None is that it is done."""
-    if value is None or isinstance(value, bool):
-        call.reply(400 if value is False else 200, b"", TEXT)
+    if value is None:
+        call.reply(200, b"", JSON)
+    elif isinstance(value, bool):
+        call.reply(200 if value else 400, b"", TEXT)
     else:
         call.reply(200, msgspec.json.encode(value), JSON)
 

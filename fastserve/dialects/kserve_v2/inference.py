@@ -121,7 +121,7 @@ def make_request(view: ModelView, body: InferBody) -> InferRequest:
 
 def check_outputs(view: ModelView, names: Sequence[str]) -> tuple[str, ...]:
     """The outputs to ask for, in the model's order; empty for all. Raises ServeError."""
-    for name in names:
+    for name in sorted(names):  # the original keeps them in a sorted set
         if name not in view.outputs:
             raise invalid(f"unexpected inference output '{name}' for model '{view.model}'")
     wanted = set(names)
@@ -138,9 +138,9 @@ def check_inputs(view: ModelView, parts: Sequence[InputPart], request_id: str) -
             raise invalid(f"unexpected inference input '{part.name}' for model '{view.model}'")
     if view.max_batch_size:
         _check_batch(view, latest_first, told)
-    _check_required(view, parts, told)
     for part in latest_first:
         _check_part(view, view.inputs[part.name], part, told)
+    _check_required(view, parts, told)
     sent = {part.name: part for part in parts}
     return {
         name: Tensor(side.dtype, side.to_model(sent[name].shape, batching=view.batching), sent[name].data)
@@ -219,14 +219,15 @@ def _check_shape(view: ModelView, side: TensorView, part: InputPart, told: str) 
     )
 
 
-def _check_size(view: ModelView, side: TensorView, part: InputPart, told: str) -> None:
+def _check_size(view: ModelView, side: TensorView, part: InputPart, told: str, name: str = "") -> None:
+    """`name` is what the input is called in the text, where that is not its own name."""
     shape = part.shape
     if view.max_batch_size and shape[0] == 0:
         shape = (1, *shape[1:])  # the original wants one row for none
     wanted, given = count_items(shape) * side.dtype.item_bytes, part.nbytes
     if wanted != given:
         raise invalid(
-            f"{told}input byte size mismatch for input '{part.name}' for model '{view.model}'. "
+            f"{told}input byte size mismatch for input '{name or part.name}' for model '{view.model}'. "
             f"Expected {wanted}, got {given}"
         )
 
@@ -273,7 +274,7 @@ def deduce_raw(view: ModelView, body: Memory) -> InputPart:
     side = next(iter(view.inputs.values()))
     dims = (1, *(side.dims or (-1,))) if view.max_batch_size else (side.dims or (-1,))
     if not side.dtype.item_bytes:
-        if prod(dims) not in (1, -1):
+        if prod(dims) != 1:
             raise invalid(
                 f"{told}For BYTE datatype raw input '{side.name}', the model must have input shape [1]"
             )
@@ -287,4 +288,6 @@ def deduce_raw(view: ModelView, body: Memory) -> InputPart:
         )
     unit = side.dtype.item_bytes * prod(size for size in dims if size != -1)
     deduced = len(body) // unit if free and unit else 0
-    return InputPart(side.name, kserve_name(side.dtype), tuple(deduced if n == -1 else n for n in dims), body)
+    part = InputPart(side.name, kserve_name(side.dtype), tuple(deduced if n == -1 else n for n in dims), body)
+    _check_size(view, side, part, told, "raw_input")
+    return part

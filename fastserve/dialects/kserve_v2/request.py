@@ -126,7 +126,7 @@ def set_parameter(parameters: Parameters, name: str, value: Value) -> None:
         setattr(parameters, field, read(value, f"Unable to parse '{name}'"))
     elif name.startswith("triton_"):
         raise invalid(f"{RESERVED} and should not be specified.")
-    elif name != "headers":
+    else:
         parameters.own[name] = read_own(name, value)
 
 

@@ -45,7 +45,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     client_models.write_triton(folder, "say", SAY, TEXT)
     client_models.write_triton(folder, "total", client_models.TOTAL, client_models.SEQUENCES)
     log, alone = folder.parent / "log", "127.0.0.1:0=kserve_v2"
-    with Running(folder, log, "--admin-log-settings", http=alone) as running:
+    with Running(folder, log, "--admin-log-settings", "--allow-client-shm", http=alone) as running:
         yield running
 
 
@@ -113,6 +113,28 @@ def test_blobs_without_the_length_of_the_json(http: Http, first: int, status: in
     assert (answer.status, answer.error) == (status, missing if status == 400 else f"{SECOND_VALUE}{length}")
     well = http.ask("POST", "/v2/models/double/infer", data, Inference_Header_Content_Length=str(length))
     assert well.status == 200
+
+
+# --- which fault is told, and how -------------------------------------------------------------------
+
+
+def test_the_fault_that_is_told(http: Http) -> None:
+    """Of outputs the first by name; of a shape [] the shape, whatever the data; raw bytes as `raw_input`."""
+    names = [{"name": "Z"}, {"name": "A"}]
+    answer = http.post("/v2/models/double/infer", body(outputs=names))
+    assert (answer.status, answer.error) == (400, "unexpected inference output 'A' for model 'double'")
+    for data in ([], [1, 2], ["x"], 3):
+        answer = http.post("/v2/models/double/infer", {"inputs": [{**ROW, "shape": [], "data": data}]})
+        assert (answer.status, "input 'X' has no shape" in answer.error) == (400, True), answer
+    answer = http.ask("POST", "/v2/models/double/infer", b"abc", Inference_Header_Content_Length="0")
+    text = "input byte size mismatch for input 'raw_input' for model 'double'. Expected 64, got 3"
+    assert (answer.status, answer.error) == (400, f"[request id: <id_unknown>] {text}")
+
+
+def test_what_is_done_is_said_as_json(http: Http) -> None:
+    for path, kind in (("systemsharedmemory/unregister", "application/json"), ("health/live", "text/plain")):
+        answer = http.ask("GET" if kind == "text/plain" else "POST", f"/v2/{path}")
+        assert (answer.status, answer.headers["content-type"], answer.body) == (200, kind, b"")
 
 
 # --- ids of sequences -------------------------------------------------------------------------------
