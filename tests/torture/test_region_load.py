@@ -135,7 +135,7 @@ def test_half_a_minute_of_kills(served: Running, gpus: FakeGpus, clients: int) -
         killer.join()
     right = sum(found[f"{model} 200"] for model in MODELS)
     told = sum(found[f"{model} 503"] for model in MODELS)
-    # With one worker to a model, and one ferry, a kill fails who waits: of 64 clients' requests 0.8 are right.
+    # One worker to a model, and one ferry: a kill fails who waits. Of 64 clients' requests 0.8 are right.
     assert right > 0.6 * (right + told), found
     with Http(served) as http:
         assert http.ask("GET", "/v2/cudasharedmemory/status").json() == []
