@@ -138,25 +138,25 @@ class Traced:
 
     async def infer(self, engine: EngineFace, version: Version, request: InferRequest) -> InferResponse:
         """The engine's answer. Raises ServeError."""
-        self._begin(version, request)
+        self.begin(version, request)
         response: InferResponse | None = None
         try:
             response = await engine.infer(version, request)
         finally:
-            self._answered(request, response)
+            self.answered(request, response)
         return response
 
     async def stream(
         self, engine: EngineFace, version: Version, request: InferRequest
     ) -> AsyncGenerator[InferResponse, None]:
         """The engine's responses to one request, noted as they come. Raises ServeError."""
-        self._begin(version, request)
+        self.begin(version, request)
         async with aclosing(engine.stream(version, request)) as responses:
             async for response in responses:
-                self._answered(request, response)
+                self.answered(request, response)
                 yield response
 
-    def _begin(self, version: Version, request: InferRequest) -> None:
+    def begin(self, version: Version, request: InferRequest) -> None:
         """The request is about to run. Its `times` are asked for."""
         about: dict[str, Any] = {"model_name": version.model, "model_version": version.number}
         if request.request_id:
@@ -166,7 +166,7 @@ class Traced:
         self._show("TENSOR_QUEUE_INPUT", request.inputs, {*request.lent, *request.carried})
         request.times = []
 
-    def _answered(self, request: InferRequest, response: InferResponse | None) -> None:
+    def answered(self, request: InferRequest, response: InferResponse | None) -> None:
         """The model's answer is there; None when it is an error."""
         for name, ns in zip(_BATCH, request.times or (), strict=False):
             if ns:

@@ -18,11 +18,11 @@ import grpc.aio
 import pytest
 
 from fastserve.config import AdminOptions, Listener, Settings, TritonOptions
-from fastserve.dialects.kserve_v2.traces import Traced
 from fastserve.logs import setup_logs
 from fastserve.protos import load
 from fastserve.request import InferRequest, InferResponse, Lent
 from fastserve.server import Server
+from fastserve.serving.traces import Traced
 from fastserve.tensor import DTYPES, Tensor
 from tests.dialects.kserve_v2.models import EACH, SHOW_PARAMETERS, config, put, tensors
 from tests.dialects.kserve_v2.replay import exchange
