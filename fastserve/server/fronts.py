@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from fastserve.backends.base import explain
 from fastserve.config import Listener, Settings
 from fastserve.config.tls import PASSWORD_VARIABLE
 from fastserve.engine.counters import counters_of
@@ -328,13 +329,17 @@ class FrontLink:
             lived_s = time.monotonic() - born
             self._registry.counters(names.FRONT_RESTARTS).of().add()
             self._registry.bury(self.front)
-            # Before the new one claims the same number.
-            await asyncio.gather(self._reclaim(), asyncio.sleep(backoff.after_death(lived_s)))
             try:
+                # Before the new one claims the same number.
+                await asyncio.gather(self._reclaim(), asyncio.sleep(backoff.after_death(lived_s)))
                 await self._start()
-            except ServeError as error:
-                log.error("front process %d could not be started: %s", self.front, error.message)
-                self._kill(error.message)
+            # Whatever goes wrong here, the next try must come: nobody else would ever start this front.
+            except Exception as error:
+                trace = error.__cause__ if isinstance(error, ServeError) else error
+                log.error(
+                    "front process %d could not be started: %s", self.front, explain(error), exc_info=trace
+                )
+                self._kill(explain(error))
 
     async def _reclaim(self) -> None:
         rings = self._rings()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import errno
 import json
 import os
 import re
@@ -163,6 +164,32 @@ def test_a_killed_front_is_swept_and_replaced(tmp_path):
             assert total(text, "fastserve_front_restarts_total") == 1
 
     run(work())
+
+
+@pytest.mark.logs_errors
+def test_a_front_whose_start_fails_unforeseen_is_started_again(tmp_path, monkeypatch, caplog):
+    write_model(tmp_path)
+
+    async def work() -> None:
+        async with serving(tmp_path, frontends=2) as served:
+            (link,) = served.links
+            victim, open_version, failures = link.pid, link._open_version, []
+
+            async def no_descriptors(hosted) -> None:
+                if not failures:
+                    failures.append(link.pid)
+                    raise OSError(errno.EMFILE, "Too many open files")
+                await open_version(hosted)
+
+            monkeypatch.setattr(link, "_open_version", no_descriptors)
+            os.kill(victim, signal.SIGKILL)
+            await served.until(lambda: failures)
+            await served.until(lambda: link.pid not in (0, victim, *failures) and link._given)
+            clients = await connect_to_each(served, 2)
+            assert await clients[1].predict(3.0) == (200, [6.0])
+
+    run(work())
+    caplog.clear()  # the traceback in it holds the server
 
 
 def test_a_front_that_dies_while_a_version_opens_does_not_fail_the_load(tmp_path):
