@@ -91,6 +91,13 @@ class Link:
             )
         return self.frames(kind)
 
+    def hear(self, word: bytes, count: int) -> None:
+        """Until a word has come so often."""
+        with self._heard:
+            self._heard.wait_for(
+                lambda: self.came.count(word) >= count or not self._thread.is_alive(), 6 * WAIT_S
+            )
+
     def frames(self, kind: type[Frame] | tuple[type[Frame], ...] = Frame) -> list[Frame]:
         """What has come whole."""
         data, at = bytes(self.came), 0
