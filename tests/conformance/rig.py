@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -37,6 +38,8 @@ class Rig:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.loop = uvloop.new_event_loop()
+        # Of many threads each test that makes one more would leave it behind.
+        self.loop.set_default_executor(ThreadPoolExecutor(1))
         here = (Listener("127.0.0.1:0", ("tfserving", "kserve_v2", "triton_v1", "grps")),)
         self.server = Server(
             Settings(
@@ -274,6 +277,7 @@ def open_rig(folder: Path) -> Iterator[Rig]:
             yield rig
         finally:
             rig.loop.run_until_complete(rig.close())
+            rig.loop.run_until_complete(rig.loop.shutdown_default_executor())
     finally:
         rig.loop.close()
         os.unlink(region_path())
