@@ -199,7 +199,7 @@ cdef class BatchRing:
         cdef Slot* s = self.slot(slot)
         if s.status == 0:
             return None
-        return s.status, s.error[:min(s.error_bytes, ERROR_BYTES)].decode("utf-8", "replace")
+        return s.status, s.error[:min(s.error_bytes, <uint32_t>ERROR_BYTES)].decode("utf-8", "replace")
 
     def place_status(self, int64_t place) -> int:
         """0, or the kind of this place's own failure; its text is then in its output slab."""
