@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,6 +23,12 @@ from fastserve.workers.device_simulated import SimulatedDevice
 BATCHES_AT_ONCE = 10
 
 
+def driver_version(said: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """As the kernel's module says it; "unknown" where it is none of NVIDIA's for Linux."""
+    found = re.search(r"Module(?: for \S+)?\s+([\d.]+)", said.read_text()) if said.exists() else None
+    return found[1] if found else "unknown"
+
+
 class Real:
     """The first CUDA device of this process."""
 
@@ -35,7 +42,7 @@ class Real:
 
     def title(self) -> str:
         versions = f"CUDA {torch.version.cuda}, PyTorch {torch.__version__}, {platform.platform()}"
-        return f"{torch.cuda.get_device_name()}, {versions}"
+        return f"{torch.cuda.get_device_name()}, driver {driver_version()}, {versions}"
 
     def device(self) -> Any:
         from fastserve.workers.device_cuda import CudaDevice

@@ -50,7 +50,10 @@ _DTYPES = {
 
 log = logging.getLogger(__name__)
 
-OPENVINO = "OpenVINOExecutionProvider"
+CUDA, OPENVINO = "CUDAExecutionProvider", "OpenVINOExecutionProvider"
+NOT_ON_CUDA = (
+    "device {!r}: ONNX Runtime has opened the model on the CPU; its log says which library it misses"
+)
 
 
 class OnnxBackend:
@@ -269,8 +272,8 @@ def _open_session(path: Path, config: Mapping[str, Any]) -> Any:
     options.log_severity_level = 3
     asked = read_options(config).session
     _set_options(options, asked, onnxruntime)
-    nbytes, available = int(config.get("device_memory_bytes") or 0), onnxruntime.get_available_providers()
-    providers = _providers(str(config.get("device") or "cpu"), available, nbytes)
+    device, nbytes = str(config.get("device") or "cpu"), int(config.get("device_memory_bytes") or 0)
+    providers = _providers(device, onnxruntime.get_available_providers(), nbytes)
     if "openvino" in asked.accelerators:  # the one Triton knows on a CPU: another way to the same results
         if OPENVINO in onnxruntime.get_available_providers():
             providers.insert(0, OPENVINO)
@@ -279,9 +282,13 @@ def _open_session(path: Path, config: Mapping[str, Any]) -> Any:
                 "cpu_execution_accelerator openvino has no effect: this ONNX Runtime has no %s", OPENVINO
             )
     try:
-        return onnxruntime.InferenceSession(str(path), options, providers=providers)
+        session = onnxruntime.InferenceSession(str(path), options, providers=providers)
     except Exception as error:
         raise ServeError(Kind.FAILED_PRECONDITION, _words(error, str(path.parent))) from error
+    session.disable_fallback()  # it would run on the CPU what a device has failed to, and nobody hear of that
+    if device.startswith("cuda") and CUDA not in session.get_providers():
+        raise ServeError(Kind.FAILED_PRECONDITION, NOT_ON_CUDA.format(device))
+    return session
 
 
 def _set_options(options: Any, asked: SessionOptions, onnxruntime: Any) -> None:
@@ -302,10 +309,10 @@ def _providers(device: str, available: list[str], nbytes: int = 0) -> list[Any]:
         return ["CPUExecutionProvider"]
     if kind != "cuda" or not (number or "0").isdecimal():
         raise ConfigError(f"device must be cpu, cuda or cuda:N, not {device!r}")
-    if "CUDAExecutionProvider" not in available:
+    if CUDA not in available:
         raise ConfigError(f"device {device!r}: this ONNX Runtime has no CUDA (install onnxruntime-gpu)")
     limit = {"gpu_mem_limit": nbytes} if nbytes else {}
-    return [("CUDAExecutionProvider", {"device_id": int(number or 0), **limit}), "CPUExecutionProvider"]
+    return [(CUDA, {"device_id": int(number or 0), **limit}), "CPUExecutionProvider"]
 
 
 def _narrows(declared: tuple[int, ...], found: tuple[int, ...]) -> bool:

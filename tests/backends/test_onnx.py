@@ -9,12 +9,15 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
+import onnxruntime
 import pytest
 import yaml
 
 from fastserve.backends import create
+from fastserve.backends.onnx import _open_session
 from fastserve.errors import ConfigError, Kind, ServeError
 from tests.backends.models import FLOAT, affine, helper, save, strings, value
 from tests.workers.pair import pair
@@ -240,6 +243,27 @@ def test_a_missing_runtime_names_the_extra(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ServeError, match=r"pip install 'fastserve\[onnx\]'"):
         load(affine(tmp_path))
+
+
+def open_on_cuda(folder: Path, monkeypatch: pytest.MonkeyPatch, found: list[str]) -> Mock:
+    """Open a model on a device with an ONNX Runtime that knows CUDA, and what its session got of it."""
+    session = Mock(get_providers=lambda: found)
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider"])
+    monkeypatch.setattr(onnxruntime, "InferenceSession", Mock(return_value=session))
+    config = {"device": "cuda:1", "device_memory_bytes": 1 << 20}
+    assert _open_session(folder / "model.onnx", config) is session
+    return session
+
+
+def test_a_session_on_a_device_says_when_it_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime goes on by itself on the CPU where CUDA's libraries do not load, or a run on it fails."""
+    both = ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    open_on_cuda(tmp_path, monkeypatch, both).disable_fallback.assert_called_once_with()
+    (cuda, cpu) = onnxruntime.InferenceSession.call_args.kwargs["providers"]
+    assert cuda == (both[0], {"device_id": 1, "gpu_mem_limit": 1 << 20})
+    assert cpu == both[1]
+    with pytest.raises(ServeError, match=r"device 'cuda:1': ONNX Runtime has opened the model on the CPU"):
+        open_on_cuda(tmp_path, monkeypatch, both[1:])
 
 
 def test_io_binding_puts_results_into_the_slot(tmp_path: Path) -> None:

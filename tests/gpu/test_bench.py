@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from bench.gpu import host, models
+from bench.gpu import host, models, place
 from tests.backends.torch_models import CONFIG, net, save_script
 from tests.running import Running
 
@@ -25,6 +25,23 @@ def test_without_a_gpu_it_says_what_is_missing() -> None:
     assert "measures a CUDA device, and cannot here:" in done.stdout
     assert "CUDA" in done.stdout.splitlines()[1]
     assert "GB/s" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("said", "version"),
+    [
+        (
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024",
+            "550.54.15",
+        ),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.10  Release Build", "570.86.10"),
+        ("something else", "unknown"),
+    ],
+)
+def test_the_drivers_version(said: str, version: str, tmp_path: Path) -> None:
+    (tmp_path / "version").write_text(said)
+    assert place.driver_version(tmp_path / "version") == version
+    assert place.driver_version(tmp_path / "none") == "unknown"
 
 
 def test_the_whole_script_runs_over_a_simulated_device() -> None:
