@@ -3,8 +3,9 @@
     reader = FrameReader(most_frame=1 << 20, most_block=65536, most_parts=16)
     for kind, flags, stream, payload, value in reader.read(scratch, nbytes): ...
 
-Sizes, padding, places and the order of frames are checked here (include/http2_frames.h); what a stream may do,
-and HPACK, are not known. Header blocks come whole, DATA in the pieces it was received in. A payload of
+READ_EVENTS frames are told at once, and no more: a read of 256 KiB holds thirty thousand empty ones. `left` says how
+many of its bytes were not looked at; they are given again. Sizes, padding, places and the order of frames are checked
+here (include/http2_frames.h); what a stream may do, and HPACK, are not known. Header blocks come whole, DATA in the pieces it was received in. A payload of
 BORROWED_BYTES and more is a memoryview of what was read: valid until the next read.
 
     kind            flags       payload         value
@@ -41,6 +42,8 @@ cdef extern from "http2_frames.h" nogil:
     cppclass Http2Reader:
         bint settled
         uint32_t left
+        const uint8_t* at
+        const uint8_t* end
         Http2Reader(uint32_t, uint32_t, uint32_t)
         void feed(const uint8_t*, int64_t)
         bint step(Http2Event*)
@@ -51,9 +54,11 @@ DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS = range(5)
 PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(5, 10)
 UNKNOWN, FAULT, REQUEST, PLACED = range(16, 20)
 BORROWED_BYTES = 4096
+READ_EVENTS = 256
 HEAD_BYTES = 9
 
 cdef enum:
+    MOST_EVENTS = 256
     BORROWED = 4096
     WHOLE_REQUEST = 18
     IN_PLACE = 19
@@ -82,6 +87,7 @@ cdef class FrameReader:
 
     cdef Http2Reader* reader
     cdef readonly uint32_t resets       # RST_STREAM frames in what was read last
+    cdef readonly Py_ssize_t left       # bytes of it that are to be read again
     cdef object place           # a buffer: what of the diverted body is still to come; asked anew for each read
     cdef readonly uint32_t diverted     # the stream whose body it is, 0: nobody's
     cdef char* room                     # of its memory, while a read goes on
@@ -110,7 +116,7 @@ cdef class FrameReader:
         self.diverted, self.place = stream, place if stream else None
 
     def read(self, data, Py_ssize_t nbytes) -> list[tuple[int, object, int, object, int]]:
-        """The frames in the first `nbytes` of `data`, and those that these bytes complete."""
+        """The frames in the first `nbytes` of `data`, and those that these bytes complete, as far as READ_EVENTS go."""
         cdef Py_buffer view, room
         cdef bint lent = False
         cdef list events = []
@@ -127,6 +133,7 @@ cdef class FrameReader:
                 raise ValueError(f"{nbytes} bytes of {view.len}")
             self.reader.feed(<const uint8_t*>view.buf, nbytes)
             self.tell(events, data, <const uint8_t*>view.buf)
+            self.left = self.reader.end - self.reader.at
             self.reader.feed(NULL, 0)
         finally:
             if lent:
@@ -146,7 +153,7 @@ cdef class FrameReader:
                     events[first] = request(event.stream, (<tuple>events[first])[3], &body)
                     first += 1
                     continue
-            if not self.reader.step(&event):
+            if len(events) >= MOST_EVENTS or not self.reader.step(&event):
                 self.tell_placed(events, 0)
                 return 0
             if event.kind == H2_DATA and self.takes(&event):

@@ -54,9 +54,10 @@ cdef class StreamFields:
 
 cdef class Http2Path:
     """One connection. A subclass has `intake` and `sending`, and for what is special `_take` (every frame but a whole
-    request), `_drop` (what comes after the end), `_fault` (an exception while reading), `_spend_window`, `flush`,
-    `_flush_soon`, `look_for_end`. `terms`: points that a connection has at most, what an answer earns, the state of
-    streams whose request is complete, that of those whose reply is too, and what makes a stream."""
+    request), `_drop` (what comes after the end), `_fault` (an exception while reading), `_put_off` (what a turn of the loop
+    has no time for), `_spend_window`, `flush`, `_flush_soon`, `look_for_end`. `terms`: points that a connection has at
+    most, how many of them it may spend in one turn, what an answer earns, the state of streams whose request is complete,
+    that of those whose reply is too, and what makes a stream."""
 
     cdef public IntakePath intake
     cdef public SendingPath sending
@@ -65,16 +66,17 @@ cdef class Http2Path:
     cdef public bint _ended
     cdef public object _reader, _scratch, _transport, _lifetime, _half
     cdef public object _sip                 # the beginning of `_scratch`, where the next read should be a short one
+    cdef public object behind              # what was read and waits for another turn of the loop
     cdef public list _out                   # what is written while input is read
     cdef public int64_t _credit             # what the client may send on all streams
     cdef public int64_t _low                # when it is given back
     cdef public int64_t _calm, _served
     cdef public int _leaving                # 1: the client was told to begin no more streams soon, 2: it may not
-    cdef int64_t burst, earned
+    cdef int64_t burst, a_turn, earned
     cdef object whole, done, make
 
     def __init__(self, tuple terms not None) -> None:
-        self.burst, self.earned, self.whole, self.done, self.make = terms
+        self.burst, self.a_turn, self.earned, self.whole, self.done, self.make = terms
         self._calm = self.burst
 
     def get_buffer(self, sizehint):
@@ -82,21 +84,31 @@ cdef class Http2Path:
         return self._scratch if self._sip is None else self._sip
 
     def buffer_updated(self, Py_ssize_t nbytes) -> None:
-        cdef tuple event
-        cdef list events
         if self.over:
             self._drop(nbytes)
-            return
-        self._sip = None
+        elif self.behind is not None:      # some hand on what they have, though nothing more is asked for
+            self.behind.add(self._scratch, nbytes)
+        else:
+            self._sip = None
+            self.take_turn(None, self._scratch, nbytes)
+
+    cdef take_turn(self, list events, object data, Py_ssize_t nbytes):
+        """What was read before, else the frames in the first `nbytes` of `data`, as far as one turn goes."""
+        cdef tuple event
+        cdef Py_ssize_t taken = 0, left = nbytes
+        cdef int64_t least = self._calm - self.a_turn
         if self._out is None:
             self._out = []
         if self._lifetime is not None:
             self._lifetime.heard = True
         try:
-            events = self._reader.read(self._scratch, nbytes)
-            if self._reader.resets:
-                events = self._retracted(events)
+            if events is None:
+                events = self._reader.read(data, nbytes)
+                left = self._reader.left
+                if self._reader.resets:
+                    events = self._retracted(events)
             for event in events:
+                taken += 1
                 if <int>event[0] == WHOLE_REQUEST:
                     self._credit -= <int64_t>event[4]
                     if self._credit < self._low:
@@ -104,14 +116,20 @@ cdef class Http2Path:
                     self.intake.take(<uint32_t>event[2], <bytes>event[3], <bytes>event[1])
                 else:
                     self._take(event[0], event[1], event[2], event[3], event[4])
-                if self.over:
+                if self.over or self._calm < least:
                     break
+            if (left or taken < len(events)) and not self.over:
+                self._put_off(events[taken:], data, nbytes - left, nbytes)
         except Exception as fault:
             self._fault(fault)
         finally:
             if self._out or self._ended:
                 self.flush()
             self._out = None
+
+    def go_on(self, list events, data) -> None:
+        """With what was put off: frames, else bytes."""
+        self.take_turn(events or None, data, len(data))
 
     cdef send_last(self, StreamFields stream, bytes data):
         """Send the end of a reply, or all of it."""

@@ -3,7 +3,8 @@
     print_line(message)     a: 1 b { c: 2 }          headers
     print_lines(message)    one field to a line      bodies
 
-The Python library prints floats in another way, and these texts are read by people's scripts.
+The Python library prints floats in another way, and these texts are read by people's scripts. The way back is
+`config.text_proto`, by what `schema_of` says of a message.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
+
+from fastserve.config.text_proto import Kind, TextField
 
 _PLAIN = {i: chr(i) for i in range(0x20, 0x7F)}
 _SIGNS = {
@@ -25,6 +28,35 @@ _SIGNS = {
     ord("\\"): "\\\\",
 }
 _ESCAPES = [({**_PLAIN, **_SIGNS}).get(i, f"\\{i:03o}") for i in range(256)]
+
+
+_KINDS: dict[int, Kind] = {
+    FieldDescriptor.TYPE_STRING: "string",
+    FieldDescriptor.TYPE_INT64: "int64",
+    FieldDescriptor.TYPE_UINT32: "uint32",
+    FieldDescriptor.TYPE_UINT64: "uint64",
+    FieldDescriptor.TYPE_MESSAGE: "message",
+}
+
+
+def schema_of(message: Descriptor) -> dict[str, TextField]:
+    """The fields of a message as `parse_text` takes them: one without maps and choices, with none of itself
+    inside, of the kinds that are asked for."""
+    return {
+        field.name: TextField(
+            _KINDS[field.type],
+            repeated=_repeats(field),
+            fields=schema_of(field.message_type) if field.message_type else {},
+        )
+        for field in message.fields
+    }
+
+
+def _repeats(field: Any) -> bool:
+    """Whether a field has a list of values; protobuf before 6.31 says it in another way."""
+    if hasattr(field, "is_repeated"):
+        return bool(field.is_repeated)
+    return bool(field.label == FieldDescriptor.LABEL_REPEATED)
 
 
 def quote(text: str | bytes) -> str:
@@ -57,12 +89,12 @@ def _lines(message: Message, indent: str) -> Iterator[str]:
 def _each(field: Any, value: Any) -> Iterator[Any]:
     """The values of a field; messages as functions that print them at an indent."""
     if field.type != FieldDescriptor.TYPE_MESSAGE:
-        yield from value if field.is_repeated else (value,)
+        yield from value if _repeats(field) else (value,)
     elif field.message_type.GetOptions().map_entry:
         for key in sorted(value):
             yield _entry(field, key, value[key])
     else:
-        for one in value if field.is_repeated else (value,):
+        for one in value if _repeats(field) else (value,):
             yield lambda indent, one=one: _lines(one, indent)
 
 

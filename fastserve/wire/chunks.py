@@ -15,6 +15,7 @@ from fastserve.config import Limits
 from fastserve.wire.faults import bad_request, over_limit
 
 SIZE, DATA, DATA_END, TRAILER = range(4)
+STEP_CHUNKS = 2  # taken by one call of `feed`: of one byte each, a read of 256 KiB has forty thousand
 SMALL_BYTES = 4096  # smaller pieces are gathered: an object each would cost more memory than the body
 _SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})(?:;[\t\x20-\x7e\x80-\xff]*)?\r\n")
 _TRAILER_LINE = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e\x80-\xff]*\r\n")
@@ -71,9 +72,11 @@ class ChunkReader:
         return join_pieces(self._pieces) if self._pieces else b""
 
     def feed(self, data: bytes | bytearray, start: int = 0) -> int:
-        """Use data[start:] up to the end of this body. Returns where it stopped; raises WireFault."""
+        """Use data[start:] up to the end of this body, or of STEP_CHUNKS. Returns where it stopped; raises
+        WireFault."""
         end = len(data)
-        while start < end and not self.done:
+        most = self._chunks + STEP_CHUNKS
+        while start < end and not self.done and (self._chunks < most or self._state == DATA):
             if self._state == DATA:
                 start = self._take_data(data, start)
                 continue

@@ -5,7 +5,8 @@
     any --refusal, end of input, a head that asks to close--> DEAF (input is dropped, replies go out)
 
 Calls live in a queue: `_current` may write, the rest hold their replies until their turn. Reading stops
-while limits.pipelined_calls calls wait or the client does not read; TCP then slows the client down.
+while limits.pipelined_calls calls wait or the client does not read; TCP then slows the client down. It also
+stops when a turn of the event loop has taken TURN_STEPS of one read, until the next turn (row.py).
 
 Clients of a model send the same head again and again, so the last head is kept: input that begins with
 the same bytes, but for the digits of the length, needs no parsing at all (0.5 us instead of 6).
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from fastserve.wire.http2.connection import Http2Connection
     from fastserve.wire.listener import HttpListener
 
+TURN_STEPS = 64  # heads, bodies or two chunks of one, taken in one turn of the loop
 HELD_BODY_BYTES = 1 << 20  # bodies waiting in one connection's queue, beyond which no more is read
 
 
@@ -43,7 +45,7 @@ class Connection(Peered, BulkReader, asyncio.Protocol):
     """The protocol of one socket, and the owner of its calls until they are replied to."""
 
     __slots__ = (
-        "_buffer", "_choked", "_chunks", "_continue_due", "_ended", "_half", "_pace", "_parsing", "_paused",
+        "_behind", "_buffer", "_choked", "_chunks", "_continue_due", "_ended", "_half", "_pace", "_parsing",
         "_repeated", "_scanned", "_waiting", "listener", "turns",
     )  # fmt: skip
 
@@ -61,8 +63,10 @@ class Connection(Peered, BulkReader, asyncio.Protocol):
         self._waiting: deque[Call] = deque()
         self.turns = Turns()
         self._parsing = self._paused = self._choked = self._continue_due = False
+        self._behind = False  # input waits for another turn of the loop
         self._ended = False  # the last reply is handed over
         self.served, self._pace = 0, Pace()
+        self._awaits = self._awaited = False
         self._half: HalfOpen | None = None  # the transport, once the client has sent its last byte
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -136,8 +140,8 @@ class Connection(Peered, BulkReader, asyncio.Protocol):
         return True
 
     def _is_full(self) -> bool:
-        if self._choked or self._current is None:
-            return self._choked
+        if self._choked or self._behind or self._current is None:
+            return self._choked or self._behind
         if len(self._waiting) + 1 >= self.listener.limits.pipelined_calls:
             return True
         held = len(self._current.body) + sum(len(call.body) for call in self._waiting)
@@ -147,6 +151,8 @@ class Connection(Peered, BulkReader, asyncio.Protocol):
         """Use input in whatever pieces it comes; keep what cannot be used yet."""
         if self._buffer:
             self._buffer += data
+            if self._behind:
+                return
             data = self._buffer
             self._buffer = bytearray()
         self._repeated = None
@@ -170,8 +176,14 @@ class Connection(Peered, BulkReader, asyncio.Protocol):
 
     def _take_steps(self, data: bytes | bytearray) -> int:
         """Take heads and bodies while they are there. Returns how many bytes are used up."""
-        used = 0
+        used = steps = 0
         while used < len(data) and self._state != DEAF:
+            if steps == TURN_STEPS:
+                self._behind = True
+                self.listener.row.join(self, len(data) - used)
+                self._pause()
+                break
+            steps += 1
             if self._state != HEAD:
                 stop = self._take_body(data, used)
             elif self._may_read():
@@ -182,6 +194,11 @@ class Connection(Peered, BulkReader, asyncio.Protocol):
                 break
             used = stop
         return used
+
+    def catch_up(self) -> None:
+        """Another turn of the loop, for input that waits."""
+        self._behind = False
+        self._resume()
 
     def _take_head(self, data: bytes | bytearray, origin: int) -> int:
         """Cut one head out. Returns where it ends, or `origin` when it is not all there."""
@@ -223,6 +240,8 @@ class Connection(Peered, BulkReader, asyncio.Protocol):
         if head.expects_continue and available == 0:
             self._continue_due = True
             self._send_continue()
+        if length >= BULK_BYTES:
+            self.begin_bulk(head, available)
 
     def _take_body(self, data: bytes | bytearray, start: int) -> int:
         head = cast(Head, self._head)
@@ -362,6 +381,7 @@ class Connection(Peered, BulkReader, asyncio.Protocol):
 
     def look(self, now: float) -> Verdict:
         """How the client keeps the time limits (fastserve.wire.pace)."""
+        self.stop_awaiting()
         unsent = self._transport.get_write_buffer_size()
         received = self._chunks.received if self._chunks is not None else -self._need
         return self._pace.judge(self._phase(), self.served, received, unsent, now, self.listener.limits)

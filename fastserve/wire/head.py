@@ -37,6 +37,7 @@ _AUTHORITY = re.compile(
 )
 _ABSOLUTE = re.compile(rb"https?://(?P<authority>[^/?#]*)", re.IGNORECASE)
 _TOKEN_CHARS = frozenset(b"!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
+_BARE_LINE_FEED = re.compile(rb"(?<!\r)\n")
 _FRAMING = frozenset((b"content-length", b"transfer-encoding", b"host", b"expect"))
 
 
@@ -265,11 +266,8 @@ def check_unfinished(data: bytes | bytearray, start: int, scanned: int, limits: 
         raise stray_tls()
     if len(data) > start and data[start] not in _TOKEN_CHARS and data[start:] != b"\r":
         raise bad_request("Malformed method")
-    newline = data.find(b"\n", max(start, scanned))
-    while newline >= 0:
-        if newline == start or data[newline - 1] != 13:
-            raise bad_request("Malformed request: a line feed without a carriage return")
-        newline = data.find(b"\n", newline + 1)
+    if _BARE_LINE_FEED.search(data, max(start, scanned), start + limits.header_bytes):
+        raise bad_request("Malformed request: a line feed without a carriage return")
     if len(data) - start > limits.target_bytes + _METHOD_BYTES:
         line_end = data.find(b"\r\n", start, start + limits.target_bytes + _METHOD_BYTES)
         if line_end < 0:

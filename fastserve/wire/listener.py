@@ -42,6 +42,7 @@ from fastserve.wire.opening import Opening
 from fastserve.wire.pace import Verdict, slowness
 from fastserve.wire.replies import ReplyHeads
 from fastserve.wire.router import Router
+from fastserve.wire.row import Row
 from fastserve.wire.seldom import Seldom
 from fastserve.wire.socket_file import UNIX, bind_file, clear
 from fastserve.wire.tls.credentials import Credentials
@@ -99,11 +100,11 @@ class HttpListener:
         self.draining = False
         self.plain = access_log is None  # False when every reply needs a second look
         self.refusals: Counter[str] = Counter()  # by cause: a limit's name, "framing", "method", ...
+        self.row, self.hangups = Row(), Hangups()
         self.http2 = Shared(self, services)
         self.connections: set[AnyConnection] = set()
         self.tls = None if tls is None else TlsPort(tls, (H2,) if only_http2 else (H2, HTTP_1_1))
         self._seldom = Seldom(log, clock)
-        self.hangups = Hangups()
         self.on_closed: list[Callable[[], object]] = []  # when no connection is left
         self._place, self._reuse_port = (address, port), reuse_port
         self._only_http2 = only_http2
@@ -128,7 +129,7 @@ class HttpListener:
             listening.close()
             raise
         self.hangups.open()
-        self.http2.loop = loop
+        self.row.loop = loop
         if self.tls is not None:
             self.tls.open()
         self._gate = gate

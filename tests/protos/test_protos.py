@@ -9,14 +9,18 @@ import pytest
 from google.protobuf import descriptor_pool
 from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
 
+from fastserve.config.text_proto import parse_text
 from fastserve.protos import load
+from fastserve.protos.text import print_line, schema_of
 from fastserve.wire.grpc.reflection import make_pool
 
 # What an official client does when it is imported: files and messages of our names in the default pool.
 OFFICIAL = """
 from google.protobuf import descriptor_pool
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
+from fastserve.config.text_proto import parse_text
 from fastserve.protos import load
+from fastserve.protos.text import print_line, schema_of
 sets = [load(name).descriptor_set for name in ("kserve_v2", "triton_v1")]
 for blob in sets:
     for file in FileDescriptorSet.FromString(blob).file:
@@ -93,3 +97,15 @@ def test_reflection_shows_both_at_once() -> None:
             found = pool.FindFileContainingSymbol(service)
             assert found.services_by_name[service.rpartition(".")[2]].full_name == service
     assert len(pool.FindServiceByName("inference.GRPCInferenceService").methods) == 20
+
+
+def test_the_text_form_of_a_message_is_read_by_its_descriptor() -> None:
+    header = load("triton_v1").InferRequestHeader
+    message = header(
+        batch_size=2,
+        input=[{"name": 'a"b', "dims": [-1, 3], "shared_memory": {"name": "r", "offset": 2**64 - 1}}],
+        output=[{"name": "y", "cls": {"count": 3}}],
+        id=7,
+    )
+    read = parse_text(print_line(message), schema_of(header.DESCRIPTOR), "header")
+    assert header(**read) == message

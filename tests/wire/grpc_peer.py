@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gzip
 import struct
+import zlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,10 +36,13 @@ class Answer:
     @property
     def messages(self) -> list[bytes]:
         found, at = [], 0
+        if not self.headers:
+            return found
+        unpack = zlib.decompress if self.headers[0].get("grpc-encoding") == "deflate" else gzip.decompress
         while at < len(self.data):
             flag, size = struct.unpack_from(">BI", self.data, at)
             raw = bytes(self.data[at + 5 : at + 5 + size])
-            found.append(gzip.decompress(raw) if flag else raw)
+            found.append(unpack(raw) if flag else raw)
             at += 5 + size
         return found
 
@@ -133,6 +137,22 @@ async def serving(*more: Method, **options: Any) -> AsyncIterator[tuple[GrpcList
     yield listener, peer
     await peer.close()
     await listener.close()
+
+
+@contextlib.asynccontextmanager
+async def looked_at_often(listener: GrpcListener) -> AsyncIterator[None]:
+    """The limits of its connections, which its own timer looks at once a second."""
+
+    async def look() -> None:
+        while True:
+            listener._transport._listener.scan()
+            await asyncio.sleep(0.02)
+
+    looking = asyncio.ensure_future(look())
+    try:
+        yield
+    finally:
+        looking.cancel()
 
 
 def frame(message: bytes, flag: int = 0) -> bytes:

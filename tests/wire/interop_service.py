@@ -15,6 +15,7 @@ from typing import Any
 from fastserve.config import GrpcOptions
 from fastserve.errors import Kind, ServeError
 from fastserve.wire.grpc import GrpcListener, Method, Rpc
+from fastserve.wire.tls import Credentials
 from tests.transports import transport
 
 SERVICE = "/grpc.testing.TestService/"
@@ -84,9 +85,9 @@ def methods() -> list[Method]:
 
 
 @contextlib.asynccontextmanager
-async def serving() -> AsyncIterator[str]:
+async def serving(tls: Credentials | None = None) -> AsyncIterator[str]:
     """Where it listens, on the transport of the running test."""
-    listener = GrpcListener("127.0.0.1", 0, methods(), GrpcOptions(transport=transport()))
+    listener = GrpcListener("127.0.0.1", 0, methods(), GrpcOptions(transport=transport()), tls=tls)
     await listener.open()
     yield "{}:{}".format(*listener.address)
     await listener.close()

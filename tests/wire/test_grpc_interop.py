@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from tests.certificates import authority
 from tests.transports import both_transports as both_transports
 from tests.wire.interop_service import (
     ECHO_INITIAL,
@@ -25,6 +26,7 @@ from tests.wire.interop_service import (
 )
 from tests.wire.kit import WAIT_S
 from tests.wire.test_grpc import run
+from tests.wire.tls.kit import credentials
 
 pytestmark = pytest.mark.lingers  # grpcio keeps its poller's thread and pipe
 
@@ -161,5 +163,17 @@ def test_asyncio(case: Callable[[grpc.aio.Channel], Any]) -> None:
     async def main() -> None:
         async with serving() as place, grpc.aio.insecure_channel(place) as channel:
             await asyncio.wait_for(case(channel), WAIT_S)
+
+    run(main())
+
+
+def test_asyncio_over_tls() -> None:
+    """All of them on one connection."""
+    trusted = grpc.ssl_channel_credentials(authority().cert_pem.bytes())
+
+    async def main() -> None:
+        async with serving(credentials()) as place, grpc.aio.secure_channel(place, trusted) as channel:
+            for case in CASES:
+                await asyncio.wait_for(case(channel), WAIT_S)
 
     run(main())

@@ -24,6 +24,7 @@ from fastserve.errors import Kind, ServeError
 from fastserve.tracing import choose_request_id
 from fastserve.wire.bulk import BULK_BYTES
 from fastserve.wire.coding import DEFLATE, GZIP, IDENTITY, pack
+from fastserve.wire.grpc.advice import advise
 from fastserve.wire.grpc.coding import ACCEPTED, decode
 from fastserve.wire.grpc.inbox import Inbox
 from fastserve.wire.grpc.metadata import write_message, write_metadata
@@ -31,7 +32,6 @@ from fastserve.wire.grpc.method import (
     STATUS_NAMES,
     Metadata,
     check_call,
-    pushback,
     shorten,
     tell_error,
     too_large,
@@ -152,6 +152,13 @@ class Call(CallPath):
                 self.stream.place(self._reader, self._took)
         elif wanted > STREAM_WINDOW // 2:  # up to a half of the window may not have been given back yet
             self.stream.expect(wanted + STREAM_WINDOW // 2)
+
+    def taken(self, nbytes: int) -> None:
+        """The method has taken a message of its stream; one that has begun behind it asks for room anew."""
+        self.stream.done_with(nbytes)
+        self._asked = 0
+        if self._reader.wanted:
+            self._make_way(self._reader.wanted)
 
     def _explain(self, fault: MessageFault) -> ServeError:
         if fault.size < 0:
@@ -300,8 +307,9 @@ class Call(CallPath):
         if self.over:
             return
         told = tell_error(self.head.method, self, error)
-        self.trailing += pushback(told)
-        self._end(self._status(told.kind.value, shorten(told.message)))
+        text = shorten(told.message)
+        self.trailing += advise(told, text)
+        self._end(self._status(told.kind.value, text))
         self.settle(told.kind.value)
 
     def refuse(self, fault: ServeError) -> None:

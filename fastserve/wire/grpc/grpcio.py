@@ -17,6 +17,7 @@ from fastserve.apart import APART_BYTES, Apart
 from fastserve.config import GrpcOptions
 from fastserve.errors import ConfigError, Kind
 from fastserve.tracing import choose_request_id
+from fastserve.wire.grpc.advice import advise
 from fastserve.wire.grpc.awaited import Awaiting
 from fastserve.wire.grpc.method import (
     STATUS_NAMES,
@@ -25,7 +26,6 @@ from fastserve.wire.grpc.method import (
     Method,
     Terms,
     check_call,
-    pushback,
     shorten,
     tell_error,
     too_large,
@@ -323,7 +323,8 @@ async def _abort(
     told = tell_error(method, rpc, error)
     # grpcio keeps what abort() raises, and with it this error, in a circle; its frames hold tensors.
     error.__traceback__ = error.__context__ = error.__cause__ = None
+    text = shorten(told.message)
     if told.retry_after_s is not None:
-        context.set_trailing_metadata(pushback(told))
-    await context.abort(_CODES[told.kind], shorten(told.message))
+        context.set_trailing_metadata(advise(told, text))
+    await context.abort(_CODES[told.kind], text)
     raise AssertionError("abort always raises")

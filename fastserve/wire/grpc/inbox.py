@@ -46,5 +46,5 @@ class Inbox:
             self._waiting = asyncio.get_running_loop().create_future()
             await self._waiting
         message, compressed = self._messages.popleft()
-        self._call.stream.consume(PREFIX_BYTES + len(message))
+        self._call.taken(PREFIX_BYTES + len(message))
         return await self._call.read(message, compressed)

@@ -25,7 +25,6 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 AccessLog = Callable[[str, str, int, int, str, str], None]
 STATUS_NAMES = {0: "OK", **{kind.value: kind.name for kind in Kind}}
 INTERNAL_ERROR = "Internal error"  # of what is nobody's business
-PUSHBACK = "grpc-retry-pushback-ms"
 DETAIL_BYTES = 6000  # of an error's text
 
 
@@ -144,10 +143,3 @@ def shorten(text: str) -> str:
     raw = text.encode("utf-8", "replace")
     most = DETAIL_BYTES if text.isascii() else DETAIL_BYTES // 3
     return text if len(raw) <= most else raw[:most].decode("utf-8", "ignore") + "..."
-
-
-def pushback(error: ServeError) -> Metadata:
-    """When trying again makes sense, for clients that look."""
-    if error.retry_after_s is None:
-        return ()
-    return ((PUSHBACK, str(int(error.retry_after_s * 1000))),)

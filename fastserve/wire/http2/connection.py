@@ -20,10 +20,11 @@ from fastserve._ext.http2_path import Http2Path
 from fastserve.wire.faults import WireFault
 from fastserve.wire.halves import HalfOpen
 from fastserve.wire.http2 import calm, settings
+from fastserve.wire.http2.behind import Behind
 from fastserve.wire.http2.errors import ConnectionFault, ErrorCode
 from fastserve.wire.http2.growth import Growth
 from fastserve.wire.http2.intake import DONE, WHOLE, Intake
-from fastserve.wire.http2.lifetime import ANSWER_S, DRAIN, PATIENCE_S, Lifetime
+from fastserve.wire.http2.lifetime import ANSWER_S, ANYBODY, DRAIN, PATIENCE_S, Lifetime
 from fastserve.wire.http2.retract import RETRACTED, Event, retract
 from fastserve.wire.http2.sending import Sending
 from fastserve.wire.http2.settings import CONNECTION_WINDOW, FIRST_WINDOW, MOST_WINDOW
@@ -40,8 +41,7 @@ if TYPE_CHECKING:
 
 ACK = 1
 LOW_WINDOW = CONNECTION_WINDOW // 2  # from which the client is given back what it has sent
-
-TERMS = calm.BURST, calm.ANSWERED, WHOLE, DONE, Stream
+TERMS = calm.BURST, calm.A_TURN, calm.ANSWERED, WHOLE, DONE, Stream
 
 _U32 = struct.Struct(">I")
 _LAST_AND_CODE = struct.Struct(">II")
@@ -93,7 +93,7 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
 
     def start_upgraded(self, payload: bytes, head: Head, body: bytes) -> None:
         """Begin with a request of HTTP/1.1 as stream 1 (RFC 7540 3.2); the preface follows."""
-        self._settings(payload)
+        settings.take(payload, self)
         self.start(b"")
         self.intake.adopt(head, body)
 
@@ -110,6 +110,21 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
     def _retracted(self, events: list[Event]) -> list[Event]:
         """What was read, and RST_STREAM in it."""
         return retract(events, self.intake.last)
+
+    def _put_off(self, events: list[Event], data: bytearray | memoryview, start: int, stop: int) -> None:
+        """What this turn of the loop has no time for; nothing more is read before it is done with."""
+        rest = memoryview(data)[start:stop]
+        self.behind = Behind(events, bytes(rest) if data is self._scratch else rest)
+        self._transport.pause_reading()
+        self.listener.row.join(self, len(rest))
+
+    def catch_up(self) -> None:
+        """One more turn for what was put off."""
+        behind, self.behind = self.behind, None
+        if not self.over:
+            self.go_on(behind.events, behind.data)
+        if self.behind is None and not self._transport.is_closing():
+            self._transport.resume_reading()
 
     def _fault(self, error: Exception) -> None:
         """What reading has ended with: a fault of the connection, or one of ours, which the loop reports."""
@@ -144,27 +159,18 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
             if number == 0:
                 raise ConnectionFault(ErrorCode(value), payload)
             self.intake.fail(number, ErrorCode(value))
-        elif kind != kinds.GOAWAY:  # PRIORITY, and what nobody knows
+        else:  # PRIORITY, GOAWAY, and what nobody knows
             self.spend(calm.UNKNOWN)
 
     def _take_settings(self, flags: int, payload: bytes) -> None:
         if flags & ACK:
+            self.spend(0 if self._settings_due else calm.UNASKED)
             self._settings_due = False
             return
-        self.spend(calm.SETTINGS)
-        self._settings(payload)
+        self.spend(settings.cost(payload))
+        settings.take(payload, self)
         self.answer(frame(kinds.SETTINGS, ACK, 0, b""))
         self.sending.pump()
-
-    def _settings(self, payload: bytes) -> None:
-        for name, value in settings.read_settings(payload):
-            if name == settings.INITIAL_WINDOW_SIZE:
-                change, self.client_window = value - self.client_window, value
-                self.intake.shift_windows(change)
-            elif name == settings.MAX_FRAME_SIZE:
-                self.sending.frame_bytes = value
-            elif name == settings.HEADER_TABLE_SIZE:
-                self.sending.shrink_table(value)
 
     def _ping(self, flags: int, payload: bytes) -> None:
         if not flags & ACK:
@@ -172,6 +178,8 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
             self.answer(frame(kinds.PING, ACK, 0, payload))
         elif payload == DRAIN and self._leaving == 1:
             self._stop_streams()
+        else:
+            self.spend(calm.UNASKED)
 
     # ---- windows of the client's sending
 
@@ -352,7 +360,7 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
             self.flush()  # replies of this turn of the loop; after the transport's end they would be lost
         if self.over or not self.intake.streams:
             return False
-        self.write(frame(kinds.PING, 0, 0, DRAIN))  # is anybody there? A closed socket answers with a reset
+        self.write(ANYBODY)
         self._transport = self._half = HalfOpen(self._transport, 0)
         self.listener.hangups.watch(self._half.fileno(), self.abort)
         return True
@@ -379,8 +387,10 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
                 self._drain(now)
             elif self._settings_due and self._reader.settled and now - self._since_s >= limits.idle_timeout_s:
                 self.fail(ErrorCode.SETTINGS_TIMEOUT, "SETTINGS were not acknowledged")
+            if self._half is not None:
+                self.write(ANYBODY)  # who leaves now says nothing more, and its stream may have no end
             if self.intake.streams:
-                self.intake.look(now)
+                self.intake.look(now, self._half is not None)
         unsent = self._transport.get_write_buffer_size() + self.sending.queued
         return self._pace.judge(self._phase(), self._served, 0, unsent, now, limits)
 

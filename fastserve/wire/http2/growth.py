@@ -1,9 +1,10 @@
 """Windows of streams that grow beyond STREAM_WINDOW for large bodies: bounded, oldest first.
 
-Everything a client may send without being asked again is memory it can make the server hold. So growth comes
-out of one budget of the connection; who finds it spent waits until somebody's body is complete. The one that
-has grown for longest always grows, however much it asks for and however often (a body whose length is not
-told asks again and again): of any number of bodies one can be completed.
+Everything a client may send without being asked again is memory it can make the server hold. So growth
+comes out of one budget of the connection; who finds it spent waits until somebody's body is complete, or one
+message of a stream of them is done with: what was had for that is not given again, and the next one asks
+anew. Who has grown for longest always grows, however much it asks for and however often (a body whose length
+is not told asks again and again): of any number of bodies one can be completed.
 """
 
 from __future__ import annotations
@@ -46,13 +47,18 @@ class Growth:
 
     def release(self, stream: Stream) -> None:
         """The stream's body is complete, or dropped."""
-        if self._grown is None or self._waiting is None or stream.inlet is None:
+        if self._waiting is not None and stream.inlet is not None:
+            self._waiting.pop(stream, None)
+            self.shrink(stream, stream.inlet.grown)
+
+    def shrink(self, stream: Stream, nbytes: int) -> None:
+        """So much of what this stream has was used, and is not given to it again."""
+        inlet = stream.inlet
+        if self._grown is None or self._waiting is None or inlet is None or not nbytes:
             return
-        self._waiting.pop(stream, None)
-        if stream not in self._grown:
-            return
-        del self._grown[stream]
-        self._out -= stream.inlet.grown
-        stream.inlet.grown = 0
+        self._out -= nbytes
+        inlet.grown -= nbytes
+        if not inlet.grown:
+            del self._grown[stream]
         for other, nbytes in list(self._waiting.items()):
             self.ask(other, nbytes)

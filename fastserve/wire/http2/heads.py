@@ -26,6 +26,7 @@ _OF_CONNECTIONS = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade")
 )
 _PSEUDO = frozenset((b":method", b":scheme", b":path", b":authority"))
+_NEED_AUTHORITY = frozenset((b"http", b"https"))
 _ONCE = frozenset((b"content-length", b"host", b"expect"))
 _CACHED_BLOCKS = 256
 CONTINUE = static_block([(b":status", b"100")])
@@ -51,7 +52,7 @@ def read_head(fields: Fields, limits: Limits) -> Head:
     head = Head(b"")
     head.headers = fields[first:]
     _read_request(head, pseudo, limits)
-    _read_authority(head, pseudo.get(b":authority"))
+    _read_authority(head, pseudo)
     _read_framing(head, limits)
     _join_cookies(head)
     return head
@@ -90,15 +91,18 @@ def _read_request(head: Head, pseudo: dict[bytes, bytes], limits: Limits) -> Non
     head.bodiless = method == b"HEAD"
 
 
-def _read_authority(head: Head, authority: bytes | None) -> None:
-    """`:authority` stands for Host, which is what the rest of the server asks for."""
-    host = head.find(b"host")
+def _read_authority(head: Head, pseudo: dict[bytes, bytes]) -> None:
+    """`:authority` stands for Host, which is what the rest of the server asks for. One of the two has to be
+    there, and no empty one (RFC 9113 8.3.1)."""
+    authority, host = pseudo.get(b":authority"), head.find(b"host")
     if authority is None:
         authority = host
     elif host is None:
         head.headers.append((b"host", authority))
     elif host != authority:
         raise malformed("host differs from :authority")
+    if not authority and pseudo[b":scheme"] in _NEED_AUTHORITY:
+        raise bad_request("Malformed request: neither an :authority nor a host header that is not empty")
     if authority and not is_authority(authority):
         raise bad_request("Malformed host header")
 

@@ -281,20 +281,32 @@ class Intake(IntakePath):
         sending.wait_turn(stream)
         sending.pump()
 
-    def shift_windows(self, change: int) -> None:
-        """SETTINGS_INITIAL_WINDOW_SIZE has changed: so do the windows of all streams (RFC 9113 6.9.2)."""
+    def shift_windows(self, change: int, largest: int) -> None:
+        """SETTINGS_INITIAL_WINDOW_SIZE has changed, by `largest` at some time and by `change` in the end: so
+        do the windows of all streams (RFC 9113 6.9.2)."""
         for stream in self.streams.values():
-            stream.window += change
-            if stream.window > MOST_WINDOW:
+            if stream.window + largest > MOST_WINDOW:
                 raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, "a window above 2^31-1")
+            stream.window += change
             self._connection.sending.wait_turn(stream)
 
-    def look(self, now: float) -> None:
-        """Hold bodies to their rate."""
+    def look(self, now: float, half_closed: bool) -> None:
+        """Hold bodies to their rate. Who has sent the last byte opens no window any more: what waits for one
+        is given up."""
         limits = self._connection.listener.limits
         for stream in [stream for stream in self.streams.values() if not stream.complete]:
             if stream.inlet is not None and stream.inlet.is_slow(now, limits):
                 stream.service.too_slow(stream)
+        if half_closed:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        shut = [stream for stream in self.streams.values() if self._connection.sending.is_shut(stream)]
+        for stream in shut:
+            self._connection.listener.count_refusal("window_shut")
+            self.drop(stream)
+        each(shut, _tell_gone)
+        self._connection.look_for_end()
 
     def cut_off(self) -> None:
         """The client's last byte has come: requests that are not whole will not be."""

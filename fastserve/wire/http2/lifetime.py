@@ -21,6 +21,8 @@ ANSWER_S = 20.0  # for a client to answer a PING, as in gRPC's own library
 SPREAD = 0.1  # of the age, either way: connections that began together do not all come back together
 QUESTION = b"keepaliv"
 DRAIN = b"draining"  # the PING whose answer says that a client has heard of the end
+# For who has sent its last byte: a socket that is closed answers it with a reset.
+ANYBODY = frame(PING, 0, 0, b"anybody?")
 
 
 class Lifetimes(NamedTuple):

@@ -113,6 +113,11 @@ class Sending(SendingPath):
                 self._turns = deque()
             self._turns.append(stream)
 
+    def is_shut(self, stream: Stream) -> bool:
+        """Whether some of its reply waits for a window, and not for the socket."""
+        waits = stream.outbox is not None and bool(stream.outbox.pieces)
+        return waits and (stream.window <= 0 or self.window <= 0)
+
     def pump(self) -> None:
         """Send what may be sent."""
         turns = self._turns

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
+from fastserve.wire.http2 import calm
 from fastserve.wire.http2.errors import ConnectionFault, ErrorCode
+
+if TYPE_CHECKING:
+    from fastserve.wire.http2.connection import Http2Connection
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\n"  # what tells it from HTTP/1.1: the rest of the preface is for the reader
 HEADER_TABLE_SIZE, ENABLE_PUSH, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE = 1, 2, 3, 4
@@ -34,6 +39,29 @@ def write_settings(streams: int, header_list_bytes: int) -> bytes:
         (NO_RFC7540_PRIORITIES, 1),
     )
     return b"".join(_PAIR.pack(*pair) for pair in pairs)
+
+
+def take(payload: bytes, connection: Http2Connection) -> None:
+    """What a client says of itself holds from now on. Raises ConnectionFault.
+
+    A frame has room for 2730 pairs: the windows of all streams move once, by what they all come to.
+    """
+    before = largest = connection.client_window
+    for name, value in read_settings(payload):
+        if name == INITIAL_WINDOW_SIZE:
+            connection.client_window = value
+            largest = max(largest, value)
+        elif name == MAX_FRAME_SIZE:
+            connection.sending.frame_bytes = value
+        elif name == HEADER_TABLE_SIZE:
+            connection.sending.shrink_table(value)
+    if largest > before or connection.client_window != before:
+        connection.intake.shift_windows(connection.client_window - before, largest - before)
+
+
+def cost(payload: bytes) -> int:
+    """What a frame costs a client: more where it has more pairs than there are settings to set."""
+    return calm.SETTINGS + len(payload) // (_PAIR.size * calm.SETTINGS_PAIRS)
 
 
 def read_settings(payload: bytes) -> Iterator[tuple[int, int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from operator import methodcaller
 from typing import TYPE_CHECKING
@@ -34,7 +33,6 @@ class Shared:
         self.blocks = ReplyBlocks()
         self.scratch = bytearray()
         self.sip = memoryview(self.scratch)  # the beginning of it
-        self.loop: asyncio.AbstractEventLoop | None = None  # of an open listener
         self._gathering: list[Http2Connection] = []
         self._heads: dict[tuple[tuple[bytes, bytes], ...], Head] = {}
 
@@ -58,11 +56,12 @@ class Shared:
 
     def flush_soon(self, connection: Http2Connection) -> None:
         """Flush this connection at the end of the loop's turn, with all the others that ask for it."""
-        if self.loop is None:
+        loop = self._listener.row.loop
+        if loop is None:
             connection.flush()
             return
         if not self._gathering:
-            self.loop.call_soon(self._flush)
+            loop.call_soon(self._flush)
         self._gathering.append(connection)
 
     def _flush(self) -> None:

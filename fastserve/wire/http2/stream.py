@@ -163,6 +163,14 @@ class Stream(StreamFields):
                 nbytes, inlet.owed = inlet.owed, 0
                 self.connection.widen(self, nbytes)
 
+    def done_with(self, nbytes: int) -> None:
+        """A whole message of several, of so many bytes. What was had beyond the usual window for it is not
+        given back: `expect` asks for the next one."""
+        if self.inlet is not None and not self.complete:
+            had = min(self.inlet.grown, nbytes)
+            self.consume(nbytes - had)
+            self.connection.growth.shrink(self, had)
+
     def expect(self, nbytes: int) -> None:
         """A body, or message, of so many bytes from its first one on has a place: let it come unhindered."""
         if nbytes > STREAM_WINDOW and not self.complete:

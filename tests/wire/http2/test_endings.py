@@ -7,11 +7,12 @@ import socket
 import time
 
 import pytest
-from hyperframe.frame import GoAwayFrame, PingFrame, RstStreamFrame, SettingsFrame
+from hyperframe.frame import GoAwayFrame, PingFrame, RstStreamFrame, SettingsFrame, WindowUpdateFrame
 
 from fastserve.wire.http2 import ErrorCode
+from fastserve.wire.http2.lifetime import ANYBODY
 from tests.wire.http2.kit import GET, POST, PREFACE, Peer, Raw
-from tests.wire.kit import Held, client, echo, limits, run, serving, until
+from tests.wire.kit import WAIT_S, Held, client, echo, limits, run, serving, until
 
 END, HEADS = "END_STREAM", "END_HEADERS"
 HELD = [*GET[:3], (":path", "/held")]
@@ -170,6 +171,38 @@ def test_a_client_that_shuts_its_side_gets_its_replies() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("shut", ["stream", "connection"])
+def test_a_client_that_shuts_its_side_opens_no_window(shut: str) -> None:
+    """What its windows have room for it gets. No WINDOW_UPDATE can come for the rest, which is given up.
+    A reply for which there is room, and is not made yet, is."""
+
+    async def main() -> None:
+        held = Held()
+        async with serving({"/held": held}) as listener, client(listener) as peer:
+            raw = Raw({})
+            greeting = PREFACE + SettingsFrame(0).serialize()
+            asked = raw.headers(1, HELD, END, HEADS) + raw.headers(3, HELD, END, HEADS)
+            if shut == "stream":
+                asked += WindowUpdateFrame(0, window_increment=1 << 20).serialize()
+            peer.send(greeting + asked)
+            await until(lambda: len(held.calls) == 2)
+            peer.writer.write_eof()
+            await until(lambda: any(c._half is not None for c in listener.connections))
+            (connection,) = listener.connections
+            held.calls[0].reply(200, bytes(100_000))
+            assert not held.left
+            listener.scan()
+            assert listener.refusals == {"window_shut": 1}
+            assert set(connection.intake.streams) == {3}
+            held.calls[1].reply(200, b"small" if shut == "stream" else b"")
+            heard = await peer.rest()
+            assert heard.count(bytes(1000)) > 0
+            assert (b"small" in heard) == (shut == "stream")
+            await until(lambda: not listener.connections)
+
+    run(main())
+
+
 def test_replies_of_the_turn_in_which_the_client_shuts_its_side() -> None:
     async def main() -> None:
         held = Held()
@@ -236,6 +269,28 @@ def test_a_client_that_vanishes_after_it_shut_its_side() -> None:
             await until(lambda: held.calls)
             link.close()
             await until(lambda: held.left)
+            await until(lambda: not listener.connections)
+
+    run(main())
+
+
+def test_a_client_that_vanishes_some_time_after_it_shut_its_side() -> None:
+    """It has read what it was sent, so that its kernel says nothing; a later look of the listener asks."""
+
+    async def main() -> None:
+        held = Held()
+        async with serving({"/held": held}) as listener:
+            reader, writer = await asyncio.open_connection(*listener.address)
+            raw = Raw({})
+            writer.write(PREFACE + SettingsFrame(0).serialize() + raw.headers(1, HELD, END, HEADS))
+            await until(lambda: held.calls)
+            writer.write_eof()
+            heard = b""
+            while ANYBODY not in heard:
+                heard += await asyncio.wait_for(reader.read(1000), WAIT_S)
+            assert not held.left
+            writer.close()
+            await until(lambda: (listener.scan(), held.left)[1])
             await until(lambda: not listener.connections)
 
     run(main())

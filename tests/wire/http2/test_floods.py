@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import tracemalloc
 from collections.abc import Callable, Iterator
 
@@ -18,6 +19,7 @@ from hyperframe.frame import (
 
 from fastserve._ext.http2_frames import frame
 from fastserve.wire.http2 import ErrorCode, calm
+from fastserve.wire.http2.intake import Intake
 from fastserve.wire.http2.settings import CONNECTION_WINDOW, STREAM_WINDOW
 from tests.wire.http2.kit import GET, POST, Peer, Raw
 from tests.wire.kit import Held, echo, limits
@@ -73,8 +75,14 @@ FLOODS: dict[str, Flood] = {
     "streams beyond the limit": streams_beyond_the_limit,
     "PING": again_and_again(PingFrame(0, opaque_data=bytes(8)).serialize()),
     "SETTINGS": again_and_again(SettingsFrame(0, settings={4: 65535}).serialize()),
+    "SETTINGS of many pairs": again_and_again(
+        frame(4, 0, 0, bytes.fromhex("000400000000000400100000") * 1365)
+    ),
     "empty DATA": again_and_again(frame(0, 0, 1, b"")),
     "DATA of padding alone": again_and_again(frame(0, 8, 1, b"\x01\0")),
+    "GOAWAY": again_and_again(frame(7, 0, 0, bytes(8))),
+    "SETTINGS acknowledged that nobody sent": again_and_again(frame(4, 1, 0, b"")),
+    "PING answered that nobody asked": again_and_again(frame(6, 1, 0, bytes(8))),
     "PRIORITY": again_and_again(PriorityFrame(1, depends_on=3, stream_weight=1).serialize()),
     "windows byte by byte": again_and_again(WindowUpdateFrame(1, window_increment=1).serialize()),
     "the connection's window byte by byte": again_and_again(
@@ -99,6 +107,40 @@ def test_a_flood_is_told_to_calm_down(name: str) -> None:
     assert ErrorCode(goaway.error_code) is ErrorCode.ENHANCE_YOUR_CALM
     assert not raw.pipe.protocol.intake.streams
     assert raw.pipe.listener.refusals == {"http2_enhance_your_calm": 1}
+
+
+def test_a_frame_of_settings_moves_all_windows_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often it says the window; and never, if the window stays as it was."""
+    moved: list[tuple[int, int]] = []
+    shift = Intake.shift_windows
+
+    def count(intake: Intake, change: int, largest: int) -> None:
+        moved.append((change, largest))
+        shift(intake, change, largest)
+
+    monkeypatch.setattr(Intake, "shift_windows", count)
+    raw = Raw({"/held": Held()}).greet()
+    for number in range(1, 200, 2):
+        raw.feed(raw.headers(number, HELD, END, HEADS))
+    moved.clear()
+    raw.feed(frame(4, 0, 0, struct.pack(">HI", 5, 20_000) + struct.pack(">HI", 4, 65535)))
+    assert moved == []
+    raw.feed(
+        frame(4, 0, 0, b"".join(struct.pack(">HI", 4, size) for size in [100, 70_000] * 1000 + [65_536]))
+    )
+    assert moved == [(1, 70_000 - 65_535)]
+    assert {stream.window for stream in raw.pipe.protocol.intake.streams.values()} == {65_536}
+    assert not raw.pipe.ended
+
+
+def test_a_window_beyond_its_bound_for_a_moment_is_told() -> None:
+    """Also where the same frame takes it back (RFC 9113 6.5.3: settings hold in their order)."""
+    raw = Raw({"/held": Held()}).greet()
+    raw.feed(raw.headers(1, HELD, END, HEADS) + WindowUpdateFrame(1, window_increment=1).serialize())
+    raw.feed(frame(4, 0, 0, struct.pack(">HI", 4, (1 << 31) - 1) + struct.pack(">HI", 4, 65535)))
+    goaway = raw.frames()[-1]
+    assert isinstance(goaway, GoAwayFrame)
+    assert ErrorCode(goaway.error_code) is ErrorCode.FLOW_CONTROL_ERROR
 
 
 def test_a_flood_that_goes_on_after_the_end_is_cut_off() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from hyperframe.frame import DataFrame, SettingsFrame, WindowUpdateFrame
+from hpack import Decoder
+from hyperframe.frame import DataFrame, HeadersFrame, SettingsFrame, WindowUpdateFrame
 
 from fastserve.wire import Call
 from fastserve.wire.http2 import Http2Connection
@@ -134,6 +135,33 @@ def test_headers_of_replies_are_lower_case_and_checked() -> None:
 def test_authority_is_the_host() -> None:
     peer = Peer({"/echo": lambda call: call.reply(200, call.header(b"host"))})
     assert peer.ask(GET).body == b"a"
+
+
+@pytest.mark.parametrize(
+    ("written", "status"),
+    [
+        ([(":authority", "")], 400),
+        ([], 400),
+        ([(":authority", ""), ("host", "")], 400),
+        ([("host", "")], 400),
+        ([("host", "a")], 200),
+        ([(":authority", "a"), ("host", "a")], 200),
+    ],
+)
+def test_a_place_is_named_and_is_not_empty(written: list[tuple[str, str]], status: int) -> None:
+    """RFC 9113 8.3.1; h2 would not send it."""
+    raw = Raw({"/echo": echo}).greet()
+    pseudo = [field for field in [*GET[:2], GET[3], *written] if field[0].startswith(":")]
+    raw.feed(
+        raw.headers(
+            1, [*pseudo, *(field for field in written if field[0] == "host")], "END_STREAM", "END_HEADERS"
+        )
+    )
+    head = next(one for one in raw.frames() if isinstance(one, HeadersFrame))
+    assert dict(Decoder().decode(head.data))[":status"] == str(status)
+    if status == 400:
+        raw.feed(raw.headers(3, GET, "END_STREAM", "END_HEADERS"))
+        assert any(isinstance(one, HeadersFrame) for one in raw.frames())  # it costs its stream alone
 
 
 def test_cut_cookies_are_joined() -> None:

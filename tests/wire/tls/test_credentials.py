@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives import serialization
 
 from fastserve.config.tls import TlsOptions
 from fastserve.errors import ConfigError
-from fastserve.wire import Call
+from fastserve.wire import Call, HttpListener
 from fastserve.wire.tls import Credentials
 from tests.certificates import issue, root_file, trusting
 from tests.wire.kit import run, until
@@ -166,3 +166,38 @@ def test_clients_with_certificates(tmp_path: Path, mode: str, version: ssl.TLSVe
     run(main())
     assert "CN=alice" in seen[0]
     assert seen[1:] == ([""] if mode == "optional" else [])
+
+
+def test_a_renewed_authority_is_for_new_connections(tmp_path: Path) -> None:
+    """Clients that it did not issue are refused from then on; connections that run go on."""
+    root, other = root_file(tmp_path, "clients"), root_file(tmp_path, "others")
+    held = load(msgspec.structs.replace(issue(tmp_path), client_ca=str(root)))
+    pairs = [issue(tmp_path, name, ca=ca) for name, ca in (("alice", "clients"), ("olga", "others"))]
+
+    def showing(pair: TlsOptions) -> ssl.SSLContext:
+        context = trusting()
+        context.load_cert_chain(pair.cert, pair.key)
+        return context
+
+    async def asked(listener: HttpListener, pair: TlsOptions) -> bool:
+        try:
+            async with client(listener, showing(pair)) as peer:
+                peer.send(GET)
+                return (await peer.reply()).body == b"hello"
+        except (OSError, EOFError):
+            return False
+
+    async def main() -> None:
+        async with serving({"/": hello}, held) as listener, client(listener, showing(pairs[0])) as before:
+            assert [await asked(listener, pair) for pair in pairs] == [True, False]
+            root.write_text("nonsense")
+            with pytest.raises(ConfigError, match=r"tls\.client_ca"):
+                held.renew()
+            assert [await asked(listener, pair) for pair in pairs] == [True, False]
+            root.write_text(other.read_text())
+            assert held.renew()
+            assert [await asked(listener, pair) for pair in pairs] == [False, True]
+            before.send(GET)
+            assert (await before.reply()).body == b"hello"
+
+    run(main())
