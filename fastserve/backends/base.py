@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fastserve.backends.device_faults import DeviceLost
+from fastserve.backends.device_faults import DeviceLost, is_out_of_memory
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.tensor import DTYPES, TensorSpec
 
@@ -32,6 +32,7 @@ WRONG_ROWS = "output {name!r} has shape {shape}, but the batch has {rows} rows"
 _WRONG_ROWS = re.compile(r"output .+ has shape \[(.*)\], but the batch has \d+ rows")
 _PATH = re.compile(r"(?<![\w.])(?:[A-Za-z]:)?/(?:[^\s/'\"():,;<>\[\]]+/)+([^\s/'\"():,;<>\[\]]*)")
 _POINTER = re.compile(r"0x[0-9a-fA-F]{4,}")
+_PROCESS = re.compile(r"\b([Pp]rocess) \d+")  # torch says who has the memory that is missing
 
 
 class CompletedConfig(ConfigError):
@@ -97,12 +98,12 @@ def explain(error: BaseException, *private: str) -> str:
 
 
 def clean(text: str, *private: str) -> str:
-    """A text without absolute paths (their last part stays), pointers and control characters, cut to
-    WORDS_MAX characters."""
+    """A text without absolute paths (their last part stays), pointers, numbers of processes and control
+    characters, cut to WORDS_MAX characters."""
     text = text[: 4 * WORDS_MAX]
     for secret in filter(None, private):
         text = text.replace(secret + "/", "").replace(secret, "(the version's folder)")
-    text = _POINTER.sub("0x…", _PATH.sub(r"\1", text))
+    text = _PROCESS.sub(r"\1 …", _POINTER.sub("0x…", _PATH.sub(r"\1", text)))
     text = "".join(char if char.isprintable() else " " for char in text).strip()
     return text if len(text) <= WORDS_MAX else text[: WORDS_MAX - 1] + "…"
 
@@ -119,6 +120,8 @@ def kind_of(error: BaseException) -> Kind:
         return error.kind
     if isinstance(error, DeviceLost):
         return Kind.UNAVAILABLE
+    if is_out_of_memory(error):
+        return Kind.RESOURCE_EXHAUSTED
     return Kind.FAILED_PRECONDITION if isinstance(error, ConfigError) else Kind.INTERNAL
 
 

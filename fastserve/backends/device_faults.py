@@ -1,7 +1,7 @@
 """What went wrong on a device, told by its words: no framework is imported, and each has exceptions of its
 own.
 
-    out of memory      the batch fails, the worker goes on
+    out of memory      the batch fails, the worker goes on: the device's, and the host's too
     a sticky error     the process's context is broken: every later call fails too, and what it has computed
                        since is not to be believed. The worker is lost
 
@@ -29,6 +29,8 @@ _STICKY = re.compile(
             "unspecified launch failure",  # 719
             "uncorrectable ECC error encountered",  # 214
             "uncorrectable NVLink error detected",  # 220
+            "Invalid access of peer GPU memory over nvlink",  # 221
+            "tensor memory not completely freed",  # 721
             "failed on a device that was removed|GPU is lost|fallen off the bus",
             r"CUDA error: unknown error",  # 999
         )
@@ -36,7 +38,18 @@ _STICKY = re.compile(
     re.IGNORECASE,
 )
 _MEMORY = re.compile(
-    r"CUDA out of memory|cuda.*: out of memory|Failed to allocate memory for requested buffer", re.I
+    "|".join(
+        (
+            r"(CUDA|HIP) out of memory",  # torch
+            r"cuda.*: out of memory",  # CUDA itself, and ONNX Runtime of it
+            "CUDA_ERROR_OUT_OF_MEMORY|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED",
+            "Failed to allocate memory for requested buffer",  # ONNX Runtime's arena
+            r"std::bad_alloc|bad allocation",  # ONNX Runtime, of the host
+            r"can't allocate memory|not enough memory",  # torch, of the host
+            "OOM when allocating tensor",  # TensorFlow
+        )
+    ),
+    re.I,
 )
 _SAID = 300
 
@@ -58,7 +71,10 @@ def is_lost(error: BaseException) -> bool:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a smaller batch might have gone through."""
     return any(
-        type(one).__name__ == "OutOfMemoryError" or bool(_MEMORY.search(str(one))) for one in _chain(error)
+        isinstance(one, MemoryError)
+        or type(one).__name__ == "OutOfMemoryError"
+        or bool(_MEMORY.search(str(one)))
+        for one in _chain(error)
     )
 
 

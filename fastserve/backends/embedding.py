@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from fastserve.backends.base import explain, kind_of
-from fastserve.backends.device_faults import end_if_lost
+from fastserve.backends.device_faults import end_if_lost, is_out_of_memory
+from fastserve.backends.shortage import count_shortage
 from fastserve.backends.text.pooling import finish_vector, tell_vector
 from fastserve.backends.text.sequence import Sequence, State, check_prompt
 from fastserve.backends.text.waiting import Deadlines, Waiting
@@ -100,20 +101,21 @@ class EmbedEngine:
             batch.append(self._sequences[sequence.rid][1])
         return batch
 
-    def _run(self, batch: list[TextRequest], out: Out) -> None:
+    def _run(self, batch: list[TextRequest], out: Out, *, again: bool = False) -> None:
         """A batch that fails is run one by one: what is wrong with a text is its own request's fault."""
         try:
             vectors = self._vectors(batch)
         except Exception as error:
             end_if_lost(error)
+            if is_out_of_memory(error) and not again:
+                count_shortage()
             if len(batch) > 1:
                 for request in batch:
-                    self._run([request], out)
+                    self._run([request], out, again=True)
                 return
             if not isinstance(error, ServeError):
                 log.exception("the model failed on a text")
-            kind = Kind.RESOURCE_EXHAUSTED if isinstance(error, MemoryError) else kind_of(error)
-            extra = write_text(Extra(message=explain(error), kind=kind.value))
+            extra = write_text(Extra(message=explain(error), kind=kind_of(error).value))
             self._end(batch[0].rid)
             out.end(batch[0].rid, Finish.FAILED, extra)
             return

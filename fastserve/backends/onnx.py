@@ -5,7 +5,8 @@ symbolic axis, a choice of outputs) and is checked against the model. With max_b
 axis of every tensor is the batch and must be symbolic in the model. A config.pbtxt may also name another
 file, reshape tensors and set the session's options.
 
-Numeric inputs reach the session without a copy: ONNX Runtime wraps contiguous arrays where they lie.
+Numeric inputs reach the session without a copy: ONNX Runtime wraps contiguous arrays where they lie. On a
+device batches overlap where they can (onnx_device.py).
 """
 
 from __future__ import annotations
@@ -13,19 +14,22 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastserve.backends.base import clean, read_specs
+from fastserve.backends.base import clean, kind_of, read_specs
 from fastserve.backends.batch_io import BatchIO
+from fastserve.backends.capturing import CAPTURING
 from fastserve.backends.outputs import OutputCheck
 from fastserve.backends.registry import find_backend
 from fastserve.backends.reshape import reshape, reshapes_of
 from fastserve.config.options import Options, SessionOptions, read_options
 from fastserve.errors import ConfigError, Kind, ServeError
-from fastserve.tensor import DTYPES, TensorSpec
+from fastserve.garbage import unsearched
+from fastserve.tensor import DTYPES, TensorSpec, fits_shape
 
 if TYPE_CHECKING:
     from fastserve.backends.base import Arrays
@@ -67,6 +71,8 @@ class OnnxBackend:
         self._version_dir = version_dir
         self._session: Any = None
         self._on_device = str(config.get("device") or "cpu").startswith("cuda")
+        self._place: Any = None
+        self._bound: Any = None
         self._strings: list[str] = []
         self._wanted: list[str] = []
         options = read_options(config)
@@ -82,7 +88,9 @@ class OnnxBackend:
         path = self._version_dir / self._file
         if not path.is_file():
             raise ConfigError(f"the version's folder has no file {self._file}")
-        self._session = _open_session(path, self._config)
+        self._place = self._find_place()
+        with CAPTURING if self._on_device else nullcontext():
+            self._session = _open_session(path, self._config, self._place.options if self._place else {})
         declared_inputs = read_specs(self._config.get("inputs"))
         declared_outputs = read_specs(self._config.get("outputs"))
         nodes = [node for node in self._session.get_inputs() if node.name not in self.batch_io.names]
@@ -91,6 +99,47 @@ class OnnxBackend:
         self._wanted = list(self.outputs)
         self._strings = [name for name, spec in self.inputs.items() if spec.dtype.name == "bytes"]
         self._check = OutputCheck(self.outputs, batched=self._batched)
+        self._bound = self._bind() if self._place is not None else None
+
+    def _find_place(self) -> Any:
+        if str(self._config.get("device") or "cpu") == "cpu":
+            return None
+        from fastserve.backends.onnx_device import find_place
+
+        return find_place(self._config)
+
+    def _bind(self) -> Any:
+        from fastserve.backends.onnx_device import BoundSession, may_bind
+
+        place, session = self._place, self._session
+        plain = not (self.batch_io or any(self._reshapes) or self._optional)
+        if not (plain and may_bind({**self.inputs, **self.outputs}) and place.may_run(session)):
+            return None
+        return BoundSession(place, session, self.inputs, self.outputs, batched=self._batched)
+
+    @property
+    def takes_device_tensors(self) -> bool:
+        """Whether `run_on_device` may be called."""
+        return self._bound is not None
+
+    @property
+    def compute_stream(self) -> Any:
+        """The stream its runs are enqueued on; None for any."""
+        return self._place.stream if self._place is not None else None
+
+    def run_on_device(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Runs one batch of tensors that are on the device; what comes back is there too, once the stream has
+        come so far. Raises as `run` does."""
+        try:
+            found: Mapping[str, Any] = self._bound.run(inputs)
+        except Exception as error:
+            raise _run_fault(error) from error
+        return found
+
+    def forget_memory(self) -> None:
+        """After the device ran out of it."""
+        if self._bound is not None:
+            self._bound.forget_memory()
 
     def run(self, inputs: Arrays) -> Arrays:
         """Runs one batch; see Backend.run. Raises ServeError: INVALID_ARGUMENT when the model refuses
@@ -142,7 +191,7 @@ class OnnxBackend:
 
     def close(self) -> None:
         """Drops the session."""
-        self._session = None
+        self._session = self._bound = None
 
     def _defaults(self) -> list[Any]:
         """Inputs that the model has values for itself, where the config makes them optional."""
@@ -182,7 +231,7 @@ class OnnxBackend:
             seen = self._reshapes[0][node.name][1]
         if role == "output" and node.name in self._reshapes[1]:
             seen = self._reshapes[1][node.name][0]
-        if not _narrows(seen, found.shape):
+        if not fits_shape(seen, found.shape):
             text = f"{self._said} says shape {list(seen)}, the model {list(found.shape)}"
             raise ConfigError(f"{role} {node.name!r}: {text}" + " (without the batch axis)" * self._batched)
         return declared
@@ -257,12 +306,13 @@ def _merge_flat(role: str, node: Any, declared: TensorSpec) -> TensorSpec:
     return declared
 
 
-def _open_session(path: Path, config: Mapping[str, Any]) -> Any:
+def _open_session(path: Path, config: Mapping[str, Any], on_cuda: Mapping[str, Any] = {}) -> Any:
     # Read once, at import. Without it, 1.29 and later write a device id under the user's cache folder
     # and send events to their maker (microsoft/onnxruntime#27379).
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     try:
-        import onnxruntime
+        with unsearched():
+            import onnxruntime
     except ImportError as error:
         raise ServeError(Kind.FAILED_PRECONDITION, find_backend("onnx").missing_text) from error
     options = onnxruntime.SessionOptions()
@@ -273,7 +323,7 @@ def _open_session(path: Path, config: Mapping[str, Any]) -> Any:
     asked = read_options(config).session
     _set_options(options, asked, onnxruntime)
     device, nbytes = str(config.get("device") or "cpu"), int(config.get("device_memory_bytes") or 0)
-    providers = _providers(device, onnxruntime.get_available_providers(), nbytes)
+    providers = _providers(device, onnxruntime.get_available_providers(), nbytes, on_cuda)
     if "openvino" in asked.accelerators:  # the one Triton knows on a CPU: another way to the same results
         if OPENVINO in onnxruntime.get_available_providers():
             providers.insert(0, OPENVINO)
@@ -303,20 +353,18 @@ def _set_options(options: Any, asked: SessionOptions, onnxruntime: Any) -> None:
         options.execution_mode = onnxruntime.ExecutionMode.ORT_PARALLEL
 
 
-def _providers(device: str, available: list[str], nbytes: int = 0) -> list[Any]:
+def _providers(
+    device: str, available: list[str], nbytes: int = 0, on_cuda: Mapping[str, Any] = {}
+) -> list[Any]:
     kind, _, number = device.partition(":")
-    if kind == "cpu":
+    if kind in ("cpu", "simulated"):
         return ["CPUExecutionProvider"]
     if kind != "cuda" or not (number or "0").isdecimal():
         raise ConfigError(f"device must be cpu, cuda or cuda:N, not {device!r}")
     if CUDA not in available:
         raise ConfigError(f"device {device!r}: this ONNX Runtime has no CUDA (install onnxruntime-gpu)")
     limit = {"gpu_mem_limit": nbytes} if nbytes else {}
-    return [(CUDA, {"device_id": int(number or 0), **limit}), "CPUExecutionProvider"]
-
-
-def _narrows(declared: tuple[int, ...], found: tuple[int, ...]) -> bool:
-    return len(declared) == len(found) and all(f in (-1, d) for d, f in zip(declared, found, strict=True))
+    return [(CUDA, {"device_id": int(number or 0), **limit, **on_cuda}), "CPUExecutionProvider"]
 
 
 def _decode(name: str, array: Any) -> Any:
@@ -334,7 +382,7 @@ def _decode(name: str, array: Any) -> Any:
 def _run_fault(error: Exception) -> ServeError:
     """ONNX Runtime has one exception class per status, INVALID_ARGUMENT among them."""
     refused = type(error).__name__ == "InvalidArgument"
-    return ServeError(Kind.INVALID_ARGUMENT if refused else Kind.INTERNAL, _words(error))
+    return ServeError(Kind.INVALID_ARGUMENT if refused else kind_of(error), _words(error))
 
 
 def _words(error: Exception, *private: str) -> str:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from fastserve.backends.base import WRONG_ROWS
 from fastserve.errors import Kind, ServeError
-from fastserve.tensor import DType, TensorSpec
+from fastserve.tensor import DType, TensorSpec, fits_shape
 
 if TYPE_CHECKING:
     from fastserve.backends.base import Arrays
@@ -85,7 +85,7 @@ class OutputCheck:
         if tensor.shape[: len(head)] != head:
             raise output_fault(WRONG_ROWS.format(name=name, shape=list(tensor.shape), rows=head[0]))
         row = tensor.shape[len(head) :]
-        if shape is not None and not _fits(row, shape):
+        if shape is not None and not fits_shape(row, shape):
             raise output_fault(
                 f"output {name!r} has rows of shape {list(row)}, model.yaml says {list(shape)}"
             )
@@ -103,10 +103,6 @@ def _cast(name: str, array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
     wanted = "bytes (an object array of bytes or str)" if dtype == _OBJECT else dtype.name
     order = "" if array.dtype.isnative else "big-endian "
     raise output_fault(f"output {name!r} is {order}{array.dtype.name}, model.yaml says {wanted}")
-
-
-def _fits(row: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    return len(row) == len(shape) and all(want in (-1, got) for got, want in zip(row, shape, strict=True))
 
 
 def output_fault(text: str) -> ServeError:

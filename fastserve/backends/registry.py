@@ -17,7 +17,6 @@ from typing import Literal
 from fastserve.config.fields import fault_text
 from fastserve.errors import ConfigError
 
-Memory = Literal["host", "pinned", "device"]
 TO_ONNX = "python -m tf2onnx.convert {kind} {place} --output {folder}/model.onnx"
 """What makes an ONNX model of one of TensorFlow's, in a version's folder."""
 _PLACE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -33,8 +32,6 @@ class BackendEntry:
     """Batches as arrays, requests one by one, or prompts: see text_engine.TextBackend."""
     streams: bool = False
     """A request may have any number of responses."""
-    memory: tuple[Memory, ...] = ("host",)
-    """Where it can read a batch from."""
     model_file: str = ""
     """In a version's folder; "" when the folder is enough."""
     beside: str = ""
@@ -113,7 +110,6 @@ BACKENDS = {
             "torch",
             "fastserve.backends.torch:TorchBackend",
             gpu=True,
-            memory=("host", "device"),
             model_file="model.pt",
             other_files=("model.pt2", "model.py"),
             framework="torch",

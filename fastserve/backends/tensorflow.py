@@ -26,7 +26,7 @@ from fastserve.backends.base import clean, read_specs
 from fastserve.backends.outputs import OutputCheck
 from fastserve.backends.registry import find_backend
 from fastserve.errors import ConfigError, Kind, ServeError
-from fastserve.tensor import TensorSpec
+from fastserve.tensor import TensorSpec, fits_shape
 
 if TYPE_CHECKING:
     from fastserve.backends.base import Arrays
@@ -177,7 +177,7 @@ class TensorFlowBackend:
                 raise ConfigError(f"{side} {name!r}: {text}")
             if declared.shape is None:
                 continue
-            if found.shape is not None and not _narrows(declared.shape, found.shape):
+            if found.shape is not None and not fits_shape(declared.shape, found.shape):
                 text = f"model.yaml says shape {list(declared.shape)}, the model {list(found.shape)}"
                 raise ConfigError(f"{side} {name!r}: {text}" + " (without the batch axis)" * self._batched)
             specs[name] = declared
@@ -216,10 +216,6 @@ def _import_tensorflow(threads: int) -> Any:
             tensorflow.config.threading.set_intra_op_parallelism_threads(threads)
         tensorflow.config.threading.set_inter_op_parallelism_threads(1)
     return tensorflow
-
-
-def _narrows(declared: tuple[int, ...], found: tuple[int, ...]) -> bool:
-    return len(declared) == len(found) and all(f in (-1, d) for d, f in zip(declared, found, strict=True))
 
 
 def _to_array(tensor: Any, spec: TensorSpec) -> Any:

@@ -25,6 +25,7 @@ from fastserve.backends.reshape import reshape, reshapes_of
 from fastserve.config.options import Options, read_options
 from fastserve.config.torch_options import read_torch
 from fastserve.errors import ConfigError, Kind, ServeError
+from fastserve.garbage import unsearched
 from fastserve.tensor import TensorSpec
 
 if TYPE_CHECKING:
@@ -132,25 +133,33 @@ class TorchBackend:
     def forget_memory(self) -> None:
         """Give back what the allocator keeps for later, after it ran out."""
         if self.device != "cpu":
-            import_torch().cuda.empty_cache()
+            forget_cached(import_torch())
 
     def close(self) -> None:
         """Drops the model, and what memory of the device was kept for it."""
         self._call = None
         forget_folder(self._version_dir)
         if self.device != "cpu":
+            forget_cached(import_torch())
             with contextlib.suppress(RuntimeError):  # of a device that has failed
-                import_torch().cuda.empty_cache()
                 unbound_memory(import_torch(), self._place, self._bound)
 
 
 def import_torch() -> Any:
     """Raises ServeError saying what to install."""
     try:
-        import torch
+        with unsearched():
+            import torch
     except ImportError as error:
         raise ServeError(Kind.FAILED_PRECONDITION, find_backend("torch").missing_text) from error
     return torch
+
+
+def forget_cached(torch: Any) -> None:
+    """Give back to the device what torch keeps for later, where it may: not while a thread of this process
+    captures a graph, and what the device itself has to say is said by what runs next."""
+    with contextlib.suppress(RuntimeError):
+        torch.cuda.empty_cache()
 
 
 def device_of(config: Mapping[str, Any]) -> str:

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+from fastserve.backends.capturing import CAPTURING
 from fastserve.backends.reshape import reshape
 from fastserve.backends.torch_names import InputPlan, OutputPlan
 from fastserve.backends.torch_tensors import TensorCheck, Tensors, rows_of, torch_dtype
@@ -60,9 +62,12 @@ def make_call(backend: TorchBackend, opened: Opened, config: Mapping[str, Any]) 
     if options.compile == "off":
         return call
     graphed = options.compile in _GRAPHED and kind == "cuda"
-    for size in _sizes(backend, config, "compile"):
-        for _ in range(_GRAPH_WARMUPS if graphed else 1):  # torch warms up, records, and only then replays
-            call(_made_up(backend, size))
+    with CAPTURING if graphed else nullcontext():
+        for size in _sizes(backend, config, "compile"):
+            for _ in range(
+                _GRAPH_WARMUPS if graphed else 1
+            ):  # torch warms up, records, and only then replays
+                call(_made_up(backend, size))
     return own_outputs(call) if graphed else call
 
 
@@ -182,7 +187,8 @@ class _Graphs:
         pool, self._aside = None, torch.cuda.Stream()
         for size in reversed(sizes):  # the largest first: smaller ones share its memory
             given = _made_up(backend, size)
-            graph, results = self._capture(given, pool)
+            with CAPTURING:
+                graph, results = self._capture(given, pool)
             pool = pool or graph.pool()
             self._graphs[size] = graph, given, results
         log.info("CUDA graphs captured for batches of %s", ", ".join(map(str, sizes)))

@@ -15,7 +15,7 @@ import numpy as np
 from fastserve.backends.base import WRONG_ROWS
 from fastserve.backends.outputs import output_fault
 from fastserve.errors import Kind, ServeError
-from fastserve.tensor import TensorSpec
+from fastserve.tensor import TensorSpec, fits_shape
 
 if TYPE_CHECKING:
     from fastserve.backends.base import Arrays
@@ -108,7 +108,7 @@ class TensorCheck:
         if self._batched and shape[:1] != (rows,):
             raise output_fault(WRONG_ROWS.format(name=name, shape=list(shape), rows=rows))
         row = shape[self._batched :]
-        if spec.shape is not None and not _fits(row, spec.shape):
+        if spec.shape is not None and not fits_shape(row, spec.shape):
             raise output_fault(
                 f"output {name!r} has rows of shape {list(row)}, declared is {list(spec.shape)}"
             )
@@ -133,10 +133,6 @@ class TensorCheck:
         if self._batched and len(given) != rows:
             raise output_fault(WRONG_ROWS.format(name=name, shape=[len(given)], rows=rows))
         return given
-
-
-def _fits(row: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    return len(row) == len(shape) and all(want in (-1, got) for got, want in zip(row, shape, strict=True))
 
 
 def rows_of(inputs: Arrays | Tensors, *, batched: bool) -> int:

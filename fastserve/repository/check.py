@@ -19,7 +19,7 @@ from fastserve.errors import ConfigError
 from fastserve.repository.folder_config import model_file
 from fastserve.repository.layout import Layout, ModelFolder, repository_root
 from fastserve.repository.model_config import ModelConfig, build_specs
-from fastserve.repository.placement import describe as describe_places
+from fastserve.repository.placed import tell_places
 from fastserve.repository.policy import missing_versions, policy_text, wanted_versions
 from fastserve.repository.problems import no_version_text
 from fastserve.repository.signature import build_signatures
@@ -140,12 +140,10 @@ def _facts(folder: ModelFolder, config: ModelConfig, report: ModelReport) -> lis
         f"versions at hand: {at_hand}; policy: {policy_text(config.version_policy)}",
         f"backend {config.backend}, {batch}, {workers}",
     ]
-    if config.places:
-        facts.append(f"devices: {describe_places(config.places, MACHINE)}")
+    if config.backend != "ensemble":
+        facts += tell_places(config, folder.folder, MACHINE)
     if config.shared_worker:
         facts.append(f"shares worker {config.shared_worker} with the models of its device that name it")
-    if config.placed_because:
-        facts.append(f"placed by {config.placed_because}")
     facts += _scheduling_facts(config)
     inputs, outputs = build_specs(config.inputs), build_specs(config.outputs)
     if not (inputs and outputs):

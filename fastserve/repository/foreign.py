@@ -34,11 +34,19 @@ _ENDINGS = {
         "an XGBoost model",
         _WRITE + ", or convert it: onnxmltools.convert_xgboost(model, types)",
     ),
+    ".lgb": (
+        "a LightGBM model",
+        _WRITE + " with lightgbm.Booster(model_file=...), or convert it: onnxmltools.convert_lightgbm("
+        "lightgbm.Booster(model_file='{place}'), initial_types=..., zipmap=False), saved as "
+        "{folder}/model.onnx (backend: onnx)",
+    ),
     ".onnx": ("an ONNX model of another name", "rename it to {folder}/model.onnx"),
     ".py": ("Python code of another name", "rename it to {folder}/model.py"),
 }
 _OURS = ("model.onnx", "model.py")
-_SAME = {".pth": ".pt", ".joblib": ".pkl", ".engine": ".plan", ".hdf5": ".h5"}
+_SAME = {".pth": ".pt", ".joblib": ".pkl", ".engine": ".plan", ".hdf5": ".h5", ".ubj": ".bst"}
+# Whole names, where the ending says nothing: of Triton's FIL backend and KServe's LightGBM server
+_NAMES = {"model.txt": ".lgb", "xgboost.model": ".bst", "xgboost.json": ".bst"}
 _KINDS = {".h5": "--keras", ".tflite": "--tflite", ".keras": "--saved-model"}
 
 
@@ -75,6 +83,6 @@ def _found(folder: Path) -> Iterator[tuple[str, str]]:
         elif child.is_dir() and any(child.glob("saved_model.pb*")):
             yield f"/{child.name}", ""
     for child in files:
-        ending = _SAME.get(child.suffix, child.suffix)
+        ending = _NAMES.get(child.name, _SAME.get(child.suffix, child.suffix))
         if child.is_file() and ending in _ENDINGS and child.name not in _OURS:
             yield child.name, ending

@@ -118,7 +118,9 @@ class NativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     ] = 1
     devices: Annotated[
         str | list[str],  # plain: a union of texts with patterns breaks msgspec 0.22's count of references
-        Meta(description="Where they compute: cpu, cuda (every GPU), cuda:N, auto; or a list of these."),
+        Meta(
+            description="Where they compute: cpu, cuda (every GPU), cuda:N, auto; or a list; =dtype behind."
+        ),
     ] = "cpu"
     device_memory_mb: Annotated[
         int, Meta(ge=0, description="Megabytes of its GPU that each worker may take; 0: not bounded.")
@@ -196,7 +198,12 @@ class NativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         Meta(description="python models: run gets tensors of its device (torch's, with DLPack), not arrays."),
     ] = False
     batches_in_flight: Annotated[
-        int, Meta(ge=1, le=16, description="Batches a worker has on its GPU at a time.")
+        int,
+        Meta(
+            ge=1,
+            le=16,
+            description="Batches a worker has on its GPU at a time. 1: ONNX Runtime copies by itself.",
+        ),
     ] = 3
     torch: Annotated[
         TorchOptions | None, Meta(description="torch models: how the program is opened and run.")
@@ -248,7 +255,6 @@ class ModelConfig(NativeConfig, frozen=True, forbid_unknown_fields=True, kw_only
     places: Annotated[
         list[Place], Meta(description="Where each of its workers computes; none: all on the CPU.")
     ] = []
-    placed_because: Annotated[str, Meta(description="Why there, where the config left it open.")] = ""
     triton: Annotated[
         dict[str, Any] | None,
         Meta(description="The whole config.pbtxt as the config call shows it; null for a native model."),
@@ -281,12 +287,12 @@ def _place(config: ModelConfig, origin: str) -> ModelConfig:
         return config
     try:
         found = place_on(config.devices, config.instances, find_backend(config.backend), MACHINE)
-        return with_places(config, found.places, found.why)
+        return with_places(config, found)
     except ValueError as fault:
         raise ConfigError(f"{origin}: {fault}") from None
 
 
-def with_places(config: ModelConfig, places: list[Place], why: str = "") -> ModelConfig:
+def with_places(config: ModelConfig, places: list[Place]) -> ModelConfig:
     """The config with a worker at each of these places. Raises ValueError for too many."""
     if len(places) > MOST_INSTANCES:
         raise ValueError(
@@ -294,7 +300,7 @@ def with_places(config: ModelConfig, places: list[Place], why: str = "") -> Mode
         )
     nbytes = config.device_memory_mb << 20
     places = [msgspec.structs.replace(one, bytes=nbytes) if one.gpu >= 0 else one for one in places]
-    return msgspec.structs.replace(config, instances=len(places), places=places, placed_because=why)
+    return msgspec.structs.replace(config, instances=len(places), places=places)
 
 
 def may_share(backend: str) -> bool:

@@ -1,6 +1,7 @@
 """Where the workers of a version compute: what a config asks for, held against the GPUs that are there.
 
     devices: cuda, instances: 2        on a machine of two GPUs -> [gpu 0, gpu 1, gpu 0, gpu 1]
+    devices: [cuda=bfloat16, cpu]      the same model, in another type on a GPU
     KIND_AUTO                          GPUs where there are any and the backend can use them, else the CPU
 
 A worker on a GPU sees its own first, as cuda:0 (`visible` is its CUDA_VISIBLE_DEVICES), and the others behind
@@ -15,11 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from fastserve.backends.registry import BackendEntry
 from fastserve.config.fields import fault_text
 from fastserve.devices.found import Device, Machine
 
+DTYPES = ("float32", "bfloat16", "float16")
 AUTO, CPU, GPU, SIMULATED = "auto", "cpu", "cuda", "simulated"
 MOST_INSTANCES = 64
 _ONE = re.compile(r"cuda:([0-9]{1,4})")
@@ -37,35 +40,48 @@ class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     visible: str = ""
     bytes: int = 0
     """Of its device that the worker may take; 0: as much as there is."""
+    dtype: str = ""
+    """What a torch model's weights and floating inputs are turned into there; "": what its options say."""
 
 
-class Placement(msgspec.Struct, frozen=True):
-    """The places of all workers, in their order, and why."""
-
-    places: list[Place]
-    why: str = ""
-
-
-def place_on(devices: str | Sequence[str], count: int, entry: BackendEntry, machine: Machine) -> Placement:
+def place_on(devices: str | Sequence[str], count: int, entry: BackendEntry, machine: Machine) -> list[Place]:
     """`count` workers on each of the devices that a model.yaml names. Raises ValueError for one that is not
     there."""
     asked = [devices] if isinstance(devices, str) else list(devices)
-    if asked == [AUTO]:
-        reason = why_no_gpu(entry, machine)
-        if reason:
-            return Placement([Place()] * count, f"auto: {reason}")
-        return Placement(_spread(machine.devices(), range(len(machine.devices())), count), "auto")
-    found: list[Place] = []
-    for name in asked:
-        found += _named(name, machine)
-    if not found:
+    if not asked:
         raise ValueError(fault_text("devices", asked, "at least one device"))
-    return Placement(found * count)
+    found: list[Place] = []
+    for one in asked:
+        name, dtype = _read(one, entry)
+        placed = _automatic(entry, machine) if name == AUTO and len(asked) == 1 else _named(name, machine)
+        found += [replace(place, dtype=dtype) for place in placed]
+    return found * count
 
 
 def place_group(gpus: Sequence[int], count: int, machine: Machine) -> list[Place]:
     """`count` workers of a group on each of these GPUs, of those that are there."""
     return _spread(machine.devices(), gpus, count)
+
+
+def check_dtype(field: str, given: str, entry: BackendEntry) -> str:
+    """A type of an instance's own. Raises ValueError."""
+    if given not in DTYPES:
+        raise ValueError(fault_text(field, given, ", ".join(DTYPES)))
+    if entry.name != "torch":
+        raise ValueError(
+            fault_text(field, given, f"none with the {entry.name} backend: only torch has types")
+        )
+    return given
+
+
+def _read(asked: str, entry: BackendEntry) -> tuple[str, str]:
+    name, has, dtype = asked.partition("=")
+    return name, check_dtype("devices", dtype, entry) if has else ""
+
+
+def _automatic(entry: BackendEntry, machine: Machine) -> list[Place]:
+    there = machine.devices()
+    return [Place()] if why_no_gpu(entry, machine) else _spread(there, range(len(there)), 1)
 
 
 def why_no_gpu(entry: BackendEntry, machine: Machine) -> str:
@@ -86,7 +102,9 @@ def _named(name: str, machine: Machine) -> list[Place]:
         return [Place(name)]
     number = _ONE.fullmatch(name)
     if name != GPU and number is None:
-        raise ValueError(fault_text("devices", name, "cpu, cuda, cuda:N, or auto by itself"))
+        raise ValueError(
+            fault_text("devices", name, "cpu, cuda, cuda:N, or auto by itself, each with =dtype")
+        )
     there = machine.devices()
     wanted = range(len(there)) if number is None else [int(number[1])]
     if not wanted or wanted[-1] >= len(there):
@@ -118,12 +136,3 @@ def _is_for_cuda(package: str, file: str, unless: str = "") -> bool:
     if folder is None or not (folder / file).is_file():
         return False
     return not unless or unless not in (folder / file).read_text("utf-8", "replace")
-
-
-def describe(placement: Sequence[Place], machine: Machine) -> str:
-    """Which worker computes where, for a person."""
-    counts: dict[str, int] = {}
-    for place in placement:
-        title = machine.devices()[place.gpu].title if place.gpu >= 0 else place.device
-        counts[title] = counts.get(title, 0) + 1
-    return ", ".join(f"{count} on {title}" for title, count in counts.items())

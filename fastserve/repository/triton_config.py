@@ -29,7 +29,7 @@ from fastserve.repository.placement import Place, place_group
 from fastserve.repository.triton_defaults import DATA_TYPE, DTYPE_OF, complete, fill_defaults
 from fastserve.repository.triton_json import plain_from_json, to_json
 from fastserve.repository.triton_options import options_of
-from fastserve.repository.triton_refusals import instances_of, refusals
+from fastserve.repository.triton_refusals import dtype_of, instances_of, refusals
 from fastserve.repository.triton_rules import check
 from fastserve.repository.triton_schema import (
     DynamicBatching,
@@ -115,16 +115,15 @@ def to_model_config(config: TritonConfig, folder: Path = Path()) -> ModelConfig:
 
 
 def _place(made: ModelConfig, config: TritonConfig) -> ModelConfig:
-    """With the devices of its groups; one that has only CPUs is as it was."""
-    if not any(group.kind == "KIND_GPU" for group in config.instance_group):
-        return made
+    """With the devices of its groups, and the types that parameters say: `dtype`, `dtype.GROUP`."""
     places: list[Place] = []
     for group in config.instance_group:
         if group.passive:
             continue
-        on_gpus = group.kind == "KIND_GPU"
-        places += place_group(group.gpus, group.count, MACHINE) if on_gpus else [Place()] * group.count
-    return with_places(made, places)
+        on_gpus, dtype = group.kind == "KIND_GPU", dtype_of(config, group)
+        found = place_group(group.gpus, group.count, MACHINE) if on_gpus else [Place()] * group.count
+        places += [msgspec.structs.replace(place, dtype=dtype) for place in found]
+    return made if all(place == Place() for place in places) else with_places(made, places)
 
 
 def _tensors(tensors: list[ModelInput] | list[ModelOutput]) -> dict[str, TensorConfig]:

@@ -11,14 +11,16 @@ from collections.abc import Iterator
 
 import msgspec
 
-from fastserve.backends.registry import BY_TRITON_NAME
+from fastserve.backends.registry import BACKENDS, BY_TRITON_NAME
 from fastserve.config.fields import fault_text
 from fastserve.devices.found import MACHINE
+from fastserve.repository.placement import DTYPES
 from fastserve.repository.triton_schema import InstanceGroup, ModelInput, ModelOutput, TritonConfig
 
 MOST_INSTANCES = 64
 MOST_BATCH = 1 << 20
 MOST_DELAY_US = 60_000_000
+DTYPE = "dtype"
 ACCELERATORS = ("openvino",)  # that onnxruntime models may name for a CPU
 VLLM = (
     "backend 'vllm' is not run here: the text engine serves the same weights and clients. Put the files of "
@@ -51,6 +53,7 @@ def _refused(config: TritonConfig) -> Iterator[str]:
             yield from _refused_of_tensor(f"{side}[{number}]", tensor, config)
     for number, group in enumerate(config.instance_group):
         yield from _refused_of_group(f"instance_group[{number}]", group)
+    yield from _refused_of_dtypes(config)
     if config.instance_group and all(group.passive for group in config.instance_group):
         yield fault_text("instance_group.passive", True, "false in at least one group")
     if config.ensemble and config.response_cache is not None and config.response_cache.enable:
@@ -79,6 +82,28 @@ def _refused_of_group(place: str, group: InstanceGroup) -> Iterator[str]:
         allowed = " or ".join(map(str, sorted(there))) or "nothing: there is no GPU"
         yield fault_text(f"{place}.gpus", missing[0], allowed)
     yield from _only_empty(f"{place}.profile", group.profile)
+
+
+def dtype_of(config: TritonConfig, group: InstanceGroup) -> str:
+    """What parameters of ours say of the type a PyTorch model computes in, in this group; "" for nothing."""
+    if config.backend != BACKENDS["torch"].triton:
+        return ""
+    told = config.parameters.get(f"{DTYPE}.{group.name}") or config.parameters.get(DTYPE)
+    return told.string_value if told is not None else ""
+
+
+def _refused_of_dtypes(config: TritonConfig) -> Iterator[str]:
+    if config.backend != BACKENDS["torch"].triton:
+        return  # a parameter of that name is the model's own
+    names = [group.name for group in config.instance_group]
+    for key, parameter in config.parameters.items():
+        kind, _, group = key.partition(".")
+        if kind != DTYPE:
+            continue
+        if group and group not in names:
+            yield fault_text(f"parameters[{key!r}]", group, "a group's name: " + ", ".join(names))
+        elif parameter.string_value not in DTYPES:
+            yield fault_text(f"parameters[{key!r}]", parameter.string_value, ", ".join(DTYPES))
 
 
 def _refused_of_optimization(config: TritonConfig) -> Iterator[str]:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -39,8 +40,14 @@ if TYPE_CHECKING:
 MESSAGE_BYTES = 65536
 # The kernel's SCM_MAX_FD: a message cannot carry more.
 MESSAGE_FDS = 253
+# Datagrams that an owner hears at once, beside its loop; a worker that is warm has said five.
+CATCH_UP = 64
 _SPILLED = "spilled"
 _GONE = "the other side is gone"
+
+
+OnMessage = Callable[[dict[str, Any]], None]
+OnGone = Callable[[str], None]
 
 
 class ControlFault(Exception):
@@ -66,6 +73,7 @@ class Control:
         self._sends_long = owner or trusted
         self._takes_long = trusted or not owner
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._heard: tuple[OnMessage, OnGone]
 
     def fileno(self) -> int:
         """The socket's descriptor, -1 once closed: readable when a message waits or the peer is gone."""
@@ -107,16 +115,27 @@ class Control:
             _close_all(fds)
             raise
 
-    def watch(self, on_message: Callable[[dict[str, Any]], None], on_gone: Callable[[str], None]) -> None:
+    def watch(self, on_message: OnMessage, on_gone: OnGone) -> None:
         """Owner only: calls back on the running loop. `on_gone` comes at most once, with the reason
         ("" for plain EOF); after it nothing more is read."""
         import asyncio  # a worker, which has no loop, starts 50 ms sooner without it
 
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._heard = asyncio.get_running_loop(), (on_message, on_gone)
         self._sock.setblocking(False)
         self._loop.add_reader(self._sock.fileno(), self._turn, on_message, on_gone)
 
-    def drain(self, on_message: Callable[[dict[str, Any]], None]) -> None:
+    def catch_up(self) -> bool:
+        """Owner only: call back with what lies there now, not when the loop comes by. False: there may be
+        more; nobody can keep the loop with it."""
+        line = select.poll()
+        line.register(self._sock.fileno(), select.POLLIN)
+        for _ in range(CATCH_UP):
+            if self._loop is None or not line.poll(0):
+                return True
+            self._turn(*self._heard)
+        return False
+
+    def drain(self, on_message: OnMessage) -> None:
         """Owner only: delivers what a dead worker had still said. Bounded: a worker says three words."""
         self.unwatch()
         with contextlib.suppress(ControlFault, BlockingIOError):
@@ -139,7 +158,7 @@ class Control:
         self.unwatch()
         self._sock.close()
 
-    def _turn(self, on_message: Callable[[dict[str, Any]], None], on_gone: Callable[[str], None]) -> None:
+    def _turn(self, on_message: OnMessage, on_gone: OnGone) -> None:
         # One datagram a turn (the reader is level-triggered): a flooding worker cannot keep the loop.
         try:
             received = self.receive()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -11,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastserve.backends.base import explain, kind_of
-from fastserve.backends.device_faults import end_if_lost, is_out_of_memory
+from fastserve.backends.device_faults import end_if_lost
 from fastserve.errors import Kind, ServeError
 from fastserve.tensor import TensorSpec
 from fastserve.workers.arrays import NUMPY
 from fastserve.workers.guesses import Guess
-from fastserve.workers.isolation import isolate, may_isolate
+from fastserve.workers.isolation import counted, isolate, may_isolate, most_runs
+from fastserve.workers.smaller import Smaller
 
 if TYPE_CHECKING:
     from fastserve.backends.base import Backend
@@ -44,28 +44,30 @@ class DenseRunner:
         """Run every row of the slot; outputs land in its output columns."""
         ring = self._ring
         rows = ring.batch_rows(slot)
-        if not ring.places(slot):
+        if not ring.places(slot, 1):
             return  # everybody left: publishing frees the slot
         padded = self.pad(slot, rows)
         _, inputs, outputs = self._slots[slot]
         ring.start_run(slot)
         given = {name: column[:padded] for name, column in inputs.items()}
+        into = {name: column[:padded] for name, column in outputs.items()} if self._binds else {}
+        error: Exception | None = None
         try:
             if self._binds:
-                self._run_bound(slot, given, outputs, padded)
-                return
-            results = self._backend.run(given)
-        except Exception as error:
-            self.recover(slot, error)
+                self._backend.run_into(given, into)  # type: ignore[attr-defined]
+            else:
+                results = self._backend.run(given)
+        except Exception as fault:
+            error = fault
+        if error is not None:  # handled here no more: see isolation.py
+            try:
+                self.recover(slot, error)
+            finally:
+                del error  # its traceback holds this frame
             return
         ring.end_run(slot)
-        for name, column in outputs.items():
+        for name, column in outputs.items() if not self._binds else ():
             _store(name, results[name], column, rows, padded)
-
-    def _run_bound(self, slot: int, given: Columns, outputs: Columns, padded: int) -> None:
-        into = {name: column[:padded] for name, column in outputs.items()}
-        self._backend.run_into(given, into)  # type: ignore[attr-defined]
-        self._ring.end_run(slot)
 
     def pad(self, slot: int, rows: int) -> int:
         """How many rows the batch is run as; those behind its own are its last one's."""
@@ -76,74 +78,50 @@ class DenseRunner:
                 column[rows:padded] = column[rows - 1]
         return padded
 
-    def recover(self, slot: int, error: Exception) -> None:
+    def recover(self, slot: int, error: Exception, *, whole: bool = False) -> None:
         """A run of the whole batch raised `error`: run it again in parts, where its rows do not depend on
-        each other. Raises what it cannot be answered for."""
+        each other. Raises what it cannot be answered for. `whole`: see Smaller."""
         end_if_lost(error)
         rows, places = self._ring.batch_rows(slot), self._ring.places(slot)
-        if not self._isolating or not places:
-            raise error
-        if is_out_of_memory(error):
-            self._run_smaller(slot, rows, error)
-        elif len(places) == 1 and places[0][1] == rows:
-            raise error
+        parts = Smaller(self._backend, rows, error, padded=self._padded, whole=whole)
+        alone = len(places) == 1 and places[0][1] == rows
+        if not self._isolating or not places or (alone and not parts.short):
+            raise parts.fault
+        if alone:
+            self._run_part(slot, parts, range(rows))
         else:
-            self._isolate(slot, places, error)
+            self._isolate(slot, places, parts, error)
         self._ring.end_run(slot)
 
-    def _run_smaller(self, slot: int, rows: int, error: Exception) -> None:
-        """The batch by halves of its rows, until they go through. Raises ServeError RESOURCE_EXHAUSTED where
-        one row does not, or where a half would be padded to as many again."""
-        waiting = [(0, rows)]
-        while waiting:
-            first, count = waiting.pop()
-            if count < rows:
-                fault = self._try_rows(slot, first, count)
-                if fault is None:
-                    continue
-                error = fault
-            half = count // 2
-            if not half or self._padded(count - half) >= self._padded(count):
-                words = f"the device has no memory for a batch of {count} rows: {explain(error)}"
-                raise ServeError(Kind.RESOURCE_EXHAUSTED, words) from error
-            getattr(self._backend, "forget_memory", lambda: None)()
-            waiting += [(first + half, count - half), (first, half)]
-        log.warning("the device ran out of memory on a batch of %d rows, which was run in parts", rows)
+    def _run_part(self, slot: int, parts: Smaller, rows: Sequence[int]) -> None:
+        """Some rows of it, by halves where memory is short. Raises as Smaller.run."""
 
-    def _try_rows(self, slot: int, first: int, count: int) -> Exception | None:
-        """None, or that there was no memory for them. Raises everything else."""
-        began_ns = time.monotonic_ns()
-        try:
-            self._run_rows(slot, list(range(first, first + count)))
-        except Exception as fault:
-            if not is_out_of_memory(fault):
-                raise
-            return fault
-        finally:
-            self._ring.count_rerun(slot, count, began_ns)
-        return None
+        def run(some: Sequence[int]) -> None:
+            with counted(self._ring, slot, len(some)):
+                self._run_rows(slot, list(some))
+
+        parts.run(rows, run)
 
     def warm_up(self, rows: int, guess: Guess) -> None:
         """Run the backend on a guess; no slot is touched."""
         padded = self._padded(rows)
         self._backend.run({n: guess.make(spec, (padded,)) for n, spec in self._backend.inputs.items()})
 
-    def _isolate(self, slot: int, places: list[Place], error: Exception) -> None:
+    def _isolate(self, slot: int, places: list[Place], parts: Smaller, error: Exception) -> None:
         failed: list[tuple[Place, Exception]] = []
 
         def run(group: Sequence[Place]) -> None:
-            self._run_again(slot, group)
+            rows = [row for first, count, _, _ in group for row in range(first, first + count)]
+            self._run_part(slot, parts, rows)
 
         def fail(place: Place, fault: Exception) -> None:
             failed.append((place, fault))
 
-        isolate(self._ring, slot, places, error, rows=lambda place: place[1], run=run, fail=fail)
+        most = most_runs(len(places), short=parts.short)
+        isolate(places, error, run=run, fail=fail, told=parts.fault, most=most)
         for place, fault in failed:  # only now: should this worker die before, another runs the batch anew
             self.refuse(slot, place[0], fault)
         failed.clear()  # their tracebacks hold this list
-
-    def _run_again(self, slot: int, places: Sequence[Place]) -> None:
-        self._run_rows(slot, [row for first, rows, _, _ in places for row in range(first, first + rows)])
 
     def _run_rows(self, slot: int, index: list[int]) -> None:
         _, inputs, outputs = self._slots.get(slot) or self._open_slot(slot)

@@ -75,19 +75,25 @@ class Device(Protocol):
         """Raises DeviceLost when the device is what failed."""
 
     def close(self) -> None:
-        """Nothing is enqueued any more."""
+        """Nothing is enqueued any more, and what was is over: the host's memory that it copies from and to
+        goes next, also after a fault of this process's own that left batches in flight."""
 
 
-def open_device(config: Mapping[str, Any]) -> Device | None:
-    """The device of an instance, None where it computes on the CPU. Raises ConfigError for one that is not
-    there."""
-    name = str(config.get("device") or "cpu")
-    if name == "cpu":
-        return None
+def runs_there(config: Mapping[str, Any], backend: Any) -> bool:
+    """Whether batches of this instance go over a device, and its worker reads clients' memory there itself;
+    asked when the backend has loaded."""
+    there = str(config.get("device") or "cpu") != "cpu"
+    return there and bool(getattr(backend, "takes_device_tensors", False))
+
+
+def open_device(config: Mapping[str, Any], compute: Any = None) -> Device:
+    """The device of an instance that has one; `compute` is the stream that its backend computes on, if it has
+    one. Raises ConfigError for one that is not there."""
+    name = str(config["device"])
     if name.partition(":")[0] == SIMULATED:
         from fastserve.workers.device_simulated import SimulatedDevice, read_script
 
         return SimulatedDevice(name, read_script())
     from fastserve.workers.device_cuda import CudaDevice
 
-    return CudaDevice(name)
+    return CudaDevice(name, compute)

@@ -9,27 +9,29 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from fastserve.backends.device_faults import DeviceLost, end_if_lost
 from fastserve.backends.torch import import_torch, open_device
 from fastserve.devices.cuda import Cuda, CudaFault
-from fastserve.workers.device import Mark, Stream, Tensor
+from fastserve.workers.device import COMPUTE, COPY_IN, Mark, Stream, Tensor
 
 log = logging.getLogger(__name__)
 
 
 class CudaDevice:
-    """`name` is cuda or cuda:N."""
+    """`name` is cuda or cuda:N, `compute` torch's stream of a backend that has one of its own."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, compute: Any = None) -> None:
         """Raises ConfigError when it is not there."""
         self._torch = import_torch()
         number = int(name.partition(":")[2] or 0)
         self.name = f"cuda:{number}"
         self._device = open_device(self._torch, self.name)
         self._streams = {stream: self._torch.cuda.Stream(self._device) for stream in Stream}
+        if compute is not None:
+            self._streams[COMPUTE] = compute
         self._number, self._cuda = number, Cuda.load()
         self._pinned = 0
 
@@ -53,8 +55,10 @@ class CudaDevice:
                 self._cuda.unregister(start)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Tensor:
-        """See Device."""
-        return self._torch.empty(shape, dtype=dtype, device=self._device)
+        """See Device. Of the copy-in stream, which writes it first: torch's allocator gives a stream's memory
+        again as soon as it is let go of, when kernels of that stream may still write there."""
+        with self._torch.cuda.stream(self._streams[COPY_IN]):
+            return self._torch.empty(shape, dtype=dtype, device=self._device)
 
     def staging(self, shape: tuple[int, ...], dtype: Any) -> Tensor:
         """See Device."""
@@ -73,20 +77,19 @@ class CudaDevice:
     def mark(self, stream: Stream) -> Mark:
         """See Device."""
         event = self._torch.cuda.Event(enable_timing=True)
-        event.record(self._streams[stream])
+        with _or_lost():
+            event.record(self._streams[stream])
         return event
 
     def after(self, stream: Stream, mark: Mark) -> None:
         """See Device."""
-        self._streams[stream].wait_event(mark)
+        with _or_lost():
+            self._streams[stream].wait_event(mark)
 
     def reached(self, mark: Mark) -> bool:
         """See Device."""
-        try:
+        with _or_lost():
             return bool(mark.query())
-        except RuntimeError as error:
-            # What cudaEventQuery fails with is what the work before it failed with, whoever enqueued that.
-            raise DeviceLost(error) from error
 
     def between_ns(self, first: Mark, last: Mark) -> int:
         """See Device."""
@@ -97,17 +100,32 @@ class CudaDevice:
         return call(inputs)
 
     def check(self, error: BaseException) -> None:
-        """A library's own words may hide what CUDA has to say: it is asked."""
+        """A library's own words may hide what CUDA has to say: it is asked, of the streams that a run is on.
+        To ask the whole device is refused while another thread captures a graph, and nothing is lost then."""
         end_if_lost(error)
         text = str(error)
         if not any(name in text for name in ("CUDA", "CUDNN", "CUBLAS", "cuda", "cuDNN", "cuBLAS")):
             return
         try:
-            self._torch.cuda.synchronize(self._device)
+            for stream in (self._torch.cuda.current_stream(self._device), *self._streams.values()):
+                stream.synchronize()
         except RuntimeError as found:
             raise DeviceLost(found) from error
 
     def close(self) -> None:
         """See Device."""
+        for stream in self._streams.values():
+            with contextlib.suppress(RuntimeError):  # a device that has failed copies nothing any more
+                stream.synchronize()
         self.unpin()
         self._streams.clear()
+
+
+@contextlib.contextmanager
+def _or_lost() -> Iterator[None]:
+    """Without events there is no order: whoever cannot record one, or wait for one, must not go on. What
+    cudaEventQuery fails with is what the work before it failed with, whoever enqueued that."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise DeviceLost(error) from error

@@ -132,6 +132,11 @@ class DeviceDenseRunner(DeviceRunner[DenseCargo]):
         self.drain()
         self.lent.close(handle)
 
+    def close(self) -> None:
+        """See DeviceRunner. In a shared worker the process lives on, with what others have open."""
+        super().close()
+        self.lent.close_all()
+
     def _open_berth(self) -> Berth:
         return Berth(self._device, self._backend, self._ring.max_rows, pinned=self._pinned)
 
@@ -170,19 +175,26 @@ class LentDenseRunner(DenseRunner):
     def __init__(self, place: Workplace, runner: DeviceDenseRunner) -> None:
         super().__init__(place)
         self._runner = runner
+        self._refused: set[int] = set()  # of the batch that is run again
 
-    def recover(self, slot: int, error: Exception) -> None:
+    def refuse(self, slot: int, row: int, error: Exception) -> None:
         """See DenseRunner."""
+        super().refuse(slot, row, error)
+        self._refused.add(row)
+
+    def recover(self, slot: int, error: Exception, *, whole: bool = False) -> None:
+        """See DenseRunner. Of a request that fails nothing is written: what its columns hold is of others."""
         runner = self._runner
+        self._refused.clear()
         found = runner.lent.read(self._ring, slot)
         lent = [one for one in found if one.fault is None]
         inputs, outputs = runner.columns(slot)
         for one in lent:
             for name, tensor in one.inputs.items():
                 inputs[name][one.row : one.row + one.rows].copy_(tensor)
-        super().recover(slot, error)
+        super().recover(slot, error, whole=whole)
         for one in lent:
-            for name, tensor in one.outputs.items():
+            for name, tensor in one.outputs.items() if one.row not in self._refused else ():
                 tensor.copy_(outputs[name][one.row : one.row + one.rows])
         for one in found:
             if one.fault is not None:  # whatever was said of its rows since

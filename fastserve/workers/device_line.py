@@ -176,7 +176,9 @@ class DeviceLine:
         async with self._turn:
             key = lent.handle, lent.device
             self._handles[key] -= 1
-            self._handles += Counter()  # those that are open
+            if self._handles[key] > 0:  # by another name
+                return
+            del self._handles[key]
             self._open_here.discard(key)
             try:
                 if self._running:
@@ -202,10 +204,15 @@ class DeviceLine:
 
     async def _share(self, spot: Spot) -> None:
         if spot.number not in self._known:
+            if spot.arena.memory_fd < 0:  # its version was unloaded while this waited for its turn
+                raise _lost("the model's memory is gone")
             nbytes = len(spot.arena.memory)
             told = {"op": "share", "memory": spot.number, "nbytes": nbytes}
-            self._known.add(spot.number)
-            _must_be_done(await self._say(told, ANSWER_S, [spot.arena.memory_fd]))
+            self._known.add(spot.number)  # now: should it close meanwhile, the ferry is to let go of it
+            answer = await self._say(told, ANSWER_S, [spot.arena.memory_fd])
+            if answer["op"] != "done":
+                self._known.discard(spot.number)
+            _must_be_done(answer)
 
     async def _unshare(self, number: int) -> None:
         if self._running and number in self._known:

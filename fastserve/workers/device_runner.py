@@ -86,10 +86,14 @@ class DeviceRunner(Generic[C]):
 
     def run(self, slot: int) -> bool:
         """Start the batch. True: it publishes the slot when it has landed."""
-        cargo = self._load(slot)
+        self._ring.start_run(slot)
+        try:
+            cargo = self._load(slot)
+        except Exception as error:  # there is no memory of the device for its inputs, say
+            self._recover(slot, error)
+            return False
         if cargo is None:
             return False
-        self._ring.start_run(slot)
         self._pipeline.launch(cargo)
         return True
 
@@ -121,25 +125,42 @@ class DeviceRunner(Generic[C]):
 
     def _finish(self, flight: Flight) -> None:
         cargo: Any = flight.cargo
-        slot, ring = cargo.slot, self._ring
-        try:
-            if flight.fault is not None:
-                raise flight.fault
-            self._time(slot, flight)
-            cargo.land()
-        except Exception as error:
-            self._device.check(error)
-            flight.held = None
-            if is_out_of_memory(error):
-                self.report.out_of_memory += 1
-                self.drain()  # the memory of the others is what is missing
+        error, flight.fault = flight.fault, None
+        if error is None:
             try:
-                self._plain.recover(slot, error)
+                self._time(cargo.slot, flight)
+                cargo.land()
             except Exception as fault:
-                self._device.check(fault)
-                fail_slot(ring, slot, fault)
+                error = fault
+        if error is not None:
+            flight.held = None
+            try:
+                self._recover(cargo.slot, error, cargo)
+            finally:
+                del error  # its traceback holds this frame
         cargo.leave()
-        ring.publish(slot)
+        self._ring.publish(cargo.slot)
+
+    def _recover(self, slot: int, error: Exception, cargo: C | None = None) -> None:
+        """Answer a batch that failed, on the plain way. Raises DeviceLost."""
+        self._device.check(error)
+        try:
+            self._run_again(slot, error, cargo)
+        except Exception as fault:
+            self._device.check(fault)
+            fail_slot(self._ring, slot, fault)
+
+    def _run_again(self, slot: int, error: Exception, cargo: C | None) -> None:
+        """`cargo`: of a batch that had taken off. Raises what the batch is to end in."""
+        self._plain.recover(slot, error, whole=self._make_room(error))
+
+    def _make_room(self, error: Exception) -> bool:
+        """Where memory is short, let all the others land: theirs may be what is missing. Whether there were
+        any. Raises DeviceLost."""
+        crowded = is_out_of_memory(error) and self.in_flight > 0
+        if crowded:
+            self.drain()
+        return crowded
 
     def _time(self, slot: int, flight: Flight) -> None:
         now = time.monotonic_ns()

@@ -28,11 +28,14 @@ from fastserve.workers.device import COMPUTE, Mark, Stream, Tensor
 SCRIPT = "FASTSERVE_SIMULATED_DEVICE"
 LOST = "CUDA error: an illegal memory access was encountered (simulated)"
 NOISE = 0x5B
+# What a copy that is asked for can be refused with, and what becomes of one that was enqueued.
+REFUSED, ENQUEUED = frozenset({"out of memory", "error"}), frozenset({"lost", "hold"})
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What happens at step number `at` of a stage, counted from 0 and once if `once` names a file that is not
-    there yet. `hold`: the stage stands still from there on. `larger`: only of batches of more rows."""
+    there yet. `hold`: the stage stands still from there on. `larger`: only of batches of more rows. A copy is
+    refused when it is asked for (`out of memory`, `error`), or fails where nobody waits for it (`lost`)."""
 
     stage: str
     what: Literal["out of memory", "lost", "error", "hold"]
@@ -96,6 +99,7 @@ class SimulatedDevice:
         self._doing: Stream | None = None
         self._random = random.Random(self.script.seed)
         self._counts = dict.fromkeys(Stream, 0)
+        self._asked = dict.fromkeys(Stream, 0)  # copies, done or not
         self._held: set[Stream] = set()
         self.pinned = False
 
@@ -126,11 +130,16 @@ class SimulatedDevice:
 
     def copy(self, stream: Stream, target: Tensor, source: Tensor) -> None:
         """See Device."""
+        rows = len(source) if source.dim() else 1
+        at, self._asked[stream] = self._asked[stream], self._asked[stream] + 1
+        refused = self._find(stream, at, rows, REFUSED)
+        if refused is not None:
+            self._fail(refused)
 
         def do() -> None:
-            fault = self._fault(stream, len(source) if source.dim() else 1)
-            if fault is not None and fault.what != "hold":
-                self.lost = LOST  # a copy that was enqueued can fail in no other way
+            fault = self._fault(stream, rows, ENQUEUED)
+            if fault is not None and fault.what == "lost":
+                self.lost = LOST
                 return
             target.copy_(source)
 
@@ -216,17 +225,20 @@ class SimulatedDevice:
             raise RuntimeError(LOST)
         raise ValueError("the model does not like this batch (simulated)")
 
-    def _fault(self, stream: Stream, rows: int) -> Fault | None:
+    def _fault(self, stream: Stream, rows: int, kinds: frozenset[str] = REFUSED | ENQUEUED) -> Fault | None:
         at, self._counts[stream] = self._counts[stream], self._counts[stream] + 1
         self.trace.append((stream.value, at))
+        fault = self._find(stream, at, rows, kinds)
+        if fault is not None and fault.what == "hold":
+            self._held.add(stream)
+        return fault
+
+    def _find(self, stream: Stream, at: int, rows: int, kinds: frozenset[str]) -> Fault | None:
         for fault in self.script.faults:
             if fault.stage != stream.value or not (fault.every or fault.at == at) or rows <= fault.larger:
                 continue
-            if fault.once and not _first(Path(fault.once)):
-                continue
-            if fault.what == "hold":
-                self._held.add(stream)
-            return fault
+            if fault.what in kinds and not (fault.once and not _first(Path(fault.once))):
+                return fault
         return None
 
     def between_ns(self, first: Mark, last: Mark) -> int:
@@ -239,7 +251,11 @@ class SimulatedDevice:
             raise DeviceLost(self.lost) from error
 
     def close(self) -> None:
-        """See Device."""
+        """See Device. One that is lost does nothing more."""
+        while not self.lost and self.step():
+            pass
+        for steps in self._steps.values():
+            steps.clear()
         self.unpin()
 
 

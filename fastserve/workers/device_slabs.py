@@ -5,10 +5,11 @@ outputs into a slab made for them when their shapes are known. What does not fit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from fastserve.backends.device_faults import is_out_of_memory
 from fastserve.backends.torch_tensors import as_tensor, torch_dtype
 from fastserve.workers.arrays import open_desk
 from fastserve.workers.device import Device, Tensor
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Group:
-    """Requests that run together. `answers` are their slabs: (first row, offset or 0, bytes)."""
+    """Requests that run together, less those that were answered. `answers` are their slabs: (first row,
+    offset or 0, bytes)."""
 
     places: list[Place]
     inputs: dict[str, Tensor] = field(default_factory=dict)
@@ -61,12 +63,25 @@ class SlabCargo:
                 target.copy_(staged)
             if group.fault is None:
                 self._runner.answer(self.slot, group)
+        self._answer_failed()
+
+    def run_again(self, error: Exception) -> None:
+        """Its copies failed: of what, no group can tell, so all run again that have no answer."""
         for group in self._groups:
-            if group.fault is not None:
-                self._runner.answer_failed(self.slot, group.places, group.fault)
+            group.fault = group.fault or error
+            self._runner.give_up(group)
+        self._answer_failed()
+
+    def _answer_failed(self) -> None:
+        for group in self._groups:
+            group.inputs.clear()
+        for group in self._groups:
+            self._runner.answer_failed(self.slot, group, beside=len(self._groups) > 1)
 
     def leave(self) -> None:
-        """Nothing is kept."""
+        """Slabs that were made and not answered with: its results could not be copied out."""
+        for group in self._groups:
+            self._runner.give_up(group)
 
 
 class DeviceSlabRunner(DeviceRunner[SlabCargo]):
@@ -81,6 +96,13 @@ class DeviceSlabRunner(DeviceRunner[SlabCargo]):
     def _load(self, slot: int) -> SlabCargo | None:
         places = self.plain.read_places(slot)
         return SlabCargo(self, slot, self.plain.groups_of(places)) if places else None
+
+    def _run_again(self, slot: int, error: Exception, cargo: SlabCargo | None) -> None:
+        """See DeviceRunner: by groups, as a model that fails is run again."""
+        if cargo is None:
+            super()._run_again(slot, error, cargo)
+        else:
+            cargo.run_again(error)
 
     def take_in(self, group: Group) -> Iterator[tuple[Tensor, Tensor]]:
         """One copy for each request's tensor, side by side on the device."""
@@ -138,10 +160,17 @@ class DeviceSlabRunner(DeviceRunner[SlabCargo]):
 
     def answer(self, slot: int, group: Group) -> None:
         """Its slabs have been written."""
-        for row, offset, size in group.answers:
+        while group.answers:  # each is the place's own from there on
+            row, offset, size = group.answers.pop(0)
+            group.places = [place for place in group.places if place[0] != row]
             self.plain.answer_slab(slot, row, offset, size)
 
-    def answer_failed(self, slot: int, places: Sequence[Place], fault: Exception) -> None:
-        """Alone where requests may fail so."""
-        self._device.check(fault)
-        self.plain.group_failed(slot, list(places), fault)
+    def answer_failed(self, slot: int, group: Group, *, beside: bool) -> None:
+        """Alone where requests may fail so; `beside`: others were on the device with it, and are gone. Raises
+        DeviceLost."""
+        places, group.places = group.places, []
+        fault, group.fault = group.fault, None
+        if places and fault is not None:
+            self._device.check(fault)
+            whole = self._make_room(fault) or (beside and is_out_of_memory(fault))
+            self.plain.group_failed(slot, places, fault, whole=whole)

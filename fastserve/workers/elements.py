@@ -8,17 +8,21 @@ ways back. What cannot travel fails its own place; what the transformer raises f
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastserve.backends.base import explain
+from fastserve.backends.device_faults import end_if_lost, is_out_of_memory
 from fastserve.backends.transformer import TransformerBackend
 from fastserve.codec.wireable import decode, encode
 from fastserve.errors import Kind, ServeError
 from fastserve.workers.arena import Arena
 from fastserve.workers.arrays import NUMPY
 from fastserve.workers.guesses import Guess
+from fastserve.workers.isolation import counted
+from fastserve.workers.smaller import Smaller
 
 if TYPE_CHECKING:
     from fastserve._ext.batch_ring import BatchRing
@@ -44,7 +48,7 @@ class ElementRunner:
             return
         batch = self._read(slot, places)
         self._ring.start_run(slot)
-        results = self._backend.apply(batch)
+        results = self._apply(slot, batch)
         self._ring.end_run(slot)
         if self._whole:
             self._answer(slot, places[0][0], results)
@@ -54,6 +58,30 @@ class ElementRunner:
                 Kind.INTERNAL, f"transform returned {len(results)} results for {len(places)} elements"
             )
         self._write(slot, places, results)
+
+    def _apply(self, slot: int, batch: Any) -> Any:
+        """By halves where memory is short and the elements are known apart."""
+        try:
+            return self._backend.apply(batch)
+        except Exception as error:
+            end_if_lost(error)
+            if self._whole or len(batch) < 2 or not is_out_of_memory(error):
+                raise
+            fault = error
+        try:
+            return self._apply_parts(slot, batch, fault)
+        finally:
+            del fault  # its traceback holds this frame
+
+    def _apply_parts(self, slot: int, batch: Any, error: Exception) -> Any:
+        parts = Smaller(self._backend, len(batch), error)
+
+        def run(some: Sequence[int]) -> Any:
+            with counted(self._ring, slot, len(some)):
+                return self._backend.apply(batch[some[0] : some[-1] + 1])
+
+        found = parts.run(range(len(batch)), run)
+        return np.concatenate(found) if self._ring.outputs else [one for part in found for one in part]
 
     def warm_up(self, rows: int, guess: Guess) -> None:
         """Nothing: no element can be made up."""

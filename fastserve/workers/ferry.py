@@ -32,6 +32,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fastserve.devices.cuda import Cuda, CudaFault
+from fastserve.devices.handles import OpenHandles
 from fastserve.workers.control import Control, ControlFault, PeerGone
 from fastserve.workers.tie import tie_to_owner
 
@@ -101,7 +102,7 @@ class Ferry:
     def __init__(self, cuda: Cuda, staging: Memory) -> None:
         self._cuda = cuda
         self._memories = {0: staging}
-        self._opened: dict[tuple[str, int], int] = {}
+        self._handles = OpenHandles(cuda)
         self.broken = False
 
     def answer(self, asked: dict[str, Any], fds: list[int]) -> dict[str, Any]:
@@ -122,11 +123,13 @@ class Ferry:
         count = self._cuda.count()
         if not 0 <= device < count:
             raise BeyondError(f"device {device} was registered, there are {count}")
+        known = self._handles.has(self, device, bytes.fromhex(handle))  # by another name it is good
         address = self._address(handle, device)
         try:
             self._check(address, device, nbytes)
         except BeyondError:
-            self._close(handle, device)
+            if not known:
+                self._close(handle, device)
             raise
 
     def _check(self, address: int, device: int, nbytes: int) -> None:
@@ -164,17 +167,10 @@ class Ferry:
         self._memories.pop(memory).close(self._cuda)
 
     def _close(self, handle: str, device: int) -> None:
-        address = self._opened.pop((handle, device), None)
-        if address is not None:
-            self._cuda.enter(device)
-            self._cuda.close_handle(address)
+        self._handles.close(self, device, bytes.fromhex(handle))
 
     def _address(self, handle: str, device: int) -> int:
-        self._cuda.enter(device)
-        found = self._opened.get((handle, device))
-        if found is None:
-            found = self._opened[handle, device] = self._cuda.open_handle(bytes.fromhex(handle))
-        return found
+        return self._handles.open(self, device, bytes.fromhex(handle))
 
 
 def main(arguments: list[str]) -> int:

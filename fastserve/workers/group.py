@@ -167,6 +167,11 @@ class WorkerGroup:
         return self._instances[0].signatures
 
     @property
+    def on_device(self) -> bool:
+        """Whether all workers read clients' memory on their device by themselves."""
+        return all(instance.on_device for instance in self._instances)
+
+    @property
     def recorded_ns(self) -> int:
         """How long the recorded requests took the slowest worker."""
         return max(instance.recorded_ns for instance in self._instances)
@@ -226,7 +231,7 @@ class WorkerGroup:
         return self._instances[worker].tell(message)
 
     def tell_attached(self, worker: int, message: Mapping[str, Any]) -> bool:
-        """The same to one that has taken batches, or is about to; False of any other."""
+        """The same to one that has taken batches; False of any other, which has nothing of theirs."""
         return self._instances[worker].tell_attached(message)
 
     async def _load_all(self) -> Specs:
@@ -340,6 +345,8 @@ def place_worker(
         return {}, environment
     place = places[int(config.get("first_instance") or 0) + number]
     told = {"device": place["device"], "gpu": place["gpu"], "device_memory_bytes": place["bytes"]}
+    if place.get("dtype"):
+        told["torch"] = {**(config.get("torch") or {}), "dtype": place["dtype"]}
     if not place["visible"] or VISIBLE in (config.get("env") or ()):
         return told, environment
     return told, {**environment, VISIBLE: place["visible"]}

@@ -59,6 +59,7 @@ class _Loaded(msgspec.Struct, tag="loaded", tag_field="op"):
     outputs: dict[str, dict[str, Any]]
     text: Info | None = None
     signatures: dict[str, dict[str, Any]] = {}
+    on_device: bool = False
 
 
 class _Ready(msgspec.Struct, tag="ready", tag_field="op"):
@@ -123,6 +124,7 @@ class Instance:
         self.signatures: Mapping[
             str, Mapping[str, Any]
         ] = {}  # the model's own, as model.yaml would have them
+        self.on_device = False  # whether it reads clients' memory on its device by itself
         self.recorded_ns = 0  # how long its recorded requests took
         self._order = order
         self._make_process = make_process
@@ -151,7 +153,9 @@ class Instance:
             ) from error
         loaded = await self._ask(State.LOADING, {**self._order, "op": "load", "instance": self.index}, ())
         assert loaded is not None
-        self.text, self.signatures = loaded.text, loaded.signatures
+        if self.on_device and not loaded.on_device:  # it would answer with what its columns happen to hold
+            raise ServeError(Kind.FAILED_PRECONDITION, "its batches do not go over the device any more")
+        self.text, self.signatures, self.on_device = loaded.text, loaded.signatures, loaded.on_device
         return _read_loaded(loaded)
 
     async def serve(self, layout: Mapping[str, Any], fds: Sequence[int]) -> None:
@@ -177,9 +181,11 @@ class Instance:
         return True
 
     def tell_attached(self, message: Mapping[str, Any]) -> bool:
-        """The same to one that has an arena, or is about to: whoever still loads takes what it hears next for
-        its arena, and has nothing of what is spoken of."""
-        return self.state in (State.ATTACHING, State.READY) and self.tell(message)
+        """The same to one that has taken batches. Whoever still loads takes what it hears next for its arena,
+        and whoever warms up hears nothing until that is over, which may be minutes: both have nothing of what
+        is spoken of. What it has said by now counts: it may be ready, and in its first batch."""
+        behind = self.state is State.ATTACHING and self._process is not None and not self._process.catch_up()
+        return (self.state is State.READY or behind) and self.tell(message)
 
     async def exited(self) -> None:
         """Returns once no worker is here."""
@@ -217,6 +223,8 @@ class Instance:
         except (msgspec.ValidationError, RecursionError) as error:
             raise ControlFault("a message that is none of loaded, ready, failed") from error
         if isinstance(answer, Call):
+            if self._on_call is None and isinstance(answer, _Wish) and not answer.id:
+                return  # what it tells; of the batching library's nobody counts it
             may = self.state is State.READY or (isinstance(answer, _Wish) and self.state is not State.IDLE)
             if not may or self._on_call is None:
                 raise ControlFault(f"a call while it was {self.state.value}")

@@ -1,10 +1,11 @@
 """Memory of clients on the worker's own GPU, as tensors: requests whose rows are there and in no column.
 
-    lent = LentMemory(cuda, device, inputs, outputs)
+    lent = LentMemory(device, inputs, outputs)
     for one in lent.read(ring, slot):            each place that brings any; a handle is opened once
         one.inputs["x"]                          [rows, ...] on the device, read and never written
         one.outputs["y"]                         [rows, ...] on the device, where the answer goes
     lent.close(handle)                           its client has taken it back
+    lent.close_all()                             the worker ends; others in its process may go on
 
 The context is the one torch has: the primary one of the device. The order of what is done there is the
 caller's; a handle is closed only when nothing that was enqueued uses it any more.
@@ -12,6 +13,7 @@ caller's; a handle is closed only when nothing that was enqueued uses it any mor
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from fastserve.backends.torch_tensors import torch_dtype
 from fastserve.codec.lending import Lent, read_lent
-from fastserve.devices.cuda import Cuda, CudaFault
+from fastserve.devices.cuda import CudaFault
+from fastserve.devices.handles import process_handles
 from fastserve.errors import Kind, ServeError
 
 if TYPE_CHECKING:
@@ -68,8 +71,7 @@ class LentMemory:
     ) -> None:
         self._device = device
         self._inputs, self._outputs = list(inputs.values()), list(outputs.values())
-        self._cuda: Cuda | None = None
-        self._opened: dict[bytes, int] = {}
+        self._opened: dict[bytes, int] = {}  # those that this worker has not closed, and their addresses
 
     def read(self, ring: BatchRing, slot: int) -> list[LentPlace]:
         """The places of a slot that bring device memory."""
@@ -80,15 +82,16 @@ class LentMemory:
         ]
 
     def close(self, handle: bytes) -> None:
-        """Let go of it; nothing may be using it."""
-        address = self._opened.pop(handle, None)
-        if address is None or self._cuda is None:
-            return
-        try:
-            self._cuda.enter(OWN)
-            self._cuda.close_handle(address)
-        except CudaFault as fault:
-            log.warning("client memory could not be closed: %s", fault)
+        """Let go of it; nothing of this worker's may be using it."""
+        handles = process_handles() if self._opened.pop(handle, None) is not None else None
+        if handles is not None:
+            with _told():
+                handles.close(self, OWN, handle)
+
+    def close_all(self) -> None:
+        """The same of all of them."""
+        for handle in list(self._opened):
+            self.close(handle)
 
     def _read_place(self, row: int, rows: int, data: bytes) -> LentPlace:
         place = LentPlace(row, rows)
@@ -123,14 +126,21 @@ class LentMemory:
         return flat.view(dtype).reshape(shape)
 
     def _address(self, handle: bytes) -> int:
-        if handle not in self._opened:
-            if self._cuda is None:
-                self._cuda = Cuda.load()
-            if self._cuda is None:
+        address = self._opened.get(handle)
+        if address is None:
+            handles = process_handles()
+            if handles is None:
                 raise LookupError("there is no driver")
-            self._cuda.enter(OWN)
-            self._opened[handle] = self._cuda.open_handle(handle)
-        return self._opened[handle]
+            address = self._opened[handle] = handles.open(self, OWN, handle)
+        return address
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except CudaFault as fault:
+        log.warning("client memory could not be closed: %s", fault)
 
 
 def gaps(places: Iterable[Span], end: int) -> Iterator[Span]:

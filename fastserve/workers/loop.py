@@ -5,7 +5,6 @@ The loop sees batches and arrays. What a request is, and who waits for it, it do
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import time
@@ -16,9 +15,10 @@ from fastserve.allocator import keep_freed_memory
 from fastserve.backends import wishes
 from fastserve.backends.base import Backend
 from fastserve.backends.device_faults import end_if_lost
+from fastserve.garbage import keep_what_is
 from fastserve.workers.arena import Arena
 from fastserve.workers.control import Control, PeerGone
-from fastserve.workers.device import Device, open_device
+from fastserve.workers.device import Device, open_device, runs_there
 from fastserve.workers.publishing import fail_slot
 from fastserve.workers.workplace import Workplace
 
@@ -83,10 +83,12 @@ def serve(
             else lambda: _told_to_stop(control, runner)
         )
         _say_ready(control, recorded_ns)
-        run_batches(ring, runner, stopped)
+        run_batches(ring, runner, stopped, control.fileno())
     finally:
-        getattr(runner, "close", lambda: None)()
-        arena.close()
+        try:
+            getattr(runner, "close", lambda: None)()
+        finally:
+            arena.close()
 
 
 def make_text_loop(
@@ -105,8 +107,7 @@ def make_text_loop(
 
 
 def _say_ready(control: Control, recorded_ns: int = 0) -> None:
-    gc.collect()
-    gc.freeze()  # what a loaded model consists of stays: a collection need not look at it again
+    keep_what_is()  # of a loaded model
     keep_freed_memory()  # for the arrays of the next batch
     control.send({"op": "ready", **({"recorded_ns": recorded_ns} if recorded_ns else {})})
 
@@ -123,8 +124,8 @@ def make_runner(place: Workplace) -> Runner:
         from fastserve.workers.requests import RequestRunner
 
         return RequestRunner(arena, ring, cast("TritonPythonBackend", backend), config)
-    device = open_device(config) if getattr(backend, "takes_device_tensors", False) else None
-    if device is not None:
+    if runs_there(config, backend):
+        device = open_device(config, getattr(backend, "compute_stream", None))
         return make_device_runner(place, device)
     if arena.geometry.dense:
         from fastserve.workers.dense import DenseRunner
@@ -153,13 +154,13 @@ def open_line(control: Control, arena: Arena, ring: BatchRing) -> Callable[[], b
     return ControlLine.open(control, arena, ring).turn
 
 
-def run_batches(ring: BatchRing, runner: Runner, stopped: Callable[[], bool]) -> None:
+def run_batches(ring: BatchRing, runner: Runner, stopped: Callable[[], bool], control_fd: int) -> None:
     """The loop itself. `stopped` is asked whenever the control line has something to say."""
     spin_ns = SPIN_NS if len(os.sched_getaffinity(0)) > 1 else 0
     if hasattr(runner, "land"):
         from fastserve.workers.device_loop import run_flights
 
-        run_flights(ring, runner, stopped, spin_ns)
+        run_flights(ring, runner, stopped, spin_ns, control_fd)
         return
     while True:
         slot = ring.take_or_wait(spin_ns)
@@ -188,7 +189,7 @@ def _told_to_stop(control: Control, runner: Any = None) -> bool:
         return True
     if message["op"] == "close_lent":
         getattr(runner, "close_lent", lambda handle: None)(bytes.fromhex(message["handle"]))
-        wishes.tell("lent_closed", handle=message["handle"])
+        wishes.tell("lent_closed", number=message["number"])
     return bool(message["op"] == "stop")
 
 

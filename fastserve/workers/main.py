@@ -29,6 +29,7 @@ from fastserve.config.text import INPUTS, OUTPUTS
 from fastserve.errors import ConfigError
 from fastserve.logs import log_prints, log_uncaught, raw_trace, setup_logs
 from fastserve.workers.control import Control, ControlFault, PeerGone
+from fastserve.workers.device import runs_there
 from fastserve.workers.tie import tie_to_owner
 from fastserve.workers.wishes import EarlyLine
 
@@ -68,7 +69,7 @@ def live(control: Control, order: Mapping[str, Any], serve: Serve) -> int:
     try:
         backend = create({"name": order["name"], **order["config"]}, version_dir, order["instance"])
         backend.load()
-        control.send({"op": "loaded", **_describe(backend, str(order["config"].get("backend")))})
+        control.send({"op": "loaded", **_describe(backend, order["config"])})
         message, fds = control.receive()
         if message["op"] == "serve":
             serve(backend, control, order["config"], message, fds)
@@ -84,12 +85,13 @@ def live(control: Control, order: Mapping[str, Any], serve: Serve) -> int:
             _close(backend)
 
 
-def _describe(backend: Backend, name: str) -> dict[str, Any]:
-    if find_backend(name).takes == "text":
+def _describe(backend: Backend, config: Mapping[str, Any]) -> dict[str, Any]:
+    if find_backend(str(config.get("backend"))).takes == "text":
         info = cast("TextBackend", backend).info
         return {"inputs": dict(INPUTS), "outputs": dict(OUTPUTS), "text": msgspec.to_builtins(info)}
     specs = {"inputs": write_specs(backend.inputs), "outputs": write_specs(backend.outputs)}
-    return {**specs, "signatures": getattr(backend, "signatures", {})}
+    more = {"signatures": getattr(backend, "signatures", {}), "on_device": runs_there(config, backend)}
+    return {**specs, **more}
 
 
 def _report(control: Control, error: BaseException, version_dir: str) -> None:

@@ -89,6 +89,8 @@ class Child(Protocol):
 
     def send(self, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None: ...
 
+    def catch_up(self) -> bool: ...
+
     def kill(self, reason: str) -> None: ...
 
     async def stop(self, grace_s: float) -> None: ...
@@ -159,6 +161,10 @@ class WorkerProcess:
         if self._control is None:
             raise ControlFault("the worker is not running")
         self._control.send(message, fds)
+
+    def catch_up(self) -> bool:
+        """Hears what it has said, also what the loop has not come by yet; False: perhaps not all of it."""
+        return self._control is None or self._control.catch_up()
 
     def kill(self, reason: str) -> None:
         """SIGKILL, with the reason that `on_exit` will give; nothing if it is dead already."""

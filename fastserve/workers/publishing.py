@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from fastserve.backends.base import explain
-from fastserve.errors import Kind, ServeError
+from fastserve.backends.base import explain, kind_of
+from fastserve.errors import ServeError
 
 if TYPE_CHECKING:
     from fastserve._ext.batch_ring import BatchRing
@@ -20,4 +20,4 @@ def fail_slot(ring: BatchRing, slot: int, error: Exception) -> None:
         ring.fail(slot, error.kind.value, error.message)
         return
     log.error("the model failed on a batch of %d rows", ring.batch_rows(slot), exc_info=error)
-    ring.fail(slot, Kind.INTERNAL.value, explain(error))
+    ring.fail(slot, kind_of(error).value, explain(error))

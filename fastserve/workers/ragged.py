@@ -19,7 +19,8 @@ from fastserve.errors import Kind, ServeError
 from fastserve.tensor import DTYPES
 from fastserve.workers.arrays import open_desk, read_array, to_entry
 from fastserve.workers.guesses import Guess
-from fastserve.workers.isolation import isolate, may_isolate
+from fastserve.workers.isolation import counted, isolate, may_isolate, most_runs
+from fastserve.workers.smaller import Smaller
 
 if TYPE_CHECKING:
     from fastserve._ext.slab_tensors import Entry
@@ -61,30 +62,60 @@ class SlabRunner:
         places = self.read_places(slot)
         self._ring.start_run(slot)
         for group in self.groups_of(places) if places else ():
+            error: Exception | None = None
             try:
                 self._run_group(slot, group)
-            except Exception as error:
-                self.group_failed(slot, group, error)
+            except Exception as fault:
+                error = fault
+            try:
+                if error is not None:  # handled here no more: see isolation.py
+                    self.group_failed(slot, group, error)
+            finally:
+                del error  # its traceback holds this frame
 
-    def group_failed(self, slot: int, group: list[Place], error: Exception) -> None:
-        """Run it again in parts, where that may be, and tell the rest. Raises DeviceLost."""
+    def group_failed(self, slot: int, group: list[Place], error: Exception, *, whole: bool = False) -> None:
+        """Run it again in parts, where that may be, and tell the rest. `whole`: see Smaller. Raises
+        DeviceLost."""
         end_if_lost(error)
+        parts = Smaller(self._backend, sum(place[1] for place in group), error, whole=whole)
 
         def fail(place: Place, fault: Exception) -> None:
             self._refuse(slot, [place], ServeError(kind_of(fault), explain(fault)))
 
         def run(places: Sequence[Place]) -> None:
-            self._run_group(slot, places)
+            if len(places) == 1:
+                self._run_alone(slot, places[0], parts if len(group) == 1 else parts.anew())
+                return
+            with counted(self._ring, slot, sum(place[1] for place in places)):
+                self._run_group(slot, places)
 
-        if len(group) > 1 and self._isolating:
-            isolate(self._ring, slot, group, error, rows=lambda place: place[1], run=run, fail=fail)
+        if self._isolating and (len(group) > 1 or parts.short):
+            most = most_runs(len(group), short=parts.short)
+            isolate(group, error, run=run, fail=fail, told=parts.fault, most=most)
             return
-        if not isinstance(error, ServeError):
+        if not isinstance(parts.fault, ServeError):
             log.error("the model failed on a batch of %d requests", len(group), exc_info=error)
         for place in group:
-            fail(place, error)
+            fail(place, parts.fault)
 
-    def recover(self, slot: int, error: Exception) -> None:
+    def _run_alone(self, slot: int, place: Place, parts: Smaller) -> None:
+        """One request, by halves of its rows where memory is short and they are known apart."""
+        row, rows, arrays = place
+        apart = self._batching and not self._batch_io
+
+        def run(some: Sequence[int]) -> Mapping[str, np.ndarray[Any, Any]]:
+            with counted(self._ring, slot, rows if not apart else len(some)):
+                if apart:
+                    return self._backend.run({n: a[some[0] : some[-1] + 1] for n, a in arrays.items()})
+                self._run_group(slot, [place])
+                return {}
+
+        results = parts.run(range(rows if apart else 1), run)
+        if apart:
+            self._ring.end_run(slot)
+            self._answer(slot, row, _join(results, parts))
+
+    def recover(self, slot: int, error: Exception, *, whole: bool = False) -> None:
         """The batch could not even be begun."""
         end_if_lost(error)
         raise error
@@ -171,6 +202,17 @@ class SlabRunner:
         if offset == 0:
             status, size = status or Kind.RESOURCE_EXHAUSTED.value, 0
         self._ring.answer_place(slot, row, status, offset, size)
+
+
+def _join(parts: Sequence[Mapping[str, np.ndarray[Any, Any]]], short: Smaller) -> Arrays:
+    """Outputs of a request that was run by parts. Raises ServeError RESOURCE_EXHAUSTED where rows of another
+    part have another shape."""
+    if len(parts) == 1:
+        return dict(parts[0])
+    try:
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    except ValueError:
+        raise short.fault from None
 
 
 def _row_shapes(arrays: Arrays) -> tuple[Any, ...]:

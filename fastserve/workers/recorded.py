@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from struct import Struct
 from typing import Any
 
 import msgspec
@@ -18,9 +17,9 @@ import numpy as np
 from fastserve._ext.flatten import unpack_bytes
 from fastserve.backends.base import Backend, explain, kind_of
 from fastserve.errors import ServeError
+from fastserve.request import RECORDED_LENGTH as LENGTH
 from fastserve.workers.arrays import NUMPY
 
-LENGTH = Struct("<Q")
 Arrays = dict[str, np.ndarray[Any, Any]]
 
 

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from fastserve.backends.base import kind_of
-from fastserve.backends.device_faults import end_if_lost
+from fastserve.backends.device_faults import end_if_lost, is_out_of_memory
+from fastserve.backends.shortage import count_shortage
 from fastserve.backends.triton_metrics import changes
 from fastserve.backends.triton_python import Failed, TritonPythonBackend
 from fastserve.backends.triton_requests import InferenceRequest, InferenceResponse
 from fastserve.workers.arena import Arena
 from fastserve.workers.guesses import Guess
-from fastserve.workers.isolation import isolate, may_isolate
+from fastserve.workers.isolation import counted, isolate, may_isolate, most_runs
 from fastserve.workers.replies import Batch, Kept, Reply
 from fastserve.workers.request_desk import Desk
 
@@ -77,23 +78,36 @@ class RequestRunner:
             if self._decoupled and responses is None:
                 return
             responses = _checked(responses, len(asked))
-        except Exception as error:
-            end_if_lost(error)
-            if len(asked) == 1 or not self._isolating:
-                self._fail_all(requests, replies, error)
-                return
-            requests.clear()
-            self._isolate(slot, asked, error)
-            self._ring.end_run(slot)
+        except Exception as fault:
+            error = fault
+        else:
+            self._desk.answer_all(responses, replies)
             return
-        self._desk.answer_all(responses, replies)
+        try:  # handled here no more: see isolation.py
+            self._batch_failed(slot, asked, requests, error)
+        finally:
+            del error  # its traceback holds this frame
+
+    def _batch_failed(
+        self, slot: int, asked: list[Asked], requests: list[InferenceRequest], error: Exception
+    ) -> None:
+        end_if_lost(error)
+        if is_out_of_memory(error):
+            count_shortage()
+        if len(asked) == 1 or not self._isolating:
+            self._fail_all(requests, [one.reply for one in asked], error)
+            return
+        requests.clear()
+        self._isolate(slot, asked, error)
+        self._ring.end_run(slot)
 
     def _isolate(self, slot: int, asked: list[Asked], error: Exception) -> None:
         """Each run sees requests read anew: a model may have written into what it was given."""
 
         def run(group: Sequence[Asked]) -> None:
             requests = [self._desk.read(one.reply, one.offset, one.nbytes, one.lent) for one in group]
-            responses = self._backend.execute(requests, _unexpected)
+            with counted(self._ring, slot, sum(one.rows for one in group)):
+                responses = self._backend.execute(requests, _unexpected)
             self._desk.answer_all(_checked(responses, len(group)), [one.reply for one in group])
 
         def fail(one: Asked, fault: Exception) -> None:
@@ -104,7 +118,8 @@ class RequestRunner:
 
         left = [one for one in asked if one.reply.open]  # others had their answer before execute() raised
         if left:
-            isolate(self._ring, slot, left, error, rows=lambda one: one.rows, run=run, fail=fail, id=id)
+            most = most_runs(len(left), short=is_out_of_memory(error))
+            isolate(left, error, run=run, fail=fail, most=most, id=id)
 
     def _fail_all(self, requests: list[InferenceRequest], replies: list[Reply], error: Exception) -> None:
         ids = _ids_of(requests)
@@ -117,7 +132,13 @@ class RequestRunner:
         if not self._decoupled:
             return _unexpected
         waiting = [ref(reply) for reply in replies]
-        return lambda error: self._fail([r for r in (look() for look in waiting) if r is not None], error)
+
+        def fail(error: BaseException) -> None:
+            if is_out_of_memory(error):
+                count_shortage()
+            self._fail([reply for reply in (look() for look in waiting) if reply is not None], error)
+
+        return fail
 
     def _fail(self, replies: list[Reply], error: BaseException) -> None:
         kind = kind_of(error)

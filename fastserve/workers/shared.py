@@ -200,6 +200,10 @@ class Tenant:
         self._serving = self._serving or message["op"] == "serve"
         self._control.send(message, fds)
 
+    def catch_up(self) -> bool:
+        """See WorkerProcess."""
+        return self._control is None or self._control.catch_up()
+
     def kill(self, reason: str) -> None:
         """Ends the process where batches are in this thread's hands, and else lets go of the thread."""
         if self._control is None or self._house is None:

@@ -26,6 +26,7 @@ from typing import Any
 from fastserve.backends import Backend, wishes
 from fastserve.backends.device_faults import DeviceLost
 from fastserve.backends.registry import find_backend
+from fastserve.garbage import keep_what_is
 from fastserve.logs import log_fields
 from fastserve.workers import main as worker
 from fastserve.workers.control import Control, ControlFault, PeerGone
@@ -116,8 +117,11 @@ def _prepare(config: Mapping[str, Any]) -> None:
     read_script()
     with contextlib.suppress(Exception):  # told where the model is loaded, in words for it
         entry = find_backend(str(config.get("backend")))
-        for name in filter(None, ("numpy", entry.framework, entry.place.partition(":")[0])):
-            importlib.import_module(name)
+        on_device = str(config.get("device") or "cpu") != "cpu"
+        beside = "torch" if on_device and (config.get("device_tensors") or entry.name == "onnx") else ""
+        for name in filter(None, ("numpy", beside, entry.framework, entry.place.partition(":")[0])):
+            with contextlib.suppress(ImportError):  # torch is not what an ONNX model has to have
+                importlib.import_module(name)
 
 
 @contextlib.contextmanager
@@ -138,8 +142,7 @@ def _forget() -> None:
     """A model's module and its functions are a circle: it goes when the collector comes, and that was told to
     pass over what the models here consist of (loop.py)."""
     gc.unfreeze()
-    gc.collect()
-    gc.freeze()
+    keep_what_is()
 
 
 def _introduce(message: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from fastserve import BatchedService, VectorTransformer
 from fastserve.backends import create
-from fastserve.errors import ConfigError, ServeError
+from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.repository.model_config import config_json, parse_model_config
 from tests.backends.torch_models import CONFIG, save_class
 from tests.server.rig import run
@@ -107,3 +108,31 @@ def test_a_transformer_gets_tensors_where_the_service_says_so() -> None:
 def test_what_a_service_cannot_be_given(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must be"):
         BatchedService(4, **wrong)
+
+
+class Small(VectorTransformer):
+    """Has room for two elements."""
+
+    def transform(self, x: Any) -> Any:
+        if len(x) > 2 or any(float(np.ravel(one)[0]) == -7 for one in x):
+            raise MemoryError("the host's")
+        return [one * 2 for one in x]
+
+
+@pytest.mark.parametrize("row", [None, ((2,), "float32")])
+def test_a_transformer_without_memory_is_given_less(row: Any) -> None:
+    """And one whose element does not fit says so; the worker goes on."""
+    service = BatchedService(8, timeout_seconds=1.0, row=row, out_row=row)
+
+    async def work() -> None:
+        await service.start(Small)
+        for _ in range(2):
+            asked = [service.do_one(np.array([n, -n], np.float32)) for n in range(8)]
+            found = await asyncio.gather(*asked)
+            np.testing.assert_array_equal(found, [[2 * n, -2 * n] for n in range(8)])
+            with pytest.raises(ServeError, match="MemoryError: the host's") as told:
+                await service.do_one(np.array([-7, 0], np.float32))
+            assert told.value.kind is Kind.RESOURCE_EXHAUSTED
+        await service.stop()
+
+    run(work())

@@ -287,7 +287,7 @@ def test_a_model_that_writes_into_its_inputs_gets_copies(tmp_path: Path) -> None
 # --- types --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"autocast": "bfloat16"}])
+@pytest.mark.parametrize("options", [{o: t} for o in ("dtype", "autocast") for t in ("bfloat16", "float16")])
 @pytest.mark.parametrize("form", ["script", "class"])
 def test_lower_precision_is_turned_back(tmp_path: Path, form: str, options: dict[str, str]) -> None:
     backend = load(FORMS[form](tmp_path), torch=options)

@@ -7,6 +7,8 @@
 //   FAKE_CUDA/shy            when there: of memory that another process lends, no range is told
 //   FAKE_CUDA/unpinnable     when there: no memory of the host can be registered
 //   FAKE_CUDA/copies         when there: each copy is told here: "to host 64, registered, memfd:fastserve-arena"
+//   FAKE_CUDA/handles        when there: each handle opened or closed is told here: "1234 open fa21.. 1", the last of
+//                            it how often it is open in that process from then on
 //   FAKE_CUDA/hang           when there: no copy is begun until it is gone
 //   FAKE_CUDA/broken         written here: rules of the driver's that a process has broken
 //
@@ -17,8 +19,10 @@
 // process; a context on each thread; a handle closed as often as it was opened, in the context that opened it;
 // registered memory in whole pages, once, and unregistered while it is still mapped. A copy to the device out
 // of memory that is not registered is over when the context has been synchronised, and not before.
+#define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -39,6 +43,11 @@ static struct { uint64_t at; size_t size; int device, count; Handle handle; } op
 static struct { uint64_t at; size_t size; } registered[MANY];
 static struct { void *to, *bytes; size_t size; } late[MANY];
 static int late_count;
+static pthread_mutex_t turn = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
+
+static void leave(pthread_mutex_t **held) { pthread_mutex_unlock(*held); }
+
+#define ALONE __attribute__((cleanup(leave))) pthread_mutex_t *held = &turn; pthread_mutex_lock(held)
 
 static void path_of(char *into, size_t size, const char *name)
 {
@@ -106,6 +115,17 @@ static void tell_copy(const char *way, uint64_t host, size_t bytes)
     fclose(file);
 }
 
+static void tell_handle(const char *what, int i)
+{
+    char path[512];
+    path_of(path, sizeof path, "handles");
+    FILE *file = is_there("handles") ? fopen(path, "a") : NULL;
+    if (!file)
+        return;
+    fprintf(file, "%d %s %s %d\n", (int)getpid(), what, (char *)opened[i].handle.reserved + 12, opened[i].count);
+    fclose(file);
+}
+
 static int copies_fail(void)
 {
     while (is_there("hang"))
@@ -122,11 +142,11 @@ static void arrive(void)        // what was on its way to the device is there
     late_count = 0;
 }
 
-#define ENTERED do { \
+#define ENTERED ALONE; do { \
     if (!ready) return broken(NOT_INITIALIZED, "a call before cuInit"); \
     if (ready != getpid()) return broken(NOT_INITIALIZED, "a call in a child of the process that called cuInit"); \
 } while (0)
-#define IN_CONTEXT do { ENTERED; if (current < 0) return broken(INVALID_CONTEXT, "a thread without a context"); } while (0)
+#define IN_CONTEXT ENTERED; do { if (current < 0) return broken(INVALID_CONTEXT, "a thread without a context"); } while (0)
 
 static void name_device(int device, char *text)   // as CUDA_VISIBLE_DEVICES takes it
 {
@@ -135,6 +155,7 @@ static void name_device(int device, char *text)   // as CUDA_VISIBLE_DEVICES tak
 
 int cuInit(unsigned flags)
 {
+    ALONE;
     int count = read_number("devices", 0);
     if (flags || count < 1)
         return NO_DEVICE;
@@ -203,6 +224,7 @@ int cuIpcOpenMemHandle_v2(uint64_t *at, Handle handle, unsigned flags)
             free_one = free_one < 0 ? i : free_one;
         else if (opened[i].device == current && !memcmp(&opened[i].handle, &handle, sizeof handle)) {
             opened[i].count++;      // as there: counted, and the same address
+            tell_handle("open", i);
             *at = opened[i].at;
             return OK;
         }
@@ -223,6 +245,7 @@ int cuIpcOpenMemHandle_v2(uint64_t *at, Handle handle, unsigned flags)
     opened[free_one].device = current;
     opened[free_one].count = 1;
     opened[free_one].handle = handle;
+    tell_handle("open", free_one);
     return OK;
 }
 
@@ -243,7 +266,9 @@ int cuIpcCloseMemHandle(uint64_t at)
     if (opened[i].device != current)
         return broken(INVALID_CONTEXT, "a handle closed in another context than opened it");
     arrive();
-    if (!--opened[i].count)
+    opened[i].count--;
+    tell_handle("close", i);
+    if (!opened[i].count)
         munmap((void *)at, opened[i].size);
     return OK;
 }

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import types
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,16 @@ class FakeGpus:
         finally:
             told += (self.memory / "copies").read_text().splitlines()
             self.set("copies", on=False)
+
+    @contextmanager
+    def handles(self) -> Iterator[Callable[[], list[str]]]:
+        """What has been opened and closed since, a line each: "PID open NAME COUNT"."""
+        told = self.memory / "handles"
+        self.set("handles")
+        try:
+            yield lambda: told.read_text().splitlines()
+        finally:
+            self.set("handles", on=False)
 
     def set(self, switch: str, on: bool = True) -> None:
         """Turn one of the files on that fake_cuda.c looks for: mig, shy, unpinnable, hang."""

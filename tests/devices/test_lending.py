@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import yaml
 
+from tests.backends.models import FLOAT, helper, save, value
 from tests.devices.simulated import Allocation, FakeGpus, client_library
 from tests.devices.test_client_memory import ferry_of, place, register, unregister
 from tests.dialects.kserve_v2.client_rig import connected, run, warm_up
@@ -36,6 +37,14 @@ class Model(torch.nn.Module):
     def forward(self, x, y):
         if bool((x == 13).any()):
             raise ValueError("the model does not like 13")
+        return {"sum": x + y, "difference": x - y}
+"""
+TENSORS = """
+class Model:
+    def __init__(self, config):
+        pass
+    def run(self, inputs):
+        x, y = inputs["x"], inputs["y"]
         return {"sum": x + y, "difference": x - y}
 """
 ROW = 64
@@ -59,11 +68,27 @@ def lending(gpus: FakeGpus, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         if name == "near":
             config["max_queue_delay_us"] = 20_000  # so that requests of several clients meet in a batch
         (folder / name / "model.yaml").write_text(yaml.safe_dump(config))
+    write_onnx(folder / "onnx")
+    (folder / "tensors" / "1").mkdir(parents=True)
+    (folder / "tensors" / "1" / "model.py").write_text(TENSORS)
+    config = {**config, "backend": "python", "devices": "simulated", "device_tensors": True}
+    (folder / "tensors" / "model.yaml").write_text(yaml.safe_dump(config))
     with ExitStack() as stack:
         with gpus.here():
             running = stack.enter_context(Running(folder, folder.parent / "log", "--allow-client-shm"))
         warm_up(running)
         yield running
+
+
+def write_onnx(folder: Path) -> None:
+    """The same sums, as a graph."""
+    nodes = [helper.make_node(op, ["x", "y"], [name]) for op, name in (("Add", "sum"), ("Sub", "difference"))]
+    sides = [[value(name, FLOAT, ["n", 16]) for name in side] for side in (("x", "y"), ("sum", "difference"))]
+    version_dir = save(folder.parent.parent / "made", nodes, *sides)
+    folder.mkdir()
+    version_dir.rename(folder / "1")
+    config = {"backend": "onnx", "devices": "simulated", "max_batch_size": 8}
+    (folder / "model.yaml").write_text(yaml.safe_dump(config))
 
 
 @pytest.fixture
@@ -114,16 +139,17 @@ def other_of(answer: Answer) -> Any:
     return np.array(found["data"], np.float32).reshape(-1, 16)
 
 
-def test_rows_never_leave_the_device(lending: Running, http: Http, gpus: FakeGpus) -> None:
+@pytest.mark.parametrize("model", ["near", "onnx", "tensors"])
+def test_rows_never_leave_the_device(lending: Running, http: Http, gpus: FakeGpus, model: str) -> None:
     """The ferry looks once whether the handle is good; who reads and writes is the worker."""
-    at, worker = gpus.allocate(4096), worker_of(lending, "near")
+    at, worker = gpus.allocate(4096), worker_of(lending, model)
     assert gpus.readers(worker) == 0
     x, y = rows(1, 2, 3), rows(10, 20, 30)
     fill(at, x, y)
     assert register(http, "r", at).status == 200
     gpus.fail_with(700)  # whatever the ferry would copy now fails
     try:
-        answer = http.post("/v2/models/near/infer", asked("r", 3))
+        answer = http.post(f"/v2/models/{model}/infer", asked("r", 3))
     finally:
         gpus.fail_with(0)
     assert answer.status == 200, answer.error
@@ -131,11 +157,11 @@ def test_rows_never_leave_the_device(lending: Running, http: Http, gpus: FakeGpu
     assert np.array_equal(other_of(answer), x - y)
     assert gpus.readers(worker) == 1
     for _ in range(3):
-        assert http.post("/v2/models/near/infer", asked("r", 3)).status == 200
+        assert http.post(f"/v2/models/{model}/infer", asked("r", 3)).status == 200
     assert gpus.readers(worker) == 1, "a handle is opened once"
     unregister(http, "r")
     until(lambda: gpus.readers(worker) == 0, "the worker lets go of it as well")
-    assert http.post("/v2/models/near/infer", asked("r", 3)).status == 404
+    assert http.post(f"/v2/models/{model}/infer", asked("r", 3)).status == 404
 
 
 def test_batches_of_a_device_are_counted(lending: Running, http: Http, gpus: FakeGpus) -> None:

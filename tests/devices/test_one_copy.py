@@ -270,3 +270,57 @@ def test_a_batch_does_not_wait_for_another_ferry(gpus: FakeGpus, at: Allocation)
             assert at.get(5) == b"there"
 
     asyncio.run(work())
+
+
+def test_an_arena_that_cannot_be_shared_is_not_taken_for_shared(
+    gpus: FakeGpus, at: Allocation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one who asks has it shared, and the ferry is not asked for memory it has not."""
+
+    async def work() -> None:
+        line, arena = DeviceLine(), Arena.create(Geometry(2, 3, (ROW,), (ROW,), 16, 0, 1, 1))
+        lent, good = Lent(at.handle, 0, 0, 3 * ROW, "r"), arena.memory_fd
+        try:
+            await line.open(lent)
+            await line.join(arena, 0)
+            ferry = line.pid
+            arena.memory_fd = os.open("/dev/null", os.O_RDWR)  # which cannot be mapped
+            try:
+                with pytest.raises(ServeError):
+                    await line.ready(lent, arena)
+            finally:
+                os.close(arena.memory_fd)
+                arena.memory_fd = good
+            await line.ready(lent, arena)
+            room = room_of(arena)
+            await line.read_into(lent, room)
+            assert bytes(room[:5]) == b"begin"
+            assert line.pid == ferry
+        finally:
+            line.stop()
+            arena.close()
+
+    asyncio.run(work())
+
+
+def test_a_model_that_is_unloaded_before_its_memory_is_shared(gpus: FakeGpus, at: Allocation) -> None:
+    async def work() -> None:
+        line, arena = DeviceLine(), Arena.create(Geometry(2, 3, (ROW,), (ROW,), 16, 0, 1, 1))
+        lent = Lent(at.handle, 0, 0, 3 * ROW, "r")
+        try:
+            await line.open(lent)
+            await line.join(arena, 0)
+            os.kill(line.pid, signal.SIGSTOP)
+            first = asyncio.ensure_future(line.read(lent))  # has its turn, and waits
+            waiting = asyncio.ensure_future(line.ready(lent, arena))
+            while not line._turn._waiters:
+                await asyncio.sleep(0)
+            arena.close()
+            os.kill(line.pid, signal.SIGCONT)
+            assert bytes((await first)[:5]) == b"begin"
+            with pytest.raises(ServeError, match="the model's memory is gone"):
+                await waiting
+        finally:
+            line.stop()
+
+    asyncio.run(work())

@@ -17,7 +17,8 @@ from fastserve.engine.device_budget import DeviceBudget
 from fastserve.errors import ConfigError, ServeError
 from fastserve.repository import placement, triton_defaults, triton_refusals
 from fastserve.repository.model_config import parse_model_config
-from fastserve.repository.placement import Place, describe, place_on, why_no_gpu
+from fastserve.repository.placed import tell_places
+from fastserve.repository.placement import Place, place_on, why_no_gpu
 from fastserve.repository.triton_config import parse_triton_text as parse_config
 from fastserve.repository.triton_config import to_model_config
 from tests.devices.simulated import FakeGpus
@@ -148,8 +149,8 @@ def test_a_driver_that_breaks_is_none(tmp_path: Path, caplog: pytest.LogCaptureF
 )
 def test_devices_of_a_model_yaml(devices: Any, count: int, gpus: list[int]) -> None:
     found = place_on(devices, count, BACKENDS["python"], machine(8, 8))
-    assert gpus_of(found.places) == gpus
-    for place in found.places:
+    assert gpus_of(found) == gpus
+    for place in found:
         on_gpu = place.gpu >= 0
         assert (place.device, place.visible) == (
             ("cuda:0", "GPU-u0,GPU-u1" if place.gpu == 0 else "GPU-u1,GPU-u0") if on_gpu else ("cpu", "")
@@ -162,8 +163,12 @@ def test_devices_of_a_model_yaml(devices: Any, count: int, gpus: list[int]) -> N
         ("cuda", [], 'devices: given "cuda", allowed: cpu, auto: there is no GPU'),
         ("cuda:0", [], 'devices: given "cuda:0", allowed: cpu, auto: there is no GPU'),
         ("cuda:2", [8, 8], 'devices: given "cuda:2", allowed: cpu, auto, cuda, cuda:0, cuda:1'),
-        ("tpu", [8], 'devices: given "tpu", allowed: cpu, cuda, cuda:N, or auto by itself'),
-        (["auto", "cpu"], [8], 'devices: given "auto", allowed: cpu, cuda, cuda:N, or auto by itself'),
+        ("tpu", [8], 'devices: given "tpu", allowed: cpu, cuda, cuda:N, or auto by itself, each with =dtype'),
+        (
+            ["auto", "cpu"],
+            [8],
+            'devices: given "auto", allowed: cpu, cuda, cuda:N, or auto by itself, each with =dtype',
+        ),
         ([], [8], "devices: given [], allowed: at least one device"),
     ],
 )
@@ -183,8 +188,7 @@ def test_auto_goes_where_the_framework_can(monkeypatch: pytest.MonkeyPatch) -> N
         assert "CUDA" in why_no_gpu(BACKENDS[name], machine(8))
         monkeypatch.setattr(placement, "_is_for_cuda", lambda *args: True)
         assert why_no_gpu(BACKENDS[name], machine(8)) == ""
-    found = place_on("auto", 2, BACKENDS["grps"], machine(8))
-    assert (gpus_of(found.places), found.why) == ([-1, -1], "auto: the grps backend computes on the CPU")
+    assert gpus_of(place_on("auto", 2, BACKENDS["grps"], machine(8))) == [-1, -1]
 
 
 def test_the_whole_config(two: Machine) -> None:
@@ -193,7 +197,10 @@ def test_the_whole_config(two: Machine) -> None:
     config = parse_model_config(written)
     assert (config.instances, gpus_of(config.places)) == (6, [0, 1, 0, 1, 0, 1])
     assert {place.bytes for place in config.places} == {512 << 20}
-    assert describe(config.places, two) == "3 on GPU 0 (Test, 8.0 GiB), 3 on GPU 1 (Test, 16.0 GiB)"
+    assert tell_places(config, Path("nowhere"), two) == [
+        "instances 0, 2, 4 on GPU 0 (Test, 8.0 GiB) (devices: cuda)",
+        "instances 1, 3, 5 on GPU 1 (Test, 16.0 GiB) (devices: cuda)",
+    ]
     with pytest.raises(ConfigError, match="instances: given 66, allowed: up to 64 on all of its devices"):
         parse_model_config({**written, "instances": 33})
     with pytest.raises(ConfigError, match=r"model.yaml: devices: given \"cuda:2\""):
@@ -324,8 +331,16 @@ def test_workers_see_their_own_device_first(gpus: FakeGpus, tmp_path: Path) -> N
             assert states == ["READY", "UNAVAILABLE"]
             reason = next(one["reason"] for one in index.values() if "reason" in one)
             assert "claim 5000 MB of GPU 0 (Fake GPU 0, 8.0 GiB)" in reason
-    assert "devices: 1 on GPU 1 (Fake GPU 1, 9.0 GiB)" in report
-    assert "devices: 1 on GPU 0 (Fake GPU 0, 8.0 GiB), 1 on GPU 1 (Fake GPU 1, 9.0 GiB)" in report
+    first, second = "GPU 0 (Fake GPU 0, 8.0 GiB)", "GPU 1 (Fake GPU 1, 9.0 GiB)"
+    for line in (
+        f"instance 0 on {second} (devices: cuda:1)",
+        "but CUDA_VISIBLE_DEVICES=7 in env is what the workers see",
+        "instance 0 on the CPU (devices: cpu, the default)",
+        f"instance 0 on {second} (instance_group[0]: KIND_GPU, gpus [1])",
+        f"instance 0 on {first} (no instance_group: KIND_AUTO, every GPU, and it can use a GPU)",
+        f"instance 1 on {second} (no instance_group: KIND_AUTO, every GPU, and it can use a GPU)",
+    ):
+        assert line in report
 
 
 def test_check_says_why_not(tmp_path: Path) -> None:
@@ -337,7 +352,6 @@ def test_check_says_why_not(tmp_path: Path) -> None:
         check=False,
     )
     report = checked.stdout.decode()
-    assert "devices: 1 on cpu" in report
-    assert "placed by auto: there is no GPU" in report
+    assert "instance 0 on the CPU (devices: auto, and there is no GPU)" in report
     assert 'devices: given "cuda", allowed: cpu, auto: there is no GPU' in report
     assert checked.returncode == 1

@@ -69,13 +69,15 @@ def test_rows_say_whether_the_target_was_reached() -> None:
     assert host.middle([3, 1, 2]) == 2
 
 
-def test_its_clients_ask_a_server(tmp_path: Path) -> None:
+def test_its_clients_ask_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_script(tmp_path / "models", net(), "net")
     (tmp_path / "models" / "net" / "model.yaml").write_text(yaml.safe_dump(CONFIG))
     data = np.zeros((1, 4), np.float32).tobytes()
     request = host.request_bytes("net", "x", "FP32", (1, 4), data, "y")
     with Running(tmp_path / "models", tmp_path / "log") as served:
         assert len(host.load(served.http, request, 2, 0.3)) > 2
+        monkeypatch.setattr(host, "_processes", lambda clients: 3)
+        assert len(host.load(served.http, request, 7, 0.3)) > 7, "of three processes"
         wrong = host.request_bytes("other", "x", "FP32", (1, 4), data, "y")
         with pytest.raises(host.Missing, match=r"the server answered HTTP/1.1 4"):
             host.load(served.http, wrong, 1, 0.3)

@@ -29,6 +29,7 @@ def test_a_good_model_and_a_folder_passed_over(tmp_path: Path) -> None:
         "m: version 2, 3\n"
         "  versions at hand: 1, 2, 3; policy: the latest 2 versions\n"
         "  backend python, batches of up to 32 rows, 1 worker a version\n"
+        "  instance 0 on the CPU (devices: cpu, the default)\n"
         "  inputs: x float32[4]\n"
         "  outputs: y float32[3]\n"
         "  signatures: serving_default (predict)\n"

@@ -31,6 +31,11 @@ def without_frameworks(monkeypatch: pytest.MonkeyPatch) -> None:
         ("model.pth", "a PyTorch model", "dynamic_axes={'x': {0: 'rows'}}"),
         ("model.joblib", "a pickled Python object", "options={'zipmap': False}"),
         ("model.plan", "a TensorRT engine", "the ONNX model it was built from"),
+        ("model.txt", "m/1/model.txt is a LightGBM model; load it in a m/1/model.py (backend: python)",
+         "onnxmltools.convert_lightgbm(lightgbm.Booster(model_file='m/1/model.txt'), initial_types=..., "
+         "zipmap=False), saved as m/1/model.onnx (backend: onnx)"),
+        ("xgboost.json", "m/1/xgboost.json is an XGBoost model", "onnxmltools.convert_xgboost(model, types)"),
+        ("net.ubj", "an XGBoost model", "load it in a m/1/model.py (backend: python)"),
         ("resnet.onnx", "an ONNX model of another name", "rename it to m/1/model.onnx"),
     ],
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from fastserve.errors import Kind, ServeError
 from fastserve.workers.group import Backoff
+from fastserve.workers.instance import State
 from tests.workers.rig import PLAIN, FakeArena, Watched, run, write_model
 
 
@@ -29,6 +31,53 @@ def test_a_group_starts_runs_and_stops(tmp_path: Path, loop: str) -> None:
             await watched.group.stop(5)
 
     run(scenario(), loop)
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_who_warms_up_is_not_told_what_is_for_those_at_work(tmp_path: Path, loop: str) -> None:
+    """It would hear of it when it is warm, perhaps minutes later. What it has said counts before the loop
+    comes by: it may be in its first batch."""
+
+    async def scenario() -> None:
+        arena = FakeArena(warms_up_until="rung")
+        async with Watched(write_model(tmp_path, PLAIN), arena=arena) as watched:
+            starting = asyncio.ensure_future(watched.group.start())
+            worker = watched.group._instances[0]
+            while worker.state is not State.ATTACHING:
+                await asyncio.sleep(0.005)
+            assert not watched.group.tell_attached(0, {"op": "close_lent"})
+            arena.ring(0)
+            line = select.poll()
+            line.register(worker._process._control.fileno(), select.POLLIN)  # type: ignore[union-attr]
+            assert line.poll(30_000), "it has said that it is ready"
+            assert worker.state is State.ATTACHING
+            assert watched.group.tell_attached(0, {"op": "close_lent"})
+            assert watched.group.alive == 1
+            await starting
+            assert watched.events == []
+
+    run(scenario(), loop)
+
+
+def test_a_worker_that_reads_no_device_memory_any_more_is_not_ready(tmp_path: Path) -> None:
+    """It would answer requests whose rows lie there with what its columns hold."""
+
+    async def scenario() -> None:
+        folder = write_model(tmp_path, PLAIN)
+        fickle = {"backend": "tests.workers.fake_worker:Fickle", "device": "simulated"}
+        async with Watched(folder, **fickle) as watched:
+            await watched.group.start()
+            assert watched.group.on_device
+            (folder / "no device").touch()
+            os.kill(watched.group.pids[0], signal.SIGKILL)
+            watched.retry()
+            await watched.until(lambda: len(watched.waits) == 2)
+            assert watched.group.trouble == "its batches do not go over the device any more"
+            (folder / "no device").unlink()
+            watched.retry()
+            await watched.until(lambda: watched.group.alive == 1)
+
+    run(scenario())
 
 
 def fails(source: str, tmp_path: Path, **config: object) -> ServeError:

@@ -33,21 +33,14 @@ class Rerun:
 
     def __call__(self, numbers: Sequence[float]) -> Rerun:
         first = self._raised()
-        isolation.isolate(
-            self,  # type: ignore[arg-type]
-            0,
-            numbers,
-            first,
-            rows=lambda number: 1,
-            run=self._run,
-            fail=self.failed.__setitem__,
-        )
+        isolation.isolate(numbers, first, run=self._run, fail=self.failed.__setitem__)
         return self
 
     def _run(self, group: Sequence[float]) -> None:
         self.runs.append(list(group))
-        if min(group) < 0:
-            raise self._raised()
+        with isolation.counted(self, 0, len(group)):  # type: ignore[arg-type]
+            if min(group) < 0:
+                raise self._raised()
 
 
 def test_halves_in_their_order() -> None:

@@ -176,7 +176,7 @@ def test_a_model_that_refuses_its_own_sample_is_not_served():
     [
         (ServeError(Kind.INVALID_ARGUMENT, "too blue"), Kind.INVALID_ARGUMENT, "too blue"),
         (ValueError("bad row"), Kind.INTERNAL, "bad row"),
-        (MemoryError(), Kind.INTERNAL, "MemoryError"),
+        (MemoryError(), Kind.RESOURCE_EXHAUSTED, "no memory for a batch of 3 rows: MemoryError"),
     ],
 )
 def test_what_a_model_raises_reaches_the_callers_of_that_batch(fault, kind, words):

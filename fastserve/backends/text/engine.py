@@ -14,7 +14,8 @@ import numpy as np
 
 from fastserve._ext.sampler import Sampler
 from fastserve.backends.base import explain
-from fastserve.backends.device_faults import end_if_lost
+from fastserve.backends.device_faults import end_if_lost, is_out_of_memory
+from fastserve.backends.shortage import count_shortage
 from fastserve.backends.text.drawing import Drawing
 from fastserve.backends.text.model import Model, Plan
 from fastserve.backends.text.pace import Pace
@@ -143,11 +144,11 @@ class Engine:
         that the next does not write again."""
         try:
             logits = self._model.forward(plan)
-        except MemoryError:
-            self._shed(plan, shares, out)
-            return None
         except Exception as error:
             end_if_lost(error)
+            if is_out_of_memory(error):
+                self._shed(plan, shares, out)
+                return None
             self._faults += 1
             if self._faults >= FAULTS_MAX:
                 raise
@@ -164,6 +165,7 @@ class Engine:
     def _shed(self, plan: Plan, shares: list[Reading], out: Out) -> None:
         """Memory to compute in is short: read less at a time; where that is all there is to save, the last
         to come of the lowest priority goes."""
+        count_shortage()
         read = len(plan.tokens) - plan.writing
         if read > 1:
             self._step_tokens = max(1, read // 2)

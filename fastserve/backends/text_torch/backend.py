@@ -14,6 +14,7 @@ from fastserve.backends.text_engine import Out, TextEngine, TextRequest
 from fastserve.codec.text import Finish, Info
 from fastserve.config.text import TextOptions
 from fastserve.errors import ConfigError, Kind, ServeError
+from fastserve.garbage import unsearched
 
 
 class TextBackend:
@@ -33,7 +34,8 @@ class TextBackend:
             raise ConfigError(f"text: {error}") from None
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read once, when the hub's client is imported
         try:
-            from fastserve.backends.text_torch.loading import open_engine
+            with unsearched():
+                from fastserve.backends.text_torch.loading import open_engine
         except ImportError as error:
             raise ServeError(Kind.FAILED_PRECONDITION, find_backend("text").missing_text) from error
         self._engine = open_engine(self._folder, options, self._config)

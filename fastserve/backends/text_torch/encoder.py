@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from transformers import AutoModel
 
+from fastserve.backends.device_faults import is_out_of_memory
 from fastserve.backends.text_engine import TextRequest
-from fastserve.backends.text_torch.torch_model import is_memory
 
 
 def read_encoder(folder: Path, dtype: torch.dtype | str) -> tuple[Any, dict[str, Any]]:
@@ -48,7 +48,7 @@ class Encoder:
                 found: np.ndarray = self._run([request.ids for request in requests]).float().cpu().numpy()
                 return found
         except RuntimeError as error:
-            if not is_memory(error):
+            if not is_out_of_memory(error):
                 raise
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

@@ -13,6 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from fastserve.backends.base import clean
 from fastserve.backends.device_claims import bound_memory
+from fastserve.backends.device_faults import is_out_of_memory
 from fastserve.backends.embedding import EmbedEngine
 from fastserve.backends.text.engine import Engine
 from fastserve.backends.text.model import Chunk, Plan
@@ -23,7 +24,7 @@ from fastserve.backends.text_torch.encoder import Encoder, most_positions, read_
 from fastserve.backends.text_torch.folder import ENCODERS, check_folder, read_ends
 from fastserve.backends.text_torch.memory import Room, find_room, host_bytes
 from fastserve.backends.text_torch.sentences import find_pooling, with_pooling
-from fastserve.backends.text_torch.torch_model import TorchModel, is_memory
+from fastserve.backends.text_torch.torch_model import TorchModel
 from fastserve.backends.torch import device_of, open_device
 from fastserve.codec.text import Info, TextNote
 from fastserve.config.text import TextOptions
@@ -96,7 +97,7 @@ def _fit(make: Callable[[], Made], words: str) -> Made:
     try:
         return make()
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and not is_memory(error):
+        if not is_out_of_memory(error):
             raise
         raise ServeError(Kind.RESOURCE_EXHAUSTED, words) from None
 

@@ -14,13 +14,6 @@ from fastserve.backends.text_torch.cache import RowCache
 from fastserve.backends.text_torch.fused import fuse
 from fastserve.backends.text_torch.landing import Landing
 
-_NO_MEMORY = ("can't allocate memory", "not enough memory")
-
-
-def is_memory(error: BaseException) -> bool:
-    """Whether memory is all that was missing. On a CPU torch has no class of its own for it."""
-    return is_out_of_memory(error) or any(words in str(error) for words in _NO_MEMORY)
-
 
 class TorchModel:
     """The cache belongs to it. `model` is transformers', or fused.FusedModel, which takes its place."""
@@ -42,7 +35,7 @@ class TorchModel:
             with torch.inference_mode():
                 return self._forward(plan)
         except RuntimeError as error:
-            if not is_memory(error):
+            if not is_out_of_memory(error):
                 raise
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # here, where no traceback holds the step's tensors any longer

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastserve.backends import wishes
 from fastserve.backends.device_faults import DeviceLost
 from fastserve.backends.text import engine as engines
 from fastserve.backends.text.engine import FAULTS_MAX, Engine
@@ -254,6 +255,27 @@ def test_when_memory_is_back_steps_grow_again(monkeypatch: pytest.MonkeyPatch) -
     model.room = 1 << 30
     run(engine, [ask(rid, [1], max_new_tokens=20) for rid in range(3)])
     assert engine._step_tokens == 40
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch's, which is no MemoryError."""
+
+
+def test_a_shortage_is_known_by_its_words_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[str] = []
+    monkeypatch.setattr(wishes, "tell", lambda do, **fields: counted.append(do))
+    engine, model = make(1)
+    engine.submit(ask(0, [1, 2, 3, 4], max_new_tokens=3))
+    heard = Heard()
+    for text in ("CUDA out of memory.", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED"):
+        model.fault = OutOfMemoryError(text)
+        engine.step(heard)
+        model.fault = None
+    while engine.pending():
+        engine.step(heard)
+    assert heard.ended == {0: Finish.LENGTH}
+    assert counted == ["no_memory"] * 2
+    assert is_empty(engine)
 
 
 def test_without_memory_for_all_the_last_of_the_lowest_priority_fails() -> None:
