@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
-from fastserve._ext.proto_outline import DATA, LEADS, TEXT, Scheme, write_known
+from fastserve._ext.proto_outline import DATA, LEADS, TEXT, KnownFields, Scheme, write_known
 from fastserve._ext.proto_wire import read_infer_request, write_infer_response
+from tests.oracles import proto_outline as oracle
 from tests.oracles.proto_wire import KSERVE
 
 SIZES = (16, 600_000)
@@ -35,6 +38,24 @@ def test_read(benchmark, read, size) -> None:  # type: ignore[no-untyped-def]
         model_name="m", id="7", inputs=[TENSOR], raw_input_contents=[bytes(size)]
     )
     assert benchmark(read, request.SerializeToString(), bytearray(size)) == "7"
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "python"])
+def test_known(benchmark, compiled) -> None:  # type: ignore[no-untyped-def]
+    """From an outline to the rows, as MessagesPath and KnownFields do it."""
+    request = KSERVE.ModelInferRequest(model_name="m", inputs=[TENSOR], raw_input_contents=[bytes(16)])
+    outline, memory, sources = SCHEME.read(request.SerializeToString()), [bytearray(16)], [(0, 0, False)]
+    known = KnownFields()
+    known.batching, known.sources = True, sources
+    queue = SimpleNamespace(max_rows=32)
+
+    def run() -> bool:
+        if compiled:
+            return known.is_met_by(outline, queue) and known.fill(outline, memory)
+        rows = oracle.meets(outline, (), True, queue.max_rows)
+        return bool(rows) and oracle.fill(outline, sources, memory)
+
+    assert benchmark(run)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -19,14 +19,15 @@ cdef inline dict read_moves(tuple states, tuple events):
     return table
 
 
-cdef inline list read_places(const Arena* arena, Slot* slot, uint32_t reserved):
-    """(first row, rows, input slab offset, bytes) of each place somebody waits for."""
+cdef inline list read_places(const Arena* arena, Slot* slot, uint32_t reserved, uint32_t most):
+    """(first row, rows, input slab offset, bytes) of the first `most` places somebody waits for."""
     cdef Row* rows = rows_of(slot)
-    cdef uint32_t r = 0
+    cdef uint32_t r = 0, count = 0
     cdef uint64_t slab
     found = []
-    while r < reserved:
+    while r < reserved and count < most:
         if rows[r].state == ROW_COMMITTED or rows[r].state == ROW_ANSWERED:
+            count += 1
             slab = rows[r].in_offset        # its own, or somebody wrote over the table
             if slab and slab_owner(&arena.slabs, slab) != place_owner(rows[r].tag):
                 slab = 0

@@ -282,9 +282,9 @@ cdef class BatchRing:
         cdef uint64_t w = load64(&self.slot(slot).word)
         return min(word_reserved(w), self.max_rows) if self.worker < 0 else claims_ran(&self.arena, &self.claims, slot)[0]
 
-    def places(self, uint32_t slot) -> list:
-        """(first row, rows, input slab offset, bytes) of each place somebody waits for."""
-        return read_places(&self.arena, self.slot(slot), self.batch_rows(slot))
+    def places(self, uint32_t slot, uint32_t most=0xffffffff) -> list:
+        """(first row, rows, input slab offset, bytes) of each place somebody waits for, or of the first so many."""
+        return read_places(&self.arena, self.slot(slot), self.batch_rows(slot), most)
 
     def start_run(self, uint32_t slot) -> None:
         """Mark the moment the backend begins."""

@@ -16,6 +16,9 @@ cdef extern from "arena.h" nogil:
 
 
 cdef tuple NO_SLAB = (0, 0)
+# Deadlines are looked at when the first may have passed, and no sooner than this after the last look.
+cdef int64_t TICK_NS = 25_000_000
+DEADLINE_TICK_NS = TICK_NS
 
 
 cdef class Pending:
@@ -39,13 +42,14 @@ cdef class Pendings:
     kick_soon, watch, settle, failure, own_fault, undelivered."""
 
     cdef public object ring, room
+    cdef public int64_t submitted               # so far
     cdef public int64_t waiting                 # submitted, and not yet answered or cancelled
     cdef public int64_t unreleased              # answers handed out whose memory is still read
     cdef public list by_slot                    # of Pending
     cdef public list seqs                       # which opening of the slot they are in
     cdef public object kicking                  # the handle of what will wake the workers
     cdef public int64_t kick_by_ns              # how long it may wait for more
-    cdef public bint watching                   # deadlines
+    cdef public int64_t alarm_ns                # when deadlines are looked at; 0: nobody looks
     cdef public int64_t due_ns                  # no deadline is before it; 0 while nobody has one
     cdef public list idle                       # futures of who waits until nobody waits
 
@@ -71,13 +75,14 @@ cdef class Pendings:
             waiting_here.remove(pending)
             raise
         self.waiting += 1
+        self.submitted += 1
         if self.kicking is None:
             self.kick_soon(patience_ns)
         elif not patience_ns:
             self.kick_by_ns = 0
         if deadline_ns:
             self.due_ns = min(deadline_ns, self.due_ns) if self.due_ns else deadline_ns
-            if not self.watching:
+            if not self.alarm_ns or deadline_ns + TICK_NS < self.alarm_ns:
                 self.watch()
         return pending
 

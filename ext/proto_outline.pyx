@@ -6,6 +6,8 @@
     outline.id, outline.leads, outline.sizes                # its own
     outline.copy_data(0, memory)            # one copy, to where the tensor goes; False: it does not fit
 
+KnownFields and MessagesPath are what runs for every request whose head is known.
+
     hole    what is in it
     TEXT    the request's id
     DATA    a tensor's bytes, or its numbers, packed
@@ -154,11 +156,7 @@ cdef class Outline:
     @property
     def rows(self) -> int:
         """The first axis, when it is the same everywhere; else -1."""
-        cdef size_t i
-        for i in range(1, self.first.size()):
-            if self.first[i] != self.first[0]:
-                return -1
-        return -1 if self.first.empty() else self.first[0]
+        return self.common()
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -174,6 +172,9 @@ cdef class Outline:
     def copy_data(self, index: int, out, width: int = 0, truth: bool = False) -> bool:
         """Data into `out`; False when it has not its size. With a `width` it is numbers of a packed field,
         of which so many bytes each are kept; with `truth` what is not 0 becomes 1. Raises IndexError."""
+        return self.put(index, out, width, truth)
+
+    cdef bint put(self, Py_ssize_t index, out, int width, bint truth) except -1:
         if not 0 <= index < <Py_ssize_t>self.holes.size():
             raise IndexError(f"no data {index}: there are {self.holes.size()}")
         cdef Span span = self.holes[<size_t>index].span
@@ -193,6 +194,90 @@ cdef class Outline:
         finally:
             PyBuffer_Release(&memory)
         return fits
+
+    cdef int64_t common(self):
+        cdef size_t i
+        for i in range(1, self.first.size()):
+            if self.first[i] != self.first[0]:
+                return -1
+        return -1 if self.first.empty() else self.first[0]
+
+
+# -- messages that are known -----------------------------------------------------------------------
+
+cdef struct Origin:
+    int hole
+    int width
+    bint truth
+
+
+cdef class KnownFields:
+    """What is asked of a known message at each request; the base of fastserve/serving/known_messages.py's KnownMessage.
+
+    `sources`: (hole, width, truth) of each input, as `copy_data` takes them; `find_version`: the version that such
+    a request asks for now; `leads`: of the message it was learned from; `rows`: of the request at hand."""
+
+    cdef vector[Origin] origins
+    cdef public object find_version
+    cdef public tuple leads
+    cdef public int64_t rows
+    cdef public bint batching
+
+    @property
+    def sources(self) -> list[tuple[int, int, bool]]:
+        return [(one.hole, one.width, one.truth) for one in self.origins]
+
+    @sources.setter
+    def sources(self, given) -> None:
+        cdef Origin one
+        self.origins.clear()
+        for one.hole, one.width, one.truth in given:
+            self.origins.push_back(one)
+
+    def is_met_by(self, Outline outline not None, queue) -> bool:
+        """Whether the first axes are rows that fit, or without rows the same; then they are the request's."""
+        return self.meets(outline, queue)
+
+    cdef bint meets(self, Outline outline, queue) except -1:
+        if not self.batching:
+            self.rows = 1
+            return outline.leads == self.leads
+        self.rows = outline.common()
+        return 0 < self.rows <= <int64_t>queue.max_rows
+
+    def fill(self, Outline source not None, list memory not None) -> bool:
+        """The inputs, each to where it goes; False when one has not its size. Raises ValueError for another number of
+        places than of inputs."""
+        cdef size_t i
+        cdef Origin one
+        if <size_t>len(memory) != self.origins.size():
+            raise ValueError(f"{len(memory)} places for {self.origins.size()} inputs")
+        for i in range(self.origins.size()):
+            one = self.origins[i]
+            if not source.put(one.hole, memory[<Py_ssize_t>i], one.width, one.truth):
+                return False
+        return True
+
+
+cdef class MessagesPath:
+    """From an outline to the fast path of a known message; the base of the same module's KnownMessages. `find` gives
+    the path and the message of a head, or None; `drop` forgets a head whose requests mean something else now."""
+
+    cdef public object find, drop
+
+    def start(self, Outline outline not None, exchange, deadline_ns) -> bool:
+        """Take a request, which has that time, or return False: nothing has happened then."""
+        cdef KnownFields message
+        known = self.find(outline.head)
+        if known is None:
+            return False
+        path, message = <tuple?>known
+        if message.find_version() is not path.version:
+            self.drop(outline.head)
+            return False
+        if not message.meets(outline, path.queue):
+            return False
+        return path.start(exchange, message, outline, outline.id, deadline_ns)
 
 
 cdef bint put_data(Span span, Sink* sink) noexcept nogil:

@@ -28,6 +28,7 @@ class Kind(Enum):
     UNAUTHENTICATED = 16
 
 
+MEMORY_RETRY_S = 1.0
 MOST_TEXT = 16384
 """Characters of an error: it may quote what a client sent, and is encoded, counted, logged and sent back."""
 
@@ -71,7 +72,13 @@ class NoDeviceError(ServeError):
 
 
 class ModelError(ServeError):
-    """What the model itself answered a request with: an error among its responses, or an exception."""
+    """What the model itself answered a request with: an error among its responses, or an exception. What it
+    had no memory for it may have memory for later."""
+
+    def __init__(self, kind: Kind, message: str, *, retry_after_s: float | None = None) -> None:
+        if kind is Kind.RESOURCE_EXHAUSTED and retry_after_s is None:
+            retry_after_s = MEMORY_RETRY_S
+        super().__init__(kind, message, retry_after_s=retry_after_s)
 
 
 class RemoteTrace(Exception):

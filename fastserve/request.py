@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from struct import Struct
 
 from fastserve.errors import ServeError
 from fastserve.tensor import Tensor
@@ -66,6 +67,10 @@ class Recorded:
     request: InferRequest
     origin: str
     times: int = 1
+
+
+RECORDED_LENGTH = Struct("<Q")
+"""What stands before each recorded request where a version's workers read them."""
 
 
 @dataclass(slots=True)

@@ -110,6 +110,11 @@ class Tensor:
     data: bytes | bytearray | memoryview
 
 
+def fits_shape(shape: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Whether a tensor of this shape is one of those `wanted`, where -1 stands for any length."""
+    return len(shape) == len(wanted) and all(w in (-1, n) for n, w in zip(shape, wanted, strict=True))
+
+
 def count_items(shape: Sequence[int]) -> int:
     """Elements of a tensor with a shape that came from outside.
 

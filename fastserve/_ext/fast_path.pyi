@@ -4,6 +4,8 @@ from typing import Any
 
 from fastserve._ext.batch_ring import BatchRing
 
+DEADLINE_TICK_NS: int
+
 class Pending:
     queue: Any
     place: int
@@ -17,13 +19,14 @@ class Pending:
 class Pendings:
     ring: BatchRing
     room: Any
+    submitted: int
     waiting: int
     unreleased: int
     by_slot: list[list[Pending]]
     seqs: list[int]
     kicking: asyncio.Handle | None
     kick_by_ns: int
-    watching: bool
+    alarm_ns: int
     due_ns: int
     idle: list[asyncio.Future[None]]
     def __init__(self, ring: BatchRing, slots: int) -> None: ...

@@ -17,12 +17,14 @@ FAULT: int
 REQUEST: int
 PLACED: int
 BORROWED_BYTES: int
+READ_EVENTS: int
 HEAD_BYTES: int
 
 class FrameReader:
     settled: bool
     waits: bool
     resets: int
+    left: int
     diverted: int
     def __init__(self, most_frame: int, most_block: int, most_parts: int) -> None: ...
     def divert(self, stream: int, place: Buffer | None) -> None: ...

@@ -2,6 +2,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from typing_extensions import Buffer
+
 class StreamFields:
     connection: Any
     head: Any
@@ -22,6 +24,7 @@ class Http2Path:
     _reader: Any
     _scratch: bytearray
     _sip: memoryview | None
+    behind: Any
     _transport: asyncio.Transport
     _lifetime: Any
     _half: Any
@@ -31,9 +34,10 @@ class Http2Path:
     _calm: int
     _served: int
     _leaving: int
-    def __init__(self, terms: tuple[int, int, Any, Any, type[StreamFields]]) -> None: ...
+    def __init__(self, terms: tuple[int, int, int, Any, Any, type[StreamFields]]) -> None: ...
     def get_buffer(self, sizehint: int) -> bytearray | memoryview: ...
     def buffer_updated(self, nbytes: int) -> None: ...
+    def go_on(self, events: list[Any], data: Buffer) -> None: ...
     def sent_end(self, stream: Any) -> None: ...
 
 class IntakePath:

@@ -1,4 +1,4 @@
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from typing_extensions import Buffer
@@ -28,5 +28,22 @@ class Outline:
     @property
     def fields(self) -> tuple[tuple[int, int], ...]: ...
     def copy_data(self, index: int, out: Buffer, width: int = 0, truth: bool = False) -> bool: ...
+
+class KnownFields:
+    find_version: Callable[[], Any]
+    leads: tuple[int, ...]
+    rows: int
+    batching: bool
+    @property
+    def sources(self) -> list[tuple[int, int, bool]]: ...
+    @sources.setter
+    def sources(self, given: Iterable[tuple[int, int, bool]]) -> None: ...
+    def is_met_by(self, outline: Outline, queue: Any) -> bool: ...
+    def fill(self, source: Outline, memory: list[Any]) -> bool: ...
+
+class MessagesPath:
+    find: Callable[[bytes], tuple[Any, Any] | None]
+    drop: Callable[[bytes], None]
+    def start(self, outline: Outline, exchange: Any, deadline_ns: int) -> bool: ...
 
 def write_known(before: bytes, id: str, after: bytes, raw: Iterable[Buffer]) -> bytes: ...

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastserve._ext.batch_ring import CANCELED, FULL, OVER, PART, REJECTED
-from fastserve._ext.fast_path import Pending, Pendings
+from fastserve._ext.fast_path import DEADLINE_TICK_NS, Pending, Pendings
 from fastserve._ext.slab_tensors import SlabDesk
 from fastserve.apart import Apart
 from fastserve.each import each
@@ -32,9 +33,12 @@ log = logging.getLogger(__name__)
 
 Done = Callable[["Pending", "ServeError | None"], None]
 Specs = Mapping[str, TensorSpec]
-DEADLINE_TICK_S = 0.025
 # A turn of the loop that took longer had other calls to serve, and more may be there for this batch.
 BUSY_TURN_NS = 10_000
+# Front and worker on one core: a worker that is woken while there is more to read takes the core from the
+# front that would read it, and a batch of few rows costs nearly as much as one of many. How long it may sleep
+# on while every turn brings more; decision 0006 has what that gains.
+ONE_CORE_PATIENCE_NS = 500_000
 QUEUED_TOO_LONG = "the request's time was up while it waited in the queue"
 RAN_TOO_LONG = "the model took longer than the request's time"
 DAMAGED = "a worker of this model has damaged the batch of this request"
@@ -52,13 +56,18 @@ class BatchQueue(Pendings):
         self.inputs = dict(inputs)
         self.outputs = dict(outputs)
         self.dense = arena.geometry.dense
+        self.on_device = False  # whether its workers read clients' memory on their device by themselves
         self.requests, self.decoupled = arena.geometry.requests, arena.geometry.decoupled
         self.max_rows, self.workers = arena.geometry.max_rows, arena.geometry.workers
         self.meters = meters
         self.room = Room(self.ring, arena.geometry.max_queued, self._wake_idle)
         self._apart = Apart()
         self._bell = arena.front_bells[front]
+        self._one_core = arena.geometry.max_delay_ns == 0 and len(os.sched_getaffinity(0)) == 1
         self._turn_ns = 0  # when this turn began
+        self._seen = 0  # of `submitted`, then
+        self._more_by_ns = 0  # how long the kick may wait while turns bring more
+        self._alarm: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def open(self) -> None:
@@ -84,6 +93,8 @@ class BatchQueue(Pendings):
             self._loop.remove_reader(self._bell)
         if self.kicking is not None:
             self.kicking.cancel()
+        if self._alarm is not None:
+            self._alarm.cancel()
         self.room.close()
         gone = ServeError(Kind.UNAVAILABLE, GONE)
         for waiting_here in self.by_slot:
@@ -196,22 +207,27 @@ class BatchQueue(Pendings):
 
     def kick_soon(self, patience_ns: int = 0) -> None:
         assert self._loop is not None
-        if patience_ns:
-            self._turn_ns = time.monotonic_ns()
-            self.kick_by_ns = self._turn_ns + patience_ns
+        if patience_ns or self._one_core:
+            self._turn_ns, self._seen = time.monotonic_ns(), self.submitted
+            self.kick_by_ns = self._turn_ns + patience_ns if patience_ns else 0
+            self._more_by_ns = self._turn_ns + ONE_CORE_PATIENCE_NS if self._one_core else 0
         self.kicking = self._loop.call_soon(self._kick)
 
     def _kick(self) -> None:
-        if self.kick_by_ns:
-            now, turn_ns = time.monotonic_ns(), self._turn_ns
-            if now - turn_ns > BUSY_TURN_NS and now < self.kick_by_ns:
-                self._turn_ns = now
-                assert self._loop is not None
-                self.kicking = self._loop.call_soon(self._kick)
-                return
-            self.kick_by_ns = 0
-        self.kicking = None
+        if (self.kick_by_ns or self._more_by_ns) and self._may_wait():
+            assert self._loop is not None
+            self.kicking = self._loop.call_soon(self._kick)
+            return
+        self.kick_by_ns, self.kicking = 0, None
         self.ring.kick()
+
+    def _may_wait(self) -> bool:
+        """Whether the next turn may bring rows for this batch too: by how long this one took, or what it
+        brought."""
+        now, more = time.monotonic_ns(), self.submitted > self._seen
+        busy = now - self._turn_ns > BUSY_TURN_NS
+        self._turn_ns, self._seen = now, self.submitted
+        return (busy and now < self.kick_by_ns) or (more and now < self._more_by_ns)
 
     def _on_bell(self) -> None:
         each(self.ring.drain(), self.hear_one)
@@ -291,19 +307,22 @@ class BatchQueue(Pendings):
     # --- deadlines -------------------------------------------------------------------------------
 
     def watch(self) -> None:
+        """One timer for all: when the first of them may be late, and not twice within DEADLINE_TICK_NS."""
         assert self._loop is not None
-        self.watching = True
-        self._loop.call_later(DEADLINE_TICK_S, self._expire)
+        if self._alarm is not None:
+            self._alarm.cancel()
+        now = time.monotonic_ns()
+        self.alarm_ns = max(self.due_ns, now + DEADLINE_TICK_NS)
+        self._alarm = self._loop.call_later((self.alarm_ns - now) / 1e9, self._expire)
 
     def _expire(self) -> None:
-        """Runs every DEADLINE_TICK_S while somebody with a deadline waits: far cheaper than a timer each."""
         now = time.monotonic_ns()
         if self.waiting and now < self.due_ns:  # nobody can be late: do not look at each
             self.watch()
             return
         bound = [p for here in self.by_slot for p in here if p.done is not None and p.deadline_ns]
         late = [pending for pending in bound if pending.deadline_ns <= now]
-        self.watching = False
+        self.alarm_ns, self._alarm = 0, None
         self.due_ns = min((p.deadline_ns for p in bound if p.deadline_ns > now), default=0)
         if self.due_ns:  # first: whatever fails below must not end the deadlines of the others
             self.watch()

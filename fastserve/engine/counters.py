@@ -74,8 +74,8 @@ class Took:
 
 @dataclass(slots=True)
 class DeviceCounts:
-    """What one worker has told of its device: batches that went over it and their times by stage, those
-    it had no memory for, and whether the arena is registered with it (if not, they were staged).
+    """What one worker has told of its device: batches that went over it and their times by stage, and
+    whether the arena is registered with it (if not, they were staged).
     Sums over all workers that have been in its place."""
 
     device: str = ""
@@ -84,7 +84,6 @@ class DeviceCounts:
     copy_in_ns: int = 0
     compute_ns: int = 0
     copy_out_ns: int = 0
-    out_of_memory: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +178,7 @@ class Counters:
         "load_s",
         "miss",
         "miss_spread",
+        "out_of_memory",
         "queues",
         "responses",
         "waiting",
@@ -194,6 +194,7 @@ class Counters:
         self.first_response: Buckets | None = None  # of a decoupled model
         self.waiting: Callable[[], int] = _nobody  # requests in a scheduler's own queue
         self.devices: dict[tuple[int, int], DeviceCounts] = {}  # by part and worker
+        self.out_of_memory = 0  # batches that its workers had no memory for, a device's or the host's
         self.warm_ups: list[WarmUp] = []  # one for each of its queues, if it brings requests
         self.last_ns = 0  # CLOCK_MONOTONIC
         self.load_s = 0.0  # how long it took to load

@@ -209,7 +209,8 @@ class Host:
 
     async def close_lent(self, handle: bytes) -> None:
         """A client takes back memory of its GPU's: returns when workers that have opened it have let go."""
-        message = {"op": "close_lent", "handle": handle.hex()}
+        number = self.wishes.lent.begin()
+        message = {"op": "close_lent", "handle": handle.hex(), "number": number}
         asked = [
             (id(hosted.version), hosted.part, worker)
             for hosted in self.hosted.values()
@@ -217,7 +218,7 @@ class Host:
             for worker in range(hosted.queue.workers)
             if hosted.group.tell_attached(worker, message)
         ]
-        await self.wishes.lent.all_closed(asked, handle)
+        await self.wishes.lent.all_closed(asked, number)
 
     def alive(self, version: Version) -> int:
         """Workers of the version that are ready now; 1 for an ensemble, which needs none."""
@@ -274,6 +275,7 @@ class Host:
             self._registry, version.model, version.number, geometry.max_delay_ns, geometry.max_rows
         )
         queue = open_queue(arena, 0, inputs, outputs, meters)
+        queue.on_device = group.on_device
         counters_of(version).queues.append(queue)
         upkeep = Upkeep(
             queue, group.kill, lambda: self._stuck_changed(hosted), limit_ms=version.config.run_timeout_ms

@@ -1,7 +1,8 @@
 """Requests whose tensors lie on the GPU that their model's workers compute on, and stay there.
 
-Only where a batch has columns, nothing decides before its queue, and every worker is on that one device;
-whoever asks for anything else has the bytes carried (serving/device_regions.py).
+Only where a batch has columns, nothing decides before its queue, and every worker is on that one device and
+has said that its batches go over it (of ONNX models what is installed beside decides that); whoever asks for
+anything else has the bytes carried (serving/device_regions.py).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from fastserve.backends.registry import find_backend
+from fastserve.blank import blank
 from fastserve.codec import lending
 from fastserve.codec.lending import LentNote, write_lent
 from fastserve.devices.found import VISIBLE
@@ -31,9 +32,9 @@ SIMULATED_DEVICE = 0  # which one a simulated device stands for
 def lending_device(version: Version) -> int:
     """The GPU whose memory all workers of a version read and write where it lies; NONE without such."""
     config, queue = version.config, fast_queue_of(version)
-    if queue is None or not queue.dense or not config.places or cache_stage_of(version) is not None:
+    if queue is None or not (queue.dense and queue.on_device) or cache_stage_of(version) is not None:
         return NONE
-    if "device" not in find_backend(config.backend).memory or VISIBLE in config.env:
+    if not config.places or VISIBLE in config.env:
         return NONE
     devices = {SIMULATED_DEVICE if one.device == SIMULATED else one.gpu for one in config.places}
     return devices.pop() if len(devices) == 1 else NONE
@@ -57,7 +58,7 @@ def lend(
     }
     for name in request.lent:  # its size is looked at, and nothing is copied of it
         tensor = request.inputs[name]
-        tensor.data = bytes(prod(tensor.shape) * tensor.dtype.item_bytes)
+        tensor.data = blank(prod(tensor.shape) * tensor.dtype.item_bytes)
     for name in request.outputs or version.outputs:
         spec, lent = version.outputs[name], rooms.get(name)
         nbytes = rows * (spec.row_bytes or 0)

@@ -22,8 +22,8 @@ from fastserve.engine.engine import Engine
 from fastserve.engine.rows import check_inputs
 from fastserve.errors import ServeError, invalid
 from fastserve.repository.version import Version
+from fastserve.request import RECORDED_LENGTH as LENGTH
 from fastserve.request import Recorded
-from fastserve.workers.recorded import LENGTH
 
 MOST_BYTES = 1 << 29
 """Of all recorded inputs that a version's workers are handed, as tensors."""

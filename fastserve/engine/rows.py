@@ -8,7 +8,7 @@ from math import prod
 from fastserve._ext.flatten import walk_bytes
 from fastserve.errors import invalid
 from fastserve.repository.version import Version
-from fastserve.tensor import DTYPES, Tensor, TensorSpec, count_items
+from fastserve.tensor import DTYPES, Tensor, TensorSpec, count_items, fits_shape
 
 _LENGTH_BYTES = 4
 
@@ -63,7 +63,7 @@ def _check_tensor(tensor: Tensor, spec: TensorSpec, batching: bool) -> None:
     if batching and not tensor.shape:
         raise invalid("Batching Run() input tensors must have at least one dimension")
     shape = tensor.shape[1:] if batching else tensor.shape
-    if shape != spec.shape and spec.shape is not None and not _fits(shape, spec.shape):
+    if shape != spec.shape and spec.shape is not None and not fits_shape(shape, spec.shape):
         lead = [-1] if batching else []
         wanted = [*lead, *spec.shape]
         raise invalid(f"input {spec.name!r} has shape {list(tensor.shape)}, the model takes {wanted}")
@@ -76,10 +76,6 @@ def _check_tensor(tensor: Tensor, spec: TensorSpec, batching: bool) -> None:
 
 def _size_of(tensor: Tensor) -> int:
     return tensor.data.nbytes if isinstance(tensor.data, memoryview) else len(tensor.data)
-
-
-def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    return len(shape) == len(wanted) and all(w in (-1, n) for n, w in zip(shape, wanted, strict=True))
 
 
 class RowSlices:

@@ -193,7 +193,11 @@ class TextQueue(BatchQueue):
         return self.ring.attach_slab(place, offset, nbytes, priority)
 
     def _on_bell(self) -> None:
-        self._hear(self.ring.drain())
+        found = self.ring.drain()
+        if len(found) == 1 and found[0][0] == RECORDS:  # a step and no more: what nearly every bell is for
+            self._pass_on([found[0][1]])
+        else:
+            self._hear(found)
 
     def _hear(self, found: list[tuple[int, Any]]) -> None:
         messages = [entry for kind, entry in found if kind == RECORDS]
@@ -207,7 +211,8 @@ class TextQueue(BatchQueue):
         left = pass_on(self.tokens.read(messages), self.tokens, gaps, time.monotonic_ns())
         if gaps:
             self.counts.flowed(gaps)
-        each(left, _tell_run)
+        if left:
+            each(left, _tell_run)
 
 
 def _tell_run(told: tuple[TextRun, list[Record] | None]) -> None:

@@ -97,16 +97,21 @@ class _Device(_Wish, tag="device"):
     copy_in_ns: int
     compute_ns: int
     copy_out_ns: int
-    out_of_memory: int
+
+
+class _NoMemory(_Wish, tag="no_memory"):
+    """Nor is this: batches a worker had no memory for (backends/shortage.py)."""
+
+    batches: Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
 
 
 class _LentClosed(_Wish, tag="lent_closed"):
     """Nor is this: a worker has let go of a client's device memory (lent_closing.py)."""
 
-    handle: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{2})*$")]
+    number: int
 
 
-_Any = _Load | _Unload | _Ready | _Family | _Metric | _Value | _Change | _Device | _LentClosed
+_Any = _Load | _Unload | _Ready | _Family | _Metric | _Value | _Change | _Device | _NoMemory | _LentClosed
 _read = msgspec.json.Decoder(_Any).decode
 
 
@@ -139,8 +144,11 @@ class Wishes:
         if isinstance(wish, _Device):
             _count_device(version, part, worker, wish)
             return
+        if isinstance(wish, _NoMemory):
+            counters_of(version).out_of_memory += wish.batches
+            return
         if isinstance(wish, _LentClosed):
-            self.lent.closed((id(version), part, worker), bytes.fromhex(wish.handle))
+            self.lent.closed((id(version), part, worker), wish.number)
             return
         work = self._carry_out(version, wish, lambda told: self._say(tell, worker, number, told))
         if work is not None:
@@ -243,5 +251,5 @@ class Wishes:
 def _count_device(version: Version, part: int, worker: int, told: _Device) -> None:
     counts = counters_of(version).devices.setdefault((part, worker), DeviceCounts())
     counts.device, counts.pinned = told.device, told.pinned
-    for field in ("batches", "copy_in_ns", "compute_ns", "copy_out_ns", "out_of_memory"):
+    for field in ("batches", "copy_in_ns", "compute_ns", "copy_out_ns"):
         setattr(counts, field, getattr(counts, field) + max(getattr(told, field), 0))

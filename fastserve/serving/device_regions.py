@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -90,17 +91,17 @@ class DeviceMemory:
     def __init__(self, line: Line, on_close: OnClose = keep_nothing) -> None:
         """`on_close` is told of a handle that is given back, and awaited: workers may have opened it too."""
         self._line, self._on_close = line, on_close
+        self._names: Counter[bytes] = Counter()  # how many regions a handle is open for
         self._closing: set[asyncio.Task[None]] = set()
 
-    async def open(self, name: str, handle: bytes, device: int, byte_size: int) -> DeviceRegion:
-        """A region that can be read and written. Raises ServeError."""
-        region = DeviceRegion(name, handle, device, byte_size)
+    async def open(self, region: DeviceRegion) -> None:
+        """It can be read and written from now on, until it is forgotten. Raises ServeError."""
         try:
-            await self._line.open(region.lend(0, byte_size))
+            await self._line.open(region.lend(0, region.byte_size))
         except ServeError as fault:
             log.warning("device memory of a client's was refused: %s", fault.message)
             raise
-        return region
+        self._names[region.handle] += 1
 
     async def read(self, lent: Lent) -> bytearray:
         """Raises ServeError."""
@@ -161,7 +162,10 @@ class DeviceMemory:
         task.add_done_callback(self._closing.discard)
 
     async def _close(self, region: DeviceRegion) -> None:
-        await self._on_close(region.handle)
+        self._names[region.handle] -= 1
+        if not self._names[region.handle]:  # else it is registered by another name as well
+            del self._names[region.handle]
+            await self._on_close(region.handle)
         await self._line.close(region.lend(0, 0))
 
 

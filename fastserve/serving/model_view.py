@@ -18,7 +18,7 @@ from fastserve.repository.catalog import Catalog
 from fastserve.repository.labels import labels_of
 from fastserve.repository.model_config import TensorConfig
 from fastserve.repository.version import Version
-from fastserve.tensor import MOST_AXES, DType, TensorSpec
+from fastserve.tensor import MOST_AXES, DType, TensorSpec, fits_shape
 
 Dims = tuple[int, ...]
 
@@ -38,10 +38,7 @@ class TensorView:
         """True when a client may send these axes."""
         if self.dims is None:
             return len(dims) <= MOST_AXES and all(size >= 0 for size in dims)
-        pairs = zip(dims, self.dims, strict=False)
-        return len(dims) == len(self.dims) and all(
-            size >= 0 and wanted in (-1, size) for size, wanted in pairs
-        )
+        return fits_shape(dims, self.dims) and all(size >= 0 for size in dims)
 
     def to_model(self, shape: Dims, *, batching: bool) -> Dims:
         """A client's full shape as the model takes it."""

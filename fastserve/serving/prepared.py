@@ -63,6 +63,12 @@ class PreparedRequest:
         self._kept: Remembered[Any, Form] = Remembered(MOST_FORMS)
         self._heads: Remembered[int, bytes] = Remembered(MOST_FORMS)
 
+    def lay_out_like(self, queue: BatchQueue, request: InferRequest, *, batching: bool) -> None:
+        """The same for requests like this one, and `tell` where the model sees them."""
+        self.lay_out(queue, request.inputs, request.outputs, batching=batching)
+        if queue.requests:
+            self.tell(request)
+
     def tell(self, request: InferRequest) -> None:
         """A model that sees requests is told what this one says besides tensors, with the id at hand."""
         self.noted, self._told = True, replace(request, inputs={})

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from fastserve.apart import outlast
+from fastserve.blank import blank
 from fastserve.engine import landing, lend
 from fastserve.errors import Kind, NoDeviceError, ServeError, internal, invalid
 from fastserve.repository.version import Version
@@ -93,17 +95,21 @@ class Regions:
 
     async def register_device(self, name: str, handle: bytes, device: int, byte_size: int) -> None:
         """Open a client's memory on a GPU. Raises ServeError, and NoDeviceError where there are no devices;
-        the words for a handle that cannot be opened are the dialect's."""
+        the words for a handle that cannot be opened are the dialect's. It is gone through with when its
+        client leaves: what is open is in the list, and may be unregistered."""
         self._must_be_free(name)
         if self.devices is None:
             raise NoDeviceError
-        region = await self.devices.open(name, handle, device, byte_size)
+        await outlast(self._register_device(self.devices, DeviceRegion(name, handle, device, byte_size)))
+
+    async def _register_device(self, devices: DeviceMemory, region: DeviceRegion) -> None:
+        await devices.open(region)
         try:
-            self._must_be_free(name)  # another may have come meanwhile
+            self._must_be_free(region.name)  # another may have come meanwhile
         except ServeError:
-            self.devices.forget(region)
+            devices.forget(region)
             raise
-        self._regions[name] = region
+        self._regions[region.name] = region
 
     def unregister(self, name: str, kind: type[AnyRegion] | None = None) -> Awaitable[None] | None:
         """Forget one region; an unknown name is no fault, nor is one of the other kind. To be awaited, if
@@ -183,7 +189,7 @@ class Regions:
                 tensor.data = await self.devices.read(lent)
                 continue
             await self.devices.ready(lent, queue)
-            tensor.data = bytes(lent.nbytes)  # its size is looked at, and nothing is copied of it
+            tensor.data = blank(lent.nbytes)  # its size is looked at, and nothing is copied of it
             request.carried[name] = partial(self.devices.read_into, lent)
 
     def read_into(self, range: Range, memory: memoryview) -> None:
@@ -257,6 +263,8 @@ class Regions:
         region = self._regions.get(lent.region)
         if not isinstance(region, DeviceRegion) or region.handle != lent.handle:
             raise _unknown(lent.region)  # unregistered since
+        if lent.offset + lent.nbytes > region.byte_size:  # and registered again
+            raise beyond(region.name)
         return region
 
     def _find_file(self, range: Range) -> Region:

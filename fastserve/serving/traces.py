@@ -8,15 +8,15 @@ F.1, ..., that many in each, and so do the last ones of a `trace_count`; others 
 when the server stops. Times are nanoseconds of the monotonic clock. Files are written while nobody else is
 served: tracing is for a look at some requests.
 
-Which requests, and what is noted of their way through the engine, is here; what is set, and what a transport
-stamps on its way in and out, is a dialect's.
+Which requests, by settings for all models and for single ones, and what is noted of their way through the
+engine, is here; how settings are read, and what a transport stamps on its way in and out, is a dialect's.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from math import prod
 from typing import IO, Any
@@ -34,6 +34,15 @@ log = logging.getLogger(__name__)
 
 KEPT = 256  # traces that wait for the file to be written to
 OFF = ["OFF"]
+Setting = str | list[str]
+DEFAULTS: Mapping[str, Setting] = {
+    "trace_level": OFF,
+    "trace_rate": "1000",
+    "trace_count": "-1",
+    "log_frequency": "0",
+    "trace_file": "",
+    "trace_mode": "triton",
+}
 # What the times of a batch are called, in the order the arena has them.
 _BATCH = ("QUEUE_START", "COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START", "COMPUTE_END")
 
@@ -78,7 +87,7 @@ class Scope:
     """Settings that hold for some models, from one change to the next: which requests, and where they go.
     `on` while there may be more of them."""
 
-    def __init__(self, settings: Mapping[str, str | list[str]], file: TraceFile) -> None:
+    def __init__(self, settings: Mapping[str, Setting], file: TraceFile) -> None:
         self._levels = settings["trace_level"]
         self.on = self._levels != OFF and settings["trace_count"] != "0"
         self.stamps, self.tensors = "TIMESTAMPS" in self._levels, "TENSORS" in self._levels
@@ -124,11 +133,10 @@ class Scope:
 
 
 class Traced:
-    """One request that is traced. `end` it."""
+    """One request that is traced, and the engine as it asks it. `end` it."""
 
-    def __init__(self, id: int, scope: Scope) -> None:
-        self._id = id
-        self._scope = scope
+    def __init__(self, id: int, scope: Scope, engine: EngineFace) -> None:
+        self._id, self._scope, self._engine = id, scope, engine
         self._entries: list[bytes] = []
 
     def stamp(self, *names: str, ns: int = 0) -> None:
@@ -136,22 +144,20 @@ class Traced:
         for name in names if self._scope.stamps else ():
             self._add({"timestamps": [{"name": name, "ns": ns or time.monotonic_ns()}]})
 
-    async def infer(self, engine: EngineFace, version: Version, request: InferRequest) -> InferResponse:
+    async def infer(self, version: Version, request: InferRequest) -> InferResponse:
         """The engine's answer. Raises ServeError."""
         self.begin(version, request)
         response: InferResponse | None = None
         try:
-            response = await engine.infer(version, request)
+            response = await self._engine.infer(version, request)
         finally:
             self.answered(request, response)
         return response
 
-    async def stream(
-        self, engine: EngineFace, version: Version, request: InferRequest
-    ) -> AsyncGenerator[InferResponse, None]:
+    async def stream(self, version: Version, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         """The engine's responses to one request, noted as they come. Raises ServeError."""
         self.begin(version, request)
-        async with aclosing(engine.stream(version, request)) as responses:
+        async with aclosing(self._engine.stream(version, request)) as responses:
             async for response in responses:
                 self.answered(request, response)
                 yield response
@@ -207,23 +213,47 @@ def _data(tensor: Tensor) -> str:
 class Traces:
     """The traces of one front process. `on` while any request may have to be traced."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: EngineFace, start: Mapping[str, Setting]) -> None:
+        """`start`: the settings that the server began with, where they are not the defaults."""
         self.on = False
+        self._engine = engine
+        self._start: dict[str, Setting] = {**DEFAULTS, **start}
+        self._changes: dict[str, dict[str, Setting]] = {"": {}}  # by model, "" for all
         self._files: dict[str, TraceFile] = {}
         self._scopes: dict[str, Scope] = {}
         self._last_id = 0
+        self._begin([""])
 
-    def take_over(
-        self, settings: Mapping[str, Mapping[str, str | list[str]]], changed: Iterable[str]
+    def show(self, model: str = "") -> dict[str, Setting]:
+        """What holds for a model, "" for all others."""
+        return {**self._start, **self._changes[""], **self._changes.get(model, {})}
+
+    def change(
+        self,
+        changes: Mapping[str, Setting | None],
+        model: str,
+        check: Callable[[Mapping[str, Setting]], None],
     ) -> None:
-        """New settings by model, "" for all others; those of the models named in `changed` begin anew."""
-        for model in changed:
+        """Set these for a model, or for all by ""; None goes back to what holds for all. What would hold then
+        is shown to `check`, and nothing changes if that raises."""
+        given = {**self._changes.get(model, {}), **changes}
+        own = {name: value for name, value in given.items() if value is not None}
+        check({**self._start, **(self._changes[""] if model else {}), **own})
+        if own or not model:
+            self._changes[model] = own
+        else:
+            self._changes.pop(model, None)
+        self._begin([model] if model else list(self._changes))  # all are under part of a change for all
+
+    def _begin(self, models: Iterable[str]) -> None:
+        """What is traced of these begins anew."""
+        for model in models:
             gone = self._scopes.pop(model, None)
             if gone is not None:
                 gone.flush()
-        for model, own in settings.items():
-            if model not in self._scopes:
-                self._scopes[model] = Scope(own, self._file(str(own["trace_file"])))
+            if model in self._changes:
+                settings = self.show(model)
+                self._scopes[model] = Scope(settings, self._file(str(settings["trace_file"])))
         self._look()
 
     def _look(self) -> None:
@@ -237,7 +267,7 @@ class Traces:
         if not scope.on:  # that was its last
             self._look()
         self._last_id += 1
-        return Traced(self._last_id, scope)
+        return Traced(self._last_id, scope, self._engine)
 
     @contextmanager
     def one(self, model: str) -> Iterator[Traced | None]:

@@ -141,6 +141,25 @@ def test_deadlines_say_whether_it_ran(queued):
     run(work())
 
 
+def test_nobody_looks_for_who_is_late_before_anybody_can_be():
+    async def work() -> None:
+        async with desk() as at:
+            far_ns = time.monotonic_ns() + 600_000_000_000
+            patient = at.ask(1.0, deadline_ns=far_ns)
+            await asyncio.sleep(0)
+            assert at.queue.alarm_ns == far_ns
+            late = at.ask(2.0, deadline_ns=time.monotonic_ns() + 50_000_000)  # after whom it is looked sooner
+            await asyncio.sleep(0)
+            assert at.queue.alarm_ns < far_ns
+            with pytest.raises(DeadlineError):
+                await asyncio.wait_for(late, 10)
+            assert at.queue.alarm_ns == far_ns
+            await at.answer(0)
+            assert await patient == [2.0]
+
+    run(work())
+
+
 def test_a_full_queue_refuses_and_recovers():
     async def work() -> None:
         async with desk() as at:

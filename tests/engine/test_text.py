@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 
 import pytest
@@ -11,6 +13,7 @@ from fastserve.codec.text import Finish, read_extra
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.metrics import names
 from fastserve.metrics.series import Metric
+from fastserve.repository.version import Version
 from tests.text.serving import Heard, Served, run, serving, until
 
 SEED = "am a French photographer based in Paris.\nI have been shooting since I was 15"
@@ -178,31 +181,40 @@ def test_all_readers_behind_and_one_leaves(tmp_path):
     async def work() -> None:
         async with serving(tmp_path) as at:
             version = await at.load_code(COUNTING, text={"reader_tokens": 4, "max_sequences": 2})
-            first, second = (at.ask(version, [n], reads=False, max_new_tokens=100) for n in (0, 50))
-            await asyncio.gather(first.until(4), second.until(4))
-            waiting = at.ask(version, [7], max_new_tokens=3)
-            await asyncio.sleep(0.02)
-            assert waiting.records == []
-            assert first.run is not None
-            assert second.run is not None
-            began = time.monotonic()
-            first.run.cancel()
-            assert await waiting.end() is Finish.LENGTH
-            assert time.monotonic() - began < 0.9, "the worker was woken, and did not look by itself"
-            second.run.cancel()
+            took_s = [await first_leaves(at, version)]
+            while took_s[-1] >= 0.9:  # a machine may be slow, but not whenever
+                assert len(took_s) < 5, ("the worker is woken, it does not look by itself", took_s)
+                took_s.append(await first_leaves(at, version))
 
     run(work())
+
+
+async def first_leaves(at: Served, version: Version) -> float:
+    """Two are behind and one waits: how long after one has left that is through."""
+    first, second = (at.ask(version, [n], reads=False, max_new_tokens=100) for n in (0, 50))
+    await asyncio.gather(first.until(4), second.until(4))
+    waiting = at.ask(version, [7], max_new_tokens=3)
+    await asyncio.sleep(0.02)
+    assert waiting.records == []
+    assert first.run is not None
+    assert second.run is not None
+    began = time.monotonic()
+    first.run.cancel()
+    assert await waiting.end() is Finish.LENGTH
+    took_s = time.monotonic() - began
+    second.run.cancel()
+    await until(lambda: not any(at.left(version)))
+    return took_s
 
 
 def test_deadlines_of_who_runs_and_who_waits(tmp_path):
     async def work() -> None:
         async with serving(tmp_path) as at:
-            version = await at.load_rig("llm-slow", parameters={"pause_s": 5})
+            version = await at.load_rig("llm-slow", parameters={"pause_s": 600})
             due = time.monotonic_ns() + 200_000_000
             heard = [at.ask(version, [1], deadline_ns=due) for _ in range(3)]
-            began = time.monotonic()
             assert [await one.end() for one in heard] == [Finish.TIMEOUT] * 3
-            assert 0.1 < time.monotonic() - began < 4
+            assert time.monotonic_ns() >= due
             assert [one.ids for one in heard] == [[], [], []]
 
     run(work())
@@ -219,10 +231,14 @@ def test_priority_orders_who_waits(tmp_path):
                 assert await heard.end() is Finish.EOS
                 order.append(number)
 
-            tasks = []
-            for number, priority in enumerate((5, 5, 1, 3)):
-                tasks.append(asyncio.ensure_future(ask(number, priority)))
-                await asyncio.sleep(0.01)
+            tasks = [asyncio.ensure_future(ask(0, 5))]
+            ring = at.queue(version).ring
+            await until(lambda: any(ring.describe(slot)[0] == "running" for slot in range(ring.slots)))
+            (worker,) = at.pids(version)
+            os.kill(worker, signal.SIGSTOP)  # until all the others wait
+            tasks += [asyncio.ensure_future(ask(1 + at, n)) for at, n in enumerate((5, 1, 3))]
+            await until(lambda: ring.outstanding() == 4)
+            os.kill(worker, signal.SIGCONT)
             await asyncio.gather(*tasks)
             assert order == [0, 2, 3, 1]
 

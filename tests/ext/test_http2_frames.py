@@ -231,6 +231,25 @@ def test_a_request_in_one_piece_and_in_many(size: int) -> None:
     assert not reader.waits
 
 
+def test_so_many_frames_are_told_and_the_rest_is_left() -> None:
+    """Heads wait for their bodies across it: it is a bound for one read, not for what is read."""
+    pings = [ext.frame(ext.PING, 0, 0, number.to_bytes(8, "big")) for number in range(1000)]
+    data = b"".join(pings) + post(1)
+    reader = ext.FrameReader(16384, 65536, 16)
+    reader.read(PREFACE + SETTINGS, len(PREFACE + SETTINGS))
+    told: list[Event] = []
+    view = memoryview(data + bytes(17))
+    for count in (ext.READ_EVENTS, ext.READ_EVENTS, ext.READ_EVENTS, 1000 - 3 * ext.READ_EVENTS + 1):
+        some = reader.read(view, len(data))
+        assert len(some) == count
+        told += some
+        data = data[len(data) - reader.left :]
+        view = memoryview(data)
+    assert reader.left == 0
+    assert told[-1] == request(1)
+    assert [int.from_bytes(one[3], "big") for one in told[:-1]] == list(range(1000))
+
+
 def test_large_pieces_are_borrowed() -> None:
     data = bytearray(PREFACE + SETTINGS + ext.frame(ext.DATA, 0, 1, bytes(5000)))
     (_, (kind, _, _, payload, value)) = ext.FrameReader(16384, 65536, 16).read(data, len(data))

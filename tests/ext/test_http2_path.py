@@ -20,7 +20,7 @@ from fastserve.wire.grpc.metadata import NEVER_NS
 from tests.oracles import http2_path as oracle
 
 TIMED = {"received_ns", "deadline_ns"}
-BURST, EARNED = 100, 5
+BURST, A_TURN, EARNED = 100, 10, 5
 BLOCK, TRAILERS = b"block", b"end"
 MOST_QUEUED = 1000
 numbers = st.integers(0, (1 << 31) - 1)
@@ -30,7 +30,7 @@ class Path(ext.Http2Path):
     """A connection whose transport is itself: what is special is noted."""
 
     def __init__(self) -> None:
-        super().__init__((BURST, EARNED, "whole", "done", ext.StreamFields))
+        super().__init__((BURST, A_TURN, EARNED, "whole", "done", ext.StreamFields))
         self.client_window = 1 << 20
         self._transport = self
         self.intake = Intake(self, 99, 2, MOST_QUEUED)

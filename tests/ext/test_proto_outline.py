@@ -7,6 +7,7 @@ differ in their holes alone.
 from __future__ import annotations
 
 from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from fastserve._ext.proto_outline import (
     MOST_HOLES,
     TEXT,
     First,
+    KnownFields,
+    MessagesPath,
     Outline,
     Scheme,
     write_known,
@@ -31,6 +34,7 @@ from fastserve.protos import load
 from tests.effort import examples
 from tests.ext.test_proto_wire import REQUESTS, serialize
 from tests.ext.wire_strategies import MESSAGES, bent, field, varint
+from tests.oracles import proto_outline as oracle
 from tests.oracles.proto_outline import Holes, rebuild
 from tests.oracles.proto_wire import FLAT, KSERVE, without_maps
 
@@ -240,3 +244,70 @@ def test_replies_are_those_of_the_general_writer(model: str, request_id: str, te
     after = write_infer_response("", "", "", None, outputs, ())
     whole = write_infer_response(model, "3", request_id, None, outputs, tensors)
     assert write_known(before, request_id, after, tensors) == whole
+
+
+# -- messages that are known ---------------------------------------------------------------------
+
+SIGNED = st.integers(-2, 5)
+
+
+def shapes_and_raw(leads: list[int], sizes: list[int]) -> Outline:
+    shapes = b"".join(field(5, 2, field(3, 2, varint(lead % 2**64))) for lead in leads)
+    raw = b"".join(field(7, 2, bytes([index + 1]) * size) for index, size in enumerate(sizes))
+    outline = V2_SCHEME.read(shapes + raw)
+    assert outline is not None
+    return outline
+
+
+@given(st.lists(SIGNED, max_size=3), st.lists(SIGNED, max_size=3), st.booleans(), st.integers(0, 4))
+def test_who_is_like_the_one_that_was_learned(
+    leads: list[int], learned: list[int], batching: bool, most: int
+) -> None:
+    known, outline = KnownFields(), shapes_and_raw(leads, [1])
+    known.batching, known.leads = batching, tuple(learned)
+    wanted = oracle.meets(outline, known.leads, batching, most)
+    assert known.is_met_by(outline, SimpleNamespace(max_rows=most)) == bool(wanted)
+    assert not wanted or known.rows == wanted
+
+
+SIZES = st.lists(st.integers(0, 6), min_size=1, max_size=3)
+PLACES = st.lists(st.tuples(st.integers(0, 2), st.sampled_from((0, 0, 1, 2)), st.booleans()), max_size=3)
+
+
+@given(SIZES, PLACES, SIZES)
+def test_inputs_go_to_their_places(
+    sizes: list[int], sources: list[tuple[int, int, bool]], room: list[int]
+) -> None:
+    sources = [(hole % len(sizes), width, truth) for hole, width, truth in sources][: len(room)]
+    known, outline = KnownFields(), shapes_and_raw([], sizes)
+    known.sources = sources
+    assert known.sources == sources
+    found, wanted = ([bytearray(size) for size in room[: len(sources)]] for _ in range(2))
+    assert known.fill(outline, found) == oracle.fill(outline, sources, wanted)
+    assert found == wanted
+    with pytest.raises(ValueError, match="places for"):
+        known.fill(outline, [*found, bytearray(1)])
+
+
+def test_a_head_leads_to_its_path_and_no_further_than_its_version() -> None:
+    outline = shapes_and_raw([2], [4])
+    version, dropped, started = object(), list[bytes](), list[Any]()
+    path = SimpleNamespace(
+        version=version,
+        queue=SimpleNamespace(max_rows=2),
+        start=lambda *given: started.append(given) or len(started) < 2,
+    )
+    known, messages = KnownFields(), MessagesPath()
+    known.batching, known.find_version = True, lambda: version
+    heads: dict[bytes, Any] = {}
+    messages.find, messages.drop = heads.get, dropped.append
+    assert not messages.start(outline, "exchange", 7)
+    heads[outline.head] = path, known
+    assert messages.start(outline, "exchange", 7)
+    assert started == [("exchange", known, outline, "", 7)]
+    assert not messages.start(outline, "exchange", 7), "the path's word counts"
+    assert not messages.start(shapes_and_raw([3], [4]), "exchange", 7), "more rows than a batch"
+    assert len(started) == 2
+    known.find_version = lambda: None
+    assert not messages.start(outline, "exchange", 7)
+    assert (dropped, len(started)) == ([outline.head], 2)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from time import monotonic_ns
 from typing import Any
 
+DEADLINE_TICK_NS = 25_000_000
+
 
 class Pending:
     def __init__(self, queue: Any, place: int, rows: int, done: Any, deadline_ns: int, context: Any) -> None:
@@ -21,8 +23,8 @@ class Pendings:
         self.ring, self.room, self.kicking = ring, None, None
         self.by_slot: list[list[Pending]] = [[] for _ in range(slots)]
         self.seqs, self.idle = [0] * slots, []
-        self.waiting = self.unreleased = self.kick_by_ns = 0
-        self.watching = False
+        self.submitted = self.waiting = self.unreleased = self.kick_by_ns = 0
+        self.alarm_ns = self.due_ns = 0
 
     def submit(
         self,
@@ -39,12 +41,15 @@ class Pendings:
         self.ring.commit(place, rows)
         self.by_slot[place >> 16].append(pending)
         self.waiting += 1
+        self.submitted += 1
         if self.kicking is None:
             self.kick_soon(patience_ns)
         elif not patience_ns:
             self.kick_by_ns = 0
-        if deadline_ns and not self.watching:
-            self.watch()
+        if deadline_ns:
+            self.due_ns = min(deadline_ns, self.due_ns or deadline_ns)
+            if not self.alarm_ns or deadline_ns + DEADLINE_TICK_NS < self.alarm_ns:
+                self.watch()
         return pending
 
     def release(self, pending: Pending) -> None:
@@ -101,9 +106,16 @@ class Lifecycle:
         except Exception as fault:
             self.failed(exchange, prepared, request_id, fault)
             return True
-        if found is not None:
-            self._submit(exchange, prepared, *found, request_id, deadline_ns)
-        return found is not None
+        if found is None:
+            return False
+        try:
+            try:
+                self._submit(exchange, prepared, *found, request_id, deadline_ns)
+            except self.refusals as fault:
+                self.refuse(exchange, prepared, request_id, fault)
+        except Exception as fault:
+            self.failed(exchange, prepared, request_id, fault)
+        return True
 
     def _fill(self, prepared: Any, source: Any, request_id: Any) -> tuple[Any, Any] | None:
         layout, rows = prepared.layout_in, prepared.rows
@@ -134,15 +146,13 @@ class Lifecycle:
                 layout.settle(reserved)
             context = exchange, prepared, request_id, held
             pending = self.queue.submit(reserved[0], rows, self, deadline_ns, context, self.patience_ns)
-        except Exception as fault:
+        except BaseException:
             layout.abandon(reserved, rows)
             if held is not None:
                 held.close()
-            told = self.refuse if isinstance(fault, self.refusals) else self.failed
-            told(exchange, prepared, request_id, fault)
-        else:
-            pending.submitted_ns = now_ns
-            exchange.on_gone = pending if held is None else lambda: (pending(), held.close())
+            raise
+        pending.submitted_ns = now_ns
+        exchange.on_gone = pending if held is None else lambda: (pending(), held.close())
 
     def __call__(self, pending: Pending, error: Any) -> None:
         exchange, prepared, request_id, held = pending.context

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fastserve._ext.proto_outline import DATA, LEAD, LEADS, TEXT, First
+from fastserve._ext.proto_outline import DATA, LEAD, LEADS, TEXT, First, Outline
 
 Fields = Mapping[int, Any]
 
@@ -100,3 +100,21 @@ def _write(value: int) -> bytes:
 
 def _field(number: int, value: bytes) -> bytes:
     return _write(number << 3 | 2) + _write(len(value)) + value
+
+
+# -- messages that are known ---------------------------------------------------------------------
+
+
+def meets(outline: Outline, leads: tuple[int, ...], batching: bool, most: int) -> int:
+    """The rows of a request with such a head; 0 where it is not like the one it was learned from."""
+    if not batching:
+        return int(outline.leads == leads)
+    rows = outline.leads[0] if len(set(outline.leads)) == 1 else 0
+    return rows if 0 < rows <= most else 0
+
+
+def fill(outline: Outline, sources: list[tuple[int, int, bool]], memory: list[bytearray]) -> bool:
+    return all(
+        outline.copy_data(hole, place, width, truth)
+        for (hole, width, truth), place in zip(sources, memory, strict=True)
+    )

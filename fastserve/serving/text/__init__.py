@@ -24,6 +24,7 @@ from fastserve.serving.text.ask import (
     TextTooLong,
     UnknownToken,
 )
+from fastserve.serving.text.detokenize import Detokenizer
 from fastserve.serving.text.embed import Embedding, Vector
 from fastserve.serving.text.models import TextModel, Texts
 from fastserve.serving.text.pour import pour
@@ -32,6 +33,7 @@ from fastserve.serving.text.tokenizer import Piece
 
 __all__ = [
     "BadStop",
+    "Detokenizer",
     "Embedding",
     "Ending",
     "Finish",

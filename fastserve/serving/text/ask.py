@@ -48,9 +48,11 @@ class TextAsk:
 
 
 class PromptFault(ServeError):
-    """What is wrong with a prompt. `prompt` is its number among those of an embedding, else -1."""
+    """What is wrong with a prompt. `prompt` is its number among those of an embedding, else -1. `field`,
+    where it stands in a body, is for the dialect that read it to say."""
 
     prompt = -1
+    field = ""
 
     def __init__(self, text: str) -> None:
         super().__init__(Kind.INVALID_ARGUMENT, text)

@@ -16,6 +16,7 @@ models do write, and drops them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
@@ -26,6 +27,7 @@ from fastserve._ext.text_tokens import ByteText
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
 
+_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 BROKEN = "�"
 MOST_HELD = 8
 """Tokens without a whole character, after which what there is passes as it is: no character is that long."""
@@ -114,6 +116,23 @@ class _ByteLevel:
             return data.decode()
         except UnicodeDecodeError:
             return data
+
+
+def bytes_of(library: Library) -> Callable[[int], bytes]:
+    """What tells a token's bytes, special ones' too: they may be no whole characters."""
+    if _is_byte_level(library):
+        return lambda token: _bytes_of(library.id_to_token(token))
+
+    def look(token: int) -> bytes:
+        fallback = _FALLBACK.fullmatch(
+            library.id_to_token(token) or ""
+        )  # how these vocabularies spell a byte
+        if fallback:
+            return bytes.fromhex(fallback[1])
+        text: str = library.decode([token], skip_special_tokens=False)
+        return text.encode()
+
+    return look
 
 
 class _Decoder(msgspec.Struct):

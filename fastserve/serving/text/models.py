@@ -24,6 +24,7 @@ from fastserve.repository.version import Version, VersionState
 from fastserve.serving.dialect import EngineFace, ServingContext
 from fastserve.serving.text.ask import PromptFault, TextAsk, check_stops, check_text, fit
 from fastserve.serving.text.chat import ChatTemplate
+from fastserve.serving.text.detokenize import Detokenizer
 from fastserve.serving.text.embed import Embedding, Prompt
 from fastserve.serving.text.stops import StopStrings
 from fastserve.serving.text.stream import TextStream
@@ -153,13 +154,17 @@ class TextModel:
         """The text of tokens; without that of special ones, unless asked for."""
         return self._known.decode(ids, special=special)
 
-    def is_special(self, token: int) -> bool:
-        """Whether it is no text: the beginning or the end of one, a role."""
-        return token in self._known.specials
-
     def token_text(self, token: int) -> str:
         """One token by itself, special ones too."""
         return self._known.token_text(token)
+
+    def token_bytes(self, token: int) -> bytes:
+        """What it adds to a text's bytes; b"" where nobody here knows."""
+        return self._known.token_bytes(token)
+
+    def detokenizer(self, *, special: bool = False) -> Detokenizer:
+        """What makes text of the tokens of one sequence, as they come."""
+        return self._known.detokenizer(special=special)
 
     async def chat(
         self,

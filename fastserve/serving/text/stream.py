@@ -190,13 +190,14 @@ class TextStream:
 
     def heard(self, records: list[Record]) -> None:
         """Records came. The engine holds this weakly: a stream that nobody reads hears nothing more."""
+        if self.ending is not None:  # they were under way when it ended here, and its reader knows
+            return
         self._heard_ns = monotonic_ns()
-        if self.ending is None:  # else they were under way when it was cancelled
-            self._records += len(records)
-            try:
-                self._take(records)
-            except Exception as error:  # of its tokenizer, or bytes of its engine that are none
-                self._end(Finish.FAILED, fault=unforeseen(self, error))
+        self._records += len(records)
+        try:
+            self._take(records)
+        except Exception as error:  # of its tokenizer, or bytes of its engine that are none
+            self._end(Finish.FAILED, fault=unforeseen(self, error))
         if self.ending is not None:
             self._leave()
         self._tell()

@@ -16,7 +16,7 @@ from zlib import crc32
 
 from fastserve.errors import Kind, ServeError
 from fastserve.serving.text.ask import NoTokenizer
-from fastserve.serving.text.detokenize import Detokenizer, Silent, detokenizer_of
+from fastserve.serving.text.detokenize import Detokenizer, Silent, bytes_of, detokenizer_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
@@ -51,6 +51,9 @@ class Tokenizer(Protocol):
     def token_text(self, token: int) -> str:
         """One token alone, special ones too."""
 
+    def token_bytes(self, token: int) -> bytes:
+        """What it adds to a text's bytes: a part of a character, maybe."""
+
     def detokenizer(self, *, special: bool = False) -> Detokenizer:
         """For the tokens of one sequence, as they come."""
 
@@ -69,7 +72,7 @@ class FolderTokenizer:
         self._library = _load(path, model)
         added = self._library.get_added_tokens_decoder()
         self.specials = frozenset(token for token, said in added.items() if said.special)
-        self._make = detokenizer_of(self._library)
+        self._make, self._bytes = detokenizer_of(self._library), bytes_of(self._library)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         # The "fast" call computes no offsets, and holds the interpreter 20 times shorter after a large text.
@@ -90,6 +93,9 @@ class FolderTokenizer:
 
     def token_text(self, token: int) -> str:
         return self.decode([token], special=True)
+
+    def token_bytes(self, token: int) -> bytes:
+        return self._bytes(token)
 
     def detokenizer(self, *, special: bool = False) -> Detokenizer:
         return self._make(frozenset() if special else self.specials)
@@ -122,6 +128,9 @@ class WordsTokenizer:
     def token_text(self, token: int) -> str:
         return ""
 
+    def token_bytes(self, token: int) -> bytes:
+        return b""
+
     def detokenizer(self, *, special: bool = False) -> Detokenizer:
         return Silent()
 
@@ -145,6 +154,9 @@ class Nobody:
 
     def token_text(self, token: int) -> str:
         return ""
+
+    def token_bytes(self, token: int) -> bytes:
+        return b""
 
     def detokenizer(self, *, special: bool = False) -> Detokenizer:
         return Silent()

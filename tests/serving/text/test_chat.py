@@ -252,4 +252,4 @@ def test_the_loop_turns_while_a_template_does(tmp_path: Path, monkeypatch: pytes
             task.result()
         return turns
 
-    assert asyncio.run(work()) > 5
+    assert asyncio.run(work()) > 2  # one, when it is kept from turning

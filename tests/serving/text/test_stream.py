@@ -178,6 +178,30 @@ def test_stop_tokens_and_stop_strings_are_shown_where_that_is_wanted() -> None:
     run(work)
 
 
+def test_who_is_told_of_an_end_is_told_once() -> None:
+    """The engine's own last word on a sequence that a stop string has ended comes later: no news."""
+
+    async def work(engine: LocalEngine) -> None:
+        stream = await model_of(engine, [(1, "a"), (2, "b"), (3, "c")]).start(ask(stop=["b"]))
+        ends: list[bool] = []
+        over = asyncio.Event()
+
+        def told() -> None:
+            ends.append(stream.ending is not None)
+            if ends[-1]:
+                over.set()
+
+        stream.told = told
+        await over.wait()
+        await engine.idle()
+        await asyncio.sleep(0)  # a turn of the loop, for what was to be called in the next
+        assert ends.count(True) == 1
+        stream.cancel()
+        assert ends.count(True) == 1
+
+    run(work)
+
+
 @pytest.mark.parametrize("steps", [1, 7])
 def test_tokens_after_a_stop_string_are_not_counted(steps: int) -> None:
     async def work(engine: LocalEngine) -> None:
@@ -275,7 +299,9 @@ def test_a_reader_that_stands_still_holds_its_sequence_up() -> None:
     async def work(engine: LocalEngine) -> None:
         model = model_of(engine, reader_tokens=10, info=Info(vocab_size=9, tokenizer="words"))
         stream = await model.start(ask(100, prompt=[1]))
-        await asyncio.sleep(0.05)
+        (loop,) = engine.loops.values()
+        while any(loop.room(rid) for rid in loop.runs):
+            await asyncio.sleep(0.001)
         assert len(await anext(stream)) == 10
         assert len(await anext(stream)) <= 10
         assert (await stream.rest()).generated == 100
@@ -366,8 +392,8 @@ def test_a_tokenizer_is_read_beside_the_loop_and_once(
         texts = Texts(engine.context)
         engine.add("m1", Scripted(ONES, info=Info(vocab_size=1 << 20)))
         starts = [asyncio.ensure_future(texts.find("m1").start(ask(2))) for _ in range(3)]
-        await asyncio.sleep(0.01)
-        assert len(read) == 1  # begun by the version's coming, and the loop turns
+        while not read:  # begun by the version's coming, and the loop turns
+            await asyncio.sleep(0.001)
         go.set()
         for start in starts:
             with pytest.raises(ServeError, match="not yet"):

@@ -99,6 +99,15 @@ def test_special_tokens_are_text_where_that_is_wanted(tmp_path: Path) -> None:
     assert (tokenizer.token_text(0), tokenizer.token_text(ids[1])) == ("<s>", "H")
 
 
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_tokens_that_are_parts_of_characters_have_their_bytes(tmp_path: Path, kind: str) -> None:
+    tokenizer = load(tmp_path, kind)
+    ids = tokenizer.encode("🎉☃", special=False)
+    parts = [tokenizer.token_bytes(token) for token in ids]
+    assert b"".join(parts) == "🎉☃".encode()
+    assert len(parts) > 2
+
+
 def test_pieces_are_slices_of_the_text(tmp_path: Path) -> None:
     tokenizer, text = load(tmp_path, "byte_level"), "the ☃ earth"
     pieces = tokenizer.pieces(text)
