@@ -88,7 +88,7 @@ class Served:
 
     def __init__(self, server: Server, asked: argparse.Namespace) -> None:
         self._server, self._asked = server, asked
-        self._bare_ms = 0.0  # a step of transformers' bare loop
+        self._bare_ms = float("nan")  # a step of transformers' bare loop; throughput() measures it
         self._dice = random.Random(0)
         self._run([self._ask(8) for _ in range(2)])
 
@@ -135,17 +135,21 @@ class Served:
             key=lambda found: percentile(found, 0.99),
         )
         half, late = percentile(gaps, 0.5), percentile(gaps, 0.99)
-        worst = min(asyncio.run(self._beside_long_prompt()) for _ in rounds)
+        beside = min(BESIDE, self._asked.concurrency - 1)  # the long prompt wants a row, too
+        worst = [asyncio.run(self._beside_long_prompt(beside)) for _ in rounds if beside]
         return [
             Line("TTFT p50, idle", "at most 8 ms", f"{idle:.1f} ms", idle <= 8),
             Line("TTFT p50, all arriving at once", "at most 60 ms", self._in_steps(first, 60), first <= 60),
             Line("gap p50", "at most 7 ms", self._in_steps(half, 7), half <= 7),
             Line("gap p99", "at most 25 ms", self._in_steps(late, 25), late <= 25),
-            Line(
-                f"worst gap of {BESIDE}, beside a prompt of {LONG}",
-                "at most 15 ms",
-                self._in_steps(worst, 15),
-                worst <= 15,
+            *(
+                Line(
+                    f"worst gap of {beside}, beside a prompt of {LONG}",
+                    "at most 15 ms",
+                    self._in_steps(ms, 15),
+                    ms <= 15,
+                )
+                for ms in sorted(worst)[:1]
             ),
         ]
 
@@ -186,9 +190,9 @@ class Served:
         costs.append((cpu_ns(self._server.process.pid) - before) / tokens / 1e3)
         return tokens / took
 
-    async def _beside_long_prompt(self) -> float:
-        """The worst gap, in milliseconds, of some that write while a long prompt arrives."""
-        heard = [Heard() for _ in range(BESIDE)]
+    async def _beside_long_prompt(self, beside: int) -> float:
+        """The worst gap, in milliseconds, of so many that write while a long prompt arrives."""
+        heard = [Heard() for _ in range(beside)]
         writing = [asyncio.ensure_future(self._ask(120, one)()) for one in heard]
         while min(len(one.times) for one in heard) < 8:
             await asyncio.sleep(0.001)
@@ -196,7 +200,8 @@ class Served:
         await ask(self._server.port, self._prompts(1, LONG)[0], 2)
         after = [len(one.times) for one in heard]
         await asyncio.gather(*writing)
-        return max(max(h.gaps_ms[a - 1 : b]) for h, a, b in zip(heard, before, after, strict=True))
+        spans = zip(heard, before, after, strict=True)
+        return max(gap for one, first, last in spans for gap in one.gaps_ms[first - 1 : last])
 
     async def _priorities(self) -> tuple[float, float]:
         """Mean milliseconds to the first token of 4 urgent requests behind 40 that wait, and of those 40."""

@@ -19,7 +19,6 @@ from fastserve.dialects.grps.codec_grpc import GTENSORS, SHAPE, TENSORS, write_h
 from fastserve.dialects.grps.errors import code_of, failure_message, ok_message
 from fastserve.dialects.grps.service import Answered, Service, speaks_messages
 from fastserve.dialects.grps.tensors import BY_DTYPE, FIELDS, Field, field_of, write_outputs
-from fastserve.engine import BatchQueue
 from fastserve.errors import ServeError
 from fastserve.protos import load
 from fastserve.repository.version import Version
@@ -27,7 +26,7 @@ from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.exchange import RpcExchange
 from fastserve.serving.known_messages import KnownMessage, KnownMessages, Source
 from fastserve.serving.prepared import Described, Memory
-from fastserve.tensor import DType, Tensor
+from fastserve.tensor import DType
 from fastserve.wire.grpc import Exchange
 
 RAW = ("float32", "float64")  # travel as they lie in memory
@@ -53,19 +52,9 @@ def failure_of(service: Service, fault: ServeError, model: str) -> bytes:
 class Head(KnownMessage):
     """Messages with one head."""
 
-    def __init__(
-        self,
-        service: Service,
-        version: Version,
-        model: str,
-        queue: BatchQueue,
-        inputs: dict[str, Tensor],
-        sources: dict[str, Source],
-    ) -> None:
-        """`inputs` have types and shapes, in the queue's order; `model` is as the message names it."""
+    def __init__(self, service: Service, model: str) -> None:
+        """`model` is as the message names it."""
         self.find_version = partial(service.look_up, model)
-        self.sources = [sources[name] for name in inputs]
-        self.lay_out(queue, inputs, (), batching=version.batching)
 
     def make_writer(self, described: Described) -> list[bytes] | None:
         """What stands before each output's values."""
@@ -123,8 +112,8 @@ class FastGrpc:
             for hole, (name, dtype) in enumerate(dtypes.items())
         }
 
-        def prepare(queue: BatchQueue, bare: InferRequest) -> Head:
-            return Head(service, version, message.model, queue, bare.inputs, sources)
+        def prepare() -> tuple[Head, dict[str, Source]]:
+            return Head(service, message.model), sources
 
         self._known.learn(outline, version, request, Outcome(service, version), prepare, patience_ns)
 

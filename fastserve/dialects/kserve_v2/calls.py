@@ -8,19 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from fastserve import __version__
 from fastserve.dialects.kserve_v2.service import Service, read_version
+from fastserve.dialects.kserve_v2.settings import check_trace, read_trace
 from fastserve.engine import BatchCounts, counts_of
 from fastserve.errors import Kind, ServeError, internal, invalid, unsupported
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.triton_config import config_json
-from fastserve.repository.version import Version, VersionState
+from fastserve.repository.version import Model, Version, VersionState
 from fastserve.serving.device_regions import DeviceRegion
-from fastserve.serving.model_control import LoadOverride, RepositoryFace, must_be_explicit
+from fastserve.serving.model_control import must_be_explicit
 from fastserve.serving.model_view import ModelView, TensorView
 from fastserve.serving.shared_memory import Region
 from fastserve.tensor import kserve_name
@@ -167,8 +169,9 @@ def set_trace(service: Service, asked: Asked) -> dict[str, Any]:
     if asked.name and service.catalog.available(asked.name, None) is None:
         raise invalid(f"Request for unknown model : {asked.name}")
     if asked.given is not None:
-        service.trace.change(asked.read(), asked.name, gap="" if asked.over_http else " ")
-    return dict(service.trace.show(asked.name))
+        changes = read_trace(asked.read(), gap="" if asked.over_http else " ")
+        service.traces.change(changes, asked.name, check_trace)
+    return dict(service.traces.show(asked.name))
 
 
 def set_logging(service: Service, asked: Asked) -> dict[str, Any]:
@@ -196,11 +199,6 @@ def register_region(service: Service, asked: Asked) -> None:
     service.regions.register(asked.name, key, offset, byte_size)
 
 
-def unregister_region(service: Service, asked: Asked) -> Awaitable[None] | None:
-    """One region, or all of this kind for "". Raises ServeError."""
-    return _unregister(service, asked, Region)
-
-
 def show_cuda_regions(service: Service, asked: Asked) -> list[dict[str, Any]]:
     """Raises ServeError NOT_FOUND."""
     return [
@@ -221,11 +219,8 @@ async def register_cuda_region(service: Service, asked: Asked) -> None:
         raise invalid("failed to register shared memory region: invalid args") from None
 
 
-def unregister_cuda_region(service: Service, asked: Asked) -> Awaitable[None] | None:
-    return _unregister(service, asked, DeviceRegion)
-
-
-def _unregister(service: Service, asked: Asked, kind: type[Region | DeviceRegion]) -> Awaitable[None] | None:
+def unregister(kind: type[Region | DeviceRegion], service: Service, asked: Asked) -> Awaitable[None] | None:
+    """One region, or all of a kind for "". Raises ServeError."""
     if asked.name:
         return service.regions.unregister(asked.name, kind)
     return service.regions.unregister_all(kind)
@@ -240,25 +235,6 @@ def _must_be_named(service: Service, asked: Asked, kind: str) -> None:
 # --- the model repository -------------------------------------------------------------------------------
 
 
-async def show_index(service: Service, asked: Asked) -> list[dict[str, Any]]:
-    if not asked.over_http:
-        check_repository(asked.repository)
-    return await list_models(service.repository, service.catalog, asked.read())
-
-
-async def load(service: Service, asked: Asked) -> None:
-    check_repository(asked.repository)
-    override = await service.apart(asked.given_bytes, asked.read)
-    if override is not None and override.files and not service.admin.file_overrides:  # which run as code
-        raise unsupported("Files in a load are disabled. " + _ENABLE % "file-overrides")
-    await load_model(service.repository, service.catalog, asked.name, override)
-
-
-async def unload(service: Service, asked: Asked) -> None:
-    check_repository(asked.repository)
-    await unload_model(service.repository, asked.name, asked.read())
-
-
 _STATES = {
     VersionState.START: "LOADING",
     VersionState.LOADING: "LOADING",
@@ -268,15 +244,17 @@ _STATES = {
 }
 
 
-async def list_models(face: RepositoryFace, catalog: Catalog, only_ready: bool) -> list[dict[str, Any]]:
-    """The index: every model and version, in the order of their names."""
-    names = sorted({*catalog.models, *(await face.names())})
-    entries = [entry for name in names for entry in _list_model(catalog, name)]
+async def show_index(service: Service, asked: Asked) -> list[dict[str, Any]]:
+    """Every model and version, in the order of their names."""
+    if not asked.over_http:
+        check_repository(asked.repository)
+    only_ready, models = asked.read(), service.catalog.models
+    names = sorted({*models, *(await service.repository.names())})
+    entries = [entry for name in names for entry in _list_model(name, models.get(name))]
     return [entry for entry in entries if not only_ready or entry.get("state") == "READY"]
 
 
-def _list_model(catalog: Catalog, name: str) -> list[dict[str, Any]]:
-    model = catalog.models.get(name)
+def _list_model(name: str, model: Model | None) -> list[dict[str, Any]]:
     if model is not None and model.versions:
         return [_list_version(model.versions[number]) for number in sorted(model.versions)]
     if model is not None and model.error is not None:
@@ -293,28 +271,41 @@ def _list_version(version: Version) -> dict[str, Any]:
     return entry
 
 
-async def load_model(
-    face: RepositoryFace, catalog: Catalog, name: str, override: LoadOverride | None
-) -> None:
+async def load(service: Service, asked: Asked) -> None:
     """Load one model and wait for it. Raises ServeError in the original's words."""
-    must_be_explicit(face)
+    check_repository(asked.repository)
+    override, name = await service.apart(asked.given_bytes, asked.read), asked.name
+    has_files = override is not None and bool(override.files)
+    if has_files and not service.admin.file_overrides:  # which run as code
+        raise unsupported("Files in a load are disabled. " + _ENABLE % "file-overrides")
+    must_be_explicit(service.repository)
     check_name(name)
     failed = internal(f"failed to load '{name}', failed to poll from model repository")
-    if override is not None and override.files and override.config is None:
+    if has_files and override.config is None:
         raise failed
     try:
-        await face.load(name, override)
+        await service.repository.load(name, override)
     except ServeError as fault:
         if fault.kind is Kind.NOT_FOUND:
             raise failed from None
-        raise invalid(f"load failed for model '{name}': {_reasons(catalog, name, fault)}") from None
+        reasons = _reasons(service.catalog.models.get(name)) or fault.message
+        raise invalid(f"load failed for model '{name}': {reasons}") from None
 
 
-async def unload_model(face: RepositoryFace, name: str, dependents: bool) -> None:
+def _reasons(model: Model | None) -> str:
+    """Why versions of a model did not load, "" for none."""
+    versions = sorted(model.versions.items()) if model else ()
+    told = [(number, version.error.message) for number, version in versions if version.error is not None]
+    return "".join(f"version {number} is at UNAVAILABLE state: {reason};\n" for number, reason in told)
+
+
+async def unload(service: Service, asked: Asked) -> None:
     """Unload one model; one that is not loaded is no fault. Raises ServeError."""
-    must_be_explicit(face)
+    check_repository(asked.repository)
+    dependents = asked.read()
+    must_be_explicit(service.repository)
     try:
-        await face.unload(name, dependents)
+        await service.repository.unload(asked.name, dependents)
     except ServeError as fault:
         if fault.kind is not Kind.NOT_FOUND:
             raise
@@ -334,18 +325,6 @@ def check_name(name: str) -> None:
         raise invalid(f"invalid model name '{name}', model name must not contain path traversal characters")
 
 
-def _reasons(catalog: Catalog, name: str, fault: ServeError) -> str:
-    model = catalog.models.get(name)
-    failed = sorted(v.number for v in model.versions.values() if v.error is not None) if model else []
-    if model is None or not failed:
-        return fault.message
-    return "".join(f"version {n} is at UNAVAILABLE state: {_message(model.versions[n])};\n" for n in failed)
-
-
-def _message(version: Version) -> str:
-    return version.error.message if version.error is not None else ""
-
-
 Shown = Mapping[str, Any] | list[dict[str, Any]] | bool | None
 Do = Callable[[Service, Asked], Shown | Awaitable[Shown]]
 CALLS: dict[str, Do] = {
@@ -360,10 +339,10 @@ CALLS: dict[str, Do] = {
     "logging": set_logging,
     "system_status": show_regions,
     "system_register": register_region,
-    "system_unregister": unregister_region,
+    "system_unregister": partial(unregister, Region),
     "cuda_status": show_cuda_regions,
     "cuda_register": register_cuda_region,
-    "cuda_unregister": unregister_cuda_region,
+    "cuda_unregister": partial(unregister, DeviceRegion),
     "index": show_index,
     "load": load,
     "unload": unload,

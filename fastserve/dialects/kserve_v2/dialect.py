@@ -10,10 +10,7 @@ Everything under /v2 belongs to this dialect; another one on the same listener i
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Coroutine
-from dataclasses import replace
-from hmac import compare_digest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fastserve.config import TritonOptions
 from fastserve.config.triton import Restrictions, parse_restrictions
@@ -33,11 +30,12 @@ from fastserve.dialects.kserve_v2.operations import (
 from fastserve.dialects.kserve_v2.service import JSON, Service
 from fastserve.errors import Kind, ServeError
 from fastserve.serving.dialect import Dialect, ServingContext
+from fastserve.serving.restricted import restrict_endpoint, restrict_method
 from fastserve.wire.call import Call, Endpoint
 from fastserve.wire.dialect import Route
 
 if TYPE_CHECKING:
-    from fastserve.wire.grpc import Method, Rpc
+    from fastserve.wire.grpc import Method
 
 
 class KServeV2(Dialect):
@@ -80,7 +78,7 @@ class KServeV2(Dialect):
         made = {row.name: make_method(service, row) for row in TABLE if row.rpc and row.name in CALLS}
         restricted = parse_restrictions("grpc_restricted_protocol", service.options.grpc_restricted_protocol)
         methods = [*made.items(), ("infer", make_infer(service)), ("infer", make_stream(service))]
-        return [restrict_method(method, name, restricted) for name, method in methods]
+        return [restrict_rpc(method, name, restricted) for name, method in methods]
 
     def close(self) -> None:
         self.traces.close()
@@ -102,41 +100,18 @@ def restrict(endpoint: Endpoint, asked: str, restrictions: Restrictions) -> Endp
     wanted = restrictions.get(CATEGORIES.get(asked, ""))
     if wanted is None:
         return endpoint
-    header, value = wanted[0], wanted[1].encode()
-    name, refusal = (
-        header.lower().encode(),
-        error_body(f"This API is restricted, expecting header '{header}'"),
-    )
-
-    def guarded(call: Call) -> Coroutine[Any, Any, None] | None:
-        if compare_digest(call.header(name), value):
-            return endpoint(call)
-        call.reply(403, refusal, JSON)
-        return None
-
-    return guarded
+    header, value = wanted
+    refusal = error_body(f"This API is restricted, expecting header '{header}'")
+    name = header.lower().encode()
+    return restrict_endpoint(endpoint, name, value.encode(), lambda call: call.reply(403, refusal, JSON))
 
 
-def restrict_method(method: Method, asked: str, restrictions: Restrictions) -> Method:
+def restrict_rpc(method: Method, asked: str, restrictions: Restrictions) -> Method:
     """The same of an RPC, whose metadata has the header under a longer name."""
     wanted = restrictions.get(CATEGORIES[asked])
     if wanted is None:
         return method
-    key, value = PREFIX + wanted[0].lower(), wanted[1].encode()
-
-    def check(rpc: Rpc) -> None:
-        given = next((sent for name, sent in rpc.metadata if name == key), "")
-        if not compare_digest(given.encode() if isinstance(given, str) else given, value):
-            text = f"This protocol is restricted, expecting header '{PREFIX}{wanted[0]}'"
-            raise ServeError(Kind.UNAVAILABLE, text)
-
-    async def run(request: Any, rpc: Rpc) -> Any:
-        check(rpc)
-        return await method.run(request, rpc)
-
-    async def stream(request: Any, rpc: Rpc) -> AsyncIterator[Any]:
-        check(rpc)
-        async for piece in method.run(request, rpc):
-            yield piece
-
-    return replace(method, run=stream if method.gives_stream else run, start=None)
+    header, value = wanted
+    text = f"This protocol is restricted, expecting header '{PREFIX}{header}'"
+    fault = ServeError(Kind.UNAVAILABLE, text)
+    return restrict_method(method, PREFIX + header.lower(), value.encode(), fault)

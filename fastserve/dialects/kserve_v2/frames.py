@@ -94,10 +94,8 @@ class Frame(InferFrame, PreparedRequest):
         super().__init__(
             parts.header, parts.holes, parts.blobs, parts.targets, parts.rows, request.request_id
         )
-        self.lay_out(queue, request.inputs, request.outputs, batching=view.batching)
+        self.lay_out_like(queue, request, batching=view.batching)
         self.outside = bool(parts.sources or asked.ranges)
-        if queue.requests:
-            self.tell(request)
         self._view, self._asked, self._sources = view, asked, parts.sources
         self._blobs = [target for target, _ in parts.blobs]
         self.all_behind = len(parts.blobs) == len(parts.targets)  # no input is in the JSON, or elsewhere

@@ -107,13 +107,13 @@ class Generate:
 
     def _answers(self, view: ModelView, body: InferBody, traced: Traced | None) -> Events:
         """Every answer as JSON. Raises ServeError."""
-        service, version = self._service, view.version
+        service, engine = self._service, traced or self._service.engine
 
         def start() -> AsyncGenerator[InferResponse, None]:
             request = make_request(view, body)
             if view.decoupled:
-                return service.stream(version, request, traced)
-            return alone(partial(service.infer, version, request, traced))
+                return engine.stream(view.version, request)
+            return alone(partial(engine.infer, view.version, request))
 
         return generate(start, partial(write_generated, view, body.request_id), service.apart)
 

@@ -22,11 +22,10 @@ from fastserve.dialects.kserve_v2.errors import tell
 from fastserve.dialects.kserve_v2.messages import FINAL, TOO_LARGE, write_message
 from fastserve.dialects.kserve_v2.request import Asked
 from fastserve.dialects.kserve_v2.service import Service
-from fastserve.engine import BatchQueue
 from fastserve.errors import Kind, ServeError
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.exchange import RpcExchange
-from fastserve.serving.known_messages import KnownMessage, KnownMessages, Source
+from fastserve.serving.known_messages import KnownMessage, Source
 from fastserve.serving.model_view import ModelView
 from fastserve.serving.prepared import Described, Memory
 from fastserve.serving.rooms import Rooms
@@ -44,23 +43,10 @@ class Head(KnownMessage):
 
     streams = False
 
-    def __init__(
-        self,
-        view: ModelView,
-        queue: BatchQueue,
-        message: InferMessage,
-        asked: Asked,
-        request: InferRequest,
-        sources: dict[str, Source],
-    ) -> None:
-        """`request` has the inputs' types and shapes, in the queue's order, without the message."""
+    def __init__(self, view: ModelView, message: InferMessage, asked: Asked) -> None:
         self.model, self.version = message.model_name, message.model_version
         number = view.version.number if message.model_version else None
         self.find_version = partial(view.catalog.available, view.model, number)
-        self.sources = [sources[name] for name in request.inputs]
-        self.lay_out(queue, request.inputs, request.outputs, batching=view.batching)
-        if queue.requests:
-            self.tell(request)
         self._view, self._asked, self._number = view, asked, str(view.version.number)
         self._before = write_infer_response(view.model, self._number, "", None, (), ())
 
@@ -127,38 +113,11 @@ class Outcome:
             exchange.refuse(told)
 
 
-class FastGrpc:
-    """What is known of heads. One per front process and method."""
-
-    def __init__(self, service: Service, head: type[Head] = Head) -> None:
-        self._service, self._head = service, head
-        self._known: KnownMessages[Head] = KnownMessages(service, SCHEME)
-        self.read, self.start = self._known.read, self._known.start
-
-    def learn(
-        self,
-        outline: Outline,
-        view: ModelView,
-        message: InferMessage,
-        asked: Asked,
-        request: InferRequest,
-        patience_ns: int,
-    ) -> None:
-        """Remember the head of a request that the general path has answered."""
-        if asked.ranges or asked.classifies or len(request.inputs) != len(message.inputs):
-            return
-
-        def prepare(queue: BatchQueue, bare: InferRequest) -> Head | None:
-            sources = _sources(outline, message, bare)
-            return None if sources is None else self._head(view, queue, message, asked, bare, sources)
-
-        outcome = Outcome(self._service, view.model)
-        self._known.learn(outline, view.version, request, outcome, prepare, patience_ns)
-
-
-def _sources(outline: Outline, message: InferMessage, request: InferRequest) -> dict[str, Source] | None:
+def find_sources(outline: Outline, message: InferMessage, request: InferRequest) -> dict[str, Source] | None:
     """Which hole each input's data is in: all of them raw, or each in its own contents. None where not."""
     fields, names = outline.fields, [given.name for given in message.inputs]
+    if len(request.inputs) != len(names):
+        return None
     if list(fields) == [RAW] * len(names):
         return {name: Source(hole) for hole, name in enumerate(names)}
     if [owner for owner, _ in fields] != list(range(len(names))):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
 import msgspec
 
-from fastserve.codec.client_text import to_text
+from fastserve.codec.base64_text import decode_base64
+from fastserve.codec.client_text import to_bytes, to_text
 from fastserve.dialects.kserve_v2.calls import CALLS, Asked, Shown
 from fastserve.dialects.kserve_v2.errors import error_body
 from fastserve.dialects.kserve_v2.operations import Target
@@ -30,6 +29,7 @@ from fastserve.dialects.kserve_v2.values import (
 from fastserve.errors import ServeError, internal, invalid, unsupported
 from fastserve.serving.device_regions import HANDLE_BYTES
 from fastserve.serving.model_control import LoadOverride
+from fastserve.serving.showing import show_answer
 from fastserve.wire.call import Call
 
 Body = bytes | bytearray
@@ -37,7 +37,7 @@ _AS: dict[type, Callable[[Value], bool | int | str]] = {bool: as_bool, int: as_u
 
 
 class Ask:
-    """The endpoint of a target. One that has to wait for its answer goes on if the client leaves."""
+    """The endpoint of a target."""
 
     __slots__ = ("_do", "_read", "_service", "_target")
 
@@ -53,22 +53,10 @@ class Ask:
         asked = Asked(name, self._target.version, parts.get("repository", ""), over_http=True)
         if self._read is not None and call.method == "POST":
             asked.given, asked.given_bytes = partial(self._read, body), len(body)
-        try:
-            shown = self._do(self._service, asked)
-        except ServeError as fault:
-            self._service.refuse(call, fault, self._target.model)
-            return None
-        if isinstance(shown, Awaitable):
-            return self._wait(call, shown)
-        show(call, shown)
-        return None
+        return show_answer(call, partial(self._do, self._service, asked), show, self._refuse)
 
-    async def _wait(self, call: Call, asked: Awaitable[Shown]) -> None:
-        call.on_gone = None
-        try:
-            show(call, await asked)
-        except ServeError as fault:
-            self._service.refuse(call, fault, self._target.model)
+    def _refuse(self, call: Call, fault: ServeError) -> None:
+        self._service.refuse(call, fault, self._target.model)
 
 
 def show(call: Call, value: Shown) -> None:
@@ -104,7 +92,7 @@ def _read_cuda_region(body: Body) -> tuple[bytes, int, int]:
     request = read_json(body)
     text = as_string(need(_required(request, "raw_handle"), "b64"))
     byte_size, device = as_uint(need(request, "byte_size")), as_uint(need(request, "device_id"))
-    handle = _decode(text) or b""
+    handle = decode_base64(to_bytes(text)) or b""
     if len(handle) != HANDLE_BYTES:
         raise invalid("'raw_handle' must be a valid base64 encoded cudaIpcMemHandle_t")
     return handle, device, byte_size
@@ -115,14 +103,6 @@ def _required(request: Value, field: str) -> Value:
     if not found:
         raise invalid(f"Shared memory register request has no '{field}' field")
     return value
-
-
-def _decode(text: str) -> bytes | None:
-    """None for what is not base64."""
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
-        return None
 
 
 def _read_log(body: Body) -> dict[str, bool | int | str]:
@@ -149,7 +129,7 @@ def _read_load(body: Body) -> LoadOverride | None:
         if name == "config":
             override.config = text
         elif name.startswith("file:"):
-            data = _decode(text)
+            data = decode_base64(to_bytes(text))
             if data is None:
                 raise internal("failed to decode the file's content: it is not base64")
             override.files[name.removeprefix("file:")] = data

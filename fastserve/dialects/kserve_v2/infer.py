@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Coroutine, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
+from fastserve.codec.client_text import leading_int
 from fastserve.dialects.kserve_v2.answers import (
     SUPPORTED,
     UNSUPPORTED,
@@ -33,7 +33,6 @@ from fastserve.wire.coding import IDENTITY, choose_coding
 from fastserve.wire.inflate import work_of
 
 HEADER_LENGTH = b"inference-header-content-length"
-_NUMBER = re.compile(rb"[ \t]*([+-]?[0-9]+)")  # and whatever follows it, as atoi reads
 GENERAL = -2  # a head whose calls take the general path
 WHOLE = -1  # the whole body is JSON
 # A number in JSON grows at most so much as a tensor (`0,` is an FP64): below it no size has to be checked.
@@ -212,11 +211,8 @@ def _header_length(text: bytes, body_bytes: int) -> int | None:
     faults are told first; releases since refuse it."""
     if not text:
         return body_bytes
-    match = _NUMBER.match(text)
-    if match is None:
-        return None
-    length = int(match[1]) if len(match[1]) < 20 else -1
-    if not 0 <= length <= body_bytes:
-        said = text.decode("latin-1")
+    said = text.decode("latin-1")
+    length = leading_int(said)
+    if length is not None and not 0 <= length <= body_bytes:
         raise invalid(f"inference header size should be in range (0, {body_bytes}), got: {said}")
     return length

@@ -21,7 +21,7 @@ from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.model_view import ModelView, TensorView
 from fastserve.serving.region_request import RegionRequest
 from fastserve.serving.traces import Traced
-from fastserve.tensor import DTYPE_BY_KSERVE, KSERVE_NAME, Tensor, count_items, kserve_name
+from fastserve.tensor import DTYPE_BY_KSERVE, KSERVE_NAME, Tensor, count_items, fits_shape, kserve_name
 
 
 class Inference(RegionRequest):
@@ -85,7 +85,7 @@ class Inference(RegionRequest):
         check_strings(tensor.data, count, name, self.version.model, told)
 
     def run(self, request: InferRequest) -> Awaitable[InferResponse]:
-        return self.service.infer(self.version, request, self.traced)
+        return (self.traced or self.service.engine).infer(self.version, request)
 
     async def write(self, response: InferResponse) -> None:
         assert self.view is not None
@@ -207,10 +207,8 @@ def _check_part(view: ModelView, side: TensorView, part: InputPart, told: str) -
 
 
 def _check_shape(view: ModelView, side: TensorView, part: InputPart, told: str) -> None:
-    if side.dims is None:
-        return
     dims = view.full_dims(side)
-    if len(dims) == len(part.shape) and all(w in (-1, n) for w, n in zip(dims, part.shape, strict=True)):
+    if side.dims is None or fits_shape(part.shape, dims):
         return
     wanted, given = ",".join(map(str, dims)), ",".join(map(str, part.shape))
     raise invalid(

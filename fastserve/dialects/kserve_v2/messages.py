@@ -11,8 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from fastserve._ext.proto_wire import (
-    MOST_ENTRIES,
-    Fault,
     InferMessage,
     Unsigned,
     WireFault,
@@ -42,11 +40,13 @@ from fastserve.errors import Kind, ServeError, internal, invalid
 from fastserve.request import InferResponse, Lent
 from fastserve.serving.model_view import ModelView
 from fastserve.serving.rooms import Rooms
+from fastserve.serving.rpc import read_in_place
 from fastserve.serving.shared_memory import Range, Regions
 from fastserve.tensor import DTYPE_BY_KSERVE, KSERVE_NAME
 
 # Fields of InferTensorContents by their numbers, named as the original names what they hold.
 _CONTENTS = ("", "BOOL", "INT32", "INT64", "UINT32", "UINT64", "FP32", "FP64", "BYTES")
+PARTS = "inputs, outputs, parameters, raw tensors and axes of a shape"
 TOO_LARGE = "the response is too large for a gRPC message"
 FINAL = "triton_final_response"
 
@@ -62,15 +62,8 @@ class Sent:
 
 def read_sent(data: bytes) -> Sent:
     """A serialized ModelInferRequest. Raises ServeError."""
-    try:
-        sent = Sent(read_infer_request(data), memoryview(data))
-    except WireFault as fault:
-        if fault.code is Fault.TOO_MANY:
-            raise invalid(
-                f"ModelInferRequest: at most {MOST_ENTRIES} inputs, outputs, parameters, raw tensors and "
-                f"axes of a shape are read, more begin at byte {fault.offset}"
-            ) from None
-        raise internal(f"malformed ModelInferRequest: {fault}") from None
+    message = read_in_place(read_infer_request, data, "ModelInferRequest", PARTS, internal)
+    sent = Sent(message, memoryview(data))
     if len(data) >= APART_BYTES:
         _read_ahead(sent)
     return sent

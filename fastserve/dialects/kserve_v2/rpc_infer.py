@@ -19,7 +19,7 @@ from typing import Any
 from fastserve._ext.proto_outline import Outline
 from fastserve._ext.proto_wire import write_stream_response
 from fastserve.dialects.kserve_v2.errors import tell
-from fastserve.dialects.kserve_v2.heads import SCHEME, FastGrpc, StreamHead
+from fastserve.dialects.kserve_v2.heads import SCHEME, Head, Outcome, StreamHead, find_sources
 from fastserve.dialects.kserve_v2.inference import Inference
 from fastserve.dialects.kserve_v2.messages import FINAL, Sent, read_message, read_sent, write_message
 from fastserve.dialects.kserve_v2.operations import SERVICE, STREAM
@@ -29,6 +29,7 @@ from fastserve.errors import ServeError
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.exchange import RpcExchange, deadline_of, unforeseen
 from fastserve.serving.generate import generate
+from fastserve.serving.known_messages import KnownMessages, Source
 from fastserve.serving.model_view import ModelView
 from fastserve.serving.rpc import answer_rpc
 from fastserve.serving.slow_path import answer_slowly
@@ -48,7 +49,7 @@ class Infer:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._fast = FastGrpc(service)
+        self._fast: KnownMessages[Head] = KnownMessages(service, SCHEME)
 
     def start(self, data: bytes, exchange: Exchange) -> bool:
         """Take a request that the fast path knows, or leave it to the coroutine below."""
@@ -77,6 +78,7 @@ class RpcInference(Inference):
     """A request as the general path answers it, for `fast` to learn."""
 
     refusal = "ModelInfer RPC doesn't support models with decoupled transaction policy"
+    head = Head
     streams = False
 
     def __init__(
@@ -86,7 +88,7 @@ class RpcInference(Inference):
         rpc: Rpc,
         deadline_ns: int,
         outline: Outline | None,
-        fast: FastGrpc,
+        fast: KnownMessages[Head],
         exchange: RpcExchange,
     ) -> None:
         super().__init__(service, service.forward_grpc)
@@ -127,9 +129,16 @@ class RpcInference(Inference):
             self.traced.end()
 
     def answered(self, took_ns: int) -> None:
-        if self._outline is not None and self.view is not None and self.request is not None:
-            patience_ns = self._rpc.patience_ns
-            self._fast.learn(self._outline, self.view, self.message, self.asked, self.request, patience_ns)
+        outline, view, request, asked = self._outline, self.view, self.request, self.asked
+        if outline is None or view is None or request is None or asked.ranges or asked.classifies:
+            return
+
+        def prepare() -> tuple[Head, dict[str, Source]] | None:
+            sources = find_sources(outline, self.message, request)
+            return None if sources is None else (self.head(view, self.message, asked), sources)
+
+        outcome, patience_ns = Outcome(self.service, self.version.model), self._rpc.patience_ns
+        self._fast.learn(outline, self.version, request, outcome, prepare, patience_ns)
 
     def refused(self, fault: ServeError) -> None:
         told = tell(fault, self.message.id)
@@ -144,7 +153,7 @@ ERROR_MODE = ("triton_grpc_error", "true")
 
 def make_stream(service: Service) -> Method:
     """ModelStreamInfer."""
-    fast = FastGrpc(service, StreamHead)
+    fast: KnownMessages[Head] = KnownMessages(service, SCHEME)
 
     def run(requests: AsyncIterator[bytes], rpc: Rpc) -> AsyncGenerator[bytes, None]:
         stream = Stream(service, fast, rpc)
@@ -156,7 +165,7 @@ def make_stream(service: Service) -> Method:
 class Stream:
     """One stream."""
 
-    def __init__(self, service: Service, fast: FastGrpc, rpc: Rpc) -> None:
+    def __init__(self, service: Service, fast: KnownMessages[Head], rpc: Rpc) -> None:
         self._service, self._fast, self._rpc = service, fast, rpc
         self._ends_on_fault = ERROR_MODE in rpc.metadata
         self._deadline_ns = deadline_of(rpc)
@@ -191,7 +200,7 @@ class Stream:
         asked = await request.prepare(view)
         turn.step_out()
         ended, well = False, True
-        start = partial(service.stream, view.version, asked, request.traced)
+        start = partial((request.traced or service.engine).stream, view.version, asked)
         async with aclosing(generate(start, partial(request.encode, view), service.apart)) as events:
             async for event in events:
                 ended, well = event.final, well and event.fault is None
@@ -235,6 +244,7 @@ class StreamInference(RpcInference):
     """A request of a stream as the general path answers it."""
 
     exchange: Turn
+    head = StreamHead
     streams = True
 
     def look(self) -> ModelView | None:

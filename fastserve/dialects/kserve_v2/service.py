@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import Sequence
 
+from fastserve.codec.client_text import leading_int
 from fastserve.config import TritonOptions
 from fastserve.config.triton import parse_trace_config
 from fastserve.dialects.kserve_v2.errors import HTTP_STATUS, error_body, in_own_words
 from fastserve.dialects.kserve_v2.request import Forwarding
-from fastserve.dialects.kserve_v2.settings import LogSettings, TraceSettings
+from fastserve.dialects.kserve_v2.settings import LogSettings
 from fastserve.dialects.kserve_v2.values import INT64_MAX
 from fastserve.errors import ServeError, invalid
 from fastserve.repository.version import Version
-from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.dialect import ServingContext
 from fastserve.serving.model_view import ModelView, find_version
 from fastserve.serving.service import DialectService
-from fastserve.serving.traces import Traced, Traces
+from fastserve.serving.traces import Traces
 from fastserve.wire.call import Call
 from fastserve.wire.dialect import retry_after
 
 JSON = b"application/json"
 TEXT = b"text/plain"
-_NUMBER = re.compile(r"[ \t\n\v\f\r]*([+-]?[0-9]+)")
 
 
 def read_version(text: str) -> int | None:
     """A version as clients write it; None for the latest. Raises ServeError INVALID_ARGUMENT."""
     if not text:
         return None
-    match = _NUMBER.match(text)
-    number = int(match[1]) if match and len(match[1]) <= 20 else INT64_MAX + 1
-    if abs(number) > INT64_MAX:
+    number = leading_int(text)
+    if number is None or abs(number) > INT64_MAX:
         raise invalid(
             f"failed to get model version from specified version string '{text}' (details: stol), "
             "version should be an integral value > 0"
@@ -48,8 +45,7 @@ class Service(DialectService):
     def __init__(self, context: ServingContext, options: TritonOptions) -> None:
         super().__init__(context, "kserve_v2")
         self.options = options
-        self.traces = Traces()
-        self.trace = TraceSettings(parse_trace_config(options.trace_config), self.traces)
+        self.traces = Traces(self.engine, parse_trace_config(options.trace_config))
         self.log = LogSettings(context.settings.log.level)
         http, grpc = options.http_header_forward_pattern, options.grpc_header_forward_pattern
         self.forward_http = Forwarding(http) if http else None
@@ -58,22 +54,6 @@ class Service(DialectService):
     def find(self, model: str, version: str) -> ModelView:
         """The version of a model that answers, "" for the latest. Raises ServeError."""
         return self.views.of(find_version(self.catalog, model, read_version(version)))
-
-    def infer(
-        self, version: Version, request: InferRequest, traced: Traced | None
-    ) -> Awaitable[InferResponse]:
-        """The engine's answer, with its moments noted. Raises ServeError."""
-        if traced is None:
-            return self.engine.infer(version, request)
-        return traced.infer(self.engine, version, request)
-
-    def stream(
-        self, version: Version, request: InferRequest, traced: Traced | None
-    ) -> AsyncGenerator[InferResponse, None]:
-        """The engine's responses to one request, noted as they come. Raises ServeError."""
-        if traced is None:
-            return self.engine.stream(version, request)
-        return traced.stream(self.engine, version, request)
 
     def refuse(
         self,

@@ -1,77 +1,37 @@
 """Trace and logging settings as clients read and change them (spec 9). No HTTP, no JSON text here.
 
 Settings are kept and shown per front process; what they switch lies elsewhere: `log_*` in the server's own
-log (logs.py), `trace_*` in `traces`. Files are named by who starts the server, never by a client.
+log (logs.py), `trace_*` in `serving/traces`. Files are named by who starts the server, never by a client.
 """
 
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping
 
+from fastserve.codec.client_text import leading_int
 from fastserve.config.triton import TRACE_LEVELS
-from fastserve.dialects.kserve_v2.values import INT64_MAX, Value, as_array, as_string, find
+from fastserve.dialects.kserve_v2.values import Value, as_array, as_string, find
 from fastserve.errors import Kind, ServeError, invalid, unsupported
 from fastserve.logs import switch_logs
-from fastserve.serving.traces import OFF, Traces
+from fastserve.serving.traces import OFF, Setting
 
-Setting = str | list[str]
-TRACE_DEFAULTS: dict[str, Setting] = {
-    "trace_level": ["OFF"],
-    "trace_rate": "1000",
-    "trace_count": "-1",
-    "log_frequency": "0",
-    "trace_file": "",
-    "trace_mode": "triton",
-}
-_NUMBER = re.compile(r"\s*([+-]?[0-9]+)")
 # Of the settings that are numbers, what is said of their range.
 RANGES = {"trace_rate": (0, 2**32 - 1), "trace_count": (-1, 2**31 - 1), "log_frequency": (0, 2**32 - 1)}
 
 
-class TraceSettings:
-    """The global settings, and those of single models on top of them. `start` is what the server began with,
-    the file among it; `traces` are told of every change."""
-
-    def __init__(self, start: Mapping[str, Setting], traces: Traces) -> None:
-        self._start: dict[str, Setting] = {**TRACE_DEFAULTS, **start}
-        self._global: dict[str, Setting] = {}
-        self._models: dict[str, dict[str, Setting]] = {}
-        self._traces = traces
-        self._apply()
-
-    def show(self, model: str = "") -> dict[str, Setting]:
-        """What holds for a model, "" for all."""
-        return {**self._start, **self._global, **self._models.get(model, {})}
-
-    def change(self, given: Value, model: str = "", gap: str = "") -> None:
-        """Take over what a JSON object says; null goes back to what holds for all, and what is not known is
-        passed over. Raises ServeError, and then nothing changes. `gap`: one text has a space over gRPC."""
-        if find(given, "trace_file")[0]:
-            raise unsupported("trace file location can not be updated through network protocol")
-        own = dict(self._models.get(model, {}) if model else self._global)
-        for name, read in (("trace_level", _read_levels), *((name, _read_number) for name in RANGES)):
-            found, value = find(given, name)
-            if found and value is None:
-                own.pop(name, None)
-            elif found and (setting := read(name, value, gap)):
-                own[name] = setting
-        _check({**self._start, **(self._global if model else {}), **own})
-        if model and own:
-            self._models[model] = own
-        elif model:
-            self._models.pop(model, None)
-        else:
-            self._global = own
-        self._apply(model)
-
-    def _apply(self, changed: str = "") -> None:
-        """A change for all is one for each model that is under part of it."""
-        models = ["", *self._models]
-        self._traces.take_over(
-            {model: self.show(model) for model in models}, [changed] if changed else models
-        )
+def read_trace(given: Value, gap: str) -> dict[str, Setting | None]:
+    """The changes that a JSON object asks for, None for null; what is not known is passed over. Raises
+    ServeError. `gap`: one text has a space over gRPC."""
+    if find(given, "trace_file")[0]:
+        raise unsupported("trace file location can not be updated through network protocol")
+    changes: dict[str, Setting | None] = {}
+    for name, read in (("trace_level", _read_levels), *((name, _read_number) for name in RANGES)):
+        found, value = find(given, name)
+        setting = None if value is None else read(name, value, gap)
+        if found and (setting is None or setting):
+            changes[name] = setting
+    return changes
 
 
 def _read_levels(name: str, value: Value, gap: str) -> Setting:
@@ -85,10 +45,9 @@ def _read_levels(name: str, value: Value, gap: str) -> Setting:
 def _read_number(name: str, value: Value, gap: str) -> Setting:
     """A number in a string; whatever follows the digits does not count, as for stoi. Raises ServeError."""
     text = as_string(value)
-    match = _NUMBER.match(text)
-    if match is None:
+    number, (least, most) = leading_int(text), RANGES[name]
+    if number is None:
         raise invalid(f"Unable to parse '{name}', got: {text}")
-    number, (least, most) = int(match[1]) if len(match[1]) < 12 else INT64_MAX, RANGES[name]
     if not -(1 << 31) <= number < 1 << 31:
         raise invalid(f"Unable to parse '{name}', value is out of range [ {least}, {most} ], got: {text}")
     if name == "trace_count" and number < least:
@@ -96,7 +55,7 @@ def _read_number(name: str, value: Value, gap: str) -> Setting:
     return str(number if least else number & most)
 
 
-def _check(settings: Mapping[str, Setting]) -> None:
+def check_trace(settings: Mapping[str, Setting]) -> None:
     """Raises ServeError for tracing that cannot be done."""
     if settings["trace_level"] == OFF:
         return

@@ -208,6 +208,10 @@ PATHS = (
     _path("timed", "/health/timed", _INFER, check_timed),
     _path("timed", "/health/timed-N", _INFER, check_timed),
     _path("live", "/v2/health/live", _PROBE, show_live, yields=True),
+    # MindIE Motor's Coordinator answers probes by these (spec 5).
+    _path("startup", "/v1/startup", _PROBE, show_ready, yields=True),
+    _path("live", "/v1/health", _PROBE, show_live, yields=True),
+    _path("ready", "/v1/readiness", _PROBE, show_ready, yields=True),
     _path("ready", "/v2/health/ready", _PROBE, show_ready, yields=True),
     _path("model_ready", "/v2/models/MODEL/ready", _PROBE, show_model_ready, yields=True),
     _path("status", "/v1/status", {"GET": Scope.METADATA}, show_status),

@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from time import monotonic_ns
 from typing import NamedTuple
 
 from fastserve.dialects.textgen.events import send_events
@@ -25,6 +26,7 @@ from fastserve.dialects.textgen.openai_write import (
     Choice,
     CompletionAnswer,
     Form,
+    Likely,
     Scored,
     Usage,
     finish_of,
@@ -37,7 +39,7 @@ from fastserve.dialects.textgen.sse import EventStream
 from fastserve.dialects.textgen.typed import Misread, check
 from fastserve.errors import ServeError
 from fastserve.serving.dialect import HttpRoute
-from fastserve.serving.text import Frames, TextAsk, TextModel, TextStream, Token
+from fastserve.serving.text import Detokenizer, Frames, PromptFault, TextAsk, TextModel, TextStream, Token
 from fastserve.serving.text.answering import About
 from fastserve.wire.call import Call, Endpoint
 from fastserve.wire.scope import Scope
@@ -75,7 +77,9 @@ class Complete:
         if wanted.streams:
             kind = answer.content_type
             return await send_events(service, call, model.name, one.send, self._tell, content_type=kind)
-        call.reply(200, await one.whole())
+        body = await one.whole()
+        took_ms = (monotonic_ns() - call.received_ns) // 1_000_000
+        call.reply(200, body, headers=((b"openai-processing-ms", b"%d" % took_ms),))
         return True
 
     def _tell(self, fault: ServeError) -> bytes:
@@ -91,6 +95,8 @@ class Sequence:
     echo: str = ""
     tokens: list[Token] = field(default_factory=list)
     begun: bool = False
+    reader: Detokenizer | None = None
+    """Makes text of its tokens, where they are scored; so many characters came of it."""
     chars: int = 0
 
 
@@ -128,9 +134,9 @@ class Completing:
         """Every sequence there will be, or none. Raises ServeError."""
         streams: list[TextStream] = []
         try:
-            for ask in await self._asks():
+            for number, ask in enumerate(await self._asks()):
                 await asyncio.sleep(0)  # reading a prompt is milliseconds: others come between
-                for stream in await self._model.start_many(ask, self._wanted.candidates):
+                for stream in await self._start_one(number, ask):
                     streams.append(stream)
                     self._sequences.append(Sequence(len(self._sequences), stream, self._echo(ask)))
         except BaseException:
@@ -139,6 +145,15 @@ class Completing:
             raise
         self._service.read(self._call, self._model)
         return Sequences(self._service, self._call, self._model, streams, self._timeout_s())
+
+    async def _start_one(self, number: int, ask: TextAsk) -> list[TextStream]:
+        try:
+            return await self._model.start_many(ask, self._wanted.candidates)
+        except PromptFault as fault:
+            wanted = self._wanted
+            several = len(wanted.prompts) > 1
+            fault.field = "messages" if wanted.messages else f"prompt[{number}]" if several else "prompt"
+            raise
 
     async def _asks(self) -> list[TextAsk]:
         """What is asked of the model, for each prompt. Raises ServeError."""
@@ -239,30 +254,33 @@ class Completing:
     def _scored(self, sequence: Sequence, tokens: list[Token]) -> list[Scored]:
         if not self._answer.scored:
             return []
-        text_of = self._model.token_text
         return [
             self._one(
                 sequence,
                 each.id,
                 each.text,
                 each.logprob,
-                [(text_of(id) or f"token_id:{id}", lp) for id, lp in each.best],
+                [self._likely(id, f"token_id:{id}", lp) for id, lp in each.best],
             )
             for each in tokens
         ]
 
     def _one(
-        self,
-        sequence: Sequence,
-        token: int,
-        text: str,
-        lp: float | None,
-        best: list[tuple[str, float]] | None,
+        self, sequence: Sequence, token: int, text: str, lp: float | None, best: list[Likely] | None
     ) -> Scored:
-        text = self._model.token_text(token) or text
-        shown = self._wanted.body.skip_special_tokens is False or not self._model.is_special(token)
-        offset, sequence.chars = sequence.chars, sequence.chars + len(text) * shown
-        return Scored(text, lp, best, offset)
+        own = self._likely(token, text, lp)
+        if sequence.reader is None:
+            special = self._wanted.body.skip_special_tokens is False
+            sequence.reader = self._model.detokenizer(special=special)
+        offset, known = sequence.chars, self._model.token_text(token)
+        sequence.chars += len(sequence.reader.add(token) if known else text)
+        return Scored(own, best, offset)
+
+    def _likely(self, token: int, otherwise: str, lp: float | None) -> Likely:
+        """`otherwise` is its text where nobody here knows the model's tokens."""
+        text = self._model.token_text(token)
+        data = self._model.token_bytes(token) if text else otherwise.encode(errors="replace")
+        return Likely(text or otherwise, data, lp)
 
     def _usage(self) -> Usage:
         """Each prompt counts once, every token made counts."""

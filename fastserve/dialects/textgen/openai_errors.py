@@ -75,7 +75,7 @@ def param_of(fault: ServeError) -> str | None:
     if isinstance(fault, Misread):
         return fault.field or None
     if isinstance(fault, PromptFault):
-        return "prompt" if fault.prompt < 0 else f"input[{fault.prompt}]"
+        return fault.field or ("prompt" if fault.prompt < 0 else f"input[{fault.prompt}]")
     return "model" if fault.kind is Kind.NOT_FOUND else None
 
 

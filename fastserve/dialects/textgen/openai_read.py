@@ -41,7 +41,10 @@ _read_chat = msgspec.json.Decoder(ChatRequest)
 _read_completion = msgspec.json.Decoder(CompletionRequest)
 _read_embedding = msgspec.json.Decoder(EmbeddingRequest)
 UNHEEDED = tuple(each.name for each in msgspec.structs.fields(Unheeded))
-_CHAT_UNHEEDED = (*UNHEEDED, "functions", "audio", "web_search_options")
+_CHAT_UNHEEDED = (
+    *UNHEEDED,
+    *("functions", "audio", "web_search_options", "chat_template", "continue_final_message", "documents"),
+)
 
 Prompt = str | list[int]
 
@@ -87,7 +90,7 @@ def read_chat(data: bytes | bytearray, most_stops: int) -> Wanted:
         is_nothing(body.tools) or body.tool_choice == "none", "tools", "are not supported: answers are text"
     )
     _check_temperature(body)
-    _check_format(body)
+    _check_modalities(body)
     logprobs = _chat_logprobs(body)
     images: list[tuple[str, str]] = []
     messages = [_read_message(message, f"messages[{i}]", images) for i, message in enumerate(body.messages)]
@@ -163,14 +166,19 @@ def _read_prompt(item: object, place: str) -> Prompt:
 def _read_tokens(items: list[object], place: str) -> list[int]:
     check(bool(items), place, "must not be empty")
     for i, token in enumerate(items):
-        good = type(token) is int and 0 <= token <= MOST_INT
-        check(good, f"{place}[{i}]", f"must be a token, an integer from 0 to {MOST_INT}")
+        if not (type(token) is int and 0 <= token <= MOST_INT):  # prompts are long: no call for each
+            check(False, f"{place}[{i}]", f"must be a token, an integer from 0 to {MOST_INT}")
     return cast("list[int]", items)
 
 
 def refuse_unheeded(body: Common, keys: tuple[str, ...]) -> None:
+    """What would have a bearing on the answer, and cannot. Raises Misread."""
     for key in keys:
-        check(is_nothing(getattr(body, key)), key, "is not supported")
+        given = getattr(body, key)
+        if given is not UNSET:
+            check(is_nothing(given), key, "is not supported")
+    kind = body.response_format.type if body.response_format is not None else "text"
+    check(kind == "text", "response_format", f"of type '{kind:.64}' is not supported: answers are text")
 
 
 def _check_temperature(body: Common) -> None:
@@ -189,9 +197,7 @@ def _read_template(body: ChatRequest) -> dict[str, Any]:
     return given
 
 
-def _check_format(body: ChatRequest) -> None:
-    kind = body.response_format.type if body.response_format is not None else "text"
-    check(kind == "text", "response_format", f"of type '{kind:.64}' is not supported: answers are text")
+def _check_modalities(body: ChatRequest) -> None:
     others = [each for each in body.modalities or () if each != "text"]
     if others:
         raise Misread(f"`modalities`: '{others[0]:.64}' is not supported: answers are text", "modalities")

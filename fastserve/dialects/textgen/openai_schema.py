@@ -28,6 +28,10 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
+class ResponseFormat(msgspec.Struct):
+    type: str
+
+
 class Unheeded(msgspec.Struct, kw_only=True):
     """What nobody here can do."""
 
@@ -40,6 +44,11 @@ class Unheeded(msgspec.Struct, kw_only=True):
     guided_choice: Refused = UNSET
     guided_grammar: Refused = UNSET
     structured_outputs: Refused = UNSET
+    allowed_token_ids: Refused = UNSET
+    bad_words: Refused = UNSET
+    logits_processors: Refused = UNSET
+    prompt_logprobs: Refused = UNSET
+    truncate_prompt_tokens: Refused = UNSET
 
 
 class Common(Unheeded, kw_only=True):
@@ -65,6 +74,7 @@ class Common(Unheeded, kw_only=True):
     ignore_eos: bool | None = None
     priority: Annotated[int, Meta(ge=1, le=5)] | None = None
     timeout: Annotated[int, Meta(ge=1, le=65535)] | None = None
+    response_format: ResponseFormat | None = None
 
 
 class Part(msgspec.Struct):
@@ -83,10 +93,6 @@ class Message(msgspec.Struct):
     tool_call_id: str | None = None
 
 
-class ResponseFormat(msgspec.Struct):
-    type: str
-
-
 class ChatRequest(Common, kw_only=True):
     """POST /v1/chat/completions."""
 
@@ -94,12 +100,14 @@ class ChatRequest(Common, kw_only=True):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    response_format: ResponseFormat | None = None
     modalities: list[str] | None = None
     tools: Refused = UNSET
     functions: Refused = UNSET
     audio: Refused = UNSET
     web_search_options: Refused = UNSET
+    chat_template: Refused = UNSET
+    continue_final_message: Refused = UNSET
+    documents: Refused = UNSET
     tool_choice: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
 

@@ -24,15 +24,22 @@ _encode = msgspec.json.Encoder().encode
 _FINISH = {Finish.EOS: "stop", Finish.STOP: "stop", Finish.LENGTH: "length"}
 
 
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """A token and how likely it was, with those that were the most likely in its place."""
+class Likely(NamedTuple):
+    """A token by itself, and how likely it was. `data` are its bytes, which may be no whole characters."""
 
     text: str
+    data: bytes
     logprob: float | None
-    best: Sequence[tuple[str, float]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A token of a text, with those that were the most likely in its place."""
+
+    own: Likely
+    best: Sequence[Likely] | None = None
     offset: int = 0
-    """Characters of the choice's text before it."""
+    """Whole characters of the choice's text before it."""
 
 
 @dataclass(slots=True)
@@ -211,7 +218,7 @@ class ChatAnswer(OpenAiAnswer):
 
     def _logprobs(self, scored: Sequence[Scored]) -> dict[str, Any]:
         content = [
-            {**_token(each.text, each.logprob), "top_logprobs": [_token(*best) for best in each.best or ()]}
+            {**_token(each.own), "top_logprobs": [_token(best) for best in each.best or ()]}
             for each in scored
         ]
         return {"content": content, "refusal": None}
@@ -239,14 +246,26 @@ class CompletionAnswer(OpenAiAnswer):
 
     def _logprobs(self, scored: Sequence[Scored]) -> dict[str, Any]:
         return {
-            "tokens": [each.text for each in scored],
-            "token_logprobs": [each.logprob for each in scored],
-            "top_logprobs": [None if each.best is None else dict(each.best) for each in scored],
+            "tokens": [_name(each.own) for each in scored],
+            "token_logprobs": [each.own.logprob for each in scored],
+            "top_logprobs": [
+                None if each.best is None else {_name(best): best.logprob for best in each.best}
+                for each in scored
+            ],
             "text_offset": [each.offset for each in scored],
         }
 
 
-def _token(text: str, logprob: float | None) -> dict[str, Any]:
+def _name(one: Likely) -> str:
+    """One token of a completion. A part of a character is spelled as OpenAI does: each by its own name."""
+    try:
+        one.data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in one.data)
+    return one.text
+
+
+def _token(one: Likely) -> dict[str, Any]:
     """One token of a chat. -9999 is what OpenAI says of one that is next to impossible."""
-    sure = -9999.0 if logprob is None else max(logprob, -9999.0)
-    return {"token": text, "logprob": sure, "bytes": list(text.encode())}
+    sure = -9999.0 if one.logprob is None else max(one.logprob, -9999.0)
+    return {"token": one.text, "logprob": sure, "bytes": list(one.data)}

@@ -35,12 +35,14 @@ def find_versions(catalog: Catalog, target: Target) -> list[Version]:
 
 
 def write_status(versions: Iterable[Version], card: Mapping[str, object] | None = None) -> bytes:
-    """The whole body of a status reply: every version ever seen, highest first. `card`: what other APIs that
-    have this path want to read besides."""
+    """The whole body of a status reply. `card`: what other APIs that have this path want to read besides."""
+    return print_json({**status_of(versions), **(card or {})})
+
+
+def status_of(versions: Iterable[Version]) -> dict[str, object]:
+    """A GetModelStatusResponse: every version ever seen, highest first."""
     rows = sorted(versions, key=lambda version: version.number, reverse=True)
-    return print_json(
-        {"model_version_status": [_version_status(version) for version in rows], **(card or {})}
-    )
+    return {"model_version_status": [_version_status(version) for version in rows]}
 
 
 def _version_status(version: Version) -> dict[str, object]:

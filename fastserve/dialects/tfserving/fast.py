@@ -42,9 +42,7 @@ class JsonRows(PreparedRequest):
         self._about = (self._alias, output.dtype.code, output.shape or ())
         self._writer, self._apart = RowWriter(*self._about), service.apart
         inputs = {name: Tensor(each.dtype, (1, *self._shape), b"") for name, each in version.inputs.items()}
-        self.lay_out(path.queue, inputs, view.wanted, batching=True)
-        if path.queue.requests:
-            self.tell(InferRequest({}, view.wanted))
+        self.lay_out_like(path.queue, InferRequest(inputs, view.wanted), batching=True)
 
     def fill(self, source: Memory, memory: list[memoryview]) -> bool:
         return not self._read(source, memory[0], self._shape, self.rows)

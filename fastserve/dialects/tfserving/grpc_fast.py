@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 from fastserve._ext.proto_outline import DATA, LEAD, First, Outline, Scheme
@@ -27,15 +28,14 @@ from fastserve._ext.tensor_proto import (
 )
 from fastserve.dialects.tfserving.grpc_spec import refuse_rpc
 from fastserve.dialects.tfserving.service import Service
-from fastserve.engine import BatchQueue
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.signature import Signature
 from fastserve.repository.version import Version
-from fastserve.request import InferRequest, InferResponse
+from fastserve.request import InferResponse
 from fastserve.serving.exchange import RpcExchange
-from fastserve.serving.known_messages import KnownMessage, KnownMessages, Source
+from fastserve.serving.known_messages import KnownMessage, Source
 from fastserve.serving.prepared import Described, Memory
-from fastserve.tensor import DTYPES, Tensor
+from fastserve.tensor import DTYPE_BY_CODE, DTYPES, Tensor
 
 # PredictRequest: of each entry of inputs its TensorProto, and of that the first axis, and its values.
 _SHAPE = {2: First({1: LEAD})}
@@ -46,8 +46,11 @@ TOO_LARGE = "the response is too large for a gRPC message"
 API = "Predict"
 
 Aliases = Mapping[str, str]  # the signature's names of outputs -> the model's
-# What a response says of its outputs; where each is among those the model gave, None: in its place.
-Writer = tuple[list[tuple[str, int, tuple[int, ...]]], list[int] | None]
+Writer = Callable[[Sequence[Memory]], bytes]  # the outputs that the model gave -> a response
+Output = tuple[str, int, tuple[int, ...]]  # its alias, the code of its type, its shape
+# The same, and where it is among those that the model gives.
+Given = Sequence[tuple[str, int, int, tuple[int, ...]]]
+PLAIN_BYTES = 65536  # of values, up to which a response is joined with the interpreter held
 
 
 def names_of(aliases: Aliases) -> tuple[str, ...]:
@@ -70,6 +73,38 @@ def write_response(described: Any, raw: Sequence[Memory], spec: bytes, content: 
         raise ServeError(Kind.RESOURCE_EXHAUSTED, TOO_LARGE) from None
 
 
+def make_writer(found: Given, spec: bytes, content: bool) -> Writer:
+    """What writes responses with these outputs."""
+    order = [index for _, index, _, _ in found]
+    described = [(alias, code, shape) for alias, _, code, shape in found]
+    template = make_template(described, spec, content)
+
+    def join(memory: Sequence[Memory]) -> bytes:
+        pieces = template.copy()
+        pieces[1::2] = [memory[index] for index in order]
+        return b"".join(pieces)
+
+    def write(memory: Sequence[Memory]) -> bytes:
+        return write_response(described, [memory[index] for index in order], spec, content)
+
+    return join if template else write
+
+
+def make_template(described: Sequence[Output], spec: bytes, content: bool) -> list[Memory]:
+    """Responses with such outputs: what stands before the values of the first, a place for these, and so on,
+    and what stands behind the last. Empty where lengths change with the values, or a response is large."""
+    if any(code == BYTES or (IS_VARINT[code] and not content) for _, code, _ in described):
+        return []
+    sizes = [DTYPE_BY_CODE[code].item_bytes * prod(shape) for _, code, shape in described]
+    if sum(sizes) > PLAIN_BYTES:
+        return []
+    behind, template = write_response([], [], spec, content), list[Memory]()
+    for output, size in zip(described, sizes, strict=True):
+        alone = write_response([output], [bytes(size)], spec, content)
+        template += (alone[: len(alone) - len(behind) - size], b"")
+    return [*template, behind]
+
+
 class Head(KnownMessage):
     """Messages with one head."""
 
@@ -80,17 +115,9 @@ class Head(KnownMessage):
         version: Version,
         signature: Signature,
         aliases: Aliases,
-        queue: BatchQueue,
-        request: InferRequest,
-        sources: Mapping[str, Source],
     ) -> None:
-        """`request` and `sources` by the model's names."""
         self._aliases, self._content = aliases, service.options.tensor_content
         self._spec = write_model_spec(version.model, version.number, signature.name)
-        self.sources = [sources[name] for name in request.inputs]
-        self.lay_out(queue, request.inputs, request.outputs, batching=version.batching)
-        if queue.requests:
-            self.tell(request)
         catalog, model = service.catalog, message.model
         if message.label is not None:
             self.find_version = partial(catalog.labelled, model, message.label)
@@ -100,16 +127,12 @@ class Head(KnownMessage):
     def make_writer(self, described: Described) -> Writer:
         given = {name: (index, dtype.code, shape) for index, (name, dtype, shape) in enumerate(described)}
         found = [(alias, *given[name]) for alias, name in self._aliases.items()]
-        order = [index for _, index, _, _ in found]
-        in_place = order == list(range(len(described)))
-        return [(alias, code, shape) for alias, _, code, shape in found], None if in_place else order
+        return make_writer(found, self._spec, self._content)
 
     def write(
         self, exchange: RpcExchange, writer: Writer, memory: Sequence[Memory], request_id: str, held: None
     ) -> None:
-        described, order = writer
-        raw = memory if order is None else [memory[index] for index in order]
-        exchange.reply(write_response(described, raw, self._spec, self._content))
+        exchange.reply(writer(memory))
 
     def write_response(
         self, exchange: RpcExchange, response: InferResponse, request_id: str, held: None
@@ -132,37 +155,7 @@ class Outcome:
         exchange.refuse(refuse_rpc(self._service, self._model, fault))
 
 
-class FastGrpc:
-    """What is known of heads. One per front process."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._known: KnownMessages[Head] = KnownMessages(service, SCHEME)
-        self.read, self.start = self._known.read, self._known.take
-
-    def learn(
-        self,
-        outline: Outline,
-        message: PredictMessage,
-        version: Version,
-        signature: Signature,
-        aliases: Aliases,
-        request: InferRequest,
-        patience_ns: int,
-    ) -> None:
-        """Remember the head of a request that was answered."""
-        service = self._service
-
-        def prepare(queue: BatchQueue, bare: InferRequest) -> Head | None:
-            sources = _sources(outline, message, signature, bare.inputs)
-            if sources is None:
-                return None
-            return Head(service, message, version, signature, aliases, queue, bare, sources)
-
-        self._known.learn(outline, version, request, Outcome(service, version.model), prepare, patience_ns)
-
-
-def _sources(
+def find_sources(
     outline: Outline, message: PredictMessage, signature: Signature, inputs: Mapping[str, Tensor]
 ) -> dict[str, Source] | None:
     """Which hole each input is in, by the model's names; None where one has not just that."""

@@ -8,7 +8,8 @@ from google.protobuf.json_format import ParseDict
 
 from fastserve.config import ModelEntry
 from fastserve.config.fields import convert
-from fastserve.dialects.tfserving.describe import find_versions, signature_def
+from fastserve.config.tensorflow_files import check_paths
+from fastserve.dialects.tfserving.describe import find_versions, signature_def, status_of
 from fastserve.dialects.tfserving.grpc_spec import fill_spec, find_model, target_of, tell
 from fastserve.dialects.tfserving.routes import Target
 from fastserve.dialects.tfserving.service import Service
@@ -52,12 +53,7 @@ class Models:
         """Every version ever seen, highest first; a label is ignored."""
         target = target_of(request)
         found = find_versions(self._service.catalog, Target(target.name, target.version, None, ""))
-        response = MESSAGES.GetModelStatusResponse()
-        for version in sorted(found, key=lambda version: version.number, reverse=True):
-            told = response.model_version_status.add(version=version.number, state=version.state.value)
-            told.status.error_code = version.error.kind.value if version.error else 0
-            told.status.error_message = version.error.message if version.error else ""
-        return response
+        return ParseDict(status_of(found), MESSAGES.GetModelStatusResponse())
 
     async def reload_config(self, request: Any) -> Any:
         """Serve these models and no others; returns when they are there."""
@@ -99,18 +95,11 @@ def read_config(config: Any, catalog: Catalog) -> list[ModelEntry]:
         if one.name in names:
             raise invalid(f"Illegal to list model {one.name} multiple times in config list")
         names.add(one.name)
-    for one in given:
-        _check_path(one)
+    try:
+        check_paths([{"name": one.name, "base_path": one.base_path} for one in given])
+    except ConfigError as fault:
+        raise invalid(str(fault)) from None
     return [_read_model(number, one, catalog) for number, one in enumerate(given)]
-
-
-def _check_path(given: Any) -> None:
-    if "://" in given.base_path:
-        raise invalid(f"base_path of model {given.name}: given {given.base_path}, allowed: a folder there")
-    if not given.base_path.startswith("/"):
-        raise invalid(
-            f"Expected model {given.name} to have an absolute path or URI; got base_path()={given.base_path}"
-        )
 
 
 def _read_model(number: int, given: Any, catalog: Catalog) -> ModelEntry:

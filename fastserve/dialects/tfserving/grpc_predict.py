@@ -11,7 +11,6 @@ from functools import partial
 from typing import NamedTuple
 
 from fastserve._ext.proto_outline import Outline
-from fastserve._ext.proto_wire import MOST_ENTRIES, Fault, WireFault
 from fastserve._ext.slab import blank_bytes
 from fastserve._ext.tensor_proto import (
     DTYPE_NUMBER,
@@ -20,7 +19,16 @@ from fastserve._ext.tensor_proto import (
     read_predict_request,
     write_model_spec,
 )
-from fastserve.dialects.tfserving.grpc_fast import API, Aliases, FastGrpc, names_of, write_outputs
+from fastserve.dialects.tfserving.grpc_fast import (
+    API,
+    SCHEME,
+    Aliases,
+    Head,
+    Outcome,
+    find_sources,
+    names_of,
+    write_outputs,
+)
 from fastserve.dialects.tfserving.grpc_spec import find_model, refuse_rpc
 from fastserve.dialects.tfserving.names import TF_WORD
 from fastserve.dialects.tfserving.routes import Target
@@ -31,9 +39,10 @@ from fastserve.repository.signature import DEFAULT_SIGNATURE, Signature
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.exchange import deadline_of
-from fastserve.serving.rpc import answer_rpc
+from fastserve.serving.known_messages import KnownMessages, Source
+from fastserve.serving.rpc import answer_rpc, read_in_place
 from fastserve.serving.slow_path import SlowRequest
-from fastserve.tensor import DTYPE_BY_CODE, DType, Tensor, TensorSpec, count_items
+from fastserve.tensor import DTYPE_BY_CODE, DType, Tensor, count_items, fits_shape
 from fastserve.wire.grpc import Awaited, Rpc
 
 DTYPE_BY_NUMBER: dict[int, DType] = {number: DTYPE_BY_CODE[code] for code, number in DTYPE_NUMBER.items()}
@@ -53,15 +62,8 @@ TYPE_WORDS = _type_words()
 
 def read_sent(data: bytes) -> PredictMessage:
     """A serialized PredictRequest. Raises ServeError."""
-    try:
-        return read_predict_request(data)
-    except WireFault as fault:
-        if fault.code is Fault.TOO_MANY:
-            raise invalid(
-                f"PredictRequest: at most {MOST_ENTRIES} inputs, output filters and axes of shapes are read, "
-                f"more begin at byte {fault.offset}"
-            ) from None
-        raise invalid(f"malformed PredictRequest: {fault}") from None
+    parts = "inputs, output filters and axes of shapes"
+    return read_in_place(read_predict_request, data, "PredictRequest", parts, invalid)
 
 
 class Predict:
@@ -69,8 +71,8 @@ class Predict:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._fast = FastGrpc(service)
-        self.start = self._fast.start  # takes a request that it knows, or leaves it to the coroutine below
+        self._fast: KnownMessages[Head] = KnownMessages(service, SCHEME)
+        self.start = self._fast.take  # takes a request that it knows, or leaves it to the coroutine below
 
     async def __call__(self, data: bytes, rpc: Rpc) -> bytes:
         """A serialized PredictResponse. Raises ServeError."""
@@ -84,7 +86,9 @@ class GeneralPredict(SlowRequest):
 
     service: Service
 
-    def __init__(self, service: Service, rpc: Rpc, data: bytes, fast: FastGrpc, exchange: Awaited) -> None:
+    def __init__(
+        self, service: Service, rpc: Rpc, data: bytes, fast: KnownMessages[Head], exchange: Awaited
+    ) -> None:
         self.service, self._exchange, self._rpc, self._fast = service, exchange, rpc, fast
         self._data = data
         self._outline: Outline | None = fast.read(data)
@@ -117,16 +121,17 @@ class GeneralPredict(SlowRequest):
 
     def answered(self, took_ns: int) -> None:
         self.service.observe(self._model, API, took_ns, self.ran_ns, "GRPC")
-        if self._outline is not None:
-            self._fast.learn(
-                self._outline,
-                self._message,
-                self.version,
-                self._signature,
-                self._aliases,
-                self._request,
-                self._rpc.patience_ns,
-            )
+        outline, message, signature = self._outline, self._message, self._signature
+        if outline is None:
+            return
+
+        def prepare() -> tuple[Head, dict[str, Source]] | None:
+            sources = find_sources(outline, message, signature, self._request.inputs)
+            head = Head(self.service, message, self.version, signature, self._aliases)
+            return None if sources is None else (head, sources)
+
+        outcome, patience_ns = Outcome(self.service, self.version.model), self._rpc.patience_ns
+        self._fast.learn(outline, self.version, self._request, outcome, prepare, patience_ns)
 
     def refused(self, fault: ServeError) -> None:
         self._exchange.refuse(refuse_rpc(self.service, self._model, fault))
@@ -270,18 +275,8 @@ def decode_all(
     for alias, size in sizes.items():
         tensor, spec = message.inputs[alias], signature.inputs[alias]
         memory: bytes | bytearray = b""
-        if fits(tensor.shape, spec, batching):
+        if spec.shape is None or fits_shape(tensor.shape[batching:], spec.shape):
             memory = blank_bytes(size)
             tensor.fill(spec.dtype.code, count_items(tensor.shape), memory)
         found[signature.input_names[alias]] = Tensor(spec.dtype, tensor.shape, memory)
     return found
-
-
-def fits(shape: tuple[int, ...], spec: TensorSpec, batching: bool) -> bool:
-    """Whether a model may take this shape."""
-    if spec.shape is None:
-        return True
-    own = shape[1:] if batching else shape
-    return len(own) == len(spec.shape) and all(
-        wanted in (-1, size) for size, wanted in zip(own, spec.shape, strict=True)
-    )

@@ -2,8 +2,6 @@
 
     VERSION/assets.extra/tf_serving_warmup_requests     a TFRecord file of PredictionLog
 
-    record   length, 8 bytes | masked CRC-32C of these | a PredictionLog | masked CRC-32C of that
-
 They are read by the rules of the calls they are logs of, whatever the model's format; the model they name is
 not looked at. All must be right and all must run, or the version does not load. One of them is in memory at
 a time.
@@ -13,12 +11,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from struct import Struct
 from typing import Any, BinaryIO
 
 from google.protobuf.message import DecodeError
 
-from fastserve._ext.crc32c import crc32c
+from fastserve.codec.tfrecord import read_records
 from fastserve.config import Settings
 from fastserve.config.confined import open_confined
 from fastserve.dialects.tfserving.features import feed
@@ -35,7 +32,6 @@ from fastserve.request import InferRequest, Recorded
 FILE = "assets.extra/tf_serving_warmup_requests"
 FILE_BYTES = 1 << 28
 MOST_RECORDS = 1000
-_HEAD, _CHECK = Struct("<QI"), Struct("<I")
 _ADVICE = ". Please verify your warmup data is in TFRecord format."
 
 
@@ -47,7 +43,7 @@ def read_recorded(settings: Settings, version: Version) -> Iterator[Recorded]:
         return
     reader = _Reader(version, settings)
     with open_confined(version.folder, FILE, FILE_BYTES) as file:
-        for number, record in enumerate(read_frames(file)):
+        for number, record in enumerate(_records(file)):
             if number == MOST_RECORDS:
                 raise invalid(f"Number of warmup records exceeds the maximum ({MOST_RECORDS}) at {FILE}")
             origin = f"{FILE}: record {number}"
@@ -58,36 +54,11 @@ def read_recorded(settings: Settings, version: Version) -> Iterator[Recorded]:
                 raise ServeError(fault.kind, f"{origin}: {fault.message}") from None
 
 
-def read_frames(file: BinaryIO) -> Iterator[bytes]:
-    """The records of a TFRecord file. Raises ServeError DATA_LOSS."""
-    at, size = 0, os.fstat(file.fileno()).st_size
-    while at < size:
-        head = file.read(_HEAD.size)
-        if len(head) < _HEAD.size:
-            raise _lost("truncated", at)
-        length, check = _HEAD.unpack(head)
-        if masked(head[:8]) != check:
-            raise _lost("corrupted", at)
-        end = at + _HEAD.size + length + _CHECK.size
-        if end > size:
-            raise _lost("truncated", at)
-        record, check = file.read(length), file.read(_CHECK.size)
-        if len(check) < _CHECK.size:
-            raise _lost("truncated", at)
-        if masked(record) != _CHECK.unpack(check)[0]:
-            raise _lost("corrupted", at)
-        yield record
-        at = end
-
-
-def masked(data: bytes) -> int:
-    """A checksum as the file has it: a checksum of checksums would say little."""
-    crc = crc32c(data)
-    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-def _lost(what: str, offset: int) -> ServeError:
-    return ServeError(Kind.DATA_LOSS, f"{FILE}: {what} record at {offset}{_ADVICE}")
+def _records(file: BinaryIO) -> Iterator[bytes]:
+    try:
+        yield from read_records(file)
+    except ServeError as fault:
+        raise ServeError(fault.kind, f"{FILE}: {fault.message}{_ADVICE}") from None
 
 
 class _Reader:

@@ -12,12 +12,13 @@ from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from fastserve._ext.proto_wire_v1 import write_v1_header
+from fastserve.codec.proto_fields import write_varint
 from fastserve.dialects.triton_v1.header import OutputHeader, RequestHeader
 from fastserve.dialects.triton_v1.inputs import Buffer, write_dims
-from fastserve.dialects.triton_v1.names import TYPE_OF
 from fastserve.errors import Kind, ServeError
 from fastserve.protos import load
 from fastserve.protos.text import print_line, print_lines
+from fastserve.repository.triton_defaults import DATA_TYPE
 from fastserve.repository.version import Version
 from fastserve.serving.classification import Class, check_order, classify
 from fastserve.serving.model_view import Dims, ModelView
@@ -146,7 +147,7 @@ class Answers:
 
     def _classify(self, wanted: OutputHeader, tensor: Tensor) -> Classes:
         view, name = self._view, wanted.name
-        check_order(tensor, f"output '{name}'", TYPE_OF.get(tensor.dtype.name, tensor.dtype.name))
+        check_order(tensor, f"output '{name}'", DATA_TYPE.get(tensor.dtype.name, tensor.dtype.name))
         rows = classify(tensor, wanted.classes, view.labels(name), batching=view.batching)
         return Classes(name, rows)
 
@@ -167,11 +168,4 @@ def _place(wanted: OutputHeader, tensor: Tensor, held: Rooms) -> Buffer:
 
 def write_id(number: int) -> bytes:
     """The `id` field of an InferResponseHeader; nothing for 0."""
-    if not number:
-        return b""
-    groups = bytearray(_ID_TAG)
-    while number > 0x7F:
-        groups.append(number & 0x7F | 0x80)
-        number >>= 7
-    groups.append(number)
-    return bytes(groups)
+    return _ID_TAG + write_varint(number) if number else b""

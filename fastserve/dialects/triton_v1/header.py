@@ -11,10 +11,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from fastserve.config.text_proto import TextField, parse_text
+from fastserve.protos import load
+from fastserve.protos.text import schema_of
 from fastserve.serving.shared_memory import Range
 
 if TYPE_CHECKING:
@@ -24,31 +26,6 @@ FLAG_START, FLAG_END = 1, 2
 REMEMBERED_HEADERS = 256
 REMEMBERED_CHARS = 4096
 
-_SHARED = TextField(
-    "message",
-    fields={"name": TextField("string"), "offset": TextField("uint64"), "byte_size": TextField("uint64")},
-)
-_INPUT = {
-    "name": TextField("string"),
-    "dims": TextField("int64", repeated=True),
-    "batch_byte_size": TextField("uint64"),
-    "shared_memory": _SHARED,
-}
-_OUTPUT = {
-    "name": TextField("string"),
-    "cls": TextField("message", fields={"count": TextField("uint32")}),
-    "shared_memory": _SHARED,
-}
-_SCHEMA = {
-    "batch_size": TextField("uint32"),
-    "input": TextField("message", repeated=True, fields=_INPUT),
-    "output": TextField("message", repeated=True, fields=_OUTPUT),
-    "correlation_id": TextField("uint64"),
-    "id": TextField("uint64"),
-    "flags": TextField("uint32"),
-    "priority": TextField("uint32"),
-    "timeout_microseconds": TextField("uint64"),
-}
 # The scalars as clients print them: in order of their numbers, after the last message, far inside 64 bits.
 _TAIL = re.compile(
     r"(?: correlation_id: (?P<correlation_id>[1-9][0-9]{0,17}))?(?: id: (?P<id>[1-9][0-9]{0,17}))?"
@@ -113,7 +90,7 @@ def read_header(text: str) -> RequestHeader:
 
 
 def _read_whole(text: str) -> RequestHeader:
-    found = parse_text(text, _SCHEMA, "NV-InferRequest")
+    found = parse_text(text, _schema(), "NV-InferRequest")
     inputs = (
         InputHeader(
             one.get("name", ""),
@@ -131,6 +108,11 @@ def _read_whole(text: str) -> RequestHeader:
     )
     timeout_us = found.pop("timeout_microseconds", 0)
     return RequestHeader(inputs=tuple(inputs), outputs=tuple(outputs), timeout_us=timeout_us, **found)
+
+
+@cache
+def _schema() -> dict[str, TextField]:
+    return schema_of(load("triton_v1").InferRequestHeader.DESCRIPTOR)
 
 
 _read_remembered = lru_cache(maxsize=REMEMBERED_HEADERS)(_read_whole)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Coroutine
+from functools import partial
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
@@ -14,6 +15,7 @@ from fastserve.dialects.triton_v1.routes import Target
 from fastserve.dialects.triton_v1.service import Service
 from fastserve.errors import ServeError
 from fastserve.protos.text import print_lines
+from fastserve.serving.showing import show_answer
 from fastserve.wire.call import Call
 
 TEXT = b"text/plain"
@@ -29,25 +31,21 @@ class Page:
         self._service, self._calls, self._target = service, calls, target
 
     def __call__(self, call: Call) -> Coroutine[Any, Any, None] | None:
+        return show_answer(call, partial(self._ask, call), self._show, self._refuse)
+
+    def _ask(self, call: Call) -> Any:
+        """What to show, or something to wait for."""
         target, calls = self._target, self._calls
         if target.place == "repository":
-            return self._show_later(call, calls.index())
+            return calls.index()
         if target.place == "modelcontrol":
-            return self._show_later(call, calls.control(target.name, load=target.action == "load"))
-        try:
-            if target.place == "health":
-                self._reply(call, 200 if calls.health(target.action) else 400)
-                return None
-            shown = calls.status(target.name) if target.place == "status" else self._share(call)
-            if isinstance(shown, Awaitable):
-                return self._show_later(call, shown)
-            self._show(call, shown)
-        except ServeError as fault:
-            self._refuse(call, fault)
-        return None
+            return calls.control(target.name, load=target.action == "load")
+        if target.place == "health":
+            return calls.health(target.action)
+        return calls.status(target.name) if target.place == "status" else self._share(call)
 
     def _share(self, call: Call) -> Any:
-        """What to show, or something to wait for before there is nothing to show."""
+        """The same of regions."""
         target, shared = self._target, self._service.regions
         if target.action == "status":
             return self._calls.regions()
@@ -59,18 +57,12 @@ class Page:
             return self._calls.register_cuda(target.name, handle, target.device, target.byte_size)
         return shared.unregister(target.name) if target.action == "unregister" else shared.unregister_all()
 
-    async def _show_later(self, call: Call, work: Awaitable[Any]) -> None:
-        try:
-            self._show(call, await work)
-        except ServeError as fault:
-            self._refuse(call, fault)
-
-    def _show(self, call: Call, message: Any) -> None:
-        """Reply with a message, None for nothing."""
-        if message is None:
-            self._reply(call, 200)
+    def _show(self, call: Call, shown: Any) -> None:
+        """Reply with a message, None for nothing; yes and no are told by the status."""
+        if shown is None or isinstance(shown, bool):
+            self._reply(call, 400 if shown is False else 200)
         else:
-            self._reply(call, 200, *encode(message, self._choose_format(call)))
+            self._reply(call, 200, *encode(shown, self._choose_format(call)))
 
     def _choose_format(self, call: Call) -> str:
         asked, has_json = self._target.format, self._target.place == "status"

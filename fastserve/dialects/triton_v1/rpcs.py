@@ -26,10 +26,10 @@ from fastserve.errors import Kind, ServeError, internal, invalid
 from fastserve.protos import load
 from fastserve.serving.exchange import RpcExchange, deadline_of
 from fastserve.serving.paths import Kept
-from fastserve.serving.rpc import parse_message, serialize
+from fastserve.serving.rpc import answer_rpc, parse_message, serialize
 from fastserve.serving.slow_path import answer_slowly
 from fastserve.serving.streams import answer_stream
-from fastserve.wire.grpc import Awaited, Exchange, Method, Rpc
+from fastserve.wire.grpc import Exchange, Method, Rpc
 
 Fill = Callable[[Any, Any], Awaitable[None]]
 AHEAD = 16  # requests of one stream that are under way at once
@@ -127,24 +127,20 @@ class Rpcs:
         fast = None if version is None else self._fast.of(version)
         return fast is not None and fast.start(exchange, sent.message, header, deadline_ns)
 
-    def _begin(self, deadline_ns: int, sent: Sent, exchange: RpcExchange) -> Coroutine[Any, Any, None] | None:
-        """Take a request, or give what will answer it."""
-        service, header = self._service, read_message(sent.message)
-        if self._start(exchange, sent, header, deadline_ns):
-            return None
-        name, make_data = sent.message.model_name, partial(Entries, sent.raws())
-        general = GeneralRequest(
-            service, self._replies, exchange, name, sent.number, header, make_data, deadline_ns
-        )
-        return answer_slowly(exchange, general)
-
     async def infer(self, sent: Sent, rpc: Rpc) -> bytes:
-        """InferRequest -> serialized InferResponse."""
-        exchange = Awaited(rpc.received_ns)
-        work = self._begin(deadline_of(rpc), sent, exchange)
-        if work is not None:
-            await work
-        return await exchange.answer()
+        """InferRequest -> serialized InferResponse, by the general path: `start` has been asked."""
+        return await answer_rpc(rpc.received_ns, partial(self._general, deadline_of(rpc), sent))
+
+    def _general(self, deadline_ns: int, sent: Sent, exchange: RpcExchange) -> GeneralRequest:
+        message, make_data = sent.message, partial(Entries, sent.raws())
+        given = message.model_name, sent.number, read_message(message), make_data, deadline_ns
+        return GeneralRequest(self._service, self._replies, exchange, *given)
+
+    def _begin(self, deadline_ns: int, sent: Sent, turn: RpcExchange) -> Coroutine[Any, Any, None] | None:
+        """Take a request of a stream, or give what will answer it."""
+        if self._start(turn, sent, read_message(sent.message), deadline_ns):
+            return None
+        return answer_slowly(turn, self._general(deadline_ns, sent, turn))
 
     def stream(self, requests: AsyncIterator[Sent], rpc: Rpc) -> AsyncIterator[bytes]:
         """One response for each request, in order; an error is a response like any other. Requests begin in

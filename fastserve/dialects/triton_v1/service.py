@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from time import monotonic_ns
 
 from fastserve.dialects.triton_v1.answers import Answers
-from fastserve.dialects.triton_v1.names import CODE_OF, STATUS_OF, SUCCESS
+from fastserve.dialects.triton_v1.names import STATUS_OF, SUCCESS
 from fastserve.dialects.triton_v1.statistics import Counts, Statistics
 from fastserve.errors import DeadlineError, Kind, ServeError
+from fastserve.protos import load
 from fastserve.protos.text import quote
 from fastserve.repository.version import Version
 from fastserve.serving.dialect import ServingContext
@@ -42,6 +43,7 @@ class Service(DialectService):
     def __init__(self, context: ServingContext) -> None:
         super().__init__(context, "triton_v1")
         self.statistics = Statistics()
+        self._codes: dict[str, int] = dict(load("triton_v1").RequestStatusCode.items())
         self.started_ns = monotonic_ns()
         self.next_id: Callable[[], int] = itertools.count(1).__next__
         self.served = Kept(self.keepers, self._serve)
@@ -74,9 +76,9 @@ class Service(DialectService):
     def status(self, fault: ServeError | None) -> tuple[int, str, str, int]:
         """RequestStatus as its fields: code, msg, server_id, request_id."""
         if fault is None:
-            return CODE_OF[SUCCESS], "", SERVER_ID, self.next_id()
+            return self._codes[SUCCESS], "", SERVER_ID, self.next_id()
         text = fault.message.encode("utf-8", "replace").decode()
-        return CODE_OF[STATUS_OF[fault.kind]], text, SERVER_ID, self.next_id()
+        return self._codes[STATUS_OF[fault.kind]], text, SERVER_ID, self.next_id()
 
 
 def as_v1(fault: ServeError) -> ServeError:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
-from fastserve.engine import Took, counts_of
+from fastserve.engine import Took, VersionCounts
 from fastserve.repository.version import Version
 
 # Parts of a successful request, by InferRequestStats' names.
@@ -33,16 +33,6 @@ class Counts(dict[int, BatchCounts]):
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """What a version's status says. `stats` are the durations of InferRequestStats by batch size."""
-
-    executions: int
-    inferences: int
-    last_ms: int
-    stats: dict[int, dict[str, Took]]
-
-
 class Statistics:
     """The counts of every version asked for; one that is loaded again begins at nothing."""
 
@@ -57,15 +47,10 @@ class Statistics:
         """The counts of this version, at nothing when it is new."""
         return self._found.setdefault(version, Counts())
 
-    def show(self, version: Version) -> Shown:
-        """All there is to say of a version."""
-        known, sizes = counts_of(version), self.of(version)
-        means = {stage: getattr(known, stage).ns / max(known.success.count, 1) for stage in STAGES}
-        stats = {size: dict(_durations(counts, means)) for size, counts in sizes.items()}
-        return Shown(known.executions, known.inferences, known.last_ms, stats)
 
-
-def _durations(counts: BatchCounts, means: dict[str, float]) -> Iterator[tuple[str, Took]]:
+def durations(known: VersionCounts, counts: BatchCounts) -> Iterator[tuple[str, Took]]:
+    """The fields of InferRequestStats, of requests of one batch size; `known` is of all to their version."""
+    means = {stage: getattr(known, stage).ns / max(known.success.count, 1) for stage in STAGES}
     count = counts.success.count
     yield "success", counts.success
     yield "failed", counts.failed

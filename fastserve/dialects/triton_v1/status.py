@@ -9,8 +9,8 @@ from google.protobuf.json_format import ParseDict
 
 from fastserve.backends.registry import find_backend
 from fastserve.dialects.triton_v1.service import SERVER_ID, Service
-from fastserve.dialects.triton_v1.statistics import Shown
-from fastserve.engine import Took
+from fastserve.dialects.triton_v1.statistics import Counts, durations
+from fastserve.engine import Took, counts_of
 from fastserve.errors import invalid
 from fastserve.protos import load
 from fastserve.repository.triton_config import config_json
@@ -69,21 +69,22 @@ def _fill_model(service: Service, target: Any, model: Model) -> None:
         fill_config(target.config, shown)
     target.config.name = model.name
     for number, version in model.versions.items():
-        _fill_version(target.version_status[number], version, service.statistics.show(version))
+        _fill_version(target.version_status[number], version, service.statistics.of(version))
 
 
-def _fill_version(target: Any, version: Version, shown: Shown) -> None:
+def _fill_version(target: Any, version: Version, sizes: Counts) -> None:
+    known = counts_of(version)
     target.ready_state = STATE_OF[version.state]
     if version.state is VersionState.END:
         target.ready_state_reason.message = version.error.message if version.error else "unloaded"
-    for batch_size, durations in shown.stats.items():
+    for batch_size, counts in sizes.items():
         stats = target.infer_stats[batch_size]
-        for name, took in durations.items():
+        for name, took in durations(known, counts):
             if took.count:
                 _fill_durations(getattr(stats, name), took)
-    target.model_execution_count = shown.executions
-    target.model_inference_count = shown.inferences
-    target.last_inference_timestamp_milliseconds = shown.last_ms
+    target.model_execution_count = known.executions
+    target.model_inference_count = known.inferences
+    target.last_inference_timestamp_milliseconds = known.last_ms
 
 
 def fill_config(target: Any, version: Version) -> None:

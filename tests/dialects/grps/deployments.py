@@ -8,7 +8,6 @@ from typing import Any
 import yaml
 
 INFERER = """
-import random
 import time
 from pathlib import Path
 from grps_framework.apis import grps_pb2
@@ -42,6 +41,7 @@ class Echo(ModelInferer):
             while not Path(text).exists() and not context.if_disconnected():
                 time.sleep(0.001)
         if word == "gone":
+            Path(text + ".began").touch()
             while not context.if_disconnected():
                 time.sleep(0.001)
             Path(text).touch()
@@ -67,11 +67,11 @@ class Echo(ModelInferer):
                 context.stream_respond(GrpsMessage(bin_data=data))
             return None
         word, _, count = said.partition("*")
-        if count.isdigit():  # w*3: three messages that say when they were sent
-            time.sleep(random.random() / 10)
+        if count.isdigit():  # folder*3: three messages, the next when the folder has a file named as the last
             for n in range(int(count)):
-                context.stream_respond(GrpsMessage(str_data=f"{n} {time.monotonic_ns()}"))
-                time.sleep(0.1)  # of 200 streams that leaves the cores idle most of the time
+                context.stream_respond(GrpsMessage(str_data=str(n)))
+                while not Path(word, str(n)).exists() and not context.if_disconnected():
+                    time.sleep(0.05)
             return None
         if said == "big":
             for n in range(200):

@@ -73,7 +73,7 @@ def served(shared_server: Running, request: pytest.FixtureRequest) -> Iterator[R
     yield shared_server
 
     def has_given_back() -> bool:
-        if not ours.gained(Belongings.count()):
+        if not ours.gained():
             return True
         gc.collect()  # an error that was raised holds its channel in a circle
         return False

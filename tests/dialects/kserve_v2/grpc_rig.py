@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
 import pytest
+import uvloop
 
 from fastserve.config import AdminOptions, GrpcOptions, Listener, Settings
 from fastserve.protos import load
 from fastserve.server import Server
-from tests.server.rig import Served
-from tests.transports import transport
+from tests.server.rig import Served, write_model
+from tests.transports import Name, transport
 
 V2 = load("kserve_v2")
 SERVICE = "/inference.GRPCInferenceService/"
@@ -47,6 +49,38 @@ class GrpcServed(Served):
             SERVICE + "ModelStreamInfer", response_deserializer=V2.ModelStreamInferResponse.FromString
         )
         return call(requests, **options)
+
+
+class Shared:
+    """One open server for many tests, on a loop of its own. Its models are `twice`, and `slow`, which has no
+    fast path."""
+
+    def __init__(self, folder: Path, transport: Name) -> None:
+        write_model(folder)
+        write_model(folder, "slow")
+        self._loop = uvloop.new_event_loop()
+        self._serving = serving(folder, grpc_options=GrpcOptions(transport=transport))
+
+    def __enter__(self) -> Shared:
+        self.served = self._loop.run_until_complete(self._serving.__aenter__())
+        slow: Any = self.served.server.catalog.available("slow")
+        slow.scheduler.fast_queue = slow.scheduler.cache_stage = lambda: None
+        return self
+
+    def __exit__(self, *fault: Any) -> None:
+        try:
+            self._loop.run_until_complete(self._serving.__aexit__(*fault))
+        finally:
+            self._loop.close()
+
+    def run(self, work: Callable[[GrpcServed], Awaitable[None]]) -> None:
+        """A test; afterwards nothing may be outstanding."""
+
+        async def to_its_end() -> None:
+            await work(self.served)
+            await self.served.until(self.served.is_clean)
+
+        self._loop.run_until_complete(asyncio.wait_for(to_its_end(), 90))
 
 
 @contextlib.asynccontextmanager

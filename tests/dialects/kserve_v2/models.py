@@ -44,7 +44,7 @@ SEQUENCE = """sequence_batching { max_sequence_idle_microseconds: 2000000
   { name: "CORRID" control [ { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_UINT64 } ] } ] }
 """
 QUEUE = """dynamic_batching { priority_levels: 2 default_priority_level: 2
- default_queue_policy { timeout_action: REJECT default_timeout_microseconds: 400000
+ default_queue_policy { timeout_action: REJECT default_timeout_microseconds: 20000000
   allow_timeout_override: true max_queue_size: 2 } }
 """
 ENSEMBLE = """platform: "ensemble"

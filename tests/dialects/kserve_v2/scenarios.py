@@ -6,7 +6,10 @@ Each gives the status and details that the case expects.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
 import grpc
@@ -17,7 +20,7 @@ from tests.server.rig import Served
 
 Told = tuple[str, str]
 V2 = load("kserve_v2")
-BUSY_MS = 150
+BUSY_MS = 500
 REAPED_S = 2.5  # `seq` forgets a sequence after 2 s
 
 
@@ -45,37 +48,46 @@ async def told(call: Awaitable[Any]) -> Told:
     return "OK", ""
 
 
-async def keep_busy(channel: grpc.aio.Channel, served: Served, milliseconds: int = BUSY_MS) -> Any:
-    """`slow` with a request that runs."""
-    running = infer(channel, "slow", milliseconds)
+@contextlib.asynccontextmanager
+async def busy(channel: grpc.aio.Channel, served: Served) -> AsyncIterator[Any]:
+    """`slow` with a request that runs, and stands still for as long as this lasts."""
     (hosted,) = (one for key, one in served.server.host.hosted.items() if key[0] == "slow")
-    ring, slots = hosted.queue.ring, hosted.queue.arena.geometry.slots
-    await served.until(lambda: any(ring.describe(slot)[0] == "running" for slot in range(slots)))
-    return running
+    (worker,) = hosted.group.pids
+    os.kill(worker, signal.SIGSTOP)
+    running = infer(channel, "slow", 1)
+    try:
+        await served.until(lambda: hosted.queue.ring.outstanding() == 1)
+        yield running
+    finally:
+        os.kill(worker, signal.SIGCONT)
 
 
 async def fill_the_queue(channel: grpc.aio.Channel, served: Served) -> Told:
-    calls = [await keep_busy(channel, served)]
-    calls += [infer(channel, "slow", 0) for _ in range(3)]
+    async with busy(channel, served) as running:
+        calls = [running, *(infer(channel, "slow", 0) for _ in range(3))]
+        await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
     answers = [await told(call) for call in calls]
     (refused,) = (answer for answer in answers if answer[0] != "OK")
     return refused
 
 
 async def wait_too_long(channel: grpc.aio.Channel, served: Served) -> Told:
-    running = await keep_busy(channel, served)
-    answer = await told(infer(channel, "slow", 0, timeout=20_000))
-    assert not running.done()
+    async with busy(channel, served) as running:
+        answer = await told(infer(channel, "slow", 0, timeout=20_000))
+        assert not running.done()
     await running
     return answer
 
 
 async def overtake(channel: grpc.aio.Channel, served: Served) -> Told:
     order: list[int] = []
-    calls = [await keep_busy(channel, served)]
-    for priority in (2, 1):
-        calls.append(infer(channel, "slow", priority, priority=priority))
-        calls[-1].add_done_callback(lambda _, which=priority: order.append(which))
+    version: Any = served.server.catalog.available("slow")
+    async with busy(channel, served) as running:
+        calls = [running]
+        for priority in (2, 1):
+            calls.append(infer(channel, "slow", priority, priority=priority))
+            calls[-1].add_done_callback(lambda _, which=priority: order.append(which))
+            await served.until(lambda: version.scheduler.pending() == len(calls) - 1)
     answers = {await told(call) for call in calls}
     assert order == [1, 2]
     return answers.pop()[0], "priority 1 completes first"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -12,11 +13,11 @@ import grpc.aio
 import pytest
 
 from fastserve.config import GrpcOptions
-from tests.dialects.kserve_v2.grpc_rig import SERVICE, V2, GrpcServed, numbers, refused, serving
+from tests.dialects.kserve_v2.grpc_rig import SERVICE, V2, GrpcServed, Shared, numbers, refused, serving
 from tests.ext.wire_strategies import field, varint
 from tests.server.rig import HOLD, WAIT_S, release, run, seen, write_model
+from tests.transports import NAMES, Name, transport
 from tests.transports import both_transports as both_transports
-from tests.transports import transport
 
 pytestmark = pytest.mark.lingers  # grpcio keeps its poller's thread and pipe
 SHORT_S, LONG_S = 0.2, 4.0  # the second has time to begin to run
@@ -118,91 +119,89 @@ MANY = field(5, 2, b"") * 1_000_000
 DEEP = b""
 for _ in range(150):
     DEEP = field(4, 2, field(2, 2, DEEP))
-WHOLE = numbers(1)
-LIES = {
-    "cut": WHOLE[:-3],
-    "past the end": WHOLE + b"\x3a\xff\xff\xff\x7f",
-    "a negative length": WHOLE + b"\x3a" + varint(2**64 - 1),
-    "no end": b"\xff" * 11,
-    "field 0": b"\x00\x00",
-    "a group without an end": b"\x0b" * 200,
-    "no text": field(1, 2, b"\xff\xfe") + WHOLE,
+LIES: dict[str, Callable[[bytes], bytes]] = {
+    "cut": lambda whole: whole[:-3],
+    "past the end": lambda whole: whole + b"\x3a\xff\xff\xff\x7f",
+    "a negative length": lambda whole: whole + b"\x3a" + varint(2**64 - 1),
+    "no end": lambda whole: b"\xff" * 11,
+    "field 0": lambda whole: b"\x00\x00",
+    "a group without an end": lambda whole: b"\x0b" * 200,
+    "no text": lambda whole: field(1, 2, b"\xff\xfe") + whole,
 }
+both_paths = pytest.mark.parametrize("model", ["slow", "twice"], ids=["general", "fast"])
 
 
-@pytest.mark.parametrize("fast", [False, True])
+@pytest.fixture(scope="module")
+def on_transports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Name, Shared]]:
+    with contextlib.ExitStack() as stack:
+        yield {name: stack.enter_context(Shared(tmp_path_factory.mktemp(name), name)) for name in NAMES}
+
+
+@pytest.fixture
+def shared(on_transports: dict[Name, Shared]) -> Shared:
+    return on_transports[transport()]
+
+
+@both_paths
 @pytest.mark.parametrize("name", LIES)
-def test_messages_that_are_none(tmp_path: Path, name: str, fast: bool) -> None:
-    write_model(tmp_path)
+def test_messages_that_are_none(shared: Shared, name: str, model: str) -> None:
+    async def work(served: GrpcServed) -> None:
+        assert await served.infer(1, model=model) == [2]
+        code, text = await refused(served.send(LIES[name](numbers(1, model=model))))
+        assert (code, text.partition(":")[0]) == ("INTERNAL", "malformed ModelInferRequest")
+        assert await served.infer(3, model=model) == [6]
 
-    async def work() -> None:
-        async with serving(tmp_path) as served:
-            if fast:
-                assert await served.infer(1) == [2]
-            code, text = await refused(served.send(LIES[name]))
-            assert (code, text.partition(":")[0]) == ("INTERNAL", "malformed ModelInferRequest")
-            assert await served.infer(3) == [6]
-
-    run(work(), 90)
+    shared.run(work)
 
 
-def test_a_million_inputs_are_refused_by_their_number(tmp_path: Path) -> None:
-    write_model(tmp_path)
+def test_a_million_inputs_are_refused_by_their_number(shared: Shared) -> None:
+    async def work(served: GrpcServed) -> None:
+        code, text = await refused(served.send(MANY))
+        assert code == "INVALID_ARGUMENT"
+        assert text.startswith("ModelInferRequest: at most 16384 inputs, outputs, parameters")
+        assert await served.infer(3) == [6]
 
-    async def work() -> None:
-        async with serving(tmp_path) as served:
-            code, text = await refused(served.send(MANY))
-            assert code == "INVALID_ARGUMENT"
-            assert text.startswith("ModelInferRequest: at most 16384 inputs, outputs, parameters")
-            assert await served.infer(3) == [6]
-
-    run(work())
+    shared.run(work)
 
 
-def test_what_nests_deep_is_unknown_fields(tmp_path: Path) -> None:
+def test_what_nests_deep_is_unknown_fields(shared: Shared) -> None:
     """Unknown fields within unknown fields are passed over in one step, parameters nest once."""
-    write_model(tmp_path)
 
-    async def work() -> None:
-        async with serving(tmp_path) as served:
-            deep = DEEP + numbers(1)
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await served.send(deep)
-            assert caught.value.code().name in ("INTERNAL", "INVALID_ARGUMENT")
-            assert await served.infer(3) == [6]
+    async def work(served: GrpcServed) -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await served.send(DEEP + numbers(1))
+        assert caught.value.code().name in ("INTERNAL", "INVALID_ARGUMENT")
+        assert await served.infer(3) == [6]
 
-    run(work())
+    shared.run(work)
 
 
-@pytest.mark.parametrize("fast", [False, True])
-def test_tensors_that_lie(tmp_path: Path, fast: bool) -> None:
-    """Of the right message: other sizes than the shape says, contents beside raw tensors, one tensor less."""
-    write_model(tmp_path)
-    mixed = V2.ModelInferRequest.FromString(numbers(1))
+def tensors_that_lie(model: str) -> Iterator[tuple[bytes, str]]:
+    """Requests of another size than the shape says, with contents beside raw tensors, with a tensor less, and
+    with what is said of them."""
+    whole = numbers(1, model=model)
+    mixed, short, none, huge = (V2.ModelInferRequest.FromString(whole) for _ in range(4))
     mixed.inputs[0].contents.fp32_contents.extend([1, 2])
-    short = V2.ModelInferRequest.FromString(numbers(1))
     short.raw_input_contents[0] = b"\0" * 7
-    none = V2.ModelInferRequest.FromString(numbers(1))
     del none.raw_input_contents[:]
-    huge = V2.ModelInferRequest.FromString(numbers(1))
     huge.inputs[0].shape[:] = [2**62, 2**62]
+    yield mixed.SerializeToString(), "contents field must not be specified"
+    yield short.SerializeToString(), "Expected 8, got 7"
+    yield none.SerializeToString(), "unable to find data for input tensor 'x'"
+    yield huge.SerializeToString(), ""
 
-    async def work() -> None:
-        async with serving(tmp_path) as served:
-            if fast:
-                assert await served.infer(1) == [2]
-            for request, said in (
-                (mixed, "contents field must not be specified"),
-                (short, "Expected 8, got 7"),
-                (none, "unable to find data for input tensor 'x'"),
-                (huge, ""),
-            ):
-                code, text = await refused(served.send(request.SerializeToString()))
-                assert code == "INVALID_ARGUMENT"
-                assert said in text
-                assert await served.infer(3) == [6]
 
-    run(work())
+@both_paths
+def test_tensors_that_lie(shared: Shared, model: str) -> None:
+    async def work(served: GrpcServed) -> None:
+        assert await served.infer(1, model=model) == [2]
+        for request, said in tensors_that_lie(model):
+            code, text = await refused(served.send(request))
+            assert code == "INVALID_ARGUMENT"
+            assert said in text
+            assert await served.infer(3, model=model) == [6]
+
+    shared.run(work)
 
 
 def test_limits_of_messages(tmp_path: Path) -> None:
@@ -238,15 +237,12 @@ def test_compressed_requests(tmp_path: Path, coding: grpc.Compression) -> None:
     run(work())
 
 
-def test_unknown_methods(tmp_path: Path) -> None:
-    write_model(tmp_path)
+def test_unknown_methods(shared: Shared) -> None:
+    async def work(served: GrpcServed) -> None:
+        for path in (SERVICE + "ModelInfers", "/inference.Other/ModelInfer", SERVICE):
+            assert (await refused(served.channel.unary_unary(path)(numbers(1))))[0] == "UNIMPLEMENTED"
 
-    async def work() -> None:
-        async with serving(tmp_path) as served:
-            for path in (SERVICE + "ModelInfers", "/inference.Other/ModelInfer", SERVICE):
-                assert (await refused(served.channel.unary_unary(path)(numbers(1))))[0] == "UNIMPLEMENTED"
-
-    run(work())
+    shared.run(work)
 
 
 def test_a_stream_closed_half_is_answered_whole(tmp_path: Path) -> None:
@@ -267,21 +263,18 @@ def test_a_stream_closed_half_is_answered_whole(tmp_path: Path) -> None:
     run(work())
 
 
-def test_what_is_no_message_ends_its_stream_alone(tmp_path: Path) -> None:
-    write_model(tmp_path)
+def test_what_is_no_message_ends_its_stream_alone(shared: Shared) -> None:
+    async def work(served: GrpcServed) -> None:
+        good, bad = served.stream(None), served.stream(None)
+        await good.write(numbers(2))
+        assert (await good.read()).infer_response.model_name == "twice"
+        await bad.write(b"\xff" * 11)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asyncio.wait_for(bad.read(), WAIT_S)
+        assert caught.value.code().name == "INTERNAL"
+        await good.write(numbers(3))
+        assert (await good.read()).error_message == ""
+        await good.done_writing()
+        assert await good.read() is grpc.aio.EOF
 
-    async def work() -> None:
-        async with serving(tmp_path) as served:
-            good, bad = served.stream(None), served.stream(None)
-            await good.write(numbers(2))
-            assert (await good.read()).infer_response.model_name == "twice"
-            await bad.write(b"\xff" * 11)
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await asyncio.wait_for(bad.read(), WAIT_S)
-            assert caught.value.code().name == "INTERNAL"
-            await good.write(numbers(3))
-            assert (await good.read()).error_message == ""
-            await good.done_writing()
-            assert await good.read() is grpc.aio.EOF
-
-    run(work())
+    shared.run(work)

@@ -345,7 +345,7 @@ def test_a_trace_shows_no_tensor_whose_bytes_were_never_here() -> None:
     lent, version = Lent(bytes(64), 0, 0, 1), SimpleNamespace(model="m", number=1)
     request = InferRequest(dict(made), lent={"lent": lent}, placed={"placed": lent})
     request.carried["carried"] = AsyncMock()
-    one = Traced(1, Scope())
+    one = Traced(1, Scope(), AsyncMock())
     one.begin(version, request)
     one.answered(request, InferResponse({name: made[name] for name in ("there", "placed")}))
     one.end()

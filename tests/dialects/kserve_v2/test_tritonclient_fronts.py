@@ -38,7 +38,7 @@ def served(two_fronts: Running) -> Iterator[Running]:
     ours, holds = Belongings.count(), two_fronts.holds()
     yield two_fronts
     gc.collect()
-    until(lambda: not ours.gained(Belongings.count()), "the client gives everything back")
+    until(lambda: not ours.gained(), "the client gives everything back")
     two_fronts.settles(holds)
 
 

@@ -27,6 +27,7 @@ from tests.running import Running, until
 
 WAITS = -2  # `repeat` sends nothing until its caller has left
 FAILS = -1
+PATIENCE_S = (0.3, 1, 3, 9)  # deadlines that leave time to begin: the first, on all but a busy machine
 
 
 @pytest.fixture
@@ -145,10 +146,14 @@ def test_a_stream_that_is_cancelled_stops_its_model(served: Running) -> None:
 def test_a_stream_that_takes_too_long(served: Running) -> None:
     async def work() -> None:
         async with connected("grpc", served) as client:
-            answers = Answers()
-            await client.start_stream(answers, stream_timeout=0.3)
-            await client.async_stream_infer("repeat", client.numbers(1, WAITS))
-            assert answers.next()[1] is None
+            for timeout_s in PATIENCE_S:
+                answers = Answers()
+                await client.start_stream(answers, stream_timeout=timeout_s)
+                await client.async_stream_infer("repeat", client.numbers(1, WAITS))
+                _, error = answers.next()
+                if error is None:
+                    break
+                await client.stop_stream()
             _, error = answers.next()
             assert error.status() == "StatusCode.DEADLINE_EXCEEDED"
             await client.stop_stream()
@@ -213,9 +218,12 @@ def test_a_deadline(served: Running, held: Path, flavour: str) -> None:
 
     async def work() -> None:
         async with connected(flavour, served) as client:
-            with pytest.raises(Refused) as late:
-                await client.infer("held", client.numbers(1), client_timeout=0.3)
-            assert late.value.status() == "StatusCode.DEADLINE_EXCEEDED"
+            for timeout_s in PATIENCE_S:
+                with pytest.raises(Refused) as late:
+                    await client.infer("held", client.numbers(1), client_timeout=timeout_s)
+                assert late.value.status() == "StatusCode.DEADLINE_EXCEEDED"
+                if (held / "began").exists():
+                    break
             until((held / "left").exists, "the model sees that its caller has left")
             assert (await client.infer("held", client.numbers(0))).as_numpy("OUT").tolist() == [0]
             assert await client.is_server_live(client_timeout=5)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tests.dialects.textgen.serving import Asking, Reply
+from tests.dialects.textgen.serving import Asking, Hosted, Reply
+from tests.running import until
 
 REPEATED = re.compile(r"<repeat:(.):(\d+)>")
 
@@ -38,18 +41,28 @@ def _unfold(value: Any) -> Any:
 
 def _play_in_order(at: Asking, step: dict[str, Any]) -> None:
     """Requests that arrive one after another while the first holds the only slot."""
-    import time
-
+    assert isinstance(at, Hosted)
     ended: list[int] = []
+    (hosted,) = at.server.host.hosted.values()
+    (worker,) = hosted.group.pids
+    ring = hosted.queue.ring
 
     def one(index: int, body: Any) -> None:
-        time.sleep(0.2 * index)  # its arrival: the order is what the case is about
         assert at.post("/infer", body).status == 200
         ended.append(index)
 
     bodies = step["concurrent_order"]
     with ThreadPoolExecutor(len(bodies)) as pool:
-        list(pool.map(one, range(len(bodies)), bodies))
+        asked = []
+        for index, body in enumerate(bodies):
+            asked.append(pool.submit(one, index, body))
+            until(lambda: ring.outstanding() == len(asked), "it has arrived")
+            if index == 0:
+                until(lambda: any(ring.describe(n)[0] == "running" for n in range(ring.slots)), "it runs")
+                os.kill(worker, signal.SIGSTOP)  # until all the others wait
+        os.kill(worker, signal.SIGCONT)
+        for each in asked:
+            each.result()
     assert ended == step["expect_completion_order"]
 
 

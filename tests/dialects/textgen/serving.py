@@ -59,7 +59,7 @@ class Asking:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def connect(self, timeout_s: float = 20) -> http.client.HTTPConnection:
+    def connect(self, timeout_s: float = 60) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
 
     def ask(self, method: str, path: str, body: bytes | None = None, headers: Any = None) -> Reply:

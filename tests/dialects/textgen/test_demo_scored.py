@@ -46,6 +46,25 @@ def test_offsets_and_logprobs_of_an_echoed_prompt(server: str) -> None:
     assert told["text"] == whole
 
 
+def test_characters_of_several_tokens(server: str) -> None:
+    """Each of the tokens has a name of its own, and none of them moves what follows."""
+    prompt = "né 🎉."
+    told = post(
+        f"{server}/v1/completions",
+        model="scribe",
+        prompt=prompt,
+        max_tokens=2,
+        temperature=0,
+        logprobs=1,
+        echo=True,
+    )["choices"][0]
+    names, begins = told["logprobs"]["tokens"], told["logprobs"]["text_offset"]
+    parts = [name.removeprefix("bytes:") for name in names if name.startswith("bytes:")]
+    assert "".join(parts) == r"\xc3\xa9\xf0\x9f\x8e\x89"
+    assert begins[names.index(".")] == len(prompt) - 1
+    assert begins[-2] == len(prompt)
+
+
 def test_the_prompt_is_scored_as_it_would_be_written(server: str) -> None:
     """A token of an answer has the logprob that it has as a token of a prompt."""
     asked = {"model": "scribe", "max_tokens": 4, "temperature": 0, "logprobs": 0}

@@ -134,12 +134,12 @@ HOSTILE: dict[str, bytes] = {
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_bodies_that_cost_nobody_else(at: Local, case: str) -> None:
-    began = time.monotonic()
+    began = time.process_time()  # the server runs in this process
     for path in ("/infer", "/infer_token", "/v2/models/m1/generate", "/v2/models/m1/infer", "/v1/tokenizer"):
         reply = at.post(path, HOSTILE[case])
         assert reply.status in (200, 422, 424), (path, reply)
         assert reply.status == 200 or list(reply.json) == ["error", "error_type"]
-    assert time.monotonic() - began < 30
+    assert time.process_time() - began < 30
     assert at.infer("a").json == {"generated_text": "xxxxxx"}
 
 

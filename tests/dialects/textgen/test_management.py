@@ -24,12 +24,13 @@ def limits() -> Iterator[Local]:
 
 
 def test_probes(limits: Local) -> None:
-    paths = ["/health", "/v2/health/ready", "/v2/health/live", "/v2/models/m1/ready"]
+    ready = ["/health", "/v2/health/ready", "/v1/startup", "/v1/readiness"]
+    paths = [*ready, "/v2/health/live", "/v1/health", "/v2/models/m1/ready"]
     for path in paths:
         assert (limits.ask("GET", path).status, limits.ask("GET", path).body) == (200, b"")
         assert limits.ask("HEAD", path).status == 200
     limits.engine.context.readiness.ready = False
-    assert [limits.ask("GET", path).status for path in paths] == [503, 503, 200, 200]
+    assert [limits.ask("GET", path).status for path in paths] == [503] * 4 + [200] * 3
     limits.engine.context.readiness.ready = True
     assert limits.ask("GET", "/v2/models/m2/ready").status == 404
 

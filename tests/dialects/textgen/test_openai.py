@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from fastserve.config import TextgenOptions
+from fastserve.dialects.textgen import openai_write
 from tests.dialects.textgen.likely import Likely
 from tests.dialects.textgen.rigs import HELLO, RIGS
 from tests.dialects.textgen.serving import Local, Reply, served
@@ -66,6 +67,12 @@ BOTH: list[tuple[str, Any, str]] = [
     ("logit_bias", {"5": 1}, "is not supported"),
     ("min_p", 0.1, "is not supported"),
     ("guided_json", {"type": "object"}, "is not supported"),
+    ("bad_words", ["x"], "is not supported"),
+    ("allowed_token_ids", [5], "is not supported"),
+    ("truncate_prompt_tokens", 5, "is not supported"),
+    ("prompt_logprobs", 1, "is not supported"),
+    ("response_format", {"type": "json_object"}, "'json_object' is not supported"),
+    ("response_format", "json", "expected object"),
     ("use_beam_search", True, "is not supported"),
     ("model", 7, "expected str"),
 ]
@@ -101,7 +108,11 @@ def test_what_asks_for_nothing_is_no_fault(server: Local) -> None:
 
 def test_answers_are_text(server: Local) -> None:
     refused(chat(server, tools=[{"type": "function"}]), "tools", "are not supported")
-    refused(chat(server, response_format={"type": "json_object"}), "response_format", "'json_object'")
+    for key in ("chat_template", "documents"):
+        refused(chat(server, **{key: ["x"]}), key, "is not supported")
+    refused(chat(server, continue_final_message=True), "continue_final_message", "is not supported")
+    vllm = server.post("/generate", {"prompt": "hi", "response_format": {"type": "json_object"}})
+    assert (vllm.status, "`response_format` of type 'json_object'" in vllm.json["error"]) == (422, True)
     refused(chat(server, modalities=["text", "audio"]), "modalities", "'audio'")
     refused(chat(server, audio={"voice": "x"}), "audio", "is not supported")
 
@@ -156,6 +167,8 @@ def test_variables_of_a_template(server: Local) -> None:
         (["a"] * 257, "prompt", "at most 256"),
         ([1 << 20], "prompt", "allowed: 0 to 1048575"),
         ("", "prompt", "allowed: 1 to"),
+        (["a", ""], "prompt[1]", "allowed: 1 to"),
+        ([[1], [2, 1 << 20]], "prompt[1]", "allowed: 0 to 1048575"),
     ],
 )
 def test_prompts(server: Local, prompt: Any, param: str | None, words: str) -> None:
@@ -249,6 +262,15 @@ def test_curl_reads_the_stream(server: Local) -> None:
     assert events[-2:] == [b"data: [DONE]", b""]
     texts = [json.loads(event[6:])["choices"][0]["delta"].get("content") or "" for event in events[:-2]]
     assert "".join(texts) == "Hello world"
+
+
+def test_a_part_of_a_character_has_its_bytes_in_a_chat() -> None:
+    likely = openai_write.Likely("�", b"\xf0\x9f", -0.5)
+    answer = openai_write.ChatAnswer("m1", 1, openai_write.Form(scored=True))
+    written = answer.piece(0, "", [openai_write.Scored(likely, [likely])])
+    choice = json.loads(written.removeprefix(b"data: "))["choices"][0]
+    token = {"token": "�", "logprob": -0.5, "bytes": [0xF0, 0x9F]}
+    assert choice["logprobs"]["content"] == [{**token, "top_logprobs": [token]}]
 
 
 def test_pieces_with_the_text_so_far() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from time import monotonic
 from typing import Any
 
 import openai
@@ -62,6 +63,14 @@ def test_a_chat(client: OpenAI) -> None:
     assert (choice.message.role, choice.message.content) == ("assistant", "Hello world")
     assert (choice.finish_reason, choice.logprobs) == ("stop", None)
     assert found.usage == CompletionUsage(prompt_tokens=2, completion_tokens=3, total_tokens=5)
+
+
+def test_an_answer_says_how_long_it_took(client: OpenAI) -> None:
+    began = monotonic()
+    chat = client.chat.completions.with_raw_response.create(model="m1", messages=USER)
+    completion = client.completions.with_raw_response.create(model="m1", prompt="hi")
+    took_ms = (monotonic() - began) * 1000
+    assert 0 <= sum(int(each.headers["openai-processing-ms"]) for each in (chat, completion)) <= took_ms
 
 
 def test_a_chat_in_pieces(client: OpenAI) -> None:
@@ -242,7 +251,10 @@ def test_errors_become_the_clients_classes(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as long:
         client.completions.create(model="small", prompt="a b c d e f g h i")
     assert long.value.code == "context_length_exceeded"
-    assert "9 tokens" in long.value.message
+    assert ("9 tokens" in long.value.message, long.value.param) == (True, "prompt")
+    with pytest.raises(openai.BadRequestError) as long:
+        chat(model="small", messages=[{"role": "user", "content": "a b c d e f g h i"}])
+    assert (long.value.code, long.value.param) == ("context_length_exceeded", "messages")
     with pytest.raises(openai.InternalServerError):
         chat(model="breaks-at-once", stream=True)
     with pytest.raises(openai.BadRequestError, match="tools"):

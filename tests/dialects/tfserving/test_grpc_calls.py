@@ -314,7 +314,8 @@ def test_models_are_replaced(tmp_path: Path) -> None:
 
             request = config_of(a=(folders[0], {"best": 2}), c=(folders[2], {}))
             await served.ask(path, request, "ReloadConfigResponse")
-            assert await states("b") == [(2, 50), (1, 50)]
+            while (left := await states("b")) != [(2, 50), (1, 50)]:  # awaited is only what comes
+                assert {state for _, state in left} <= {40, 50}
             assert await served.predict(4, model="c") == [8]
             found = await served.ask(PREDICTION + "Predict", asked, "PredictResponse")
             assert found.model_spec.version.value == 2
@@ -349,7 +350,7 @@ def test_lists_that_cannot_be(tmp_path: Path) -> None:
         ],
         "model_config_list.config[0]: version_policy ": [one(model_version_policy={"specific": {}})],
         "Illegal to list model a multiple times in config list": [one(), one()],
-        "allowed: a folder there": [one(base_path="s3://bucket")],
+        "allowed: a folder of this machine": [one(base_path="s3://bucket")],
         "logs of requests are not built": [one(logging_config={})],
         "ModelServerConfig::model_type choice 2 not supported.": [one(model_platform="", model_type=2)],
         "Illegal setting both ModelServerConfig::model_type": [one(model_type=1)],

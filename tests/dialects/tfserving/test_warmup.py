@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
+from fastserve.codec.tfrecord import masked, read_records
 from fastserve.config import Settings, TFServingOptions
 from fastserve.dialects.tfserving import warmup
-from fastserve.dialects.tfserving.warmup import FILE, masked, read_frames
+from fastserve.dialects.tfserving.warmup import FILE
 from fastserve.errors import Kind, ServeError
 from fastserve.server.trial import try_loads
 from tests.dialects.tfserving.grpc_rig import TFS, fill, serving
@@ -252,14 +253,14 @@ def test_a_length_beyond_everything_is_refused_before_memory_is_taken(tmp_path: 
         (tmp_path / "frames").open("rb") as file,
         pytest.raises(ServeError, match="truncated record at 0") as fault,
     ):
-        list(read_frames(file))
+        list(read_records(file))
     assert fault.value.kind is Kind.DATA_LOSS
 
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     (tmp_path / "frames").write_bytes(framed([b"a", b"b" * 100_000]))
     with (tmp_path / "frames").open("rb") as file:
-        frames = read_frames(file)
+        frames = read_records(file)
         assert next(frames) == b"a"
         os.truncate(tmp_path / "frames", 50_000)
         with pytest.raises(ServeError, match="truncated record at 17"):

@@ -7,6 +7,7 @@ import errno
 import os
 import struct
 import uuid
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from fastserve.errors import Kind, ServeError
 from tests.dialects.triton_v1 import models
 from tests.dialects.triton_v1.rig import Result, Rig, make_request, rig, write_dense
 from tests.server.rig import run
+from tests.transports import NAMES, Name, on_transport
 
 COUNT, ONES = struct.pack("<16i", *range(16)), struct.pack("<16i", *[1] * 16)
 PAIR = 'batch_size: 1 input { name: "INPUT0" } input { name: "INPUT1" } output { name: "OUTPUT0" }'
@@ -70,6 +72,26 @@ async def without_engine(served: Rig, asked: list[Any]) -> list[Result]:
         return await ask_all(served, asked)
     finally:
         del engine.infer
+
+
+@pytest.mark.parametrize("transport", NAMES)
+def test_a_request_that_the_fast_path_leaves_is_offered_once(tmp_path: Path, transport: Name) -> None:
+    """Over gRPC too, where what is left to a coroutine could be offered again."""
+    models.write(tmp_path, "text")
+    offered: list[str] = []
+
+    async def ask() -> None:
+        async with rig(tmp_path) as served:
+            with pytest.MonkeyPatch.context() as patch:
+                for one in ("FastHttp", "FastRpc"):
+                    note = partial(lambda one, *_: offered.append(one), one)  # None: not taken
+                    patch.setattr(f"fastserve.dialects.triton_v1.fast.{one}.start", note)
+                results = await ask_all(served, PLAIN)
+        assert [result.status for result in results] == ["SUCCESS"] * len(offered)
+        assert set(offered) == {"FastHttp", "FastRpc"}
+
+    with on_transport(transport):
+        run(ask())
 
 
 async def without_fast_paths(served: Rig, asked: list[Any]) -> list[Result]:

@@ -198,10 +198,13 @@ async def interleave(ask: Ask, model: str) -> None:
 
 
 async def hold(served: Rig, folder: Path, model: str) -> asyncio.Task[Result]:
-    """A request that keeps the model busy until it is released."""
-    task = asyncio.ensure_future(served.over_http(model, ECHO % ("", ""), struct.pack("<i", 1)))
-    await served.until_running(folder, model)
-    return task
+    """A request that keeps the model busy until it is released; the model's own limit may be short for a busy
+    machine, and then it is asked again."""
+    while True:
+        task = asyncio.ensure_future(served.over_http(model, ECHO % ("", ""), struct.pack("<i", 1)))
+        await served.served.until(lambda task=task: task.done() or models.is_running(folder, model))
+        if not task.done():
+            return task
 
 
 def test_priorities(tmp_path: Path) -> None:

@@ -13,5 +13,6 @@ class Model:
         for token in ((100, "Hello"), (101, " world"), (2, "")):
             due = time.monotonic() + self.pause_s
             while time.monotonic() < due:
+                time.sleep(0.001)
                 yield None
             yield token
