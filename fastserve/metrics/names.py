@@ -63,7 +63,9 @@ CANCELS = _counter(
 )
 RETRIES = _counter("retries", "Batches given to another worker because theirs died.", *MODEL)
 DEVICE_BATCHES = _counter("device_batches", "Batches that went over a GPU.", *MODEL)
-DEVICE_OUT_OF_MEMORY = _counter("device_out_of_memory", "Batches a GPU had no memory for.", *MODEL)
+DEVICE_OUT_OF_MEMORY = _counter(
+    "device_out_of_memory", "Batches there was no memory for, a GPU's or the host's.", *MODEL
+)
 DEVICE_STAGED = _level("device_staged", "Workers whose batches go through a staging buffer.", *MODEL)
 
 # Text generation: sequences and their tokens.

@@ -9,7 +9,6 @@ nobody could answer any more and a port that a new server needs.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import socket
@@ -29,6 +28,7 @@ from fastserve.engine.counters import counters_of
 from fastserve.engine.engine import Engine
 from fastserve.engine.meters import QueueMeters
 from fastserve.engine.schedule import open_queue, simple_scheduler
+from fastserve.garbage import keep_what_is
 from fastserve.logs import log_uncaught, setup_logs
 from fastserve.metrics import Readiness, Registry
 from fastserve.repository.catalog import Catalog
@@ -100,6 +100,8 @@ class Follower:
         elif op == "hear" and self._front is not None:
             meant = self._front.hear(message["dialect"], message["word"])
             self._control.send({"op": "heard", "id": message["id"], "meant": meant})
+        elif op == "settle":  # what was said before it is done
+            self._control.send({"op": "settled", "id": message["id"]})
         elif op == "told" and self._loads is not None:
             self._loads.hear(message)
         elif op in ("listen", "close", "drain"):
@@ -159,8 +161,7 @@ class Follower:
         grpc = msgspec.convert(self._start["grpc"], tuple[Listener, ...])
         await self._front.open(http, grpc, shared=True)
         keep_freed_memory()
-        gc.collect()
-        gc.freeze()
+        keep_what_is()
         self._control.send({"op": "listening", "id": 0})
 
     async def _close(self, message: dict[str, Any]) -> None:

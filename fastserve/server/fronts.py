@@ -2,8 +2,8 @@
 
     owner -> front   start {settings, front, listeners} + metrics memory     open {version} + arena
                      catalog {models}    ready {...}    close {id}    renew {}    drain {grace_s}
-                     hear {id, dialect, word}
-    front -> owner   listening    opened {id}    closed {id}    heard {id, meant}
+                     hear {id, dialect, word}    settle {id}
+    front -> owner   listening    opened {id}    closed {id}    heard {id, meant}    settled {id}
                      ask, what its clients want loaded (loads.py)
 
 A front that dies, that cannot do what it is told, or that does not answer is replaced by one that is told
@@ -58,6 +58,7 @@ class Fronts:
         self, settings: Settings, catalog: Catalog, host: Host, registry: Registry, loads: ClientLoads
     ) -> None:
         self._loads = loads
+        loads.settle = self.settle
         self._catalog = catalog
         self.links = [
             FrontLink(i, settings, catalog, host, registry, self._answer)
@@ -96,6 +97,11 @@ class Fronts:
                 for link in self.links:
                     link.tell(message)
 
+    async def settle(self) -> None:
+        """Until every front has the picture as it is now."""
+        self.tell_catalog()
+        await asyncio.gather(*(link.settle() for link in self.links))
+
     def tell_custom_metrics(self, lines: list[str]) -> None:
         """Models' own metrics are kept here, and shown by every front, also by one that has just started."""
         if lines or self._told_metrics:
@@ -113,9 +119,7 @@ class Fronts:
             dialect, word = asked["dialect"], asked["word"]
             meant = self.hear(dialect, word) or await self.spread(dialect, word, but=asked["front"])
             return {"op": "told", "id": asked["id"], "meant": meant}
-        told = await self._loads.answer(asked)
-        self.tell_catalog()  # first: whoever hears that a model is loaded, can use it
-        return told
+        return await self._loads.answer(asked)
 
     def tell_readiness(self, readiness: Readiness) -> None:
         """What /healthz/ready says on every front."""
@@ -190,6 +194,14 @@ class FrontLink:
         except ServeError:
             return False
         return bool(heard["meant"])
+
+    async def settle(self) -> None:
+        """Until the front has done what it was told, or is gone: the next one is told everything anew."""
+        key = next(self._numbers)
+        try:
+            await self._ask("settled", key, {"op": "settle", "id": key}, timeout_s=ANSWER_TIMEOUT_S)
+        except ServeError as error:
+            self._kill(error.message)
 
     async def drain(self, grace_s: float) -> None:
         """Ask the process to finish, and end it when it does not."""

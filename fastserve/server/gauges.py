@@ -55,16 +55,20 @@ class FrontGauges:
         for one in hosted:
             who = (one.version.model, one.version.number)
             self._registry.gauges(names.QUEUE_ROWS).of(*who).set(one.queue.ring.queued())
-            if one.part == 0 and counters_of(one.version).devices:
+            if one.part == 0:
                 self._show_devices(one.version)
 
     def _show_devices(self, version: Version) -> None:
-        """What workers have told of their GPUs since the last look."""
-        told, who = counters_of(version).devices.values(), (version.model, version.number)
-        sums = sum(one.batches for one in told), sum(one.out_of_memory for one in told)
+        """What workers have told since the last look of their GPUs, and of memory that ran out."""
+        counters, who = counters_of(version), (version.model, version.number)
+        told = counters.devices.values()
+        if not told and not counters.out_of_memory:
+            return
+        sums = sum(one.batches for one in told), counters.out_of_memory
         before = self._devices.get(version, (0, 0))
         for metric, now, then in zip(_DEVICE, sums, before, strict=True):
             self._registry.counters(metric).of(*who).add(now - then)
         self._devices[version] = sums
-        staged = sum(not one.pinned for one in told)
-        self._registry.gauges(names.DEVICE_STAGED).of(*who).set(staged)
+        if told:
+            staged = sum(not one.pinned for one in told)
+            self._registry.gauges(names.DEVICE_STAGED).of(*who).set(staged)

@@ -1,15 +1,16 @@
 """The repository as dialects see it: what clients may ask of it, in the owner and in other fronts.
 
 front -> owner   ask {id, do: names | load | unload | replace | stop | spread, name ...}
-owner -> front   told {id, names | meant | error}       after the catalog that the change has led to
+owner -> front   told {id, names | meant | error}       when all fronts have what the change has led to
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -23,12 +24,19 @@ from fastserve.serving.exchange import unforeseen
 from fastserve.serving.model_control import LoadOverride
 
 
+async def _alone() -> None:
+    """There is no other front."""
+
+
 class ClientLoads:
     """Loads and unloads that clients ask for, in the process that owns the models."""
 
     def __init__(self, repository: Repository) -> None:
         self._repository = repository
         self.stop: Stop = refuse_to_stop
+        self.settle: Callable[[], Awaitable[None]] = _alone
+        """Until every front has the picture as it is now: whoever hears that a model is loaded can use it, in
+        whatever front."""
 
     @property
     def explicit(self) -> bool:
@@ -40,15 +48,25 @@ class ClientLoads:
     async def load(self, name: str, override: LoadOverride | None) -> None:
         """Raises ServeError."""
         brought = None if override is None else Override(override.config or "{}", override.files)
-        await self._repository.load(name, override=brought)
+        async with self._shown():
+            await self._repository.load(name, override=brought)
 
     async def unload(self, name: str, dependents: bool) -> None:
         """Raises ServeError."""
-        await self._repository.unload(name, composing=dependents)
+        async with self._shown():
+            await self._repository.unload(name, composing=dependents)
 
     async def replace_models(self, entries: Sequence[ModelEntry]) -> None:
         """Raises ServeError."""
-        await self._repository.reload_config(entries)
+        async with self._shown():
+            await self._repository.reload_config(entries)
+
+    @contextlib.asynccontextmanager
+    async def _shown(self) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:  # why it failed is for all fronts to tell as well
+            await self.settle()
 
     async def answer(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """What another front process is told about what it asked for its clients."""

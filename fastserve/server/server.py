@@ -9,7 +9,6 @@ stop:   not ready, and everything still accepted for drain_delay_s -> listeners 
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -24,6 +23,7 @@ from fastserve.engine.engine import Engine
 from fastserve.engine.hosting import Host
 from fastserve.engine.rate import RateLimiter, read_pools
 from fastserve.errors import ConfigError, Kind, ServeError
+from fastserve.garbage import keep_what_is
 from fastserve.logs import log_uncaught, setup_logs
 from fastserve.metrics import Readiness, Registry, names
 from fastserve.repository.catalog import Catalog
@@ -71,7 +71,7 @@ class Server:
         self.repository = Repository(settings, self.catalog, self.host)
         self.host.wishes.repository = self.repository
         self._models_file = ModelsFile(settings.tfserving, self.repository)
-        loads = ClientLoads(self.repository)
+        self.loads = loads = ClientLoads(self.repository)
         self.front = Front(
             settings,
             Engine(self.catalog),
@@ -108,6 +108,7 @@ class Server:
             raise
         self.front.begin()
         self._health_changed()
+        await self.fronts.settle()  # whoever is told that it serves, and asks any front, hears so
         http, grpc = (" ".join(one.address for one in found) for found in self.front.addresses())
         warn_of_exposures(self.settings)
         log.info("serving", extra={"http": http, "grpc": grpc})
@@ -198,9 +199,7 @@ async def serve(settings: Settings) -> int:
         return 0
     opening.result()
     keep_freed_memory()
-    # What exists now lives as long as the server: a collection need not look at it again.
-    gc.collect()
-    gc.freeze()
+    keep_what_is()
     announce(welcome_text(settings, *server.front.addresses(), server.front.readiness))
     await stopping
     return await _stop(server, forced=forced.is_set())

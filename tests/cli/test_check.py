@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 
 from fastserve.cli import main
 
+STARTS_PROCESSES = True  # models are loaded to be checked
 uvloop.run(asyncio.sleep(0))  # libuv opens its pipe with the process's first loop, for good
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -24,6 +25,7 @@ class Model:
     def run(self, inputs): return {"y": inputs["x"]}
 """
 COMMAND = [sys.executable, "-m", "fastserve.cli"]
+COMMANDS = main.list_commands(click.Context(main))
 
 
 def write_model(root: Path, config: str = CONFIG, code: str = MODEL) -> Path:
@@ -101,6 +103,16 @@ def test_flags_of_other_servers() -> None:
     told = refused("demo", "--port", "8080")
     where = "listeners are given as --listen HOST:PORT, or --http HOST:PORT and --grpc HOST:PORT"
     assert told == f"Error: No such option --port; {where}"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_flag_nobody_knows_ends_the_start(command: str) -> None:
+    """Of every command, those that take another server's flags among them: none is dropped in silence."""
+    done = subprocess.run(
+        [*COMMAND, command, "--no_such_flag=1"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode not in (0, -9)
+    assert "no_such_flag" in done.stdout + done.stderr
 
 
 def test_a_model_the_server_does_not_have(tmp_path: Path) -> None:

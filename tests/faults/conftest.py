@@ -40,7 +40,7 @@ def served(shared_server: Running, request: pytest.FixtureRequest) -> Iterator[R
     ours, holds = Belongings.count(), shared_server.holds()
     yield shared_server
     assert shared_server.alive, shared_server.log.read_text()
-    until(lambda: not ours.gained(Belongings.count()), "the client gives everything back")
+    until(lambda: not ours.gained(), "the client gives everything back")
     shared_server.settles(holds, errors=bool(request.node.get_closest_marker("logs_errors")))
 
 

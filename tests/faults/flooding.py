@@ -214,6 +214,9 @@ FLOODS = {
     "empty DATA": lambda: again(frame(DATA, 0, 1, b"")),
     "DATA of padding": lambda: again(frame(DATA, 8, 1, b"\x01\0")),
     "PRIORITY": lambda: again(frame(2, 0, 1, b"\0\0\0\x03\x10")),
+    "GOAWAY": lambda: again(frame(GOAWAY, 0, 0, bytes(8))),
+    "SETTINGS acknowledged that nobody sent": lambda: again(frame(SETTINGS, ACK, 0, b"")),
+    "PING answered that nobody asked": lambda: again(frame(PING, ACK, 0, bytes(8))),
     "a window byte by byte": lambda: again(frame(UPDATE, 0, 1, b"\0\0\0\x01")),
     "frames nobody knows": lambda: again(frame(0xBE, 0, 0, b"what")),
 }

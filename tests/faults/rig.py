@@ -21,11 +21,12 @@ from typing import Any
 import grpc
 
 from fastserve.protos import load
-from tests.running import WAIT_S, Running
+from tests.running import Running
 
 MESSAGES = load("kserve_v2")
 LETTERS = str.maketrans("0123456789", "ghijklmnop")
 SERVICE = "/inference.GRPCInferenceService/"
+ANSWER_S = 60.0  # to the largest of requests, on a busy machine
 CLOSED = 0  # in place of a status: the connection was closed without an answer
 INSIDES = re.compile(
     r"(?<![\w'])/(?:tmp|home|root|usr|work|dev|proc|var|etc|opt|srv)/|site-packages|(?<!model)\.pyx?\b|Traceback|memfd"
@@ -64,7 +65,7 @@ class Http:
     def send(self, data: bytes | Iterable[bytes]) -> None:
         """Bytes as they are. A server that stops reading ends it."""
         if self._socket is None:
-            self._socket = socket.create_connection(self._place, WAIT_S)
+            self._socket = socket.create_connection(self._place, ANSWER_S)
         with contextlib.suppress(ConnectionError):
             for piece in (data,) if isinstance(data, bytes) else data:
                 self._socket.sendall(piece)
@@ -129,7 +130,7 @@ class Grpc:
 
     def ask_bytes(self, method: str, data: bytes) -> Answer:
         try:
-            reply = self._channel.unary_unary(SERVICE + method)(data, timeout=WAIT_S)
+            reply = self._channel.unary_unary(SERVICE + method)(data, timeout=ANSWER_S)
         except grpc.RpcError as fault:
             return Answer(fault.code().value[0], (fault.details() or "").encode(), {})
         return Answer(200, reply, {})

@@ -25,6 +25,8 @@ from tests.running import Running
 
 MB = 1 << 20
 LIMIT = 4 * MB
+LOOP_S = 0.5  # of the loop of a server: at most 0.05 was measured
+ROUND_S = 0.001  # of it, for a round of the bystander: 0.3 to 0.9 ms on a busy machine
 OPTIONS = ("--admin-log-settings", "--model-control", "explicit", "--load-model", "*")
 CLASSIFIES = """
 import numpy as np
@@ -76,11 +78,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 class Cost:
-    """What the server's own process takes from now on: memory at its peak, CPU of the thread of its loop."""
+    """What the server's own process takes from now on: memory at its peak, CPU of the thread of its loop.
+    Of that not what a bystander makes it work, the more the longer the machine lets all of this last."""
 
-    def __init__(self, served: Running) -> None:
-        self._pid = served.pid
-        self._before_s = self._loop_s()
+    def __init__(self, served: Running, bystander: Bystander | None = None) -> None:
+        self._pid, self._bystander = served.pid, bystander
+        self._before_s, self._asked = self._loop_s(), bystander.asked if bystander else 0
         Path(f"/proc/{self._pid}/clear_refs").write_text("5")  # the peak begins anew
         self._resident = self._read("VmRSS")
 
@@ -97,7 +100,9 @@ class Cost:
 
     @property
     def loop_s(self) -> float:
-        return self._loop_s() - self._before_s
+        worked_s = self._loop_s() - self._before_s
+        rounds = self._bystander.asked - self._asked if self._bystander else 0
+        return worked_s - rounds * ROUND_S
 
 
 @pytest.fixture
@@ -159,13 +164,13 @@ HOSTILE: dict[str, tuple[str, bytes]] = {
 def test_bodies_that_are_dear(server: Running, http: Http, name: str) -> None:
     path, body = HOSTILE[name]
     assert len(body) <= LIMIT
-    with Bystander(server):
-        cost = Cost(server)
+    with Bystander(server) as bystander:
+        cost = Cost(server, bystander)
         answer = http.ask("POST", path, body)
         assert answer.status in (400, 500), answer.error[:200]
         assert not leaks(server, answer)
         assert cost.peak_bytes < 10 * LIMIT
-        assert cost.loop_s < 0.5  # of which the bystander's own requests are the most
+        assert cost.loop_s < LOOP_S
         assert len(answer.body) < 100_000
 
 
@@ -188,11 +193,11 @@ def test_bodies_that_grow(server: Running, http: Http, name: str, coding: str) -
     path, body = PACKED[name]
     sent = gzip.compress(body, 9) if coding == "gzip" else zlib.compress(body, 9)
     sent = sent * 60_000 if name == "members" else sent
-    with Bystander(server):
-        cost = Cost(server)
+    with Bystander(server) as bystander:
+        cost = Cost(server, bystander)
         answer = http.ask("POST", path, sent, Content_Encoding=coding)
         assert cost.peak_bytes < 10 * LIMIT
-        assert cost.loop_s < 0.5
+        assert cost.loop_s < LOOP_S
     if name == "spaces" and coding == "gzip":  # 160 KB a byte of gzip is beyond the ratio, and says no more
         assert answer.status == 400
     assert answer.status in (400, 500), answer.error[:200]
@@ -223,13 +228,13 @@ def test_messages_that_are_dear(server: Running) -> None:
         "axes": plain + b"\x2a\x82\x80\x80\x01" + b"\x18\x01" * (1 << 20) + b"\x18\x01",
     }
     before = server.holds()
-    with Bystander(server), Grpc(server) as grpc:
+    with Bystander(server) as bystander, Grpc(server) as grpc:
         grpc.ask("ServerLive")
         for name, data in hostile.items():
-            cost = Cost(server)
+            cost = Cost(server, bystander)
             assert grpc.ask_bytes("ModelInfer", data).status in (3, 8, 13), name
             assert cost.peak_bytes < 10 * LIMIT, name
-            assert cost.loop_s < 0.5, name
+            assert cost.loop_s < LOOP_S, name
         assert grpc.ask_bytes("ModelInfer", good).status == 200
     server.settles(before)
 
@@ -269,14 +274,14 @@ def test_large_bodies_in_order(usual: Running, dialect: str) -> None:
         noise = os.urandom(1 << 20).hex().encode()  # or the ratio would be beyond what is allowed
         body = body.replace(b'{"inputs"', b'{"parameters":{"a":"%b"},"inputs"' % noise[: 900 << 10], 1)
         body, headers = gzip.compress(body, 1), {"Content_Encoding": "gzip"}
-    with Bystander(usual), Http(usual) as http:
-        cost = Cost(usual)
+    with Bystander(usual) as bystander, Http(usual) as http:
+        cost = Cost(usual, bystander)
         answer = http.ask("POST", path, body, **headers)
         assert answer.status == 200, answer.error
         found = answer.json()
         value = sum_of(found)
         assert abs(value - COUNT * 0.12345) < COUNT * 1e-3
-        assert cost.loop_s < 0.5
+        assert cost.loop_s < LOOP_S
         assert cost.peak_bytes < 10 * 40 * MB
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 
+from tests.backends import models as onnx_models
 from tests.backends.torch_models import CONFIG, net, save_class, save_script
 from tests.running import Running, until
 from tests.server.raw_clients import ask
@@ -85,6 +86,12 @@ def served(folder):
     fault = {"stage": "copy-out", "what": "lost", "at": 30, "once": str(folder / "struck-shared")}
     for name in ("shared-a", "shared-b"):
         write(models, name, {"faults": [fault]}, instances=2, shared_worker="gpu")
+    for name in ("onnx-a", "onnx-b"):
+        version_dir = onnx_models.affine(folder / name)
+        (models / name).mkdir()
+        version_dir.rename(models / name / "1")
+        config = {"backend": "onnx", "max_batch_size": 8, "devices": "simulated", "shared_worker": "onnx"}
+        (models / name / "model.yaml").write_text(yaml.safe_dump(config))
     with Running(models, folder / "log") as running:
         yield running
 
@@ -92,6 +99,28 @@ def served(folder):
 @pytest.mark.parametrize("name", ["dense", "staged", "slabs"])
 def test_answers_are_the_models_over_a_device(served, name):
     assert {status for status, _ in ask_all(served, name, 200)} == {200}
+
+
+def test_onnx_models_over_a_device(served):
+    """Two of one worker: the batches of both are bound where they lie."""
+
+    def one(number):
+        rows = ROWS[number % 8 * 3 :][:2, :3].copy()
+        status, found = ask(served.http, f"onnx-{'ab'[number % 2]}", "x", rows, "y")
+        assert status == 200, found
+        np.testing.assert_array_equal(found, 2 * rows + 1)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(one, range(200)))
+    for name in ("onnx-a", "onnx-b"):
+        until(lambda name=name: counted(served, name) > 0, "the device's batches are counted", 20)
+
+
+def counted(served, name: str) -> float:
+    with urllib.request.urlopen(f"http://{served.http}/metrics", timeout=20) as reply:
+        page = reply.read().decode()
+    found = re.search(rf'fastserve_device_batches_total{{model="{name}"[^\n]* (\S+)', page)
+    return float(found[1]) if found else 0.0
 
 
 def test_memory_that_is_not_registered_is_said_once(served):
@@ -147,8 +176,11 @@ def test_a_worker_killed_between_copy_in_and_compute(served, folder):
 
 def test_out_of_memory_costs_neither_the_batch_nor_the_worker(served):
     assert {status for status, _ in ask_all(served, "full", 200, 16)} == {200}
+    status, found = ask(served.http, "full", "x", ROWS[:8], "y")  # one request, by halves of its own rows
+    assert status == 200, found
+    np.testing.assert_allclose(found, WANTED[:8], rtol=1e-5, atol=1e-6)
     told = served.log.read_text()
-    assert "the device ran out of memory on a batch of" in told
+    assert "there was no memory for a batch of" in told
     assert "full/1: worker 0 died" not in told
 
 
@@ -160,7 +192,7 @@ def test_two_models_on_one_device_do_not_hear_of_each_other(served):
         assert {status for status, _ in fed.result(60)} == {200}
         found = starved.result(60)
     assert {status for status, _ in found} == {503}
-    assert all("the device has no memory for a batch of 1 rows" in text for _, text in found)
+    assert all("there is no memory for a batch of 1 rows" in text for _, text in found)
     assert "starved/1: worker 0 died" not in served.log.read_text()
 
 

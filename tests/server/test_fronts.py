@@ -100,14 +100,14 @@ def test_versions_come_and_go_on_every_front(tmp_path):
         async with serving(tmp_path, frontends=3) as served:
             clients = await connect_to_each(served, 3)
             write_model(tmp_path, "second", parameters={"add": 10})
-            await served.server.repository.load("second")
+            await served.server.loads.load("second", None)
             for client in clients.values():
                 assert await client.predict(1.0, model="second") == (200, [12.0])
             write_model(tmp_path, "second", (1, 2), parameters={"add": 20}, labels={"best": 2})
-            await served.server.repository.load("second")
+            await served.server.loads.load("second", None)
             for client in clients.values():
                 assert await client.predict(1.0, model="second") == (200, [22.0])
-            await served.server.repository.unload("first")
+            await served.server.loads.unload("first", False)
             for client in clients.values():
                 status, text = await client.predict(1.0, model="first")
                 assert status == 404, text
@@ -134,6 +134,25 @@ def test_labels_alone_reach_every_front(tmp_path):
                     return
                 await asyncio.sleep(0.005)
             raise AssertionError("the label never moved")
+
+    run(work())
+
+
+def test_a_load_is_answered_when_every_front_has_its_outcome(tmp_path):
+    write_model(tmp_path, "m", (1, 2), version_policy="all", labels={"best": 1})
+
+    async def work() -> None:
+        async with serving(tmp_path, frontends=2) as served:
+            client = (await connect_to_each(served, 2))[1]
+            write_model(tmp_path, "m", (1, 2), version_policy="all", labels={"best": 2})
+            (link,) = served.links
+            os.kill(link.pid, signal.SIGSTOP)
+            loading = asyncio.ensure_future(served.server.loads.load("m", None))
+            await served.until(lambda: link._waiting)
+            assert not loading.done()
+            os.kill(link.pid, signal.SIGCONT)
+            await loading
+            assert b'"version": "2"' in (await client.get("/v1/models/m/labels/best"))[1]
 
     run(work())
 

@@ -38,6 +38,12 @@ class TritonPythonModel:
 """
 
 
+def test_a_server_holds_no_framework_of_its_models() -> None:
+    code = "import sys, fastserve.server; print({'numpy', 'onnxruntime', 'torch'} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert found.stdout == b"set()\n"
+
+
 def pss_mb(served: Running) -> float:
     """Of all processes of a server."""
     told = [Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in (served.pid, *served.workers)]

@@ -70,12 +70,12 @@ def test_the_backlog_moves_up_when_an_idle_sequence_is_forgotten(
 
     async def work() -> None:
         async with serving(tmp_path) as at:
-            assert (await say(at, 1, 4, sequence_start=True))[:2] == [4, 4]
             loop = asyncio.get_running_loop()
-            began = loop.time()
+            began = loop.time()  # before what its idle time is counted from
+            assert (await say(at, 1, 4, sequence_start=True))[:2] == [4, 4]
             parked = [asyncio.ensure_future(say(at, id, id, sequence_start=True)) for id in (2, 3)]
             assert (await parked[0])[:2] == [2, 2]
-            assert loop.time() - began > 0.8 * IDLE_S, "it waited for the reaper"
+            assert loop.time() - began > IDLE_S, "it waited for the reaper"
             with pytest.raises(ServeError, match=r"sequence 1 .* must specify the START flag"):
                 await say(at, 1, 1)
             assert (await parked[1])[:2] == [3, 3], "and the next one for the next"

@@ -213,7 +213,7 @@ def test_a_signal_is_enough_and_a_broken_pair_changes_nothing(tmp_path: Path) ->
         assert "nonsense" not in server.log.read_text()
 
 
-@pytest.mark.parametrize("kind", ["one port", "grpcio"])
+@pytest.mark.parametrize("kind", ["one port", "two ports", "grpcio"])
 def test_clients_show_their_certificates(tmp_path: Path, kind: str) -> None:
     alice = issue(tmp_path, "alice", ca="clients")
     root = str(root_file(tmp_path, "clients"))

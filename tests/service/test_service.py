@@ -36,7 +36,7 @@ class Service(BatchedService):
     async def settled(self):
         """True once shared memory is free; a worker may still be letting go of what nobody waits for."""
         ring = self._batcher.queue.ring
-        end = time.monotonic() + 5
+        end = time.monotonic() + 20
         while (ring.outstanding(), ring.slab_pages_used()) != (0, 0):
             assert time.monotonic() < end, (ring.outstanding(), ring.slab_pages_used())
             await asyncio.sleep(0.001)
@@ -75,7 +75,7 @@ def test_the_example_runs_with_and_without_a_main_guard(tmp_path, guarded):
 
 def test_batches_are_full_or_due_and_keep_their_order():
     async def main():
-        async with Service(models.Echo, size=4, timeout=0.05) as service:
+        async with Service(models.Echo, size=4, timeout=0.5) as service:
             many = await service.do_many(range(10))
             alone = await service.do_one("x")
             return many, alone
@@ -128,7 +128,7 @@ def test_stop_works_after_the_loop_was_closed(loop):
 
 def test_errors_reach_exactly_the_callers_of_their_batch():
     async def main():
-        async with Service(models.Picky, size=2, timeout=0.2) as service:
+        async with Service(models.Picky, size=2, timeout=1) as service:
             first = await asyncio.gather(service.do_one("raise"), service.do_one("a"), return_exceptions=True)
             second = await service.do_many(["b", "c"])
             short = await asyncio.gather(service.do_one("short"), service.do_one("d"), return_exceptions=True)
@@ -144,7 +144,7 @@ def test_errors_reach_exactly_the_callers_of_their_batch():
 
 def test_a_bad_element_reaches_only_its_caller():
     async def main():
-        async with Service(models.Picky, size=4, timeout=0.2) as service:
+        async with Service(models.Picky, size=4, timeout=1) as service:
             results = await service.do_many(["a", "bad", "stuck", "b"], return_exceptions=True)
             with pytest.raises(TypeError, match=r"objects of type .*object cannot travel"):
                 await service.do_one(["fine", object()])
@@ -209,7 +209,7 @@ class Hooked(Service):
 
 def test_hooks_work_on_whole_batches():
     async def main():
-        service = Hooked(models.Whole, size=3, timeout=0.05)
+        service = Hooked(models.Whole, size=3, timeout=0.5)
         service.seen = []
         async with service:
             results = await service.do_many(["1", "2", "3", "4"])
