@@ -1,7 +1,7 @@
 # Every target CI runs, and nothing CI does not. `make build` is the only one that installs anything.
 #
 #   make serve [ARGS="--http 127.0.0.1:9000"]    the demo repository, served
-#   make test  [ARGS="tests/wire -k pipeline"]   the suite, on every core (JOBS=0: in one process)
+#   make test  [ARGS="tests/wire -k pipeline"]   the suite, two processes a core (JOBS=0: in one)
 #   make test-fast                               without servers and workers, a fifth of the examples
 #   make bench [ARGS="--repeats 3"]              microbenchmarks, the table against the reference server, text against transformers
 
@@ -51,9 +51,10 @@ $(PROTOS): $(PROTO_SOURCES) setup.py | $(INSTALLED)
 serve: build
 	@exec $(BIN)/fastserve serve demo $(ARGS)
 
-# A file's tests stay together, in their order: they share servers. Past four processes there is little to gain.
+# A file's tests stay together, in their order: they share servers. A third of their time is waiting, for workers
+# that start and servers that stop: two processes a core. Past four there is little to gain.
 test: build
-	$(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n $(or $(filter-out auto,$(JOBS)),$(shell expr 2 '*' $$(nproc))) --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -rs $(ARGS)
 
 test-fast: build
 	$(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
@@ -96,7 +97,7 @@ debug: build
 	cp -r tests bench ext pyproject.toml $(DEBUG_TREE)
 	cd $(DEBUG_TREE) && LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-		$(CURDIR)/$(BIN)/python -m pytest tests/ext --timeout 600 $(ARGS)
+		$(CURDIR)/$(BIN)/python -m pytest tests/ext --timeout 600 -o faulthandler_timeout=2400 $(ARGS)
 
 # TRITON: a command that starts one, given REPOSITORY --http PORT --grpc PORT --metrics PORT.
 differential: build
@@ -105,7 +106,7 @@ differential: build
 # Two at a time, the files with most cases first. What compares times (`alone`) waits until nothing else runs.
 torture: build
 	$(BIN)/python -m pytest -n $(JOBS) --maxprocesses 2 --dist loadfile -m "torture or hypothesis" \
-		--timeout 3600 --hypothesis-profile torture --durations 60 --durations-min 10 $(ARGS)
+		--timeout 3600 -o faulthandler_timeout=7200 --hypothesis-profile torture --durations 60 --durations-min 10 $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info fastserve/_ext/*.so fastserve/protos/*.binpb

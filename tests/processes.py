@@ -1,7 +1,8 @@
 """Which test modules start servers or workers: `pytest --no-processes` leaves them out.
 
 Read off what they reach: a module does when its names, or those of a module under tests/ that one of them
-comes from, hold one of STARTERS. Nobody keeps a list of tests. A short script in a process is let through.
+comes from, hold one of STARTERS. Nobody keeps a list of tests. A short script in a process is let through;
+a module whose commands start servers says so itself, by STARTS_PROCESSES.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ STARTERS = {
     ("fastserve.workers.group", "WorkerGroup"),
     ("fastserve.workers.process", "WorkerProcess"),
     ("fastserve.service", "BatchedService"),
-    ("fastserve.cli", "main"),
 }
 
 
@@ -33,7 +33,7 @@ def origin(value: Any) -> tuple[str, str]:
 def starts_processes(module: ModuleType, seen: set[str]) -> bool:
     seen.add(module.__name__)
     places = {origin(value) for value in list(vars(module).values())}
-    if places & STARTERS:
+    if places & STARTERS or getattr(module, "STARTS_PROCESSES", False):
         return True
     ours = {name for name, _ in places if name.startswith("tests.") and name not in seen}
     return any(starts_processes(sys.modules[name], seen) for name in ours if name in sys.modules)

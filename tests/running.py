@@ -20,10 +20,11 @@ from pathlib import Path
 from types import TracebackType
 
 START_S, STOP_S = 60.0, 90.0  # stopping may take drain_s and half a minute more
-WAIT_S = 10.0
+WAIT_S = 30.0
 FREE = "127.0.0.1:0"
-QUICK_DEMO = ("--load-model", "digits", "--load-model", "half_plus_two")
-"""Options for servers of the demo that are asked for no text: its language model takes seconds to load."""
+QUICK_DEMO = ("--load-model", "half_plus_two")
+"""Options for servers of the demo that are asked for nothing else: torch takes seconds to load, ONNX Runtime
+half of one."""
 
 
 def until(true: Callable[[], object], what: str, limit_s: float = WAIT_S) -> None:

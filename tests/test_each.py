@@ -63,6 +63,7 @@ def test_connections_are_flushed(kind: type[TlsPort] | type[Shared]) -> None:
         loop = asyncio.get_running_loop()
         gathering = cast(Any, kind.__new__(kind))
         gathering._loop = gathering.loop = loop
+        gathering._listener = SimpleNamespace(row=SimpleNamespace(loop=loop))
         gathering._flushing, gathering._gathering = [], []
         for thing in things:
             gathering.flush_soon(thing)

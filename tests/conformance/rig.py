@@ -26,9 +26,10 @@ from fastserve.server.speaking import find_specs
 from fastserve.wire.grpc import GrpcListener
 from tests.conformance import models
 from tests.conformance.ways import KEY, REGION, SLOT_BYTES, SLOTS, Answer, Line, Way, region_path
+from tests.conftest import Descriptors
 from tests.transports import Name
 
-WAIT_S = 5.0
+WAIT_S = 20.0
 Found = TypeVar("Found")
 
 
@@ -64,11 +65,14 @@ class Rig:
         return self.loop.run_until_complete(self._run(work, limit_s))
 
     async def _run(self, work: Coroutine[Any, Any, Found], limit_s: float) -> Found:
+        before = Descriptors()
         try:
             found = await asyncio.wait_for(work, limit_s)
         finally:
             self.leave()
         await self.settled()
+        with contextlib.suppress(TimeoutError):  # what is a leak, conftest.py tells
+            await self.until(lambda: not before.gained())
         return found
 
     def leave(self) -> None:
@@ -227,6 +231,8 @@ class Rig:
         """To the engine every deadline is over: no test waits for one, and none is over too soon."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(batch_queue, "time", SimpleNamespace(monotonic_ns=_an_hour_later))
+            for hosted in self.server.host.hosted.values():
+                hosted.queue._expire()  # what its timer does when it rings, which is set by the real clock
             yield
 
     @contextlib.contextmanager

@@ -112,8 +112,8 @@ def installed() -> Iterator[None]:
                 patch.setattr(owner, name, _wrap(step, getattr(owner, name)))
         for prepared in _all_below(PreparedRequest):
             for step, names in PREPARED.items():
-                for name in names & vars(prepared).keys():
-                    patch.setattr(prepared, name, _wrap(step, vars(prepared)[name]))
+                for name in names & _own(prepared):
+                    patch.setattr(prepared, name, _wrap(step, getattr(prepared, name)))
         yield
 
 
@@ -121,6 +121,12 @@ def _all_below(kind: type) -> Iterator[type]:
     for below in kind.__subclasses__():
         yield below
         yield from _all_below(below)
+
+
+def _own(kind: type) -> set[str]:
+    """What it has from no other kind of prepared request: written in it, or in a compiled base of its own."""
+    bases = [base for base in kind.__bases__ if not issubclass(base, PreparedRequest)]
+    return {name for each in (kind, *bases) for name in vars(each)}
 
 
 def _wrap(step: str, real: Any) -> Any:

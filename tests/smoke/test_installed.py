@@ -29,6 +29,7 @@ import pytest
 
 COMMAND = str(Path(sys.executable).with_name("fastserve"))
 INSTALLED = os.environ.get("FASTSERVE_SMOKE") == "installed"
+STARTS_PROCESSES = True
 START_S = 60
 STOP_S = 30
 # A held-out zero of the digits data, as grey values.

@@ -104,8 +104,11 @@ def ask(http: Http, found: Counter[str], name: str, at: Allocation, model: str) 
         assert np.array_equal(answer_of(at, 2), x + y)
 
 
-def is_ready(http: Http) -> bool:
-    return all(http.ask("GET", f"/v2/models/{name}/ready").status == 200 for name in MODELS)
+def is_back(http: Http) -> bool:
+    """Whether each model answers: one is ready, as Triton has it, while its worker is loaded again."""
+    data = [1.0] * 16
+    body = {"inputs": [{"name": x, "shape": [1, 16], "datatype": "FP32", "data": data} for x in ("x", "y")]}
+    return all(http.post(f"/v2/models/{name}/infer", body).status == 200 for name in MODELS)
 
 
 def kill_now_and_then(served: Running, over: threading.Event, found: Counter[str]) -> None:
@@ -113,7 +116,7 @@ def kill_now_and_then(served: Running, over: threading.Event, found: Counter[str
     with Http(served) as http:
         while not over.wait(KILL_S):
             ferry = ferry_of(served)
-            others = [pid for pid in served.workers if pid != ferry] if is_ready(http) else []
+            others = [pid for pid in served.workers if pid != ferry] if is_back(http) else []
             for pid in filter(None, (ferry, random.choice([0, *others]))):
                 found["ferry killed" if pid == ferry else "worker killed"] += 1
                 with contextlib.suppress(ProcessLookupError):

@@ -31,6 +31,7 @@ from tests.conformance.text.lines import Line, open_line
 SLOTS, WAITING = 2, 2
 SOURCE = """
 import pathlib
+import time
 
 FOLDER = pathlib.Path({folder!r})
 
@@ -48,6 +49,7 @@ class Model:
         if word == "hold":
             yield 1, next(words)
         while word != "plain" and not (FOLDER / "go").exists():
+            time.sleep(0.001)
             yield None
         for at, text in enumerate(words):
             yield 5 + at, text
