@@ -19,6 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+from tests import proc
+
 START_S, STOP_S = 60.0, 90.0  # stopping may take drain_s and half a minute more
 WAIT_S = 30.0
 FREE = "127.0.0.1:0"
@@ -110,11 +112,7 @@ class Running:
     @property
     def workers(self) -> list[int]:
         """Its child processes."""
-        return sorted(
-            int(pid)
-            for task in os.listdir(f"/proc/{self.pid}/task")
-            for pid in Path(f"/proc/{self.pid}/task/{task}/children").read_text().split()
-        )
+        return proc.children_of(self.pid)
 
     def holds(self) -> tuple[int, int, int]:
         """How many workers and descriptors it has, and how many errors it has logged."""

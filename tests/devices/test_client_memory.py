@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from fastserve.protos import load
+from tests import proc
 from tests.devices.simulated import Allocation, FakeGpus, client_library
 from tests.dialects.kserve_v2.client_rig import (
     BLOCKING,
@@ -44,7 +45,7 @@ TOO_SMALL = (
 def ferry_of(served: Running) -> int:
     """The process that reads device memory; 0 while there is none."""
     for pid in served.workers:
-        if Path(f"/proc/{pid}/comm").read_text() == "fs:ferry\n":
+        if proc.name_of(pid) == "fs:ferry":
             return pid
     return 0
 

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import yaml
 
+from tests import proc
 from tests.backends.models import FLOAT, helper, save, value
 from tests.devices.simulated import Allocation, FakeGpus, client_library
 from tests.devices.test_client_memory import ferry_of, place, register, unregister
@@ -99,7 +100,7 @@ def http(lending: Running) -> Iterator[Http]:
 
 def worker_of(served: Running, model: str) -> int:
     for pid in served.workers:
-        if f"fs:{model}/" in Path(f"/proc/{pid}/comm").read_text():
+        if f"fs:{model}/" in proc.name_of(pid):
             return pid
     raise AssertionError(f"no worker of {model}")
 

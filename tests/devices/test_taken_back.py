@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import yaml
 
+from tests import proc
 from tests.devices.simulated import Allocation, FakeGpus
 from tests.devices.speakers import ALL, Speaker, Told, speaker
 from tests.devices.test_client_memory import ferry_of
@@ -232,7 +233,9 @@ def test_a_model_that_leaves_a_shared_process_closes_its_own(served: Running, gp
     """The process lives on with what the other one has open."""
     with speaker("v2", "http", served) as say, Http(served) as http:
         first, both = lend(say, gpus, "first"), lend(say, gpus, "both")
-        house = next(pid for pid in served.workers if "fs:shared" in comm_of(pid) or "all" in comm_of(pid))
+        house = next(
+            pid for pid in served.workers if "fs:shared" in proc.name_of(pid) or "all" in proc.name_of(pid)
+        )
         for name, model in (("first", "beside"), ("both", "beside"), ("both", "near")):
             good(say.infer(model, name, 2).told())
         assert gpus.readers(house) == 2
@@ -273,10 +276,6 @@ def test_nobody_waits_for_a_worker_that_warms_up(served: Running, gpus: FakeGpus
         assert http.post("/v2/repository/models/warming/unload", {}).status == 200
     assert loaded == [200]
     assert "still have a client's GPU memory open" not in served.log.read_text()[told:]
-
-
-def comm_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/comm").read_text()
 
 
 @pytest.mark.parametrize("dialect", ["v1", "v2"])

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from fastserve.engine import upkeep
+from tests import proc
 from tests.running import Running
 from tests.server.rig import Client, run, serving, write_model
 
@@ -46,7 +47,7 @@ def test_a_server_holds_no_framework_of_its_models() -> None:
 
 def pss_mb(served: Running) -> float:
     """Of all processes of a server."""
-    told = [Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in (served.pid, *served.workers)]
+    told = [proc.read(pid, "smaps_rollup") for pid in (served.pid, *served.workers)]
     return sum(int(n) for text in told for n in re.findall(r"^Pss:\s+(\d+) kB", text, re.M)) / 1024
 
 

@@ -13,13 +13,13 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fastserve.workers.process import ENTRY
+from tests import proc
 from tests.running import Running, until
 from tests.server.rig import write_model
 
@@ -105,8 +105,7 @@ def test_a_worker_whose_owner_is_killed_while_it_loads(tmp_path):
     command = [sys.executable, "-m", "fastserve.cli", "serve", str(tmp_path), "--http", "127.0.0.1:0"]
     with subprocess.Popen([*command, "--grpc", "off"], stderr=subprocess.DEVNULL) as owner:
         until((tmp_path / "twice" / "1" / "loading").exists, "the model loads", limit_s=30)
-        children = Path(f"/proc/{owner.pid}/task/{owner.pid}/children").read_text().split()
-        handles = [os.pidfd_open(int(pid)) for pid in children]
+        handles = [os.pidfd_open(pid) for pid in proc.children_of(owner.pid)]
         assert len(handles) == 1
         owner.kill()
         all_end(handles)

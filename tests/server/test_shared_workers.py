@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import yaml
 
+from tests import proc
 from tests.running import Running, until
 from tests.server.raw_clients import ask
 
@@ -114,7 +115,7 @@ def test_who_shares_with_whom(served):
     both = {pid_of(served, "pair") for _ in range(40)}
     assert shared in both or len(both) == 1
     assert len(served.workers) == 3
-    assert (Path(f"/proc/{shared}/comm")).read_text() == "fs:all#0\n"
+    assert proc.name_of(shared) == "fs:all#0"
 
 
 @pytest.mark.parametrize("clients", [4, 64])

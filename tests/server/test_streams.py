@@ -8,10 +8,10 @@ import os
 import signal
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 
+from tests import proc
 from tests.running import until
 from tests.server.rig import SOURCE, write_model
 from tests.server.test_opening import BODY, command, free_port
@@ -23,8 +23,8 @@ SPIN_S, SPENT_S = 0.5, 0.3
 
 def spent_s(pid: int) -> float:
     """Processor time of a process and of those it has started."""
-    pids = [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
-    fields = [Path(f"/proc/{one}/stat").read_text().rsplit(")", 1)[1].split() for one in pids]
+    told = filter(None, (proc.read(one, "stat") for one in (pid, *proc.children_of(pid))))
+    fields = [text.rsplit(")", 1)[1].split() for text in told]
     ticks = sum(int(field[11]) + int(field[12]) for field in fields)
     return ticks / os.sysconf("SC_CLK_TCK")
 

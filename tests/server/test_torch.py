@@ -12,6 +12,7 @@ import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 import yaml
 
+from tests import proc
 from tests.backends.torch_models import CONFIG, net, save_program, save_script
 from tests.running import Running
 
@@ -78,7 +79,7 @@ def test_torch_is_in_the_workers_alone(served):
     assert "libtorch" not in Path(f"/proc/{served.pid}/maps").read_text()
     workers = served.workers
     assert workers
-    assert all("libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in workers)
+    assert all("libtorch" in proc.read(pid, "maps") for pid in workers)
 
 
 def test_a_model_that_cannot_be_opened_says_how_to_convert_it(tmp_path):

@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import grpc
 import numpy as np
@@ -21,6 +20,7 @@ import torch
 import yaml
 
 from fastserve.protos import load as load_protos
+from tests import proc
 from tests.backends.torch_models import CONFIG, net, save_script
 from tests.running import Running, until
 from tests.server.raw_clients import ask
@@ -61,8 +61,8 @@ def pss_mb(served: Running) -> float:
     """Of all its processes."""
     total = 0
     for pid in (served.pid, *served.workers):
-        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
-        total += next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:"))
+        rollup = proc.read(pid, "smaps_rollup")
+        total += sum(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:"))
     return total / 1024
 
 

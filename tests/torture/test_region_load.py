@@ -14,12 +14,12 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
 
+from tests import proc
 from tests.devices.simulated import Allocation, FakeGpus
 from tests.devices.test_client_memory import ferry_of, register
 from tests.devices.test_lending import MODEL, ROW, WIDE, answer_of, asked, fill, other_of, rows
@@ -142,5 +142,5 @@ def test_half_a_minute_of_kills(served: Running, gpus: FakeGpus, clients: int) -
     assert right > 0.6 * (right + told), found
     with Http(served) as http:
         assert http.ask("GET", "/v2/cudasharedmemory/status").json() == []
-    ferry = Path(f"/proc/{ferry_of(served)}/maps")
-    until(lambda: not ferry.exists() or "memfd:fastserve-arena" not in ferry.read_text(), "nothing is held")
+    ferry = ferry_of(served)
+    until(lambda: "memfd:fastserve-arena" not in proc.read(ferry, "maps"), "nothing is held")

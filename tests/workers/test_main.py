@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fastserve.errors import RemoteTrace, ServeError
+from tests import proc
 from tests.workers.rig import PLAIN, Watched, run, write_model
 
 SAYS = """
@@ -36,7 +37,7 @@ def test_a_worker_is_named_after_its_model(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with Watched(write_model(tmp_path, PLAIN)) as watched:
             await watched.group.start()
-            assert Path(f"/proc/{watched.group.pids[0]}/comm").read_text() == "fs:demo/1#0\n"
+            assert proc.name_of(watched.group.pids[0]) == "fs:demo/1#0"
 
     run(scenario())
 
