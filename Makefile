@@ -52,9 +52,10 @@ serve: build
 	@exec $(BIN)/fastserve serve demo $(ARGS)
 
 # A file's tests stay together, in their order: they share servers. A third of their time is waiting, for workers
-# that start and servers that stop: two processes a core. Past four there is little to gain.
+# that start and servers that stop: two processes a core. Past four there is little to gain. What fails among
+# others is run again alone, and a race is named as one (tests/again.py).
 test: build
-	$(BIN)/python -m pytest -n $(or $(filter-out auto,$(JOBS)),$(shell expr 2 '*' $$(nproc))) --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -rs $(ARGS)
+	$(BIN)/python -m pytest -p tests.again -n $(or $(filter-out auto,$(JOBS)),$(shell expr 2 '*' $$(nproc))) --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -rs $(ARGS)
 
 test-fast: build
 	$(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
