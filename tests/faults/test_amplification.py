@@ -11,7 +11,7 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -128,41 +128,42 @@ def infer(data: bytes, shape: bytes = b"1,4", more: bytes = b"") -> bytes:
 
 
 # Bodies of at most LIMIT that were dear: megabytes a member, a list or an object each.
-HOSTILE: dict[str, tuple[str, bytes]] = {
-    "parameters": (INFER, b'{"parameters":{%b},"inputs":%b}' % (names(350_000), GOOD)),
-    "parameters of an input": (INFER, infer(b"1,2,3,4", more=b',"parameters":{%b}' % names(350_000))),
+HOSTILE: dict[str, tuple[str, Callable[[], bytes]]] = {
+    "parameters": (INFER, lambda: b'{"parameters":{%b},"inputs":%b}' % (names(350_000), GOOD)),
+    "parameters of an input": (INFER, lambda: infer(b"1,2,3,4", more=b',"parameters":{%b}' % names(350_000))),
     "parameters of an output": (
-        INFER, b'{"inputs":%b,"outputs":[{"name":"y","parameters":{%b}}]}' % (GOOD, names(350_000)),
+        INFER, lambda: b'{"inputs":%b,"outputs":[{"name":"y","parameters":{%b}}]}' % (GOOD, names(350_000)),
     ),
-    "long parameters": (INFER, b'{"parameters":{"a":"%b"},"inputs":%b}' % (b"a" * 3 * MB, GOOD)),
-    "axes": (INFER, infer(b"1", b"1," * (LIMIT // 2 - 100) + b"1")),
-    "inputs": (INFER, b'{"inputs":[%b{}]}' % (b"{}," * (LIMIT // 3 - 10))),
-    "outputs": (INFER, b'{"inputs":%b,"outputs":[%b{}]}' % (GOOD, b'{"name":"y"},' * 300_000)),
-    "a long name": (INFER, infer(b"1,2,3,4").replace(b'"x"', b'"%b"' % (b"x" * (LIMIT - 200)))),
-    "a long id": (INFER, b'{"id":"%b","inputs":%b}' % (b"i" * (LIMIT - 200), GOOD)),
-    "empty lists": (INFER, infer(b"[]," * (LIMIT // 3 - 100) + b"[]", b"0,4")),
-    "deep": (INFER, b"[" * LIMIT),
-    "empty rows": (PREDICT, b'{"instances":[%b[]]}' % (b"[]," * (LIMIT // 3 - 20))),
-    "deep rows": (PREDICT, b"[" * LIMIT),
-    "generated parameters": (GENERATE, b'{"x":[1,2,3,4],%b}' % names(350_000)),
-    "generated lists": (GENERATE, b'{"x":[%b1]}' % (b"[]," * (LIMIT // 3 - 20))),
-    "trace settings": ("/v2/trace/setting", b'{"trace_level":[%b1]}' % (b"[]," * (LIMIT // 3 - 20))),
-    "log settings": ("/v2/logging", b'{"a":[%b1]}' % (b"[]," * (LIMIT // 3 - 20))),
-    "index": ("/v2/repository/index", b'{"a":[%b1]}' % (b"[]," * (LIMIT // 3 - 20))),
-    "examples": (CLASSIFY, b'{"examples":[%b{"x":1}]}' % (b'{"x":[1,2]},' * 340_000)),
-    "lists of a feature": (CLASSIFY, b'{"examples":[{"x":[%b0]}]}' % (b"[]," * 1_390_000)),
+    "long parameters": (INFER, lambda: b'{"parameters":{"a":"%b"},"inputs":%b}' % (b"a" * 3 * MB, GOOD)),
+    "axes": (INFER, lambda: infer(b"1", b"1," * (LIMIT // 2 - 100) + b"1")),
+    "inputs": (INFER, lambda: b'{"inputs":[%b{}]}' % (b"{}," * (LIMIT // 3 - 10))),
+    "outputs": (INFER, lambda: b'{"inputs":%b,"outputs":[%b{}]}' % (GOOD, b'{"name":"y"},' * 300_000)),
+    "a long name": (INFER, lambda: infer(b"1,2,3,4").replace(b'"x"', b'"%b"' % (b"x" * (LIMIT - 200)))),
+    "a long id": (INFER, lambda: b'{"id":"%b","inputs":%b}' % (b"i" * (LIMIT - 200), GOOD)),
+    "empty lists": (INFER, lambda: infer(b"[]," * (LIMIT // 3 - 100) + b"[]", b"0,4")),
+    "deep": (INFER, lambda: b"[" * LIMIT),
+    "empty rows": (PREDICT, lambda: b'{"instances":[%b[]]}' % (b"[]," * (LIMIT // 3 - 20))),
+    "deep rows": (PREDICT, lambda: b"[" * LIMIT),
+    "generated parameters": (GENERATE, lambda: b'{"x":[1,2,3,4],%b}' % names(350_000)),
+    "generated lists": (GENERATE, lambda: b'{"x":[%b1]}' % (b"[]," * (LIMIT // 3 - 20))),
+    "trace settings": ("/v2/trace/setting", lambda: b'{"trace_level":[%b1]}' % (b"[]," * (LIMIT // 3 - 20))),
+    "log settings": ("/v2/logging", lambda: b'{"a":[%b1]}' % (b"[]," * (LIMIT // 3 - 20))),
+    "index": ("/v2/repository/index", lambda: b'{"a":[%b1]}' % (b"[]," * (LIMIT // 3 - 20))),
+    "examples": (CLASSIFY, lambda: b'{"examples":[%b{"x":1}]}' % (b'{"x":[1,2]},' * 340_000)),
+    "lists of a feature": (CLASSIFY, lambda: b'{"examples":[{"x":[%b0]}]}' % (b"[]," * 1_390_000)),
     "padded examples": (
-        CLASSIFY, b'{"examples":[{"x":[%b0.5]}%b]}' % (b"1.5," * 20_000, b',{"x":1.5}' * 20_000),
+        CLASSIFY, lambda: b'{"examples":[{"x":[%b0.5]}%b]}' % (b"1.5," * 20_000, b',{"x":1.5}' * 20_000),
     ),
     "a context": (
-        CLASSIFY, b'{"context":{%b},"examples":[{"x":1}%b]}' % (names(20_000), b',{"x":1}' * 20_000),
+        CLASSIFY, lambda: b'{"context":{%b},"examples":[{"x":1}%b]}' % (names(20_000), b',{"x":1}' * 20_000),
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_bodies_that_are_dear(server: Running, http: Http, name: str) -> None:
-    path, body = HOSTILE[name]
+    path, make = HOSTILE[name]
+    body = make()
     assert len(body) <= LIMIT
     with Bystander(server) as bystander:
         cost = Cost(server, bystander)
@@ -174,15 +175,16 @@ def test_bodies_that_are_dear(server: Running, http: Http, name: str) -> None:
         assert len(answer.body) < 100_000
 
 
-PACKED = {
-    "spaces": (PREDICT, b'{"instances":[[1,2,3,4]]' + b" " * (LIMIT - 30) + b"}"),
-    "too many spaces": (PREDICT, b'{"instances":[[1,2,3,4]]' + b" " * 20 * LIMIT + b"}"),
-    "parameters": (INFER, b'{"parameters":{%b},"inputs":%b}' % (names(1_000_000), GOOD)),
-    "numbers": (INFER, infer(b"0," * (20 * MB) + b"0", b"1,%d" % (20 * MB + 1))),
+PACKED: dict[str, tuple[str, Callable[[], bytes]]] = {
+    "spaces": (PREDICT, lambda: b'{"instances":[[1,2,3,4]]' + b" " * (LIMIT - 30) + b"}"),
+    "too many spaces": (PREDICT, lambda: b'{"instances":[[1,2,3,4]]' + b" " * 20 * LIMIT + b"}"),
+    "parameters": (INFER, lambda: b'{"parameters":{%b},"inputs":%b}' % (names(1_000_000), GOOD)),
+    "numbers": (INFER, lambda: infer(b"0," * (20 * MB) + b"0", b"1,%d" % (20 * MB + 1))),
     "strings": (
-        "/v2/models/texts/infer", infer(b'"",' * (10 * MB) + b'""', b"1,1").replace(b"FP32", b"BYTES"),
+        "/v2/models/texts/infer",
+        lambda: infer(b'"",' * (10 * MB) + b'""', b"1,1").replace(b"FP32", b"BYTES"),
     ),
-    "members": (INFER, b""),
+    "members": (INFER, lambda: b""),
 }  # fmt: skip
 
 
@@ -190,7 +192,8 @@ PACKED = {
 @pytest.mark.parametrize("name", PACKED)
 def test_bodies_that_grow(server: Running, http: Http, name: str, coding: str) -> None:
     """What is unpacked is bounded, and so is what is made of it."""
-    path, body = PACKED[name]
+    path, make = PACKED[name]
+    body = make()
     sent = gzip.compress(body, 9) if coding == "gzip" else zlib.compress(body, 9)
     sent = sent * 60_000 if name == "members" else sent
     with Bystander(server) as bystander:

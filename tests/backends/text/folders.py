@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
-from transformers.utils.logging import disable_progress_bar
 
-disable_progress_bar()  # it has a thread
+from tests.late import Late
 
+transformers = Late("transformers")
 VOCAB, LENGTH, EOS = 97, 128, 5
 _SIZE: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -35,42 +27,50 @@ _SIZE: dict[str, Any] = {
 }
 PLAIN = ("gpt2", "llama_biased", "mistral_gelu")
 """Those that run in transformers' code; the others' forward is written out."""
-CONFIGS: dict[str, PretrainedConfig] = {
-    "llama": LlamaConfig(**_SIZE),
-    "qwen2": Qwen2Config(**_SIZE | {"tie_word_embeddings": True}),
-    "qwen3": Qwen3Config(**_SIZE | {"head_dim": 8}),
-    "mistral": MistralConfig(**_SIZE | {"sliding_window": 24}),
-    "qwen2_windows": Qwen2Config(**_SIZE, use_sliding_window=True, sliding_window=16, max_window_layers=1),
-    "llama_biased": LlamaConfig(**_SIZE, attention_bias=True, mlp_bias=True),
-    "llama_stretched": LlamaConfig(
-        **_SIZE,
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 1000.0,
-            "factor": 4.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 32,
-        },
-    ),
-    "mistral_gelu": MistralConfig(**_SIZE | {"sliding_window": 24, "hidden_act": "gelu"}),
-    "gpt2": GPT2Config(
-        vocab_size=VOCAB,
-        n_positions=LENGTH,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        bos_token_id=1,
-        eos_token_id=EOS,
-        scale_attn_by_inverse_layer_idx=True,
-    ),
+_WINDOWS = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
+_STRETCHED = {
+    "rope_type": "llama3",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
 }
+_GPT2: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "n_positions": LENGTH,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "bos_token_id": 1,
+    "eos_token_id": EOS,
+    "scale_attn_by_inverse_layer_idx": True,
+}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", _SIZE),
+    "qwen2": ("Qwen2Config", _SIZE | {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", _SIZE | {"head_dim": 8}),
+    "mistral": ("MistralConfig", _SIZE | {"sliding_window": 24}),
+    "qwen2_windows": ("Qwen2Config", _SIZE | _WINDOWS),
+    "llama_biased": ("LlamaConfig", _SIZE | {"attention_bias": True, "mlp_bias": True}),
+    "llama_stretched": ("LlamaConfig", _SIZE | {"rope_parameters": _STRETCHED}),
+    "mistral_gelu": ("MistralConfig", _SIZE | {"sliding_window": 24, "hidden_act": "gelu"}),
+    "gpt2": ("GPT2Config", _GPT2),
+}
+"""Of each family its class of transformers', and its fields."""
+
+
+def make_config(kind: str, fields: dict[str, Any]) -> Any:
+    """One of transformers' classes, from whose progress bars nothing may be left: they have a thread."""
+    transformers.utils.logging.disable_progress_bar()
+    return getattr(transformers, kind)(**deepcopy(fields))
 
 
 def save_model(folder: Path, family: str, *, spread: float = 0.25, **saving: Any) -> Any:
     """Weights wide enough for logits that differ by more than rounding. The model, as transformers has it."""
+    config = make_config(*CONFIGS[family])
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(CONFIGS[family], dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for weight in model.parameters():
         torch.nn.init.normal_(weight, mean=float(weight.ndim < 2), std=spread)
     model.save_pretrained(folder, **saving)

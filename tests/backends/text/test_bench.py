@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from bench.text.served import Served, served
+from tests.late import Late
 
+text = Late("bench.text.served")
 STARTS_PROCESSES = True
 DEMO = Path(__file__).parents[3] / "fastserve" / "demo" / "scribe" / "1"
 
 
 def test_every_line_of_four() -> None:
     asked = argparse.Namespace(folder=DEMO, device="cpu", threads=1, concurrency=4, prompt=8, new=4, rounds=1)
-    with served(asked) as server:
-        bench = Served(server, asked)
+    with text.served(asked) as server:
+        bench = text.Served(server, asked)
         costs: list[float] = []
         assert bench._rate(costs) > 0
         lines = [*bench.latency(), *bench.manners()]

@@ -10,21 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    AutoModel,
-    BertConfig,
-    BertForMaskedLM,
-    DistilBertConfig,
-    PretrainedConfig,
-    RobertaConfig,
-    XLMRobertaConfig,
-)
 
 from fastserve.backends.text_engine import TextRequest
 from fastserve.backends.text_torch.backend import TextBackend
 from fastserve.codec.text import Finish, TextNote
 from fastserve.errors import ConfigError, Kind, ServeError
-from tests.backends.text.folders import VOCAB, generate, save_model
+from tests.backends.text.folders import VOCAB, generate, make_config, save_model, transformers
 from tests.backends.text.outs import Heard, ask, run
 from tests.backends.text.test_families import load, prompts
 
@@ -36,19 +27,19 @@ _SIZE: dict[str, Any] = {
     "num_attention_heads": 4,
     "max_position_embeddings": 80,
 }
-ENCODERS: dict[str, PretrainedConfig] = {
-    "bert": BertConfig(**_SIZE),
-    "roberta": RobertaConfig(**_SIZE, pad_token_id=1),
-    "xlm-roberta": XLMRobertaConfig(**_SIZE, pad_token_id=1),
-    "distilbert": DistilBertConfig(
-        vocab_size=VOCAB, dim=32, hidden_dim=48, n_layers=2, n_heads=4, max_position_embeddings=80
-    ),
+_DISTILLED = {"vocab_size": VOCAB, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4}
+ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("BertConfig", _SIZE),
+    "roberta": ("RobertaConfig", _SIZE | {"pad_token_id": 1}),
+    "xlm-roberta": ("XLMRobertaConfig", _SIZE | {"pad_token_id": 1}),
+    "distilbert": ("DistilBertConfig", _DISTILLED | {"max_position_embeddings": 80}),
 }
 
 
 def save_encoder(folder: Path, name: str) -> Any:
+    config = make_config(*ENCODERS[name])
     torch.manual_seed(3)
-    model = AutoModel.from_config(ENCODERS[name], dtype=torch.float32).eval()
+    model = transformers.AutoModel.from_config(config, dtype=torch.float32).eval()
     for weight in model.parameters():
         torch.nn.init.normal_(weight, mean=float(weight.ndim < 2), std=0.2)
     model.save_pretrained(folder)
@@ -142,7 +133,7 @@ def test_encoders_in_batches(tmp_path: Path, name: str) -> None:
 def test_what_an_encoder_was_trained_with_is_left_out(tmp_path: Path) -> None:
     """A folder of BertForMaskedLM has no pooler, and a head."""
     torch.manual_seed(3)
-    model = BertForMaskedLM(BertConfig(**_SIZE)).eval()
+    model = transformers.BertForMaskedLM(make_config("BertConfig", _SIZE)).eval()
     model.save_pretrained(tmp_path)
     core = model.base_model
     engine = load(tmp_path)

@@ -15,10 +15,8 @@ from math import hypot
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 import torch
-from openai import OpenAI
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -28,7 +26,9 @@ from fastserve.config import TextgenOptions
 from tests.backends.text.folders import save_model
 from tests.backends.text.test_vectors import expected, save_encoder
 from tests.dialects.textgen.serving import Hosted
+from tests.late import Late
 
+openai = Late("openai")
 WORDS = {"[PAD]": 0, "[CLS]": 1, "[SEP]": 2, "[UNK]": 3} | {f"w{at}": at for at in range(4, 90)}
 COUNTS = """
 import time
@@ -98,12 +98,12 @@ def server(tmp_path_factory: Any, models: dict[str, Any]) -> Iterator[Hosted]:
 
 
 @pytest.fixture
-def client(server: Hosted) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=30) as client:
+def client(server: Hosted) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=30) as client:
         yield client
 
 
-def test_an_encoder(client: OpenAI, models: dict[str, Any]) -> None:
+def test_an_encoder(client: openai.OpenAI, models: dict[str, Any]) -> None:
     """The client asks for base64 by itself."""
     made = client.embeddings.create(model="encoder", input=["w10 w11", "w12", "what"])
     assert (made.object, made.model, made.usage.prompt_tokens, made.usage.total_tokens) == (
@@ -117,14 +117,14 @@ def test_an_encoder(client: OpenAI, models: dict[str, Any]) -> None:
         assert each.embedding == pytest.approx(list(expected(models["encoder"], ids, "mean")), abs=1e-5)
 
 
-def test_a_decoder_that_writes_too(client: OpenAI, models: dict[str, Any]) -> None:
+def test_a_decoder_that_writes_too(client: openai.OpenAI, models: dict[str, Any]) -> None:
     (one,) = client.embeddings.create(model="decoder", input="w10 w11", encoding_format="float").data
     wanted = expected(models["decoder"].base_model, [1, 10, 11, 2], "last")
     assert one.embedding == pytest.approx(list(wanted), abs=1e-5)
     assert client.completions.create(model="decoder", prompt="w10", max_tokens=3).usage.completion_tokens > 0
 
 
-def test_every_form_of_input(client: OpenAI) -> None:
+def test_every_form_of_input(client: openai.OpenAI) -> None:
     def lengths(given: Any) -> list[float]:
         found = client.embeddings.create(model="counts", input=given, encoding_format="float")
         assert found.usage.prompt_tokens == sum(each.embedding[0] for each in found.data)
@@ -150,7 +150,7 @@ def test_the_bytes_of_a_reply(server: Hosted) -> None:
     assert array("f", base64.b64decode(vector)) == array("f", [1, 5, 0.1])
 
 
-def test_dimensions(client: OpenAI, models: dict[str, Any]) -> None:
+def test_dimensions(client: openai.OpenAI, models: dict[str, Any]) -> None:
     whole = client.embeddings.create(model="encoder", input="w10").data[0].embedding
     first = client.embeddings.create(model="encoder", input="w10", dimensions=8).data[0].embedding
     length = hypot(*whole[:8])
@@ -162,7 +162,7 @@ def test_dimensions(client: OpenAI, models: dict[str, Any]) -> None:
     assert wide.value.param == "dimensions"
 
 
-def test_texts_of_an_engine_without_tokenizer(client: OpenAI) -> None:
+def test_texts_of_an_engine_without_tokenizer(client: openai.OpenAI) -> None:
     made = client.embeddings.create(model="both", input=["héé", "a"], encoding_format="float")
     assert [each.embedding for each in made.data] == [[3], [1]]
     assert client.completions.create(model="both", prompt="a").choices[0].text == "xxx"
@@ -198,7 +198,7 @@ def test_bad_input(server: Hosted, given: Any, param: str, words: str) -> None:
     assert error["code"] == ("context_length_exceeded" if "tokens, allowed" in words else None)
 
 
-def test_whose_it_is_not(client: OpenAI, server: Hosted) -> None:
+def test_whose_it_is_not(client: openai.OpenAI, server: Hosted) -> None:
     with pytest.raises(openai.BadRequestError, match="model 'writer' makes no embeddings") as none:
         client.embeddings.create(model="writer", input="a")
     assert none.value.code == "not_supported"
@@ -219,7 +219,7 @@ def test_whose_it_is_not(client: OpenAI, server: Hosted) -> None:
     }
 
 
-def test_many_at_once(client: OpenAI, models: dict[str, Any]) -> None:
+def test_many_at_once(client: openai.OpenAI, models: dict[str, Any]) -> None:
     """Requests of many texts from many clients, mixed in batches: each has its own, in its order."""
     cases = [[f"w{10 + (at * 7 + one) % 60}" for one in range(at * 9 + 1)] for at in range(16)]
     known: dict[str, Any] = {}
@@ -234,7 +234,7 @@ def test_many_at_once(client: OpenAI, models: dict[str, Any]) -> None:
             assert each.embedding == pytest.approx(list(known[word]), abs=1e-5)
 
 
-def test_more_texts_than_may_wait(client: OpenAI) -> None:
+def test_more_texts_than_may_wait(client: openai.OpenAI) -> None:
     made = client.embeddings.create(model="narrow", input=["a"] * 200, encoding_format="float")
     assert len(made.data) == 200
 

@@ -7,12 +7,7 @@ from collections.abc import Iterator
 from time import monotonic
 from typing import Any
 
-import openai
 import pytest
-from openai import AsyncOpenAI, OpenAI
-from openai.types import Completion, CompletionUsage, Model
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from pydantic import TypeAdapter
 
 from fastserve.codec.text import Info
 from fastserve.config import TextgenOptions
@@ -21,8 +16,10 @@ from fastserve.wire.router import Router
 from tests.dialects.textgen.likely import FIRST, Likely
 from tests.dialects.textgen.rigs import HELLO
 from tests.dialects.textgen.serving import Local
+from tests.late import Late
 from tests.text_rig import Scripted
 
+openai, pydantic = Late("openai"), Late("pydantic")
 USER: Any = [{"role": "user", "content": "hi"}]
 SMALL = Info(vocab_size=1 << 20, tokenizer="words", max_prompt_tokens=8, max_tokens=16, max_new_tokens=6)
 
@@ -44,28 +41,28 @@ def server() -> Iterator[Local]:
 
 
 @pytest.fixture
-def client(server: Local) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+def client(server: Local) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
 def strictly(kind: Any, found: Any) -> None:
     """What the client read is what its type says; it does not look itself."""
-    TypeAdapter(kind).validate_python(found.model_dump(), strict=False)
+    pydantic.TypeAdapter(kind).validate_python(found.model_dump(), strict=False)
 
 
-def test_a_chat(client: OpenAI) -> None:
+def test_a_chat(client: openai.OpenAI) -> None:
     found = client.chat.completions.create(model="m1", messages=USER)
-    strictly(ChatCompletion, found)
+    strictly(openai.types.chat.ChatCompletion, found)
     assert found.object == "chat.completion"
     assert found.id.startswith("chatcmpl-")
     (choice,) = found.choices
     assert (choice.message.role, choice.message.content) == ("assistant", "Hello world")
     assert (choice.finish_reason, choice.logprobs) == ("stop", None)
-    assert found.usage == CompletionUsage(prompt_tokens=2, completion_tokens=3, total_tokens=5)
+    assert found.usage == openai.types.CompletionUsage(prompt_tokens=2, completion_tokens=3, total_tokens=5)
 
 
-def test_an_answer_says_how_long_it_took(client: OpenAI) -> None:
+def test_an_answer_says_how_long_it_took(client: openai.OpenAI) -> None:
     began = monotonic()
     chat = client.chat.completions.with_raw_response.create(model="m1", messages=USER)
     completion = client.completions.with_raw_response.create(model="m1", prompt="hi")
@@ -73,10 +70,10 @@ def test_an_answer_says_how_long_it_took(client: OpenAI) -> None:
     assert 0 <= sum(int(each.headers["openai-processing-ms"]) for each in (chat, completion)) <= took_ms
 
 
-def test_a_chat_in_pieces(client: OpenAI) -> None:
+def test_a_chat_in_pieces(client: openai.OpenAI) -> None:
     chunks = list(client.chat.completions.create(model="m1", messages=USER, stream=True))
     for chunk in chunks:
-        strictly(ChatCompletionChunk, chunk)
+        strictly(openai.types.chat.ChatCompletionChunk, chunk)
     assert len({(chunk.id, chunk.created, chunk.model) for chunk in chunks}) == 1
     first, *rest = [chunk.choices[0] for chunk in chunks]
     assert (first.delta.role, first.delta.content) == ("assistant", "")
@@ -85,16 +82,16 @@ def test_a_chat_in_pieces(client: OpenAI) -> None:
     assert all(chunk.usage is None for chunk in chunks)
 
 
-def test_usage_comes_last_for_those_who_ask(client: OpenAI) -> None:
+def test_usage_comes_last_for_those_who_ask(client: openai.OpenAI) -> None:
     *chunks, last = client.chat.completions.create(
         model="m1", messages=USER, stream=True, stream_options={"include_usage": True}
     )
     assert last.choices == []
-    assert last.usage == CompletionUsage(prompt_tokens=2, completion_tokens=3, total_tokens=5)
+    assert last.usage == openai.types.CompletionUsage(prompt_tokens=2, completion_tokens=3, total_tokens=5)
     assert all(chunk.usage is None and chunk.choices for chunk in chunks)
 
 
-def test_the_helper_that_puts_a_stream_together(client: OpenAI) -> None:
+def test_the_helper_that_puts_a_stream_together(client: openai.OpenAI) -> None:
     with client.chat.completions.stream(model="m1", messages=USER) as stream:
         for _ in stream:
             pass
@@ -102,7 +99,7 @@ def test_the_helper_that_puts_a_stream_together(client: OpenAI) -> None:
     assert (message.role, message.content) == ("assistant", "Hello world")
 
 
-def test_several_choices(client: OpenAI) -> None:
+def test_several_choices(client: openai.OpenAI) -> None:
     found = client.chat.completions.create(model="m1", messages=USER, n=3)
     assert [choice.index for choice in found.choices] == [0, 1, 2]
     assert found.usage is not None
@@ -113,10 +110,10 @@ def test_several_choices(client: OpenAI) -> None:
     assert texts == ["Hello world"] * 3
 
 
-def test_logprobs_of_a_chat(client: OpenAI) -> None:
+def test_logprobs_of_a_chat(client: openai.OpenAI) -> None:
     asked: Any = {"model": "m1", "messages": USER, "logprobs": True, "top_logprobs": 2}
     whole = client.chat.completions.create(**asked)
-    strictly(ChatCompletion, whole)
+    strictly(openai.types.chat.ChatCompletion, whole)
     logprobs = whole.choices[0].logprobs
     assert logprobs is not None
     assert logprobs.content is not None
@@ -133,25 +130,25 @@ def test_logprobs_of_a_chat(client: OpenAI) -> None:
     assert told == logprobs.content
 
 
-def test_a_completion_and_its_forms_of_prompts(client: OpenAI) -> None:
+def test_a_completion_and_its_forms_of_prompts(client: openai.OpenAI) -> None:
     found = client.completions.create(model="m1", prompt="a b c")
-    strictly(Completion, found)
+    strictly(openai.types.Completion, found)
     assert (found.choices[0].text, found.choices[0].finish_reason) == ("Hello world", "stop")
-    assert found.usage == CompletionUsage(prompt_tokens=3, completion_tokens=3, total_tokens=6)
+    assert found.usage == openai.types.CompletionUsage(prompt_tokens=3, completion_tokens=3, total_tokens=6)
     many = client.completions.create(model="m1", prompt=["a", "b c"], n=2)
     assert [choice.index for choice in many.choices] == [0, 1, 2, 3]
-    assert many.usage == CompletionUsage(prompt_tokens=3, completion_tokens=12, total_tokens=15)
+    assert many.usage == openai.types.CompletionUsage(prompt_tokens=3, completion_tokens=12, total_tokens=15)
     assert client.completions.create(model="m1", prompt=[5, 6, 7]).usage.prompt_tokens == 3  # type: ignore[union-attr]
     assert client.completions.create(model="m1", prompt=[[5], [6, 7]]).usage.prompt_tokens == 3  # type: ignore[union-attr]
 
 
-def test_a_completion_in_pieces(client: OpenAI) -> None:
+def test_a_completion_in_pieces(client: openai.OpenAI) -> None:
     chunks = list(client.completions.create(model="m1", prompt="a", stream=True, echo=True))
     assert [chunk.choices[0].text for chunk in chunks] == ["a", "Hello", " world", ""]
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
-def test_logprobs_of_a_completion_and_of_its_prompt(client: OpenAI) -> None:
+def test_logprobs_of_a_completion_and_of_its_prompt(client: openai.OpenAI) -> None:
     found = client.completions.create(model="m1", prompt="a b", logprobs=1, echo=True).choices[0]
     assert found.text == "a bHello world"
     assert found.logprobs is not None
@@ -161,7 +158,7 @@ def test_logprobs_of_a_completion_and_of_its_prompt(client: OpenAI) -> None:
     assert [len(each or ()) for each in found.logprobs.top_logprobs or ()] == [0, 0, 1, 1, 1]
 
 
-def test_the_likeliest_of_several(client: OpenAI) -> None:
+def test_the_likeliest_of_several(client: openai.OpenAI) -> None:
     found = client.completions.create(model="m1", prompt="a", n=1, best_of=3)
     assert len(found.choices) == 1
     assert found.choices[0].logprobs is None
@@ -169,7 +166,7 @@ def test_the_likeliest_of_several(client: OpenAI) -> None:
     assert found.usage.completion_tokens == 9
 
 
-def test_what_ends_an_answer(client: OpenAI) -> None:
+def test_what_ends_an_answer(client: openai.OpenAI) -> None:
     cut = client.chat.completions.create(model="m1", messages=USER, max_completion_tokens=1)
     assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == ("Hello", "length")
     stopped = client.chat.completions.create(model="m1", messages=USER, stop=["lo w"])
@@ -183,7 +180,7 @@ def test_what_ends_an_answer(client: OpenAI) -> None:
     assert on.choices[0].finish_reason == "length"
 
 
-def test_settings_reach_the_engine(client: OpenAI, server: Local) -> None:
+def test_settings_reach_the_engine(client: openai.OpenAI, server: Local) -> None:
     client.chat.completions.create(
         model="m1", messages=USER, temperature=0.5, top_p=0.9, presence_penalty=0.5, frequency_penalty=-0.5,
         seed=-1, max_tokens=2, user="somebody",
@@ -200,11 +197,11 @@ def test_settings_reach_the_engine(client: OpenAI, server: Local) -> None:
     assert engine.seen[-1].note.sampling.do_sample is False
 
 
-def test_models(client: OpenAI) -> None:
+def test_models(client: openai.OpenAI) -> None:
     found = {model.id: model for model in client.models.list()}
     assert set(found) == set(models())
     for model in found.values():
-        strictly(Model, model)
+        strictly(openai.types.Model, model)
         assert client.models.retrieve(model.id).created == model.created > 0
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("nobody")
@@ -238,7 +235,7 @@ def test_who_answers_under_v1_in_any_order_of_the_two(server: Local, order: int)
     assert Router([texts]).choose("GET", "/v1/models/m1") is not None
 
 
-def test_errors_become_the_clients_classes(client: OpenAI) -> None:
+def test_errors_become_the_clients_classes(client: openai.OpenAI) -> None:
     def chat(**more: Any) -> Any:
         return client.chat.completions.create(**{"model": "m1", "messages": USER, **more})
 
@@ -261,7 +258,7 @@ def test_errors_become_the_clients_classes(client: OpenAI) -> None:
         chat(tools=[{"type": "function", "function": {"name": "f"}}])
 
 
-def test_there_are_no_embeddings(client: OpenAI) -> None:
+def test_there_are_no_embeddings(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="model 'm1' makes no embeddings") as none:
         client.embeddings.create(model="m1", input=["a", "b"])
     assert none.value.code == "not_supported"
@@ -271,7 +268,7 @@ def test_there_are_no_embeddings(client: OpenAI) -> None:
         client.embeddings.create(model="m1", input=[])
 
 
-def test_an_engine_that_fails_midway_raises(client: OpenAI, server: Local) -> None:
+def test_an_engine_that_fails_midway_raises(client: openai.OpenAI, server: Local) -> None:
     stream = client.completions.create(model="breaks", prompt="a", stream=True)
     texts = []
     with pytest.raises(openai.APIError, match="the engine failed"):
@@ -298,7 +295,7 @@ def test_what_nobody_foresaw_has_each_apis_form(server: Local, monkeypatch: pyte
 
 def test_a_client_that_leaves_is_not_answered_on(server: Local) -> None:
     """The engine of this server says `x` for ever; it has ended when the server has none left."""
-    with OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
         more: Any = {"max_tokens": 1 << 30, "extra_body": {"ignore_eos": True}}
         stream = client.completions.create(model="m1", prompt="a", stream=True, n=2, temperature=1, **more)
         next(iter(stream))
@@ -308,7 +305,7 @@ def test_a_client_that_leaves_is_not_answered_on(server: Local) -> None:
 
 def test_the_async_client(server: Local) -> None:
     async def work() -> None:
-        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
 
             async def one() -> str:
                 stream = await client.chat.completions.create(model="m1", messages=USER, stream=True)
@@ -324,7 +321,7 @@ def test_the_async_client(server: Local) -> None:
 def test_mindies_flat_errors() -> None:
     with (
         Local({"m1": Scripted(HELLO, eos={2})}, TextgenOptions(openai_flavor="mindie")) as server,
-        OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
     ):
         with pytest.raises(openai.UnprocessableEntityError) as refused:
             client.chat.completions.create(model="m1", messages=USER, temperature=3)

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
-from openai import OpenAI
 
 from tests.dialects.textgen.serving import Hosted, Reply
 from tests.dialects.textgen.test_faults import Client, held, serve, write_model
+from tests.late import Late
 from tests.running import until
 
+openai = Late("openai")
 pytestmark = pytest.mark.timeout(90)
 TRITON = "/v2/models/m1/generate_stream"
 PATHS = ("/v1/completions", "/v1/chat/completions", "/generate_stream", "/generate", TRITON)
@@ -37,8 +37,8 @@ def at(folder: Path) -> Iterator[Hosted]:
 
 
 @pytest.fixture
-def client(at: Hosted) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{at.url}/v1", api_key="none", max_retries=0) as client:
+def client(at: Hosted) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{at.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
@@ -79,7 +79,7 @@ def test_a_worker_that_dies_midway_is_told_in_the_stream(at: Hosted, path: str) 
 
 
 @pytest.mark.logs_errors
-def test_libraries_raise_when_a_worker_dies(at: Hosted, client: OpenAI) -> None:
+def test_libraries_raise_when_a_worker_dies(at: Hosted, client: openai.OpenAI) -> None:
     stream = client.completions.create(model="m1", prompt="die", stream=True, max_tokens=9)
     assert next(stream).choices[0].text == "one "
     with pytest.raises(openai.APIError, match="worker"):

@@ -8,21 +8,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import text_generation
-from huggingface_hub import AsyncInferenceClient, InferenceClient
-from huggingface_hub.errors import GenerationError, ValidationError
-from huggingface_hub.inference._generated.types import text_generation as hub
-from huggingface_hub.utils import close_session
-from pydantic import TypeAdapter
-from pydantic import ValidationError as PydanticError
-from text_generation import errors
-from text_generation.types import BestOfSequence, ChatCompletionChunk, FinishReason
 
 from fastserve.config import TextgenOptions
 from tests.dialects.textgen.likely import FIRST, Likely
 from tests.dialects.textgen.rigs import HELLO
 from tests.dialects.textgen.serving import Local
+from tests.late import Late
 
+pydantic, text_generation = Late("pydantic"), Late("text_generation")
+errors, types = Late("text_generation.errors"), Late("text_generation.types")
+huggingface_hub, hub_errors = Late("huggingface_hub"), Late("huggingface_hub.errors")
+hub = Late("huggingface_hub.inference._generated.types.text_generation")
 TEXTS = ["Hello", " world"]
 USER = [{"role": "user", "content": "hi"}]
 
@@ -48,18 +44,18 @@ def tgi() -> Iterator[Local]:
 def hub_session() -> Iterator[None]:
     """The hub's client keeps its connections for all there are."""
     yield
-    close_session()
+    huggingface_hub.utils.close_session()
 
 
 def strictly(kind: Any, found: Any) -> None:
-    TypeAdapter(kind).validate_python(found.__dict__ if hasattr(found, "__dict__") else found)
+    pydantic.TypeAdapter(kind).validate_python(found.__dict__ if hasattr(found, "__dict__") else found)
 
 
 # --- huggingface_hub, against both flavours (spec 9)
 
 
 def test_the_hubs_client_whole(server: Local) -> None:
-    with InferenceClient(server.url) as client:
+    with huggingface_hub.InferenceClient(server.url) as client:
         assert client.text_generation("hi") == "Hello world"
         full = client.text_generation("hi", return_full_text=True, max_new_tokens=1)
         assert full == "hiHello"
@@ -69,7 +65,7 @@ def test_the_hubs_client_whole(server: Local) -> None:
 
 
 def test_the_hubs_client_in_pieces(server: Local) -> None:
-    with InferenceClient(server.url) as client:
+    with huggingface_hub.InferenceClient(server.url) as client:
         assert list(client.text_generation("hi", stream=True))[:2] == TEXTS
         *_, last = client.text_generation("hi", stream=True, details=True)
         assert last.generated_text == "Hello world"
@@ -78,7 +74,7 @@ def test_the_hubs_client_in_pieces(server: Local) -> None:
 
 
 def test_the_hubs_chat(server: Local) -> None:
-    with InferenceClient(server.url) as client:
+    with huggingface_hub.InferenceClient(server.url) as client:
         whole = client.chat_completion(USER, max_tokens=5, logprobs=True, top_logprobs=1)
         assert whole.choices[0].message.content == "Hello world"
         assert whole.choices[0].logprobs is not None
@@ -90,7 +86,7 @@ def test_the_hubs_chat(server: Local) -> None:
 
 def test_the_hubs_async_client(server: Local) -> None:
     async def work() -> None:
-        async with AsyncInferenceClient(server.url) as client:
+        async with huggingface_hub.AsyncInferenceClient(server.url) as client:
             stream = await client.text_generation("hi", stream=True)
             assert [text async for text in stream][:2] == TEXTS
 
@@ -98,15 +94,15 @@ def test_the_hubs_async_client(server: Local) -> None:
 
 
 def test_the_hubs_errors(tgi: Local) -> None:
-    with InferenceClient(tgi.url) as client:
-        with pytest.raises(ValidationError, match="`temperature` must be strictly positive"):
+    with huggingface_hub.InferenceClient(tgi.url) as client:
+        with pytest.raises(hub_errors.ValidationError, match="`temperature` must be strictly positive"):
             client.text_generation("hi", temperature=0)
-        with pytest.raises(ValidationError, match="`temperature` must be strictly positive"):
+        with pytest.raises(hub_errors.ValidationError, match="`temperature` must be strictly positive"):
             list(client.text_generation("hi", temperature=-1, stream=True))
 
 
 def test_the_hubs_shapes(tgi: Local) -> None:
-    with InferenceClient(tgi.url) as client:
+    with huggingface_hub.InferenceClient(tgi.url) as client:
         events = list(client.text_generation("hi", stream=True, details=True, top_n_tokens=2, do_sample=True))
         whole = client.text_generation(
             "hi", details=True, decoder_input_details=True, best_of=2, do_sample=True
@@ -134,7 +130,7 @@ def client(tgi: Local) -> text_generation.Client:
 def test_text_generations_client(client: text_generation.Client) -> None:
     found = client.generate("a b", decoder_input_details=True, top_n_tokens=1)
     assert found.generated_text == "Hello world"
-    assert found.details.finish_reason is FinishReason.EndOfSequenceToken
+    assert found.details.finish_reason is types.FinishReason.EndOfSequenceToken
     assert [(each.text, each.logprob, each.special) for each in found.details.tokens] == [
         ("Hello", FIRST, False), (" world", 2 * FIRST, False), ("", 3 * FIRST, True),
     ]  # fmt: skip
@@ -156,12 +152,12 @@ def test_text_generations_best_of_and_stops(client: text_generation.Client) -> N
     best = client.generate("hi", best_of=3, do_sample=True)
     others = best.details.best_of_sequences or []
     assert len(others) == 2
-    assert all(type(each) is BestOfSequence for each in others)
+    assert all(type(each) is types.BestOfSequence for each in others)
     stopped = client.generate("hi", stop_sequences=["lo"])
     assert stopped.generated_text == "Hello"  # with the stop sequence, as the original
-    assert stopped.details.finish_reason is FinishReason.StopSequence
+    assert stopped.details.finish_reason is types.FinishReason.StopSequence
     cut = client.generate("hi", max_new_tokens=1)
-    assert cut.details.finish_reason is FinishReason.Length
+    assert cut.details.finish_reason is types.FinishReason.Length
 
 
 def test_text_generations_errors(client: text_generation.Client, tgi: Local) -> None:
@@ -191,13 +187,13 @@ def test_what_text_generations_chat_wants_of_a_stream(tgi: Local) -> None:
     said = ""
     for line in lines:
         piece = json.loads(line.removeprefix("data:"))
-        with pytest.raises(PydanticError) as fault:
-            ChatCompletionChunk(**piece)
+        with pytest.raises(pydantic.ValidationError) as fault:
+            types.ChatCompletionChunk(**piece)
         missing = {error["loc"][-1] for error in fault.value.errors()}
         assert missing <= {"role", "tool_calls"}
         (choice,) = piece["choices"]
         choice["delta"] = {"role": "assistant", "tool_calls": None, **choice["delta"]}
-        said += ChatCompletionChunk(**piece).choices[0].delta.content or ""
+        said += types.ChatCompletionChunk(**piece).choices[0].delta.content or ""
     assert said == "Hello world"
 
 
@@ -219,13 +215,13 @@ def test_an_engine_that_fails() -> None:
     with serving(fail_after=1) as server:
         with pytest.raises(errors.GenerationError, match="the engine failed"):
             text_generation.Client(server.url).generate("hi")
-        with InferenceClient(server.url) as client:
+        with huggingface_hub.InferenceClient(server.url) as client:
             stream = client.text_generation("hi", stream=True)
-            with pytest.raises(GenerationError, match="the engine failed"):
+            with pytest.raises(hub_errors.GenerationError, match="the engine failed"):
                 list(stream)
 
 
 def test_a_client_that_leaves(tgi: Local) -> None:
-    with InferenceClient(tgi.url) as client:
+    with huggingface_hub.InferenceClient(tgi.url) as client:
         next(iter(client.text_generation("hi", stream=True, max_new_tokens=500)))
     tgi.run(tgi.engine.idle())
