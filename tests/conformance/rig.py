@@ -190,7 +190,7 @@ class Rig:
         while not true():
             if self.loop.time() > end:
                 raise TimeoutError
-            await asyncio.sleep(0.0005)
+            await asyncio.sleep(0.001)  # below, uvloop does not wait at all
 
     # --- what the models do --------------------------------------------------------------------------
 

@@ -187,7 +187,7 @@ class TextRig:
         while not true():
             if self.loop.time() > end:
                 raise TimeoutError(str(self.held()))
-            await asyncio.sleep(0.0005)
+            await asyncio.sleep(0.001)  # below, uvloop does not wait at all
 
     # --- the model
 
