@@ -208,10 +208,10 @@ def shared(name: str) -> Iterator[memoryview]:
 
 
 class Served:
-    """A server, its client, and how many requests the fast paths took."""
+    """A server of one of the folder's models, or all, and its client."""
 
-    def __init__(self, folder: Path, **more: Any) -> None:
-        options = {"allow_client_shm": True, **more}
+    def __init__(self, folder: Path, model: str = "*", **more: Any) -> None:
+        options = {"model_control": "explicit", "load_models": (model,), "allow_client_shm": True, **more}
         self.server = Server(
             Settings(repository=str(folder), http=(Listener("127.0.0.1:0"),), grpc=(), **options)
         )
@@ -257,7 +257,7 @@ def test_both_paths_answer_alike(
 
     async def work() -> None:
         with shared(keys[0]), shared(keys[1]) as out:
-            async with Served(write_models(tmp_path)) as served:
+            async with Served(write_models(tmp_path), model) as served:
                 await served.register("in", keys[0])
                 await served.register("out", keys[1])
                 good = 0
@@ -279,7 +279,7 @@ def test_both_paths_answer_alike(
 
 def test_raw_bodies(tmp_path: Path, taken: list[bool]) -> None:
     async def work() -> None:
-        async with Served(write_models(tmp_path)) as served:
+        async with Served(write_models(tmp_path), "turn") as served:
             for values in ([1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0]):
                 body = struct.pack(f"<{len(values)}f", *values)
                 path = "/v2/models/turn/infer"
@@ -295,7 +295,7 @@ def test_odd_answers(tmp_path: Path, taken: list[bool]) -> None:
     """Outputs twice, none at all, one that nobody declared."""
 
     async def work() -> None:
-        async with Served(write_models(tmp_path)) as served:
+        async with Served(write_models(tmp_path), "odd") as served:
             tensor = {"name": "IN", "shape": [1, 1], "datatype": "FP32"}
             for value in (3, 0, 1, 2, 3):
                 body = json.dumps({"inputs": [tensor | {"data": [value]}]}).encode()
@@ -310,7 +310,7 @@ def test_odd_answers(tmp_path: Path, taken: list[bool]) -> None:
 
 def test_packed_replies(tmp_path: Path, taken: list[bool]) -> None:
     async def work() -> None:
-        async with Served(write_models(tmp_path)) as served:
+        async with Served(write_models(tmp_path), "sums") as served:
             tensor = {"shape": [1, 16], "datatype": "INT32", "data": list(range(16))}
             body = {"inputs": [{"name": name, **tensor} for name in ("INPUT1", "INPUT0")]}
             for binary in (False, True):
@@ -328,7 +328,7 @@ def test_packed_replies(tmp_path: Path, taken: list[bool]) -> None:
 
 def test_rows_come_and_go_in_one_frame(tmp_path: Path, taken: list[bool]) -> None:
     async def work() -> None:
-        async with Served(write_models(tmp_path)) as served:
+        async with Served(write_models(tmp_path), "simple") as served:
             for rows in (2, 1, 4, 8, 3):
                 tensor = {"shape": [rows, 16], "datatype": "INT32", "data": list(range(16 * rows))}
                 body = {"inputs": [{"name": name, **tensor} for name in ("INPUT1", "INPUT0")]}
@@ -346,7 +346,7 @@ def test_ever_new_requests_leave_the_known_ones_alone(tmp_path: Path, taken: lis
     tensor = {"name": "IN", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}
 
     async def work() -> None:
-        async with Served(write_models(tmp_path)) as served:
+        async with Served(write_models(tmp_path), "said") as served:
             for number in range(150):
                 for parameters in ({}, {"number": number}):
                     body = json.dumps({"inputs": [tensor], "parameters": parameters}).encode()
@@ -371,7 +371,7 @@ def test_regions_that_shrink_or_go(tmp_path: Path, taken: list[bool]) -> None:
 
     async def work() -> None:
         with shared(key):
-            async with Served(write_models(tmp_path)) as served:
+            async with Served(write_models(tmp_path), "turn") as served:
                 await served.register("r", key)
                 ask = served.client.post
                 path = "/v2/models/turn/infer"
