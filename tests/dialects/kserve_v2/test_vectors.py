@@ -1,10 +1,23 @@
-"""Every captured case of the HTTP half, as the server answers it."""
+"""Every captured case, as the server answers it; of streams, every reply. Those of gRPC on both transports,
+and with the same bytes on both. In one file, since the server that answers both halves is dear."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.dialects.kserve_v2.replay import HTTP, Answers, Vector, differences
+from tests.dialects.kserve_v2.replay import (
+    GRPC,
+    HTTP,
+    Answers,
+    Vector,
+    differences,
+    expected_replies,
+    read_reply,
+)
+
+every_vector = pytest.mark.parametrize("vector", GRPC, ids=[f"{v['id']}-{v['name']}"[:60] for v in GRPC])
+# They hold times and counts, or processes' own names.
+VOLATILE = ("ModelStatistics",)
 
 
 @pytest.mark.parametrize("vector", HTTP, ids=[f"{v['id']}-{v['name']}"[:60] for v in HTTP])
@@ -16,3 +29,30 @@ def test_a_head_with_a_body_ends_its_connection(answers: Answers) -> None:
     """So that nobody takes the body for the beginning of the next reply."""
     status, headers, body = answers.http["v2-http-012"]
     assert (status, headers["connection"], headers["content-length"]) == (405, "close", str(len(body)))
+
+
+@every_vector
+def test_vector_over_grpc(vector: Vector, answers: Answers) -> None:
+    check(vector, answers)
+
+
+@every_vector
+def test_vector_over_grpcio(vector: Vector, answers_of_grpcio: Answers) -> None:
+    check(vector, answers_of_grpcio)
+
+
+def check(vector: Vector, answers: Answers) -> None:
+    code, details, replies, _ = answers.grpc[vector["id"]]
+    expected = vector["expect"]
+    assert (code, details) == (expected["code"], expected["details"])
+    assert [read_reply(vector, reply) for reply in replies] == expected_replies(vector)
+
+
+@every_vector
+def test_both_transports_give_the_same_bytes(
+    vector: Vector, answers: Answers, answers_of_grpcio: Answers
+) -> None:
+    """Of the replies, the status, its text, and the metadata that follows."""
+    if vector["request"]["rpc"] in VOLATILE:
+        pytest.skip("holds times")
+    assert answers.grpc[vector["id"]] == answers_of_grpcio.grpc[vector["id"]]
