@@ -267,9 +267,9 @@ int cuIpcCloseMemHandle(uint64_t at)
         return broken(INVALID_CONTEXT, "a handle closed in another context than opened it");
     arrive();
     opened[i].count--;
-    tell_handle("close", i);
     if (!opened[i].count)
         munmap((void *)at, opened[i].size);
+    tell_handle("close", i);    // now: whoever reads of it may free the memory
     return OK;
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import os
+import re
 import signal
 import struct
 import threading
@@ -341,7 +342,8 @@ def test_the_ferry_dies_with_regions_open(served: Running, http: Http, gpus: Fak
         thread.join()
     if found[0].status != 200:  # else it was asked only after the kill
         assert found[0].status == 503
-        assert "device memory cannot be reached: killed by SIGKILL" in found[0].error
+        words = "killed by SIGKILL|its process has ended"  # while it answers, or just before it is asked
+        assert re.search(f"device memory cannot be reached: ({words})", found[0].error), found[0].error
         assert not leaks(served, found[0])
     assert http.post("/v2/models/sums/infer", sums("r")).status == 200
     assert at.get(64, 1024) == (COUNT + ONES).tobytes()

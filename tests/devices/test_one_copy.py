@@ -236,14 +236,14 @@ def test_who_leaves_meanwhile_hears_of_it_when_the_copy_is_over(
 def test_a_driver_that_hangs_is_dead_before_rows_are_given_back(
     gpus: FakeGpus, at: Allocation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_line, "ROWS_S", 0.2)
-
     async def work() -> None:
         async with opened(at) as (line, arena, lent):
             room, ferry = room_of(arena), line.pid
             gpus.set("hang")
-            with pytest.raises(ServeError, match="the driver does not answer"):
-                await line.read_into(lent, room)
+            with monkeypatch.context() as short:  # not for the one that comes next, which answers
+                short.setattr(device_line, "ROWS_S", 0.2)
+                with pytest.raises(ServeError, match="the driver does not answer"):
+                    await line.read_into(lent, room)
             assert not Path(f"/proc/{ferry}").exists()
             gpus.set("hang", on=False)
             with pytest.raises(ServeError, match="its process has ended"):

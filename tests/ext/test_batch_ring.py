@@ -307,7 +307,7 @@ def test_what_forming_took_ends_with_the_sealing(seal):
     slot = worker.take()
     first, taken, *_ = front.times_ns(slot)
     if seal == "by a worker":
-        assert taken - first - pause_ns / 2 < front.formed_ns(slot) <= taken - first
+        assert 2 * pause_ns <= front.formed_ns(slot) <= taken - first
     else:
         assert pause_ns <= front.formed_ns(slot) <= sealed - first
         assert taken - first >= 2 * pause_ns

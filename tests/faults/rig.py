@@ -33,6 +33,12 @@ INSIDES = re.compile(
     r"|\b(?:pid|fd)[ =:]+\d|\b0x[0-9a-f]{6,}|fastserve[-_]model|<[\w.]+ object|line \d+, in "
 )
 
+# Numbers of a request's own: one of thousands of answers would hold some process's by chance.
+PLACES = re.compile(
+    r"\bat (?:byte )?\d+|\(0, \d+\), got: \d+|\[[-\d,]+\]"
+    r"|\d+ (?:additional )?(?:bytes|elements|parameters|inputs)\b"
+)
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -158,7 +164,7 @@ def leaks(served: Running, answer: Answer, own: str = "") -> str:
     found = INSIDES.search(text)
     if found is not None:
         return f"{found[0]!r} in {text!r}"
-    numbers = set(re.findall(r"(?<![\d.])\d{3,}(?![\d.])", text))
+    numbers = set(re.findall(r"(?<![\d.])\d{3,}(?![\d.])", PLACES.sub("", text)))
     told = numbers & {str(pid) for pid in (served.pid, *served.workers)}
     return f"process {told} in {text!r}" if told else ""
 

@@ -106,8 +106,9 @@ def test_it_is_first_not_ready_and_serves_on(tmp_path, fronts):
     with server:
         assert status(server.http, "/healthz/ready") == 200
         server.signal(signal.SIGTERM)
-        for _ in range(8):  # every front
-            until(lambda: status(server.http, "/healthz/ready") == 503, "it is not ready")
+        every = range(16)  # connections: each front has some of them
+        until(lambda: {status(server.http, "/healthz/ready") for _ in every} == {503}, "none is ready")
+        for _ in every:
             assert status(server.http, "/v2/health/ready") == 400
             assert health(server.grpc) == health_pb2.HealthCheckResponse.NOT_SERVING
             assert status(server.http, "/healthz/live") == 200

@@ -23,7 +23,7 @@ from fastserve.workers.group import WorkerGroup
 from tests.server.rig import Served, run, serving
 from tests.server.test_sequences import CONFIG, SOURCE, say, write_seq
 
-IDLE_S = 0.3
+IDLE_S = 1.0  # what is said next may wait for a core
 HOLDS = """
     def execute(self, requests):
         import pathlib, time
@@ -92,7 +92,7 @@ def test_nobody_is_forgotten_while_its_request_runs(tmp_path: Path, monkeypatch:
             held = asyncio.ensure_future(say(at, 1, 0))
             await at.until((tmp_path / "held").exists)
             loop = asyncio.get_running_loop()
-            passed = loop.time() + 3 * IDLE_S
+            passed = loop.time() + 1.5 * IDLE_S
             await at.until(lambda: loop.time() > passed)
             (tmp_path / "go").touch()
             assert (await held)[:2] == [7, 7]

@@ -11,6 +11,7 @@ import h2.connection
 import h2.events
 import pytest
 
+from fastserve.wire import listener as listener_module
 from fastserve.wire.connection import Connection
 from fastserve.wire.http2.connection import Http2Connection
 from fastserve.wire.tls.transport import TlsTransport
@@ -263,13 +264,18 @@ def test_a_closing_reply_ends_with_the_alert() -> None:
     run(main())
 
 
+@pytest.fixture
+def quickly_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As soon as it drains: before that, who has not spoken yet may wait for a core."""
+    monkeypatch.setattr(listener_module, "QUIET_S", 0.1)
+
+
+@pytest.mark.usefixtures("quickly_quiet")
 def test_a_draining_listener_closes_quiet_connections_with_the_alert() -> None:
     held = Held()
 
     async def main() -> None:
-        async with serving(
-            {"/": held}, with_limits=limits(idle_timeout_s=0.1), clock=asyncio.get_event_loop().time
-        ) as one:
+        async with serving({"/": held}, clock=asyncio.get_event_loop().time) as one:
             quiet, busy = await HandClient.connect(one), await HandClient.connect(one)
             for peer in (quiet, busy):
                 await peer.shake()
@@ -285,12 +291,13 @@ def test_a_draining_listener_closes_quiet_connections_with_the_alert() -> None:
     run(main())
 
 
+@pytest.mark.usefixtures("quickly_quiet")
 def test_who_says_nothing_holds_no_drain() -> None:
     """A port scanner, or a health check of bare TCP: no handshake is under way, so none is waited for."""
 
     async def main() -> None:
         by_loop = asyncio.get_event_loop().time
-        async with serving({"/": hello}, with_limits=limits(idle_timeout_s=0.1), clock=by_loop) as one:
+        async with serving({"/": hello}, clock=by_loop) as one:
             silent = await HandClient.connect(one)
             await until(lambda: one.connections)
             assert await asyncio.wait_for(one.drain(WAIT_S), WAIT_S) == 0
