@@ -206,7 +206,7 @@ def test_a_worker_that_dies_fails_its_request_and_comes_back(trouble, word):
 
 def test_a_hanging_execute_is_killed(trouble):
     async def work() -> None:
-        async with trouble(run_timeout_ms=200) as at:
+        async with trouble(run_timeout_ms=2000) as at:
             with pytest.raises(ServeError):
                 await at.ask("trouble", {"IN": [[b"!hangs"]]})
             assert (await at.ask("trouble", {"IN": [[b"ok"]]}))["OUT"].tolist() == [b"ok"]

@@ -126,7 +126,7 @@ def test_models_that_hang(tmp_path: Path) -> None:
     triton = client_models.HELD.replace("if request.is_cancelled():", "if False:")
     client_models.write_triton(models, "triton", triton, "max_batch_size: 1\n" + client_models.NUMBERS % 1)
     settings = tmp_path / "settings.yaml"
-    settings.write_text("model_defaults: {run_timeout_ms: 300}\n")
+    settings.write_text("model_defaults: {run_timeout_ms: 2000}\n")
     with Running(models, tmp_path / "log", "--config", str(settings)) as served, Http(served) as http:
         for model in ("native", "triton"):
             answers = []

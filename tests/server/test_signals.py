@@ -92,7 +92,7 @@ def test_a_second_sigterm_ends_it_at_once(tmp_path):
             server.send_signal(signal.SIGTERM)
             await refused(port)
             server.send_signal(signal.SIGTERM)
-            assert await asyncio.to_thread(server.wait, 5) == 130
+            assert await asyncio.to_thread(server.wait, 20) == 130  # drain_s is 30
             client.close()
 
     run(work())

@@ -159,10 +159,11 @@ def test_what_the_child_leaves_behind_ends_with_it() -> None:
         child = Child(
             "import subprocess\n"
             "left = subprocess.Popen([sys.executable, '-c', 'import select; select.select([], [], [])'])\n"
-            "say(op='left', pid=left.pid); os._exit(0)"
+            "say(op='left', pid=left.pid); line.recv(100); os._exit(0)"
         )
         pid = (await child.word())["pid"]
-        pidfd = os.pidfd_open(pid)
+        pidfd = os.pidfd_open(pid)  # while it surely lives
+        child.process.send({"op": "leave"})
         await child.end()
         gone = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().add_reader(pidfd, lambda: gone.done() or gone.set_result(None))

@@ -394,7 +394,7 @@ def test_more_images_than_one() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_the_time_between_tokens_begins_anew_with_each(stream: bool) -> None:
-    with served(RIGS["llm-seed1"].engine(), pause_s=0.1, token_timeout_s=1.0) as at:
+    with served(RIGS["llm-seed1"].engine(), pause_s=0.2, token_timeout_s=2.0) as at:
         reply = at.infer(stream=stream, max_new_tokens=15)
         assert reply.status == 200
         assert b'"generated_text"' in reply.body
