@@ -171,8 +171,17 @@ class Field:
     path: str
     kind: Any
     default: Any  # msgspec.NODEFAULT when it must be given
-    help: str
-    allowed: str
+    hint: Any  # the kind with its annotations
+
+    @property
+    def help(self) -> str:
+        """Its description."""
+        return help_of(self.hint)
+
+    @property
+    def allowed(self) -> str:
+        """What it may hold, in words."""
+        return allowed(self.hint)
 
     @property
     def flag(self) -> str:
@@ -197,7 +206,7 @@ def _list_fields(kind: type[msgspec.Struct], prefix: str) -> Iterator[Field]:
             yield from _list_fields(bare, path)
             continue
         default = field.default_factory() if callable(field.default_factory) else field.default
-        yield Field(path, bare, default, help_of(hint), allowed(hint))
+        yield Field(path, bare, default, hint)
 
 
 def help_of(hint: Any) -> str:

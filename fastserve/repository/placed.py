@@ -22,7 +22,7 @@ from fastserve.errors import ConfigError
 from fastserve.repository.model_config import ModelConfig
 from fastserve.repository.placement import AUTO, CPU, Place, why_no_gpu
 from fastserve.repository.triton_config import TRITON_FILE
-from fastserve.repository.triton_text import TEXT_SCHEMA
+from fastserve.repository.triton_text import config_schema
 
 
 def tell_places(config: ModelConfig, folder: Path, machine: Machine) -> list[str]:
@@ -76,7 +76,7 @@ def _of_groups(config: ModelConfig, folder: Path, machine: Machine) -> Iterator[
 def _written(folder: Path) -> Sequence[dict[str, Any]]:
     """Groups as config.pbtxt has them; none where it has none, or there is no such file."""
     try:
-        raw = parse_text(read_text(folder / TRITON_FILE, TRITON_FILE), TEXT_SCHEMA, TRITON_FILE)
+        raw = parse_text(read_text(folder / TRITON_FILE, TRITON_FILE), config_schema(), TRITON_FILE)
     except (ConfigError, OSError):  # made up by the server, or given with a load call
         return []
     return list(raw.get("instance_group") or ())

@@ -40,7 +40,7 @@ from fastserve.repository.triton_schema import (
     TritonPolicy,
     Warmup,
 )
-from fastserve.repository.triton_text import TEXT_SCHEMA
+from fastserve.repository.triton_text import config_schema
 from fastserve.tensor import DTYPES, TensorSpec
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def read_triton_config(folder: Path, name: str = "") -> TritonConfig:
 
 def parse_triton_text(text: str, name: str) -> TritonConfig:
     """A config.pbtxt's text as the config of model `name`. Raises ConfigError."""
-    return make_triton_config(parse_text(text, TEXT_SCHEMA, TRITON_FILE), name)
+    return make_triton_config(parse_text(text, config_schema(), TRITON_FILE), name)
 
 
 def parse_triton_json(text: str, name: str) -> TritonConfig:

@@ -18,7 +18,7 @@ from fastserve.config.fields import fault_text, hint
 from fastserve.config.text_proto import TextField, as_single
 from fastserve.errors import ConfigError
 from fastserve.repository.triton_schema import TritonConfig
-from fastserve.repository.triton_text import TEXT_SCHEMA
+from fastserve.repository.triton_text import config_schema
 
 _WHOLE = re.compile(r"-?[0-9]{1,20}")
 _SINGLES = ("fp32_false_true", "minimum_slot_utilization")  # the fields that are float and not double
@@ -31,7 +31,7 @@ def plain_from_json(text: str, origin: str) -> dict[str, Any]:
         document = json.loads(text)
     except (ValueError, RecursionError) as fault:
         raise ConfigError(f"{origin}: not JSON: {str(fault)[:200]}") from None
-    return _message(document, TEXT_SCHEMA, origin)
+    return _message(document, config_schema(), origin)
 
 
 def _message(value: Any, schema: Mapping[str, TextField], origin: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ The same schema guides `triton_json`. Enums come as their names, maps as dicts.
 from __future__ import annotations
 
 import types
+from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -41,4 +42,7 @@ def _text_field(hint: Any, oneof: str) -> TextField:
     return TextField("message", fields=text_schema(hint), oneof=oneof)
 
 
-TEXT_SCHEMA: dict[str, TextField] = text_schema(TritonConfig)
+@cache
+def config_schema() -> dict[str, TextField]:
+    """That of a whole config.pbtxt. A server without one is not kept waiting for it."""
+    return text_schema(TritonConfig)

@@ -15,7 +15,7 @@ from fastserve.devices.found import MACHINE, Device
 from fastserve.repository.triton_defaults import fill_defaults
 from fastserve.repository.triton_refusals import idle, refusals
 from fastserve.repository.triton_schema import TritonConfig
-from fastserve.repository.triton_text import TEXT_SCHEMA
+from fastserve.repository.triton_text import config_schema
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "moving-from-triton.md"
 STATES = ("works", "mapped", "partly", "idle", "refused")
@@ -38,7 +38,7 @@ def leaves(schema: Mapping[str, TextField], above: tuple[str, ...] = ()) -> Iter
 
 
 ROWS = read_rows()
-LEAVES = sorted(leaves(TEXT_SCHEMA))
+LEAVES = sorted(leaves(config_schema()))
 
 
 def row_of(leaf: tuple[str, ...]) -> str:
@@ -87,7 +87,7 @@ def test_what_is_refused_is_refused_and_nothing_else(
 
 def judge(leaf: tuple[str, ...], backend: str) -> tuple[list[str], list[str]]:
     """What is refused and what is idle, without the numbers of repeated fields."""
-    raw = given(TEXT_SCHEMA, leaf)
+    raw = given(config_schema(), leaf)
     if leaf[0] not in ("backend", "platform", "ensemble_scheduling"):
         raw["backend"] = backend
     config = fill_defaults(convert(raw, TritonConfig, "m"), "m")

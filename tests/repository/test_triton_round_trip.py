@@ -21,7 +21,7 @@ from fastserve.repository.triton_config import parse_triton_json, parse_triton_t
 from fastserve.repository.triton_defaults import fill_defaults
 from fastserve.repository.triton_json import _SINGLES, plain_from_json, to_json
 from fastserve.repository.triton_schema import TritonConfig
-from fastserve.repository.triton_text import TEXT_SCHEMA
+from fastserve.repository.triton_text import config_schema
 from tests.effort import examples
 
 ROOT = load("kserve_v2").ModelConfig  # made from the same tables, and apart from these structs
@@ -66,12 +66,12 @@ def messages(draw: st.DrawFn, schema: Mapping[str, TextField]) -> dict[str, Any]
 
 
 @examples(150)
-@given(tree=messages(TEXT_SCHEMA))
+@given(tree=messages(config_schema()))
 def test_every_way_leads_to_the_same_config(tree: dict[str, Any]) -> None:
     config = convert(tree, TritonConfig, "m")
     message = json_format.ParseDict(protobuf_floats(to_json(config)), ROOT())
     text = text_format.MessageToString(message)
-    assert convert(parse_text(text, TEXT_SCHEMA, "m"), TritonConfig, "m") == config
+    assert convert(parse_text(text, config_schema(), "m"), TritonConfig, "m") == config
     shown = json.dumps(to_json(config))
     assert convert(plain_from_json(shown, "m"), TritonConfig, "m") == config
     for names in (False, True):  # camelCase and snake_case, 64-bit numbers as text, as protobuf writes them
@@ -91,7 +91,7 @@ def protobuf_floats(value: Any) -> Any:
 
 
 @examples(100)
-@given(tree=messages(TEXT_SCHEMA))
+@given(tree=messages(config_schema()))
 def test_defaults_are_filled_once(tree: dict[str, Any]) -> None:
     config = fill_defaults(convert(tree, TritonConfig, "m"), "m")
     assert fill_defaults(config, "m") == config
@@ -114,7 +114,7 @@ def every_field(schema: Mapping[str, TextField]) -> Iterator[tuple[str, TextFiel
 
 def test_numbers_are_shown_short() -> None:
     config = TritonConfig()
-    kinds = {name for name, field in every_field(TEXT_SCHEMA) if field.kind == "float"}
+    kinds = {name for name, field in every_field(config_schema()) if field.kind == "float"}
     assert kinds == set(_SINGLES)
     direct = {"direct": {"minimum_slot_utilization": struct.unpack("f", struct.pack("f", 0.1))[0]}}
     config = msgspec.structs.replace(
