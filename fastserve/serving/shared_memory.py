@@ -277,9 +277,10 @@ class Regions:
         region = self._regions.get(range.region)
         if region is None:
             raise _unknown(range.region)
-        if range.offset > region.byte_size:
+        if range.offset >= region.byte_size:
             raise invalid(f"Invalid offset for shared memory region: '{region.name}'")
-        if range.offset + range.byte_size > region.byte_size:
+        # Nothing at the very start is what a range without a size says, and is refused as in the original.
+        if not 0 < range.offset + range.byte_size <= region.byte_size:
             raise beyond(region.name)
         return region
 

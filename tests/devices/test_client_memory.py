@@ -266,13 +266,15 @@ def test_names(http: Http, gpus: FakeGpus) -> None:
 @pytest.mark.parametrize(
     ("side", "changed", "status", "words"),
     [
-        ("inputs", {"offset": 4097}, 400, "Invalid offset for"),
+        ("inputs", {"offset": 4096}, 400, "Invalid offset for"),
         ("inputs", {"offset": 4090}, 400, "Invalid offset + byte size"),
         ("inputs", {"offset": 2**64 - 64}, 400, "Invalid offset for"),
         ("inputs", {"byte_size": 2**64 - 64}, 400, "Invalid offset + byte size"),
         ("inputs", {"byte_size": 60}, 400, "for input 'INPUT0' for model 'sums'. Expected 64, got 60"),
         ("outputs", {"byte_size": 32}, 500, TOO_SMALL),
-        ("outputs", {"offset": 4096}, 400, "Invalid offset + byte size"),
+        ("outputs", {"offset": 4096}, 400, "Invalid offset for"),
+        ("inputs", {"byte_size": 0}, 400, "Invalid offset + byte size"),
+        ("outputs", {"offset": 0, "byte_size": 0}, 400, "Invalid offset + byte size"),
         ("outputs", {"region": "x"}, 404, "Unable to find"),
     ],
 )

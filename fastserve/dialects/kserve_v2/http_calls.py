@@ -24,7 +24,6 @@ from fastserve.dialects.kserve_v2.values import (
     members_of,
     need,
     read_json,
-    read_object,
 )
 from fastserve.errors import ServeError, internal, invalid, unsupported
 from fastserve.serving.device_regions import HANDLE_BYTES
@@ -107,7 +106,7 @@ def _required(request: Value, field: str) -> Value:
 
 def _read_log(body: Body) -> dict[str, bool | int | str]:
     """null and unknown settings are passed over."""
-    given = read_object(body)
+    given = read_json(body)  # all but an object changes nothing, as in the original
     if find(given, "log_file")[1] is not None:
         raise unsupported("log file location can not be updated through network protocol")
     values = ((name, kind, find(given, name)[1]) for name, kind in LOG_SETTINGS.items())
@@ -131,7 +130,7 @@ def _read_load(body: Body) -> LoadOverride | None:
         elif name.startswith("file:"):
             data = decode_base64(to_bytes(text))
             if data is None:
-                raise internal("failed to decode the file's content: it is not base64")
+                raise invalid("failed to decode the file's content: it is not base64")
             override.files[name.removeprefix("file:")] = data
         else:
             raise internal("unexpected error on creating Triton parameter")
@@ -139,16 +138,19 @@ def _read_load(body: Body) -> LoadOverride | None:
 
 
 def _read_unload(body: Body) -> bool:
-    """Whether models that only this one needed are unloaded too."""
-    found, parameters = find(read_json(body), "parameters") if body else (False, None)
-    found, dependents = find(parameters, "unload_dependents")
-    return found and as_bool(dependents, "Unable to parse 'unload_dependents'")
+    """Whether models that only this one needed are unloaded too. The original unloads whatever the body is:
+    what it cannot read says no."""
+    try:
+        _, parameters = find(read_json(body), "parameters")
+    except ServeError:
+        return False
+    return find(parameters, "unload_dependents")[1] is True
 
 
 READERS: dict[str, Callable[[Body], Any]] = {
     "system_register": _read_region,
     "cuda_register": _read_cuda_region,
-    "trace": read_object,
+    "trace": read_json,
     "logging": _read_log,
     "index": _read_index,
     "load": _read_load,

@@ -39,11 +39,6 @@ def read_json(body: bytes | bytearray | memoryview, most: int = MOST_VALUES) -> 
         raise internal(f"{fault}{error.reason} at {error.offset}") from None
 
 
-def read_object(body: bytes | bytearray | memoryview) -> Members:
-    """A body that must be an object. Raises ServeError INTERNAL."""
-    return as_object(read_json(body))
-
-
 def find(value: Value, name: str) -> tuple[bool, Value]:
     """Whether an object has the member, and its first value. Anything else has no members."""
     key = name.encode()

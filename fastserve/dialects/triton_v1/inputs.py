@@ -167,7 +167,7 @@ def _check_shared_size(
     view: ModelView, given: InputHeader, place: Range, nbytes: int, shared: Regions
 ) -> None:
     if place.byte_size != nbytes:
-        shared.borrow(replace(place, byte_size=0))  # a region that is not there is said first
+        shared.borrow(replace(place, byte_size=1))  # a region that is not there is said first
         raise invalid(
             f"unexpected shared-memory size {place.byte_size} for input '{given.name}', "
             f"expecting {nbytes} for model '{view.model}'"

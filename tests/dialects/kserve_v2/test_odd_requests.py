@@ -36,6 +36,7 @@ FIT = "The schema can not convert input 'text_input' to tensor with proper shape
 NO_ARRAY = "attempt to access JSON non-array as array"
 NO_UINT = "attempt to access JSON non-unsigned-integer as unsigned-integer"
 NESTED = "Converting keyword: 'parameters'"
+RANGES: list[dict[str, int]] = [{}, {"byte_size": 0}, {"offset": 128, "byte_size": 64}]
 TYPES = "has invalid type. It should be either 'int', 'bool', or 'string'."
 
 
@@ -66,8 +67,8 @@ CASES: list[tuple[str, Any, int, str]] = [
      f"parameter 'sequence_id' {TYPES}"),
     (LOAD, {"parameters": {"foo": 3}}, 500, NO_STRING),
     (LOAD, {"parameters": 3}, 500, NO_MEMBERS),
-    (UNLOAD, {"parameters": {"unload_dependents": 3}}, 500,
-     "Unable to parse 'unload_dependents': attempt to access JSON non-boolean as boolean"),
+    (LOAD, {"parameters": {"config": "{}", "file:1/model.py": "!"}}, 400,
+     "failed to decode the file's content: it is not base64"),
     (SYSTEM, [], 400, "Shared memory register request has no 'key' field"),
     (SYSTEM, {"key": 3}, 500, NO_STRING),
     (SYSTEM, {"key": "/k", "offset": -1}, 500, NO_UINT),
@@ -138,14 +139,57 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
                 )[1],
                 await asked.http(LOG, {"nope": 3}),
             ]
+            found["no objects"] = [
+                await asked.http(path, body) for path in (TRACE, LOG) for body in ("[]", "1", '"x"', "null")
+            ]
+            found["regions"] = await ask_regions(asked)
             found["generated"] = await asked.http(
                 "/v2/models/params/generate", {"IN": "x", "id": "7", "timeout": 5}
             )
             found["config"] = await asked.http("/v2/models/ens/config", method="GET")
             health = await exchange_health(asked)
             found["health"] = health
+            found["unloads"] = [
+                await asked.http(UNLOAD.replace("params", model), body)
+                for model in ("nope", "params")
+                for body in ("{", "[]", '{"parameters": {"unload_dependents": 3}}')
+            ]
+            found["unloaded"] = (await asked.http("/v2/models/params/ready", method="GET"))[0]
 
     run(work())
+    return found
+
+
+async def ask_regions(asked: Asked) -> list[Any]:
+    """Ranges of a region of 128 bytes, for an input and for an output, over both transports."""
+    path = Path("/dev/shm") / f"fastserve-odd-{os.getpid()}"
+    path.write_bytes(bytes(128))
+    try:
+        await asked.http(SYSTEM, {"key": f"/{path.name}", "byte_size": 128})
+        return [answer for said in RANGES for answer in await ask_range(asked, said)]
+    finally:
+        path.unlink()
+
+
+async def ask_range(asked: Asked, said: dict[str, int]) -> list[Any]:
+    where = SHM | {f"shared_memory_{name}": value for name, value in said.items()}
+    bare = {name: value for name, value in A.items() if name != "data"}
+    outside = [{"name": "OUTPUT0", "parameters": where}]
+    found: list[Any] = [
+        await asked.http(SIMPLE, {"inputs": [bare | {"parameters": where}, B]}),
+        await asked.http(SIMPLE, BOTH | {"outputs": outside}),
+    ]
+    for part in ("inputs", "outputs") if "byte_size" in said else ():
+        request = V2.ModelInferRequest(model_name="simple", raw_input_contents=[bytes(64)] * 2)
+        for name in ("INPUT0", "INPUT1"):
+            request.inputs.add(name=name, datatype="INT32", shape=[1, 16])
+        request.outputs.add(name="OUTPUT0")
+        for name, value in where.items():
+            kind = "string_param" if isinstance(value, str) else "int64_param"
+            setattr(getattr(request, part)[0].parameters[name], kind, value)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asked.rpc("ModelInfer", request)
+        found.append((caught.value.code().name, caught.value.details()))
     return found
 
 
@@ -182,6 +226,26 @@ def test_what_is_passed_over(told: dict[str, Any]) -> None:
     trace, (status, log) = told["passed over"]
     assert (trace["trace_level"], trace["trace_mode"], trace["trace_rate"]) == (["OFF"], "triton", "5")
     assert (status, log["log_info"]) == (200, True)
+
+
+def test_settings_that_are_no_object_change_nothing(told: dict[str, Any]) -> None:
+    assert [status for status, _ in told["no objects"]] == [200] * 8
+    assert told["no objects"][0][1]["trace_level"] == ["OFF"]
+    assert told["no objects"][4][1]["log_info"] is True
+
+
+def test_an_unload_looks_at_its_body_for_dependents_alone(told: dict[str, Any]) -> None:
+    assert [status for status, _ in told["unloads"]] == [200] * 6
+    assert told["unloaded"] == 400
+
+
+def test_ranges_that_hold_nothing(told: dict[str, Any]) -> None:
+    beyond = "Invalid offset + byte size for shared memory region: 'r'"
+    before = "Invalid offset for shared memory region: 'r'"
+    over_http = [(400, {"error": beyond})] * 2
+    over_grpc = [("INVALID_ARGUMENT", beyond)] * 2
+    last = [(400, {"error": before})] * 2 + [("INVALID_ARGUMENT", before)] * 2
+    assert told["regions"] == over_http + over_http + over_grpc + last
 
 
 def test_a_generate_body_has_no_words_of_the_server(told: dict[str, Any]) -> None:

@@ -163,7 +163,7 @@ def test_places_that_are_not_there(tmp_path: Path, region: Path) -> None:
         'should be at least 64 bytes to hold the results"'
     )
     faults = [
-        (place(193, 64), beyond), (place(257, 64), before), (place(2**64 - 1, 64), before),
+        (place(193, 64), beyond), (place(256, 64), before), (place(2**64 - 1, 64), before),
         (place(2**64 - 64, 64), before), (place(0, 64, "who"), unknown),
     ]  # fmt: skip
 
@@ -186,6 +186,10 @@ def test_places_that_are_not_there(tmp_path: Path, region: Path) -> None:
                     "simple", PAIR.replace('"OUTPUT0"', f'"OUTPUT0" {place(0, 63)}'), COUNT, ONES
                 )
                 assert wanted.status == small
+                wanted = await ask(
+                    "simple", PAIR.replace('"OUTPUT0"', f'"OUTPUT0" {place(0, 0)}'), COUNT, ONES
+                )
+                assert wanted.status == beyond
             assert region.read_bytes()[:64] == ONES
 
     run(ask())
