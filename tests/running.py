@@ -21,8 +21,8 @@ from types import TracebackType
 
 from tests import proc
 
-START_S, STOP_S = 60.0, 90.0  # stopping may take drain_s and half a minute more
-WAIT_S = 30.0
+START_S, STOP_S = 120.0, 90.0  # stopping may take drain_s and half a minute more
+WAIT_S = 60.0
 FREE = "127.0.0.1:0"
 QUICK_DEMO = ("--load-model", "half_plus_two")
 """Options for servers of the demo that are asked for nothing else: torch takes seconds to load, ONNX Runtime

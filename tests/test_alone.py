@@ -13,7 +13,7 @@ import pytest
 
 from tests.alone import Room
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 class Guests:

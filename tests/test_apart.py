@@ -12,7 +12,7 @@ from fastserve.apart import APART_BYTES, Apart
 
 
 def run(work: Any) -> None:
-    asyncio.run(asyncio.wait_for(work, 30))
+    asyncio.run(asyncio.wait_for(work, 120))
 
 
 def where() -> int:
@@ -51,7 +51,7 @@ class Slow:
         self.at_once += 1
         self.most = max(self.most, self.at_once)
         self.began.set()
-        assert self.go.wait(20)
+        assert self.go.wait(60)
         self.at_once -= 1
         self.ended += 1
 

@@ -17,7 +17,7 @@ CHECK = [sys.executable, str(ROOT / "tools" / "check_compiler.py")]
 
 def check(**environment: str) -> tuple[int, str]:
     done = subprocess.run(
-        CHECK, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60
+        CHECK, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
     )
     return done.returncode, done.stderr
 
@@ -67,7 +67,7 @@ def test_setup_checks_before_it_compiles() -> None:
     """Who installs from the sources without make is told the same."""
     environment = {**os.environ, "CXX": "no-such-compiler", "FASTSERVE_EXT": "meter"}
     command = [sys.executable, "setup.py", "-q", "build_ext"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert "fastserve cannot be built: there is no C++ compiler (no-such-compiler)" in done.stderr
 
@@ -80,7 +80,7 @@ def test_make_checks_first(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     environment = {**os.environ, "CXX": "no-such-compiler"}
     command = ["make", "build", f"PYTHON={sys.executable}"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode != 0
     assert "there is no C++ compiler (no-such-compiler)" in done.stderr
     assert not (tmp_path / ".venv").exists()

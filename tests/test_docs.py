@@ -41,7 +41,7 @@ def test_the_readmes_library_example_runs(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     example = tmp_path / "example.py"
     example.write_text(next(block for block in blocks if "BatchedService" in block))
-    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, timeout=120)
     assert done.stdout == "[0, 1, 4, 9, 16, 25, 36, 49, 64, 81]\n", done.stderr
 
 

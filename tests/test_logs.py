@@ -232,7 +232,7 @@ raise RuntimeError("the end")
 
 
 def test_every_line_of_a_process_is_json_even_the_last() -> None:
-    done = subprocess.run([sys.executable, "-c", UNCAUGHT], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", UNCAUGHT], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert done.stdout == ""
     lines = [json.loads(line) for line in done.stderr.splitlines()]

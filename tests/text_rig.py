@@ -249,7 +249,7 @@ class LocalEngine:
     def stream(self, version: Version, request: InferRequest) -> AsyncIterator[InferResponse]:
         raise NotImplementedError
 
-    async def idle(self, limit_s: float = 10.0) -> None:
+    async def idle(self, limit_s: float = 60.0) -> None:
         """Return when no sequence runs."""
         end = time.monotonic() + limit_s
         while any(loop.runs or loop.engine.pending() for loop in self.loops.values()):

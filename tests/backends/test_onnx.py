@@ -227,7 +227,7 @@ def test_the_runtime_does_not_report_home(tmp_path: Path) -> None:
     )
     env = {"HOME": str(tmp_path / "home"), "PATH": os.environ["PATH"], "PYTHONPATH": os.getcwd()}
     arguments = [sys.executable, "-c", code, str(affine(tmp_path))]
-    done = subprocess.run(arguments, env=env, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(arguments, env=env, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "[]"
     assert not (tmp_path / "home").exists()
 

@@ -44,7 +44,7 @@ def ask(served, path, body=None):
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"http://{served.http}/v2/{path}", data, headers)
     try:
-        with urllib.request.urlopen(request, timeout=10) as reply:
+        with urllib.request.urlopen(request, timeout=60) as reply:
             return reply.status, json.loads(reply.read() or b"{}")
     except urllib.error.HTTPError as refused:
         return refused.code, json.loads(refused.read() or b"{}")
@@ -113,7 +113,7 @@ def test_a_model_loads_and_unloads_another(controlled):
 
 
 def metric_lines(served):
-    with urllib.request.urlopen(f"http://{served.http}/metrics", timeout=10) as page:
+    with urllib.request.urlopen(f"http://{served.http}/metrics", timeout=60) as page:
         lines = page.read().decode().splitlines()
     return [line for line in lines if line.startswith(("seen_numbers", "last_number", "numbers"))]
 

@@ -146,7 +146,7 @@ async def serving(folder: Path, *models: dict[str, Any], **fields: Any) -> Async
         served.registry.close()
 
 
-async def until(true: Callable[[], bool], limit_s: float = 10) -> None:
+async def until(true: Callable[[], bool], limit_s: float = 60) -> None:
     end = time.monotonic() + limit_s
     while not true():
         assert time.monotonic() < end, [c.cell_contents for c in true.__closure__ or ()]
@@ -154,7 +154,7 @@ async def until(true: Callable[[], bool], limit_s: float = 10) -> None:
 
 
 def run(work: Awaitable[None]) -> None:
-    uvloop.run(asyncio.wait_for(work, 60))
+    uvloop.run(asyncio.wait_for(work, 200))
 
 
 def tensor(value: Any) -> Tensor:

@@ -44,7 +44,7 @@ def test_its_models_on_its_ports(tmp_path: Path) -> None:
                 assert b'generation_tokens_total{model_name="m1"} 6' in reply.read()
         finally:
             server.send_signal(signal.SIGTERM)
-            err = server.communicate(timeout=30)[1]
+            err = server.communicate(timeout=120)[1]
     assert server.returncode == 0
     assert b"ignored: BackendConfig.ModelDeployConfig.ModelConfig[0].worldSize of config.json" in err
 
@@ -52,7 +52,7 @@ def test_its_models_on_its_ports(tmp_path: Path) -> None:
 def test_a_file_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     command = [sys.executable, "-m", "fastserve.cli", "mindie", str(tmp_path / "config.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert done.stderr == "Error: config.json: BackendConfig: missing, allowed: a mapping of fields " + (
         "ModelDeployConfig, ScheduleConfig, modelInstanceNumber, multiNodesInferEnabled\n"

@@ -38,7 +38,7 @@ def write_model(root: Path, config: str = CONFIG, code: str = MODEL) -> Path:
 def refused(*arguments: str) -> str:
     """What a start that must not succeed says last."""
     asked = [*COMMAND, "serve", *arguments]
-    done = subprocess.run(asked, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=120)
     assert done.returncode != 0
     return done.stderr.splitlines()[-1]
 
@@ -62,7 +62,7 @@ def test_a_folder_without_models(tmp_path: Path) -> None:
         said = [process.stdout.readline().decode() for _ in range(3)]
     finally:
         process.terminate()
-        process.communicate(timeout=60)
+        process.communicate(timeout=120)
     assert said[0].startswith("fastserve listens and is not ready: http://")
     assert said[1] == "no model is loaded; `fastserve check models` tells more\n"
     assert said[2].startswith("There is no model in models: a model is a folder such as models/NAME, with")
@@ -109,7 +109,7 @@ def test_flags_of_other_servers() -> None:
 def test_a_flag_nobody_knows_ends_the_start(command: str) -> None:
     """Of every command, those that take another server's flags among them: none is dropped in silence."""
     done = subprocess.run(
-        [*COMMAND, command, "--no_such_flag=1"], capture_output=True, text=True, timeout=60, check=False
+        [*COMMAND, command, "--no_such_flag=1"], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode not in (0, -9)
     assert "no_such_flag" in done.stdout + done.stderr

@@ -95,7 +95,7 @@ def serving_grpc(base: Path, log: Path, *flags: str) -> Iterator[grpc.Channel]:
 def ask(url: str, body: Any = None) -> tuple[int, Any]:
     data = None if body is None else json.dumps(body).encode()
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, data), timeout=20) as reply:
+        with urllib.request.urlopen(urllib.request.Request(url, data), timeout=60) as reply:
             return reply.status, json.load(reply)
     except urllib.error.HTTPError as refused:
         return refused.code, json.load(refused)

@@ -35,9 +35,9 @@ def test_a_command_line_of_tritons_serves(tmp_path: Path) -> None:
         asked = urllib.request.Request(
             f"http://127.0.0.1:{http}/v2/models/twice/infer", json.dumps(body).encode()
         )
-        with urllib.request.urlopen(asked, timeout=20) as reply:
+        with urllib.request.urlopen(asked, timeout=60) as reply:
             assert json.load(reply)["outputs"][0]["data"] == [2.0, 4.0]
-        with urllib.request.urlopen(f"http://127.0.0.1:{metrics}/metrics", timeout=20) as reply:
+        with urllib.request.urlopen(f"http://127.0.0.1:{metrics}/metrics", timeout=60) as reply:
             assert b'nv_inference_count{model="twice",version="1"} 1' in reply.read()
         server.send_signal(signal.SIGTERM)
         assert server.wait(START_S) == 0

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -19,7 +18,6 @@ import pytest
 import uvloop
 
 from fastserve.config import GrpcOptions, Listener, Settings
-from fastserve.engine import batch_queue
 from fastserve.engine.batch_queue import BatchQueue
 from fastserve.server import Server
 from fastserve.server.speaking import find_specs
@@ -27,9 +25,10 @@ from fastserve.wire.grpc import GrpcListener
 from tests.conformance import models
 from tests.conformance.ways import KEY, REGION, SLOT_BYTES, SLOTS, Answer, Line, Way, region_path
 from tests.conftest import Descriptors
+from tests.engine.rig import deadlines_pass
 from tests.transports import Name
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 Found = TypeVar("Found")
 
 
@@ -60,7 +59,7 @@ class Rig:
         self._numbers = itertools.count(10)
         self._learned: set[tuple[str, Any, int]] = set()
 
-    def run(self, work: Coroutine[Any, Any, Found], limit_s: float = 60.0) -> Found:
+    def run(self, work: Coroutine[Any, Any, Found], limit_s: float = 200.0) -> Found:
         """Run a test; afterwards nothing may be outstanding, and its connections are closed."""
         return self.loop.run_until_complete(self._run(work, limit_s))
 
@@ -226,14 +225,8 @@ class Rig:
         """End the worker that began a batch last."""
         os.kill(int((self.folder / model / "runner").read_text()), signal.SIGKILL)
 
-    @contextlib.contextmanager
-    def deadlines_pass(self) -> Iterator[None]:
-        """To the engine every deadline is over: no test waits for one, and none is over too soon."""
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(batch_queue, "time", SimpleNamespace(monotonic_ns=_an_hour_later))
-            for hosted in self.server.host.hosted.values():
-                hosted.queue._expire()  # what its timer does when it rings, which is set by the real clock
-            yield
+    def deadlines_pass(self) -> contextlib.AbstractContextManager[None]:
+        return deadlines_pass(hosted.queue for hosted in self.server.host.hosted.values())
 
     @contextlib.contextmanager
     def policy_runs_out(self, model: str) -> Iterator[None]:

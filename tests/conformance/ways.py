@@ -28,7 +28,7 @@ from tests.conformance.models import FORMS, LIKE
 if TYPE_CHECKING:
     from tests.conformance.rig import Rig
 
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 SECOND = 0.5  # the other number of each row
 OK = "OK"
 # Why a request may be refused that has done nothing wrong: an event -> the kind of the error, and its words.

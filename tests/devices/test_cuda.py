@@ -34,7 +34,7 @@ def say(gpus: FakeGpus, code: str, handle: bytes = b"", **environment: str) -> s
     """What these lines print in a process that has the devices."""
     with gpus.here(**environment):
         done = subprocess.run(
-            [sys.executable, "-c", PRELUDE + code, handle.hex()], capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", PRELUDE + code, handle.hex()], capture_output=True, text=True, timeout=120
         )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

@@ -35,7 +35,7 @@ TYPES = {
 
 
 def run(work: Any) -> Any:
-    return asyncio.run(asyncio.wait_for(work, 30))
+    return asyncio.run(asyncio.wait_for(work, 120))
 
 
 def ints(*values: int, shape: tuple[int, ...] | None = None) -> Tensor:

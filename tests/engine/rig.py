@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import uvloop
 
 from fastserve._ext.batch_ring import BatchRing
+from fastserve.engine import batch_queue
 from fastserve.engine.batch_queue import BatchQueue
 from fastserve.engine.counters import counters_of
 from fastserve.engine.engine import Engine
@@ -32,7 +36,18 @@ DIED = "the worker died"
 
 
 def run(work: Any) -> None:
-    uvloop.run(asyncio.wait_for(work, 30))
+    uvloop.run(asyncio.wait_for(work, 120))
+
+
+@contextlib.contextmanager
+def deadlines_pass(queues: Iterable[BatchQueue], by_s: float = 3600) -> Iterator[None]:
+    """To these every deadline until then is over: no test waits for one, and none is over too soon."""
+    with pytest.MonkeyPatch.context() as patch:
+        later = SimpleNamespace(monotonic_ns=lambda: time.monotonic_ns() + int(by_s * 1e9))
+        patch.setattr(batch_queue, "time", later)
+        for queue in queues:
+            queue._expire()  # what its timer does when it rings, which is set by the real clock
+        yield
 
 
 def floats(*rows: float) -> Tensor:

@@ -158,9 +158,9 @@ def test_from_outside_the_package(tmp_path: Path) -> None:
     (version / "model.py").write_text(blocks["python"])
     with Running(tmp_path / "models", tmp_path / "log", "--dialect", SPEC) as server:
         url = f"http://{server.http}/csv/scale"
-        with urllib.request.urlopen(url, data=b"1,2,3,4\n5,6,7,8\n", timeout=20) as reply:
+        with urllib.request.urlopen(url, data=b"1,2,3,4\n5,6,7,8\n", timeout=60) as reply:
             assert reply.read() == b"3,6,9,12\n15,18,21,24\n"
-        with urllib.request.urlopen(url, timeout=20) as reply:
+        with urllib.request.urlopen(url, timeout=60) as reply:
             assert reply.read() == b"version,1\ninput,x,float32,4\noutput,y,float32,4\n"
 
 

@@ -63,12 +63,12 @@ def served() -> Iterator[tuple[str, str]]:
             yield places["http"], places["grpc"]
         finally:
             process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0
+            assert process.wait(120) == 0
 
 
 def ask(place: str, path: str, body: bytes, kind: str = "application/json") -> bytes:
     request = urllib.request.Request(f"http://{place}{path}", body, {"Content-Type": kind})
-    with urllib.request.urlopen(request, timeout=20) as reply:
+    with urllib.request.urlopen(request, timeout=60) as reply:
         return bytes(reply.read())
 
 

@@ -87,7 +87,7 @@ class Link:
         """Until so many frames of a kind have come, or nothing more will."""
         with self._heard:
             self._heard.wait_for(
-                lambda: len(self.frames(kind)) >= count or not self._thread.is_alive(), 6 * WAIT_S
+                lambda: len(self.frames(kind)) >= count or not self._thread.is_alive(), 3 * WAIT_S
             )
         return self.frames(kind)
 
@@ -95,7 +95,7 @@ class Link:
         """Until a word has come so often."""
         with self._heard:
             self._heard.wait_for(
-                lambda: self.came.count(word) >= count or not self._thread.is_alive(), 6 * WAIT_S
+                lambda: self.came.count(word) >= count or not self._thread.is_alive(), 3 * WAIT_S
             )
 
     def frames(self, kind: type[Frame] | tuple[type[Frame], ...] = Frame) -> list[Frame]:
@@ -109,7 +109,7 @@ class Link:
         """Everything up to the end of the connection, which is the server's to make."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_WR)
-        self._thread.join(6 * WAIT_S)
+        self._thread.join(3 * WAIT_S)
         assert not self._thread.is_alive(), "the server does not hang up"
         return self.frames()
 

@@ -33,7 +33,7 @@ assert ours(model_name="m").SerializeToString() == b"\\x0a\\x01m"
 
 
 def test_an_official_client_fits_in_the_same_process() -> None:
-    subprocess.run([sys.executable, "-c", OFFICIAL], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", OFFICIAL], check=True, timeout=120)
 
 
 @pytest.mark.parametrize("name", ["kserve_v2", "triton_v1"])  # tfserving brings protobuf's own files too

@@ -20,7 +20,7 @@ BODY = json.dumps({"instances": [[1.0, 0.5]]}).encode()
 HEAD = b"POST /v1/models/twice:predict HTTP/1.1\r\nHost: t\r\nContent-Length: %d\r\n\r\n"
 PREDICT = HEAD % len(BODY) + BODY
 INFER = "/inference.GRPCInferenceService/ModelInfer"
-ANSWER_S = 20.0
+ANSWER_S = 60.0
 UNSENT = ("failed to connect", "Connection refused")
 
 

@@ -117,7 +117,7 @@ def test_onnx_models_over_a_device(served):
 
 
 def counted(served, name: str) -> float:
-    with urllib.request.urlopen(f"http://{served.http}/metrics", timeout=20) as reply:
+    with urllib.request.urlopen(f"http://{served.http}/metrics", timeout=60) as reply:
         page = reply.read().decode()
     found = re.search(rf'fastserve_device_batches_total{{model="{name}"[^\n]* (\S+)', page)
     return float(found[1]) if found else 0.0
@@ -200,7 +200,7 @@ def test_stages_are_on_the_metrics_page(served):
     ask_all(served, "dense", 20)
 
     def shown() -> str:
-        with urllib.request.urlopen(f"http://{served.http}/metrics", timeout=20) as reply:
+        with urllib.request.urlopen(f"http://{served.http}/metrics", timeout=60) as reply:
             return reply.read().decode()
 
     until(lambda: re.search(r'copy_in[^\n]*"dense"', shown()), "its copy-in times", 20)

@@ -12,7 +12,6 @@ import pytest
 from fastserve.config import TFServingOptions
 from tests.server.rig import HOLD, KILL, KILL_ONCE, Served, release, run, seen, serving, write_model
 
-pytestmark = pytest.mark.timeout(90)
 DIED = "the worker process died while it ran this request"
 ENDED = "the worker process that ran this request was ended: a batch ran longer than run_timeout_ms 2000"
 

@@ -15,7 +15,6 @@ import pytest
 
 from tests.server.rig import HOLD, Served, release, run, seen, serving, write_model
 
-pytestmark = pytest.mark.timeout(90)
 TRITON_SOURCE = """
 import triton_python_backend_utils as pb_utils
 

@@ -12,7 +12,6 @@ import pytest
 from fastserve.config import Listener
 from tests.server.rig import HOLD, WAIT_S, release, run, seen, serving, write_model
 
-pytestmark = pytest.mark.timeout(60)
 EVERY = (Listener("127.0.0.1:0", dialects=("tfserving", "kserve_v2", "triton_v1", "grps")),)
 ROW = [HOLD, 0.5]
 JSON = "Content-Type: application/json\r\n"

@@ -27,7 +27,7 @@ outputs: {y: {dtype: float32, shape: [1]}}
 def post(server: Running, path: str, body: object) -> bytes:
     request = urllib.request.Request(f"http://{server.http}{path}", json.dumps(body).encode())
     request.add_header("Content-Type", "application/json")
-    with urllib.request.urlopen(request, timeout=30) as reply:
+    with urllib.request.urlopen(request, timeout=60) as reply:
         found: bytes = reply.read()
     return found
 

@@ -15,7 +15,7 @@ from fastserve.workers import isolation
 from fastserve.workers.isolation import may_isolate
 from tests.server.rig import HOLD, Served, release, run, seen, serving
 
-pytestmark = [pytest.mark.timeout(90), pytest.mark.logs_errors]
+pytestmark = pytest.mark.logs_errors
 BAD = -7.0
 SOURCE = """
 import pathlib, time

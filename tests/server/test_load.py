@@ -131,7 +131,7 @@ class Killer:
         """Whether the server has seen to the dead, and every worker that is wanted can run batches."""
         if self._killed.intersection(self._served.workers):
             return False
-        with urllib.request.urlopen(f"http://{self._served.http}/metrics", timeout=20) as reply:
+        with urllib.request.urlopen(f"http://{self._served.http}/metrics", timeout=60) as reply:
             page = reply.read().decode()
         alive, wanted = (
             sum(map(float, re.findall(rf"^fastserve_{name}{{.*}} (\S+)$", page, re.MULTILINE)))

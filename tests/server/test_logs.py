@@ -78,7 +78,7 @@ def predict(server: Running, x: float, request_id: str) -> int:
     url = f"http://{server.http}/v1/models/m:predict"
     asked = urllib.request.Request(url, body, {"X-Request-Id": request_id})
     try:
-        with urllib.request.urlopen(asked, timeout=20) as reply:
+        with urllib.request.urlopen(asked, timeout=60) as reply:
             reply.read()
             return int(reply.status)
     except urllib.error.HTTPError as refused:
@@ -128,7 +128,7 @@ def test_the_access_log_of_http_has_fields(server: Running) -> None:
 
 def test_the_access_log_of_grpc_has_fields(server: Running) -> None:
     with grpc.insecure_channel(server.grpc) as channel:
-        reply = channel.unary_unary(LIVE)(b"", metadata=(("x-request-id", "rpc-1"),), timeout=20)
+        reply = channel.unary_unary(LIVE)(b"", metadata=(("x-request-id", "rpc-1"),), timeout=60)
     line = under(server, "rpc-1", "fastserve.access")
     assert (line["message"], line["protocol"], line["status"]) == (LIVE, "grpc", "OK")
     assert line["bytes"] == len(reply)
@@ -150,7 +150,7 @@ def test_a_traceback_of_a_worker_has_the_ids_of_its_requests(server: Running) ->
         f"http://{server.http}/v2/models/t/infer", body, {"X-Request-Id": "http-1"}
     )
     with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(asked, timeout=20)
+        urllib.request.urlopen(asked, timeout=60)
     refused.value.close()
     assert "no such row" in under(server, "http-1", "fastserve.wire.call")["message"]
     (line,) = [line for line in lines_of(server.log) if line.get("request_ids") == "body-1"]
@@ -164,7 +164,7 @@ def test_the_one_request_of_a_batch_that_failed_is_logged_under_its_id(server: R
         tensor = {"name": "x", "shape": [1, 1], "datatype": "FP32", "data": [x]}
         body = json.dumps({"id": id, "inputs": [tensor]}).encode()
         try:
-            urllib.request.urlopen(f"http://{server.http}/v2/models/pair/infer", body, timeout=20).close()
+            urllib.request.urlopen(f"http://{server.http}/v2/models/pair/infer", body, timeout=60).close()
         except urllib.error.HTTPError as refused:
             refused.close()
             return refused.code
@@ -193,7 +193,7 @@ class Model:
 def start(folder: Path, *options: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "fastserve.cli", "serve", str(folder / "models"), *options]
     listeners = ["--http", "127.0.0.1:0", "--grpc", "off"]
-    done = subprocess.run([*command, *listeners], capture_output=True, text=True, timeout=60, cwd=folder)
+    done = subprocess.run([*command, *listeners], capture_output=True, text=True, timeout=120, cwd=folder)
     return done.returncode, done.stderr
 
 

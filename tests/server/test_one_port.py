@@ -120,7 +120,7 @@ def test_commands(server: Running, command: list[str], tmp_path: Path) -> None:
     body.write_bytes(BODY)
     command = [str(body) if word == "-" else f"@{body}" if word == "@-" else word for word in command]
     command.append(f"http://{server.http}{PREDICT}")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     text, version = done.stdout, ""
     if command[0] == "curl":
@@ -136,7 +136,7 @@ def test_grpc(server: Running) -> None:
         health = channel.unary_unary("/grpc.health.v1.Health/Check")
         assert health(b"", timeout=10) == b"\x08\x01"
         with pytest.raises(grpc.RpcError) as fault:
-            channel.unary_unary("/nobody.Service/Call")(b"", timeout=10)
+            channel.unary_unary("/nobody.Service/Call")(b"", timeout=60)
         assert fault.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 

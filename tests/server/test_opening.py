@@ -16,7 +16,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.running import free_port, until
 from tests.server.rig import write_model
 
-pytestmark = pytest.mark.timeout(60)
 SLOW = """
 import pathlib, time
 
@@ -75,7 +74,7 @@ def test_it_listens_while_models_load_and_says_so_in_every_dialect(tmp_path, fro
     with subprocess.Popen(command(tmp_path, http_port, *options), stdout=subprocess.PIPE) as server:
         try:
             until((tmp_path / "loading").exists, "the model loads", limit_s=30)
-            links = {name: http.client.HTTPConnection("127.0.0.1", http_port, timeout=20) for name in ASKED}
+            links = {name: http.client.HTTPConnection("127.0.0.1", http_port, timeout=60) for name in ASKED}
             for name, (method, target, body) in ASKED.items():
                 for _ in range(2):  # the second time the head is known
                     links[name].request(method, target, body)
@@ -103,7 +102,7 @@ def test_it_listens_while_models_load_and_says_so_in_every_dialect(tmp_path, fro
                 link.close()
         finally:
             server.terminate()
-        assert server.wait(20) == 0
+        assert server.wait(120) == 0
 
 
 def check_grpc(port: int) -> None:
@@ -112,8 +111,8 @@ def check_grpc(port: int) -> None:
         reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=20)
         assert reply.status == health_pb2.HealthCheckResponse.NOT_SERVING
         v2, v1 = "/inference.GRPCInferenceService/", "/nvidia.inferenceserver.GRPCService/"
-        assert channel.unary_unary(v2 + "ServerLive")(b"", timeout=20) == b"\x08\x01"
-        assert channel.unary_unary(v2 + "ServerReady")(b"", timeout=20) == b""
+        assert channel.unary_unary(v2 + "ServerLive")(b"", timeout=60) == b"\x08\x01"
+        assert channel.unary_unary(v2 + "ServerReady")(b"", timeout=60) == b""
         tfs = "/tensorflow.serving."
         prediction = [
             tfs + "PredictionService/" + name for name in ("Predict", "Classify", "GetModelMetadata")
@@ -121,7 +120,7 @@ def check_grpc(port: int) -> None:
         others = [*prediction, tfs + "ModelService/GetModelStatus", "/grps.protos.v1.GrpsService/Predict"]
         for path in (v2 + "ModelInfer", v2 + "ServerMetadata", v1 + "Status", v1 + "Infer", *others):
             with pytest.raises(grpc.RpcError) as caught:
-                channel.unary_unary(path)(b"", timeout=20)
+                channel.unary_unary(path)(b"", timeout=60)
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE, path
             assert caught.value.details() == STARTING
         with pytest.raises(grpc.RpcError) as caught:
@@ -145,7 +144,7 @@ def test_an_address_in_use_is_named_before_any_model_loads(tmp_path, transport, 
             "grpc": ("--grpc", place, "--http", "127.0.0.1:0"),
         }
         words = [sys.executable, "-m", "fastserve.cli", "serve", str(tmp_path), "--frontends", fronts]
-        done = subprocess.run([*words, *options[transport]], capture_output=True, timeout=30, check=False)
+        done = subprocess.run([*words, *options[transport]], capture_output=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (1, b"")
     assert (
         done.stderr.decode().splitlines()[-1]
@@ -159,6 +158,6 @@ def test_an_address_in_use_is_named_before_any_model_loads(tmp_path, transport, 
 def test_an_address_that_cannot_be_had(tmp_path, place):
     write_model(tmp_path)
     words = [sys.executable, "-m", "fastserve.cli", "serve", str(tmp_path), "--http", place, "--grpc", "off"]
-    done = subprocess.run(words, capture_output=True, timeout=30, check=False)
+    done = subprocess.run(words, capture_output=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (1, b"")
     assert done.stderr.decode().splitlines()[-1].startswith(f"fastserve: cannot listen on {place}: ")

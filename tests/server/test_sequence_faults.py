@@ -40,14 +40,16 @@ HOLDS = """
 PLAIN = "    def execute(self, requests):\n        return [self.one(request) for request in requests]\n"
 
 
-def write_one_slot(folder: Path, monkeypatch: pytest.MonkeyPatch, slots: int = 1) -> None:
-    """A model with a worker of `slots` slots."""
+def write_one_slot(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, slots: int = 1, idle_s: float = 100
+) -> None:
+    """A model with a worker of `slots` slots, which forgets sequences after `idle_s`."""
     monkeypatch.setenv("SEQ_FOLDER", str(folder))
     assert PLAIN in SOURCE
     config = CONFIG.replace("count: 2", "count: 1").replace("max_batch_size: 2", f"max_batch_size: {slots}")
-    idle = f"max_sequence_idle_microseconds: {int(IDLE_S * 1e6)}\n  direct {{ }}"
+    config = config.replace("idle_microseconds: 100000000", f"idle_microseconds: {int(idle_s * 1e6)}")
     (folder / "seq" / "1").mkdir(parents=True)
-    (folder / "seq" / "config.pbtxt").write_text(config.replace("direct { }", idle))
+    (folder / "seq" / "config.pbtxt").write_text(config)
     (folder / "seq" / "1" / "model.py").write_text(SOURCE.replace(PLAIN, HOLDS.lstrip("\n")))
 
 
@@ -66,7 +68,7 @@ def scheduler_of(at: Served) -> SequenceScheduler:
 def test_the_backlog_moves_up_when_an_idle_sequence_is_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_one_slot(tmp_path, monkeypatch)
+    write_one_slot(tmp_path, monkeypatch, idle_s=IDLE_S)
 
     async def work() -> None:
         async with serving(tmp_path) as at:
@@ -84,7 +86,8 @@ def test_the_backlog_moves_up_when_an_idle_sequence_is_forgotten(
 
 
 def test_nobody_is_forgotten_while_its_request_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_one_slot(tmp_path, monkeypatch)
+    idle_s = 1.5  # long beside what passes between two requests here
+    write_one_slot(tmp_path, monkeypatch, idle_s=idle_s)
 
     async def work() -> None:
         async with serving(tmp_path) as at:
@@ -92,7 +95,7 @@ def test_nobody_is_forgotten_while_its_request_runs(tmp_path: Path, monkeypatch:
             held = asyncio.ensure_future(say(at, 1, 0))
             await at.until((tmp_path / "held").exists)
             loop = asyncio.get_running_loop()
-            passed = loop.time() + 1.5 * IDLE_S
+            passed = loop.time() + 2 * idle_s
             await at.until(lambda: loop.time() > passed)
             (tmp_path / "go").touch()
             assert (await held)[:2] == [7, 7]

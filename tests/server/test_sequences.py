@@ -51,6 +51,7 @@ input [ { name: "IN" data_type: TYPE_INT32 dims: [ 1 ] } ]
 output [ { name: "OUT" data_type: TYPE_INT32 dims: [ 3 ] } ]
 instance_group [ { kind: KIND_CPU count: 2 } ]
 sequence_batching {
+  max_sequence_idle_microseconds: 100000000
   direct { }
   control_input [
     { name: "START" control [ { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] } ] },

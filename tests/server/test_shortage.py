@@ -105,7 +105,7 @@ def ask(served: Running, path: str, body: bytes, **headers: str) -> tuple[int, d
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     request = urllib.request.Request(f"http://{served.http}{path}", body, named, method="POST")
     try:
-        with urllib.request.urlopen(request, timeout=30) as reply:
+        with urllib.request.urlopen(request, timeout=60) as reply:
             return reply.status, dict(reply.headers), reply.read()
     except urllib.error.HTTPError as fault:
         return fault.code, dict(fault.headers), fault.read()
@@ -118,7 +118,7 @@ def infer(served: Running, model: str, value: float) -> tuple[int, dict, bytes]:
 
 
 def counted(served: Running, model: str) -> float:
-    with urllib.request.urlopen(f"http://{served.http}/metrics", timeout=20) as reply:
+    with urllib.request.urlopen(f"http://{served.http}/metrics", timeout=60) as reply:
         page = reply.read().decode()
     found = re.search(rf'fastserve_device_out_of_memory_total\{{[^}}]*"{model}"[^}}]*\}} (\S+)', page)
     return float(found[1]) if found else 0.0

@@ -67,13 +67,13 @@ def infer(served: Running, model: str, rows: int = 1, **parameters: object) -> l
     tensor = {"name": "IN", "datatype": "FP32", "shape": [rows, 2], "data": data}
     body = json.dumps({"inputs": [tensor], "parameters": parameters}).encode()
     asked = urllib.request.Request(f"http://{served.http}/v2/models/{model}/infer", body)
-    with urllib.request.urlopen(asked, timeout=30) as reply:
+    with urllib.request.urlopen(asked, timeout=60) as reply:
         flat = json.loads(reply.read())["outputs"][0]["data"]
     return [flat[at : at + 2] for at in range(0, len(flat), 2)]
 
 
 def page_of(served: Running) -> str:
-    with urllib.request.urlopen(f"http://{served.http}/metrics", timeout=20) as reply:
+    with urllib.request.urlopen(f"http://{served.http}/metrics", timeout=60) as reply:
         return str(reply.read().decode())
 
 

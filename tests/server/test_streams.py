@@ -16,7 +16,6 @@ from tests.running import until
 from tests.server.rig import SOURCE, write_model
 from tests.server.test_opening import BODY, command, free_port
 
-pytestmark = pytest.mark.timeout(60)
 TALKS = SOURCE.replace('        x = inputs["x"]', '        x = inputs["x"]; print("a line", flush=True)')
 SPIN_S, SPENT_S = 0.5, 0.3
 
@@ -44,7 +43,7 @@ def starts(how: str, words: list[str]) -> subprocess.Popen[bytes]:
 
 
 def predicts(port: int) -> bool:
-    link = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    link = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         link.request("POST", "/v1/models/twice:predict", BODY)
         return link.getresponse().read() == b'{\n    "predictions": [[2.0, 4.0]\n    ]\n}'
@@ -72,4 +71,4 @@ def test_it_serves_on(tmp_path, how, fronts):
                 }
         finally:
             server.send_signal(signal.SIGTERM)
-        assert server.wait(20) == 0
+        assert server.wait(120) == 0

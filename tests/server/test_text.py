@@ -15,7 +15,6 @@ import pytest
 from tests.server.rig import Client, Served, run, serving
 from tests.server.test_fronts import connect_to_each
 
-pytestmark = pytest.mark.timeout(90)
 SOURCE = """
 import itertools
 

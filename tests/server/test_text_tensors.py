@@ -26,7 +26,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 def post(served: Running, path: str, body: Any) -> tuple[int, bytes]:
     host, _, port = served.http.rpartition(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=20)
+    connection = http.client.HTTPConnection(host, int(port), timeout=60)
     connection.request("POST", f"/v2/models/m1/{path}", json.dumps(body))
     reply = connection.getresponse()
     try:

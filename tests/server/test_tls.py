@@ -106,18 +106,18 @@ def test_http_2(server: Running) -> None:
 
 def test_grpc(server: Running) -> None:
     with grpc.secure_channel(server.grpc, channel_credentials()) as channel:
-        assert channel.unary_unary(READY)(b"", timeout=20) == b"\x08\x01"
+        assert channel.unary_unary(READY)(b"", timeout=60) == b"\x08\x01"
 
     async def main() -> None:
         async with grpc.aio.secure_channel(server.grpc, channel_credentials()) as channel:
-            assert await channel.unary_unary(READY)(b"", timeout=20) == b"\x08\x01"
+            assert await channel.unary_unary(READY)(b"", timeout=60) == b"\x08\x01"
 
     asyncio.run(main())
 
 
 def test_grpc_in_plain_text_is_refused(server: Running) -> None:
     with grpc.insecure_channel(server.grpc) as channel, pytest.raises(grpc.RpcError) as fault:
-        channel.unary_unary(READY)(b"", timeout=20)
+        channel.unary_unary(READY)(b"", timeout=60)
     assert fault.value.code() == grpc.StatusCode.UNAVAILABLE
 
 
@@ -147,7 +147,7 @@ def test_tritonclient(server: Running, tmp_path: Path) -> None:
 def test_curl(server: Running, tmp_path: Path, flag: str, version: str) -> None:
     said = ["-w", "\n%{http_version}", "-d", BODY.decode(), f"https://{server.http}{PREDICT}"]
     command = ["curl", "-sS", flag, "--noproxy", "*", "--cacert", str(root_file(tmp_path)), *said]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     body, _, told = done.stdout.rpartition("\n")
     assert (json.loads(body), told) == (HALVES, version), done.stderr
 
@@ -166,7 +166,7 @@ def test_curl(server: Running, tmp_path: Path, flag: str, version: str) -> None:
 )
 def test_openssl(server: Running, flags: tuple[str, ...], said: str) -> None:
     command = ["openssl", "s_client", "-connect", server.http, *flags]
-    done = subprocess.run(command, input=b"", capture_output=True, timeout=30)
+    done = subprocess.run(command, input=b"", capture_output=True, timeout=120)
     assert said in (done.stdout + done.stderr).decode("utf-8", "replace")
 
 
@@ -187,15 +187,15 @@ def test_new_certificates_are_noticed(tmp_path: Path, kind: str) -> None:
         channel = grpc.secure_channel(server.grpc, channel_credentials())
         held.request("POST", PREDICT, BODY)
         assert json.loads(held.getresponse().read()) == HALVES
-        assert channel.unary_unary(READY)(b"", timeout=20) == b"\x08\x01"
+        assert channel.unary_unary(READY)(b"", timeout=60) == b"\x08\x01"
         assert certificate_of(server) == "server"
         replace(tmp_path, "second")
         until(lambda: [certificate_of(server) for _ in range(8)] == ["second"] * 8, "a new certificate")
         held.request("POST", PREDICT, BODY)  # connections that run stay as they were
         assert json.loads(held.getresponse().read()) == HALVES
-        assert channel.unary_unary(READY)(b"", timeout=20) == b"\x08\x01"
+        assert channel.unary_unary(READY)(b"", timeout=60) == b"\x08\x01"
         with grpc.secure_channel(server.grpc, channel_credentials()) as fresh:
-            assert fresh.unary_unary(READY)(b"", timeout=20) == b"\x08\x01"
+            assert fresh.unary_unary(READY)(b"", timeout=60) == b"\x08\x01"
         held.close(), channel.close()
 
 
@@ -225,9 +225,9 @@ def test_clients_show_their_certificates(tmp_path: Path, kind: str) -> None:
         assert predict(server, context) == HALVES
         pair = Path(alice.key).read_bytes(), Path(alice.cert).read_bytes()
         with grpc.secure_channel(server.grpc, channel_credentials(pair)) as channel:
-            assert channel.unary_unary(READY)(b"", timeout=20) == b"\x08\x01"
+            assert channel.unary_unary(READY)(b"", timeout=60) == b"\x08\x01"
         with grpc.secure_channel(server.grpc, channel_credentials()) as channel, pytest.raises(grpc.RpcError):
-            channel.unary_unary(READY)(b"", timeout=20)
+            channel.unary_unary(READY)(b"", timeout=60)
         until(lambda: server.log.read_text().count("CN=alice") == 2, "her name in the access log")
 
 
@@ -242,7 +242,7 @@ def test_some_ports_may_stay_plain(tmp_path: Path) -> None:
         assert json.loads(link.getresponse().read()) == HALVES
         link.close()
         with grpc.secure_channel(server.grpc, channel_credentials()) as channel:
-            assert channel.unary_unary(READY)(b"", timeout=20) == b"\x08\x01"
+            assert channel.unary_unary(READY)(b"", timeout=60) == b"\x08\x01"
 
 
 def test_a_server_does_not_start_with_a_pair_that_does_not_fit(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_a_server_does_not_start_with_a_pair_that_does_not_fit(tmp_path: Path) -
 
 def ask(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "fastserve.cli", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 def test_commands(server: Running, tmp_path: Path) -> None:
@@ -314,12 +314,12 @@ def test_tensorflow_servings_ssl_config(tmp_path: Path) -> None:
         pair = Path(alice.key).read_bytes(), Path(alice.cert).read_bytes()
         place = f"127.0.0.1:{grpc_port}"
         with grpc.secure_channel(place, channel_credentials(pair)) as channel:
-            assert channel.unary_unary(check)(message, timeout=20)
+            assert channel.unary_unary(check)(message, timeout=60)
         with grpc.secure_channel(place, channel_credentials()) as channel, pytest.raises(grpc.RpcError):
-            channel.unary_unary(check)(message, timeout=20)
+            channel.unary_unary(check)(message, timeout=60)
     finally:
         server.terminate()
-        server.communicate(timeout=60)
+        server.communicate(timeout=120)
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_the_example_runs_with_and_without_a_main_guard(tmp_path, guarded):
     script = tmp_path / "experiment.py"
     script.write_text(text if guarded else text.replace('if __name__ == "__main__":', "if True:"))
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=True
     )
     assert "times faster" in done.stdout
 

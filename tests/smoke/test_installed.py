@@ -30,8 +30,8 @@ import pytest
 COMMAND = str(Path(sys.executable).with_name("fastserve"))
 INSTALLED = os.environ.get("FASTSERVE_SMOKE") == "installed"
 STARTS_PROCESSES = True
-START_S = 60
-STOP_S = 30
+START_S = 120
+STOP_S = 90
 # A held-out zero of the digits data, as grey values.
 ZERO = [
     [0, 0, 5, 11, 4, 1, 0, 0],
@@ -64,14 +64,14 @@ def free_port() -> int:
 
 
 def get(url: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=20) as reply:
+    with urllib.request.urlopen(url, timeout=120) as reply:
         body: bytes = reply.read()
         return body
 
 
 def post(url: str, body: Any) -> Any:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=20) as reply:
+    with urllib.request.urlopen(request, timeout=120) as reply:
         return json.load(reply)
 
 
@@ -114,7 +114,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def command(*arguments: str) -> str:
-    done = subprocess.run([COMMAND, *arguments], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([COMMAND, *arguments], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -181,6 +181,6 @@ def test_an_onnx_model_is_served(double: Path, tmp_path: Path) -> None:
 @pytest.mark.skipif(HAS_ONNX, reason="ONNX Runtime is installed")
 @pytest.mark.parametrize("asked", ["serve", "check"])
 def test_an_onnx_model_says_what_to_install(double: Path, asked: str) -> None:
-    done = subprocess.run([COMMAND, asked, str(double)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([COMMAND, asked, str(double)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert "pip install 'fastserve[onnx]'" in done.stdout + done.stderr

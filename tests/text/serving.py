@@ -140,7 +140,7 @@ async def serving(folder: Path) -> AsyncIterator[Served]:
         served.registry.close()
 
 
-async def until(true: Callable[[], bool], limit_s: float = 15) -> None:
+async def until(true: Callable[[], bool], limit_s: float = 60) -> None:
     end = time.monotonic() + limit_s
     while not true():
         assert time.monotonic() < end, [c.cell_contents for c in true.__closure__ or ()]
@@ -148,4 +148,4 @@ async def until(true: Callable[[], bool], limit_s: float = 15) -> None:
 
 
 def run(work: Awaitable[None]) -> None:
-    uvloop.run(asyncio.wait_for(work, 60))
+    uvloop.run(asyncio.wait_for(work, 200))

@@ -22,14 +22,14 @@ from fastserve.wire.connection import Connection
 from fastserve.wire.scope import Scope
 
 T = TypeVar("T")
-WAIT_S = 10.0  # how long a test waits for something that must happen
+WAIT_S = 30.0  # how long a test waits for something that must happen
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
     """Run a test's coroutine on the loop the server runs on."""
 
     async def bounded() -> T:
-        return await asyncio.wait_for(work, 60)
+        return await asyncio.wait_for(work, 200)
 
     return uvloop.run(bounded())
 

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.lingers  # grpcio keeps its poller's thread and pipe
 
 def run(work: Coroutine[Any, Any, None]) -> None:
     async def bounded() -> None:
-        await asyncio.wait_for(work, 60)
+        await asyncio.wait_for(work, 200)
 
     uvloop.run(bounded())
 
@@ -404,7 +404,7 @@ def test_connections_and_metadata_have_a_limit() -> None:
             async with grpc.aio.insecure_channel(
                 "{}:{}".format(*listener.address), options=[("grpc.use_local_subchannel_pool", 1)]
             ) as second:
-                fault = await refused(second.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=20))
+                fault = await refused(second.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=60))
                 assert fault.code() is grpc.StatusCode.UNAVAILABLE
             reader, writer = await asyncio.open_connection(*listener.address)
             told = await asyncio.wait_for(reader.read(), 5)  # to its end, at once, and without SETTINGS

@@ -79,8 +79,8 @@ def test_what_is_left_after_the_grace_is_cut_off() -> None:
 
 def test_an_idle_connection_says_goodbye_and_a_busy_one_does_not() -> None:
     async def main() -> None:
-        async with peer_serving(WAIT, transport=transport(), max_connection_idle_s=1.0) as (_, peer):
-            assert (await peer.ask("/t.T/Wait", frame(b"2"))).messages == [b"2"]
+        async with peer_serving(WAIT, transport=transport(), max_connection_idle_s=2) as (_, peer):
+            assert (await peer.ask("/t.T/Wait", frame(b"4"))).messages == [b"4"]
             assert peer.goodbye is None
             await peer.read(lambda: peer.goodbye is not None)
             assert peer.goodbye is not None

@@ -38,7 +38,7 @@ def test_grpc_js(folder: Path) -> None:
     async def main() -> None:
         async with serving() as place:
             command = ["node", str(SCRIPT), place]
-            ask = partial(subprocess.run, command, cwd=folder, capture_output=True, timeout=60, text=True)
+            ask = partial(subprocess.run, command, cwd=folder, capture_output=True, timeout=120, text=True)
             asked = await asyncio.get_running_loop().run_in_executor(None, ask)
             assert asked.returncode == 0, asked.stderr
             told.extend(asked.stdout.splitlines())

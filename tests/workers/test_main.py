@@ -154,7 +154,7 @@ def test_an_owner_with_nothing_to_load_gets_a_quiet_exit(said: bytes) -> None:
         )
         theirs.close()
         ours.shutdown(socket.SHUT_WR)
-        assert worker.wait(60) == 0
+        assert worker.wait(120) == 0
 
 
 # Runs in an interpreter of its own: an audit hook cannot be taken off again.

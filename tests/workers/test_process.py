@@ -229,7 +229,7 @@ asyncio.run(own())
 
 def test_a_worker_does_not_outlive_its_owner(tmp_path: Path) -> None:
     code = OWNER.replace("{entry}", repr(process.ENTRY))
-    owner = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, text=True)
+    owner = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120, text=True)
     assert owner.returncode == -signal.SIGKILL
     pid = int(owner.stdout)
     try:

@@ -20,7 +20,7 @@ import h2.events
 from fastserve.protos import load
 from tests.conformance.text.apis import Reply
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 Address = tuple[str, int]
 MESSAGES = load("kserve_v2")
 STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"

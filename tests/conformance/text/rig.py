@@ -154,7 +154,7 @@ class TextRig:
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
         """A test; afterwards everybody is gone, and nothing may be held or be in a gauge."""
-        self.loop.run_until_complete(asyncio.wait_for(self._run(work), 30))
+        self.loop.run_until_complete(asyncio.wait_for(self._run(work), 200))
 
     async def _run(self, work: Coroutine[Any, Any, None]) -> None:
         try:
@@ -182,7 +182,7 @@ class TextRig:
             *(level for found in levels for (level,) in found.values()),
         ]
 
-    async def until(self, true: Callable[[], object], limit_s: float = 20.0) -> None:
+    async def until(self, true: Callable[[], object], limit_s: float = 60.0) -> None:
         end = self.loop.time() + limit_s
         while not true():
             if self.loop.time() > end:

@@ -13,7 +13,6 @@ from tests.conformance.text import test_lives as lives
 from tests.conformance.text.apis import EMBEDDINGS, INTERNAL, LATE, TEXT
 from tests.conformance.text.rig import VECTORS, TextRig, open_text_rig
 
-pytestmark = pytest.mark.timeout(120)
 TRANSPORTS = pytest.mark.parametrize("transport", ["h1", "h2"])
 
 

@@ -17,7 +17,6 @@ from tests.conformance.text.apis import APIS, FULL, INTERNAL, LATE, LOST, MODEL,
 from tests.conformance.text.lines import Line
 from tests.conformance.text.rig import SLOTS, WAITING, TextRig, open_text_rig
 
-pytestmark = pytest.mark.timeout(120)
 WAYS = [(api, transport) for api in APIS for transport in ("h1", "h2")]
 WAYS += [(api, "grpc") for api in APIS if api.name == "v2-stream"]
 EVERY_WAY = pytest.mark.parametrize(

@@ -82,7 +82,7 @@ class Deployed:
         self._loop.close()
 
     def run(self, work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(200)
 
     def is_clean(self) -> bool:
         rings = [hosted.queue.ring for hosted in self.server.host.hosted.values()]
@@ -92,7 +92,7 @@ class Deployed:
         until(self.is_clean, "everything was given back")
 
     def connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
 
     def ask(self, method: str, path: str, body: bytes | None = None, headers: Any = None) -> Reply:
         client = self.connect()
@@ -122,7 +122,7 @@ class Deployed:
         import grpc
 
         with grpc.insecure_channel(self.rpc, _OPTIONS) as channel:
-            return bytes(channel.unary_unary(SERVICE + name)(data, timeout=20))
+            return bytes(channel.unary_unary(SERVICE + name)(data, timeout=60))
 
     def stream(self, **fields: Any) -> list[Any]:
         """Every message of a stream."""
@@ -130,7 +130,7 @@ class Deployed:
 
         data = GRPS.GrpsMessage(**fields).SerializeToString()
         with grpc.insecure_channel(self.rpc, _OPTIONS) as channel:
-            found = channel.unary_stream(SERVICE + "PredictStreaming")(data, timeout=20)
+            found = channel.unary_stream(SERVICE + "PredictStreaming")(data, timeout=60)
             return [GRPS.GrpsMessage.FromString(message) for message in found]
 
 

@@ -98,7 +98,7 @@ async def connected(flavour: str, served: Running) -> AsyncIterator[Client]:
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, 2 * WAIT_S))
+    asyncio.run(asyncio.wait_for(work, 200))
 
 
 def warm_up(served: Running) -> None:

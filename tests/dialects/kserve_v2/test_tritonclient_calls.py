@@ -122,7 +122,7 @@ async def generate_request_body(client: Client) -> None:
     body, header_bytes = await client.generate_request_body(client.pair(), outputs=wanted)
     url = f"http://{client.served.http}/v2/models/simple/infer"
     request = urllib.request.Request(url, body, {"Inference-Header-Content-Length": str(header_bytes)})
-    with urllib.request.urlopen(request, timeout=20) as reply:
+    with urllib.request.urlopen(request, timeout=60) as reply:
         length, coding = (
             reply.headers[name] for name in ("Inference-Header-Content-Length", "Content-Encoding")
         )

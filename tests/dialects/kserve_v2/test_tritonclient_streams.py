@@ -271,7 +271,7 @@ def generate(served: Running, path: str, body: dict[str, Any]) -> tuple[int, str
     url = f"http://{served.http}/v2/models/{path}"
     request = urllib.request.Request(url, json.dumps(body).encode())
     try:
-        with urllib.request.urlopen(request, timeout=20) as reply:
+        with urllib.request.urlopen(request, timeout=60) as reply:
             return reply.status, reply.headers["Content-Type"], reply.read()
     except urllib.error.HTTPError as fault:
         with fault:

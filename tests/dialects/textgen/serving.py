@@ -99,7 +99,7 @@ class Local(Asking):
         self._thread = threading.Thread(target=self.loop.run_forever)
 
     def run(self, work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(200)
 
     async def _open(self) -> None:
         self._stack = contextlib.AsyncExitStack()

@@ -22,7 +22,6 @@ from fastserve.metrics import names
 from tests.dialects.textgen.serving import Asking, Hosted, Reply
 from tests.running import until
 
-pytestmark = pytest.mark.timeout(90)
 # What a model does, the prompt says: `go` says words for as long as they are wanted, `wait` says two and then
 # none, `raise` says two and raises, `die` says two and ends its process, `silent` says nothing.
 SOURCE = """

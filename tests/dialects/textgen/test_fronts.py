@@ -49,7 +49,7 @@ def held(at: Asking) -> int:
 def test_events_over_http2(at: Asking) -> None:
     command = ["curl", "-sN", "--http2-prior-knowledge", "-m", "20", f"http://127.0.0.1:{at.port}/infer"]
     body = '{"inputs": "hi", "stream": true, "parameters": {"seed": 846930886, "details": true}}'
-    done = subprocess.run([*command, "-d", body], capture_output=True, timeout=60, check=True)
+    done = subprocess.run([*command, "-d", body], capture_output=True, timeout=120, check=True)
     assert timeless(done.stdout).endswith(LAST)
     assert done.stdout.count(b"data: ") == 20
 

@@ -17,7 +17,6 @@ from tests.late import Late
 from tests.running import until
 
 openai = Late("openai")
-pytestmark = pytest.mark.timeout(90)
 TRITON = "/v2/models/m1/generate_stream"
 PATHS = ("/v1/completions", "/v1/chat/completions", "/generate_stream", "/generate", TRITON)
 
