@@ -87,7 +87,7 @@ def test_a_model_that_waits_for_itself_is_told_so(tmp_path):
             with pytest.raises(ServeError, match=r"took longer|time was up") as caught:
                 await at.ask("caller", IN, parameters={"to": "caller", "timeout": 300_000})
             assert caught.value.kind is Kind.INTERNAL
-            assert time.monotonic() - start < 5
+            assert time.monotonic() - start < 30
 
     run(work())
 

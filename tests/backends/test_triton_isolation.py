@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fastserve.errors import ServeError
-from tests.backends.triton_rig import Served, entry, model, run, serving
+from tests.backends.triton_rig import Served, entry, model, run, serving, until
 
 SLOW = 1000
 NUMBERS = [1, 2, -1, 3, 4, -2, 5]
@@ -21,9 +21,10 @@ async def together(at: Served, name: str, numbers: list[int]) -> tuple[Any, list
     queue = at.queue(name)
     while queue.ring.pending() or not queue.waiting:
         await asyncio.sleep(0.001)
-    asked = [at.ask(name, {"IN": [[number]]}) for number in numbers]
-    answers = await asyncio.gather(*asked, return_exceptions=True)
-    return await first, answers
+    asked = asyncio.gather(*(at.ask(name, {"IN": [[number]]}) for number in numbers), return_exceptions=True)
+    await until(lambda: queue.waiting == 1 + len(numbers))
+    (at.version(name).folder / "go").touch()
+    return await first, await asked
 
 
 @pytest.mark.parametrize(

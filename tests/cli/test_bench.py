@@ -136,7 +136,7 @@ def test_requests_of_both_protocols(url: str) -> None:
 
 @pytest.mark.parametrize("protocol", ["tfserving", "tfserving-raw"])
 def test_whole_run(url: str, protocol: str) -> None:
-    options = ["-c", "3", "--processes", "2", "-d", "0.3", "--warm-up", "0", "--protocol", protocol, "--json"]
+    options = ["-c", "3", "--processes", "2", "-d", "0.6", "--warm-up", "0", "--protocol", protocol, "--json"]
     result = run("double", "--url", url, *options)
     report = json.loads(result.stdout)
     assert result.exit_code == 0, result.output
@@ -147,7 +147,7 @@ def test_whole_run(url: str, protocol: str) -> None:
 
 
 def test_failures_are_counted_and_tell_in_the_exit_code(url: str) -> None:
-    result = run("broken", "--url", url, "-c", "2", "-d", "0.2", "--warm-up", "0")
+    result = run("broken", "--url", url, "-c", "2", "-d", "0.6", "--warm-up", "0")
     assert result.exit_code == 1
     assert "status 500  " in result.stdout
 

@@ -126,7 +126,7 @@ def test_what_is_asked() -> None:
 def test_a_whole_run(protocol: str, tmp_path: Any) -> None:
     (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     with serving([(1, "a"), (2, "b")], folder=tmp_path) as url:
-        arguments = ["tiny", "--url", url, "--protocol", protocol, "-d", "0.4", "--warm-up", "0", "--json"]
+        arguments = ["tiny", "--url", url, "--protocol", protocol, "-d", "1", "--warm-up", "0", "--json"]
         result = CliRunner().invoke(main, ["bench", *arguments, "-c", "3", "--tokens", "5"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
@@ -136,7 +136,7 @@ def test_a_whole_run(protocol: str, tmp_path: Any) -> None:
 
 def test_a_run_whose_answers_break_off_fails() -> None:
     with serving([(1, "a")], fail_after=2) as url:
-        arguments = ["tiny", "--url", url, "--protocol", "text", "-d", "0.2", "--warm-up", "0", "-c", "1"]
+        arguments = ["tiny", "--url", url, "--protocol", "text", "-d", "1", "--warm-up", "0", "-c", "1"]
         result = CliRunner().invoke(main, ["bench", *arguments])
     assert result.exit_code == 1
     assert "FAILED" in result.stdout

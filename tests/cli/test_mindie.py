@@ -38,9 +38,9 @@ def test_its_models_on_its_ports(tmp_path: Path) -> None:
             assert server.stdout is not None
             assert b"ready" in server.stdout.readline()
             body = json.dumps({"inputs": "a"}).encode()
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/infer", body, 20) as reply:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/infer", body, 60) as reply:
                 assert json.load(reply) == {"generated_text": "xxxxxx"}
-            with urllib.request.urlopen(f"http://127.0.0.1:{management}/metrics", None, 20) as reply:
+            with urllib.request.urlopen(f"http://127.0.0.1:{management}/metrics", None, 60) as reply:
                 assert b'generation_tokens_total{model_name="m1"} 6' in reply.read()
         finally:
             server.send_signal(signal.SIGTERM)

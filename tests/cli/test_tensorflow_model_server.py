@@ -252,8 +252,12 @@ def test_its_socket_and_a_list_that_changes(tmp_path: Path) -> None:
     messages = load("tfserving")
     file, socket_file = tmp_path / "models.config", tmp_path / "tf.sock"
 
+    def replace(text: str) -> None:  # at once: an empty file is a list of no models
+        (tmp_path / "next").write_text(text)
+        (tmp_path / "next").rename(file)
+
     def write(name: str) -> None:
-        file.write_text(f'model_config_list {{ config {{ name: "{name}" base_path: "{tmp_path / name}" }} }}')
+        replace(f'model_config_list {{ config {{ name: "{name}" base_path: "{tmp_path / name}" }} }}')
 
     for name in ("m", "n"):
         write_version(tmp_path / name)
@@ -288,7 +292,7 @@ def test_its_socket_and_a_list_that_changes(tmp_path: Path) -> None:
         write("n")
         until(lambda: ask("n", "value") == "3.0", "n is served", START_S)
         until(lambda: "Servable not found" in ask("m", "value"), "m has gone", START_S)
-        file.write_text("model_config_list {")
+        replace("model_config_list {")
         until(lambda: "Error parsing text-format" in (tmp_path / "log").read_text(), "it is told", START_S)
         assert ask("n", "value") == "3.0"
     assert not socket_file.exists()

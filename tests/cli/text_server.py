@@ -40,7 +40,7 @@ def serving(
     ends: list[Any] = []
     thread = Thread(target=asyncio.run, args=(work(),))
     thread.start()
-    assert ready.wait(20)
+    assert ready.wait(60)
     try:
         yield urls[0]
     finally:

@@ -324,7 +324,7 @@ def test_watching_finds_a_new_version_and_a_slow_load_holds_up_no_other_model(tm
         while stage.served("quick") != [2]:
             await asyncio.sleep(0.001)
         write_version(tmp_path, "quick", 3)
-        await asyncio.wait_for(seen.wait(), 20)
+        await asyncio.wait_for(seen.wait(), 60)
         assert stage.served("slow") == [1]
         stage.hooks.gates["slow", 2].set()
         while stage.served("slow") != [2]:

@@ -2,6 +2,7 @@
 Answers are the number, the runs so far, and how many of those had a large one."""
 
 import time
+from pathlib import Path
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -19,7 +20,9 @@ class TritonPythonModel:
         self.runs += 1
         self.runs_of_large += any(LARGE <= number < SLOW for number in numbers)
         if SLOW in numbers:
-            time.sleep(0.5)  # others gather meanwhile
+            until = time.monotonic() + 60  # others gather meanwhile
+            while not Path(__file__).with_name("go").exists() and time.monotonic() < until:
+                time.sleep(0.001)
         found = []
         for number, request in zip(numbers, requests, strict=True):
             if number >= LARGE:

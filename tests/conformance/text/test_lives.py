@@ -177,7 +177,7 @@ def test_clients_that_leave_at_any_byte(rig: TextRig, api: Api, transport: str) 
             line = await rig.send(
                 api, transport, "for ever" if api.stream else dice.choice(["silent", "plain"])
             )
-            await asyncio.wait_for(leave(line), 20)
+            await asyncio.wait_for(leave(line), 60)
         rig.go()
         assert api.read(await staying.rest()).text == TEXT
         await rig.is_well(api, transport)

@@ -69,7 +69,7 @@ def embedding(line: Line, count: int) -> Embedding:
 
 
 def run(work: Any) -> None:
-    asyncio.run(asyncio.wait_for(work, 20))
+    asyncio.run(asyncio.wait_for(work, 120))
 
 
 def test_a_version_that_is_unloaded_while_a_request_waits_for_its_line() -> None:

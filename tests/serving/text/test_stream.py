@@ -229,7 +229,7 @@ def test_a_deadline_ends_it() -> None:
     async def work(engine: LocalEngine) -> None:
         deadline = time.monotonic_ns() + 5_000_000
         stream = await model_of(engine).start(ask(500, deadline_ns=deadline, prompt="w"))
-        ending = await asyncio.wait_for(stream.rest(), 10)
+        ending = await asyncio.wait_for(stream.rest(), 60)
         if ending.reason is not Finish.LENGTH:  # 500 tokens in 5 ms
             assert ending.fault is not None
             assert (ending.reason, ending.fault.kind) == (Finish.TIMEOUT, Kind.DEADLINE_EXCEEDED)
@@ -383,7 +383,7 @@ def test_a_tokenizer_is_read_beside_the_loop_and_once(
 
     def slowly(*given: Any) -> Any:
         read.append(current_thread())
-        assert go.wait(20)
+        assert go.wait(60)
         if len(read) == 1:
             raise ServeError(Kind.FAILED_PRECONDITION, "not yet")
         return load_tokenizer("words", tmp_path, "m1")
