@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import http.client
 import signal
+import time
 from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from fastserve.wire.listener import QUIET_S
 from tests.running import Running, until
 from tests.server.drains import Load
 from tests.server.rig import run, write_model
@@ -117,19 +119,32 @@ def test_it_is_first_not_ready_and_serves_on(tmp_path, fronts):
 
 def test_an_idle_connection_is_kept_for_a_moment_and_may_be_used(tmp_path):
     write_model(tmp_path)
-    with Running(tmp_path, tmp_path / "log") as server:
+    assert any(used_in_time(tmp_path) for _ in range(5))
+
+
+def used_in_time(folder: Path) -> bool:
+    """False where this process was kept from it for longer than the moment."""
+    with Running(folder, folder / "log") as server:
         idle, used = (http.client.HTTPConnection(server.http, timeout=60) for _ in range(2))
         for link in (idle, used):
             link.connect()
+        began = time.monotonic()
         server.signal(signal.SIGTERM)
         until(lambda: refused(server.http), "nobody listens")
-        used.request("GET", "/healthz/ready")
-        reply = used.getresponse()
-        assert (reply.status, reply.getheader("connection")) == (503, "close")
-        assert idle.sock.recv(1) == b""
-        for link in (idle, used):
-            link.close()
-        server.wait(120)
+        try:
+            used.request("GET", "/healthz/ready")
+            reply = used.getresponse()
+        except ConnectionError:
+            assert time.monotonic() - began > QUIET_S
+            return False
+        else:
+            assert (reply.status, reply.getheader("connection")) == (503, "close")
+            assert idle.sock.recv(1) == b""
+            return True
+        finally:
+            for link in (idle, used):
+                link.close()
+            server.wait(120)
 
 
 def refused(place: str) -> bool:

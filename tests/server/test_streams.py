@@ -60,8 +60,13 @@ def test_it_serves_on(tmp_path, how, fronts):
     options = ("--grpc", "off", "--frontends", fronts, "--log-level", "debug", "--log-access")
     with starts(how, command(tmp_path, port, *options)) as server:
         try:
-            until(lambda: predicts(port) or server.poll() is not None, "it serves", limit_s=30)
-            assert all(predicts(port) for _ in range(20))
+            every = range(20)  # connections: each front has some of them
+            until(
+                lambda: all(predicts(port) for _ in every) or server.poll() is not None,
+                "every front serves",
+                limit_s=30,
+            )
+            assert all(predicts(port) for _ in every)
             before = spent_s(server.pid)
             time.sleep(SPIN_S)
             assert spent_s(server.pid) - before < SPENT_S
