@@ -178,7 +178,7 @@ def set_logging(service: Service, asked: Asked) -> dict[str, Any]:
     if asked.given is not None:
         if not service.admin.log_settings:
             raise unsupported("Changes of log settings are disabled. " + _ENABLE % "log-settings")
-        service.log.change(asked.read(), "--log_format" if asked.over_http else "log_format")
+        service.log.change(asked.read(), asked.over_http)
     return dict(service.log.show())
 
 

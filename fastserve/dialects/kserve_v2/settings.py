@@ -105,11 +105,13 @@ class LogSettings:
     def show(self) -> Mapping[str, bool | int | str]:
         return self._values
 
-    def change(self, changes: Mapping[str, bool | int | str], format_name: str) -> None:
+    def change(self, changes: Mapping[str, bool | int | str], over_http: bool) -> None:
         """Take over settings whose types have been checked. Raises ServeError."""
         chosen = changes.get("log_format", "default")
         if chosen not in FORMATS:
-            raise ServeError(Kind.UNAVAILABLE, f"invalid argument for {format_name}, got: {chosen}")
+            if over_http:
+                raise ServeError(Kind.UNAVAILABLE, f"invalid argument for --log_format, got: {chosen}")
+            raise invalid(f"invalid argument for log_format, got: {chosen}")
         if changes:
             self._values.update(changes)
             self._values["log_verbose_level"] = _as_level(int(self._values["log_verbose_level"]))

@@ -95,6 +95,8 @@ GRPC = [
      "Unable to parse 'trace_count'. Expecting value >= -1, got: -2"),
     ("TraceSetting", 'settings { key: "log_frequency" value { value: "1" value: "2" } }',
      "expect only 1 value for 'log_frequency'"),
+    ("LogSettings", 'settings { key: "log_format" value { string_param: "x" } }',
+     "invalid argument for log_format, got: x"),
 ]  # fmt: skip
 
 
