@@ -17,7 +17,7 @@ import grpc.aio
 import pytest
 import uvloop
 
-from fastserve.config import GrpcOptions, Listener, Settings
+from fastserve.config import GrpcOptions, Limits, Listener, Settings
 from fastserve.engine.batch_queue import BatchQueue
 from fastserve.server import Server
 from fastserve.server.speaking import find_specs
@@ -49,6 +49,7 @@ class Rig:
                 model_control="explicit",
                 load_models=("*",),
                 drain_s=5.0,
+                limits=Limits(idle_timeout_s=3600),  # or a test opens the channel's connection anew
                 allow_client_shm=True,
                 response_cache_bytes=1 << 20,
                 model_defaults={"max_queue_rows": models.QUEUE_ROWS, "restart_backoff_s": 0.01},
