@@ -108,7 +108,7 @@ def test_descriptors_are_given_back(regions: Regions) -> None:
     refused(regions.register, "a", "/two_pages", 0, PAGE)
     refused(regions.register, "d", "/two_pages", 0, 3 * PAGE)
     regions.unregister_all()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # an earlier test's may close meanwhile
 
 
 def test_regions_are_counted(regions: Regions, monkeypatch: pytest.MonkeyPatch) -> None:
