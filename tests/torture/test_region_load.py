@@ -23,7 +23,6 @@ from tests import proc
 from tests.devices.simulated import Allocation, FakeGpus
 from tests.devices.test_client_memory import ferry_of, register
 from tests.devices.test_lending import MODEL, ROW, WIDE, answer_of, asked, fill, other_of, rows
-from tests.faults import rig
 from tests.faults.rig import Http
 from tests.running import Running, until
 
@@ -35,11 +34,6 @@ MODELS = {
     "far-shared": {"shared_worker": "cpus"},
 }
 SECONDS, KILL_S = 25.0, 2.0
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rig, "WAIT_S", 60.0)  # a worker whose only one was killed is waited for
 
 
 @pytest.fixture(scope="module")
