@@ -32,9 +32,10 @@ GOOD = "import pytest\n@pytest.mark.parametrize('n', range(3))\ndef test_is_good
         ([RACING, AT_FAULT], 1, True, False),
         ([DYING, GOOD], 1, False, False),
         (["def test_no", GOOD], 1, False, False),
+        (["def test_no", RACING], 1, False, False),
         ([MANY, GOOD], 1, False, False),
     ],
-    ids=["a race", "a fault", "both", "a process dies", "nothing can be collected", "many"],
+    ids=["a race", "a fault", "both", "a process dies", "unreadable", "unreadable beside a race", "many"],
 )
 def test_what_failed_among_others(
     tmp_path: Path, sources: list[str], status: int, again: bool, race: bool

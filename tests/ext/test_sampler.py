@@ -64,6 +64,14 @@ def test_agrees_with_the_oracle(
         assert np.array_equal(row, before)
 
 
+def test_surprises_as_near_as_rounding_decide_nothing() -> None:
+    """Two weights within a thousandth of each other are as surprising, but for 6e-8; two equal ones quite."""
+    for row, near in (([2.4718206, 2.471476], True), ([2.4718206, 2.4718206], False), ([2.5, 2.4], False)):
+        plain = PlainSequence(do_sample=True, typical_p=0.2)
+        plain.draw(np.array(row, np.float32))
+        assert (plain.margin <= NEAR) == near
+
+
 @given(VOCABS, SETTINGS, st.integers(0, 2**32))
 def test_company_changes_nothing(vocab: int, settings: dict[str, Any], noise: int) -> None:
     rng = np.random.default_rng(noise)

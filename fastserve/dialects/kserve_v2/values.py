@@ -67,7 +67,7 @@ def optional(value: Value, name: str, read: Callable[[Value, str], T], default: 
     return read(given, where or f"Unable to parse '{name}'") if found else default
 
 
-def as_object(value: Value, where: str = "") -> Members:
+def as_object(value: Value, where: str) -> Members:
     if not isinstance(value, Members):
         raise _mistyped(where, "object")
     return value

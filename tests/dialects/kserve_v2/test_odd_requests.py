@@ -241,6 +241,29 @@ def test_an_unload_looks_at_its_body_for_dependents_alone(told: dict[str, Any]) 
     assert told["unloaded"] == 400
 
 
+@pytest.mark.parametrize("transport", ["http", "grpc"])
+@pytest.mark.parametrize("along", [False, True])
+def test_an_unload_takes_the_models_of_an_ensemble_along_when_asked(
+    tmp_path: Path, transport: str, along: bool
+) -> None:
+    write_probe_models(tmp_path)
+    request = V2.RepositoryModelUnloadRequest(model_name="ens")
+    request.parameters["unload_dependents"].bool_param = along
+
+    async def work() -> None:
+        async with serving(tmp_path, {"model_control": "explicit", "load_models": ("ens",)}) as asked:
+            if transport == "grpc":
+                await asked.rpc("RepositoryModelUnload", request)
+            else:
+                body = {"parameters": {"unload_dependents": along}}
+                assert (await asked.http(UNLOAD.replace("params", "ens"), body))[0] == 200
+            paths = [f"/v2/models/{name}/ready" for name in ("ens", "simple")]
+            ready = [(await asked.http(path, method="GET"))[0] for path in paths]
+            assert ready == [400, 400 if along else 200]
+
+    run(work())
+
+
 def test_ranges_that_hold_nothing(told: dict[str, Any]) -> None:
     beyond = "Invalid offset + byte size for shared memory region: 'r'"
     before = "Invalid offset for shared memory region: 'r'"
