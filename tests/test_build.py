@@ -84,3 +84,10 @@ def test_make_checks_first(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "there is no C++ compiler (no-such-compiler)" in done.stderr
     assert not (tmp_path / ".venv").exists()
+
+
+@pytest.mark.parametrize("name", ["decimal_table", "float_table"])
+def test_a_table_is_what_its_tool_writes(name: str) -> None:
+    tool = ROOT / "tools" / f"generate_{name}.py"
+    written = subprocess.run([sys.executable, str(tool)], capture_output=True, text=True, check=True)
+    assert written.stdout == (ROOT / "ext" / "include" / f"{name}.h").read_text()

@@ -1,9 +1,10 @@
-"""Write ext/include/float_table.h: what the float text headers multiply with and looks up."""
+"""Writes ext/include/float_table.h: what the float text headers multiply with and look up.
+
+python tools/generate_float_table.py > ext/include/float_table.h
+"""
 
 from fractions import Fraction
-from pathlib import Path
 
-OUT = Path(__file__).parent.parent / "ext" / "include" / "float_table.h"
 LOWEST, HIGHEST = -309, 326  # 10**(16 - E) and 10**(E + 1) for every float64 that is not denormal
 
 
@@ -98,10 +99,9 @@ def header() -> str:
         f"static const uint64_t TENS_BELOW[{len(tens)}] = {{",
         *rows([f"0x{bits & (2**64 - 1):016x}," for bits in tens], 5),
         "};",
-        "",
     ]
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    OUT.write_text(header())
+    print(header())
