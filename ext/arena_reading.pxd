@@ -1,4 +1,4 @@
-"""What an arena holds, as Python objects. Nothing here changes it. Header only."""
+"""The contents of an arena as Python objects. Nothing here changes it. Header only."""
 
 from libc.stdint cimport uint32_t, uint64_t
 from slot_verbs cimport *

@@ -48,7 +48,6 @@ cdef class Pendings:
     cdef public list by_slot                    # of Pending
     cdef public list seqs                       # which opening of the slot they are in
     cdef public object kicking                  # the handle of what will wake the workers
-    cdef public int64_t kick_by_ns              # how long it may wait for more
     cdef public int64_t alarm_ns                # when deadlines are looked at; 0: nobody looks
     cdef public int64_t due_ns                  # no deadline is before it; 0 while nobody has one
     cdef public list idle                       # futures of who waits until nobody waits
@@ -57,10 +56,9 @@ cdef class Pendings:
         self.ring, self.room, self.kicking = ring, None, None
         self.by_slot, self.seqs, self.idle = [[] for _ in range(slots)], [0] * slots, []
 
-    def submit(self, int64_t place, uint32_t rows, done, int64_t deadline_ns=0, context=None, int64_t patience_ns=0):
+    def submit(self, int64_t place, uint32_t rows, done, int64_t deadline_ns=0, context=None):
         """The place's inputs are written: let it run. Workers are woken at the end of this loop turn,
-        so that what arrives together runs together; with patience, after further turns while those are
-        busy, so long at most."""
+        so that what arrives together runs together."""
         cdef Pending pending = Pending.__new__(Pending)
         cdef Py_ssize_t slot = <Py_ssize_t>(place >> 16)
         pending.queue, pending.place, pending.rows, pending.deadline_ns = self, place, rows, deadline_ns
@@ -77,9 +75,7 @@ cdef class Pendings:
         self.waiting += 1
         self.submitted += 1
         if self.kicking is None:
-            self.kick_soon(patience_ns)
-        elif not patience_ns:
-            self.kick_by_ns = 0
+            self.kick_soon()
         if deadline_ns:
             self.due_ns = min(deadline_ns, self.due_ns) if self.due_ns else deadline_ns
             if not self.alarm_ns or deadline_ns + TICK_NS < self.alarm_ns:
@@ -134,14 +130,13 @@ cdef class Lifecycle:
     cdef readonly object queue
     cdef object refusals, counted, duration, encoded, answered
     cdef readonly object decoded
-    cdef int64_t patience_ns
     cdef bint replies
 
-    def __init__(self, queue, refusals: type, meters: tuple, answered, int64_t patience_ns=0, bint replies=False) -> None:
+    def __init__(self, queue, refusals: type, meters: tuple, answered, bint replies=False) -> None:
         """`meters`: what counts a request, and what observes how long it, its reading and its writing took;
         `answered` is called with the prepared request, how long it took, and how long it waited for its batch
         and ran; None: nobody wants to know."""
-        self.queue, self.refusals, self.patience_ns, self.replies = queue, refusals, patience_ns, replies
+        self.queue, self.refusals, self.replies = queue, refusals, replies
         self.counted, self.duration, self.decoded, self.encoded = meters
         self.answered = answered
 
@@ -198,7 +193,7 @@ cdef class Lifecycle:
             if (<tuple?>reserved[2])[0]:
                 prepared.layout_in.settle(reserved)
             pending = self.queue.submit(
-                reserved[0], prepared.rows, self, deadline_ns, (exchange, prepared, request_id, held), self.patience_ns
+                reserved[0], prepared.rows, self, deadline_ns, (exchange, prepared, request_id, held)
             )
         except BaseException:
             prepared.layout_in.abandon(reserved, prepared.rows)

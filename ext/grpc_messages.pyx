@@ -18,6 +18,7 @@ from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
 cdef extern from "Python.h":
+    Py_ssize_t PY_SSIZE_T_MAX
     PyObject* PyBytes_FromStringAndSize_owned "PyBytes_FromStringAndSize" (const char*, Py_ssize_t)
     int _PyBytes_Resize(PyObject**, Py_ssize_t) except -1
     char* PyBytes_AS_STRING_of "PyBytes_AS_STRING" (PyObject*)
@@ -54,6 +55,7 @@ cdef class MessageReader:
     cdef int prefixed           # bytes of the prefix that are there
     cdef PyObject* body         # owned: the message under way, of which `have` bytes are there
     cdef Py_ssize_t room, have, size
+    cdef readonly Py_ssize_t used   # bytes of the last piece that `feed` has read
 
     def __init__(self, uint64_t most_bytes):
         self.most = most_bytes
@@ -86,20 +88,22 @@ cdef class MessageReader:
         self.have += nbytes
         return [self.end()] if self.have == self.size else []
 
-    def feed(self, piece) -> list:
-        """The messages that these bytes complete, each with whether it is compressed."""
+    def feed(self, piece, Py_ssize_t most=PY_SSIZE_T_MAX) -> list:
+        """The messages that these bytes complete, each with whether it is compressed: at most so many, and then the bytes
+        after the first `used` were not looked at."""
         cdef Py_buffer view
         cdef list messages = []
         PyObject_GetBuffer(piece, &view, PyBUF_SIMPLE)
         try:
-            self.take(<const uint8_t*>view.buf, view.len, messages)
+            self.used = 0
+            self.take(<const uint8_t*>view.buf, view.len, messages, most)
         finally:
             PyBuffer_Release(&view)
         return messages
 
-    cdef int take(self, const uint8_t* at, Py_ssize_t left, list messages) except -1:
+    cdef int take(self, const uint8_t* at, Py_ssize_t left, list messages, Py_ssize_t most) except -1:
         cdef Py_ssize_t some
-        while left:
+        while left and len(messages) < most:
             if self.prefixed < PREFIX:
                 some = min(left, PREFIX - self.prefixed)
                 memcpy(&self.prefix[self.prefixed], at, some)
@@ -113,6 +117,7 @@ cdef class MessageReader:
                 self.have += some
             at += some
             left -= some
+            self.used += some
             if self.prefixed == PREFIX and self.have == self.size:
                 messages.append(self.end())
         return 0
@@ -153,7 +158,7 @@ def whole_message(bytes body not None, uint64_t most_bytes) -> bytes | None:
 
 
 def message_prefix(uint32_t size, bint compressed=False) -> bytes:
-    """What stands before a message of `size` bytes."""
+    """Return the five bytes before a message of `size` bytes."""
     cdef bytes out = PyBytes_FromStringAndSize(NULL, PREFIX)
     put_prefix(PyBytes_AS_STRING(out), size, compressed)
     return out

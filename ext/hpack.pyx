@@ -67,7 +67,7 @@ ENTRY_BYTES = ENTRY
 
 
 class Fault(IntEnum):
-    """What `HpackFault.code` holds."""
+    """The values of `HpackFault.code`."""
 
     MALFORMED = 1
     TABLE_SIZE = 2
@@ -95,9 +95,9 @@ cdef tuple STATIC = tuple([
 ])
 cdef dict STATIC_FIELDS = {field: i + 1 for i, field in enumerate(STATIC)}
 cdef dict STATIC_NAMES = {field[0]: len(STATIC) - i for i, field in enumerate(reversed(STATIC))}
-# What differs with nearly every reply would only push the rest out of the table.
+# Headers that differ with nearly every reply would only push the rest out of the table.
 cdef frozenset UNINDEXED = frozenset((b":path", b"content-length", b"content-range", b"grpc-message"))
-# What tells a secret is never put into a table, here or on the way (RFC 7541 7.1).
+# A header with a secret is never put into a table, here or on the way (RFC 7541 7.1).
 cdef frozenset SECRET = frozenset((b"authorization", b"cookie", b"proxy-authorization", b"set-cookie"))
 
 
@@ -208,7 +208,7 @@ cdef class HpackDecoder:
 
     @property
     def table_bytes(self) -> int:
-        """What the table holds now, as RFC 7541 4.1 counts it."""
+        """Bytes that the table holds, as RFC 7541 4.1 counts them."""
         return self.ring.bytes
 
     def limit_table(self, uint32_t table_bytes) -> None:
@@ -403,7 +403,7 @@ cdef class HpackEncoder:
 
     @property
     def table_bytes(self) -> int:
-        """What the table holds now, as RFC 7541 4.1 counts it."""
+        """Bytes that the table holds, as RFC 7541 4.1 counts them."""
         return self.ring.bytes
 
     def set_table_bytes(self, uint32_t table_bytes) -> None:
@@ -423,7 +423,7 @@ cdef class HpackEncoder:
         return 0
 
     def take_update(self) -> bytes:
-        """What has to stand before the next block when that is not of `encode`; mostly nothing."""
+        """Return the table size update that the next block needs when `encode` did not write it; mostly empty."""
         if not self.due:
             return b""
         cdef string out

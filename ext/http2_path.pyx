@@ -1,9 +1,9 @@
 """The way of a request over HTTP/2 that comes at once and is answered at once: what runs for each, and no more.
 
-    Http2Path.buffer_updated -> IntakePath.request -> the service's `answer`, of gRPC HeadPath.answer -> Method.start
+    Http2Path.buffer_updated -> take_request -> the service's `answer`, of gRPC HeadPath.answer -> Method.start
     CallPath.reply, or plain HTTP's -> SendingPath.reply -> Http2Path.send_last -> the transport
 
-The classes are bases, as those of fast_path.pyx are: fastserve/wire/http2 and fastserve/wire/grpc say the rest, which
+The classes are bases, as those of fast_path.pyx are: fastserve/net/http2 and fastserve/net/grpc say the rest, which
 seldom runs, and which every step here leaves to them by name when something about a request is special. What was twenty
 Python frames a call of gRPC is C between the transport, the method and the exchange; see docs/decisions/0018.
 """
@@ -43,6 +43,7 @@ cdef class StreamFields:
     cdef public object head, state, context, inlet, outbox
     cdef public uint32_t id
     cdef public int64_t window
+    cdef public int64_t held                # bytes of its request that are here
 
     def __init__(self, Http2Path connection not None, uint32_t number, head, state) -> None:
         self.begin(connection, number, head, state)
@@ -53,41 +54,50 @@ cdef class StreamFields:
 
 
 cdef class Http2Path:
-    """One connection. A subclass has `intake` and `sending`, and for what is special `_take` (every frame but a whole
-    request), `_drop` (what comes after the end), `_fault` (an exception while reading), `_put_off` (what a turn of the loop
-    has no time for), `_spend_window`, `flush`, `_flush_soon`, `look_for_end`. `terms`: points that a connection has at
+    """One connection. A subclass has `sending`, and for what is special `_take` (every frame but a whole request),
+    `_request_anew` (a request with something to it), `_refuse_length`, `_finish_stream`, `_set_aside` (what comes after
+    the end, or out of turn), `callback_failed` (an exception while reading or sending), `_drop_rapid_resets`, `_put_off`
+    (what a turn of the loop has no time for), `_spend_window`, `_charge`, `flush`, `_flush_soon`, `look_for_end`. `terms`: points that a connection has at
     most, how many of them it may spend in one turn, what an answer earns, the state of streams whose request is complete,
     that of those whose reply is too, and what makes a stream."""
 
-    cdef public IntakePath intake
     cdef public SendingPath sending
     cdef public int64_t client_window       # of the client for each new stream
     cdef public bint over                   # GOAWAY for a fault, or the last reply, is out: input is dropped
     cdef public bint _ended
     cdef public object _reader, _scratch, _transport, _lifetime, _half
     cdef public object _sip                 # the beginning of `_scratch`, where the next read should be a short one
-    cdef public object behind              # what was read and waits for another turn of the loop
+    cdef public object backlog             # what was read and waits for another turn of the loop
     cdef public list _out                   # what is written while input is read
     cdef public int64_t _credit             # what the client may send on all streams
     cdef public int64_t _low                # when it is given back
-    cdef public int64_t _calm, _served
+    cdef public int64_t _glitch_budget, _served
+    cdef public int64_t held                # bytes of all requests that are here
+    cdef public int64_t _most_held          # beyond, or below the least, the memory budget is told
+    cdef public int64_t _least_held
     cdef public int _leaving                # 1: the client was told to begin no more streams soon, 2: it may not
+    cdef public dict blocks                 # heads by blocks that change nothing in the decoder's table
+    cdef public dict streams                # those under way, by their numbers
+    cdef public int64_t last                # highest number of a stream begun
+    cdef public int64_t _stop               # numbers above are not begun any more
+    cdef public Py_ssize_t _most            # streams at once
+    cdef public int64_t _most_queued        # bytes of replies not taken, beyond which no stream is begun
     cdef int64_t burst, a_turn, earned
     cdef object whole, done, make
 
-    def __init__(self, tuple terms not None) -> None:
+    def __init__(self, tuple terms not None, int64_t stop, Py_ssize_t most, int64_t most_queued) -> None:
+        self._stop, self._most, self._most_queued = stop, most, most_queued
+        self.blocks, self.streams, self.last = {}, {}, -1
         self.burst, self.a_turn, self.earned, self.whole, self.done, self.make = terms
-        self._calm = self.burst
+        self._glitch_budget = self.burst
 
     def get_buffer(self, sizehint):
         """Where the next bytes go; looked at before anybody else's come."""
         return self._scratch if self._sip is None else self._sip
 
     def buffer_updated(self, Py_ssize_t nbytes) -> None:
-        if self.over:
-            self._drop(nbytes)
-        elif self.behind is not None:      # some hand on what they have, though nothing more is asked for
-            self.behind.add(self._scratch, nbytes)
+        if self.over or self.backlog is not None:
+            self._set_aside(nbytes)
         else:
             self._sip = None
             self.take_turn(None, self._scratch, nbytes)
@@ -96,7 +106,7 @@ cdef class Http2Path:
         """What was read before, else the frames in the first `nbytes` of `data`, as far as one turn goes."""
         cdef tuple event
         cdef Py_ssize_t taken = 0, left = nbytes
-        cdef int64_t least = self._calm - self.a_turn
+        cdef int64_t least = self._glitch_budget - self.a_turn
         if self._out is None:
             self._out = []
         if self._lifetime is not None:
@@ -106,83 +116,43 @@ cdef class Http2Path:
                 events = self._reader.read(data, nbytes)
                 left = self._reader.left
                 if self._reader.resets:
-                    events = self._retracted(events)
+                    events = self._drop_rapid_resets(events)
             for event in events:
                 taken += 1
                 if <int>event[0] == WHOLE_REQUEST:
                     self._credit -= <int64_t>event[4]
                     if self._credit < self._low:
                         self._spend_window(0)
-                    self.intake.take(<uint32_t>event[2], <bytes>event[3], <bytes>event[1])
+                    self.take_request(<uint32_t>event[2], <bytes>event[3], <bytes>event[1])
                 else:
                     self._take(event[0], event[1], event[2], event[3], event[4])
-                if self.over or self._calm < least:
+                if self.over or self._glitch_budget < least:
                     break
             if (left or taken < len(events)) and not self.over:
                 self._put_off(events[taken:], data, nbytes - left, nbytes)
         except Exception as fault:
-            self._fault(fault)
-        finally:
-            if self._out or self._ended:
+            self.callback_failed(fault)
+        if self._out or self._ended:
+            try:
                 self.flush()
-            self._out = None
+            except Exception as fault:
+                self.callback_failed(fault)
+        self._out = None
 
     def go_on(self, list events, data) -> None:
         """With what was put off: frames, else bytes."""
         self.take_turn(events or None, data, len(data))
 
-    cdef send_last(self, StreamFields stream, bytes data):
-        """Send the end of a reply, or all of it."""
-        if self._out is not None:
-            self._out.append(data)
-        elif len(self.intake.streams) == 1:
-            self._transport.write(data)
-        else:                   # others are likely to end in this turn of the loop too
-            self._out = [data]
-            self._flush_soon()
-        self.sent_end(stream)
-
-    def sent_end(self, StreamFields stream not None) -> None:
-        """The last byte of a reply is handed over."""
-        self._served += 1
-        if self._calm < self.burst:
-            self._calm += self.earned
-        if stream.state is self.whole and stream.outbox is None:    # as most are
-            del self.intake.streams[stream.id]
-            stream.state = self.done
-        else:
-            self.intake.sent_end(stream)
-        if self._leaving or self._half is not None:
-            self.look_for_end()
-
-
-cdef class IntakePath:
-    """What comes in on a connection's streams. A subclass has `_request_anew`, for requests with something to them,
-    `_refuse_length`, and `sent_end`."""
-
-    cdef public dict blocks                 # heads by blocks that change nothing in the decoder's table
-    cdef public dict streams                # those under way, by their numbers
-    cdef public int64_t last                # highest number of a stream begun
-    cdef public int64_t _stop               # numbers above are not begun any more
-    cdef public Py_ssize_t _most            # streams at once
-    cdef public int64_t _most_queued        # bytes of replies not taken, beyond which no stream is begun
-    cdef public Http2Path _connection
-
-    def __init__(self, Http2Path connection not None, int64_t stop, Py_ssize_t most, int64_t most_queued) -> None:
-        self._connection, self._stop, self._most, self._most_queued = connection, stop, most, most_queued
-        self.blocks, self.streams, self.last = {}, {}, -1
-
     cdef bint has_room(self, int64_t number):
         if number > self._stop or len(self.streams) >= self._most:
             return False
-        return self._connection.sending.queued <= self._most_queued
+        return self.sending.queued <= self._most_queued
 
     def request(self, number, bytes block not None, bytes body not None) -> None:
         """HEADERS, and the only frame of DATA."""
-        self.take(number, block, body)
+        self.take_request(number, block, body)
 
-    cdef take(self, uint32_t number, bytes block, bytes body):
-        cdef Http2Path connection = self._connection
+    cdef take_request(self, uint32_t number, bytes block, bytes body):
         cdef StreamFields stream
         cdef int64_t length
         head = self.blocks.get(block)
@@ -194,18 +164,51 @@ cdef class IntakePath:
         if length >= 0 and length != PyBytes_GET_SIZE(body):
             self._refuse_length(number)
             return
-        stream = <StreamFields>blank(connection.make, ())
-        stream.begin(connection, number, head, connection.whole)
+        stream = <StreamFields>blank(self.make, ())
+        stream.begin(self, number, head, self.whole)
         self.streams[number] = stream
+        stream.held = PyBytes_GET_SIZE(body)
+        self.held += stream.held
+        if self.held > self._most_held:
+            self._charge()
         service = head.service
         if isinstance(service, HeadPath):
             (<HeadPath>service).take(stream, body)
         else:
             service.answer(stream, body)
 
+    cdef send_last(self, StreamFields stream, bytes data):
+        """Send the end of a reply, or all of it."""
+        if self._out is not None:
+            self._out.append(data)
+        elif len(self.streams) == 1:
+            self._transport.write(data)
+        else:                   # others are likely to end in this turn of the loop too
+            self._out = [data]
+            self._flush_soon()
+        self.sent_end(stream)
+
+    def sent_end(self, StreamFields stream not None) -> None:
+        """The last byte of a reply is handed over."""
+        self._served += 1
+        if stream.held:
+            self.held -= stream.held
+            stream.held = 0
+            if self.held < self._least_held:
+                self._charge()
+        if self._glitch_budget < self.burst:
+            self._glitch_budget += self.earned
+        if stream.state is self.whole and stream.outbox is None:    # as most are
+            del self.streams[stream.id]
+            stream.state = self.done
+        else:
+            self._finish_stream(stream)
+        if self._leaving or self._half is not None:
+            self.look_for_end()
+
 
 cdef class SendingPath:
-    """What goes out. A subclass has `_reply_in_parts`, for what cannot go at once."""
+    """The sending half. A subclass has `_reply_in_parts`, for what cannot go at once."""
 
     cdef public int64_t window              # the connection's
     cdef public int64_t queued              # bytes, of all streams

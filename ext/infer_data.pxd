@@ -1,4 +1,4 @@
-# What inputs of the V2 protocol are made of: datatypes, shapes, and data of any nesting as flat memory.
+# Parts of inputs of the V2 protocol: datatypes, shapes, and data of any nesting as flat memory.
 #
 # Only the number of leaves counts, "data" may nest as it likes (spec triton_v2, section 3).
 

@@ -76,7 +76,8 @@ cdef inline dict members_at(const uint8_t* at, const uint8_t* end, int64_t* left
         left[0] -= 1
         if left[0] < 0:
             return found
-        take_key(&c, &key)
+        if take_key(&c, &key) != JSON_OK:
+            return found
         found.setdefault(string_of(&key, left), take_scalar(&c, left))
         if close_object(&c, &fault):
             return found

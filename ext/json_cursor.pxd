@@ -55,6 +55,7 @@ cdef extern from "json_number.h" nogil:
         int64_t integer
         double real
     JsonFault read_number(const uint8_t** at, const uint8_t* end, Number* number)
+    double read_in_normal_precision(const uint8_t* text, const uint8_t* end, double nearest)
     bint take_word(const uint8_t** at, const uint8_t* end, const char* word)
 
 cdef extern from "json_string.h" nogil:

@@ -33,7 +33,7 @@ cdef enum:
 
 
 class Fault(IntEnum):
-    """What `read_into` returns and `JSONFault.code` holds. Below 32: the text is no JSON."""
+    """The values that `read_into` returns and `JSONFault.code` holds. Below 32: the text is no JSON."""
 
     OK = JSON_OK
     EMPTY = JSON_EMPTY

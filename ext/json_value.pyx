@@ -27,6 +27,9 @@ cdef Py_ssize_t DEBUG_BYTES = 256
 
 cdef enum:
     TURN = 4096                 # values after which others may run: 0.5 ms
+    CONTAINERS = 1 << 16        # lists and objects: what the collector looks at, and frees, in one go
+
+MOST_CONTAINERS = CONTAINERS
 
 
 class JSONSyntaxError(ValueError):
@@ -70,12 +73,14 @@ cdef class Members:
         return f"Members({self.pairs!r})"
 
 
-def parse(body, *, int max_depth=100, int64_t max_values=1 << 62, bint alone=False):
+def parse(body, *, int max_depth=100, int64_t max_values=1 << 62, bint alone=False,
+          bint as_shown=False):
     """The first JSON value of `body`. What follows is ignored, as TensorFlow Serving does, or `alone` refused, as
     Triton does: there a NUL behind it ends the text.
 
     Objects become Members, arrays lists, strings bytes (raw UTF-8), integer literals int, other
-    numbers float. `max_values` counts all of these. Raises JSONSyntaxError.
+    numbers float. `max_values` counts all of these; of objects and lists there may be MOST_CONTAINERS.
+    With `as_shown` a float that TF Serving reads a few bits off is a ShownFloat. Raises JSONSyntaxError.
     """
     cdef Cursor cursor
     cdef Py_buffer view
@@ -84,7 +89,7 @@ def parse(body, *, int max_depth=100, int64_t max_values=1 << 62, bint alone=Fal
     try:
         cursor.at = <const uint8_t*>view.buf
         cursor.end = cursor.at + view.len
-        value = build_value(&cursor, max_depth, max_values, &fault)
+        value = build_value(&cursor, max_depth, max_values, as_shown, &fault)
         if fault != JSON_OK:
             raise JSONSyntaxError(json_reason(fault).decode(), cursor.at - <const uint8_t*>view.buf)
         skip_space(&cursor)
@@ -95,10 +100,11 @@ def parse(body, *, int max_depth=100, int64_t max_values=1 << 62, bint alone=Fal
         PyBuffer_Release(&view)
 
 
-cdef object build_value(Cursor* c, int max_depth, int64_t left, JsonFault* fault):
+cdef object build_value(Cursor* c, int max_depth, int64_t left, bint as_shown, JsonFault* fault):
     cdef list opened = []       # the containers around the cursor, outermost first
     cdef uint8_t first
     cdef object root = END, value
+    cdef int64_t containers = 0
 
     skip_mark(c)
     skip_space(c)
@@ -114,7 +120,7 @@ cdef object build_value(Cursor* c, int max_depth, int64_t left, JsonFault* fault
             give_turn()
         skip_space(c)
         first = peek(c)
-        value = Members() if first == c'{' else [] if first == c'[' else build_scalar(c, fault)
+        value = Members() if first == c'{' else [] if first == c'[' else build_scalar(c, as_shown, fault)
         if fault[0] != JSON_OK:
             return None
         if root is END:
@@ -122,6 +128,10 @@ cdef object build_value(Cursor* c, int max_depth, int64_t left, JsonFault* fault
         else:
             attach(opened[len(opened) - 1], value)
         if first == c'{' or first == c'[':
+            containers += 1
+            if containers > CONTAINERS:
+                fault[0] = JSON_TOO_MANY
+                return None
             if len(opened) >= max_depth:
                 fault[0] = JSON_TOO_DEEP
                 return None
@@ -176,9 +186,11 @@ cdef JsonFault take_name(Cursor* c, Members members):
     return fault
 
 
-cdef object build_scalar(Cursor* c, JsonFault* fault):
+cdef object build_scalar(Cursor* c, bint as_shown, JsonFault* fault):
     cdef Text text
     cdef Number number
+    cdef double shown
+    cdef const uint8_t* start = c.at
     cdef uint8_t first = peek(c)
     if first == c'"':
         fault[0] = take_text(c, &text)
@@ -191,7 +203,22 @@ cdef object build_scalar(Cursor* c, JsonFault* fault):
         return number.integer
     if number.kind == NUMBER_UINT64:
         return <uint64_t>number.integer
-    return number.real
+    if not as_shown or fault[0] != JSON_OK:
+        return number.real
+    shown = read_in_normal_precision(start, c.at, number.real)
+    return number.real if shown == number.real or shown != shown else make_shown(number.real, shown)
+
+
+cdef object make_shown(double value, double shown):
+    cdef ShownFloat made = ShownFloat(value)
+    made.shown = shown
+    return made
+
+
+cdef class ShownFloat(float):
+    """A number that TF Serving reads a few bits off; `shown` is what its messages print."""
+
+    cdef readonly double shown
 
 
 cdef bytes bytes_of(Text* text):
@@ -272,7 +299,7 @@ cdef bytes scalar_text(object value):
     if isinstance(value, int):
         return b"%d" % value
     if isinstance(value, float):
-        return double_text(value)
+        return double_text((<ShownFloat>value).shown if isinstance(value, ShownFloat) else value)
     return b'"' + escape(value) + b'"'
 
 

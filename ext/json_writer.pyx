@@ -114,7 +114,7 @@ class WriterFault(ValueError):
 
 
 cdef class _Sheet:
-    """What one reply is written from. Holds every buffer and key text until it goes."""
+    """The parts that one reply is written from. Holds every buffer and key text until it goes."""
 
     cdef int room, held
     cdef NamedText* outputs

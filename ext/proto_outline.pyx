@@ -46,6 +46,7 @@ cdef enum:
     HOLES = 64
     NUMBERS = 32                # fields of higher numbers are part of the head
     NODES = 64
+    NUMBER_BYTES = 1 << 20      # of packed numbers that are read on the event loop: 4 ms of the shortest
     PASS = 0
     TEXT_HOLE, DATA_HOLE, LEAD_HOLE, LEADS_HOLE, WITHIN, WITHIN_FIRST
 
@@ -212,7 +213,7 @@ cdef struct Origin:
 
 
 cdef class KnownFields:
-    """What is asked of a known message at each request; the base of fastserve/serving/known_messages.py's KnownMessage.
+    """The part of a message template that every request uses; the base of fastserve/serving/templates.py's KnownMessage.
 
     `sources`: (hole, width, truth) of each input, as `copy_data` takes them; `find_version`: the version that such
     a request asks for now; `leads`: of the message it was learned from; `rows`: of the request at hand."""
@@ -235,10 +236,18 @@ cdef class KnownFields:
             self.origins.push_back(one)
 
     def is_met_by(self, Outline outline not None, queue) -> bool:
-        """Whether the first axes are rows that fit, or without rows the same; then they are the request's."""
+        """Whether the first axes are rows that fit, or without rows the same; then they are the request's. More numbers
+        than are read in passing are never met."""
         return self.meets(outline, queue)
 
     cdef bint meets(self, Outline outline, queue) except -1:
+        cdef Origin one
+        cdef int64_t numbers = 0
+        for one in self.origins:
+            if one.width and <size_t>one.hole < outline.holes.size():
+                numbers += outline.holes[one.hole].span.size
+        if numbers > NUMBER_BYTES:
+            return False
         if not self.batching:
             self.rows = 1
             return outline.leads == self.leads

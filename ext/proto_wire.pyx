@@ -56,7 +56,7 @@ cdef extern from "tensor.h" nogil:
 
 
 class Fault(IntEnum):
-    """What `WireFault.code` holds."""
+    """The values of `WireFault.code`."""
 
     TRUNCATED = WIRE_TRUNCATED
     OVERLONG = WIRE_OVERLONG

@@ -34,7 +34,7 @@ ENTRY_BYTES = ENTRY
 @cython.no_gc
 @cython.freelist(64)
 cdef class Entry:
-    """What is kept: `form` as it was given, a copy of every output, parameters as items."""
+    """One kept response: `form` as it was given, a copy of every output, parameters as items."""
 
     cdef readonly object form
     cdef readonly tuple memory, parameters
@@ -129,7 +129,7 @@ cdef class ResponseCache:
         return miss
 
     cpdef Entry get(self, bytes key, Counts counts):
-        """What is kept under the key, counted as a hit."""
+        """Return the response kept under the key, and count a hit."""
         cdef Entry entry = self.entries.get(key)
         if entry is not None:
             self.unlink(entry)
@@ -139,7 +139,7 @@ cdef class ResponseCache:
         return entry
 
     def key(self, bytes head not None, inputs) -> bytes:
-        """What `find` would look for."""
+        """Return the key that `find` would look for."""
         return key_of(head, inputs)
 
     def count_miss(self, Counts counts not None) -> None:

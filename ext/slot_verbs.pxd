@@ -136,6 +136,8 @@ cdef extern from "notify.h" nogil:
     uint64_t part_keep_inputs(const Arena*, uint32_t owner, uint32_t slot, uint32_t row)
     void tell_workers(Arena*, const int* bells)
     void tell_all_workers(Arena*, const int* bells)
+    bint worker_ping(const Arena*, uint32_t worker, int bell)
+    bint worker_busy(const Arena*, uint32_t worker, bint parted)
     void ask_to_look(const Arena*, const int* bells, uint64_t fronts)
     void slot_end_run(Slot*, uint64_t run_ns, uint64_t ran_ns)
     int64_t take_or_wait(Arena*, uint32_t worker, int bell, int control, int64_t spin_ns, int64_t longest_ns, int* why)

@@ -2,7 +2,7 @@
 
     text_tokens.Flow -> StreamPath.ready, StreamPath.send -> the transport's write
 
-A base, as those of fast_path.pyx are: fastserve/wire/stream.py says the rest, which seldom runs, and what HTTP/2 does
+A base, as those of fast_path.pyx are: fastserve/net/request.py says the rest, which seldom runs, and what HTTP/2 does
 otherwise is said by name (`_may_send`, `_send_piece`). A connection of HTTP/1.1 has `_current`, the call whose turn it is,
 `_choked`, whether its client does not read, and `_transport`, which may change as it goes on.
 """

@@ -412,14 +412,21 @@ cdef int write_output_head(Written* one, str name, shape, bint content) except -
 
 cdef int measure_values(Written* one) except -1:
     cdef const uint8_t* at = <const uint8_t*>one.view.buf
-    one.bytes = one.view.len
-    if one.code == DT_BYTES:
-        one.bytes = measure_strings(at, one.view.len)
-        if one.bytes < 0:
-            raise ValueError("strings that are not packed")
-    elif one.items:
-        one.bytes = measure_items(at, one.view.len, one.code)
+    if one.view.len <= GIL_BYTES:
+        one.bytes = count_bytes(one, at)
+    else:
+        with nogil:
+            one.bytes = count_bytes(one, at)
+    if one.bytes < 0:
+        raise ValueError("strings that are not packed")
     return 0
+
+
+cdef int64_t count_bytes(Written* one, const uint8_t* at) noexcept nogil:
+    # The bytes of the values as they are written; -1 for strings that are not packed.
+    if one.code == DT_BYTES:
+        return measure_strings(at, one.view.len)
+    return measure_items(at, one.view.len, one.code) if one.items else one.view.len
 
 
 cdef bytes join_outputs(vector[Written]* outputs, string* tail, uint64_t total):

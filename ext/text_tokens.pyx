@@ -46,7 +46,7 @@ cdef extern from "token_text.h" nogil:
 
 
 class Hole(IntEnum):
-    """What stands between the literal bytes of an event; Frames says more."""
+    """The fields between the literal bytes of an event; see Frames."""
 
     ID = 0
     NUMBER = 1
@@ -135,7 +135,7 @@ cdef class ByteText:
         return text
 
     def end(self):
-        """What is left: no more tokens come."""
+        """Return the text that is left: no more tokens come."""
         cdef int held = self.held
         self.held = 0
         return PyUnicode_DecodeUTF8Stateful(self.begun, held, "replace", NULL)
@@ -329,7 +329,7 @@ cdef bint are_plain(list records) except -1:
 
 
 cdef class Flowing:
-    """What is known of a run where its records arrive; a base. `held`: tokens of its prompt and its answer."""
+    """The state of a run where its records arrive; a base class. `held`: tokens of its prompt and its answer."""
 
     cdef public Flow flow
     cdef public uint32_t slot

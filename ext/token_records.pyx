@@ -1,7 +1,7 @@
 """Text generation across the process line: prompts to a worker, tokens back. Layout: include/token_records.h.
 
     worker:  rid = sender.admit(slot, deadline_ns)            a slot that was taken; the engine knows it by rid
-             sender.token(rid, 5122); sender.end(rid, 4)      what a step makes: text_engine.Out
+             sender.token(rid, 5122); sender.end(rid, 4)      what a step makes: llm.protocols.Out
              for slot in sender.publish(): ring.publish(slot)
     front:   reader.listen(slot, ring.attach_slab(place, offset, nbytes), run)
              for run, records in reader.read(messages): ...   (token, finish, took_us, extra) each
@@ -106,7 +106,7 @@ def read_prompt(const uint8_t[::1] slab not None) -> tuple:
 # --- the worker ----------------------------------------------------------------------------------
 
 cdef class TokenSender:
-    """What a worker says of its sequences: text_engine.Out, and when it is sent.
+    """The worker side of token records: llm.protocols.Out, and when it is sent.
 
     `window` records of a sequence may be unread; `statuses` are the kinds, by finish, that a place ends with.
     """
@@ -119,6 +119,7 @@ cdef class TokenSender:
     cdef int[MAX_FRONTS] front_bells
     cdef uint32_t[FINISHES] statuses
     cdef readonly uint64_t tokens       # sent since it was made
+    cdef public bint awaited            # somebody waits for a slot: nobody may stand still in one
 
     def __init__(self, uint8_t[::1] memory not None, *, uint32_t worker, int own_bell=-1, front_bells=(), int control=-1,
                  uint32_t window=256, statuses=()):
@@ -144,7 +145,7 @@ cdef class TokenSender:
         return seat_take(&self.arena, &self.sender, slot, deadline_ns)
 
     def token(self, uint64_t rid, int32_t token, uint32_t finish=0, uint32_t took_us=0, bytes extra not None=b"") -> None:
-        """One token; see text_engine.Out. Raises LookupError for a sequence that is not here."""
+        """One token; see llm.protocols.Out. Raises LookupError for a sequence that is not here."""
         self.say(rid, token, finish, took_us, extra)
         self.tokens += 1
 
@@ -168,9 +169,27 @@ cdef class TokenSender:
         return 0
 
     def room(self, uint64_t rid) -> bool:
-        """Whether the reader of this sequence is near enough for one record more."""
+        """Whether the reader of this sequence is near enough for one record more, or somebody waits for its slot."""
         cdef Seat* seat = seat_of(&self.arena, &self.sender, rid)
-        return seat != NULL and seat_room(&self.arena, &self.sender, seat)
+        return seat != NULL and (seat_room(&self.arena, &self.sender, seat) or self.awaited)
+
+    @property
+    def behind(self) -> bool:
+        """Whether a sequence has found no room when its engine last asked."""
+        cdef uint32_t i
+        for i in range(self.sender.actives):
+            if self.sender.seats[self.sender.active[i]].refused:
+                return True
+        return False
+
+    @property
+    def untaken(self) -> bool:
+        """Whether a prompt is there that no worker has taken yet."""
+        cdef uint32_t i
+        for i in range(self.arena.slots):
+            if word_state(load64(&slot_at(&self.arena, i).word)) == SLOT_READY:
+                return True
+        return False
 
     def gone(self) -> list:
         """(rid, finish) of sequences that are to end, each said once: nobody waits for it, or its time is up."""
@@ -248,7 +267,7 @@ cdef class TokenSender:
 # --- the front -----------------------------------------------------------------------------------
 
 cdef class TokenReader:
-    """What a front hears of its sequences; one at a time has a slot. A run is any object of the caller's."""
+    """The front side of token records; one sequence at a time has a slot. A run is any object of the caller's."""
 
     cdef Arena arena
     cdef object memory

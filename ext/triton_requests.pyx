@@ -4,7 +4,7 @@ slab to the request that execute() sees, and from its response to the slab of th
     desk.read(reply, offset, nbytes, lent)      a request over the slab; nothing of it is an array yet
     reply.send(response, True)                  its tensors straight from the model's arrays into a slab of the answer
 
-The classes are bases: backends/triton_tensor.py, backends/triton_requests.py and workers/replies.py say the rest, which
+The classes are bases: backends/triton_tensor.py, backends/triton_requests.py and workers/requests.py say the rest, which
 seldom runs. Only workers come here; numpy is theirs.
 
 A tensor that arrives is lent: it is where it came in until the model looks, and then an array of the model's own.

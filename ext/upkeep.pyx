@@ -1,20 +1,19 @@
-"""What the owner of an arena looks after while others work in it: memory that nobody uses, batches that hang.
+"""Maintenance by the owner of an arena while others work in it: memory that nobody uses, batches that hang.
 
     looks = Looks(arena.memory, front=0)
     while looks.give_back(): ...        every few seconds; True: cut short, to be gone on with soon
     looks.running()                     who runs what, and since when nothing was heard of it
 
-    pins = Pins(arena.memory, front=0)
-    while not pins.take(): ...          from then on nothing is given back, until pins.drop()
+    pulse = Pulse(arena.memory, arena.worker_bells)
+    pulse.ping(0)                       whether worker 0 has answered the ping before; its loop does, also while it idles
 
 What was free at one look and at the next is given back, in every process at once. How that is safe beside live
 fronts and workers: include/trim.h.
 """
 
-from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer, Py_buffer
-from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free
-from slot_verbs cimport Arena, SLOT_RUNNING, Slot, arena_attach, load64, slot_at, word_state, word_worker
+from slot_verbs cimport Arena, SLOT_RUNNING, Slot, arena_attach, load64, slot_at, word_state, word_worker, worker_busy, worker_ping
 
 cdef extern from "trim.h" nogil:
     ctypedef struct SlotLook:
@@ -23,8 +22,6 @@ cdef extern from "trim.h" nogil:
         SlotLook* slots
     bint looks_open(const Arena*, TrimLooks*)
     bint arena_trim(const Arena*, TrimLooks*, uint32_t front)
-    bint pins_take(const Arena*, uint32_t front)
-    void pins_drop(const Arena*, uint32_t front)
 
 
 cdef class Looks:
@@ -67,36 +64,26 @@ cdef class Looks:
         return more
 
 
-cdef class Pins:
-    """One front's word that a device reads and writes the arena where it lies; the memory is borrowed."""
+cdef class Pulse:
+    """The owner's questions to the workers of an arena whether they live; the memory is borrowed. `parted`: their
+    answers may come in parts, also when execute() is over."""
 
     cdef Arena arena
     cdef object memory
-    cdef uint32_t front
-    cdef int64_t size
+    cdef list bells
+    cdef bint parted
 
-    def __init__(self, uint8_t[::1] memory not None, *, uint32_t front=0):
+    def __init__(self, uint8_t[::1] memory not None, worker_bells, *, bint parted=False):
         if not arena_attach(&self.arena, &memory[0], memory.shape[0]):
             raise ValueError("this memory holds no arena of this version")
-        if front >= self.arena.fronts:
-            raise ValueError(f"front {front} of {self.arena.fronts}")
-        self.memory, self.front, self.size = memory, front, memory.shape[0]
+        self.memory, self.bells, self.parted = memory, list(worker_bells), parted
 
-    def take(self) -> bool:
-        """No page of it is exchanged from now on; False: some are this moment, and it is to be asked again."""
-        return pins_take(&self.arena, self.front)
+    def ping(self, uint32_t worker) -> bool:
+        """Ask a worker's loop for a sign of life; whether it has answered the question before this one."""
+        if worker >= self.arena.workers:
+            raise ValueError(f"worker {worker} of {self.arena.workers}")
+        return worker_ping(&self.arena, worker, self.bells[worker])
 
-    def drop(self) -> None:
-        """Nothing of it is registered for this front any more."""
-        pins_drop(&self.arena, self.front)
-
-    def offset_of(self, view not None) -> int:
-        """Where in the arena a view of it begins; -1 for other memory."""
-        cdef Py_buffer told
-        cdef int64_t at
-        PyObject_GetBuffer(view, &told, PyBUF_SIMPLE)
-        try:
-            at = <uint8_t*>told.buf - self.arena.base
-            return at if 0 <= at <= self.size - told.len else -1
-        finally:
-            PyBuffer_Release(&told)
+    def busy(self, uint32_t worker) -> bool:
+        """Whether a worker is in a batch; where answers come in parts, until its execute() is over."""
+        return worker_busy(&self.arena, worker, self.parted)

@@ -111,10 +111,12 @@ typedef struct { uint64_t runs, input_ns, infer_ns, output_ns; } RunCounters;   
 enum { SPREADS = 5, SPREAD_BUCKETS = 512 };
 typedef struct { uint64_t bucket[SPREAD_BUCKETS]; } Spread;
 
-typedef struct { alignas(64) uint32_t asleep; uint32_t present, lives; uint64_t batches; } WorkerDesk;    // lives: deaths so far
-typedef struct { alignas(64) uint32_t rung; uint32_t rescan, pinned; } FrontDesk;     // pinned: for devices (pins.h)
+// lives: deaths so far. ping: what the owner asks, pong: what of it the worker's loop has answered (notify.h).
+typedef struct { alignas(64) uint32_t asleep; uint32_t present, lives; uint64_t batches; uint32_t ping, pong; } WorkerDesk;
+typedef struct { alignas(64) uint32_t rung; uint32_t rescan; } FrontDesk;
 
-enum { AWAKE = 0, ASLEEP = 1, ASLEEP_UNTIL_DUE = 2, ASLEEP_FULL = 3 };     // WorkerDesk.asleep; full: takes nothing now
+// WorkerDesk.asleep. Full: takes nothing now. Behind: neither, but who comes sets what stands still in it going.
+enum { AWAKE = 0, ASLEEP = 1, ASLEEP_UNTIL_DUE = 2, ASLEEP_FULL = 3, ASLEEP_BEHIND = 4 };
 
 typedef struct {
     uint32_t magic, layout;
@@ -131,7 +133,6 @@ typedef struct {
     FrontDesk front[MAX_FRONTS];
     alignas(64) Counters counters[COUNT_KINDS];
     uint64_t served_rows, served_ns;        // rows of requests answered well, and when the last of them was
-    uint32_t trimming;      // memory is being dropped (pins.h)
 } ArenaHeader;
 
 static inline uint64_t align64(uint64_t n) { return (n + 63) & ~(uint64_t)63; }

@@ -156,3 +156,58 @@ static inline JsonFault read_number(const uint8_t **at, const uint8_t *end, Numb
         n->real = -n->real;
     return JSON_OK;
 }
+
+static inline double add_digit(double value, uint8_t digit)
+{
+    volatile double tens = value * 10.0;    // rounded before the sum, as there: never a fused multiply-add
+    return tens + (double)(digit - '0');
+}
+
+static inline double scale_once(double value, int64_t power)
+{
+    if (power < -308)
+        return 0.0;
+    return power < 0 ? value / decimal_to_double(1, -power) : value * decimal_to_double(1, power);
+}
+
+// The double of a literal that `read_number` took for one, as TF Serving's parser reads it: RapidJSON's normal
+// precision. Digits go on in doubles from where the next would overflow an integer (2**64 - 1, or 2**63 behind a
+// minus), of a fraction 17 count, and one power of ten scales the whole, so the last bits differ from the nearest
+// double. `nearest` stands in where that parser would have refused the literal.
+static inline double read_in_normal_precision(const uint8_t *text, const uint8_t *end, double nearest)
+{
+    const uint64_t EXACT = ((uint64_t)1 << 53) - 1;
+    bool negative = *text == '-', doubled = false;
+    const uint64_t most = negative ? (uint64_t)1 << 63 : UINT64_MAX;
+    uint64_t whole = 0;
+    int64_t power = 0;
+    int counted = -1;           // digits of the significand behind its first one
+    double value = 0.0;
+    text += negative;
+    if (!is_digit(*text))
+        return nearest;         // NaN, Infinity
+    for (; text != end && is_digit(*text) && whole <= (most - (*text - '0')) / 10; ++text, ++counted)
+        whole = whole * 10 + (*text - '0');
+    value = (double)whole;
+    for (; text != end && is_digit(*text); ++text, doubled = true)
+        value = add_digit(value, *text);
+    if (text != end && *text == '.') {
+        ++text;
+        for (; !doubled && text != end && is_digit(*text) && whole <= EXACT; ++text, --power) {
+            whole = whole * 10 + (*text - '0');
+            counted += whole != 0;
+        }
+        value = doubled ? value : (double)whole;
+        for (; text != end && is_digit(*text); ++text)
+            if (counted < 17) {
+                value = add_digit(value, *text);
+                --power;
+                counted += value > 0.0;
+            }
+    }
+    if (text != end && read_exponent(&++text, end, &power) != JSON_OK)
+        return nearest;
+    value = power < -308 ? scale_once(scale_once(value, -308), power + 308)
+        : power > 308 ? nearest : scale_once(value, power);
+    return !isfinite(value) ? nearest : negative && power <= 308 ? -value : value;
+}

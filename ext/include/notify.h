@@ -125,13 +125,17 @@ static inline void tell_workers(Arena *a, const int *bells)
     a->ready = 0;
     for (uint32_t i = 0; i < a->workers && wanted; i++) {
         uint32_t asleep = desk_load(&a->header->worker[i].asleep);
-        if (asleep == AWAKE || asleep == ASLEEP_FULL || (asleep == ASLEEP_UNTIL_DUE && ready == 0))
+        if (asleep == AWAKE || asleep >= ASLEEP_FULL || (asleep == ASLEEP_UNTIL_DUE && ready == 0))
             continue;
         if (desk_exchange(&a->header->worker[i].asleep, AWAKE) != AWAKE && bells[i] >= 0) {
             bell_ring(bells[i]);
             wanted--, ready -= ready != 0;
         }
     }
+    for (uint32_t i = 0; i < a->workers && wanted; i++)     // whom nobody may be free to take
+        if (desk_load(&a->header->worker[i].asleep) == ASLEEP_BEHIND &&
+            desk_exchange(&a->header->worker[i].asleep, AWAKE) != AWAKE && bells[i] >= 0)
+            bell_ring(bells[i]);
 }
 
 // Every worker is to look: whom a dead one was woken in place of, nobody knows.
@@ -154,10 +158,46 @@ static inline void ask_to_look(const Arena *a, const int *bells, uint64_t fronts
         }
 }
 
+// The worker's loop has come round: it answers what the owner has asked. Most rounds find nothing new.
+static inline void worker_turn(const Arena *a, uint32_t worker)
+{
+    WorkerDesk *desk = &a->header->worker[worker];
+    uint32_t ping = __atomic_load_n(&desk->ping, __ATOMIC_RELAXED);
+    if (ping != __atomic_load_n(&desk->pong, __ATOMIC_RELAXED))
+        __atomic_store_n(&desk->pong, ping, __ATOMIC_RELEASE);
+}
+
+// Ask a worker for a sign of life, and wake it: whether it had answered the last time. Who wakes looks for batches as well,
+// so none waits for long because the worker that was woken for it does not run.
+static inline bool worker_ping(const Arena *a, uint32_t worker, int bell)
+{
+    WorkerDesk *desk = &a->header->worker[worker];
+    uint32_t ping = __atomic_load_n(&desk->ping, __ATOMIC_RELAXED);
+    bool answered = __atomic_load_n(&desk->pong, __ATOMIC_ACQUIRE) == ping;
+    if (answered)
+        __atomic_store_n(&desk->ping, ping + 1, __ATOMIC_RELEASE);
+    if (bell >= 0)
+        bell_ring(bell);
+    return answered;
+}
+
+// Whether a worker is in a batch. Of one whose answers come in parts (`parted`) only until execute() is over.
+static inline bool worker_busy(const Arena *a, uint32_t worker, bool parted)
+{
+    for (uint32_t i = 0; i < a->slots; i++) {
+        Slot *s = slot_at(a, i);
+        uint64_t w = load64(&s->word);
+        if (word_state(w) == SLOT_RUNNING && word_worker(w) == worker && !(parted && s->ran_ns))
+            return true;
+    }
+    return false;
+}
+
 // A batch for this worker; -1 after a sleep that *why explains (bell_wait). Spins for a while before it sleeps, and
 // sleeps no longer than `longest_ns` unless that is negative: who has something else to look at comes back to it.
 static inline int64_t take_or_wait(Arena *a, uint32_t worker, int bell, int control, int64_t spin_ns, int64_t longest_ns, int *why)
 {
+    worker_turn(a, worker);
     uint64_t due, until = spin_ns > 0 ? monotonic_ns() + spin_ns : 0;
     uint32_t *asleep = &a->header->worker[worker].asleep;
     int64_t slot = slot_take(a, worker, &due);

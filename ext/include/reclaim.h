@@ -5,7 +5,7 @@
 // died between moving the table and moving the word, the two disagree (slot_lost). Live processes make them
 // disagree too, for nanoseconds, so that only what was lost twice, a while apart, is forgiven.
 #pragma once
-#include "pins.h"
+#include "arena.h"
 #include "runs.h"
 
 static inline bool row_reclaim(Arena *a, Slot *s, uint32_t r, uint32_t rows)
@@ -75,7 +75,6 @@ static inline uint32_t slot_lost(const Arena *a, uint32_t i, uint32_t *generatio
 static inline void front_reclaim(const Arena *a, uint32_t front)
 {
     slab_reclaim(&a->slabs, 1 + front);
-    pins_drop(a, front);
 }
 
 // Make up for rows found lost twice, long enough apart that only a dead process can have left them.

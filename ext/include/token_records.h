@@ -193,20 +193,24 @@ static inline bool pile_send(const Arena *a, Sender *s, uint32_t worker, uint32_
 }
 
 // Every active sequence gives a sign of life: who hangs in a step does not.
-// Wait until there is something to do: a prompt (unless `full`), room for who was refused, or somebody left. Bits as of
-// bell_wait. With no time to wait it is a look at the control line.
+// Wait until there is something to do: a prompt (unless `full`), room for who was refused, a prompt that nobody else can
+// take while somebody was refused, or somebody left. Bits as of bell_wait. With no time to wait it is a look at the
+// control line.
 static inline int sender_sleep(const Arena *a, const Sender *s, uint32_t worker, int bell, int control, int64_t most_ns, bool full)
 {
+    worker_turn(a, worker);
     if (most_ns == 0)
         return bell_wait(bell, control, 0);
     uint32_t *asleep = &a->header->worker[worker].asleep;
-    desk_exchange(asleep, full ? ASLEEP_FULL : ASLEEP);
+    bool behind = false, wanted = false;
+    for (uint32_t i = 0; i < s->actives && !behind; i++)
+        behind = s->seats[s->active[i]].refused;
+    desk_exchange(asleep, !full ? ASLEEP : behind ? ASLEEP_BEHIND : ASLEEP_FULL);
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     // Once more, now that who comes after the look sees the flag.
-    bool wanted = false;
     for (uint32_t i = 0; i < s->actives && !wanted; i++)
         wanted = s->seats[s->active[i]].refused && reader_near(a, s, s->seats + s->active[i]);
-    for (uint32_t i = 0; i < a->slots && !wanted && !full; i++)
+    for (uint32_t i = 0; i < a->slots && !wanted && (!full || behind); i++)
         wanted = word_state(load64(&slot_at(a, i)->word)) == SLOT_READY;
     int why = bell_wait(bell, control, wanted ? 0 : most_ns);
     desk_exchange(asleep, AWAKE);

@@ -6,7 +6,7 @@
 #pragma once
 #include <stdlib.h>
 #include <sys/mman.h>
-#include "pins.h"
+#include "arena.h"
 #include "slots.h"
 
 enum { TRIM_PAGES = 4096 };     // at a time: 16 MB take some 4 ms
@@ -47,7 +47,8 @@ static inline uint32_t slot_trim(const Arena *a, uint32_t i, uint32_t front, Slo
     return old && word_state(w) == SLOT_FREE ? slot_drop(a, i, front, w, look) : 0;
 }
 
-static inline bool arena_trim_unpinned(const Arena *a, TrimLooks *t, uint32_t front)
+// One look, or a part of one: true when it was cut short, and is to go on soon.
+static inline bool arena_trim(const Arena *a, TrimLooks *t, uint32_t front)
 {
     uint32_t given = 0;
     for (; t->slot < a->slots && given < TRIM_PAGES; t->slot++)
@@ -61,14 +62,4 @@ static inline bool arena_trim_unpinned(const Arena *a, TrimLooks *t, uint32_t fr
     if (t->page == 0)
         t->slot = 0;
     return t->page != 0;
-}
-
-// One look, or a part of one: true when it was cut short, and is to go on soon. None while a device has the memory.
-static inline bool arena_trim(const Arena *a, TrimLooks *t, uint32_t front)
-{
-    if (!pins_allow(a))
-        return false;
-    bool more = arena_trim_unpinned(a, t, front);
-    pins_leave(a);
-    return more;
 }

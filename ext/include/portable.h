@@ -1,0 +1,17 @@
+/* Read before everything else in the modules of a wheel (FASTSERVE_PORTABLE=1): a wheel that is built on a new
+ * system asks for nothing that one with glibc 2.28 does not have. The C++ library is linked into the modules. */
+#pragma once
+
+/* The functions that glibc 2.29 has again without their old error handling: the results are the same. */
+#if defined(__x86_64__)
+__asm__(".symver exp, exp@GLIBC_2.2.5");
+__asm__(".symver log, log@GLIBC_2.2.5");
+#elif defined(__aarch64__)
+__asm__(".symver exp, exp@GLIBC_2.17");
+__asm__(".symver log, log@GLIBC_2.17");
+#endif
+
+/* Of glibc 2.32, and read by the C++ library alone: 0 has it count references atomically. */
+extern "C" {
+__attribute__((visibility("hidden"))) char __libc_single_threaded = 0;
+}
