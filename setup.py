@@ -1,8 +1,9 @@
-"""Builds every ext/*.pyx into fastserve._ext, and protos/*/*.proto into descriptor sets.
+"""Builds every ext/*.pyx into fastserve._ext, and protos/*/*.proto into descriptor sets and structs.
 
 FASTSERVE_EXT=json_reader,flatten builds only those modules (FASTSERVE_EXT=none: none of them);
 FASTSERVE_DEBUG=1 builds with bounds checks and with the address and undefined-behaviour
-sanitizers; FASTSERVE_JOBS is the number of compilers at a time (default: the cores).
+sanitizers; FASTSERVE_PORTABLE=1 builds for glibc 2.28 (a wheel);
+FASTSERVE_JOBS is the number of compilers at a time (default: the cores).
 """
 
 import os
@@ -16,26 +17,33 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
+PROTOS = ROOT / "fastserve" / "protos"
 sys.path.insert(0, str(ROOT / "tools"))
 import check_compiler  # noqa: E402
 
 DEBUG = os.environ.get("FASTSERVE_DEBUG") == "1"
+PORTABLE = os.environ.get("FASTSERVE_PORTABLE") == "1"
 CHOSEN = set(filter(None, os.environ.get("FASTSERVE_EXT", "").split(",")))
 JOBS = int(os.environ.get("FASTSERVE_JOBS") or os.cpu_count() or 1)
 
-# -g0 against the -g Python was built with: debug information is nine tenths of a module's size.
-COMPILE_ARGS = [
-    "-std=c++20",
-    "-O3",
-    "-g0",
-    "-fno-strict-aliasing",
-    "-Wall",
-    "-Wno-unused-function",
-    "-Werror=vla",
-]
-DEBUG_ARGS = ["-std=c++20", "-O1", "-g", "-fno-omit-frame-pointer"]
+CPP = "-std=c++20"
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+# -g0 against the -g Python was built with: debug information is nine tenths of a module's size.
+COMPILE_ARGS = (
+    ["-O1", "-g", "-fno-omit-frame-pointer", *SANITIZE]
+    if DEBUG
+    else ["-O3", "-g0", "-fno-strict-aliasing", "-Wall", "-Wno-unused-function", "-Werror=vla"]
+)
+# For systems with glibc 2.28: the C++ library is linked into each module, and so are libgcc's own functions,
+# but not its unwinder, which all share. auditwheel names what is still missing there.
+PORTABLE_ARGS = ["-include", "ext/include/portable.h"] if PORTABLE else []
+PORTABLE_LINKS = ["-static-libstdc++", "-Wl,--gc-sections", "-Wl,--exclude-libs,ALL", "-Wl,-s", "-lgcc"]
+# Cython's own code for memory views is half of what a module with one is compiled from: all share it.
+SHARED_UTILITY = "fastserve._ext._cyutility"
+# Directives are not part of Cython's up-to-date check: each build has its own folder.
+CYTHON_DIR = "build/cython-debug" if DEBUG else "build/cython"
 DIRECTIVES = {
+    "auto_pickle": False,
     "language_level": 3,
     "boundscheck": DEBUG,
     "wraparound": False,
@@ -69,29 +77,45 @@ def extension(path: Path) -> Extension:
         include_dirs=["ext/include"],
         depends=[p.relative_to(ROOT).as_posix() for p in sorted(headers_of(path))],
         language="c++",
-        extra_compile_args=DEBUG_ARGS + SANITIZE if DEBUG else COMPILE_ARGS,
+        extra_compile_args=[CPP, *COMPILE_ARGS, *PORTABLE_ARGS],
+        extra_link_args=SANITIZE if DEBUG else PORTABLE_LINKS if PORTABLE else [],
+    )
+
+
+def shared_utility() -> Extension:
+    """Cython writes its source, in C."""
+    Path(ROOT / CYTHON_DIR).mkdir(parents=True, exist_ok=True)
+    return Extension(
+        SHARED_UTILITY,
+        [f"{CYTHON_DIR}/_cyutility.c"],
+        extra_compile_args=COMPILE_ARGS,
         extra_link_args=SANITIZE if DEBUG else [],
     )
 
 
-def sources() -> list[Path]:
+def extensions() -> list[Extension]:
+    """The chosen modules, and the one that they share."""
     found = sorted((ROOT / "ext").glob("*.pyx"))
-    return [p for p in found if not CHOSEN or p.stem in CHOSEN]
+    chosen = [extension(path) for path in found if not CHOSEN or path.stem in CHOSEN]
+    return [shared_utility(), *chosen] if chosen else []
 
 
 def compile_protos() -> None:
-    """One descriptor set per folder of protos/, written beside the code that loads it."""
+    """One descriptor set per folder of protos/, and structs of one file, beside the code that loads them."""
     for folder in sorted(p for p in (ROOT / "protos").glob("*") if p.is_dir()):
         files = [str(p) for p in sorted(folder.rglob("*.proto"))]
         if files:
             compile_folder(folder, files)
+    from write_triton_structs import write  # imports protobuf, as protoc does
+
+    write(PROTOS / "kserve_v2.binpb", PROTOS / "model_config.py")
 
 
 def compile_folder(folder: Path, files: list[str]) -> None:
     from grpc_tools import protoc  # a build requirement, absent at run time
 
     well_known = Path(protoc.__file__).parent / "_proto"
-    out = ROOT / "fastserve" / "protos" / f"{folder.name}.binpb"
+    out = PROTOS / f"{folder.name}.binpb"
     # Files are named with their folder: two dialects have a grpc_service.proto, one reflection pool both.
     args = [
         "protoc",
@@ -137,15 +161,20 @@ class Protos(Command):
         compile_protos()
 
 
+EXTENSIONS = extensions()
 setup(
     ext_modules=cythonize(
-        [extension(p) for p in sources()],
+        EXTENSIONS,
         include_path=["ext"],
-        # Directives are not part of Cython's up-to-date check: each build has its own folder.
-        build_dir="build/cython-debug" if DEBUG else "build/cython",
+        build_dir=CYTHON_DIR,
         compiler_directives=DIRECTIVES,
-        nthreads=JOBS if len(sources()) > 1 else 0,
+        shared_utility_qualified_name=SHARED_UTILITY,
+        nthreads=JOBS if len(EXTENSIONS) > 2 else 0,
     ),
-    options={"build_ext": {"parallel": JOBS}},
+    options={
+        "build_ext": {"parallel": JOBS},
+        # A wheel's modules are compiled otherwise than those of `make build`.
+        **({"build": {"build_base": "build/portable"}} if PORTABLE else {}),
+    },
     cmdclass={"build_ext": BuildExt, "build_py": BuildPy, "protos": Protos},
 )
