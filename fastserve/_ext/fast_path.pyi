@@ -25,7 +25,6 @@ class Pendings:
     by_slot: list[list[Pending]]
     seqs: list[int]
     kicking: asyncio.Handle | None
-    kick_by_ns: int
     alarm_ns: int
     due_ns: int
     idle: list[asyncio.Future[None]]
@@ -37,7 +36,6 @@ class Pendings:
         done: Callable[[Pending, Any], object] | Lifecycle,
         deadline_ns: int = 0,
         context: Any = None,
-        patience_ns: int = 0,
     ) -> Pending: ...
     def release(self, pending: Pending) -> None: ...
     def finish(self, slot: int) -> None: ...
@@ -54,7 +52,6 @@ class Lifecycle:
             Callable[[], None], Callable[[int], None], Callable[[int], None], Callable[[int], None]
         ],
         answered: Callable[[Any, int, int], None] | None,
-        patience_ns: int = 0,
         replies: bool = False,
     ) -> None: ...
     def start(

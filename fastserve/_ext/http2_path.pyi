@@ -13,10 +13,16 @@ class StreamFields:
     outbox: Any
     id: int
     window: int
+    held: int
     def __init__(self, connection: Http2Path, number: int, head: Any, state: Any) -> None: ...
 
 class Http2Path:
-    intake: Any
+    blocks: dict[bytes, Any]
+    streams: dict[int, Any]
+    last: int
+    _stop: int
+    _most: int
+    _most_queued: int
     sending: Any
     client_window: int
     over: bool
@@ -24,32 +30,31 @@ class Http2Path:
     _reader: Any
     _scratch: bytearray
     _sip: memoryview | None
-    behind: Any
+    backlog: Any
     _transport: asyncio.Transport
     _lifetime: Any
     _half: Any
     _out: list[Any] | None
     _credit: int
     _low: int
-    _calm: int
+    _glitch_budget: int
+    held: int
+    _most_held: int
+    _least_held: int
     _served: int
     _leaving: int
-    def __init__(self, terms: tuple[int, int, int, Any, Any, type[StreamFields]]) -> None: ...
+    def __init__(
+        self,
+        terms: tuple[int, int, int, Any, Any, type[StreamFields]],
+        stop: int,
+        most: int,
+        most_queued: int,
+    ) -> None: ...
+    def request(self, number: int, block: bytes, body: bytes) -> None: ...
     def get_buffer(self, sizehint: int) -> bytearray | memoryview: ...
     def buffer_updated(self, nbytes: int) -> None: ...
     def go_on(self, events: list[Any], data: Buffer) -> None: ...
     def sent_end(self, stream: Any) -> None: ...
-
-class IntakePath:
-    blocks: dict[bytes, Any]
-    streams: dict[int, Any]
-    last: int
-    _stop: int
-    _most: int
-    _most_queued: int
-    _connection: Any
-    def __init__(self, connection: Http2Path, stop: int, most: int, most_queued: int) -> None: ...
-    def request(self, number: int, block: bytes, body: bytes) -> None: ...
 
 class SendingPath:
     window: int
@@ -57,7 +62,7 @@ class SendingPath:
     choked: bool
     _prefix: bytes
     _connection: Any
-    def __init__(self, connection: Http2Path, window: int) -> None: ...
+    def __init__(self, connection: Any, window: int) -> None: ...
     def reply(self, stream: Any, block: bytes, body: bytes, trailers: bytes) -> None: ...
 
 class CallsPath:

@@ -5,10 +5,16 @@ from typing_extensions import Buffer
 
 Value: TypeAlias = Members | list[Value] | bytes | int | float | bool | None
 
+MOST_CONTAINERS: int
+
 class JSONSyntaxError(ValueError):
     reason: str
     offset: int
     def __init__(self, reason: str, offset: int) -> None: ...
+
+class ShownFloat(float):
+    @property
+    def shown(self) -> float: ...
 
 class Members:
     pairs: list[tuple[bytes, Value]]
@@ -18,5 +24,12 @@ class Members:
     def __iter__(self) -> Iterator[tuple[bytes, Value]]: ...
     def __len__(self) -> int: ...
 
-def parse(body: Buffer, *, max_depth: int = 100, max_values: int = 1 << 62, alone: bool = False) -> Value: ...
+def parse(
+    body: Buffer,
+    *,
+    max_depth: int = 100,
+    max_values: int = 1 << 62,
+    alone: bool = False,
+    as_shown: bool = False,
+) -> Value: ...
 def debug_text(value: Value) -> str: ...

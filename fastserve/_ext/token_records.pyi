@@ -14,8 +14,11 @@ def read_prompt(slab: Buffer) -> tuple[list[int], bytes]: ...
 
 class TokenSender:
     tokens: int
+    awaited: bool
     unsent: bool
     active: int
+    behind: bool
+    untaken: bool
     def __init__(
         self,
         memory: Buffer,

@@ -1,0 +1,16 @@
+from collections.abc import Mapping
+
+UINT32: int
+INT32: int
+INT64: int
+FLOAT32: int
+FLOAT64: int
+
+class Numbers:
+    rest: bytes
+    def count(self, owner: int, field: int) -> int: ...
+    def take(self, owner: int, field: int, width: int = 0, low: int = 0, high: int = 0) -> bytes | None: ...
+
+def cut_numbers(message: bytes, outer: int, inner: int, kinds: Mapping[int, int]) -> Numbers: ...
+def list_fields(message: bytes, begin: int, end: int, most: int) -> list[tuple[int, int, int, int]]: ...
+def count_fields(message: bytes, begin: int, end: int, number: int = 0) -> tuple[int, int]: ...

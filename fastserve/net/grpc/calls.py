@@ -1,0 +1,723 @@
+"""gRPC calls on HTTP/2 streams: from a head to its method, messages in, one answer out. Nothing of frames.
+
+    bytes --few at a time--> messages --the method's `read`--> the method, while the loop's turn lasts
+
+Messages that a method has not taken fill the client's window.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing
+from operator import methodcaller
+from time import monotonic_ns
+from typing import Any
+
+import msgspec
+
+from fastserve._ext.grpc_messages import (
+    PREFIX_BYTES,
+    MessageFault,
+    MessageReader,
+    frame_message,
+    message_prefix,
+)
+from fastserve._ext.hpack import static_block
+from fastserve._ext.http2_path import CallPath, CallsPath, HeadPath
+from fastserve.errors import Kind, ServeError, detach, malformed_call
+from fastserve.memory_budget import ALLOWANCE_BYTES, REASON, WORKING_SHARE, Claim
+from fastserve.net.access_control import Scope
+from fastserve.net.compression import DEFLATE, GZIP, IDENTITY, inflate_offloaded, pack
+from fastserve.net.fair_queue import TimeShare
+from fastserve.net.grpc.metadata import (
+    ACCEPTED,
+    advise,
+    choose_encoding,
+    decode_message,
+    read_metadata,
+    read_timeout,
+    write_message,
+    write_metadata,
+)
+from fastserve.net.grpc.method import (
+    STATUS_NAMES,
+    Metadata,
+    Method,
+    RpcTerms,
+    check_call,
+    shorten,
+    tell_error,
+    too_large,
+)
+from fastserve.net.http1.large_bodies import BULK_BYTES
+from fastserve.net.http2.stream import STREAM_WINDOW, Http2Stream, Piece, StreamState
+from fastserve.net.limits import Verdict, WireFault, slowness
+from fastserve.net.request import RequestHead as HttpHead
+from fastserve.util.offload import OFFLOAD_BYTES
+from fastserve.util.rate_limited_log import run_all
+from fastserve.util.tracing import choose_request_id
+
+MOST_READ = 64
+"""Messages that are objects before the method takes them."""
+Held = tuple[int, Claim]  # bytes that came, and what reading them has taken
+
+
+class Inbox:
+    """Iterate over the messages of a streamed request, as the method's `read` returns them.
+
+    A message may have no bytes but its prefix, so a window is up to 200,000 messages. Bytes are kept as
+    bytes until the method is about to take a message. A message counts against the memory budget until
+    the next one is asked for; a method with many messages under way keeps it longer: `held =
+    inbox.take_over()`, and after the answer `inbox.give_back(held)`."""
+
+    __slots__ = ("_call", "_claims", "_end", "_last", "_messages", "_reader", "_rest", "_share", "_waiting")
+
+    def __init__(self, call: GrpcCall, reader: MessageReader) -> None:
+        self._call, self._reader = call, reader
+        self._share = call.head.calls.share
+        self._messages: deque[tuple[bytes, bool]] = deque()
+        self._rest = bytearray()  # what comes after them
+        self._end: ServeError | None = None  # of a message that is not whole when no more will come
+        self._waiting: asyncio.Future[None] | None = None
+        self._last: Held | None = None  # of the message that was taken last
+        self._claims: set[Claim] = set()
+
+    def add(self, piece: Piece) -> None:
+        """Append bytes of the request."""
+        used = 0 if self._rest else self._read(piece)
+        if used < len(piece):
+            self._rest += memoryview(piece)[used:]
+        self._wake()
+
+    def _read(self, data: Piece | bytearray) -> int:
+        """Parse the next messages of `data`; return how many bytes they are."""
+        try:
+            self._messages += self._reader.feed(data, MOST_READ - len(self._messages))
+        except MessageFault as fault:
+            self._call.stop(self._call.explain(fault))
+            return len(data)
+        self._call.enlarge_window()
+        return self._reader.used
+
+    def end(self, within: ServeError) -> None:
+        """End the request; `within` is the error where that is in the middle of a message."""
+        self._end = within
+        if not self._rest and self._reader.partial:
+            self._call.stop(within)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    def __aiter__(self) -> Inbox:
+        return self
+
+    def take_over(self) -> Held | None:
+        """Return the memory of the last message, which the caller gives back."""
+        held, self._last = self._last, None
+        return held
+
+    def give_back(self, held: Held) -> None:
+        """Give back the memory of a message that was taken over."""
+        nbytes, claim = held
+        self._call.stream.connection.release_bytes(self._call.stream, nbytes)
+        claim.release()
+        self._claims.discard(claim)
+
+    def close(self) -> None:
+        """Release all claims: the method has ended."""
+        for claim in self._claims:
+            claim.release()
+        self._claims.clear()
+
+    async def __anext__(self) -> Any:
+        if self._last is not None:
+            self.give_back(self._last)
+            self._last = None
+        if self._share.spent():
+            await self._share.turn()
+        while not self._messages:
+            if self._rest:
+                del self._rest[: self._read(self._rest)]
+            elif self._end is None:
+                await self._more()
+            elif not self._reader.partial:
+                raise StopAsyncIteration
+            else:
+                self._call.stop(self._end)
+                await self._more()  # the call is over, and this is cancelled
+        message, compressed = self._messages.popleft()
+        nbytes = PREFIX_BYTES + len(message)
+        claim = Claim(self._call.stream.connection.listener.budget)
+        if compressed or nbytes > ALLOWANCE_BYTES:
+            self._claims.add(claim)
+        self._last = nbytes, claim
+        self._call.taken(nbytes)
+        return await self._call.read(message, compressed, claim)
+
+    async def _more(self) -> None:
+        self._waiting = asyncio.get_running_loop().create_future()
+        await self._waiting
+
+
+log = logging.getLogger(__name__)
+_OPENING = [(b":status", b"200"), (b"content-type", b"application/grpc")]
+_HEADS = {
+    coding: static_block(
+        [*_OPENING, *([(b"grpc-encoding", coding)] if coding else []), (b"grpc-accept-encoding", ACCEPTED)]
+    )
+    for coding in (b"", DEFLATE, GZIP)
+}
+
+HEAD = _HEADS[b""]
+OK = static_block([(b"grpc-status", b"0")])
+Request = Inbox | tuple[bytes, bool]  # messages as they come, or the one, and whether it is compressed
+Answer = Callable[[Request], Coroutine[Any, Any, None]]
+CUT_OFF = "the connection ended within the call"
+WITHIN = "the call ended within a message"
+REQUEST_ID = "x-request-id"
+PARTED_BYTES = 65536  # from here on a message is not copied to stand behind its prefix
+
+
+class GrpcCall(CallPath):
+    """One call on an HTTP/2 stream: an Rpc for its method, and the exchange that `Method.start` gets.
+
+        unary request    head, message, end --> begin --> Method.start, or a task of Method.run
+        streamed         head --> a task of Method.run, whose request is the call's Inbox
+
+    `start` serves fast paths without a task or a future: it takes the call, or returns False and leaves
+    no trace. `on_gone` is called once if the client leaves, or its deadline passes, before the answer; of
+    a coroutine it cancels the task."""
+
+    head: CallHead
+    stream: Http2Stream
+    on_gone: Callable[[], object] | None
+    trailing: Metadata
+    writable: asyncio.Future[None] | None
+
+    __slots__ = ("_asked", "_claim", "_inbox", "_message", "_reader", "_request_id")
+
+    # ---- what a method may know
+
+    @property
+    def request_id(self) -> str:
+        try:
+            return self._request_id
+        except AttributeError:
+            headers = dict(reversed(self.head.headers))
+            given, trace = headers.get(b"x-request-id", b""), headers.get(b"traceparent", b"")
+            self._request_id: str = choose_request_id(given, trace)
+            return self._request_id
+
+    @property
+    def claim(self) -> Claim:
+        """Memory for work on this call, beside its messages; released when the method has ended."""
+        try:
+            return self._claim
+        except AttributeError:
+            self._claim: Claim = Claim(self.stream.connection.listener.budget)
+            return self._claim
+
+    @property
+    def metadata(self) -> Metadata:
+        return self.head.metadata
+
+    def seconds_left(self) -> float | None:
+        return max(0.0, (self.deadline_ns - monotonic_ns()) / 1e9) if self.deadline_ns else None
+
+    def set_trailing(self, metadata: Sequence[tuple[str, str | bytes]]) -> None:
+        write_metadata(metadata)  # raises here, where it was given
+        named = tuple(pair for pair in self.trailing if pair[0] == REQUEST_ID)
+        self.trailing = (*named, *metadata)
+
+    def name_request(self) -> None:
+        """Send the call's id to the client as a trailer."""
+        if all(name != REQUEST_ID for name, _ in self.trailing):
+            self.trailing = ((REQUEST_ID, self.request_id), *self.trailing)
+
+    def compress(self) -> None:
+        if not self.begun and self.head.coding != IDENTITY:
+            self.coding = self.head.coding
+
+    # ---- what comes
+
+    def listen(self) -> None:
+        """Prepare for a request that comes in pieces."""
+        self._reader = MessageReader(self.head.most_bytes)
+        self._asked = 0
+        self._message: tuple[bytes, bool] | None = None
+        self._inbox: Inbox | None = None
+        if self.head.method.takes_stream:
+            self._inbox = Inbox(self, self._reader)
+            self.run(self._inbox)
+
+    def feed(self, piece: Piece) -> None:
+        """Take a piece of the request."""
+        if self.over:
+            return
+        if self._inbox is not None:
+            self._inbox.add(piece)
+            return
+        try:
+            messages = self._reader.feed(piece, 2)
+        except MessageFault as fault:
+            self.stop(self.explain(fault))
+            return
+        self._sort(messages)
+
+    def _took(self, nbytes: int) -> None:
+        """Count bytes of the message that were read into their place."""
+        if not self.over:
+            self._sort(self._reader.placed(nbytes))
+
+    def _sort(self, messages: list[tuple[bytes, bool]]) -> None:
+        for message in messages:
+            if self._message is not None:
+                self.fail(malformed_call("more than one message for a method that takes one"))
+                return
+            self._message = message
+        self.enlarge_window()
+
+    def enlarge_window(self) -> None:
+        """Enlarge the stream's window for a large message: nothing is given back before the message is
+        whole."""
+        wanted = self._reader.wanted
+        if wanted <= self._asked:
+            return
+        self._asked = wanted
+        if self._inbox is None:
+            self.stream.expect(wanted)
+            if wanted >= BULK_BYTES:
+                self.stream.place(self._reader, self._took)
+        elif wanted > STREAM_WINDOW // 2:  # up to a half of the window may not have been given back yet
+            self.stream.expect(wanted + STREAM_WINDOW // 2)
+
+    def taken(self, nbytes: int) -> None:
+        """Give back the window of a message that the method has taken; a message behind it asks anew."""
+        self.stream.done_with(nbytes)
+        self._asked = 0
+        self.enlarge_window()
+
+    def explain(self, fault: MessageFault) -> ServeError:
+        if fault.size < 0:
+            return malformed_call("the flag of a message is neither 0 nor 1")
+        most, terms = self.head.most_bytes, self.head.calls.terms
+        sizes = f"({fault.size} vs. {most})"  # in the words of gRPC's own library, which clients may look for
+        limit = "grpc_options.message_bytes" if most == terms.most_bytes else f"of {self.head.path}"
+        text = f"Received message larger than max {sizes}: {limit}"
+        return ServeError(Kind.RESOURCE_EXHAUSTED, text)
+
+    def end_input(self) -> None:
+        """Handle the end of the request."""
+        if self.over:
+            return
+        if self._inbox is not None:
+            self._inbox.end(malformed_call(WITHIN))
+        elif self._reader.partial:
+            self.stop(malformed_call(WITHIN))
+        elif self._message is None:
+            self.fail(malformed_call("the call ended without its message"))
+        else:
+            (message, compressed), self._message = self._message, None
+            self.begin(message, compressed)
+
+    def no_room(self, fault: ServeError) -> None:
+        """End the call: there is no memory for the rest of its request."""
+        if not self.over:
+            self.stream.connection.listener.count_refusal(REASON)
+            self.stop(fault)
+
+    def cut_off(self) -> None:
+        """Handle a FIN within the request: messages of a stream that have come are answered; a single
+        message had to come whole."""
+        if self._inbox is not None:
+            self._inbox.end(ServeError(Kind.CANCELLED, CUT_OFF))
+        else:
+            self.stop(ServeError(Kind.CANCELLED, CUT_OFF))
+
+    # ---- the method
+
+    def run(self, request: Request) -> None:
+        """Run the method as a task."""
+        work = self._answer_stream if self.head.method.gives_stream else self._answer_one
+        task = asyncio.get_running_loop().create_task(self._conclude(work, request))
+        self.on_gone = task.cancel
+
+    async def _conclude(self, work: Answer, request: Request) -> None:
+        try:
+            try:
+                await work(request)
+            except asyncio.CancelledError:
+                self.fail(ServeError(Kind.CANCELLED, "the call was cancelled"))
+                raise
+            except Exception as error:
+                self.fail(error)
+        except Exception as error:  # not even the failure could be sent
+            self.stream.connection.callback_failed(error)
+        finally:
+            self.on_gone = None
+            claim = getattr(self, "_claim", None)
+            if claim is not None:
+                claim.release()
+            if isinstance(request, Inbox):
+                request.close()
+
+    async def _answer_one(self, request: Request) -> None:
+        method = self.head.method
+        self._check()
+        read = await self.read(*request, self.claim) if isinstance(request, tuple) else request
+        reply = method.write(await method.run(read, self))
+        if self.coding and len(reply) >= OFFLOAD_BYTES:
+            reply = await self.head.calls.terms.offload(len(reply), pack, reply, self.coding)
+            self._finish((reply,), compressed=True)
+        else:
+            self.reply(reply)
+
+    async def _answer_stream(self, request: Request) -> None:
+        method = self.head.method
+        self._check()
+        read = await self.read(*request, self.claim) if isinstance(request, tuple) else request
+        async with aclosing(method.run(read, self)) as pieces:
+            async for piece in pieces:
+                await self._send(method.write(piece))
+        if not self.over:
+            self._end(OK if not self.trailing else self._status(0, ""))
+            self.settle(0)
+
+    def _check(self) -> None:
+        check_call(self.head.method, self.head.calls.terms.opening, self)
+
+    async def read(self, message: bytes, compressed: bool, claim: Claim) -> Any:
+        """Return a message as the method's `read` gives it; `claim` gets the memory of reading it. Raises
+        ServeError."""
+        method, terms = self.head.method, self.head.calls.terms
+        if compressed:
+            most = self.head.most_bytes
+            limits = terms.limits
+            if most < limits.inflated_bytes:
+                limits = msgspec.structs.replace(limits, inflated_bytes=most)
+            inflated = decode_message, message, self.head.encoding, limits
+            message = await inflate_offloaded(claim, terms.offload, len(message), limits, *inflated)
+        elif len(message) > ALLOWANCE_BYTES:
+            await claim.reserve(WORKING_SHARE * len(message))
+        if len(message) < OFFLOAD_BYTES:
+            return method.read(message)
+        return await terms.offload(len(message), method.read, message)
+
+    # ---- the answer
+
+    def _reply_in_parts(self, message: bytes | Sequence[bytes]) -> None:
+        """Send an answer that is large, compressed or has trailers, or cannot go at once."""
+        parts = (message,) if isinstance(message, bytes) else message
+        if self.coding:
+            parts = (pack(b"".join(parts), self.coding),)
+        self._finish(parts, compressed=bool(self.coding))
+
+    def _finish(self, parts: Sequence[bytes], *, compressed: bool) -> None:
+        size = sum(map(len, parts))
+        if self.over:
+            return
+        if size > self.head.calls.terms.most_bytes:
+            self.fail(too_large(size, self.head.calls.terms.most_bytes))
+            return
+        self.sent_bytes = size
+        trailers = OK if not self.trailing else self._status(0, "")
+        if size < PARTED_BYTES:
+            message = parts[0] if len(parts) == 1 else b"".join(parts)
+            self.stream.reply(_HEADS[self.coding], frame_message(message, compressed), trailers)
+        else:
+            self._send_parts(parts, size, compressed)
+            self.stream.finish(trailers)
+        self.settle(0)
+
+    def _send_parts(self, parts: Sequence[bytes], size: int, compressed: bool) -> None:
+        if not self.begun:
+            self.begun = True
+            self.stream.send_head(_HEADS[self.coding])
+        if size < PARTED_BYTES:
+            self.stream.send_data(frame_message(b"".join(parts), compressed))
+            return
+        self.stream.send_data(message_prefix(size, compressed))
+        for part in parts:
+            self.stream.send_data(part)
+
+    async def _send(self, message: bytes) -> None:
+        """Send one of several messages; return when the client takes more."""
+        terms = self.head.calls.terms
+        if self.coding:
+            message = await terms.offload(len(message), pack, message, self.coding)
+        if len(message) > terms.most_bytes:
+            raise too_large(len(message), terms.most_bytes)
+        if self.over:
+            return
+        self.sent_bytes += len(message)
+        self._send_parts((message,), len(message), bool(self.coding))
+        while self.stream.full and not self.over:
+            self.writable = asyncio.get_running_loop().create_future()
+            await self.writable
+
+    def wake(self) -> None:
+        """Wake the method that waits for the client to take more."""
+        waiting, self.writable = self.writable, None
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)
+
+    def fail(self, error: BaseException) -> None:
+        """End the call with the status of a ServeError. Any other error is logged, and the client gets
+        INTERNAL."""
+        if self.over:
+            return
+        told = tell_error(self.head.method, self, error)
+        text = shorten(told.message)
+        self.trailing += advise(told, text)
+        self.name_request()
+        self._end(self._status(told.kind.value, text))
+        self.settle(told.kind.value)
+
+    def refuse(self, fault: ServeError) -> None:
+        self.fail(fault)
+
+    def _status(self, code: int, text: str) -> bytes:
+        fields = [(b"grpc-status", b"%d" % code)]
+        if text:
+            fields.append((b"grpc-message", write_message(text)))
+        return static_block([*fields, *write_metadata(self.trailing)])
+
+    def _end(self, trailers: bytes) -> None:
+        """Send the trailers; without a message before them they are head and trailers at once."""
+        if self.begun:
+            self.stream.finish(trailers)
+        elif trailers is OK:
+            self.stream.reply(HEAD, b"", trailers)
+        else:
+            self.stream.reply(HEAD + trailers, b"")
+
+    def stop(self, error: ServeError) -> None:
+        """End the call from outside, and cancel its method as if the client had left."""
+        stopped = self.on_gone
+        self.fail(error)
+        _stop(stopped)
+
+    def expire(self) -> None:
+        """End the call: its deadline has passed."""
+        self.stop(ServeError(Kind.DEADLINE_EXCEEDED, "Deadline Exceeded"))
+
+    def leave(self) -> None:
+        """Handle a client that has gone."""
+        stopped = self.on_gone
+        if not self.over:
+            self.settle(Kind.CANCELLED.value)
+            _stop(stopped)
+
+    def _end_settling(self, code: int) -> None:
+        """Write the access log, and wake a method that waits for the client."""
+        tell = self.head.calls.terms.access_log
+        if tell is not None:
+            facts = self.sent_bytes, self.received_ns, self.request_id
+            peer = self.stream.connection
+            tell(self.head.path, STATUS_NAMES[code], *facts, peer.client, peer.address)
+        if self.writable is not None:
+            self.wake()
+
+
+def _stop(on_gone: Callable[[], object] | None) -> None:
+    if on_gone is not None:
+        try:
+            on_gone()
+        except Exception:
+            log.exception("on_gone failed")
+
+
+NEVER_NS = 1 << 63
+SHORTEST_S = 0.001  # between two looks, however many deadlines there are
+
+
+class CallDeadlines:
+    """Expire the calls of a listener with one timer, set for the first deadline. A call that is answered
+    in time costs an entry in a dict."""
+
+    __slots__ = ("_calls", "_next_ns", "_timer")
+
+    def __init__(self) -> None:
+        self._calls: dict[GrpcCall, None] = {}
+        self._next_ns = NEVER_NS
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, call: GrpcCall) -> None:
+        self._calls[call] = None
+        if call.deadline_ns < self._next_ns:
+            self._arm(call.deadline_ns)
+
+    def remove(self, call: GrpcCall) -> None:
+        self._calls.pop(call, None)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._next_ns = None, NEVER_NS
+
+    def _arm(self, at_ns: int) -> None:
+        self.close()
+        self._next_ns = at_ns
+        left_s = max(SHORTEST_S, (at_ns - monotonic_ns()) / 1e9)
+        self._timer = asyncio.get_running_loop().call_later(left_s, self._look)
+
+    def _look(self) -> None:
+        self.close()
+        now = monotonic_ns()
+        late = [call for call in self._calls if call.deadline_ns <= now]
+        for call in late:
+            self.remove(call)
+        if self._calls:
+            self._arm(min(call.deadline_ns for call in self._calls))
+        run_all(late, methodcaller("expire"))
+
+
+# Refusals of a limit, by the status they would have over plain HTTP.
+_KINDS = {413: Kind.RESOURCE_EXHAUSTED, 414: Kind.RESOURCE_EXHAUSTED, 431: Kind.RESOURCE_EXHAUSTED}
+ENCODINGS = frozenset(one.strip() for one in ACCEPTED.split(b","))
+
+
+class GrpcCalls(CallsPath):
+    """Find the methods of all calls on a listener: gRPC as a service of HTTP/2's streams."""
+
+    __slots__ = ("_methods", "share", "terms")
+
+    def __init__(self, methods: Mapping[str, Method], terms: RpcTerms, most_at_once: int) -> None:
+        super().__init__((HEAD, OK, StreamState.CLOSED, GrpcCall))
+        self.terms, self._methods = terms, methods
+        self.deadlines, self.opening = CallDeadlines(), terms.opening
+        self.share = TimeShare()
+        self.most_bytes, self.logged = terms.most_bytes, terms.access_log is not None
+        self.plain_bytes = min(PARTED_BYTES - 1, terms.most_bytes)
+        self.most_at_once = most_at_once
+
+    def find(self, head: HttpHead) -> CallHead | None:
+        """Return the head of a gRPC request, known by its content type; None for other requests."""
+        if head.method != "POST" or not is_grpc(head.find(b"content-type") or b""):
+            return None
+        return CallHead(self, head, self._methods.get(head.target))
+
+    def refuse(self, fields: Sequence[tuple[bytes, bytes]], fault: WireFault) -> CallHead | None:
+        """Return a head that fails with the fault, for clients of gRPC."""
+        if not any(name == b"content-type" and is_grpc(value) for name, value in fields):
+            return None
+        head = HttpHead(b"")
+        head.target = next((value.decode("latin-1") for name, value in fields if name == b":path"), "")
+        refused = CallHead(self, head, None)
+        kind = _KINDS.get(fault.status)
+        refused.fault = malformed_call(str(fault)) if kind is None else ServeError(kind, str(fault))
+        return refused
+
+    def begin(self, call: GrpcCall) -> bool:
+        """Begin a call; return False where it may not run and is answered."""
+        self.running += 1
+        head = call.head
+        if call.deadline_ns:
+            self.deadlines.add(call)
+        if head.names:
+            call.name_request()
+        if head.fault is not None:
+            call.fail(head.fault)
+        elif self.most_at_once and self.running > self.most_at_once:
+            most = f"over the limit of {self.most_at_once} (setting grpc_options.concurrent_calls)"
+            call.fail(ServeError(Kind.RESOURCE_EXHAUSTED, f"Calls at the same time {most}"))
+        return not call.over
+
+
+def is_grpc(content_type: bytes) -> bool:
+    """Return whether a content type is gRPC's, with any name for its messages. gRPC-Web is another
+    protocol."""
+    return content_type.startswith(b"application/grpc") and content_type[16:17] in (b"", b"+", b";")
+
+
+async def _unreachable(request: Any, rpc: Any) -> Any:
+    raise AssertionError("a method that is not there does not run")
+
+
+class CallHead(HeadPath):
+    """Hold the headers of a call, and serve its streams. Calls with equal headers share one head."""
+
+    __slots__ = (
+        "_metadata", "coding", "encoding", "fault", "headers", "method", "most_bytes", "names", "path",
+    )  # fmt: skip
+
+    def __init__(self, calls: GrpcCalls, head: HttpHead, method: Method | None) -> None:
+        self.calls = calls
+        self.path = head.target
+        self.headers = head.headers
+        self.method = method or Method(head.target, bytes, _unreachable, bytes)
+        self.most_bytes = self.method.limit(calls.terms.most_bytes)
+        # Without words, as servers on gRPC's C++ library say it.
+        self.fault = None if method is not None else ServeError(Kind.UNIMPLEMENTED, "")
+        self.timeout_ns = -1
+        self.encoding = head.find(b"grpc-encoding") or IDENTITY
+        self.coding = choose_encoding(head.find(b"grpc-accept-encoding") or b"")
+        self._metadata: Metadata | None = None
+        admin = self.method.scope is Scope.ADMIN  # whose callers are looked at
+        self.start = None if admin else self.method.start  # the short way, once the server has opened
+        self.takes_stream = self.method.takes_stream
+        try:
+            self._read(head)
+        except ServeError as fault:
+            self.fault = self.fault or detach(fault)  # heads are kept for all connections
+        self.names = head.identified or calls.logged  # calls tell their id
+        self.ordinary = self.fault is None and self.timeout_ns < 0 and not self.names
+
+    def _read(self, head: HttpHead) -> None:
+        timeout = head.find(b"grpc-timeout")
+        if timeout is not None:
+            self.timeout_ns = read_timeout(timeout)
+        if self.encoding not in ENCODINGS:
+            shown = self.encoding[:32].decode("latin-1")
+            text = f"grpc-encoding: given {shown!r}, allowed: {ACCEPTED.decode()}"
+            raise ServeError(Kind.UNIMPLEMENTED, text)
+
+    @property
+    def metadata(self) -> Metadata:
+        """Return the metadata, decoded on first use. Raises ServeError."""
+        if self._metadata is None:
+            self._metadata = read_metadata(self.headers)
+        return self._metadata
+
+    # ---- fastserve.net.http2.stream.StreamService; `answer` is the base's
+
+    def begin(self, stream: Http2Stream) -> None:
+        call = stream.context = GrpcCall(self, stream)
+        if self.calls.begin(call):
+            call.listen()
+
+    def data(self, stream: Http2Stream, piece: Piece) -> None:
+        if stream.context is not None:
+            stream.context.feed(piece)
+
+    def end(self, stream: Http2Stream) -> None:
+        if stream.context is not None:
+            stream.context.end_input()
+
+    def gone(self, stream: Http2Stream) -> None:
+        if stream.context is not None:
+            stream.context.leave()
+
+    def writable(self, stream: Http2Stream) -> None:
+        if stream.context is not None:
+            stream.context.wake()
+
+    def too_slow(self, stream: Http2Stream) -> None:
+        """End a unary call whose message comes too slowly; messages of a stream may be slow."""
+        call = stream.context
+        if call is not None and not self.method.takes_stream:
+            told = slowness(Verdict.SLOW_BODY, self.calls.terms.limits)
+            call.stop(ServeError(Kind.DEADLINE_EXCEEDED, str(told)))
+
+    def no_room(self, stream: Http2Stream, fault: ServeError) -> None:
+        if stream.context is not None:
+            stream.context.no_room(fault)
+
+    def cut_off(self, stream: Http2Stream) -> None:
+        if stream.context is not None:
+            stream.context.cut_off()

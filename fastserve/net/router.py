@@ -1,0 +1,207 @@
+"""Routes of the dialects of a listener: from method and target to an endpoint.
+
+The first dialect that knows a target has it. Its route() must depend on nothing but its arguments: the state
+of models and versions is for the endpoint to look up. Only targets that were answered 200 are cached, so
+random paths neither fill the memory nor push good ones out. The cache holds CachedRoute objects that the
+router made: the endpoint of one connection or one call never gets into it.
+
+The router also applies scopes and resources (access_control.py) for every dialect: before the server has
+opened, for web pages of other sites, and for calls without a required header, the dialect's own refusal
+replaces the endpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from fastserve.errors import Kind, ServeError
+from fastserve.net.access_control import NO_RESTRICTIONS, Opening, Resources, Restrictions, Scope, guard
+from fastserve.net.limits import BodyRefused, UnknownMethod, WireFault, error_body
+from fastserve.net.request import CLOSE, CachedRoute, Call, Endpoint, RequestHead
+
+CHECKED_BYTES = 1 << 20
+"""Content-Length from which a route is asked whether it takes such a body."""
+
+
+class Yields(IntEnum):
+    """Name the routes of a listener that a route gives way to."""
+
+    NEVER = 0
+    FIRST = 1
+    """It gives way to routes that never do: two APIs that share a path agree on whose it is."""
+    LAST = 2
+    """It gives way to FIRST too: a catch-all, which refuses unknown targets."""
+
+
+class Route(NamedTuple):
+    """The endpoint of a target, and what its callers need. Scope and resources are checked before the
+    endpoint is called."""
+
+    endpoint: Endpoint
+    scope: Scope
+    gives_way: Yields = Yields.NEVER
+    """Several dialects may have a route for a target: the one that gives way least is taken, then the first
+    dialect's. So a catch-all leaves the paths of others to them in whatever order."""
+    resources: Resources | None = None
+    """The resources it reaches; None: those of its scope (`access_control.resources_of`)."""
+    body_fault: Callable[[int], ServeError | None] | None = None
+    """The fault of a body of so many bytes, asked before a large one is read; None: `limits.body_bytes` alone
+    bounds it. What comes without a Content-Length is the endpoint's to look at."""
+
+
+class HttpDialect(Protocol):
+    """One client API on the listeners of one process."""
+
+    def route(self, method: str, target: str) -> Route | None:
+        """Return the route of a target, None when it is not this dialect's. Depends on its arguments only."""
+
+    def refuse(self, call: Call, fault: ServeError) -> None:
+        """Answer a call that is refused before its endpoint: UNAVAILABLE before the server has opened,
+        PERMISSION_DENIED for pages of other sites."""
+
+
+@runtime_checkable
+class KnowsTheUnknown(Protocol):
+    """A dialect with answers of its own to unknown targets. They are used where no other dialect of the
+    listener has some."""
+
+    def answer_unknown(self, call: Call) -> None:
+        """Answer a target that no dialect has a route for."""
+
+    def route_unknown(self, method: str, target: str) -> Endpoint | None:
+        """Return the endpoint of a method that is none of HTTP's (http1.parser.METHODS), None for the
+        usual refusal. Only the first line of the request is read, and the connection closes."""
+
+
+CANONICAL_STATUS: dict[Kind, int] = {
+    Kind.CANCELLED: 499,
+    Kind.UNKNOWN: 500,
+    Kind.INVALID_ARGUMENT: 400,
+    Kind.DEADLINE_EXCEEDED: 504,
+    Kind.NOT_FOUND: 404,
+    Kind.ALREADY_EXISTS: 409,
+    Kind.PERMISSION_DENIED: 403,
+    Kind.RESOURCE_EXHAUSTED: 429,
+    Kind.FAILED_PRECONDITION: 400,
+    Kind.ABORTED: 409,
+    Kind.OUT_OF_RANGE: 400,
+    Kind.UNIMPLEMENTED: 501,
+    Kind.INTERNAL: 500,
+    Kind.UNAVAILABLE: 503,
+    Kind.DATA_LOSS: 500,
+    Kind.UNAUTHENTICATED: 401,
+}
+"""The HTTP status of each kind by google.rpc.Code; dialects declare where their originals differ."""
+
+
+def answer_not_found(call: Call) -> None:
+    """Answer 404 to a target that no dialect has."""
+    call.reply(404, error_body("no API of this listener has this path"))
+
+
+def refuse_plainly(call: Call, fault: ServeError) -> None:
+    """Refuse a call without a dialect's form."""
+    call.reply(held_back_status(fault), error_body(fault.message), headers=retry_after(fault))
+
+
+def held_back_status(fault: ServeError) -> int:
+    """Return the status of a call that is refused before its endpoint."""
+    return 403 if fault.kind is Kind.PERMISSION_DENIED else 503
+
+
+def retry_after(fault: ServeError) -> tuple[tuple[bytes, bytes], ...]:
+    """Return the Retry-After header of an error with a time to try again."""
+    again = fault.retry_after_s
+    return () if again is None else ((b"Retry-After", b"%d" % max(1, round(again))),)
+
+
+REMEMBERED_TARGETS = 1024
+
+
+class Router:
+    """Find the endpoint of a target over the dialects of one listener, in their order. `origins` are
+    those of web pages that may administer."""
+
+    __slots__ = ("_dialects", "_opening", "_origins", "_remembered", "_restrictions", "_spokesman")
+
+    def __init__(
+        self,
+        dialects: Sequence[HttpDialect],
+        opening: Opening | None = None,
+        origins: Sequence[str] = (),
+        restrictions: Restrictions = NO_RESTRICTIONS,
+    ) -> None:
+        self._dialects = tuple(dialects)
+        self._opening = opening or Opening()
+        self._origins = origins
+        self._restrictions = restrictions
+        knowing = [dialect for dialect in dialects if isinstance(dialect, KnowsTheUnknown)]
+        self._spokesman = knowing[0] if len(knowing) == 1 else None
+        self._remembered: dict[tuple[str, str], CachedRoute] = {}
+
+    def route(self, head: RequestHead) -> None:
+        """Set the endpoint of a new head."""
+        head.endpoint, head.found = self.find(head.method, head.target)
+
+    def find(self, method: str, target: str) -> tuple[Endpoint, CachedRoute | None]:
+        """Return the endpoint, and the route to cache once it has answered 200: None for a cached or
+        unknown target."""
+        known = self._remembered.get((method, target))
+        if known is not None:
+            return known.endpoint, None
+        chosen = self.choose(method, target)
+        if chosen is None:
+            unknown = answer_not_found if self._spokesman is None else self._spokesman.answer_unknown
+            return unknown, None
+        dialect, route = chosen
+        scope, refuse = route.scope, dialect.refuse
+        endpoint = self._restrictions.guard_endpoint(route.endpoint, scope, route.resources, refuse)
+        endpoint = guard(endpoint, scope, self._origins, refuse)
+        held = self._opening.hold(endpoint, scope, refuse)
+        return held, CachedRoute(method, target, endpoint)
+
+    def choose(self, method: str, target: str) -> tuple[HttpDialect, Route] | None:
+        """Return the route that gives way least, the first of several."""
+        chosen: tuple[HttpDialect, Route] | None = None
+        for dialect in self._dialects:
+            route = dialect.route(method, target)
+            if route is None or (chosen is not None and route.gives_way >= chosen[1].gives_way):
+                continue
+            if not route.gives_way:
+                return dialect, route
+            chosen = dialect, route
+        return chosen
+
+    def check_body(self, head: RequestHead, length: int) -> None:
+        """Check a Content-Length against its route. Raises BodyRefused."""
+        chosen = self.choose(head.method, head.target)
+        if chosen is not None and chosen[1].body_fault is not None:
+            fault = chosen[1].body_fault(length)
+            if fault is not None:
+                raise BodyRefused(fault)
+
+    def hold_back(self, call: Call, fault: ServeError) -> None:
+        """Refuse a call of a known target in its dialect's form."""
+        chosen = self.choose(call.method, call.target)
+        if chosen is None:
+            refuse_plainly(call, fault)
+        else:
+            chosen[0].refuse(call, fault)
+
+    def refuse(self, call: Call, fault: WireFault) -> None:
+        """Answer a WireFault and close; an unknown method may be a dialect's to answer."""
+        call.head.mode = CLOSE
+        if isinstance(fault, UnknownMethod) and self._spokesman is not None:
+            endpoint = self._spokesman.route_unknown(fault.method, fault.target)
+            if endpoint is not None:
+                endpoint(call)
+                return
+        call.reply(fault.status, fault.body)
+
+    def remember(self, head: RequestHead) -> None:
+        """Cache the route of a target that was answered 200."""
+        found, head.found = head.found, None
+        if found is not None and len(self._remembered) < REMEMBERED_TARGETS:
+            self._remembered[found.method, found.target] = found
