@@ -2,12 +2,12 @@
 
 Lines are written by the standard logging module; this module gives it formatters under which a line is
 always one line, of bounded length, whatever a client put into it (hardening C7), a filter that keeps a
-warning that repeats from filling the disk, and ways to make lines of what else ends up on standard error:
-exceptions that nobody caught, warnings of Python, what a model prints.
+repeated warning from filling the disk, and ways to turn other output on standard error into lines: uncaught
+exceptions, Python's warnings, the prints of a model.
 
     setup_logs("info", "json", fields={"worker": "digits/1#0"})     # once in each process
     log.warning("refused %s", target, extra={"request_id": call.request_id, "model": name})
-    2026-01-01T00:00:00.000Z WARNING fastserve.wire: refused /v1/x\\n model=digits request_id=4f2a-1
+    2026-01-01T00:00:00.000Z WARNING fastserve.net: refused /v1/x\\n model=digits request_id=4f2a-1
 """
 
 from __future__ import annotations
@@ -28,19 +28,28 @@ import msgspec
 from fastserve.errors import RemoteTrace
 
 MESSAGE_BYTES = 560  # of one message, after escaping; with its fields a line stays under 1 KiB
+
 FIELD_BYTES = 128  # a request id fits
+
 FIELDS_BYTES = 300  # of all fields together
+
 TRACE_LINES = 60
+
 TRACE_LINE_BYTES = 400
+
 TRACE_CHARACTERS = 8100  # of one that is sent: a control message holds it, however it is escaped there
+
 log = logging.getLogger(__name__)
 
 MODEL = "model"  # the logger of what a model says; its children are stdout and stderr
+
+_UP = b"\x1b[A"  # the cursor, a line up: progress bars below each other
+
 MODEL_BYTES = 4096  # of one line of a model: its words are the operator's own, not a client's
 
 
 def escape(text: str, limit: int) -> str:
-    """`text` on one line, without control or invisible characters, at most `limit` bytes of UTF-8."""
+    """Return `text` on one line, without control or invisible characters, at most `limit` bytes of UTF-8."""
     shown = text[: limit + 1]  # whatever lies beyond is not even looked at: a target may be a megabyte
     if not (shown.isascii() and shown.isprintable()) or "\\" in shown:
         shown = "".join(c if c.isprintable() and c != "\\" else _escape_one(c) for c in shown)
@@ -59,7 +68,7 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 
 class _OfThread(threading.local):
-    """What goes on the lines of one thread, in the place of what goes on all lines of its process."""
+    """Fields on the lines of one thread, in place of those on all lines of its process."""
 
     fields: Mapping[str, str] = {}
 
@@ -69,7 +78,7 @@ _of_thread = _OfThread()
 
 @contextlib.contextmanager
 def log_fields(**fields: str) -> Iterator[None]:
-    """Lines that this thread logs meanwhile carry these."""
+    """Add these fields to the lines that this thread logs inside the `with` block."""
     before, _of_thread.fields = _of_thread.fields, fields
     try:
         yield
@@ -78,8 +87,8 @@ def log_fields(**fields: str) -> Iterator[None]:
 
 
 def fields_of(record: logging.LogRecord, always: Mapping[str, str]) -> dict[str, str | int | float]:
-    """What a record carries beyond its message: numbers as they are, the rest escaped, within FIELDS_BYTES
-    together."""
+    """Return the fields of a record beyond its message: numbers as they are, the rest escaped, at most
+    FIELDS_BYTES together."""
     found = {**always, **_of_thread.fields, **{k: v for k, v in vars(record).items() if k not in _STANDARD}}
     suppressed = getattr(record, "suppressed", 0)
     if suppressed:
@@ -97,18 +106,18 @@ def fields_of(record: logging.LogRecord, always: Mapping[str, str]) -> dict[str,
 
 
 def trace_of(record: logging.LogRecord) -> list[str]:
-    """The lines of a record's traceback."""
+    """Return the lines of a record's traceback."""
     error = record.exc_info[1] if record.exc_info else None
     return [] if error is None else trace_lines(error)
 
 
 def trace_lines(error: BaseException) -> list[str]:
-    """The lines of a traceback, each escaped; the middle of a long one is left out."""
+    """Return the lines of a traceback, each escaped; the middle of a long one is left out."""
     return [escape(line, TRACE_LINE_BYTES) for line in _trace(error)]
 
 
 def raw_trace(error: BaseException) -> str:
-    """A traceback as another process may be told it, not escaped: at most TRACE_CHARACTERS long."""
+    """Return a traceback to send to another process, not escaped, at most TRACE_CHARACTERS long."""
     text = "\n".join(line[:TRACE_LINE_BYTES] for line in _trace(error))
     third = TRACE_CHARACTERS // 3
     return text if len(text) <= 3 * third else f"{text[:third]}...\n...{text[8 - 2 * third :]}"
@@ -140,7 +149,7 @@ def _stamp(record: logging.LogRecord) -> str:
 
 
 class TextLines(logging.Formatter):
-    """time LEVEL logger: message key=value ...; a traceback follows, each line behind a bar."""
+    """Writes `time LEVEL logger: message key=value ...`; a traceback follows, each line behind a bar."""
 
     def __init__(self, always: Mapping[str, str] | None = None) -> None:
         super().__init__()
@@ -160,7 +169,7 @@ def _quote(field: str | int | float) -> str:
 
 
 class TritonLines(TextLines):
-    """As Triton writes lines with log_format ISO8601: time LETTER process place] message key=value ..."""
+    """Writes lines in Triton's log_format ISO8601: `time LETTER process place] message key=value ...`"""
 
     def format(self, record: logging.LogRecord) -> str:
         pairs = "".join(f" {k}={_quote(v)}" for k, v in fields_of(record, self._always).items())
@@ -171,7 +180,7 @@ class TritonLines(TextLines):
 
 
 class JSONLines(logging.Formatter):
-    """One JSON object per line: time, level, logger, message, the fields, and "trace" for a traceback."""
+    """Writes one JSON object per line: time, level, logger, message, fields, and "trace" for a traceback."""
 
     def __init__(self, always: Mapping[str, str] | None = None) -> None:
         super().__init__()
@@ -193,7 +202,7 @@ class JSONLines(logging.Formatter):
 
 @dataclass(slots=True)
 class _Site:
-    """One line of code that logs."""
+    """Counts of one line of code that logs."""
 
     began: float
     passed: int = 0
@@ -207,10 +216,10 @@ else:
 
 
 class RepeatFilter(logging.Filter):
-    """Lets a line of code log `burst` times per `window_s`; what it swallowed the next line tells.
+    """Lets a line of code log `burst` times per `window_s`; its next line says how many were suppressed.
 
-    Bounded memory: it remembers lines of code, not texts. Loggers named in `exempt` pass, and what a model
-    says, which comes through one line of code.
+    Bounded memory: it remembers lines of code, not texts. Loggers named in `exempt` pass, and so do the lines
+    of models, all of which come from one line of code.
     """
 
     def __init__(
@@ -237,9 +246,9 @@ class RepeatFilter(logging.Filter):
 
 
 class LogStream(_StreamHandler):
-    """Writes to a stream; one that is closed or full costs lines, never a request (hardening R12).
+    """Writes to a stream. When it is closed or full, lines are lost, but no request fails (hardening R12).
 
-    `levels` are those of Triton's switches that are on, None where nobody has touched one.
+    `levels` are the levels that `switch_logs` left on; None until it is called.
     """
 
     lost = 0
@@ -256,10 +265,11 @@ class LogStream(_StreamHandler):
 
 
 class Printed(io.RawIOBase):
-    """Makes a log line of every line that is printed; `as_text` is the stream to put in place of one.
+    """Turns every printed line into a log line; `as_text` returns the stream that replaces sys.stdout.
 
-    A line that is not ended waits, up to MODEL_BYTES, for its end or for `close`. `fd` is what `fileno`
-    gives to those who want to write past Python; they write raw.
+    An unfinished line waits, up to MODEL_BYTES, for its end or for `close`. Of a line that is redrawn, such
+    as a progress bar, only the last state is logged, as info. `fileno` returns `fd`: callers that write to
+    the descriptor bypass the log.
     """
 
     name = "<printed>"
@@ -281,7 +291,8 @@ class Printed(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         with self._lock:
-            *lines, self._begun = (self._begun + bytes(data)).split(b"\n")
+            *lines, begun = (self._begun + bytes(data)).split(b"\n")
+            self._begun = _last_drawn(begun)
             while len(self._begun) > MODEL_BYTES:
                 lines.append(self._begun[:MODEL_BYTES])
                 self._begun = self._begun[MODEL_BYTES:]
@@ -296,15 +307,23 @@ class Printed(io.RawIOBase):
         super().close()
 
     def _say(self, line: bytes) -> None:
-        text = line.decode("utf-8", "backslashreplace").rstrip("\r")
+        drawn = _last_drawn(line)
+        redrawn = drawn.startswith(b"\r") or _UP in drawn
+        text = drawn.replace(_UP, b"").decode("utf-8", "backslashreplace").strip("\r")
         if text:
-            self._logger.log(self._level, "%s", text)
+            self._logger.log(logging.INFO if redrawn else self._level, "%s", text)
+
+
+def _last_drawn(line: bytes) -> bytes:
+    """Return the part of a line from its last carriage return on, which a terminal would show; the carriage
+    return stays as the mark of it. Those at the very end belong to the line's end."""
+    at = line.rstrip(b"\r").rfind(b"\r")
+    return line if at < 0 else line[at:]
 
 
 def log_prints() -> None:
-    """From here on, what Python code prints in this process becomes log lines, of the loggers model.stdout
-    (info) and model.stderr (warning), whatever the level. Call it after `setup_logs`, which keeps the real
-    stream."""
+    """Turn the prints of Python code in this process into log lines of the loggers model.stdout (info) and
+    model.stderr (warning), whatever the level. Call it after `setup_logs`, which keeps the real stream."""
     for word in ("stdout", "stderr"):
         logging.getLogger(f"{MODEL}.{word}").setLevel(logging.INFO)
     sys.stdout = Printed(logging.getLogger(f"{MODEL}.stdout"), logging.INFO, 1).as_text()
@@ -312,7 +331,7 @@ def log_prints() -> None:
 
 
 def log_uncaught() -> None:
-    """Exceptions that nobody caught, and Python's warnings, become log lines of this process."""
+    """Write uncaught exceptions and Python's warnings as log lines of this process."""
     sys.excepthook = lambda *error: _log_uncaught("an exception ended the process", *error)
     threading.excepthook = lambda told: _log_uncaught(
         f"an exception ended thread {getattr(told.thread, 'name', '?')}",
@@ -330,8 +349,8 @@ def _log_uncaught(text: str, kind: Any, error: BaseException | None, trace: Any)
 
 
 def switch_logs(levels: frozenset[int], *, iso8601: bool) -> None:
-    """Change what this process logs while it runs: the levels written, each by itself, and how lines look.
-    Not `iso8601` is the form the server was started with."""
+    """Change the logs of the running process: only `levels` are written, in Triton's ISO8601 format or,
+    without `iso8601`, in the format of `setup_logs`."""
     logging.getLogger("fastserve").setLevel(min(levels, default=logging.CRITICAL))
     for handler in logging.getLogger().handlers:
         if isinstance(handler, LogStream):
@@ -347,7 +366,7 @@ def setup_logs(
     stream: IO[str] | None = None,
     fields: Mapping[str, str] | None = None,
 ) -> LogStream:
-    """Sends every logger of this process to `stream` (standard error), replacing what was set up.
+    """Send every logger of this process to `stream` (standard error), replacing what was set up.
 
     `format` is text or json, `fields` go on every line (say, which process it is). `access` turns
     the logger fastserve.access on. The arguments are the LogOptions of the configuration.
@@ -365,7 +384,7 @@ def setup_logs(
 
 
 def current_logs() -> dict[str, Any]:
-    """How this process logs: level and format, for `setup_logs` in a process that it starts. The format is
+    """Return level and format of this process's logs, for `setup_logs` in a child process. The format is
     empty where `setup_logs` was not called, as in a program that uses the library."""
     root = logging.getLogger()
     ours = [handler for handler in root.handlers if isinstance(handler, LogStream)]

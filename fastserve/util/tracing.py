@@ -14,13 +14,14 @@ from dataclasses import dataclass
 REQUEST_ID_MAX = 128  # characters
 
 _SANE_ID = re.compile(rb"[A-Za-z0-9_.:/+=@-]{1,%d}" % REQUEST_ID_MAX)
+
 # https://www.w3.org/TR/trace-context/#traceparent-header: later versions may append fields
 _TRACEPARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Where a request stands in a distributed trace: hexadecimal ids as W3C writes them."""
+    """Position of a request in a distributed trace: hexadecimal ids as in W3C Trace Context."""
 
     trace_id: str
     span_id: str  # the caller's span
@@ -31,12 +32,12 @@ class Trace:
         return bool(self.flags & 1)
 
     def next_hop(self) -> bytes:
-        """The traceparent to send on: same trace, a span of our own."""
+        """Return the traceparent to send on: same trace, a new span id."""
         return b"00-%b-%b-%02x" % (self.trace_id.encode(), os.urandom(8).hex().encode(), self.flags & 1)
 
 
 def parse_traceparent(header: bytes) -> Trace | None:
-    """The trace a traceparent header names, None when it is absent or not sane."""
+    """Return the trace of a traceparent header; None when it is absent or malformed."""
     found = _TRACEPARENT.fullmatch(header)
     if found is None or len(header) > 512:
         return None
@@ -47,7 +48,7 @@ def parse_traceparent(header: bytes) -> Trace | None:
 
 
 def choose_request_id(given: bytes = b"", traceparent: bytes = b"") -> str:
-    """The X-Request-Id a client sent if it is short and plain, else its trace id, else a new one."""
+    """Return the client's X-Request-Id if it is short and plain, else its trace id, else a new id."""
     if given and _SANE_ID.fullmatch(given):
         return given.decode()
     trace = parse_traceparent(traceparent) if traceparent else None
@@ -55,11 +56,12 @@ def choose_request_id(given: bytes = b"", traceparent: bytes = b"") -> str:
 
 
 _prefix = os.urandom(6).hex()
+
 _numbers = itertools.count(1)
 
 
 def make_request_id() -> str:
-    """Unique over processes and restarts: a random word per process and a count. About 150 ns."""
+    """Return an id unique across processes and restarts: a random prefix and a count. About 150 ns."""
     return f"{_prefix}-{next(_numbers):x}"
 
 

@@ -1,0 +1,1 @@
+"""General helpers: work in threads, logs, request ids, Python's memory."""
