@@ -1,48 +1,56 @@
-"""The engine's face: what dialects and the serving floor may know of it; its modules are its own."""
+"""The engine's public face: all that dialects and the serving floor may import from the engine."""
 
 from fastserve._ext.fast_path import Pending
+from fastserve.engine.arena_io import (
+    InputLayout,
+    OutputLayout,
+    SliceLease,
+    lay_out_inputs,
+    lay_out_outputs,
+    read_response,
+    request_note,
+)
 from fastserve.engine.batch_queue import QUEUED_TOO_LONG, BatchQueue
-from fastserve.engine.cache import CacheStage, Entry, Form, Miss, ResponseCache, Sort, keep_response, respond
 from fastserve.engine.counters import (
     BatchCounts,
-    Counters,
+    RequestCounters,
     ResponseCounts,
     Took,
     VersionCounts,
     counters_of,
     counts_of,
 )
-from fastserve.engine.engine import Engine
-from fastserve.engine.forms import note_of
-from fastserve.engine.layouts import (
-    InputLayout,
-    OutputLayout,
-    Reservation,
-    lay_out_inputs,
-    lay_out_outputs,
-    read_response,
+from fastserve.engine.device_memory import lend
+from fastserve.engine.engine import Engine, Scheduler, cache_stage_of, fast_queue_of, scheduler_of
+from fastserve.engine.schedulers.cache import (
+    CacheStage,
+    Entry,
+    InputForm,
+    Miss,
+    OutputForm,
+    ResponseCache,
+    keep_response,
+    respond,
 )
-from fastserve.engine.lending import landing, lend
-from fastserve.engine.scheduler import Scheduler, cache_stage_of, fast_queue_of, scheduler_of
 
 __all__ = [
     "QUEUED_TOO_LONG",
     "BatchCounts",
     "BatchQueue",
     "CacheStage",
-    "Counters",
     "Engine",
     "Entry",
-    "Form",
+    "InputForm",
     "InputLayout",
     "Miss",
+    "OutputForm",
     "OutputLayout",
     "Pending",
-    "Reservation",
+    "RequestCounters",
     "ResponseCache",
     "ResponseCounts",
     "Scheduler",
-    "Sort",
+    "SliceLease",
     "Took",
     "VersionCounts",
     "cache_stage_of",
@@ -50,12 +58,11 @@ __all__ = [
     "counts_of",
     "fast_queue_of",
     "keep_response",
-    "landing",
     "lay_out_inputs",
     "lay_out_outputs",
     "lend",
-    "note_of",
     "read_response",
+    "request_note",
     "respond",
     "scheduler_of",
 ]

@@ -1,11 +1,14 @@
-"""A queue: one available version as this front process sees it. Places out, batches in, answers back.
+"""The batch queue: one available version as this front process sees it. Rows are reserved, filled and
+submitted; answers come back by the queue's eventfd.
 
-    pending = queue.submit(place, rows, done, deadline_ns)     after the place was reserved and written
+    place = await queue.reserve(rows)
+    pending = queue.submit(place, rows, done, deadline_ns)     after the inputs were written
     done(pending, None)            the outputs are readable; the callee calls queue.release(pending)
-    done(pending, ServeError)      it failed; nothing is left to release
+    done(pending, ServeError)      the request failed; nothing is left to release
 
-Everything here runs on the event loop's thread. `done` is called exactly once for every pending that
-was not cancelled, never from inside `submit`.
+A place is a slice of a batch: its slot in the arena and its first row there, in one number. Everything runs
+on the event loop's thread. `done` is called exactly once for every pending that was not cancelled, never from
+inside `submit`. Requests that find no free slot wait in the SlotWaitQueue, first in, first out.
 """
 
 from __future__ import annotations
@@ -14,40 +17,317 @@ import asyncio
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastserve._ext.batch_ring import CANCELED, FULL, OVER, PART, REJECTED
 from fastserve._ext.fast_path import DEADLINE_TICK_NS, Pending, Pendings
 from fastserve._ext.slab_tensors import SlabDesk
-from fastserve.apart import Apart
-from fastserve.each import each
-from fastserve.engine.meters import QueueMeters
-from fastserve.engine.room import Room
-from fastserve.errors import DeadlineError, Kind, ModelError, ServeError
-from fastserve.request import Carry
+from fastserve.codec.text import Record
+from fastserve.errors import (
+    DeadlineError,
+    Kind,
+    ModelError,
+    Reason,
+    ServeError,
+    unpack_status,
+    worker_lost,
+)
+from fastserve.metrics import names
+from fastserve.metrics.registry import Registry
 from fastserve.tensor import TensorSpec
+from fastserve.util.offload import Offload
+from fastserve.util.rate_limited_log import run_all
 from fastserve.workers.arena import Arena
+
+if TYPE_CHECKING:
+    from fastserve._ext.batch_ring import BatchRing
+
+
+# Slots freed in another front process are found by looking.
+SLOT_LOOK_S = 0.005
+
+PATIENCE_NS = 250_000_000
+
+
+OnSlot = Callable[["int | ServeError"], object]
+
+
+class SlotWaiter:
+    """A request that waits for a place; `given` is called once, and not after `leave`."""
+
+    __slots__ = ("given", "rows", "since_ns")
+
+    def __init__(self, rows: int, given: OnSlot) -> None:
+        self.rows, self.given = rows, given
+        self.since_ns = time.monotonic_ns()
+
+
+class SlotWaitQueue:
+    """Requests of this front process that wait for a slot of one queue: a FIFO of ordinary and one of patient
+    waiters. `on_empty` is called when the last waiter has left."""
+
+    def __init__(self, ring: BatchRing, max_queued: int, on_empty: Callable[[], object]) -> None:
+        self.anyone = False
+        self.rows = 0  # of those who stand in line
+        self.piece_rows = min(max(max_queued // 4, 1), ring.max_rows) if max_queued else ring.max_rows
+        self._ring, self._half, self._on_empty = ring, max_queued // 2, on_empty
+        self._line: deque[SlotWaiter] = deque()
+        self._patient: deque[SlotWaiter] = deque()
+        self._looking: asyncio.Handle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def fits(self, rows: int) -> bool:
+        """Whether `rows` more rows may wait beside those that already do."""
+        return self.rows + rows <= self._ring.rows_left()
+
+    def spares(self, rows: int) -> bool:
+        """Whether half of the queue stays free after `rows` more rows."""
+        return self._ring.rows_left() - rows >= self._half
+
+    def stand(self, rows: int, given: OnSlot, *, patient: bool = False) -> SlotWaiter:
+        """Wait for a place of `rows` rows; `given` receives it, or a ServeError."""
+        standing = SlotWaiter(rows, given)
+        self.anyone = True
+        if patient:
+            self._patient.append(standing)
+        else:
+            self._join(standing)
+        self.look_soon()
+        return standing
+
+    def leave(self, standing: SlotWaiter) -> None:
+        """Remove a waiter. No effect once it was given its place."""
+        if standing in self._line:
+            self._line.remove(standing)
+            self.rows -= standing.rows
+        elif standing in self._patient:
+            self._patient.remove(standing)
+        else:
+            return
+        self._settle()
+
+    def look_soon(self) -> None:
+        """Look for a free slot at the end of this turn of the loop."""
+        if self._looking is None and self.anyone:
+            self._looking = asyncio.get_running_loop().call_soon(self._look)
+
+    def turn_away(self, make_error: Callable[[], ServeError]) -> int:
+        """Fail all waiters with an error. Return how many there were."""
+        left = [*self._line, *self._patient]
+        self._line.clear()
+        self._patient.clear()
+        self.rows = 0
+        if left:
+            self._settle()
+            run_all(left, lambda standing: standing.given(make_error()))
+        return len(left)
+
+    def close(self, make_error: Callable[[], ServeError]) -> None:
+        """Fail all waiters, and drop the reference to the queue: a reference cycle would keep its memory."""
+        self._on_empty = _nobody
+        for handle in (self._looking, self._timer):
+            if handle is not None:
+                handle.cancel()
+        self._looking = self._timer = None
+        self.turn_away(make_error)
+
+    def _join(self, standing: SlotWaiter) -> None:
+        self._line.append(standing)
+        self.rows += standing.rows
+        self._ring.line = True
+
+    def _look(self) -> None:
+        self._looking = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        late_ns = time.monotonic_ns() - PATIENCE_NS
+        while self._patient and self._patient[0].since_ns <= late_ns:
+            self._join(self._patient.popleft())
+        while self._line and self._give(self._line):
+            pass
+        while self._patient and not self._line and self.spares(self._patient[0].rows):
+            if not self._give(self._patient):
+                break
+        self._settle()
+        if self.anyone and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(SLOT_LOOK_S, self._look)
+
+    def _give(self, line: deque[SlotWaiter]) -> bool:
+        place = self._ring.reserve(line[0].rows, True)
+        if place < 0:
+            return False
+        standing = line.popleft()
+        if line is self._line:
+            self.rows -= standing.rows
+        standing.given(place)
+        return True
+
+    def _settle(self) -> None:
+        self._ring.line = bool(self._line)
+        self.anyone = bool(self._line or self._patient)
+        if not self.anyone:
+            self._on_empty()
+
+
+def _nobody() -> None:
+    """Do nothing: the `on_empty` of a closed SlotWaitQueue."""
+
+
+# A rate measured over this long decides Retry-After.
+RATE_WINDOW_NS = 1_000_000_000
+
+LONGEST_RETRY_S = 30.0
+
+
+class TextMeters:
+    """Metrics of one version's sequences in one front process: where each is, and how it ended."""
+
+    def __init__(self, registry: Registry, model: str, version: int) -> None:
+        who = (model, version)
+        self._first = registry.histograms(names.TEXT_FIRST_TOKEN).of(*who)
+        self._gap = registry.histograms(names.TEXT_TOKEN_GAP).of(*who)
+        self._prompt = registry.counters(names.TEXT_PROMPT_TOKENS).of(*who)
+        self._tokens = registry.counters(names.TEXT_TOKENS).of(*who)
+        self._ends = [registry.counters(names.TEXT_SEQUENCES).of(*who, how) for how in names.FINISHES[1:]]
+        self._waiting = registry.gauges(names.TEXT_WAITING).of(*who)
+        self._running = registry.gauges(names.TEXT_RUNNING).of(*who)
+        self._kv = registry.gauges(names.TEXT_KV_USED).of(*who)
+
+    def came(self) -> None:
+        """Count a sequence that waits for its first token."""
+        self._waiting.add()
+
+    def began(self, prompt: int, took_us: int) -> None:
+        """Count the first token of a sequence, made `took_us` microseconds after its start."""
+        self._waiting.add(-1)
+        self._running.add()
+        self._prompt.add(prompt)
+        self._kv.add(prompt)
+        self._first.observe_ns(took_us * 1000)
+
+    def read(self, prompt: int) -> None:
+        """Count the prompt of a sequence that generates no tokens, such as an embedding."""
+        self._prompt.add(prompt)
+
+    def went_on(self, records: Sequence[Record], begun: bool) -> int:
+        """Count the tokens among `records` and return their number; `begun`: it had tokens before."""
+        made = len(records) - (records[-1][0] < 0)
+        for record in records[not begun : made]:
+            self._gap.observe_ns(record[2] * 1000)
+        self._tokens.add(made)
+        self._kv.add(made)
+        return made
+
+    def flowed(self, gaps_us: list[int]) -> None:
+        """Count one token for each gap, in microseconds, of sequences that had begun."""
+        self._gap.observe_all_us(gaps_us)
+        self._tokens.add(len(gaps_us))
+        self._kv.add(len(gaps_us))
+
+    def ended(self, finish: int, begun: bool, held: int) -> None:
+        """Count the end of a sequence that held `held` tokens in the KV cache."""
+        self._ends[finish - 1].add()
+        (self._running if begun else self._waiting).add(-1)
+        self._kv.add(-held)
+
+
+class QueueMeters:
+    """Metrics of one version in one front process."""
+
+    def __init__(
+        self, registry: Registry, model: str, version: int, max_delay_ns: int, max_rows: int
+    ) -> None:
+        who = self._who = (model, version)
+        self._registry = registry
+        self._queue = registry.histograms(names.QUEUE_DURATION).of(*who)
+        self._form = registry.histograms(names.BATCH_FORM_DURATION).of(*who)
+        self._copy_in = registry.histograms(names.COPY_IN_DURATION).of(*who)
+        self._compute = registry.histograms(names.COMPUTE_DURATION).of(*who)
+        self._copy_out = registry.histograms(names.COPY_OUT_DURATION).of(*who)
+        self._rows = registry.histograms(names.BATCH_SIZE).of(*who)
+        self._rows_total = registry.counters(names.ROWS).of(*who)
+        self._padding = registry.counters(names.PADDING_ROWS).of(*who)
+        self._batches = {c: registry.counters(names.BATCHES).of(*who, c) for c in names.SEAL_CAUSES}
+        self._rejects = {c: registry.counters(names.REJECTS).of(*who, c) for c in names.REJECT_CAUSES}
+        self._cancels = {s: registry.counters(names.CANCELS).of(*who, s) for s in names.CANCEL_STAGES}
+        self._max_rows = max_rows
+        self._waits = "due" if max_delay_ns else "idle"
+        self._window_ns = time.monotonic_ns()
+        self._window_rows = 0
+        self._rows_per_s = 0.0
+
+    def of_text(self) -> TextMeters:
+        """Return the metrics of its sequences, for a version that generates text."""
+        return TextMeters(self._registry, *self._who)
+
+    def batch_done(self, ring: BatchRing, slot: int) -> None:
+        """Record a published batch, unless another front has; called while its slot is still held."""
+        first, taken, run, ran, done = ring.times_ns(slot)
+        _, rows, live, _ = ring.describe(slot)
+        self._count_rate(done, rows)
+        if not ring.count_once(slot):
+            return
+        if first:
+            self._queue.observe_ns(max(taken - first, 0))
+            self._form.observe_ns(ring.formed_ns(slot))
+        run = run or taken
+        ran = max(ran or done, run)
+        self._copy_in.observe_ns(max(run - taken, 0))
+        self._compute.observe_ns(max(ran - run, 0))
+        self._copy_out.observe_ns(max(done - ran, 0))
+        self._rows.observe(rows)
+        self._rows_total.add(rows)
+        if live < rows:
+            self._padding.add(rows - live)
+        self._batches["full" if rows >= self._max_rows else self._waits].add()
+
+    def rejected(self, cause: str) -> None:
+        """A request was turned away before it ran."""
+        self._rejects[cause].add()
+
+    def cancelled(self, stage: str) -> None:
+        """A client left while its request was queued or running."""
+        self._cancels[stage].add()
+
+    def seconds_for(self, rows: int) -> float:
+        """How long `rows` queued rows will take at the measured rate: what Retry-After says."""
+        return min(max(rows / self._rows_per_s, 1.0), LONGEST_RETRY_S) if self._rows_per_s else 1.0
+
+    def _count_rate(self, now_ns: int, rows: int) -> None:
+        self._window_rows += rows
+        elapsed = now_ns - self._window_ns
+        if elapsed >= RATE_WINDOW_NS:
+            self._rows_per_s = self._window_rows * 1e9 / elapsed
+            self._window_ns, self._window_rows = now_ns, 0
+
 
 log = logging.getLogger(__name__)
 
 Done = Callable[["Pending", "ServeError | None"], None]
+
 Specs = Mapping[str, TensorSpec]
-# A turn of the loop that took longer had other calls to serve, and more may be there for this batch.
-BUSY_TURN_NS = 10_000
+
 # Front and worker on one core: a worker that is woken while there is more to read takes the core from the
 # front that would read it, and a batch of few rows costs nearly as much as one of many. How long it may sleep
 # on while every turn brings more; decision 0006 has what that gains.
 ONE_CORE_PATIENCE_NS = 500_000
+
 QUEUED_TOO_LONG = "the request's time was up while it waited in the queue"
+
 RAN_TOO_LONG = "the model took longer than the request's time"
+
 DAMAGED = "a worker of this model has damaged the batch of this request"
+
 FAILED_ALONE = "the model failed on this request"
+
 GONE = "the model version was unloaded"
 
 
 class BatchQueue(Pendings):
-    """Reserve, submit, cancel, release; and the doorbell that brings answers."""
+    """Reserves and submits places, reads answers on the queue's eventfd, cancels and releases."""
 
     def __init__(self, arena: Arena, front: int, inputs: Specs, outputs: Specs, meters: QueueMeters) -> None:
         super().__init__(arena.ring(front=front), arena.geometry.slots)
@@ -60,13 +340,13 @@ class BatchQueue(Pendings):
         self.requests, self.decoupled = arena.geometry.requests, arena.geometry.decoupled
         self.max_rows, self.workers = arena.geometry.max_rows, arena.geometry.workers
         self.meters = meters
-        self.room = Room(self.ring, arena.geometry.max_queued, self._wake_idle)
-        self._apart = Apart()
+        self.turned_away = 0  # requests that found no room, or waited too long for it
+        self.room = SlotWaitQueue(self.ring, arena.geometry.max_queued, self._wake_idle)
+        self._apart = Offload()
         self._bell = arena.front_bells[front]
         self._one_core = arena.geometry.max_delay_ns == 0 and len(os.sched_getaffinity(0)) == 1
-        self._turn_ns = 0  # when this turn began
-        self._seen = 0  # of `submitted`, then
-        self._more_by_ns = 0  # how long the kick may wait while turns bring more
+        self._seen = 0  # of `submitted`, when this turn began
+        self._more_by_ns = 0  # how long waking workers may be delayed while turns bring more; 0: not at all
         self._alarm: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -77,7 +357,7 @@ class BatchQueue(Pendings):
         self._loop.add_reader(self._bell, self._on_bell)
 
     def _forsake(self, found: list[Any]) -> None:
-        """What was sent to a front that died in this one's place: reclaimed with it, as parts are."""
+        """Drop messages to the dead front process that this one replaces; their memory is reclaimed."""
 
     async def drain(self) -> None:
         """Return when no pending waits, nobody waits for a place, and no answer is being read."""
@@ -88,14 +368,14 @@ class BatchQueue(Pendings):
             await idle
 
     def close(self) -> None:
-        """Stop listening. Whoever still waits is told that the version is gone."""
+        """Stop listening. Requests that still wait fail with UNAVAILABLE: the version is gone."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._bell)
         if self.kicking is not None:
             self.kicking.cancel()
         if self._alarm is not None:
             self._alarm.cancel()
-        self.room.close()
+        self.room.close(lambda: ServeError(Kind.UNAVAILABLE, GONE))
         gone = ServeError(Kind.UNAVAILABLE, GONE)
         for waiting_here in self.by_slot:
             for pending in waiting_here:
@@ -108,15 +388,15 @@ class BatchQueue(Pendings):
 
     @property
     def busy(self) -> bool:
-        """Whether somebody waits for a place or an answer, or reads one."""
+        """Whether a request waits for a place or an answer, or an answer is being read."""
         return bool(self.waiting or self.unreleased or self.room.anyone)
 
     # --- places ----------------------------------------------------------------------------------
 
     async def reserve(self, rows: int, deadline_ns: int = 0, *, patient: bool = False) -> int:
-        """A place for rows, as soon as a slot is free. Raises ServeError UNAVAILABLE, with the time to wait,
-        when more rows wait than may, and DeadlineError. Who is patient waits for those too, and leaves half
-        of the queue free while it can."""
+        """Reserve a place for rows, as soon as a slot is free. Raises ServeError UNAVAILABLE, with the time
+        to wait, when the queue is full, and DeadlineError. A `patient` request is not refused: it waits until
+        the others have places and half of the queue stays free; after PATIENCE_NS it waits as one of them."""
         waits = patient and (self.room.anyone or not self.room.spares(rows))
         place = FULL if waits else self.ring.reserve(rows)
         if place >= 0:
@@ -127,49 +407,47 @@ class BatchQueue(Pendings):
         return await self._stand(rows, deadline_ns, patient=patient)
 
     def too_many(self) -> ServeError:
-        """What a request gets when more rows wait than may."""
+        """Return the error of a request that exceeds the queue's bounds."""
         return ServeError(
             Kind.UNAVAILABLE,
             "the queue of this model is full (max_queue_rows, max_queue_bytes)",
             retry_after_s=self.meters.seconds_for(self.ring.queued()),
+            reason=Reason.QUEUE_FULL,
         )
 
     async def _stand(self, rows: int, deadline_ns: int, *, patient: bool) -> int:
         loop = asyncio.get_running_loop()
-        came: asyncio.Future[int | None] = loop.create_future()
+        came: asyncio.Future[int | ServeError] = loop.create_future()
         standing = self.room.stand(rows, came.set_result, patient=patient)
         left_s = max(deadline_ns - time.monotonic_ns(), 0) / 1e9 if deadline_ns else None
         try:
             await asyncio.wait([came], timeout=left_s)
         except asyncio.CancelledError:
             self.room.leave(standing)
-            if came.done() and (place := came.result()) is not None:
+            if came.done() and not isinstance(place := came.result(), ServeError):
                 self.abandon(place, rows)
             raise
         if not came.done():
             self.room.leave(standing)
             self.rejected("deadline")
-            raise DeadlineError(QUEUED_TOO_LONG, queued=True)
+            raise DeadlineError(QUEUED_TOO_LONG, queued=True, reason=Reason.QUEUE_DEADLINE)
         place = came.result()
-        if place is None:
-            raise ServeError(Kind.UNAVAILABLE, GONE)
+        if isinstance(place, ServeError):
+            raise place
         return place
 
     def rejected(self, cause: str) -> None:
         """A request was turned away before it ran."""
+        self.turned_away += 1
         self.meters.rejected(cause)
         self.ring.count(REJECTED)
 
-    async def fill(
-        self, place: int, rows: int, nbytes: int, write: Callable[[], Sequence[tuple[Carry, memoryview]]]
-    ) -> None:
-        """Have so many bytes written into a reserved place, and then what `write` leaves to others. Many are
-        apart from the loop: pages that nobody has touched cost as much again as the copy. Whatever fails
-        gives the place back."""
-        self.unreleased += 1  # who waits for the queue's end waits for this, too
+    async def fill(self, place: int, rows: int, nbytes: int, write: Callable[[], None]) -> None:
+        """Call `write`, which writes `nbytes` bytes into a reserved place. Large writes run in a thread:
+        touching fresh pages costs as much again as the copy. A failure gives the place back."""
+        self.unreleased += 1  # `drain` waits for this, too
         try:
-            for carry, room in await self._apart(nbytes, write):
-                await carry(room)
+            await self._apart(nbytes, write)
         except BaseException:
             self.unreleased -= 1
             self.abandon(place, rows)
@@ -177,7 +455,7 @@ class BatchQueue(Pendings):
         self.unreleased -= 1
 
     def abandon(self, place: int, rows: int) -> None:
-        """The inputs could not be written."""
+        """Give back a reserved place whose inputs could not be written."""
         self.ring.abandon(place, rows)
         if self.kicking is None:
             self.kick_soon()
@@ -185,7 +463,7 @@ class BatchQueue(Pendings):
             self.settle()
 
     def cancel(self, pending: Pending) -> None:
-        """Nobody waits any more; `done` will not be called. No effect on a pending already answered."""
+        """Cancel a pending; `done` will not be called. No effect once it is answered."""
         if pending.done is None:
             return
         self.meters.cancelled("queued" if self._is_queued(pending) else "running")
@@ -205,35 +483,31 @@ class BatchQueue(Pendings):
 
     # --- answers ---------------------------------------------------------------------------------
 
-    def kick_soon(self, patience_ns: int = 0) -> None:
+    def kick_soon(self) -> None:
         assert self._loop is not None
-        if patience_ns or self._one_core:
-            self._turn_ns, self._seen = time.monotonic_ns(), self.submitted
-            self.kick_by_ns = self._turn_ns + patience_ns if patience_ns else 0
-            self._more_by_ns = self._turn_ns + ONE_CORE_PATIENCE_NS if self._one_core else 0
+        if self._one_core:
+            self._seen = self.submitted
+            self._more_by_ns = time.monotonic_ns() + ONE_CORE_PATIENCE_NS
         self.kicking = self._loop.call_soon(self._kick)
 
     def _kick(self) -> None:
-        if (self.kick_by_ns or self._more_by_ns) and self._may_wait():
+        if self._more_by_ns and self._may_wait():
             assert self._loop is not None
             self.kicking = self._loop.call_soon(self._kick)
             return
-        self.kick_by_ns, self.kicking = 0, None
+        self.kicking = None
         self.ring.kick()
 
     def _may_wait(self) -> bool:
-        """Whether the next turn may bring rows for this batch too: by how long this one took, or what it
-        brought."""
-        now, more = time.monotonic_ns(), self.submitted > self._seen
-        busy = now - self._turn_ns > BUSY_TURN_NS
-        self._turn_ns, self._seen = now, self.submitted
-        return (busy and now < self.kick_by_ns) or (more and now < self._more_by_ns)
+        """Whether the next turn may bring rows for this batch too, as this one did."""
+        more, self._seen = self.submitted > self._seen, self.submitted
+        return more and time.monotonic_ns() < self._more_by_ns
 
     def _on_bell(self) -> None:
-        each(self.ring.drain(), self.hear_one)
+        run_all(self.ring.drain(), self.hear_one)
 
     def hear_one(self, entry: tuple[int, Any]) -> None:
-        """What the ring has told: a batch is done, a part of an answer is here, or there is more to find."""
+        """Handle one message of the ring: a batch is done, a part of an answer came, or a rescan is due."""
         slot, seq = entry
         if slot < 0:
             self._part(*seq) if slot == PART else self._rescan()
@@ -241,7 +515,7 @@ class BatchQueue(Pendings):
             self.finish(slot)
 
     def _part(self, slot: int, seq: int, row: int, offset: int, nbytes: int, final: bool) -> None:
-        """One part of an answer, whose slab is this front's now: for a context that takes parts."""
+        """Pass one part of an answer, whose slab this front now owns, to a context that takes parts."""
         if self.seqs[slot] == seq:
             for pending in self.by_slot[slot]:
                 take = getattr(pending.context, "part", None)
@@ -252,27 +526,28 @@ class BatchQueue(Pendings):
             self.ring.return_lease(offset)
 
     def _rescan(self) -> None:
-        """A worker died, perhaps between answering and saying so, or a batch ended that everybody had left:
-        look at every place waited for."""
+        """Look at every batch waited for: a worker may have died between answering and its message, or a
+        batch ended that all callers had left."""
         self.room.look_soon()
         done = [s for s, waiting in enumerate(self.by_slot) if waiting and self.ring.is_done(s, self.seqs[s])]
         if done:
-            self._on_bell()  # parts that a worker sent before it was done may not have been heard yet
-        each(done, self._finish_if_done)
+            self._on_bell()  # parts that a worker sent before it was done may still be unread
+        run_all(done, self._finish_if_done)
 
     def _finish_if_done(self, slot: int) -> None:
         if self.by_slot[slot] and self.ring.is_done(slot, self.seqs[slot]):
             self.finish(slot)
 
     def failure(self, slot: int) -> ServeError | None:
-        """What a whole batch failed of, once it is done and counted."""
+        """Return the error of a whole batch, once it is done and counted."""
         self.meters.batch_done(self.ring, slot)
         failure = self.ring.failure(slot)
-        return None if failure is None else ModelError(_kind(failure[0]), failure[1])
+        return None if failure is None else _model_error(failure[0], failure[1])
 
     def own_fault(self, place: int, end: int) -> ServeError | None:
-        """Of a place that failed by itself, where answers are columns: words in a slab. Elsewhere whoever
-        reads the answer finds it. `end` 0: something has written where only the ring may."""
+        """Return the error of a place that failed by itself in an arena of columns, whose text is in a slab.
+        None in other arenas: there the reader of the answer finds the error. `end` 0: something has written
+        where only the ring may."""
         ring = self.ring
         if not end:
             return ServeError(Kind.INTERNAL, DAMAGED)
@@ -280,19 +555,19 @@ class BatchQueue(Pendings):
             return None
         offset, nbytes = ring.answer_slab(place)
         if not offset:
-            return ModelError(_kind(ring.place_status(place)), FAILED_ALONE)
+            return _model_error(ring.place_status(place), FAILED_ALONE)
         try:
             text = bytes(ring.slab(offset, nbytes)).decode("utf-8", "replace")
         except ValueError:  # the worker has said it is longer than it is
             return ServeError(Kind.INTERNAL, DAMAGED)
-        return ModelError(_kind(ring.place_status(place)), text)
+        return _model_error(ring.place_status(place), text)
 
     def undelivered(self) -> None:
-        """A callee has raised."""
+        """Log the exception of a `done` callback."""
         log.exception("an answer could not be delivered")
 
     def settle(self) -> None:
-        """Somebody has gone: there may be room, or nobody left."""
+        """Look for free slots, and wake `drain` if nothing is left, after a request has ended."""
         self.room.look_soon()
         if self.idle:
             self._wake_idle()
@@ -307,7 +582,7 @@ class BatchQueue(Pendings):
     # --- deadlines -------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """One timer for all: when the first of them may be late, and not twice within DEADLINE_TICK_NS."""
+        """Set the one timer to the earliest deadline, but at least DEADLINE_TICK_NS from now."""
         assert self._loop is not None
         if self._alarm is not None:
             self._alarm.cancel()
@@ -326,7 +601,7 @@ class BatchQueue(Pendings):
         self.due_ns = min((p.deadline_ns for p in bound if p.deadline_ns > now), default=0)
         if self.due_ns:  # first: whatever fails below must not end the deadlines of the others
             self.watch()
-        each(late, self._expire_one)
+        run_all(late, self._expire_one)
 
     def _expire_one(self, pending: Pending) -> None:
         if pending.done is None:
@@ -334,12 +609,17 @@ class BatchQueue(Pendings):
         queued, done = self._is_queued(pending), pending.done
         self._forget(pending, REJECTED if queued else CANCELED)
         self.meters.rejected("deadline")
-        text = QUEUED_TOO_LONG if queued else RAN_TOO_LONG
-        self.tell(done, pending, DeadlineError(text, queued=queued))
+        late = (
+            DeadlineError(QUEUED_TOO_LONG, queued=True, reason=Reason.QUEUE_DEADLINE)
+            if queued
+            else DeadlineError(RAN_TOO_LONG, queued=False)
+        )
+        self.tell(done, pending, late)
 
 
-def _kind(number: int) -> Kind:
-    try:
-        return Kind(number)
-    except ValueError:
-        return Kind.INTERNAL
+def _model_error(status: int, text: str) -> ServeError:
+    """Return the error of a place or a batch: a ModelError, unless its worker was lost."""
+    kind, reason = unpack_status(status)
+    if reason is Reason.WORKER_LOST:
+        return worker_lost(text)
+    return ModelError(kind, text, reason=reason)

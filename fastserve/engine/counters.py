@@ -1,4 +1,4 @@
-"""What a version has done since it was loaded: the numbers behind the statistics of the dialects and `nv_*`.
+"""Statistics of a version since it was loaded: the numbers behind the dialects' statistics and `nv_*`.
 
     counts = counts_of(version)             any thread, any front process
     counts.success.count, counts.queue.ns   of requests answered well
@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING
 from fastserve._ext import batch_ring
 from fastserve._ext.batch_ring import BACKEND, CANCELED, OTHER, REJECTED
 from fastserve.metrics.spread import BUCKETS, bucket_of, read_buckets
-from fastserve.repository.version import Version
+from fastserve.repository.version import Attachment, Version
 
 if TYPE_CHECKING:
     from fastserve._ext.response_cache import Counts
@@ -47,8 +47,8 @@ __all__ = [
     "OTHER",
     "REASONS",
     "REJECTED",
-    "Counters",
     "DeviceCounts",
+    "RequestCounters",
     "Took",
     "counters_of",
     "counts_of",
@@ -57,12 +57,12 @@ __all__ = [
 REASONS = batch_ring.TALLIES[REJECTED:]
 FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"
 FIRST_RESPONSE_MS = (100.0, 500.0, 2000.0, 5000.0)
-MOST_RESPONSES = 256  # responses of one request that are told apart; later ones count with the last
+MOST_RESPONSES = 256  # responses of one request that are counted separately; later ones count with the last
 
 
 @dataclass(slots=True)
 class Took:
-    """How many, and how long they took together."""
+    """Number of events and their total time."""
 
     count: int = 0
     ns: int = 0
@@ -74,9 +74,8 @@ class Took:
 
 @dataclass(slots=True)
 class DeviceCounts:
-    """What one worker has told of its device: batches that went over it and their times by stage, and
-    whether the arena is registered with it (if not, they were staged).
-    Sums over all workers that have been in its place."""
+    """Device statistics reported by one worker: batches, their times by stage, and whether the arena is
+    registered with the device (if not, batches were staged). The workers it replaced are included."""
 
     device: str = ""
     pinned: bool = True
@@ -88,7 +87,7 @@ class DeviceCounts:
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """Recorded requests of a version were run, or could not be read: the name of a Kind then."""
+    """Result of running the recorded requests of a version: OK, or the name of a Kind when that failed."""
 
     status: str
     ns: int
@@ -97,7 +96,7 @@ class WarmUp:
 
 @dataclass(frozen=True, slots=True)
 class BatchCounts:
-    """Batches of `rows` rows (1 for a model without a batch axis): how often they ran, and how long."""
+    """Runs and times of batches of `rows` rows (1 for a model without a batch axis)."""
 
     rows: int
     runs: int
@@ -108,8 +107,8 @@ class BatchCounts:
 
 @dataclass(slots=True)
 class ResponseCounts:
-    """The nth responses of requests to a decoupled model. `compute_infer` is the time since the response
-    before; writing it is in there too, as the worker does both."""
+    """Counts of the nth responses of requests to a decoupled model. `compute_infer` is the time since the
+    previous response, the writing of this one included."""
 
     compute_infer: Took = field(default_factory=Took)
     compute_output: Took = field(default_factory=Took)
@@ -121,9 +120,11 @@ class ResponseCounts:
 
 @dataclass(frozen=True, slots=True)
 class VersionCounts:
-    """See the module. `inferences` are rows of requests that ran well, `executions` batches run, `pending`
-    requests that wait for a worker now. `last_ms` is Unix time, 0 for never. `responses` is of this
-    process."""
+    """Statistics of one version, as defined in the module.
+
+    `inferences` are rows of successful requests, `executions` batches run, `pending` requests that wait for a
+    worker now. `last_ms` is Unix time, 0 for never. `responses` is of this front process.
+    """
 
     success: Took
     failures: Mapping[str, Took]
@@ -142,13 +143,13 @@ class VersionCounts:
 
     @property
     def fail(self) -> Took:
-        """All failures together."""
+        """Sum of all failures."""
         ends = self.failures.values()
         return Took(sum(end.count for end in ends), sum(end.ns for end in ends))
 
 
 class Buckets:
-    """A histogram of milliseconds: how many were at most each bound, and beyond the last."""
+    """A histogram of milliseconds: one count for each upper bound, and one beyond the last."""
 
     __slots__ = ("bounds", "counts", "sum_ms")
 
@@ -162,8 +163,8 @@ class Buckets:
         self.sum_ms += ms
 
 
-class Counters:
-    """What one version did in this front process, as far as no batch tells. `queues` tell the rest."""
+class RequestCounters:
+    """Counts of one version in this front process that its batches do not record; `queues` have the rest."""
 
     __slots__ = (
         "_batches",
@@ -203,28 +204,29 @@ class Counters:
         self._batches: dict[int, list[int]] = {}
 
     def close(self, queue: BatchQueue) -> None:
-        """The queue closes: nothing here may keep its arena's memory."""
+        """Drop a queue that closes: a reference would keep its arena's memory."""
         self.queues.remove(queue)
         self.waiting = _nobody
 
     def looked(self, ns: int, weight: int, *, hit: bool) -> None:
-        """A cache lookup took so long, and `weight` others as much; they are counted elsewhere."""
+        """Add the time of a cache lookup, measured for one in `weight`; `cached` has their number."""
         took, spread = (self.hit, self.hit_spread) if hit else (self.miss, self.miss_spread)
         took.ns += weight * ns
         spread[bucket_of(ns)] += weight
 
     def spreads(self) -> list[array[int]]:
-        """Of success, queue, compute_input, compute_infer and compute_output: requests by how long they took
-        (metrics.spread). Without cache hits, ensembles and what other fronts answered from theirs."""
+        """Return a histogram of request times (metrics.spread) each for success, queue, compute_input,
+        compute_infer and compute_output. Cache hits and ensembles are not included."""
         told = [queue.ring.spreads() for queue in self.queues]
         return [read_buckets([spreads[kind] for spreads in told]) for kind in range(REJECTED)]
 
     def end(self, reason: int, ns: int = 0) -> None:
-        """A request ended without an answer, and no queue knew it: REJECTED, CANCELED, BACKEND or OTHER."""
+        """Count a request that ended without an answer before any queue had it: REJECTED, CANCELED, BACKEND
+        or OTHER."""
         self._ends[reason - REJECTED].add(ns)
 
     def serve(self, rows: int, ns: int, infer_ns: int) -> None:
-        """A request was answered well that no queue of this version ran: an ensemble's."""
+        """Count a successful request that ran outside this version's queues: one of an ensemble."""
         self._served[0].add(ns)
         self._served[1].add(infer_ns)
         one = self._batches.setdefault(rows, [0, 0])
@@ -233,7 +235,7 @@ class Counters:
         self.last_ns = time.monotonic_ns()
 
     def response(self, index: int) -> ResponseCounts:
-        """The counts of the nth response of a request, from 0."""
+        """Return the counts of response number `index`, from 0."""
         index = min(index, MOST_RESPONSES - 1)
         found = self.responses.get(index)
         if found is None:
@@ -241,7 +243,7 @@ class Counters:
         return found
 
     def read(self) -> VersionCounts:
-        """All of it together with what the queues tell."""
+        """Return these counts and those of the queues, added up."""
         sums, rows, last_ns = self._read_queues()
         success, queue, inputs, infer, output = sums[:REJECTED]
         hit, miss, cached_ns = self._read_cached()
@@ -268,7 +270,7 @@ class Counters:
         )
 
     def _read_cached(self) -> tuple[Took, Took, int]:
-        """Hits, misses with what was spent on keeping their answers, and when one last was looked for."""
+        """Return hits, misses (their time includes the insertion), and the time of the last lookup."""
         cached = self.cached
         if cached is None:
             return Took(), Took(), 0
@@ -276,7 +278,7 @@ class Counters:
         return hit, miss, cached.last_ns
 
     def _read_queues(self) -> tuple[list[Took], int, int]:
-        """The counters of all queues added up, their rows, and when one last served."""
+        """Return the sums over all queues: counters, rows served; and the time of the last request."""
         sums, rows, last_ns = [Took() for _ in batch_ring.TALLIES], 0, 0
         for queue in self.queues:
             counters, served_rows, served_ns = queue.ring.counters()
@@ -301,18 +303,17 @@ def _unix_ms(at_ns: int) -> int:
     return (time.time_ns() - time.monotonic_ns() + at_ns) // 1_000_000 if at_ns else 0
 
 
-def counters_of(version: Version) -> Counters:
-    """The version's own counters in this front process."""
-    found = version.counters
-    if found is None:
-        found = version.counters = Counters()
-    assert isinstance(found, Counters)
-    return found
+COUNTERS: Attachment[RequestCounters] = Attachment(outlives=True)
+
+
+def counters_of(version: Version) -> RequestCounters:
+    """Return the version's counters in this front process."""
+    return COUNTERS.get(version) or COUNTERS.put(version, RequestCounters())
 
 
 def first_responses(version: Version) -> Buckets:
-    """Milliseconds from a request to its first response, for a decoupled model; of this front process.
-    The bounds are those of `model_metrics`, or Triton's."""
+    """Return the histogram of milliseconds from a request to its first response, for a decoupled model, in
+    this front process. Its bounds are those of `model_metrics`, or Triton's."""
     counters = counters_of(version)
     if counters.first_response is None:
         bounds = version.config.options.first_response_ms
@@ -321,5 +322,5 @@ def first_responses(version: Version) -> Buckets:
 
 
 def counts_of(version: Version) -> VersionCounts:
-    """What the version has done since it was loaded; nothing for one that cannot serve here."""
+    """Return the statistics of a version since it was loaded; zeros for one that cannot serve here."""
     return counters_of(version).read()

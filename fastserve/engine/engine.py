@@ -1,16 +1,126 @@
-"""Runs whole requests: an InferRequest in, an InferResponse out, for any version, by its scheduler."""
+"""Runs requests on versions: the Engine, and the Scheduler interface that every available version implements.
+
+    response = await scheduler.infer(engine, version, request)    general path: any scheduler, any request
+    queue = scheduler.fast_queue()                                fast path: a caller reserves rows by itself
+
+A scheduler that decides when and how requests run (sequences, priorities, ensembles) has no fast queue; one
+with a response cache offers `cache_stage()`, which a caller of the fast path has to ask first.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
+from typing import TYPE_CHECKING, Protocol
 
-from fastserve.codec.text import Heard, Info, Run, TextNote
-from fastserve.engine.scheduler import TensorFace, scheduler_of
-from fastserve.engine.text import TextScheduler
+from fastserve.codec.text import GenerationRun, Heard, Info, TextNote
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.catalog import Catalog
-from fastserve.repository.version import Version
+from fastserve.repository.version import Attachment, Version
 from fastserve.request import InferRequest, InferResponse
+
+if TYPE_CHECKING:
+    from fastserve.engine.batch_queue import BatchQueue
+    from fastserve.engine.schedulers.cache import CacheStage
+
+
+class TensorFace(Protocol):
+    """Tensor requests to text models; implemented by the serving layer, which has the tokenizers."""
+
+    async def infer(self, version: Version, request: InferRequest) -> InferResponse:
+        """Return the only response. Raises ServeError."""
+
+    def stream(self, version: Version, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+        """Yield the responses."""
+
+
+class EngineApi(Protocol):
+    """The engine as a scheduler sees it."""
+
+    catalog: Catalog
+    tensors: TensorFace | None
+
+    async def infer(self, version: Version, request: InferRequest) -> InferResponse:
+        """Run one request on any version."""
+
+    def stream(self, version: Version, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+        """Run one request on any version; yield its responses."""
+
+
+class Scheduler(ABC):
+    """One version's way of taking requests."""
+
+    @abstractmethod
+    async def infer(self, engine: EngineApi, version: Version, request: InferRequest) -> InferResponse:
+        """Run one request; the caller releases the response. Raises ServeError."""
+
+    async def stream(
+        self, engine: EngineApi, version: Version, request: InferRequest
+    ) -> AsyncGenerator[InferResponse, None]:
+        """Yield the responses of a request; by default, the one of `infer`."""
+        yield await self.infer(engine, version, request)
+
+    def generate(self, version: Version, ids: Sequence[int], note: TextNote, heard: Heard) -> GenerationRun:
+        """Start one sequence of tokens, as `Engine.generate` says. Raises ServeError."""
+        raise ServeError(Kind.UNIMPLEMENTED, f"model '{version.model}' generates no text")
+
+    def fast_queue(self) -> BatchQueue | None:
+        """Return the queue whose places a caller may reserve directly, each request answered once; None where
+        the scheduler decides first."""
+        return None
+
+    def cache_stage(self) -> CacheStage | None:
+        """Return the cache that a caller of the fast path asks before it reserves rows in its queue."""
+        return None
+
+    def pending(self) -> int:
+        """Return the number of requests that wait in the scheduler, before any queue has them."""
+        return 0
+
+    async def drain(self) -> None:  # noqa: B027  (most schedulers need none of these)
+        """Return when no request waits in the scheduler. Its queue is drained separately."""
+
+    def close(self) -> None:  # noqa: B027
+        """Fail the requests that still wait: the version is gone."""
+
+    # Why what the queue of a dead instance still holds is not for the next worker; "" where it is.
+    died_with_it = ""
+
+    def instance_lost(self, part: int) -> None:  # noqa: B027
+        """Handle the death of an instance's worker, whose state is lost."""
+
+    def instance_back(self, part: int) -> None:  # noqa: B027
+        """Handle the return of an instance: it has a worker again."""
+
+
+SCHEDULER: Attachment[Scheduler] = Attachment(outlives=True)  # until its workers have stopped
+
+
+def find_scheduler(version: Version) -> Scheduler | None:
+    """Return the version's scheduler in this process; None before it has one and after it closed."""
+    return SCHEDULER.get(version)
+
+
+def scheduler_of(version: Version) -> Scheduler:
+    """Return the version's scheduler in this process. Raises ServeError UNAVAILABLE when it has none."""
+    scheduler = find_scheduler(version)
+    if scheduler is None:
+        raise ServeError(
+            Kind.UNAVAILABLE, f"version {version.number} of model {version.model} is not available"
+        )
+    return scheduler
+
+
+def fast_queue_of(version: Version) -> BatchQueue | None:
+    """Return the fast queue of a version; None also when it has no scheduler."""
+    scheduler = find_scheduler(version)
+    return None if scheduler is None else scheduler.fast_queue()
+
+
+def cache_stage_of(version: Version) -> CacheStage | None:
+    """Return the cache stage of a version; None also when it has no scheduler."""
+    scheduler = find_scheduler(version)
+    return None if scheduler is None else scheduler.cache_stage()
 
 
 class Engine:
@@ -39,17 +149,14 @@ class Engine:
         return scheduler_of(version).stream(self, version, request)
 
     def text_info(self, version: Version) -> Info | None:
-        """What its text engine says of itself; None for a model that generates no text."""
+        """Return the description of its text engine; None for a model that generates no text."""
         return version.text
 
-    def generate(self, version: Version, ids: Sequence[int], note: TextNote, heard: Heard) -> Run:
+    def generate(self, version: Version, ids: Sequence[int], note: TextNote, heard: Heard) -> GenerationRun:
         """Start one sequence on a text model: `ids` is the prompt, empty where `note.text` is. `heard` gets
         its records as they come, the last one in any case: cancelled, timed out or failed too.
 
         Raises ServeError, and `heard` is never called: RESOURCE_EXHAUSTED or UNAVAILABLE when it cannot wait
         anywhere, INVALID_ARGUMENT for a prompt that no place has room for.
         """
-        scheduler = scheduler_of(version)
-        if not isinstance(scheduler, TextScheduler):
-            raise ServeError(Kind.UNIMPLEMENTED, f"model '{version.model}' generates no text")
-        return scheduler.generate(ids, note, heard)
+        return scheduler_of(version).generate(version, ids, note, heard)

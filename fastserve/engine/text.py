@@ -1,11 +1,11 @@
 """Text versions: a prompt goes into the queue, its tokens come back one by one; no task or future in between.
 
-    run = scheduler.generate(ids, note, heard)     heard(records) once a doorbell, the last record in any case
-    run.taken(n)                                   the reader is so much nearer; one that is not stands still
-    run.cancel()                                   its worker hears of it within a step
+    run = scheduler.generate(version, ids, note, heard)   heard(records) once a wake-up, the last in any case
+    run.taken(n)                                   n more tokens were read; a reader that is behind is stalled
+    run.cancel()                                   reaches the worker within a step
 
-A sequence holds a slot from its first moment to its last, waiting or running: there are as many as may be
-(max_sequences of every instance, and max_waiting). Who finds none is refused, and told when to come again.
+A sequence holds a slot from its start to its end, waiting or running: there are as many as may be
+(max_sequences of every instance, and max_waiting). A request that finds none is refused with Retry-After.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from fastserve._ext.fast_path import Pending
 from fastserve._ext.text_tokens import Flowing, pass_on
 from fastserve._ext.token_records import TokenReader, prompt_bytes, write_prompt
 from fastserve.codec.text import Extra, Finish, Heard, Record, TextNote, write_text
-from fastserve.each import each
-from fastserve.engine.batch_queue import BatchQueue, Specs
-from fastserve.engine.meters import QueueMeters
-from fastserve.engine.rows import check_inputs
-from fastserve.engine.scheduler import Runs, Scheduler, TensorFace
-from fastserve.errors import DeadlineError, Kind, ServeError
+from fastserve.engine.batch_queue import BatchQueue, QueueMeters, Specs
+from fastserve.engine.engine import EngineApi, Scheduler, TensorFace
+from fastserve.engine.input_checks import check_inputs
+from fastserve.errors import DeadlineError, Kind, Reason, ServeError, pack_status
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
+from fastserve.util.rate_limited_log import run_all
 from fastserve.workers.arena import SLAB_PAGE, Arena
 
 log = logging.getLogger(__name__)
@@ -42,7 +41,7 @@ SLACK_NS = 100_000_000
 
 
 class TextRun(Flowing):
-    """One sequence of this front; see codec.text.Run."""
+    """One sequence of this front process; see codec.text.Run."""
 
     __slots__ = ("_heard", "_pages", "_pending", "_queue")
 
@@ -53,7 +52,7 @@ class TextRun(Flowing):
         self._pending: Pending | None = None
 
     def submit(self, place: int, deadline_ns: int) -> None:
-        """Let it run."""
+        """Submit the sequence's place."""
         self._pending = self._queue.submit(place, 1, self._done, deadline_ns)
         self._queue.counts.came()
 
@@ -71,8 +70,8 @@ class TextRun(Flowing):
         self._queue.later(self._heard, [(-1, why, 0, b"")])
 
     def hear(self, records: list[Record] | None) -> None:
-        """For the queue: what came; None when some of it was lost."""
-        if self.ended:  # by another, who heard of the same step
+        """Take records from the queue; None when some were lost."""
+        if self.ended:  # by another run that handled the same step
             return
         if records is None:
             assert self._pending is not None
@@ -96,7 +95,7 @@ class TextRun(Flowing):
             counts.read(self.held)
 
     def _done(self, pending: Pending, error: ServeError | None) -> None:
-        """For the queue: the slot is through."""
+        """Handle the end of the slot, for the queue."""
         if error is None:
             self._queue.release(pending)
         if not self.ended:  # its last record would have come before
@@ -106,7 +105,7 @@ class TextRun(Flowing):
     def _fail(self, error: ServeError) -> None:
         finish = Finish.TIMEOUT if isinstance(error, DeadlineError) else Finish.FAILED
         self._close(finish)
-        self._tell([(-1, finish, 0, write_text(Extra(message=error.message, kind=error.kind.value)))])
+        self._tell([(-1, finish, 0, write_text(Extra(message=error.message, kind=pack_status(error))))])
 
     def _close(self, finish: int) -> None:
         self.ended = True
@@ -126,7 +125,7 @@ class TextRun(Flowing):
 
 
 class TextQueue(BatchQueue):
-    """The queue of a text version as this front sees it."""
+    """The queue of a text version in this front process."""
 
     def __init__(self, arena: Arena, front: int, inputs: Specs, outputs: Specs, meters: QueueMeters) -> None:
         super().__init__(arena, front, inputs, outputs, meters)
@@ -143,7 +142,7 @@ class TextQueue(BatchQueue):
         self.tokens.read([entry for kind, entry in found if kind == RECORDS])  # gives their slabs back
 
     def start(self, ids: Sequence[int], note: TextNote, heard: Heard) -> TextRun:
-        """One sequence. Raises ServeError when it cannot wait."""
+        """Start one sequence. Raises ServeError when it cannot wait."""
         said = write_text(note)
         nbytes = prompt_bytes(ids, said)
         pages = self._find_pages(nbytes)
@@ -151,7 +150,8 @@ class TextQueue(BatchQueue):
         if place < 0:
             self.rejected("queue_rows")
             retry_s = self.meters.seconds_for(1)
-            raise ServeError(Kind.UNAVAILABLE, FULL.format(self.ring.slots), retry_after_s=retry_s)
+            text = FULL.format(self.ring.slots)
+            raise ServeError(Kind.UNAVAILABLE, text, retry_after_s=retry_s, reason=Reason.QUEUE_FULL)
         run = TextRun(self, place >> 16, len(ids), pages, heard)
         try:
             self.tokens.listen(place >> 16, self._write(place, nbytes, ids, said, note.priority), run)
@@ -164,7 +164,7 @@ class TextQueue(BatchQueue):
         return run
 
     def later(self, heard: Heard, records: list[Record]) -> None:
-        """Call it in a turn of its own: never from inside what its caller calls."""
+        """Call `heard` in the next turn of the loop, never inside the caller."""
         assert self._loop is not None
         self._loop.call_soon(heard, records)
 
@@ -178,10 +178,12 @@ class TextQueue(BatchQueue):
 
     def _no_room(self) -> ServeError:
         self.rejected("queue_bytes")
-        return ServeError(Kind.UNAVAILABLE, NO_ROOM, retry_after_s=self.meters.seconds_for(1))
+        retry_s = self.meters.seconds_for(1)
+        return ServeError(Kind.UNAVAILABLE, NO_ROOM, retry_after_s=retry_s, reason=Reason.QUEUE_FULL)
 
     def _write(self, place: int, nbytes: int, ids: Sequence[int], said: bytes, priority: int) -> int:
-        """The prompt into the place's slab; the place's tag. Engines take the most urgent first."""
+        """Write the prompt into a slab and attach it to the place; return the place's tag. Engines take the
+        most urgent `priority` first."""
         offset = self.ring.lease(nbytes)
         if not offset:
             raise self._no_room()
@@ -194,7 +196,7 @@ class TextQueue(BatchQueue):
 
     def _on_bell(self) -> None:
         found = self.ring.drain()
-        if len(found) == 1 and found[0][0] == RECORDS:  # a step and no more: what nearly every bell is for
+        if len(found) == 1 and found[0][0] == RECORDS:  # one step and nothing else: nearly every wake-up
             self._pass_on([found[0][1]])
         else:
             self._hear(found)
@@ -203,16 +205,16 @@ class TextQueue(BatchQueue):
         messages = [entry for kind, entry in found if kind == RECORDS]
         if messages:
             self._pass_on(messages)
-        each((entry for entry in found if entry[0] != RECORDS), self.hear_one)
+        run_all((entry for entry in found if entry[0] != RECORDS), self.hear_one)
 
     def _pass_on(self, messages: list[tuple[int, int]]) -> None:
-        """What a step made of everybody: the most of it flows, and is counted at once."""
+        """Deliver the tokens of one step; most are passed on in compiled code and counted at once."""
         gaps: list[int] = []
         left = pass_on(self.tokens.read(messages), self.tokens, gaps, time.monotonic_ns())
         if gaps:
             self.counts.flowed(gaps)
         if left:
-            each(left, _tell_run)
+            run_all(left, _tell_run)
 
 
 def _tell_run(told: tuple[TextRun, list[Record] | None]) -> None:
@@ -221,21 +223,21 @@ def _tell_run(told: tuple[TextRun, list[Record] | None]) -> None:
 
 
 class TextScheduler(Scheduler):
-    """Prompts and their tokens; and requests of tensors, which whoever knows tokenizers reads (`tensors`)."""
+    """Generates tokens for prompts; passes tensor requests on to the engine's `tensors`."""
 
     def __init__(self, queue: TextQueue) -> None:
         self.queue = queue
 
-    def generate(self, ids: Sequence[int], note: TextNote, heard: Heard) -> TextRun:
+    def generate(self, version: Version, ids: Sequence[int], note: TextNote, heard: Heard) -> TextRun:
         """See Engine.generate."""
         return self.queue.start(ids, note, heard)
 
-    async def infer(self, engine: Runs, version: Version, request: InferRequest) -> InferResponse:
+    async def infer(self, engine: EngineApi, version: Version, request: InferRequest) -> InferResponse:
         check_inputs(version, request.inputs)
         return await _tensors(engine).infer(version, request)
 
     async def stream(
-        self, engine: Runs, version: Version, request: InferRequest
+        self, engine: EngineApi, version: Version, request: InferRequest
     ) -> AsyncGenerator[InferResponse, None]:
         check_inputs(version, request.inputs)
         async with contextlib.aclosing(_tensors(engine).stream(version, request)) as responses:
@@ -243,7 +245,7 @@ class TextScheduler(Scheduler):
                 yield response
 
 
-def _tensors(engine: Runs) -> TensorFace:
+def _tensors(engine: EngineApi) -> TensorFace:
     if engine.tensors is None:
         raise ServeError(Kind.UNIMPLEMENTED, "text models take no tensors here")
     return engine.tensors

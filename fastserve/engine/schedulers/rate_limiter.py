@@ -1,22 +1,22 @@
 """The rate limiter: batches of different models share resources that are not memory or processes.
 
-A batch runs only while what its instance group asks for is free. A pool is as large as the settings say, or
-as the largest demand on it. When several wait, the one with the least executions x priority goes first, so
-that priority 1 runs twice as often as 2 (spec/triton_v2 section 4). One limiter per server, on its loop.
+A batch runs only while the resources of its instance group are free. A pool is as large as the settings say,
+or as the largest demand on it. When several models wait, the one with the least executions x priority goes
+first, so that priority 1 runs twice as often as 2 (spec/triton_v2 section 4). One limiter per server.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from fastserve.config.options import Needs
+from fastserve.config.model_options import Needs
 from fastserve.errors import Kind, ServeError
 
 Resources = Mapping[str, int]
 
 
 class RateLimiter:
-    """Pools of resources, and who waits for them."""
+    """Pools of resources, and the gates that wait for them."""
 
     def __init__(self, pools: Mapping[str, int]) -> None:
         self._fixed = dict(pools)
@@ -24,7 +24,7 @@ class RateLimiter:
         self._used: dict[str, int] = {}
 
     def open_gate(self, needs: Needs) -> RateGate:
-        """A gate for one version. Raises ServeError INVALID_ARGUMENT when it could never pass."""
+        """Return a gate for one version. Raises ServeError INVALID_ARGUMENT when it could never pass."""
         for name, count in needs.resources.items():
             if count > self._fixed.get(name, count):
                 raise ServeError(
@@ -37,7 +37,7 @@ class RateLimiter:
         return gate
 
     def close_gate(self, gate: RateGate) -> None:
-        """The version is gone, and with it what it held."""
+        """Remove the gate of a version that is gone, and free its resources."""
         self._gates.remove(gate)
         for _ in range(gate.held):
             self.give_back(gate.needs)
@@ -57,7 +57,7 @@ class RateLimiter:
             self._used[name] -= count
 
     def hand_out(self) -> None:
-        """What is free goes to those who wait; each is told."""
+        """Grant free resources to the gates that wait, in their order."""
         waiting = [gate for gate in self._gates if gate.again is not None]
         for gate in sorted(waiting, key=lambda gate: gate.runs * gate.priority):
             if self.fits(gate.needs):
@@ -109,7 +109,7 @@ class RateGate:
         self._limiter.close_gate(self)
 
     def grant(self) -> None:
-        """Set aside what it waits for, and tell it."""
+        """Reserve the resources the gate waits for, and notify it."""
         again, self.again = self.again, None
         self._limiter.take(self.needs)
         self.held += 1
@@ -119,11 +119,11 @@ class RateGate:
 
 
 def _nobody() -> None:
-    """Who asks need not be told."""
+    """No notification is needed."""
 
 
 def needs_of(groups: Sequence[Needs]) -> Needs:
-    """What a batch of a model needs. Its groups of workers must agree: any of them may take the batch.
+    """Return the resources that a batch of a model needs. Its instance groups must agree.
     Raises ServeError INVALID_ARGUMENT."""
     if any(one != groups[0] for one in groups):
         raise ServeError(

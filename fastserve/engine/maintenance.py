@@ -1,7 +1,6 @@
-"""What the owner does for a queue every now and then: gives unused memory back, notices workers that hang,
-and ends them.
+"""Maintenance of a queue by the owner: give memory back, notice workers stalled in a batch, and end them.
 
-Not what answers requests: everything here is a look at shared memory on a timer of the loop.
+Everything here is a scan of shared memory on a timer of the loop.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from fastserve.engine.batch_queue import BatchQueue
 
 # Memory is given back that was free for two looks: a load that comes in waves keeps what it uses.
 TRIM_S, TRIM_ON_S = 5.0, 0.02
-# An instance counts as stuck after half of what its model's runs may take, so that whoever spreads the load
-# looks elsewhere before callers are told; where they may take for ever, after this long.
+# An instance counts as stuck after half of what its model's runs may take, so that a load
+# balancer looks elsewhere before callers get an error; where a run has no limit, after this long.
 STUCK_S = 60.0
 WATCH_MOST_S, WATCH_LEAST_S = 1.0, 0.05
 
 
-class Upkeep:
-    """Looks after one queue from `open` to `close`.
+class Maintenance:
+    """Look after one queue from `open` to `close`.
 
-    `kill(worker, reason)` ends a worker whose batch has run longer than `limit_ms`; 0: however long. `stuck`
-    are the workers whose batch has run longer than `stuck_s`; `on_stuck` is called whenever they are others.
+    `kill(worker, reason)` ends a worker whose batch has run longer than `limit_ms` (0: no limit). `stuck` are
+    the workers whose batch has run longer than `stuck_s`; `on_stuck` is called whenever that set changes.
     A worker that answers in parts runs as long as execute() goes on without sending one.
     """
 
@@ -55,19 +54,19 @@ class Upkeep:
         self._watching = self._loop.call_later(self._watch_s, self._watch)
 
     def close(self) -> None:
-        """No more looks."""
+        """Stop both timers."""
         self._trimming.cancel()
         self._watching.cancel()
-        del self._looks, self._kill, self._on_stuck  # these hold the arena's memory, or whoever does
+        del self._looks, self._kill, self._on_stuck  # these keep the arena's memory alive
 
     def give_back(self) -> None:
-        """Look for memory that nobody has used since the last look, and when to look again."""
+        """Give back memory that was not used since the last look, and set the time of the next look."""
         self._trimming.cancel()
         more = not self._pinned and self._looks.give_back()
         self._trimming = self._loop.call_later(TRIM_ON_S if more else TRIM_S, self.give_back)
 
     def ended(self, worker: int) -> str:
-        """Why this worker, which is gone, was ended here; "" when it died by itself."""
+        """Return why Maintenance killed this dead worker; "" when it died by itself."""
         if worker not in self._killed:
             return ""
         self._killed.discard(worker)

@@ -1,4 +1,4 @@
-"""A queue whose batches are formed in this process: what is sent together runs together, and alone.
+"""A queue whose batches are formed in this process: members sent together run together, and alone.
 
 The arena must be made with `NEVER_US` as its delay (`sealed_config`), so that no worker takes a batch before
 it was sealed here. Schedulers that choose what runs next (sequences, priorities) send through this.
@@ -14,13 +14,13 @@ from functools import partial
 from typing import Any, Protocol
 
 from fastserve._ext.fast_path import Pending
-from fastserve.apart import APART_BYTES, run_through
-from fastserve.engine.batch_queue import GONE, BatchQueue
-from fastserve.engine.forms import form_of, inputs_bytes
-from fastserve.engine.plain import submit_written
+from fastserve.engine.arena_io import arena_io_of, inputs_bytes
+from fastserve.engine.batch_queue import BatchQueue
+from fastserve.engine.schedulers.plain import submit_written
 from fastserve.errors import Kind, ServeError
-from fastserve.request import InferRequest
+from fastserve.request import InferRequest, InferResponse, Repeated
 from fastserve.tensor import Tensor
+from fastserve.util.offload import OFFLOAD_BYTES, run_through
 
 log = logging.getLogger(__name__)
 
@@ -29,39 +29,49 @@ NEVER_US = 1 << 50  # times 1000 it still fits the arena's nanoseconds
 
 
 @dataclass(slots=True, eq=False)
-class Answer:
-    """What a member of a batch came to. `outputs` are views until `release()`."""
+class MemberAnswer:
+    """Answer of one member of a batch. `outputs` are views until `release()`."""
 
     outputs: dict[str, Tensor]
     release: Callable[[], None]
     parameters: Mapping[str, object] = field(default_factory=dict)
+    repeated: Repeated = ()  # see InferResponse
+
+    def respond(self, request: InferRequest) -> InferResponse:
+        """Return the response with those of the requested outputs that came."""
+        outputs, repeated, wanted = self.outputs, self.repeated, request.outputs
+        if wanted:
+            outputs = {name: outputs[name] for name in wanted if name in outputs}
+            repeated = [(name, tensor) for name, tensor in repeated if name in wanted]
+            repeated = repeated if len(repeated) > len(outputs) else ()
+        return InferResponse(outputs, self.release, dict(self.parameters), repeated=repeated)
 
 
-Done = Callable[["Answer | None", "ServeError | None"], None]
+OnMemberDone = Callable[["MemberAnswer | None", "ServeError | None"], None]
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class BatchMember:
     """One request of a batch. `done` is called once, never from inside `send`, unless `cancel` came first."""
 
     request: InferRequest
     inputs: Mapping[str, Tensor]
     rows: int
-    done: Done
+    done: OnMemberDone
     cancel: Callable[[], None] = lambda: None
     queued_ns: int = 0  # since when it waits, before this batch too; CLOCK_MONOTONIC; NOBODY: no request
 
 
-class Sender(Protocol):
+class BatchSender(Protocol):
     """Where batches go: a Sealed queue, or what a test puts in its place."""
 
     max_rows: int
 
-    def send(self, members: Sequence[Member], finished: Callable[[], None]) -> None:
+    def send(self, members: Sequence[BatchMember], finished: Callable[[], None]) -> None:
         """Run these as one batch; `finished` is called when every one is answered or given up."""
 
     def full(self) -> ServeError:
-        """What a request gets that is one too many in the queue before this."""
+        """Return the error of a request that exceeds the queue before this one."""
 
 
 def sealed_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,17 +79,17 @@ def sealed_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, "max_queue_delay_us": NEVER_US, "queued_elsewhere": True}
 
 
-class Sealed:
+class SealedQueue:
     """The sender over a queue. A batch that finds no free slot is sent once there is one."""
 
     def __init__(self, queue: BatchQueue) -> None:
         self.queue = queue
         self.max_rows = queue.max_rows
-        self._form = form_of(queue)
+        self._form = arena_io_of(queue)
         self._filling: set[asyncio.Task[None]] = set()
 
-    def send(self, members: Sequence[Member], finished: Callable[[], None]) -> None:
-        batch = Batch(members, finished)
+    def send(self, members: Sequence[BatchMember], finished: Callable[[], None]) -> None:
+        batch = SealedBatch(members, finished)
         place = self.queue.ring.reserve(members[0].rows)
         if place >= 0:
             self._fill(batch, place)
@@ -90,11 +100,11 @@ class Sealed:
         self.queue.meters.rejected("queue_rows")  # in the statistics the queue's own scheduler counts it
         return self.queue.too_many()
 
-    def _fill(self, batch: Batch, place: int | None) -> None:
-        """Write the batch, whose first member has its place; None: there will be none."""
-        if place is None:
+    def _fill(self, batch: SealedBatch, place: int | ServeError) -> None:
+        """Write the batch, whose first member has its place; an error: there will be none."""
+        if isinstance(place, ServeError):
             for member in batch.members:
-                self._fail(batch, member, ServeError(Kind.UNAVAILABLE, GONE))
+                self._fail(batch, member, place)
             return
         for member, at in zip(batch.members, self._reserve(batch.members, place), strict=True):
             if at < 0:
@@ -102,7 +112,7 @@ class Sealed:
             else:
                 self._begin(batch, member, at)
 
-    def _reserve(self, members: Sequence[Member], place: int) -> list[int]:
+    def _reserve(self, members: Sequence[BatchMember], place: int) -> list[int]:
         """Their places, sealed before the first is written: no other batch comes between, however long that
         takes. Negative from the first on that finds none: the rest would be in rows that are not theirs."""
         places = [place]
@@ -111,12 +121,12 @@ class Sealed:
         self.queue.ring.seal(max(places))
         return places
 
-    def _begin(self, batch: Batch, member: Member, at: int) -> None:
-        """Have the member's place filled: here, or apart from the loop, as of any queue."""
+    def _begin(self, batch: SealedBatch, member: BatchMember, at: int) -> None:
+        """Fill the member's place: now when its inputs are small, else in a task that offloads the copy."""
         queue, nbytes = self.queue, inputs_bytes(member.inputs)
         write = partial(self._form.write_inputs, queue, at, member.rows, member.inputs, member.request)
         filling = self._fill_one(batch, member, at, queue.fill(at, member.rows, nbytes, write))
-        if nbytes < APART_BYTES:
+        if nbytes < OFFLOAD_BYTES:
             run_through(filling)
             return
         task = asyncio.ensure_future(filling)
@@ -124,21 +134,21 @@ class Sealed:
         task.add_done_callback(self._filling.discard)
 
     async def _fill_one(
-        self, batch: Batch, member: Member, at: int, filled: Coroutine[Any, Any, None]
+        self, batch: SealedBatch, member: BatchMember, at: int, filled: Coroutine[Any, Any, None]
     ) -> None:
         try:
             await filled
             self._submit(batch, member, at)
         except ServeError as error:
             self._fail(batch, member, error)
-        except Exception:  # whoever is not answered waits for ever, and the next batch with them
+        except Exception:  # an unanswered member would wait for ever, and the next batch with it
             log.exception("a request could not be written")
             self._fail(batch, member, _internal())
 
-    def _fail(self, batch: Batch, member: Member, fault: ServeError) -> None:
+    def _fail(self, batch: SealedBatch, member: BatchMember, fault: ServeError) -> None:
         asyncio.get_running_loop().call_soon(batch.end, member, None, fault)
 
-    def _submit(self, batch: Batch, member: Member, at: int) -> None:
+    def _submit(self, batch: SealedBatch, member: BatchMember, at: int) -> None:
         queue = self.queue
         answer, pending = submit_written(queue, member.request, member.rows, at)
 
@@ -164,29 +174,29 @@ class Sealed:
         if member.queued_ns:
             queue.ring.backdate(at, max(member.queued_ns, 0))
 
-    def _read(self, member: Member, pending: Pending) -> tuple[Answer | None, ServeError | None]:
+    def _read(self, member: BatchMember, pending: Pending) -> tuple[MemberAnswer | None, ServeError | None]:
         queue = self.queue
         try:
             if member.request.times is not None:
                 member.request.times.extend(queue.ring.times_ns(pending.place >> 16))
-            outputs, parameters = self._form.read(queue, pending.place, pending.rows)
+            outputs, parameters, repeated = self._form.read(queue, pending.place, pending.rows)
         except Exception as error:
             queue.release(pending)
             return None, error if isinstance(error, ServeError) else _internal()
-        return Answer(outputs, partial(queue.release, pending), parameters), None
+        return MemberAnswer(outputs, partial(queue.release, pending), parameters, repeated), None
 
 
-class Batch:
+class SealedBatch:
     """Members under way together: each ends once, and `finished` is called when all have."""
 
-    def __init__(self, members: Sequence[Member], finished: Callable[[], None]) -> None:
+    def __init__(self, members: Sequence[BatchMember], finished: Callable[[], None]) -> None:
         self.members = members
-        self.left: list[Member] = []
+        self.left: list[BatchMember] = []
         self._finished, self._open = finished, len(members)
         for member in members:
             member.cancel = partial(self.left.append, member)
 
-    def end(self, member: Member, answer: Answer | None, error: ServeError | None) -> None:
+    def end(self, member: BatchMember, answer: MemberAnswer | None, error: ServeError | None) -> None:
         """The member was answered or failed; with neither it was given up."""
         try:
             if member not in self.left and (answer is not None or error is not None):
@@ -201,7 +211,7 @@ class Batch:
             if not self._open:
                 self._finished()
 
-    def _fail(self, member: Member, answer: Answer | None) -> None:
+    def _fail(self, member: BatchMember, answer: MemberAnswer | None) -> None:
         """Neither the caller nor the next batch may wait for what one answer has made impossible."""
         if answer is not None:
             answer.release()

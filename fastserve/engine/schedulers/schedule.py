@@ -1,13 +1,13 @@
-"""How a version's requests are scheduled: chosen once, when its queues open, from what its config says.
+"""The choice of a version's scheduler, made once from its config when its queues open.
 
     plain        the queue itself: batches form in shared memory as rows arrive
-    queued       `queued`: priority levels, queue policies, preferred batch sizes, kept order
-    cached       `cache`, before a queue or a scheduler with a queue
-    sequences    `stateful`: control inputs, states, a slot for each sequence
-    text         `text`: prompts in, tokens one by one
-    ensemble     no queue at all, see `ensemble` and `hosting`
+    queued       priority levels, queue policies, preferred batch sizes, kept order
+    cached       a response cache before a queue or a scheduler with a queue
+    sequence     control inputs, states, a slot for each sequence
+    text         prompts in, tokens one by one
+    ensemble     no queue at all; the loader makes it
 
-What a config asks for and is not here is refused by `check_schedule`, never passed over.
+A config that asks for anything else is refused by `check_schedule`, never passed over.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from fastserve.config.options import Needs, Options, QueueOptions
-from fastserve.engine.batch_queue import BatchQueue, Specs
-from fastserve.engine.cache import CachedScheduler, ResponseCache
-from fastserve.engine.controls import Extras, open_extras
+from fastserve.config.model_options import Needs, Options, QueueOptions
+from fastserve.engine.batch_queue import BatchQueue, QueueMeters, Specs
 from fastserve.engine.counters import counters_of
-from fastserve.engine.meters import QueueMeters
-from fastserve.engine.plain import PlainScheduler
-from fastserve.engine.priority import Levels, levels_of
-from fastserve.engine.queued import Forming, QueuedScheduler
-from fastserve.engine.rate import RateLimiter, needs_of
-from fastserve.engine.scheduler import Scheduler
-from fastserve.engine.sealed import Sealed, sealed_config
-from fastserve.engine.stateful import SequenceScheduler, strategy_of
+from fastserve.engine.engine import Scheduler
+from fastserve.engine.schedulers.cache import CachedScheduler, ResponseCache
+from fastserve.engine.schedulers.plain import PlainScheduler
+from fastserve.engine.schedulers.queued import BatchForming, PriorityLevels, QueuedScheduler, levels_of
+from fastserve.engine.schedulers.rate_limiter import RateLimiter, needs_of
+from fastserve.engine.schedulers.sealed_queue import SealedQueue, sealed_config
+from fastserve.engine.schedulers.sequence import (
+    SequenceInputs,
+    SequenceScheduler,
+    open_sequence_inputs,
+    strategy_of,
+)
 from fastserve.engine.text import TextQueue, TextScheduler
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.model_config import ModelConfig, config_json
@@ -39,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class Schedule:
-    """What one version's config makes of its queues."""
+    """Queues and scheduler of one version, from its config."""
 
     def __init__(
         self,
@@ -62,15 +64,15 @@ class Schedule:
         self._queue = read_queue(config, limited=bool(self._needs.resources))
         if self._needs.resources:
             _check_limited(options, fronts)
-        self.extras: Extras | None = None
+        self.extras: SequenceInputs | None = None
         if options.sequences is not None:
-            self.extras = open_extras(
+            self.extras = open_sequence_inputs(
                 options.sequences, version.folder.parent, batching=version.config.batching
             )
 
     @property
     def queues(self) -> int:
-        """Queues it needs: one, or one for each instance where requests belong to an instance."""
+        """Number of queues: one, or one for each instance where requests belong to an instance."""
         return self._version.config.instances if self.extras else 1
 
     def worker_config(self, part: int = 0) -> dict[str, Any]:
@@ -83,7 +85,7 @@ class Schedule:
         return sealed_config({**config, "instances": 1, "first_instance": part})
 
     def describe(self, inputs: Specs, outputs: Specs) -> tuple[Specs, Specs]:
-        """The tensors clients see, of those the workers have."""
+        """Return those of the workers' tensors that clients see."""
         if self.extras is None:
             return inputs, outputs
         own = self.extras.inputs
@@ -93,14 +95,14 @@ class Schedule:
         )
 
     def open_scheduler(self, queues: Sequence[BatchQueue]) -> Scheduler:
-        """What requests go through."""
+        """Make the version's scheduler."""
         inner = self._open_inner(queues)
         counters = counters_of(self._version)
         counters.waiting = inner.pending
         return inner if self._cache is None else CachedScheduler(self._cache, inner, counters)
 
     def _open_inner(self, queues: Sequence[BatchQueue]) -> Scheduler:
-        model, senders = self._version.model, [Sealed(queue) for queue in queues]
+        model, senders = self._version.model, [SealedQueue(queue) for queue in queues]
         if self.extras is not None:
             assert self._options.sequences is not None
             config = self._version.config
@@ -115,7 +117,7 @@ class Schedule:
 
 
 def open_queue(arena: Arena, front: int, inputs: Specs, outputs: Specs, meters: QueueMeters) -> BatchQueue:
-    """The queue of an arena, of the kind its form asks for, open on the running loop."""
+    """Open the queue of an arena, of the class that fits it, on the running loop."""
     kind = TextQueue if arena.geometry.window else BatchQueue
     queue = kind(arena, front, inputs, outputs, meters)
     queue.open()
@@ -123,24 +125,24 @@ def open_queue(arena: Arena, front: int, inputs: Specs, outputs: Specs, meters: 
 
 
 def simple_scheduler(queue: BatchQueue) -> Scheduler:
-    """What stands before a queue when nothing else decides; the only kind there is with several fronts."""
+    """Return the default scheduler of a queue; the only kind there is with several front processes."""
     return TextScheduler(queue) if isinstance(queue, TextQueue) else PlainScheduler(queue)
 
 
-def read_queue(config: ModelConfig, *, limited: bool = False) -> tuple[Levels, Forming] | None:
+def read_queue(config: ModelConfig, *, limited: bool = False) -> tuple[PriorityLevels, BatchForming] | None:
     """How a model's requests queue and form batches; None when shared memory does it as well by itself."""
     asked = config.options.queue or QueueOptions()
     levels, preferred = levels_of(asked), frozenset(asked.preferred_sizes)
     keep_order = asked.keep_order and config.instances > 1
     if not limited and levels.plain and not keep_order and preferred <= {config.max_batch_size}:
         return None
-    return levels, Forming(
+    return levels, BatchForming(
         config.instances, config.max_queue_delay_us * 1000, preferred, keep_order, config.max_queue_rows
     )
 
 
 def check_schedule(config: ModelConfig, fronts: int, *, cached: bool = False) -> None:
-    """Raises ServeError INVALID_ARGUMENT for scheduling that this server, or so many fronts, cannot do."""
+    """Raise ServeError INVALID_ARGUMENT for scheduling that this server, or `fronts` processes, cannot do."""
     options = config.options
     asked = _needs_one_front(config, cached=cached)
     if asked and fronts > 1:
@@ -169,7 +171,7 @@ def _check_limited(options: Options, fronts: int) -> None:
 
 
 def _needs_one_front(config: ModelConfig, *, cached: bool) -> str:
-    """What of the config is kept in one process, where the order of all requests is known."""
+    """Return the option that needs all requests in one front process; "" for none."""
     if config.options.sequences is not None:
         return "sequence_batching"
     if read_queue(config) is not None:

@@ -1,11 +1,11 @@
-"""The response cache: what a model answered to the same inputs before (`_ext.response_cache` keeps it).
+"""The response cache: a model's earlier answers to the same inputs (`_ext.response_cache` keeps it).
 
 The key holds the version itself (never a namesake loaded later), each input with name, dtype, shape and
-bytes, and the outputs asked for. A request that finds its like under way waits for it. Errors are never kept,
-nor shared. A fast path that has the inputs in memory asks by itself:
+bytes, and the requested outputs. A request that equals one under way waits for it. Errors are neither kept
+nor shared. A fast path that has the inputs in memory looks them up by itself:
 
     found = stage.find(stage.head(sorts, outputs), memory)
-    an Entry: a hit; None: its like is under way; a Miss: to be run in the stage's queue, then
+    an Entry: a hit; None: an equal one is under way; a Miss: to be run in the stage's queue, then
     miss.keep(form, memory) if that went well, and miss.close() in any case
 """
 
@@ -17,30 +17,30 @@ from itertools import count
 
 from fastserve._ext.response_cache import ENTRY_BYTES, WHOLE_BYTES, Counts, Entry, Miss, ResponseCache
 from fastserve.engine.batch_queue import BatchQueue
-from fastserve.engine.counters import Counters
-from fastserve.engine.scheduler import Runs, Scheduler
+from fastserve.engine.counters import RequestCounters
+from fastserve.engine.engine import EngineApi, Scheduler
 from fastserve.repository.version import Version
-from fastserve.request import InferRequest, InferResponse
+from fastserve.request import InferRequest, InferResponse, by_name
 from fastserve.tensor import DTYPE_BY_CODE, Tensor
 
 __all__ = [
     "ENTRY_BYTES",
     "WHOLE_BYTES",
+    "CacheKeys",
     "CacheStage",
     "CachedScheduler",
     "Entry",
-    "Form",
-    "Keys",
+    "InputForm",
     "Miss",
+    "OutputForm",
     "ResponseCache",
-    "Sort",
     "keep_response",
     "respond",
 ]
 MOST_HEADS = 256
 Memory = bytes | bytearray | memoryview
-Sort = tuple[str, int, tuple[int, ...], int]  # name, dtype code, shape and bytes of an input
-Form = tuple[tuple[str, int, tuple[int, ...]], ...]  # name, dtype code and shape of every output
+InputForm = tuple[str, int, tuple[int, ...], int]  # name, dtype code, shape and bytes of an input
+OutputForm = tuple[tuple[str, int, tuple[int, ...]], ...]  # name, dtype code and shape of every output
 _numbers = count()
 
 
@@ -49,27 +49,27 @@ class CacheStage:
 
     __slots__ = ("_cache", "_counts", "head", "queue")
 
-    def __init__(self, queue: BatchQueue, cache: ResponseCache, keys: Keys, counts: Counts) -> None:
+    def __init__(self, queue: BatchQueue, cache: ResponseCache, keys: CacheKeys, counts: Counts) -> None:
         self.queue = queue
         self.head = keys.head
         self._cache, self._counts = cache, counts
 
     def find(self, head: bytes, memory: Sequence[Memory]) -> Entry | Miss | None:
-        """A hit, a request to be run and kept, or None for one whose like is under way."""
+        """Return an Entry (a hit), a Miss (run it and keep the answer), or None (an equal one runs)."""
         return self._cache.find(head, memory, self._counts)
 
 
 class CachedScheduler(Scheduler):
-    """A cache before another scheduler."""
+    """A cache in front of another scheduler."""
 
-    def __init__(self, cache: ResponseCache, inner: Scheduler, counters: Counters) -> None:
+    def __init__(self, cache: ResponseCache, inner: Scheduler, counters: RequestCounters) -> None:
         self.inner = inner
-        self.keys = Keys()
+        self.keys = CacheKeys()
         self.cache, self.counts = cache, Counts(counters.looked)
         self.died_with_it = inner.died_with_it
         counters.cached = self.counts
 
-    async def infer(self, engine: Runs, version: Version, request: InferRequest) -> InferResponse:
+    async def infer(self, engine: EngineApi, version: Version, request: InferRequest) -> InferResponse:
         head, memory = self.keys.of(version, request)
         found = self.cache.find(head, memory, self.counts)
         if found is None:
@@ -108,8 +108,10 @@ class CachedScheduler(Scheduler):
         self.cache.wait(key, lambda: None if waiter.done() else waiter.set_result(None))
         await waiter
 
-    async def _run(self, miss: Miss, engine: Runs, version: Version, request: InferRequest) -> InferResponse:
-        """Ask for everybody who comes with the same meanwhile."""
+    async def _run(
+        self, miss: Miss, engine: EngineApi, version: Version, request: InferRequest
+    ) -> InferResponse:
+        """Run the request once for all equal ones that arrive meanwhile."""
         try:
             response = await self.inner.infer(engine, version, request)
             keep_response(miss, response)
@@ -119,30 +121,32 @@ class CachedScheduler(Scheduler):
 
 
 def keep_response(miss: Miss, response: InferResponse) -> None:
-    """What was answered; copied."""
-    outputs = response.outputs
-    form = tuple([(name, tensor.dtype.code, tensor.shape) for name, tensor in outputs.items()])
-    miss.keep(form, [tensor.data for tensor in outputs.values()], tuple(response.parameters.items()))
+    """Copy a response into the cache."""
+    told = list(response.in_order())
+    form = tuple([(name, tensor.dtype.code, tensor.shape) for name, tensor in told])
+    miss.keep(form, [tensor.data for _, tensor in told], tuple(response.parameters.items()))
 
 
 def respond(entry: Entry) -> InferResponse:
-    """What is kept as a response; its memory stays."""
-    outputs = {
-        name: Tensor(DTYPE_BY_CODE[code], shape, data)
-        for (name, code, shape), data in zip(entry.form, entry.memory, strict=True)
-    }
-    return InferResponse(outputs, None, dict(entry.parameters))
+    """Return a cached entry as a response; the cache keeps its memory."""
+    outputs, repeated = by_name(
+        [
+            (name, Tensor(DTYPE_BY_CODE[code], shape, data))
+            for (name, code, shape), data in zip(entry.form, entry.memory, strict=True)
+        ]
+    )
+    return InferResponse(outputs, None, dict(entry.parameters), repeated=repeated)
 
 
-class Keys:
-    """What the keys of one loaded version begin with. What requests have in common is written once."""
+class CacheKeys:
+    """Cache keys of one loaded version. Their common beginnings are written once."""
 
     def __init__(self) -> None:
         self.prefix = next(_numbers).to_bytes(8, "big")
         self._heads: dict[tuple[object, ...], bytes] = {}
 
     def of(self, version: Version, request: InferRequest) -> tuple[bytes, list[Memory]]:
-        """What makes two requests the same. Their ids, priorities and times do not."""
+        """Return the head and the input memory that identify a request; id, priority and time do not."""
         inputs = request.inputs
         names = [name for name in version.inputs if name in inputs]
         if len(names) < len(inputs):
@@ -150,7 +154,7 @@ class Keys:
         sorts = tuple([_sort(name, inputs[name]) for name in names])
         return self.head(sorts, request.outputs), [inputs[name].data for name in names]
 
-    def head(self, sorts: tuple[Sort, ...], outputs: tuple[str, ...]) -> bytes:
+    def head(self, sorts: tuple[InputForm, ...], outputs: tuple[str, ...]) -> bytes:
         """Everything of a key but the bytes of the inputs, which are given in the model's own order. It tells
         how many there are of each: what follows it cannot be read two ways."""
         head = self._heads.get((sorts, outputs))
@@ -162,6 +166,6 @@ class Keys:
         return head
 
 
-def _sort(name: str, tensor: Tensor) -> Sort:
+def _sort(name: str, tensor: Tensor) -> InputForm:
     data = tensor.data
     return name, tensor.dtype.code, tensor.shape, data.nbytes if isinstance(data, memoryview) else len(data)

@@ -1,7 +1,11 @@
-"""Scheduling with more than a queue: priorities, policies, preferred sizes, kept order.
+"""The queued scheduler: priority levels, queue policies, preferred batch sizes, kept order.
 
-Requests wait here, and go to the workers only as fast as these take batches: what runs next is decided
-when a worker is free, by `priority`. Batches are formed as Triton's dynamic batcher forms them.
+    level 1:  in time, oldest first | past their time with action DELAY, oldest first
+    level 2:  ...                                               a level is served when those above are empty
+
+Requests wait here, and go to the workers only as fast as these take batches: the AdmissionQueue decides when
+a worker is free, without clock or loop; batches are formed as Triton's dynamic batcher forms them. Texts and
+meanings are Triton's (spec/triton_v2 section 4).
 """
 
 from __future__ import annotations
@@ -9,41 +13,175 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
+from fastserve.config.model_options import QueueOptions
 from fastserve.engine.counters import CANCELED, REJECTED, counters_of
-from fastserve.engine.priority import EXPIRED, AdmissionQueue, Levels, Queued
-from fastserve.engine.rows import check_inputs, empty_outputs
-from fastserve.engine.scheduler import Runs, Scheduler
-from fastserve.engine.sealed import Answer, Member, Sender
-from fastserve.errors import DeadlineError, Kind, ServeError
+from fastserve.engine.engine import EngineApi, Scheduler
+from fastserve.engine.input_checks import check_inputs, empty_outputs
+from fastserve.engine.schedulers.sealed_queue import BatchMember, BatchSender, MemberAnswer
+from fastserve.errors import DeadlineError, Kind, Reason, ServeError
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 
+EXPIRED = "Request timeout expired"
+
+FULL = "Exceeds maximum queue size"
+
+
+@dataclass(frozen=True, slots=True)
+class LevelPolicy:
+    """How one level queues. Times in nanoseconds, 0 for none; `most` requests, 0 for any number."""
+
+    reject: bool = True
+    timeout_ns: int = 0
+    may_override: bool = False
+    most: int = 0
+
+    def timeout_of(self, asked_us: int) -> int:
+        """Return the timeout of a request: it may only shorten the model's, where the policy allows."""
+        asked_ns = asked_us * 1000
+        if self.may_override and 0 < asked_ns < self.timeout_ns:
+            return asked_ns
+        return self.timeout_ns
+
+
+@dataclass(frozen=True, slots=True)
+class PriorityLevels:
+    """The policies of levels 1, 2, ... and the level of a request that names none of them."""
+
+    policies: tuple[LevelPolicy, ...] = (LevelPolicy(),)
+    default: int = 1
+
+    @property
+    def plain(self) -> bool:
+        """Whether these levels change nothing about a plain FIFO queue."""
+        return self.policies == (LevelPolicy(),)
+
+
+@dataclass(slots=True, eq=False)
+class QueuedRequest:
+    """One request in the queue. `what` belongs to the scheduler; `gone` ones are skipped."""
+
+    what: Any
+    rows: int
+    level: int
+    arrived_ns: int
+    expires_ns: int  # 0 for never
+    gone: bool = False
+    late: bool = False
+
+
+@dataclass(slots=True)
+class _Level:
+    policy: LevelPolicy
+    waiting: deque[QueuedRequest] = field(default_factory=deque)
+    late: deque[QueuedRequest] = field(default_factory=deque)
+    size: int = 0
+
+
+def levels_of(options: QueueOptions) -> PriorityLevels:
+    """Return the levels of a model's options."""
+    policies = (
+        LevelPolicy(given.reject, given.timeout_us * 1000, given.may_override, given.max_requests)
+        for given in options.policies
+    )
+    return PriorityLevels(tuple(policies), options.default_level)
+
+
+class AdmissionQueue:
+    """Requests that wait to be put into a batch."""
+
+    def __init__(self, levels: PriorityLevels) -> None:
+        self._levels = [_Level(policy) for policy in levels.policies]
+        self._default = levels.default
+        self.rows = 0  # of those who wait
+
+    def __len__(self) -> int:
+        return sum(level.size for level in self._levels)
+
+    def push(
+        self, what: Any, rows: int, now_ns: int, *, priority: int = 0, timeout_us: int = 0, id: str = ""
+    ) -> QueuedRequest:
+        """Queue it; `priority` 0 or beyond the levels is the default. Raises ServeError UNAVAILABLE."""
+        number = priority if 1 <= priority <= len(self._levels) else self._default
+        level = self._levels[number - 1]
+        if level.policy.most and level.size >= level.policy.most:
+            text = f"[request id: {id or '<id_unknown>'}] {FULL}"
+            raise ServeError(Kind.UNAVAILABLE, text, reason=Reason.QUEUE_FULL)
+        timeout_ns = level.policy.timeout_of(timeout_us)
+        queued = QueuedRequest(what, rows, number, now_ns, now_ns + timeout_ns if timeout_ns else 0)
+        level.waiting.append(queued)
+        level.size += 1
+        self.rows += rows
+        return queued
+
+    def in_order(self) -> Iterator[QueuedRequest]:
+        """Iterate over requests in the order in which they would run."""
+        for level in self._levels:
+            for queued in (*level.waiting, *level.late):
+                if not queued.gone:
+                    yield queued
+
+    def take(self, queued: QueuedRequest) -> None:
+        """Remove a request that runs or whose client left."""
+        if not queued.gone:
+            queued.gone = True
+            level = self._levels[queued.level - 1]
+            level.size -= 1
+            self.rows -= queued.rows
+            for line in (level.waiting, level.late):
+                while line and line[0].gone:
+                    line.popleft()
+
+    def expire(self, now_ns: int) -> list[QueuedRequest]:
+        """Handle requests past their timeout: return those to reject; delay the others behind the rest."""
+        rejected = []
+        for level in self._levels:
+            for queued in [
+                q for q in level.waiting if q.expires_ns and q.expires_ns <= now_ns and not q.gone
+            ]:
+                if level.policy.reject:
+                    self.take(queued)
+                    rejected.append(queued)
+                else:
+                    queued.late = True
+                    level.late.append(queued)
+            if not level.policy.reject:
+                level.waiting = deque(q for q in level.waiting if not q.late and not q.gone)
+        return rejected
+
+    def next_expiry_ns(self) -> int:
+        """When `expire` next has something to do; 0 for never."""
+        times = (q.expires_ns for level in self._levels for q in level.waiting if q.expires_ns and not q.gone)
+        return min(times, default=0)
+
+
 GONE = "the model version was unloaded"
+
 TOO_LONG = "the request's time was up while it waited in the queue"
 
 
-class Gate(Protocol):
-    """What must let a batch through before it runs; the rate limiter's face."""
+class RunGate(Protocol):
+    """Gate that a batch passes before it runs; the interface of the rate limiter."""
 
     def enter(self, again: Callable[[], None]) -> bool:
         """True when a batch may run now; otherwise `again` is called when it is worth asking again."""
 
     def leave(self) -> None:
-        """The batch has run."""
+        """Note that the batch has run."""
 
     def decline(self) -> None:
-        """There is nothing to run any more."""
+        """Note that there is nothing left to run."""
 
     def close(self) -> None:
         """The version is gone."""
 
 
 @dataclass(frozen=True, slots=True)
-class Forming:
+class BatchForming:
     """How batches are formed. `width` run at a time; `preferred` sizes in rows; `most_rows` may wait."""
 
     width: int
@@ -56,22 +194,22 @@ class Forming:
 @dataclass(slots=True, eq=False)
 class _Waiting:
     request: InferRequest
-    answer: asyncio.Future[Answer]
-    queued: Queued | None = None
-    member: Member | None = None  # once it is in a batch
-    result: tuple[Answer | None, ServeError | None] | None = None
+    answer: asyncio.Future[MemberAnswer]
+    queued: QueuedRequest | None = None
+    member: BatchMember | None = None  # once it is in a batch
+    result: tuple[MemberAnswer | None, ServeError | None] | None = None
 
 
 class QueuedScheduler(Scheduler):
-    """Everything behind it runs on the event loop's thread."""
+    """Scheduler with levels, policies or preferred batch sizes. It runs on the event loop's thread only."""
 
     def __init__(
         self,
         model: str,
-        sender: Sender,
-        levels: Levels,
-        forming: Forming,
-        gate: Gate | None = None,
+        sender: BatchSender,
+        levels: PriorityLevels,
+        forming: BatchForming,
+        gate: RunGate | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.queue = AdmissionQueue(levels)
@@ -84,12 +222,12 @@ class QueuedScheduler(Scheduler):
         self._timer: asyncio.TimerHandle | None = None
         self._drained: list[asyncio.Future[None]] = []
 
-    async def infer(self, engine: Runs, version: Version, request: InferRequest) -> InferResponse:
+    async def infer(self, engine: EngineApi, version: Version, request: InferRequest) -> InferResponse:
         if self._closed:
             raise ServeError(Kind.UNAVAILABLE, GONE)
         rows = check_inputs(version, request.inputs)
         if version.batching and rows == 0:
-            return _respond(Answer(empty_outputs(version), lambda: None), request)
+            return MemberAnswer(empty_outputs(version), lambda: None).respond(request)
         if version.batching and rows > self._sender.max_rows:
             raise ServeError(
                 Kind.INVALID_ARGUMENT,
@@ -124,7 +262,7 @@ class QueuedScheduler(Scheduler):
             left_s = max(request.deadline_ns - time.monotonic_ns(), 0) / 1e9
             timer = asyncio.get_running_loop().call_later(left_s, self._pass_deadline, waiting)
         try:
-            return _respond(await waiting.answer, request)
+            return (await waiting.answer).respond(request)
         except asyncio.CancelledError:
             self._give_up(waiting)
             raise
@@ -155,7 +293,7 @@ class QueuedScheduler(Scheduler):
     # --- batches ------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Something changed: form batches at the end of this turn; what came together goes together."""
+        """Form batches at the end of this turn of the loop, so that requests of one turn share a batch."""
         if not self._pumping:
             self._pumping = True
             asyncio.get_running_loop().call_soon(self._pump)
@@ -181,9 +319,9 @@ class QueuedScheduler(Scheduler):
         times = [when for when in (due_ns, self.queue.next_expiry_ns()) if when]
         self._set_timer(min(times, default=0))
 
-    def _choose(self, now_ns: int) -> tuple[list[Queued], int]:
-        """The next batch; none and when to look again while company is worth waiting for."""
-        chosen: list[Queued] = []
+    def _choose(self, now_ns: int) -> tuple[list[QueuedRequest], int]:
+        """Return the next batch; or none, and when to look again, while waiting for more requests pays."""
+        chosen: list[QueuedRequest] = []
         best = rows = 0
         full = False
         for queued in self.queue.in_order():
@@ -203,7 +341,7 @@ class QueuedScheduler(Scheduler):
             return chosen, 0
         return [], due_ns
 
-    def _send(self, chosen: list[Queued]) -> None:
+    def _send(self, chosen: list[QueuedRequest]) -> None:
         self._running += 1
         members = []
         for queued in chosen:
@@ -211,11 +349,11 @@ class QueuedScheduler(Scheduler):
             members.append(self._member(queued))
         self._sender.send(members, self._finish)
 
-    def _member(self, queued: Queued) -> Member:
+    def _member(self, queued: QueuedRequest) -> BatchMember:
         waiting: _Waiting = queued.what
         if self._forming.keep_order:
             self._order.append(waiting)
-        waiting.member = Member(
+        waiting.member = BatchMember(
             waiting.request,
             waiting.request.inputs,
             queued.rows,
@@ -232,7 +370,7 @@ class QueuedScheduler(Scheduler):
         else:
             self._look()
 
-    def _answer(self, waiting: _Waiting, answer: Answer | None, error: ServeError | None) -> None:
+    def _answer(self, waiting: _Waiting, answer: MemberAnswer | None, error: ServeError | None) -> None:
         if waiting.result is not None:  # given up in the very turn it was answered
             if answer is not None:
                 answer.release()
@@ -245,15 +383,17 @@ class QueuedScheduler(Scheduler):
 
     # --- ends ---------------------------------------------------------------------------------------
 
-    def _turn_away(self, queued: Queued, error: ServeError) -> None:
+    def _turn_away(self, queued: QueuedRequest, error: ServeError) -> None:
         self.queue.take(queued)
         if not queued.what.answer.done():
             queued.what.answer.set_exception(error)
 
     def _pass_deadline(self, waiting: _Waiting) -> None:
-        """Its own time was up while it waited; one that runs is told by the queue."""
+        """Fail a request whose deadline passed while it waited; the queue fails one that already runs."""
         if waiting.member is None and waiting.queued is not None:
-            self._turn_away(waiting.queued, DeadlineError(TOO_LONG, queued=True))
+            self._turn_away(
+                waiting.queued, DeadlineError(TOO_LONG, queued=True, reason=Reason.QUEUE_DEADLINE)
+            )
 
     def _give_up(self, waiting: _Waiting) -> None:
         if waiting.queued is not None:
@@ -276,7 +416,7 @@ class QueuedScheduler(Scheduler):
 
 
 def _settle(waiting: _Waiting) -> None:
-    """Hand the result over, or let go of what nobody waits for."""
+    """Pass the result on, or release it when its caller left."""
     assert waiting.result is not None
     answer, error = waiting.result
     if waiting.answer.done():
@@ -286,10 +426,3 @@ def _settle(waiting: _Waiting) -> None:
         waiting.answer.set_result(answer)
     elif error is not None:
         waiting.answer.set_exception(error)
-
-
-def _respond(answer: Answer, request: InferRequest) -> InferResponse:
-    outputs = answer.outputs
-    if request.outputs:
-        outputs = {name: outputs[name] for name in request.outputs if name in outputs}
-    return InferResponse(outputs, answer.release, dict(answer.parameters))

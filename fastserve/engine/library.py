@@ -1,4 +1,4 @@
-"""The batchers of the library: one element in, one result out, over the same queues as the server.
+"""Batchers of the library: one element in, one result out, over the same queues as the server.
 
     ElementBatcher   plain Python objects, each in a slab of its own
     RowBatcher       numpy rows, written into the batch's column
@@ -15,28 +15,27 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 from fastserve._ext.fast_path import Pending
-from fastserve.codec.wireable import decode, encode
-from fastserve.engine.batch_queue import BatchQueue
-from fastserve.engine.meters import QueueMeters
-from fastserve.errors import Kind, ServeError
+from fastserve.codec.safe_msgpack import decode, encode
+from fastserve.engine.batch_queue import BatchQueue, QueueMeters
+from fastserve.engine.death_policy import DeathPolicy
+from fastserve.errors import Kind, ServeError, unpack_status
 from fastserve.metrics.registry import Registry
 from fastserve.tensor import TensorSpec
-from fastserve.workers.arena import Arena, Geometry
-from fastserve.workers.rowspec import RowSpec
+from fastserve.workers.arena import Arena, Geometry, RowSpec
 
 log = logging.getLogger(__name__)
 
 SLAB_PAGE = 4096
 SLAB_BYTES = 1 << 30  # a bound, not a cost: pages that are never touched take no memory
 DIED = "the worker process died while it ran this batch"
-MOST_ATTEMPTS = 2
+NOBODY = "no worker of this service is alive: {}"
 NEVER_NS = 1 << 62
 STOPPED = "the service was stopped"
-Hook = Callable[[Any], Awaitable[Any]]
+BatchHook = Callable[[Any], Awaitable[Any]]
 
 
-class Sizes(Protocol):
-    """What a service says of its batches."""
+class BatcherSizes(Protocol):
+    """Limits of a service's batches."""
 
     max_batch_size: int
     timeout_seconds: float
@@ -44,27 +43,40 @@ class Sizes(Protocol):
     instances: int
 
 
+class ServiceWorkers(Protocol):
+    """The batchers' view of the worker group of a service."""
+
+    @property
+    def alive(self) -> int:
+        """Number of workers that are ready."""
+
+    @property
+    def trouble(self) -> str:
+        """Reason why a worker is missing."""
+
+
 class Batcher:
-    """What the three have in common: an arena, a queue, and callers who wait for room."""
+    """Base of the batchers: an arena, a queue, and callers who wait for a slot."""
 
     inputs: dict[str, TensorSpec] = {}
     outputs: dict[str, TensorSpec] = {}
     delay_ns = 0
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: BatcherSizes) -> None:
         self._sizes = sizes
         self.delay_ns = int(sizes.timeout_seconds * 1e9)
         self._arena: Arena | None = None
         self._queue: BatchQueue | None = None
+        self._deaths: DeathPolicy | None = None
         self._registry = Registry()
 
     @property
     def config(self) -> dict[str, Any]:
-        """What the worker is told of its tensors."""
+        """Config of the workers: tensors, batch size, warm-up."""
         return {"max_batch_size": self._sizes.max_batch_size, "warmup": "off"}
 
     def make_arena(self, inputs: Mapping[str, TensorSpec], outputs: Mapping[str, TensorSpec]) -> Arena:
-        """The arena of this service; called once its workers have loaded."""
+        """Make the arena of this service, after its workers have loaded."""
         sizes = self._sizes
         geometry = Geometry(
             slots=sizes.max_queue_size + 1,
@@ -79,28 +91,39 @@ class Batcher:
         self._arena = Arena.create(geometry)
         return self._arena
 
-    def open(self) -> None:
+    def open(self, workers: ServiceWorkers) -> None:
         """Listen for answers on the running loop."""
         assert self._arena is not None
         sizes = self._sizes
         meters = QueueMeters(self._registry, "service", 1, self.delay_ns, sizes.max_batch_size)
         self._queue = BatchQueue(self._arena, 0, self.inputs, self.outputs, meters)
         self._queue.open()
+        self._deaths = DeathPolicy(
+            "service", self._queue, lambda: workers.alive, DIED, lambda: NOBODY.format(workers.trouble)
+        )
+        self._deaths.open()
 
     def close(self) -> None:
-        """Everybody who still waits gets an error."""
+        """Fail all callers that still wait."""
         if self._queue is not None:
             queue, self._queue = self._queue, None
             queue.close()
+        if self._deaths is not None:
+            deaths, self._deaths = self._deaths, None
+            deaths.close()
         if self._arena is not None:
             self._arena.close()
         self._registry.close()
 
-    def worker_died(self, worker: int, alive: int) -> None:
-        """Its batches go to another worker, or their callers get an error."""
-        if self._queue is not None:
-            attempts = MOST_ATTEMPTS if alive else 1
-            self._queue.ring.worker_died(worker, attempts, Kind.UNAVAILABLE.value, DIED)
+    def worker_died(self, worker: int) -> None:
+        """Retry or fail the batches of a dead worker."""
+        if self._deaths is not None:
+            self._deaths.worker_died(worker)
+
+    def worker_back(self) -> None:
+        """Handle the return of a worker."""
+        if self._deaths is not None:
+            self._deaths.worker_back()
 
     async def do_one(self, x: Any) -> Any:
         """The result for one element."""
@@ -115,7 +138,7 @@ class Batcher:
         return self._queue
 
     async def _place(self) -> int:
-        """A place for one row, after those who asked before."""
+        """Reserve a place for one row, first come, first served."""
         try:
             return await self.queue.reserve(1)
         except ServeError:
@@ -124,7 +147,7 @@ class Batcher:
             raise
 
     async def _result(self, place: int) -> Any:
-        """Submit a written place and wait for what the worker makes of it."""
+        """Submit a written place and return its result."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         pending = self.queue.submit(place, 1, self._deliver, 0, answer)
         try:
@@ -142,12 +165,16 @@ class Batcher:
         if answer.done():
             return
         if error is not None:
-            answer.set_exception(error)
+            answer.set_exception(self._told(error))
         else:
             answer.set_result(result)
 
+    def _told(self, error: ServeError) -> ServeError:
+        """Return the error for a caller; that of a closed queue speaks of model versions and is replaced."""
+        return error if self._queue is not None else ServeError(Kind.UNAVAILABLE, STOPPED)
+
     def _take(self, pending: Pending) -> tuple[Any, ServeError | None]:
-        """The result of an answered place, which is then let go of."""
+        """Return the result of an answered place, and release the place."""
         try:
             return self._read(pending.place), None
         except ServeError as error:
@@ -156,7 +183,7 @@ class Batcher:
             self.queue.release(pending)
 
     def _read(self, place: int) -> Any:
-        """What the worker answered. Raises ServeError when that is an error."""
+        """Return the worker's answer. Raises ServeError when that is an error."""
         ring = self.queue.ring
         offset, nbytes = ring.answer_slab(place)
         if offset == 0:
@@ -164,11 +191,11 @@ class Batcher:
         status = ring.place_status(place)
         result = decode(bytes(ring.slab(offset, nbytes)))
         if status:
-            raise ServeError(Kind(status), str(result))
+            raise ServeError(unpack_status(status)[0], str(result))
         return result
 
     def _write(self, place: int, payload: bytes) -> None:
-        """Put an element's bytes where the worker will find them. Raises ServeError without room."""
+        """Write an element's bytes into its place. Raises ServeError without room."""
         ring = self.queue.ring
         offset = ring.lease(len(payload))
         if offset == 0:
@@ -181,7 +208,7 @@ class ElementBatcher(Batcher):
     """Plain Python objects."""
 
     async def do_one(self, x: Any) -> Any:
-        """Raises TypeError, naming the type, when x cannot travel."""
+        """Return the result for x. Raises TypeError, naming the type, when x cannot be encoded."""
         payload = encode(x)
         place = await self._place()
         try:
@@ -195,7 +222,7 @@ class ElementBatcher(Batcher):
 class RowBatcher(Batcher):
     """numpy rows of one shape and dtype; with `out_row` results are rows too."""
 
-    def __init__(self, sizes: Sizes, row: RowSpec, out_row: RowSpec | None) -> None:
+    def __init__(self, sizes: BatcherSizes, row: RowSpec, out_row: RowSpec | None) -> None:
         super().__init__(sizes)
         self._row = row
         self._out_row = out_row
@@ -210,7 +237,7 @@ class RowBatcher(Batcher):
         return {**super().config, **described}
 
     async def do_one(self, x: Any) -> Any:
-        """Raises ValueError when x is not such a row."""
+        """Return the result for x. Raises ValueError when x is not a row of that shape and dtype."""
         packed = self._row.pack(x)
         place = await self._place()
         try:
@@ -229,8 +256,8 @@ class RowBatcher(Batcher):
         return {"row": {"dtype": row.dtype, "shape": list(row.shape)}}
 
 
-class Gathering:
-    """A batch that is made in this process: elements, their places and who waits for them."""
+class HookedBatch:
+    """A batch that is made in this process: elements, their places, and the futures of their callers."""
 
     __slots__ = ("answers", "elements", "places", "timer")
 
@@ -241,13 +268,13 @@ class Gathering:
         self.timer: asyncio.TimerHandle | None = None
 
     def fail(self, error: BaseException) -> None:
-        """Everybody gets the error."""
+        """Fail all callers of the batch."""
         for answer in self.answers:
             if not answer.done():
                 answer.set_exception(error)
 
     def finish(self, results: Any) -> None:
-        """Everybody gets their own result."""
+        """Give each caller its result."""
         for answer, result in zip(self.answers, results, strict=True):
             if not answer.done():
                 answer.set_result(result)
@@ -257,12 +284,12 @@ class HookedBatcher(Batcher):
     """Rows are reserved as elements come and committed once `preprocess` is done with the batch: until
     then no worker can take it, and after it is sealed no element can join."""
 
-    def __init__(self, sizes: Sizes, preprocess: Hook, postprocess: Hook) -> None:
+    def __init__(self, sizes: BatcherSizes, preprocess: BatchHook, postprocess: BatchHook) -> None:
         super().__init__(sizes)
         self.delay_ns = NEVER_NS  # sealed here, by the timer of its first element
         self._preprocess = preprocess
         self._postprocess = postprocess
-        self._open_slots: dict[int, Gathering] = {}
+        self._open_slots: dict[int, HookedBatch] = {}
         self._before, self._after = asyncio.Lock(), asyncio.Lock()  # batches keep their order
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -272,7 +299,7 @@ class HookedBatcher(Batcher):
         batch = self._open_slots.get(slot)
         loop = asyncio.get_running_loop()
         if batch is None:
-            batch = self._open_slots[slot] = Gathering()
+            batch = self._open_slots[slot] = HookedBatch()
             batch.timer = loop.call_later(self._sizes.timeout_seconds, self._seal, slot)
         answer: asyncio.Future[Any] = loop.create_future()
         batch.elements.append(x)
@@ -299,7 +326,7 @@ class HookedBatcher(Batcher):
         self.queue.ring.seal(batch.places[0])
         self._spawn(self._send(batch))
 
-    async def _send(self, batch: Gathering) -> None:
+    async def _send(self, batch: HookedBatch) -> None:
         try:
             async with self._before:
                 payload = encode(await self._preprocess(batch.elements))
@@ -313,7 +340,7 @@ class HookedBatcher(Batcher):
             self.queue.submit(place, 1, self._deliver, 0, batch)
 
     def _deliver(self, pending: Pending, error: ServeError | None) -> None:
-        batch: Gathering = pending.context
+        batch: HookedBatch = pending.context
         if pending.place != batch.places[0]:  # the first place answers for all
             if error is None:
                 self.queue.release(pending)
@@ -322,11 +349,11 @@ class HookedBatcher(Batcher):
         if error is None:
             result, error = self._take(pending)
         if error is not None:
-            batch.fail(error)
+            batch.fail(self._told(error))
         else:
             self._spawn(self._finish(batch, result))
 
-    async def _finish(self, batch: Gathering, result: Any) -> None:
+    async def _finish(self, batch: HookedBatch, result: Any) -> None:
         try:
             async with self._after:
                 batch.finish(await self._postprocess(result))

@@ -1,4 +1,4 @@
-"""Rows of tensors: what a request brings, checked; and slices of it, without a copy."""
+"""Checks of a request's inputs against the model's, and slices of their rows without a copy."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _LENGTH_BYTES = 4
 
 
 def check_inputs(version: Version, inputs: Mapping[str, Tensor]) -> int:
-    """The number of rows, 0 for a model without a batch axis.
+    """Return the number of rows, 0 for a model without a batch axis.
 
-    This is where requests of every dialect, transport and scheduler are let in: whoever works through rows
-    or elements after it may count on as many bytes as these say, or on few of them.
+    Requests of every dialect, transport and scheduler pass this check. Later code may iterate over rows or
+    elements: their number is bounded by the bytes that were sent, or small.
 
     Raises ServeError INVALID_ARGUMENT naming the input that is missing, unknown, of another dtype or
     shape, of the wrong size, or of another number of rows than the rest; and for more rows than
@@ -52,7 +52,7 @@ def _check_names(version: Version, inputs: Mapping[str, Tensor]) -> None:
 
 
 def _added(version: Version) -> set[str]:
-    """Inputs that the scheduler adds to a request: a sequence's controls and states."""
+    """Return the inputs that the scheduler adds to a request: a sequence's controls and states."""
     sequences = version.config.options.sequences
     return sequences.inputs if sequences is not None else set()
 
@@ -69,8 +69,9 @@ def _check_tensor(tensor: Tensor, spec: TensorSpec, batching: bool) -> None:
         raise invalid(f"input {spec.name!r} has shape {list(tensor.shape)}, the model takes {wanted}")
     items, size = count_items(tensor.shape), _size_of(tensor)
     needed = items * (spec.dtype.item_bytes or _LENGTH_BYTES)
-    if size != needed and (spec.dtype.item_bytes or size < needed):
-        least = "" if spec.dtype.item_bytes else "at least "
+    exact = spec.dtype.item_bytes or not items
+    if size != needed and (exact or size < needed):
+        least = "" if exact else "at least "
         raise invalid(f"input {spec.name!r} brings {size} bytes, its shape needs {least}{needed}")
 
 
@@ -79,8 +80,8 @@ def _size_of(tensor: Tensor) -> int:
 
 
 class RowSlices:
-    """Slices of a request's rows, as views. Where a row of strings begins is only known from all before it,
-    so each slice is looked for from where the one before it lies: in order, the whole takes one pass."""
+    """Slices of a request's rows, as views. Rows of strings differ in size, so each slice is located from the
+    position of the one before: slices taken in order need one pass over the data."""
 
     def __init__(self, inputs: Mapping[str, Tensor]) -> None:
         self._inputs = inputs
@@ -88,7 +89,7 @@ class RowSlices:
         self._known = dict.fromkeys(inputs, ((0, 0), (0, 0)))
 
     def take(self, start: int, rows: int) -> dict[str, Tensor]:
-        """Rows [start, start + rows) of every tensor."""
+        """Return rows [start, start + rows) of every tensor."""
         return {name: self._slice(name, tensor, start, rows) for name, tensor in self._inputs.items()}
 
     def _slice(self, name: str, tensor: Tensor, start: int, rows: int) -> Tensor:
@@ -106,12 +107,12 @@ class RowSlices:
 
 
 def _length_of(data: memoryview, elements: int) -> int:
-    """Bytes of the first strings."""
+    """Return how many bytes the first `elements` strings take."""
     return min(walk_bytes(data, elements)[2], len(data))
 
 
 def empty_outputs(version: Version) -> dict[str, Tensor]:
-    """What a batching model answers to no rows at all; it is not run. Free axes have length 0."""
+    """Return the outputs of a batching model for zero rows, without a run. Free axes have length 0."""
     return {
         name: Tensor(spec.dtype, (0, *(max(n, 0) for n in spec.shape or ())), b"")
         for name, spec in version.outputs.items()

@@ -1,0 +1,1 @@
+"""Schedulers: how requests of a version are queued, batched and run."""
