@@ -1,6 +1,6 @@
-"""GPUs: the driver by ctypes, what a machine has of them, and how they are doing. No framework is imported.
+"""GPUs: the driver by ctypes, the inventory of a machine, and readings of load. No framework is imported.
 
-cuda     the CUDA driver; for workers and the ferry, which have a context. Never called in a front process
-found    which devices CUDA would give to a process of this server, asked in a child process
-nvml     how busy and how full they are; NVML makes no context, so a front process may ask
+cuda        the CUDA driver and clients' handles; for workers, which have a context. Never called in a front
+process inventory   the devices that CUDA gives to a process of this server, found by a child process nvml
+load and memory use; NVML makes no context, so a front process may read it
 """

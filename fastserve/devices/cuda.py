@@ -16,20 +16,37 @@ from __future__ import annotations
 
 import ctypes
 import json
+import threading
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 LIBRARIES = ("libcuda.so.1", "libcuda.so")
+
 HANDLE_BYTES = 64
+
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
+
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for every context of the process
+
 _ORDINAL, _RANGE_START, _RANGE_SIZE = 9, 11, 12  # CU_POINTER_ATTRIBUTE_*
+
 _OUT_OF_MEMORY = 2
+
+# Errors of a bad argument, or of something that this machine lacks; after anything else the context may
+# be broken for good. By CUresult: INVALID_VALUE, OUT_OF_MEMORY, INVALID_DEVICE, INVALID_CONTEXT, MAP_FAILED,
+# UNMAP_FAILED, ALREADY_MAPPED, NOT_MAPPED, PEER_ACCESS_UNSUPPORTED, OPERATING_SYSTEM, INVALID_HANDLE,
+# PEER_ACCESS_ALREADY_ENABLED, TOO_MANY_PEERS, HOST_MEMORY_ALREADY_REGISTERED, HOST_MEMORY_NOT_REGISTERED,
+# NOT_PERMITTED, NOT_SUPPORTED.
+HARMLESS = frozenset({1, 2, 101, 201, 205, 206, 208, 211, 217, 304, 400, 704, 711, 712, 713, 800, 801})
+
 _NAME_BYTES = 96
 
 _Address = ctypes.c_uint64  # CUdeviceptr
+
 _Pointer = ctypes.c_void_p
+
 _Size = ctypes.c_size_t
 
 
@@ -128,9 +145,8 @@ class Cuda:
         }
 
     def enter(self, device: int) -> None:
-        """What follows on this thread is about `device`, in its primary context: the one that every framework
-        of the process uses, so that a process has one context for each device and no more. Said each time: a
-        framework on the same thread may have gone to another."""
+        """Make `device` current on this thread, in its primary context, which every framework of the process
+        uses. Called each time: a framework on the same thread may have changed it."""
         if device not in self._contexts:
             number = self._get("device", ctypes.c_int, device)
             context = _Pointer()
@@ -146,7 +162,7 @@ class Cuda:
         return int(self._get("open", _Address, _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS))
 
     def close_handle(self, address: int) -> None:
-        """It is not looked at any more."""
+        """Close a handle by its address."""
         self._do("close", address)
 
     def extent(self, address: int) -> int | None:
@@ -164,7 +180,8 @@ class Cuda:
         return int(base.value + size.value - address)
 
     def device_of(self, address: int) -> int | None:
-        """The device that memory is on; None where the driver does not tell, as of one not visible here."""
+        """The device that memory is on; None where the driver does not say, as for one that is not visible
+        here."""
         ordinal = ctypes.c_int(-1)
         try:
             self._do("attribute", ctypes.byref(ordinal), _ORDINAL, address)
@@ -181,7 +198,7 @@ class Cuda:
         return start
 
     def unregister(self, start: int) -> None:
-        """The way back."""
+        """Undo `register`."""
         self._do("unregister", start)
 
     def to_host(self, memory: Any, address: int) -> None:
@@ -207,7 +224,7 @@ class Cuda:
     # --- calls --------------------------------------------------------------------------------------
 
     def _get(self, call: str, kind: Any, *arguments: Any) -> Any:
-        """What a call leaves where its first argument points."""
+        """Return the value that a call stores where its first argument points."""
         found = kind()
         self._do(call, ctypes.byref(found), *arguments)
         return found.value
@@ -229,3 +246,71 @@ def describe_all() -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     print(json.dumps(describe_all()))
+
+Key = tuple[int, bytes]  # device, handle
+
+
+@dataclass(slots=True)
+class _Opened:
+    """An open handle. `owners` are compared by identity."""
+
+    address: int
+    owners: dict[int, object] = field(default_factory=dict)
+
+
+class OpenHandles:
+    """The client handles that one process has open. Any method may raise CudaFault, and enters the device on
+    the calling thread.
+
+    A driver counts how often a context has opened a handle, and closing it once too often takes it from every
+    other user in the process: a shared worker has a thread for each model, in one context. So the driver sees
+    the first owner that opens a handle and the last that closes it. Opening and closing are done under one
+    lock: no owner gets an address that is being closed.
+    """
+
+    def __init__(self, cuda: Cuda) -> None:
+        self.cuda = cuda
+        self._turn = threading.Lock()
+        self._opened: dict[Key, _Opened] = {}
+
+    def open(self, owner: object, device: int, handle: bytes) -> int:
+        """Open a handle once, and return its address, valid for `owner` until it closes it."""
+        with self._turn:
+            self.cuda.enter(device)
+            found = self._opened.get((device, handle))
+            if found is None:
+                found = self._opened[device, handle] = _Opened(self.cuda.open_handle(handle))
+            found.owners[id(owner)] = owner
+            return found.address
+
+    def has(self, owner: object, device: int, handle: bytes) -> bool:
+        """Whether `owner` has the handle open."""
+        with self._turn:
+            found = self._opened.get((device, handle))
+            return found is not None and id(owner) in found.owners
+
+    def close(self, owner: object, device: int, handle: bytes) -> None:
+        """Close the handle for `owner`, which has nothing enqueued that uses it."""
+        with self._turn:
+            found = self._opened.get((device, handle))
+            if found is None or found.owners.pop(id(owner), None) is None or found.owners:
+                return
+            del self._opened[device, handle]  # also where the driver refuses: it would again
+            self.cuda.enter(device)
+            self.cuda.close_handle(found.address)
+
+
+_begin = threading.Lock()
+
+_ours: OpenHandles | None = None
+
+
+def process_handles() -> OpenHandles | None:
+    """Return the handles of this process; the first call initialises CUDA. None without a driver that
+    works."""
+    global _ours
+    with _begin:
+        if _ours is None:
+            cuda = Cuda.load()
+            _ours = None if cuda is None else OpenHandles(cuda)
+        return _ours

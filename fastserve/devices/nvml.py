@@ -1,7 +1,7 @@
 """How busy and how full GPUs are, from NVML: the driver's library for looking, which makes no CUDA context.
 
-    GPUS.latest()     what was seen last, at once; somebody else looks again meanwhile
-    GPUS.read()       what is seen now; waits for the driver
+    GPUS.latest()     the last reading, at once; a thread reads again meanwhile
+    GPUS.read()       a reading of now; waits for the driver
 
 All GPUs of the machine, or of the container, are shown, those too that no model uses. NVML numbers them by
 their place on the bus, CUDA may not: a UUID names one.
@@ -64,7 +64,7 @@ class Nvml:
         self._do("nvmlInit_v2")
 
     def read(self) -> list[Gpu]:
-        """Every GPU that tells. Raises NvmlFault when none does."""
+        """Return every GPU that can be read. Raises NvmlFault when none can."""
         found, fault = [], None
         for number in range(self._get("nvmlDeviceGetCount_v2", ctypes.c_uint).value):
             try:
@@ -95,7 +95,7 @@ class Nvml:
         return None if found is None else found.value / 1000
 
     def _maybe(self, ask: Callable[[], Any]) -> Any:
-        """None for what this GPU does not tell."""
+        """Return None for what this GPU does not report."""
         try:
             return ask()
         except NvmlFault as fault:
@@ -133,7 +133,7 @@ class Gpus:
         self._seen_s = float("-inf")
 
     def read(self) -> list[Gpu]:
-        """Look, unless it was done just now. Waits for the driver; from any thread."""
+        """Read, unless that was done within a second. Waits for the driver; from any thread."""
         if self._none:
             return []
         with self._turn:
@@ -142,7 +142,7 @@ class Gpus:
             return self._seen
 
     def latest(self) -> list[Gpu]:
-        """What was seen last, at once; a thread looks again if that is old."""
+        """Return the last reading at once; a thread reads again if that is old."""
         seen, old = self._seen, time.monotonic() - self._seen_s >= _FRESH_S
         if old and not self._none and not self._turn.locked():
             threading.Thread(target=self.read, name="gpus", daemon=True).start()

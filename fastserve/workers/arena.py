@@ -1,8 +1,8 @@
-"""The memory a version's processes share: made here, joined here, described by one message.
+"""The arena, the shared memory of a version's processes: planned, created and joined here.
 
-One memfd (no name anywhere) holds the batch ring and the slabs; one eventfd a process is its
-doorbell. The owner makes an arena when the first worker has told its tensors; workers and other
-front processes join it with the descriptors they were sent. Layout: ext/include/arena.h.
+One memfd (no name anywhere) holds the batch ring and the slabs; each process has an eventfd as its doorbell.
+The owner makes an arena when the first worker has reported its tensors; workers and other front processes
+join it with the descriptors that they are sent. Layout: ext/include/arena.h.
 """
 
 from __future__ import annotations
@@ -10,22 +10,26 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import msgspec
 
 from fastserve._ext import batch_ring
 from fastserve._ext.batch_ring import BatchRing
+from fastserve._ext.upkeep import Pulse
 from fastserve.backends.registry import find_backend
-from fastserve.config.options import read_options
-from fastserve.config.text import TextOptions
-from fastserve.tensor import TensorSpec
+from fastserve.config.model_options import read_options
+from fastserve.config.text_options import TextOptions
+from fastserve.tensor import DTYPES, TensorSpec
 
 MAX_ROWS = 65535  # MAX_BATCH_ROWS of arena.h
 MAX_SLOTS = 65536
-MOST_SLOTS = 256  # a worker looks at every slot when it takes one
+MOST_SLOTS = 256  # a worker scans all slots when it takes one
+# Unread parts of a response after which the model waits for its reader.
+WINDOW_PARTS = 64
 MOST_STREAMS = 1024  # an answer in parts holds its slot until the last of them
 # Batches are sealed before they are full, and held while they run and are answered: slots beside those that
 # a full queue needs. Where none is left requests wait for one; what refuses them are rows and bytes.
@@ -34,14 +38,14 @@ LEAST_SLOTS = 16
 MOST_SPARE_BYTES = 1 << 30  # of columns: a bound, not a cost, as pages that are never touched take no memory
 MOST_PINNED_BYTES = 1 << 28  # of columns that a device has registered: all of their pages are touched by that
 SLAB_PAGE = 4096
-WORDS_PAGES = 64  # of an arena of columns: for what requests that failed by themselves are told
-LENT_PAGES = 1024  # and for requests that say which memory of the device they are in: a page each
+WORDS_PAGES = 64  # of an arena of columns: for the errors of requests that failed alone
+LENT_PAGES = 1024  # and for requests with device memory of clients: a page each
 MOST_SLAB_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What an arena must hold. `inputs` and `outputs` are row bytes, empty in the slab form."""
+    """Size and form of an arena. `inputs` and `outputs` are bytes of a row, empty in the slab form."""
 
     slots: int
     max_rows: int
@@ -71,8 +75,8 @@ def plan_geometry(
     fronts: int = 1,
     parted: bool = False,
 ) -> Geometry:
-    """The geometry for a model's tensors; `config` is model.yaml as plain values. `parted`: a request brings
-    some of the inputs only.
+    """Plan the arena for a model's tensors; `config` is model.yaml as plain values. `parted`: a request
+    brings some of the inputs only.
 
     Columns when every row has a known size, slabs otherwise. The queue's bound in bytes is one in rows
     where rows have a size.
@@ -125,7 +129,7 @@ def uses_device(config: Mapping[str, Any]) -> bool:
 
 
 def plan_text(config: Mapping[str, Any], *, fronts: int) -> Geometry:
-    """The geometry of a text model: a slot for every sequence that may run or wait, prompts in slabs. As
+    """Plan the arena of a text model: a slot for every sequence that may run or wait, prompts in slabs. As
     much again as prompts may take is for tokens on their way."""
     text, workers = msgspec.convert(config.get("text") or {}, TextOptions), int(config["instances"])
     return Geometry(
@@ -150,7 +154,7 @@ def count_slots(
     decoupled: bool,
     spare_bytes: int = MOST_SPARE_BYTES,
 ) -> int:
-    """Slots for so many rows, sealed half full, and for what runs and is being answered meanwhile."""
+    """Count the slots for so many rows, sealed half full, and for batches that run or are being answered."""
     wanted = 2 * (queued // max_rows) + 2 * workers + SPARE_SLOTS
     affordable = spare_bytes // max(row_bytes * max_rows, 1)
     return max(min(wanted, affordable, MOST_STREAMS if decoupled else MOST_SLOTS), LEAST_SLOTS)
@@ -162,7 +166,7 @@ def _row_bytes(specs: Mapping[str, TensorSpec]) -> tuple[int, ...] | None:
 
 
 class Arena:
-    """One process's hold on an arena: memory, doorbells and the ring over them. `close()` lets go."""
+    """One process's mapping of an arena: memory, doorbells and the ring over them. `close()` releases it."""
 
     def __init__(
         self, geometry: Geometry, memory_fd: int, worker_bells: Sequence[int], front_bells: Sequence[int]
@@ -172,11 +176,10 @@ class Arena:
         self.worker_bells = list(worker_bells)
         self.front_bells = list(front_bells)
         self.memory = mmap.mmap(memory_fd, os.fstat(memory_fd).st_size)
-        self.on_close: list[Callable[[], None]] = []
 
     @classmethod
     def create(cls, geometry: Geometry) -> Arena:
-        """A fresh arena with its doorbells, all descriptors close-on-exec."""
+        """Create an arena with its doorbells, all descriptors close-on-exec."""
         layout = _layout(geometry)
         memory_fd = os.memfd_create("fastserve-arena", os.MFD_CLOEXEC)
         os.ftruncate(memory_fd, batch_ring.measure(**layout))
@@ -189,7 +192,8 @@ class Arena:
 
     @classmethod
     def join(cls, message: Mapping[str, Any], fds: Sequence[int]) -> Arena:
-        """The arena another process described with `message` and descriptors; owns the descriptors."""
+        """Map the arena that another process has described with `message` and descriptors; owns the
+        descriptors."""
         raw = dict(message["geometry"])
         raw["inputs"], raw["outputs"] = tuple(raw["inputs"]), tuple(raw["outputs"])
         geometry = Geometry(**raw)
@@ -209,12 +213,16 @@ class Arena:
             control=control,
         )
 
+    def pulse(self) -> Pulse:
+        """Return the owner's means to ask workers for signs of life."""
+        return Pulse(self.memory, self.worker_bells, parted=self.geometry.decoupled)
+
     def fds_for_worker(self, worker: int) -> tuple[dict[str, Any], list[int]]:
-        """What worker number `worker` must be sent to join: a message and the descriptors beside it."""
+        """The message and the descriptors that worker number `worker` is sent to join."""
         return self._described(worker=worker)
 
     def fds_for_front(self, front: int) -> tuple[dict[str, Any], list[int]]:
-        """The same for another front process."""
+        """The message and the descriptors that another front process is sent to join."""
         return self._described(front=front)
 
     def _described(self, **who: int) -> tuple[dict[str, Any], list[int]]:
@@ -223,8 +231,6 @@ class Arena:
 
     def close(self) -> None:
         """Close every descriptor. The memory goes when the last view of it does."""
-        while self.on_close:
-            self.on_close.pop()()
         for fd in (self.memory_fd, *self.worker_bells, *self.front_bells):
             os.close(fd)
         self.worker_bells, self.front_bells, self.memory_fd = [], [], -1
@@ -243,3 +249,59 @@ def _layout(geometry: Geometry) -> dict[str, Any]:
         "fronts": geometry.fronts,
         "slab_pages": geometry.slab_pages,
     }
+
+
+@dataclass(frozen=True, slots=True)
+class RowSpec:
+    """Shape and dtype of the numpy rows of a batching service, checked once."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, shape: int | Iterable[int], dtype: Any) -> RowSpec:
+        """Read a user's shape and dtype, of any form that numpy takes. Raises ValueError."""
+        import numpy as np
+
+        name = np.dtype(dtype).name
+        lengths = (shape,) if isinstance(shape, int) else tuple(shape)
+        if name not in DTYPES or name == "bytes":
+            raise ValueError(f"a row of {name} cannot lie in a column; numeric dtypes can")
+        if any(n < 1 for n in lengths):
+            raise ValueError(f"a row's axes have lengths from 1, not {lengths}")
+        return cls(lengths, name)
+
+    @property
+    def spec(self) -> TensorSpec:
+        """The row as a tensor spec, without a batch axis."""
+        return TensorSpec("row", DTYPES[self.dtype], self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one row."""
+        return prod(self.shape) * DTYPES[self.dtype].item_bytes
+
+    def pack(self, x: Any) -> memoryview:
+        """Return the bytes of one row, without a copy of a matching array. Raises ValueError for any other
+        shape."""
+        import numpy as np
+
+        row = np.ascontiguousarray(x, self.dtype).reshape(np.shape(x))
+        if row.shape != self.shape:
+            raise ValueError(f"an element has shape {row.shape}, the service takes {self.shape}")
+        return memoryview(row.reshape(-1).view(np.uint8))
+
+    def unpack(self, data: bytes) -> Any:
+        """Return the row as an array over `data`."""
+        import numpy as np
+
+        return np.frombuffer(data, self.dtype).reshape(self.shape)
+
+
+class WorkerContext(NamedTuple):
+    """The arena of a worker, its end of the ring, its backend, and model.yaml as plain values (`config`)."""
+
+    arena: Arena
+    ring: BatchRing
+    backend: Any
+    config: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""Shared memory as numpy arrays, and back. Only workers and the library come here.
+"""Shared memory as numpy arrays, and back. Imported by workers and the library alone.
 
 Strings are object arrays of bytes on the numpy side and BYTES packing in memory; bfloat16 has no
 numpy type and travels as uint16.
@@ -29,12 +29,12 @@ _BY_NUMPY = {np.dtype(name): dtype for name, dtype in DTYPES.items() if name not
 
 
 def open_desk(arena: Arena, ring: BatchRing) -> SlabDesk:
-    """A worker's way into its arena's slabs: tensors as arrays, strings as views of their bytes."""
+    """Open the slabs of a worker's arena: tensors as arrays, strings as views of their bytes."""
     return SlabDesk(arena.memory, worker=ring.worker, make_array=np.ndarray, types=_BY_CODE)
 
 
 def unpack_strings(data: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """Packed strings copied out into an object array of bytes. Raises ValueError when lengths lie."""
+    """Copy packed strings into an object array of bytes. Raises ValueError when lengths lie."""
     count = int(np.prod(shape, dtype=np.int64))
     strings = np.empty(count, object)
     strings[:] = unpack_bytes(data, count)
@@ -42,12 +42,13 @@ def unpack_strings(data: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
 
 
 def read_array(code: int, shape: tuple[int, ...], data: Any) -> np.ndarray[Any, Any]:
-    """The array of what a desk has read; strings are copied out. Raises ValueError when their lengths lie."""
+    """Return a slab entry as an array; strings are copied. Raises ValueError when their lengths lie."""
     return unpack_strings(data, shape) if code == BYTES.code else data
 
 
 def to_entry(number: int, array: np.ndarray[Any, Any], dtype: DType) -> Entry:
-    """An array whose elements are already of `dtype`, as a desk takes it; contiguous ones are not copied."""
+    """Return a slab entry for an array whose elements are already of `dtype`; contiguous arrays are not
+    copied."""
     if dtype is BYTES:
         return number, dtype.code, array.shape, pack_bytes(array.reshape(-1).tolist())
     return number, dtype.code, None, array if array.flags.c_contiguous else np.ascontiguousarray(array)
@@ -62,8 +63,19 @@ def view_tensor(tensor: Tensor) -> np.ndarray[Any, Any]:
     return array
 
 
+def as_read_only(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return a read-only view of numbers, as a batch's rows come to a model; arrays of strings as they
+    are."""
+    if array.dtype == object:
+        return array
+    view: np.ndarray[Any, Any] = array.view()
+    view.flags.writeable = False
+    return view
+
+
 def as_tensor(array: np.ndarray[Any, Any], dtype: DType) -> Tensor:
-    """The tensor of an array whose elements are already of `dtype`; contiguous arrays are not copied."""
+    """Return the tensor of an array whose elements are already of `dtype`; contiguous arrays are not
+    copied."""
     if dtype is BYTES:
         return Tensor(dtype, array.shape, pack_bytes(array.reshape(-1).tolist()))
     whole = np.ascontiguousarray(array)
@@ -71,5 +83,5 @@ def as_tensor(array: np.ndarray[Any, Any], dtype: DType) -> Tensor:
 
 
 def dtype_of(array: np.ndarray[Any, Any]) -> DType | None:
-    """The server's element type of a numeric array, None when it has none."""
+    """Return the server's element type of a numeric array, None when it has none."""
     return _BY_NUMPY.get(array.dtype)

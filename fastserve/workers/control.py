@@ -1,15 +1,17 @@
-"""The control line between the owner (front process) and one worker: rare words, never tensors.
+"""The control channel between the owner (front process) and one worker: rare messages, never tensors.
 
 An AF_UNIX SOCK_SEQPACKET socketpair. One datagram is one JSON object with an "op"; descriptors
 (arena, doorbells) travel beside it by SCM_RIGHTS. Reading EOF means the other side is gone.
 
     owner                                        worker
       | -- load {name, version_dir, config ...} -->|
-      | <-- loaded {inputs, outputs}               |      or failed {message, kind}
+      | <-- loaded {inputs, outputs} --------------|      or failed {message, kind}
       | -- serve {worker, layout ...} + fds ------>|
-      | <-- ready                                  |      or failed {message, kind}
-      | <-- infer {id, offset, nbytes ...}         |      calls to other models, see line.py
+      | <-- ready ---------------------------------|      or failed {message, kind}
+      | <-- infer {id, offset, nbytes ...} --------|      calls to other models, see bls.py
       | -- answer {id, offset, nbytes ...} ------->|
+      | <-- wish {id, text, more} -----------------|      model callbacks: JSON in pieces, until more is false
+      | -- told {id, final, ...} ----------------->|      the reply, none for id 0
       | -- stop ---------------------------------->|
 
 The two sides do not trust each other alike. A worker runs the model's code, so the owner takes
@@ -18,29 +20,37 @@ nothing but small messages from it: a descriptor, an over-long or a malformed da
 with 20 000 class labels) reaches it in a memfd. Another front process runs our code alone; between
 it and its owner both sides are `trusted` with long messages.
 
-The same object serves both: blocking `receive` in the worker, `watch` on the owner's event loop.
+The same object serves both: blocking `receive` in the worker, `watch` on the owner's event loop. A child
+process also ends with its owner, whatever its threads do (`die_with_owner`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import itertools
+import logging
 import os
 import select
+import signal
 import socket
+import sys
+import threading
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import msgspec
 
 if TYPE_CHECKING:
     import asyncio
 
+
 # Well under the kernel's default send buffer (208 KiB), which bounds a SEQPACKET datagram.
 MESSAGE_BYTES = 65536
 # The kernel's SCM_MAX_FD: a message cannot carry more.
 MESSAGE_FDS = 253
-# Datagrams that an owner hears at once, beside its loop; a worker that is warm has said five.
+# Datagrams that an owner reads at once, outside its loop; a worker that is warm has sent five.
 CATCH_UP = 64
 _SPILLED = "spilled"
 _GONE = "the other side is gone"
@@ -59,13 +69,13 @@ class PeerGone(ControlFault):
 
 
 class Received(NamedTuple):
-    """One message and the descriptors that came with it; whoever receives them closes them."""
+    """One message and the descriptors that came with it, which the receiver closes."""
 
     message: dict[str, Any]
     fds: list[int]
 
 
-class Control:
+class ControlChannel:
     """One end of the line. Owns its socket until `close`."""
 
     def __init__(self, sock: socket.socket, *, owner: bool, trusted: bool = False) -> None:
@@ -125,8 +135,8 @@ class Control:
         self._loop.add_reader(self._sock.fileno(), self._turn, on_message, on_gone)
 
     def catch_up(self) -> bool:
-        """Owner only: call back with what lies there now, not when the loop comes by. False: there may be
-        more; nobody can keep the loop with it."""
+        """Owner only: deliver the messages that have arrived, before the loop does. Returns False when there
+        may be more: a flooding worker must not hold the loop."""
         line = select.poll()
         line.register(self._sock.fileno(), select.POLLIN)
         for _ in range(CATCH_UP):
@@ -136,7 +146,7 @@ class Control:
         return False
 
     def drain(self, on_message: OnMessage) -> None:
-        """Owner only: delivers what a dead worker had still said. Bounded: a worker says three words."""
+        """Owner only: deliver the last messages of a dead worker. Bounded: a worker sends three at most."""
         self.unwatch()
         with contextlib.suppress(ControlFault, BlockingIOError):
             for _ in range(4):
@@ -149,7 +159,7 @@ class Control:
         self._loop = None
 
     def deafen(self) -> None:
-        """Nothing more is read: from now on the descriptor reads EOF, and stays readable."""
+        """Stop reading: from now on the descriptor reads EOF, and stays readable."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RD)
 
@@ -234,3 +244,77 @@ def _read_fds(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
 def _close_all(fds: list[int]) -> None:
     while fds:
         os.close(fds.pop())
+
+
+PIECE_CHARACTERS = 16_000  # characters: of 1 to 3 bytes each
+
+
+def in_pieces(number: int, wish: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Split one model callback into messages. Raises TypeError for values that JSON has not."""
+    text = msgspec.json.encode(wish).decode()
+    for start in range(0, len(text), PIECE_CHARACTERS):
+        more = start + PIECE_CHARACTERS < len(text)
+        yield {"op": "wish", "id": number, "text": text[start : start + PIECE_CHARACTERS], "more": more}
+
+
+class LoadChannel:
+    """Model callbacks while the model loads: its own thread reads the reply, as nothing else comes from the
+    owner."""
+
+    def __init__(self, control: ControlChannel) -> None:
+        self._control = control
+        self._numbers = itertools.count(1)
+        self._one_at_a_time = threading.Lock()
+
+    def ask(self, wish: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Send a callback and return the reply. Raises PeerGone when the server stops."""
+        with self._one_at_a_time:
+            number = next(self._numbers)
+            self._send(number, wish)
+            message = self._control.receive().message
+            if message["op"] != "told" or message["id"] != number:
+                raise PeerGone("the load was given up")
+            return message
+
+    def tell(self, wish: Mapping[str, Any]) -> None:
+        self._send(0, wish)
+
+    def _send(self, number: int, wish: Mapping[str, Any]) -> None:
+        for piece in in_pieces(number, wish):
+            self._control.send(piece)
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_owner(fd: int) -> None:
+    """End this process with its owner, at the other end of the control channel `fd`. Call it first of all, on
+    the main thread.
+
+    The kernel sends SIGKILL when the thread that made the child ends (PR_SET_PDEATHSIG), which reaches a
+    model stuck in native code and a stopped process. It does not reach a child whose owner died before the
+    call: its control channel reads as hung up already.
+
+    SIGTERM may reach every process of a service at once (systemd does that): a child must go on through the
+    owner's drain. Handled by a function, not SIG_IGN: what a model executes would inherit an ignored signal.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: None)
+    line = select.poll()
+    line.register(fd, 0)
+    # A dying process closes its files before the kernel tells its children: one of the two ties holds.
+    if any(events & select.POLLHUP for _, events in line.poll(0)):
+        os._exit(0)
+
+
+def exit_now(status: int) -> NoReturn:
+    """End this process at once. An interpreter that ends in the usual way joins threads, and a thread that
+    never ends (of a library, of a model) would keep the process and its ports."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):  # closed or full: nobody reads it
+            continue
+    os._exit(status)

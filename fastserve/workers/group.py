@@ -22,27 +22,32 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from fastserve.backends.base import explain
+from fastserve.backends.model_errors import explain
 from fastserve.codec.text import Info
-from fastserve.devices.found import VISIBLE
-from fastserve.each import each
+from fastserve.devices.inventory import VISIBLE
 from fastserve.errors import Kind, ServeError
-from fastserve.logs import current_logs
 from fastserve.tensor import TensorSpec
-from fastserve.workers.instance import Instance, OnCall, Specs, State
+from fastserve.util.logs import current_logs
+from fastserve.util.rate_limited_log import run_all
+from fastserve.workers.forked_worker import ForkServers, may_fork
+from fastserve.workers.instance import Instance, OnCall, Specs, WorkerState
+from fastserve.workers.liveness import PulseLike, Watchdog
 from fastserve.workers.process import ENTRY, Child, WorkerProcess, worker_environment
-from fastserve.workers.shared import SharedWorkers, place_in
+from fastserve.workers.shared_worker import SharedWorkers, place_in
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOAD_TIMEOUT_S = 600.0
-# What a worker whose start failed may take to close its backend.
+# Seconds that a worker whose start failed may take to close its backend.
 CLEANUP_GRACE_S = 2.0
 
 
 class ArenaLike(Protocol):
-    """The group's view of an arena: what a worker needs to attach to it."""
+    """The group's view of an arena, for workers to attach to it."""
+
+    def pulse(self) -> PulseLike | None:
+        """Return the means to ask attached workers for signs of life; None where there is none."""
 
     def fds_for_worker(self, worker: int) -> tuple[dict[str, Any], list[int]]:
         """The layout message and the descriptors for one worker; the descriptors stay the arena's."""
@@ -74,6 +79,12 @@ class Backoff:
         self._failed_s = 2 * wait_s
         return wait_s
 
+    def after_kill(self) -> float:
+        """The wait after a start that somebody killed: the model is not at fault."""
+        wait_s = min(self._died_s or self.first_s, self.cap_s, self.died_cap_s)
+        self._died_s = 2 * wait_s
+        return wait_s
+
     def after_death(self, lived_s: float) -> float:
         """The wait after a worker was ready for `lived_s` seconds."""
         self._failed_s = 0.0
@@ -91,10 +102,11 @@ class WorkerGroup:
     instances, threads, env, load_timeout_s, restart_backoff_s and restart_backoff_max_s.
     `on_death(i)` is called at once when worker i, ready before, is gone; `on_alive(i)` when it is ready
     again. Neither is called during `start` or `stop`.
-    `on_call(i, message)` is told what a worker says of its calls to other models.
-    `recorded` gives a descriptor of requests that every worker runs before it is ready (workers/recorded.py),
+    `on_call(i, message)` is called with messages of a worker about its calls to other models.
+    `recorded` gives a descriptor of requests that every worker runs before it is ready (workers/warmup.py),
     -1 for none, once the workers have loaded; the group closes it.
-    `sys_path` is appended to the workers' module path. `shared` has the processes of models that share one.
+    `sys_path` is appended to the workers' module path. `shared` has the processes of models that share one,
+    `forks` those that fork workers; without them every worker is spawned.
     """
 
     def __init__(
@@ -111,6 +123,8 @@ class WorkerGroup:
         sys_path: Sequence[str] = (),
         entry: Sequence[str] = ENTRY,
         shared: SharedWorkers | None = None,
+        forks: ForkServers | None = None,
+        on_silent: Callable[[], None] = lambda: None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -123,6 +137,8 @@ class WorkerGroup:
         self._arena: ArenaLike | None = None
         self._on_death, self._on_alive = on_death, on_alive
         self._entry, self._shared, self._sleep, self._clock = entry, shared, sleep, clock
+        self._forks, self._forked = forks, list[Mapping[str, str]]()  # the environments of workers that fork
+        self._unhold: list[Callable[..., None]] = []
         self._load_timeout_s = float(config.get("load_timeout_s") or LOAD_TIMEOUT_S)
         self._backoff_s = float(config.get("restart_backoff_s") or Backoff.first_s)
         self._backoff_max_s = float(config.get("restart_backoff_max_s") or Backoff.cap_s)
@@ -137,6 +153,7 @@ class WorkerGroup:
             self._make_instance(i, order, config, on_call) for i in range(int(config.get("instances") or 1))
         ]
         self._born = [0.0] * len(self._instances)  # when each worker became ready
+        self._watchdog = Watchdog(self._title, self._instances, on_silent)
 
     def _make_instance(
         self, number: int, order: Mapping[str, Any], config: Mapping[str, Any], on_call: OnCall | None
@@ -146,7 +163,10 @@ class WorkerGroup:
         key = place_in(config, number) if self._shared is not None else None
         make: Callable[[Callable[[dict[str, Any]], None], Callable[[str], None]], Child]
         if self._shared is not None and key is not None:
-            make = partial(self._shared.tenant, key, f"{self._title}#{number}", environment)
+            make = partial(self._shared.thread_worker, key, f"{self._title}#{number}", environment)
+        elif self._forks is not None and may_fork(own["config"], environment):
+            self._forked.append(environment)
+            make = partial(self._forks.worker, environment)
         else:
             make = partial(self._make_process, environment)
         return Instance(number, own, make, self._revived, self._lost, on_call)
@@ -154,16 +174,30 @@ class WorkerGroup:
     @property
     def alive(self) -> int:
         """How many workers are ready to run batches now. 0 means: not ready."""
-        return sum(instance.state is State.READY for instance in self._instances)
+        return sum(instance.state is WorkerState.READY for instance in self._instances)
+
+    @property
+    def silent(self) -> frozenset[int]:
+        """Workers that have not answered for so long that nobody should count on them (liveness.py)."""
+        return self._watchdog.silent
+
+    def silence(self, worker: int) -> str:
+        """Why a silent worker counts as such."""
+        return self._watchdog.reason(worker)
+
+    @property
+    def waits_for(self) -> str:
+        """The step that a worker waits for before it loads, as text; "" for none."""
+        return next((one.waits_for for one in self._instances if one.waits_for), "")
 
     @property
     def text(self) -> Info | None:
-        """What a text engine says of itself, as the first worker has loaded it."""
+        """The description of a text engine, as the first worker has loaded it."""
         return self._instances[0].text
 
     @property
     def signatures(self) -> Mapping[str, Mapping[str, Any]]:
-        """Those that the model has itself, as the first worker has loaded it."""
+        """The model's own signatures, as the first worker has loaded it."""
         return self._instances[0].signatures
 
     @property
@@ -187,9 +221,13 @@ class WorkerGroup:
         Raises ServeError: the backend's own words (no folders, no traceback: that is in the log), how a
         worker died, that it took longer than load_timeout_s, or what make_arena raised.
         """
+        self._watchdog.open()
+        if self._forks is not None:
+            self._unhold = [self._forks.hold(environment) for environment in self._forked]
         try:
             self.inputs, self.outputs = await self._load_all()
             self._arena = self._open_arena()
+            self._watchdog.attach(self._arena.pulse())
             if self._read_recorded is not None:
                 self._recorded = await self._read_recorded()
             await _all(self._serve(instance) for instance in self._instances)
@@ -197,7 +235,9 @@ class WorkerGroup:
                 raise ServeError(Kind.UNAVAILABLE, self.trouble)
         except BaseException as error:
             await _all(instance.stop(CLEANUP_GRACE_S) for instance in self._instances)
+            self._watchdog.close()
             self._drop_recorded()
+            self._release_forks()
             if self._stopped and isinstance(error, ServeError):
                 raise ServeError(Kind.UNAVAILABLE, "the model was unloaded while it was loading") from error
             raise
@@ -208,9 +248,11 @@ class WorkerGroup:
         """Stops every worker: asked, and killed after `grace_s` seconds. Idempotent, and at any time:
         also during `start` (which then raises) and while a restart is being waited for."""
         self._stopped = True
+        self._watchdog.close()
         await _discard(*self._tenders)
         await _all(instance.stop(grace_s) for instance in self._instances)
         self._drop_recorded()
+        self._release_forks()
 
     def abandon(self) -> None:
         """Ends every worker at once, when the loop that `start` ran on is gone or will not run again.
@@ -218,8 +260,10 @@ class WorkerGroup:
         Blocks for some milliseconds. `stop` is the way while the loop lives.
         """
         self._stopped = True
-        each(self._instances, methodcaller("abandon"))
+        self._watchdog.close()
+        run_all(self._instances, methodcaller("abandon"))
         self._drop_recorded()
+        self._release_forks(abandon=True)
 
     def kill(self, worker: int, reason: str) -> None:
         """Ends one worker at once, as the watchdog does with a batch beyond run_timeout_ms. It is
@@ -227,12 +271,12 @@ class WorkerGroup:
         self._instances[worker].kill(reason)
 
     def tell(self, worker: int, message: Mapping[str, Any]) -> bool:
-        """Says something to a worker at work; False when it cannot hear."""
+        """Send a message to a worker at work; returns False when it cannot arrive."""
         return self._instances[worker].tell(message)
 
-    def tell_attached(self, worker: int, message: Mapping[str, Any]) -> bool:
-        """The same to one that has taken batches; False of any other, which has nothing of theirs."""
-        return self._instances[worker].tell_attached(message)
+    def notify_attached(self, worker: int, message: Mapping[str, Any]) -> bool:
+        """Like `tell`, but only for a worker attached to the arena; returns False otherwise."""
+        return self._instances[worker].notify_attached(message)
 
     async def _load_all(self) -> Specs:
         specs = await _all(self._load(instance) for instance in self._instances)
@@ -260,6 +304,10 @@ class WorkerGroup:
             layout, fds = {**layout, "recorded": True}, [*fds, self._recorded]
         await self._in_time(instance, instance.serve(layout, fds))
 
+    def _release_forks(self, *, abandon: bool = False) -> None:
+        unhold, self._unhold = self._unhold, []
+        run_all(unhold, methodcaller("__call__", abandon=abandon))
+
     def _drop_recorded(self) -> None:
         fd, self._recorded = self._recorded, -1
         if fd >= 0:
@@ -286,11 +334,13 @@ class WorkerGroup:
     async def _tend(self, instance: Instance) -> None:
         backoff = Backoff(self._backoff_s, self._backoff_max_s)
         while not self._stopped:
-            if instance.state is State.READY:
+            if instance.state is WorkerState.READY:
                 await instance.exited()
                 await self._sleep(backoff.after_death(self._clock() - self._born[instance.index]))
             else:
-                await self._sleep(backoff.after_failure())
+                await self._sleep(
+                    backoff.after_kill() if instance.killed_outside else backoff.after_failure()
+                )
             await self._revive(instance)
 
     async def _revive(self, instance: Instance) -> None:
@@ -319,6 +369,7 @@ class WorkerGroup:
         self._on_alive(worker)
 
     def _lost(self, worker: int, words: str) -> None:
+        self._watchdog.forget(worker)
         if self._stopped:
             return
         self.trouble = f"worker {worker} died: {words}"
@@ -338,8 +389,8 @@ class WorkerGroup:
 def place_worker(
     config: Mapping[str, Any], number: int, environment: Mapping[str, str]
 ) -> tuple[dict[str, Any], Mapping[str, str]]:
-    """What worker `number` is told of its device, and its environment, which says what CUDA shows it before
-    anything in the worker can ask. What a model's own `env` says of that stands."""
+    """The device fields of worker `number`'s config, and its environment, which limits the GPUs that CUDA
+    shows it. A model's own `env` comes first."""
     places = config.get("places") or ()
     if not places:
         return {}, environment

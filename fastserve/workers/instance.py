@@ -6,7 +6,7 @@
                       |                                        |
                       +-------------- "failed" ----------------+--> FAILED --exit--> IDLE
 
-A word that is not in the table for its state is a fault of the worker, which is then killed. Nothing
+A message that is not in the table for its state is a fault of the worker, which is then killed. Nothing
 here restarts anything: the group does.
 """
 
@@ -20,7 +20,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from fastserve.backends.base import clean, read_specs
+from fastserve.backends.base import read_specs
+from fastserve.backends.model_errors import clean
 from fastserve.codec.text import Info
 from fastserve.errors import ConfigError, Kind, RemoteTrace, ServeError
 from fastserve.tensor import TensorSpec
@@ -33,14 +34,14 @@ Specs = tuple[dict[str, TensorSpec], dict[str, TensorSpec]]
 
 
 class CompletedError(ServeError):
-    """The model has completed `fields` of its configuration: it is to be loaded again with these."""
+    """The model has completed `fields` of its configuration, and is to be loaded again with these."""
 
     def __init__(self, message: str, fields: Mapping[str, Any]) -> None:
         super().__init__(Kind.FAILED_PRECONDITION, message)
         self.fields = fields
 
 
-class State(Enum):
+class WorkerState(Enum):
     """How far the worker in a place has come; the value is what it is said to be doing."""
 
     IDLE = "not running"
@@ -51,7 +52,10 @@ class State(Enum):
     FAILED = "closing after a failure"
 
 
-_NEXT = {(State.LOADING, "loaded"): State.LOADED, (State.ATTACHING, "ready"): State.READY}
+_NEXT = {
+    (WorkerState.LOADING, "loaded"): WorkerState.LOADED,
+    (WorkerState.ATTACHING, "ready"): WorkerState.READY,
+}
 
 
 class _Loaded(msgspec.Struct, tag="loaded", tag_field="op"):
@@ -66,28 +70,28 @@ class _Ready(msgspec.Struct, tag="ready", tag_field="op"):
     recorded_ns: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = 0
 
 
-class Call(msgspec.Struct, tag_field="op", kw_only=True):
-    """What a worker says of its calls to other models (line.py); `id` is the call's own."""
+class CallMessage(msgspec.Struct, tag_field="op", kw_only=True):
+    """A worker's message about a call to another model (bls.py); `id` is the call's own."""
 
     id: int
 
 
-class _Infer(Call, tag="infer"):
+class _Infer(CallMessage, tag="infer"):
     offset: int
     nbytes: int
     many: bool
     timeout_us: int
 
 
-class _Taken(Call, tag="taken"):
+class _Taken(CallMessage, tag="taken"):
     pass
 
 
-class _Leave(Call, tag="leave"):
+class _Leave(CallMessage, tag="leave"):
     pass
 
 
-class _Wish(Call, tag="wish"):
+class _Wish(CallMessage, tag="wish"):
     text: str
     more: bool
 
@@ -104,10 +108,10 @@ OnCall = Callable[[int, Mapping[str, Any]], None]
 
 
 class Instance:
-    """`on_call(index, message)` is told of calls to other models, which only a worker that is READY may make,
-    and of wishes, which a model may have from its first line to its last (wishes.py).
-    `on_ready(index)` and `on_lost(index, words)` are called at once, from the loop; `on_lost` only
-    for a worker that was READY."""
+    """One worker of a group. `on_call(index, message)` gets calls to other models, which only a READY worker
+    may make, and model callbacks, which a model may make from its first line to its last. `on_ready(index)`
+    and `on_lost(index, reason)` are called at once, from the loop; `on_lost` only for a worker that was
+    READY."""
 
     def __init__(
         self,
@@ -119,7 +123,7 @@ class Instance:
         on_call: OnCall | None = None,
     ) -> None:
         self.index = index
-        self.state = State.IDLE
+        self.state = WorkerState.IDLE
         self.text: Info | None = None  # what its engine says of itself, once it is loaded
         self.signatures: Mapping[
             str, Mapping[str, Any]
@@ -139,6 +143,16 @@ class Instance:
         """Process id of the worker, 0 when there is none."""
         return self._process.pid if self._process is not None and self._process.running else 0
 
+    @property
+    def killed_outside(self) -> bool:
+        """Whether the last worker here was killed, by nobody of this server and not for want of memory."""
+        return self._process is not None and self._process.killed_outside
+
+    @property
+    def waits_for(self) -> str:
+        """The step that the worker waits for before it loads, as text; "" for none."""
+        return self._process.waits_for if self._process is not None else ""
+
     async def load(self) -> Specs:
         """Spawns a worker and waits until its backend has loaded; (inputs, outputs) as it says they are.
 
@@ -151,7 +165,9 @@ class Instance:
             raise ServeError(
                 Kind.UNAVAILABLE, f"a worker process could not be started: {error.strerror}"
             ) from error
-        loaded = await self._ask(State.LOADING, {**self._order, "op": "load", "instance": self.index}, ())
+        loaded = await self._ask(
+            WorkerState.LOADING, {**self._order, "op": "load", "instance": self.index}, ()
+        )
         assert loaded is not None
         if self.on_device and not loaded.on_device:  # it would answer with what its columns happen to hold
             raise ServeError(Kind.FAILED_PRECONDITION, "its batches do not go over the device any more")
@@ -160,19 +176,19 @@ class Instance:
 
     async def serve(self, layout: Mapping[str, Any], fds: Sequence[int]) -> None:
         """Hands the loaded worker its arena and waits until it is attached and warm."""
-        await self._ask(State.ATTACHING, {**layout, "op": "serve", "worker": self.index}, fds)
+        await self._ask(WorkerState.ATTACHING, {**layout, "op": "serve", "worker": self.index}, fds)
 
     async def stop(self, grace_s: float) -> None:
         """Stops the worker, if there is one: asked when it is able to listen, else killed."""
         if self._process is None:
             return
-        if self.state is State.LOADING:
+        if self.state is WorkerState.LOADING:
             self._process.kill("the load was given up")
         await self._process.stop(grace_s)
 
     def tell(self, message: Mapping[str, Any]) -> bool:
-        """Says something to a worker; False when it cannot hear."""
-        if self._process is None or self.state is State.IDLE:
+        """Send a message to the worker; returns False when it cannot arrive."""
+        if self._process is None or self.state is WorkerState.IDLE:
             return False
         try:
             self._process.send(message)
@@ -180,17 +196,24 @@ class Instance:
             return False
         return True
 
-    def tell_attached(self, message: Mapping[str, Any]) -> bool:
-        """The same to one that has taken batches. Whoever still loads takes what it hears next for its arena,
-        and whoever warms up hears nothing until that is over, which may be minutes: both have nothing of what
-        is spoken of. What it has said by now counts: it may be ready, and in its first batch."""
-        behind = self.state is State.ATTACHING and self._process is not None and not self._process.catch_up()
-        return (self.state is State.READY or behind) and self.tell(message)
+    def notify_attached(self, message: Mapping[str, Any]) -> bool:
+        """Like `tell`, but only for a worker attached to the arena; returns False otherwise. A worker that
+        loads would take the next message for its arena, and one that warms up reads nothing for minutes.
+        Messages that have arrived are read first: it may be ready, and in its first batch."""
+        behind = (
+            self.state is WorkerState.ATTACHING and self._process is not None and not self._process.catch_up()
+        )
+        return (self.state is WorkerState.READY or behind) and self.tell(message)
 
     async def exited(self) -> None:
         """Returns once no worker is here."""
         if self._process is not None:
             await self._process.wait()
+
+    def occupy(self, occupied: bool) -> bool:
+        """Note whether the worker does what may take long: loads, or runs a batch. Whether another worker in
+        its process does."""
+        return self._process is not None and self._process.occupy(occupied)
 
     def kill(self, reason: str) -> None:
         """SIGKILL; the reason is what `on_lost` and a waiting `load` or `serve` will say."""
@@ -198,12 +221,12 @@ class Instance:
             self._process.kill(reason)
 
     def abandon(self) -> None:
-        """Ends the worker at once, without the loop; nobody is told."""
-        self.state = State.IDLE
+        """End the worker at once, without the loop; no callback is called."""
+        self.state = WorkerState.IDLE
         if self._process is not None:
             self._process.abandon()
 
-    async def _ask(self, state: State, message: dict[str, Any], fds: Sequence[int]) -> _Loaded | None:
+    async def _ask(self, state: WorkerState, message: dict[str, Any], fds: Sequence[int]) -> _Loaded | None:
         assert self._process is not None
         self.state = state
         self._answer = asyncio.get_running_loop().create_future()
@@ -212,7 +235,8 @@ class Instance:
         except ControlFault as fault:
             if not self._process.running:
                 raise ServeError(Kind.UNAVAILABLE, f"worker {self.index} is not running") from fault
-            # Whoever hung up is dying, and `_end` will tell of what: not of a kill that came too late.
+            # A worker that hung up is dying; `_end` gives the reason, and not that of a kill that came too
+            # late.
             if not isinstance(fault, PeerGone):
                 self._process.kill(str(fault))
         return await self._answer
@@ -222,10 +246,12 @@ class Instance:
             answer: _Answer = msgspec.convert(message, _Answer)
         except (msgspec.ValidationError, RecursionError) as error:
             raise ControlFault("a message that is none of loaded, ready, failed") from error
-        if isinstance(answer, Call):
+        if isinstance(answer, CallMessage):
             if self._on_call is None and isinstance(answer, _Wish) and not answer.id:
-                return  # what it tells; of the batching library's nobody counts it
-            may = self.state is State.READY or (isinstance(answer, _Wish) and self.state is not State.IDLE)
+                return  # a notification; the batching library's has no receiver
+            may = self.state is WorkerState.READY or (
+                isinstance(answer, _Wish) and self.state is not WorkerState.IDLE
+            )
             if not may or self._on_call is None:
                 raise ControlFault(f"a call while it was {self.state.value}")
             self._on_call(self.index, message)
@@ -241,7 +267,7 @@ class Instance:
             self.recorded_ns = answer.recorded_ns
         if self._answer is not None and not self._answer.done():
             self._answer.set_result(answer if isinstance(answer, _Loaded) else None)
-        if self.state is State.READY:
+        if self.state is WorkerState.READY:
             self._on_ready(self.index)
 
     def _fail(self, failed: _Failed) -> None:
@@ -249,11 +275,11 @@ class Instance:
         kind = Kind(failed.kind) if failed.kind in Kind._value2member_map_ else Kind.INTERNAL
         error = ServeError(kind, words)
         error.__cause__ = RemoteTrace("\n" + failed.trace) if failed.trace else None
-        if self.state is State.READY:
+        if self.state is WorkerState.READY:
             log.error("worker %d failed: %s", self.index, words, exc_info=error.__cause__)
             self.kill(words)  # its batch loop has ended: whatever it still does is of no use
             return
-        self.state = State.FAILED  # it closes its backend and exits
+        self.state = WorkerState.FAILED  # it closes its backend and exits
         if self._answer is not None and not self._answer.done():
             if failed.completed is not None:
                 self._answer.set_exception(CompletedError(words, failed.completed))
@@ -261,11 +287,11 @@ class Instance:
                 self._answer.set_exception(error)
 
     def _end(self, words: str) -> None:
-        state, self.state = self.state, State.IDLE
+        state, self.state = self.state, WorkerState.IDLE
         if self._answer is not None and not self._answer.done():
             text = f"worker {self.index} died while it was {state.value}: {words}"
             self._answer.set_exception(ServeError(Kind.UNAVAILABLE, text))
-        if state is State.READY:
+        if state is WorkerState.READY:
             self._on_lost(self.index, words)
 
 

@@ -1,6 +1,6 @@
-"""A worker's life after it joined: take a batch, run it, publish it, until the owner says stop.
+"""The batch loop of a worker: take a batch, run it, publish it, until the owner says stop.
 
-The loop sees batches and arrays. What a request is, and who waits for it, it does not know.
+The loop sees batches and arrays, and nothing of requests or clients.
 """
 
 from __future__ import annotations
@@ -12,23 +12,21 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from fastserve.allocator import keep_freed_memory
-from fastserve.backends import wishes
-from fastserve.backends.base import Backend
-from fastserve.backends.device_faults import end_if_lost
-from fastserve.garbage import keep_what_is
-from fastserve.workers.arena import Arena
-from fastserve.workers.control import Control, PeerGone
-from fastserve.workers.device import Device, open_device, runs_there
-from fastserve.workers.publishing import fail_slot
-from fastserve.workers.workplace import Workplace
+from fastserve.backends import model_callbacks
+from fastserve.backends.base import Backend, SupportsComputeStream
+from fastserve.backends.model_errors import end_if_lost
+from fastserve.util.memory import gc_freeze
+from fastserve.workers.arena import Arena, WorkerContext
+from fastserve.workers.control import ControlChannel, PeerGone
+from fastserve.workers.device.base import ComputeDevice, open_device, runs_there
+from fastserve.workers.isolation import fail_slot
 
 if TYPE_CHECKING:
     from fastserve._ext.batch_ring import BatchRing
-    from fastserve.backends.text_engine import TextBackend
-    from fastserve.backends.transformer import TransformerBackend
-    from fastserve.backends.triton_python import TritonPythonBackend
-    from fastserve.workers.guesses import Guess
+    from fastserve.backends.base import ElementBackend, RequestBackend
+    from fastserve.backends.llm.protocols import TextBackend
     from fastserve.workers.text import TextLoop
+    from fastserve.workers.warmup import SyntheticInput
 
 log = logging.getLogger(__name__)
 
@@ -39,19 +37,19 @@ SPIN_NS = 20_000
 
 
 class Runner(Protocol):
-    """Turns a taken slot into answers; one for each form of arena."""
+    """Turns a taken slot into responses; one for each form of arena."""
 
     def run(self, slot: int) -> bool | None:
         """Answers every place of the slot. Raises what the backend raised. True: it publishes the slot by
         itself, now or later."""
 
-    def warm_up(self, rows: int, guess: Guess) -> None:
-        """Runs the backend once on `rows` rows that were made up. Raises what the backend raises."""
+    def warm_up(self, rows: int, guess: SyntheticInput) -> None:
+        """Run the backend once on `rows` synthetic rows. Raises what the backend raises."""
 
 
 def serve(
     backend: Backend,
-    control: Control,
+    control: ControlChannel,
     config: Mapping[str, Any],
     message: Mapping[str, Any],
     fds: list[int],
@@ -74,7 +72,7 @@ def serve(
             _say_ready(control)
             loop.run(lambda: _told_to_stop(control))
             return
-        runner = make_runner(Workplace(arena, ring, backend, config))
+        runner = make_runner(WorkerContext(arena, ring, backend, config))
         _warm_up(runner, arena, backend, config)
         recorded_ns = _run_recorded(backend, recorded, config["max_batch_size"]) if recorded >= 0 else 0
         stopped = (
@@ -97,68 +95,68 @@ def make_text_loop(
     worker: int,
     backend: Backend,
     config: Mapping[str, Any],
-    control: Control,
+    control: ControlChannel,
 ) -> TextLoop:
-    """What takes the place of a runner and its loop for an engine of text, which warms up when it loads."""
+    """Make the loop of a text engine, which has no runner and warms up when it loads."""
     from fastserve.workers.text import TextLoop
 
     engine, limit_ms = cast("TextBackend", backend), int(config["run_timeout_ms"])
     return TextLoop(arena, ring, worker, engine, control.fileno(), limit_ms=limit_ms)
 
 
-def _say_ready(control: Control, recorded_ns: int = 0) -> None:
-    keep_what_is()  # of a loaded model
+def _say_ready(control: ControlChannel, recorded_ns: int = 0) -> None:
+    gc_freeze()  # of a loaded model
     keep_freed_memory()  # for the arrays of the next batch
     control.send({"op": "ready", **({"recorded_ns": recorded_ns} if recorded_ns else {})})
 
 
-def make_runner(place: Workplace) -> Runner:
+def make_runner(place: WorkerContext) -> Runner:
     """The runner for this arena's form. numpy is first needed here."""
     arena, ring, backend, config = place
     if "transformer" in config:
-        from fastserve.workers.elements import ElementRunner
+        from fastserve.workers.library import LibraryRunner
 
         whole = config["transformer"]["whole"]
-        return ElementRunner(arena, ring, cast("TransformerBackend", backend), whole=whole)
+        return LibraryRunner(arena, ring, cast("ElementBackend", backend), whole=whole)
     if arena.geometry.requests:
         from fastserve.workers.requests import RequestRunner
 
-        return RequestRunner(arena, ring, cast("TritonPythonBackend", backend), config)
+        return RequestRunner(arena, ring, cast("RequestBackend", backend), config)
     if runs_there(config, backend):
-        device = open_device(config, getattr(backend, "compute_stream", None))
-        return make_device_runner(place, device)
+        stream = backend.compute_stream if isinstance(backend, SupportsComputeStream) else None
+        return make_device_runner(place, open_device(config, stream))
     if arena.geometry.dense:
-        from fastserve.workers.dense import DenseRunner
+        from fastserve.workers.runners import DenseRunner
 
         return DenseRunner(place)
-    from fastserve.workers.ragged import SlabRunner
+    from fastserve.workers.runners import SlabRunner
 
     return SlabRunner(place)
 
 
-def make_device_runner(place: Workplace, device: Device) -> Runner:
+def make_device_runner(place: WorkerContext, device: ComputeDevice) -> Runner:
     """The runner for batches that go over a device."""
     if place.arena.geometry.dense:
-        from fastserve.workers.device_dense import DeviceDenseRunner
+        from fastserve.workers.device.dense import DeviceDenseRunner
 
         return DeviceDenseRunner(place, device)
-    from fastserve.workers.device_slabs import DeviceSlabRunner
+    from fastserve.workers.device.slabs import DeviceSlabRunner
 
     return DeviceSlabRunner(place, device)
 
 
-def open_line(control: Control, arena: Arena, ring: BatchRing) -> Callable[[], bool]:
-    """Let the model call other models over the control line; what to ask whenever that line speaks."""
-    from fastserve.workers.line import ControlLine
+def open_line(control: ControlChannel, arena: Arena, ring: BatchRing) -> Callable[[], bool]:
+    """Let the model call other models; returns the callback for messages of the control channel."""
+    from fastserve.workers.bls import BlsClient
 
-    return ControlLine.open(control, arena, ring).turn
+    return BlsClient.open(control, arena, ring).turn
 
 
 def run_batches(ring: BatchRing, runner: Runner, stopped: Callable[[], bool], control_fd: int) -> None:
-    """The loop itself. `stopped` is asked whenever the control line has something to say."""
+    """Run batches until `stopped`, which is called when a message arrives, returns True."""
     spin_ns = SPIN_NS if len(os.sched_getaffinity(0)) > 1 else 0
     if hasattr(runner, "land"):
-        from fastserve.workers.device_loop import run_flights
+        from fastserve.workers.device.pipeline import run_flights
 
         run_flights(ring, runner, stopped, spin_ns, control_fd)
         return
@@ -182,20 +180,20 @@ def answer(ring: BatchRing, runner: Runner, slot: int) -> None:
     ring.publish(slot)
 
 
-def _told_to_stop(control: Control, runner: Any = None) -> bool:
+def _told_to_stop(control: ControlChannel, runner: Any = None) -> bool:
     try:
         message = control.receive().message
     except PeerGone:
         return True
     if message["op"] == "close_lent":
         getattr(runner, "close_lent", lambda handle: None)(bytes.fromhex(message["handle"]))
-        wishes.tell("lent_closed", number=message["number"])
+        model_callbacks.notify("lent_closed", number=message["number"])
     return bool(message["op"] == "stop")
 
 
 def _run_recorded(backend: Backend, fd: int, max_rows: int) -> int:
-    """How long they took."""
-    from fastserve.workers.recorded import run_recorded
+    """Run recorded requests; returns the nanoseconds they took."""
+    from fastserve.workers.warmup import run_recorded
 
     began_ns = time.monotonic_ns()
     try:
@@ -214,7 +212,7 @@ def _warm_up(runner: Runner, arena: Arena, backend: Backend, config: Mapping[str
 
         run_samples(backend, wish, batching=config["max_batch_size"] > 0)
         return
-    from fastserve.workers.guesses import run_guesses
+    from fastserve.workers.warmup import run_synthetic
 
     sizes = dict.fromkeys((1, *(config.get("allowed_batch_sizes") or ())))
-    run_guesses(runner.warm_up, [min(rows, arena.geometry.max_rows) for rows in sizes], backend.inputs)
+    run_synthetic(runner.warm_up, [min(rows, arena.geometry.max_rows) for rows in sizes], backend.inputs)

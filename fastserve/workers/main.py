@@ -1,10 +1,10 @@
-"""The entry of a worker process: `python -m fastserve.workers.main FD`. One backend, one control line.
+"""The entry of a worker process: `python -m fastserve.workers.main FD`. One backend, one control channel.
 
     read "load" -> create and load the backend -> say "loaded" -> read "serve" + descriptors
     -> the batch loop (workers/loop.py: attaches, warms up, says "ready", runs batches)
     -> close the backend, exit 0
 
-It ends when it is told to, when the control line reads EOF, and when the owner's thread dies.
+It ends on the message "stop", when the control channel reads EOF, and when the owner's thread dies.
 """
 
 from __future__ import annotations
@@ -22,39 +22,38 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from fastserve.backends import Backend, create, wishes
-from fastserve.backends.base import CompletedConfig, explain, kind_of, write_specs
+from fastserve.backends import Backend, create, model_callbacks
+from fastserve.backends.base import CompletedConfig, SupportsSignatures, check_capabilities, write_specs
+from fastserve.backends.model_errors import explain, kind_of
 from fastserve.backends.registry import find_backend
-from fastserve.config.text import INPUTS, OUTPUTS
+from fastserve.config.text_options import INPUTS, OUTPUTS
 from fastserve.errors import ConfigError
-from fastserve.logs import log_prints, log_uncaught, raw_trace, setup_logs
-from fastserve.workers.control import Control, ControlFault, PeerGone
-from fastserve.workers.device import runs_there
-from fastserve.workers.tie import tie_to_owner
-from fastserve.workers.wishes import EarlyLine
+from fastserve.util.logs import log_prints, log_uncaught, raw_trace, setup_logs
+from fastserve.workers.control import ControlChannel, ControlFault, LoadChannel, PeerGone, die_with_owner
+from fastserve.workers.device.base import runs_there
 
 if TYPE_CHECKING:
-    from fastserve.backends.text_engine import TextBackend
+    from fastserve.backends.llm.protocols import TextBackend
 
 log = logging.getLogger(__name__)
 
 # serve(backend, control, config, message, fds): owns the fds; returns on "stop" and on EOF.
-Serve = Callable[[Backend, Control, Mapping[str, Any], Mapping[str, Any], list[int]], None]
+Serve = Callable[[Backend, ControlChannel, Mapping[str, Any], Mapping[str, Any], list[int]], None]
 
 
 def main(arguments: list[str], serve: Serve | None = None) -> int:
-    """Runs one worker to its end; the exit status. `serve` stands in for the batch loop in tests."""
-    tie_to_owner(int(arguments[0]))
+    """Runs one worker to its end; the exit status. `serve` replaces the batch loop in tests."""
+    die_with_owner(int(arguments[0]))
     with contextlib.suppress(OSError, RuntimeError, ValueError):
         faulthandler.enable()
     os.set_inheritable(int(arguments[0]), False)  # a model's subprocesses must not hold the line open
-    control = Control(socket.socket(fileno=int(arguments[0])), owner=False)
+    control = ControlChannel(socket.socket(fileno=int(arguments[0])), owner=False)
     try:
         order = control.receive().message
         if order["op"] != "load":
             return 0
         _introduce(order)
-        wishes.server.line = EarlyLine(control)
+        model_callbacks.process.channel = LoadChannel(control)
         return live(control, order, serve or _batch_loop)
     except PeerGone:
         return 0
@@ -62,13 +61,14 @@ def main(arguments: list[str], serve: Serve | None = None) -> int:
         control.close()
 
 
-def live(control: Control, order: Mapping[str, Any], serve: Serve) -> int:
+def live(control: ControlChannel, order: Mapping[str, Any], serve: Serve) -> int:
     """One worker's life, from the order to load to the backend's end; the exit status."""
     version_dir = Path(order["version_dir"])
     backend: Backend | None = None
     try:
         backend = create({"name": order["name"], **order["config"]}, version_dir, order["instance"])
         backend.load()
+        check_capabilities(backend)
         control.send({"op": "loaded", **_describe(backend, order["config"])})
         message, fds = control.receive()
         if message["op"] == "serve":
@@ -90,11 +90,11 @@ def _describe(backend: Backend, config: Mapping[str, Any]) -> dict[str, Any]:
         info = cast("TextBackend", backend).info
         return {"inputs": dict(INPUTS), "outputs": dict(OUTPUTS), "text": msgspec.to_builtins(info)}
     specs = {"inputs": write_specs(backend.inputs), "outputs": write_specs(backend.outputs)}
-    more = {"signatures": getattr(backend, "signatures", {}), "on_device": runs_there(config, backend)}
-    return {**specs, **more}
+    signatures = backend.signatures if isinstance(backend, SupportsSignatures) else {}
+    return {**specs, "signatures": signatures, "on_device": runs_there(config, backend)}
 
 
-def _report(control: Control, error: BaseException, version_dir: str) -> None:
+def _report(control: ControlChannel, error: BaseException, version_dir: str) -> None:
     message: dict[str, Any] = {"op": "failed"}
     if isinstance(error, CompletedConfig):
         message["completed"] = error.fields
@@ -113,7 +113,11 @@ def _close(backend: Backend) -> None:
 
 
 def _batch_loop(
-    backend: Backend, control: Control, config: Mapping[str, Any], message: Mapping[str, Any], fds: list[int]
+    backend: Backend,
+    control: ControlChannel,
+    config: Mapping[str, Any],
+    message: Mapping[str, Any],
+    fds: list[int],
 ) -> None:
     from fastserve.workers import loop
 

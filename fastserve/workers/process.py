@@ -1,7 +1,7 @@
 """One worker process: spawned, watched by a pidfd, stopped, explained. It does not know what a worker does.
 
 Spawned, never forked: the front process has threads and an event loop, and a CUDA context must not
-be inherited (hardening R11). The child gets one descriptor, its end of the control line; it leads a
+be inherited (hardening R11). The child gets one descriptor, its end of the control channel; it leads a
 session of its own, so that Ctrl-C reaches the owner alone, and what it leaves behind when it dies
 (a model's own subprocesses) can be ended with it.
 
@@ -23,8 +23,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from fastserve.config.tls import PASSWORD_VARIABLE
-from fastserve.workers.control import Control, ControlFault
+from fastserve.config.settings import PASSWORD_VARIABLE
+from fastserve.workers.control import ControlChannel, ControlFault
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +39,8 @@ ENTRY: tuple[str, ...] = (
 HANGUP_GRACE_S = 1.0
 # After SIGKILL only the kernel can be in the way (a driver in uninterruptible sleep).
 KILL_WAIT_S = 10.0
-# What the numerical libraries read, once, when they are imported.
-_THREAD_VARIABLES = (
+# Variables that numerical libraries read once, when they are imported.
+THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -51,13 +51,22 @@ _THREAD_VARIABLES = (
 
 
 def explain_exit(returncode: int) -> str:
-    """Words for an exit status: "exit code 3", "killed by SIGSEGV"."""
+    """Describe an exit status: "exit code 3", "killed by SIGSEGV"."""
     if returncode >= 0:
         return f"exit code {returncode}"
     try:
         return f"killed by {signal.Signals(-returncode).name}"
     except ValueError:
         return f"killed by signal {-returncode}"
+
+
+def count_oom_kills() -> int:
+    """How many processes the kernel has killed because memory ran out; 0 where it does not tell."""
+    with contextlib.suppress(OSError, ValueError), open("/proc/vmstat", "rb") as file:
+        for line in file:
+            if line.startswith(b"oom_kill "):
+                return int(line.split()[1])
+    return 0
 
 
 def worker_environment(threads: int, env: Mapping[str, str]) -> dict[str, str]:
@@ -71,13 +80,14 @@ def worker_environment(threads: int, env: Mapping[str, str]) -> dict[str, str]:
     # ONNX Runtime 1.29 and later report to their maker by default; a server talks to its clients only.
     result.setdefault("ORT_DISABLE_TELEMETRY", "1")
     if threads:
-        result.update(dict.fromkeys(_THREAD_VARIABLES, str(threads)))
+        result.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
     result.update(env)
     return result
 
 
 class Child(Protocol):
-    """A worker as its instance sees it: a WorkerProcess, or a thread of one that is shared (shared.py)."""
+    """A worker as its instance sees it: a WorkerProcess, one that is forked (forked.py), or a thread of one
+    that is shared (shared.py)."""
 
     @property
     def pid(self) -> int: ...
@@ -85,11 +95,19 @@ class Child(Protocol):
     @property
     def running(self) -> bool: ...
 
+    @property
+    def killed_outside(self) -> bool: ...
+
+    @property
+    def waits_for(self) -> str: ...
+
     def spawn(self) -> None: ...
 
     def send(self, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None: ...
 
     def catch_up(self) -> bool: ...
+
+    def occupy(self, occupied: bool) -> bool: ...
 
     def kill(self, reason: str) -> None: ...
 
@@ -116,7 +134,10 @@ class WorkerProcess:
         entry: Sequence[str] = ENTRY,
         trusted: bool = False,
     ) -> None:
+        self.killed_outside = False
+        """Whether it was killed, by nobody of this server and not for want of memory. Once it has ended."""
         self._trusted = trusted
+        self._oom_kills = 0  # of the machine, when it was started
         self._environment = environment
         self._on_message = on_message
         self._on_exit = on_exit
@@ -124,7 +145,7 @@ class WorkerProcess:
         self._reason = ""
         self._pidfd = -1
         self._popen: subprocess.Popen[bytes] | None = None
-        self._control: Control | None = None
+        self._control: ControlChannel | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._exited: asyncio.Future[None] | None = None
         self._hangup: asyncio.TimerHandle | None = None
@@ -139,22 +160,25 @@ class WorkerProcess:
         """True from spawn until the child has been reaped."""
         return self._pidfd >= 0
 
+    @property
+    def waits_for(self) -> str:
+        """The step that the worker waits for, as text; "" when it has started."""
+        return ""
+
     def spawn(self) -> None:
         """Starts the child. Call it on the loop's own thread: the child dies with the thread that
         made it (PR_SET_PDEATHSIG). Raises OSError when the machine cannot (descriptors, memory)."""
         self._loop = asyncio.get_running_loop()
+        self._oom_kills = count_oom_kills()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control = Control(ours, owner=True, trusted=self._trusted)
+        self._control = ControlChannel(ours, owner=True, trusted=self._trusted)
         try:
-            with theirs:
-                self._popen = self._execute(theirs.fileno())
-            self._pidfd = os.pidfd_open(self._popen.pid)
+            self._begin(theirs)
         except BaseException:
             self._undo()
             raise
         self._exited = self._loop.create_future()
         self._control.watch(self._hear, self._lose)
-        self._loop.add_reader(self._pidfd, self._reap)
 
     def send(self, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
         """Sends one message. Raises ControlFault when it cannot arrive."""
@@ -163,8 +187,12 @@ class WorkerProcess:
         self._control.send(message, fds)
 
     def catch_up(self) -> bool:
-        """Hears what it has said, also what the loop has not come by yet; False: perhaps not all of it."""
+        """Deliver messages that have arrived, before the loop does; returns False when there may be more."""
         return self._control is None or self._control.catch_up()
+
+    def occupy(self, occupied: bool) -> bool:
+        """See Instance.occupy: it is alone in its process."""
+        return False
 
     def kill(self, reason: str) -> None:
         """SIGKILL, with the reason that `on_exit` will give; nothing if it is dead already."""
@@ -204,6 +232,17 @@ class WorkerProcess:
             self.kill("abandoned")
             self._bury()
 
+    def _begin(self, theirs: socket.socket) -> None:
+        """Starts the child with its end of the control line, which is closed here."""
+        with theirs:
+            self._popen = self._execute(theirs.fileno())
+        self._watch(os.pidfd_open(self._popen.pid))
+
+    def _watch(self, pidfd: int) -> None:
+        assert self._loop is not None
+        self._pidfd = pidfd
+        self._loop.add_reader(pidfd, self._reap)
+
     def _execute(self, control_fd: int) -> subprocess.Popen[bytes]:
         # A model's print() goes to our stderr, not between the lines a user pastes from stdout.
         output = 2 if _is_open(2) else subprocess.DEVNULL
@@ -239,29 +278,53 @@ class WorkerProcess:
 
     def _reap(self) -> None:
         assert self._control is not None
-        assert self._exited is not None
         self._control.drain(self._hear)
-        words = self._bury()
+        self._finish(self._bury())
+
+    def _finish(self, words: str) -> None:
+        """Call `on_exit`, after everything else."""
+        assert self._exited is not None
         self._exited.set_result(None)
         self._on_exit(f"killed: {self._reason}" if self._reason else words)
 
     def _bury(self) -> str:
-        """Leaves nothing of a dead child behind; how it ended."""
-        assert self._loop is not None
+        """Release everything of a dead child; returns how it ended."""
+        self._unwatch()
+        kill_group(self.pid)
+        status = self._wait_status()
+        self._close()
+        return self._judge(status)
+
+    def _wait_status(self) -> int:
+        """The exit status of the child, which has ended: negative for a signal."""
         assert self._popen is not None
-        assert self._control is not None
-        if not self._loop.is_closed():
+        return self._popen.wait()
+
+    def _unwatch(self) -> None:
+        assert self._loop is not None
+        if self._pidfd >= 0 and not self._loop.is_closed():
             self._loop.remove_reader(self._pidfd)
         if self._hangup is not None:
             self._hangup.cancel()
-        # While the dead leader is not yet reaped, its group's number cannot be taken by anyone else.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._popen.pid, signal.SIGKILL)
-        words = explain_exit(self._popen.wait())
-        os.close(self._pidfd)
+
+    def _judge(self, status: int) -> str:
+        killed = status == -signal.SIGKILL and not self._reason
+        self.killed_outside = killed and count_oom_kills() == self._oom_kills
+        return explain_exit(status)
+
+    def _close(self) -> None:
+        assert self._control is not None
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
         self._pidfd = -1
         self._control.close()
-        return words
+
+
+def kill_group(leader: int) -> None:
+    """Ends what a dead child has left of its session. While its leader is not yet reaped, the group's number
+    cannot be taken by anyone else."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 def _is_open(fd: int) -> bool:

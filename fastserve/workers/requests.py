@@ -11,25 +11,30 @@ request ends when the last of those who could answer it lets go.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import ref
 
-from fastserve.backends.base import kind_of
-from fastserve.backends.device_faults import end_if_lost, is_out_of_memory
-from fastserve.backends.shortage import count_shortage
-from fastserve.backends.triton_metrics import changes
-from fastserve.backends.triton_python import Failed, TritonPythonBackend
-from fastserve.backends.triton_requests import InferenceRequest, InferenceResponse
-from fastserve.workers.arena import Arena
-from fastserve.workers.guesses import Guess
-from fastserve.workers.isolation import counted, isolate, may_isolate, most_runs
-from fastserve.workers.replies import Batch, Kept, Reply
-from fastserve.workers.request_desk import Desk
+from fastserve._ext.triton_requests import OneReply, SlotRun
+from fastserve.backends.model_errors import count_out_of_memory, end_if_lost, is_out_of_memory, kind_of
+from fastserve.backends.triton_api.metrics import changes
+from fastserve.backends.triton_api.requests import CLOSED, KINDS, InferenceRequest, InferenceResponse
+from fastserve.backends.triton_api.tensor import TritonModelException
+from fastserve.codec.slab_notes import AnswerNote, write_note
+from fastserve.config.model_options import may_isolate
+from fastserve.errors import Kind, ServeError
+from fastserve.workers.arena import WINDOW_PARTS, Arena
+from fastserve.workers.isolation import counted, isolate, most_runs
+from fastserve.workers.request_codec import Packed, RequestCodec
+from fastserve.workers.warmup import SyntheticInput
 
 if TYPE_CHECKING:
     from fastserve._ext.batch_ring import BatchRing
     from fastserve._ext.triton_requests import Asked
+    from fastserve.backends.base import OnFailure, RequestBackend
+
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +43,13 @@ class RequestRunner:
     """Runs slots whose places carry whole requests. It publishes them itself, now or later."""
 
     def __init__(
-        self, arena: Arena, ring: BatchRing, backend: TritonPythonBackend, config: Mapping[str, Any]
+        self, arena: Arena, ring: BatchRing, backend: RequestBackend, config: Mapping[str, Any]
     ) -> None:
         self._ring = ring
         self._isolating = may_isolate(config)
-        self._desk = Desk(arena, ring, backend)
+        self._desk = RequestCodec(arena, ring, backend)
         self._backend, self._decoupled = backend, backend.decoupled
-        self._kept: set[Kept] = set()
+        self._kept: set[KeptSlab] = set()
 
     def run(self, slot: int) -> bool:
         """Answers every place of the slot, or sees to it that they will be. True: it publishes the slot."""
@@ -52,7 +57,7 @@ class RequestRunner:
         if not places:
             return False
         self._ring.start_run(slot)
-        batch = Batch(self._ring, self._desk, slot, len(places), self._kept)
+        batch = RequestBatch(self._ring, self._desk, slot, len(places), self._kept)
         changes.gathering = True
         try:
             self._run(batch, places)
@@ -62,13 +67,13 @@ class RequestRunner:
         batch.settle()  # holds no request any more: one the model has forgotten has ended
         return True
 
-    def _run(self, batch: Batch, places: list[tuple[int, int, int, int]]) -> None:
-        asked = self._desk.read_all(batch, places, Reply, self._decoupled)
+    def _run(self, batch: RequestBatch, places: list[tuple[int, int, int, int]]) -> None:
+        asked = self._desk.read_all(batch, places, RequestReply, self._decoupled)
         if asked:
             self._execute(batch.slot, asked)
 
-    def warm_up(self, rows: int, guess: Guess) -> None:
-        """Nothing: Triton runs a model on what its configuration says, and on nothing else."""
+    def warm_up(self, rows: int, guess: SyntheticInput) -> None:
+        """Do nothing: as in Triton, such a model is warmed up by its configuration's samples alone."""
 
     def _execute(self, slot: int, asked: list[Asked]) -> None:
         requests, replies = [one.request for one in asked], [one.reply for one in asked]
@@ -93,7 +98,7 @@ class RequestRunner:
     ) -> None:
         end_if_lost(error)
         if is_out_of_memory(error):
-            count_shortage()
+            count_out_of_memory()
         if len(asked) == 1 or not self._isolating:
             self._fail_all(requests, [one.reply for one in asked], error)
             return
@@ -121,13 +126,15 @@ class RequestRunner:
             most = most_runs(len(left), short=is_out_of_memory(error))
             isolate(left, error, run=run, fail=fail, most=most, id=id)
 
-    def _fail_all(self, requests: list[InferenceRequest], replies: list[Reply], error: Exception) -> None:
+    def _fail_all(
+        self, requests: list[InferenceRequest], replies: list[RequestReply], error: Exception
+    ) -> None:
         ids = _ids_of(requests)
         extra = {"request_ids": ids} if ids else None
         log.error("the model failed on a batch of %d requests", len(replies), exc_info=error, extra=extra)
         self._fail(replies, error)
 
-    def _failing(self, replies: list[Reply]) -> Failed:
+    def _failing(self, replies: list[RequestReply]) -> OnFailure:
         """For what a model raises later. Weak: what is held here no longer may be answered or forgotten."""
         if not self._decoupled:
             return _unexpected
@@ -135,12 +142,12 @@ class RequestRunner:
 
         def fail(error: BaseException) -> None:
             if is_out_of_memory(error):
-                count_shortage()
+                count_out_of_memory()
             self._fail([reply for reply in (look() for look in waiting) if reply is not None], error)
 
         return fail
 
-    def _fail(self, replies: list[Reply], error: BaseException) -> None:
+    def _fail(self, replies: list[RequestReply], error: BaseException) -> None:
         kind = kind_of(error)
         for reply in replies:
             reply.fail(kind, self._desk.words(error))
@@ -167,3 +174,171 @@ def _ids_of(requests: Sequence[InferenceRequest]) -> str:
     """The ids that clients gave their requests; the model may have put anything into the list."""
     ids = [request.request_id() for request in requests if isinstance(request, InferenceRequest)]
     return " ".join(filter(None, ids))
+
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.01
+
+TEXT_MAX = 4000
+# How long a part waits for memory while its reader has nothing left to read.
+ROOM_S = 30.0
+SILENT = "the model gave no response to this request"
+UNENDED = "the model let go of this request without a final response: its answer may not be whole"
+NO_ROOM_FOR_PART = "a response of {} bytes found no room (max_queue_bytes)"
+TWICE = "Unable to send response. Non-decoupled model cannot send more than one response."
+Found = TypeVar("Found")
+
+
+class KeptSlab:
+    """An input slab held for arrays that outlive their batch; returned with the last of them."""
+
+    def __init__(self, ring: BatchRing, offset: int, arrays: Sequence[Any], home: set[KeptSlab]) -> None:
+        self._ring, self._offset, self._home = ring, offset, home
+        self._refs = [weakref.ref(array, self._gone) for array in arrays]
+        self._left = len(self._refs)
+        home.add(self)
+
+    def _gone(self, _: Any) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._ring.return_lease(self._offset)
+            self._home.discard(self)
+
+
+class RequestBatch(SlotRun):
+    """A slot that this worker runs."""
+
+    def __init__(
+        self, ring: BatchRing, desk: RequestCodec, slot: int, places: int, kept: set[KeptSlab]
+    ) -> None:
+        super().__init__(ring, desk, slot, places)
+        self._kept = kept
+
+    def _keep(self, row: int, arrays: list[Any]) -> None:
+        offset = self.ring.keep_inputs(self.slot, row)
+        if offset:
+            KeptSlab(self.ring, offset, arrays, self._kept)
+
+
+class RequestReply(OneReply):
+    """See triton_requests.Reply. `wanted` are the outputs that go back."""
+
+    __slots__ = ()
+
+    def fail(self, kind: Kind, text: str) -> None:
+        """Answer with an error instead of further responses."""
+        if not self.hold():
+            return
+        packed: Packed = [], error_note(kind, text)
+        try:
+            if self.decoupled:
+                self._post(packed, final=True)
+            elif not self._sent:
+                self._place(kind.value, packed)
+        finally:
+            self.end()
+            self.let_go()
+
+    @property
+    def open(self) -> bool:
+        """Whether this request has had no answer yet."""
+        return not self.ended and not self._sent
+
+    def cancelled(self) -> bool:
+        """Whether the caller has left."""
+        return not self.ended and not self._batch.ring.waits(self._batch.slot, self._row)
+
+    def _abandon(self) -> None:
+        """End a request that the model has let go of."""
+        try:
+            if self.decoupled:
+                self.fail(Kind.INTERNAL, UNENDED if self._sent else SILENT)
+            elif self._sent:
+                self.end()
+            else:
+                self.fail(Kind.INTERNAL, SILENT)
+        except Exception:  # a destructor's exception would go nowhere
+            log.exception("a request the model has forgotten could not be ended")
+
+    def _silent(self) -> None:
+        self._place(Kind.INTERNAL.value, ([], error_note(Kind.INTERNAL, SILENT)))
+
+    def _twice(self) -> None:
+        raise TritonModelException(TWICE)
+
+    def _closed(self) -> None:
+        raise TritonModelException(CLOSED)
+
+    # --- one answer ---
+
+    def _packed(self, response: InferenceResponse) -> tuple[int, Packed]:
+        error = response._error
+        if error is None:
+            return 0, self._batch.desk.pack(response, self.wanted)
+        code = error.code()
+        kind = KINDS[code] if 0 <= code < len(KINDS) else Kind.INTERNAL
+        return kind.value, ([], error_note(kind, error.message()))
+
+    # --- parts ---
+
+    def _send_part(self, response: InferenceResponse | None, final: bool) -> None:
+        if response is None:
+            self._post(None, final)
+            return
+        try:
+            self._post(self._packed(response)[1], final)
+        except ServeError as error:
+            raise TritonModelException(error.message) from None
+
+    def _post(self, packed: Packed | None, final: bool) -> None:
+        ring, slot, row = self._batch.ring, self._batch.slot, self._row
+        self._wait(lambda: self._sent - ring.parts_read(slot, row) < WINDOW_PARTS)
+        offset = size = 0
+        if packed is not None:
+            found = self._wait(PartSpace(self, packed).look)
+            if found is None:
+                return  # the caller left while there was no room
+            offset, size = found
+        if self._wait(lambda: ring.send_part(slot, row, offset, size, final)):
+            self._sent += 1
+        elif offset:
+            ring.return_lease(offset)
+
+    def _wait(self, ready: Callable[[], Found]) -> Found | None:
+        """Return the first true result of `ready`, polled; None when the caller has left."""
+        ring, slot, row = self._batch.ring, self._batch.slot, self._row
+        pause = FIRST_PAUSE_S
+        while ring.waits(slot, row):
+            found = ready()
+            if found:
+                return found
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+        return None
+
+
+class PartSpace:
+    """Looks for a slab for one part. Its reader's own unread parts may take the memory it needs; once they
+    are read there is no use in waiting much longer."""
+
+    def __init__(self, reply: RequestReply, packed: Packed) -> None:
+        self._reply, self._packed = reply, packed
+        self._until = 0.0
+
+    def look(self) -> tuple[int, int] | None:
+        """(offset, bytes), None for no room yet. Raises ServeError RESOURCE_EXHAUSTED once it is hopeless."""
+        reply = self._reply
+        offset, size = reply._batch.desk.put(*self._packed)
+        if offset:
+            return offset, size
+        now = time.monotonic()
+        if reply._batch.ring.parts_read(reply._batch.slot, reply._row) < reply._sent or not self._until:
+            self._until = now + ROOM_S
+        elif now > self._until:
+            raise ServeError(Kind.RESOURCE_EXHAUSTED, NO_ROOM_FOR_PART.format(size))
+        return None
+
+
+def error_note(kind: Kind, text: str) -> bytes:
+    """Encode an error as a note; characters that UTF-8 has not are escaped."""
+    plain = text[:TEXT_MAX].encode("utf-8", "backslashreplace").decode()
+    return write_note(AnswerNote(kind=kind.value, message=plain))

@@ -1,11 +1,12 @@
-"""A worker's life with a text engine: prompts in, tokens out, many sequences in one step.
+"""The loop of a worker with a text engine: prompts in, tokens out, many sequences in one step.
 
     take what is there -> submit        who has left, whose time is up -> cancel
     engine.step(out)                    publish: one message and one doorbell for each front concerned
 
 A slot stays RUNNING from the moment its prompt is taken until its last record is sent, so that the death of
 this worker ends what has begun, and what has not goes to the next one. Nothing here waits for a reader: a
-sequence whose reader is behind stands still (`TokenSender.room`), the others go on.
+sequence whose reader is behind stands still (`TokenSender.room`), the others go on. It does so only while
+nobody waits for its row of the engine; else it writes on, and its front keeps what is not read.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from fastserve._ext.token_records import TokenSender, read_prompt
-from fastserve.backends.base import explain, kind_of
-from fastserve.backends.text_engine import TextEngine, TextRequest
+from fastserve.backends.llm.protocols import TextEngine, TextRequest
+from fastserve.backends.model_errors import explain, kind_of
 from fastserve.codec.text import Extra, Finish, read_text, write_text
 from fastserve.errors import Kind, ServeError
 from fastserve.workers.arena import Arena
@@ -31,7 +32,7 @@ CONTROL_SPOKE = 2
 # Sequences that all stand still give a sign of life this often, and so many times before they count as stuck;
 # what found no room in a ring is tried again.
 BEAT_NS, BEATS, AGAIN_NS = 1_000_000_000, 8, 1_000_000
-# What a place ends with that its engine could not answer: for the counters; its client has its last record.
+# The status that a slot ends with, by its finish: for the counters; its client has its last record.
 STATUSES = [0] * len(Finish)
 STATUSES[Finish.TIMEOUT] = Kind.DEADLINE_EXCEEDED.value
 STATUSES[Finish.FAILED] = Kind.INTERNAL.value
@@ -56,7 +57,8 @@ class TextLoop:
         self._beat_ns = min(BEAT_NS, limit_ms * 1_000_000 // BEATS or BEAT_NS)
         self._workers = arena.geometry.workers
         # One engine takes all there is, so that its priorities order what waits; of several each what fits.
-        self._most = arena.geometry.slots if self._workers == 1 else max(engine.info.slots, 1)
+        self._rows = max(engine.info.slots, 1)
+        self._most = arena.geometry.slots if self._workers == 1 else self._rows
         self.out = TokenSender(
             arena.memory,
             worker=worker,
@@ -68,15 +70,16 @@ class TextLoop:
         )
 
     def run(self, stopped: Callable[[], bool]) -> None:
-        """Until told to stop. `stopped` is asked whenever the control line has something to say."""
+        """Run until `stopped`, which is called when a message arrives, returns True."""
         while True:
             ran = self.turn()
-            if self.out.sleep(self.patience_ns(ran), self._full) & CONTROL_SPOKE and stopped():
+            if self.out.sleep(self.patience_ns(ran), self._is_full) & CONTROL_SPOKE and stopped():
                 return
 
     def turn(self) -> bool:
-        """One step, and what goes before and after it. False when the engine could do nothing."""
+        """Admit, cancel, step and publish once. Returns False when the engine could do nothing."""
         self._admit()
+        self.out.awaited = self._is_awaited()
         for rid, finish in self.out.gone():
             self._engine.cancel(rid, Finish(finish))
         ran = self._engine.pending() > 0 and self._engine.step(self.out)
@@ -86,11 +89,16 @@ class TextLoop:
         return ran
 
     @property
-    def _full(self) -> bool:
+    def _is_full(self) -> bool:
         return self._engine.pending() >= self._most
 
+    def _is_awaited(self) -> bool:
+        """Whether a sequence waits for a row of the engine: in its queue, or for one of several engines."""
+        pending = self._engine.pending()
+        return pending > self._rows or (pending >= self._most and self.out.behind and self.out.untaken)
+
     def patience_ns(self, ran: bool) -> int:
-        """How long there may be nothing to do; negative: for ever."""
+        """How long the loop may sleep; negative: for ever."""
         if ran:
             return 0
         if self.out.unsent:

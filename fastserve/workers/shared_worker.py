@@ -1,15 +1,15 @@
-"""Worker processes that several models share, as their owner sees them: one process for each name, device and
-instance, one tenant in it for each worker that would have a process of its own.
+"""Worker processes that several models share, as the owner sees them: one process for each name, device and
+instance, and in it a thread for each worker that would have a process of its own.
 
     shared = SharedWorkers()
-    tenant = shared.tenant(key, title, environment, on_message, on_exit)     the face of a WorkerProcess
-    tenant.spawn()                                                           the first one starts the process
+    worker = shared.thread_worker(key, title, environment, on_message, on_exit)  the face of a WorkerProcess
+    worker.spawn()                                                               the first starts the process
 
-A tenant has a control line, an arena and a thread of its own (tenants.py): it loads, warms up, takes batches
-and leaves while the others work. What cannot be had apart is the end of a process: a crash, a kill, and a run
-that is ended from outside take all tenants, and each group starts its own again. A tenant that has no batches
-in its hands yet, or none any more, is never a reason to end the others: it is let go of, and its thread ends
-when whatever it is doing ends.
+A thread worker has a control channel, an arena and a thread of its own (thread_host.py): it loads, warms up,
+takes batches and leaves while the others work. The end of the process is common: a crash, a kill, and a batch
+that is ended from outside end all of its workers, and each group starts its own again. A worker without
+batches in its hands is never a reason to end the others: the owner lets go of it, and its thread ends when
+its work does.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from operator import methodcaller
 from typing import Any, NamedTuple
 
 from fastserve._ext.meter import Gauge
-from fastserve.each import each
 from fastserve.errors import Kind, ServeError
-from fastserve.logs import current_logs
 from fastserve.metrics.registry import Family
-from fastserve.workers.control import Control, ControlFault
+from fastserve.util.logs import current_logs
+from fastserve.util.rate_limited_log import run_all
+from fastserve.workers.control import ControlChannel, ControlFault
 from fastserve.workers.process import ENTRY, HANGUP_GRACE_S, KILL_WAIT_S, WorkerProcess
 
 log = logging.getLogger(__name__)
 
-ENTRY_SHARED: tuple[str, ...] = (*ENTRY[:-1], "fastserve.workers.tenants")
-# An empty process has nothing left to say.
+ENTRY_SHARED: tuple[str, ...] = (*ENTRY[:-1], "fastserve.workers.thread_host")
+# For an empty process to end.
 STOP_GRACE_S = 2.0
 OTHER_ENVIRONMENT = (
     "shared_worker {!r} runs with another environment ({}): models that share a worker have the same "
@@ -45,8 +45,9 @@ OnMessage = Callable[[dict[str, Any]], None]
 OnExit = Callable[[str], None]
 
 
-class Key(NamedTuple):
-    """Which process: the name that configs give it, what it computes on, and which of those there."""
+class SharedWorkerKey(NamedTuple):
+    """A shared process: the name that configs give it, its device, and its number among those of that
+    device."""
 
     name: str
     device: str = "cpu"
@@ -55,146 +56,167 @@ class Key(NamedTuple):
 
     @property
     def title(self) -> str:
-        """For logs."""
+        """The process as logs and metrics name it."""
         where = f"@{self.gpu}" if self.gpu >= 0 else "" if self.device == "cpu" else f"@{self.device}"
         return f"{self.name}{where}#{self.number}"
 
 
 class SharedWorkers:
-    """All of one owner's. Everything happens on its loop. `counts` shows how many are in each."""
+    """The shared processes of one owner, on its loop. `counts` shows how many workers are in each."""
 
     def __init__(self, counts: Family[Gauge] | None = None, entry: Sequence[str] = ENTRY_SHARED) -> None:
         self._entry, self._counts = entry, counts
-        self._houses: dict[Key, _House] = {}
+        self._processes: dict[SharedWorkerKey, _SharedProcess] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
-    def tenant(
-        self, key: Key, title: str, environment: Mapping[str, str], on_message: OnMessage, on_exit: OnExit
-    ) -> Tenant:
-        """A place in the process `key`, which is started by the first that moves in."""
-        return Tenant(partial(self._house, key, environment), title, on_message, on_exit)
+    def thread_worker(
+        self,
+        key: SharedWorkerKey,
+        title: str,
+        environment: Mapping[str, str],
+        on_message: OnMessage,
+        on_exit: OnExit,
+    ) -> ThreadWorker:
+        """Make a worker of the process `key`, which its first worker starts."""
+        return ThreadWorker(partial(self._find, key, environment), title, on_message, on_exit)
 
     async def close(self) -> None:
-        """Returns when no process is left that its last tenant has left."""
+        """Return when every process that has no worker left has ended."""
         while self._ending:
             await asyncio.wait(set(self._ending))
 
-    def _house(self, key: Key, environment: Mapping[str, str]) -> _House:
-        """Raises ServeError INVALID_ARGUMENT for a process with another environment."""
-        house = self._houses.get(key)
-        if house is None or not house.open:
-            house = self._houses[key] = _House(key, environment, self._entry, self._changed)
-        elif house.environment != environment:
-            names = {n for n, v in house.environment.items() ^ environment.items()}
+    def _find(self, key: SharedWorkerKey, environment: Mapping[str, str]) -> _SharedProcess:
+        """Find or make a process. Raises ServeError INVALID_ARGUMENT for one with another environment."""
+        shared = self._processes.get(key)
+        if shared is None or not shared.open:
+            shared = self._processes[key] = _SharedProcess(key, environment, self._entry, self._changed)
+        elif shared.environment != environment:
+            names = {n for n, v in shared.environment.items() ^ environment.items()}
             text = OTHER_ENVIRONMENT.format(key.name, ", ".join(sorted(names)))
             raise ServeError(Kind.INVALID_ARGUMENT, text)
-        return house
+        return shared
 
-    def _changed(self, house: _House, tenants: int) -> None:
-        """Somebody has come or gone; an empty process ends."""
-        current = self._houses.get(house.key) is house
+    def _changed(self, shared: _SharedProcess, workers: int) -> None:
+        """Count the workers of a process; stop it when it is empty."""
+        current = self._processes.get(shared.key) is shared
         if self._counts is not None and current:
-            self._counts.of(house.key.title).set(tenants)
-        if tenants or not house.open:
+            self._counts.of(shared.key.title).set(workers)
+        if workers or not shared.open:
             return
-        house.open = False
+        shared.open = False
         if current:
-            del self._houses[house.key]
-        task = asyncio.get_running_loop().create_task(house.process.stop(STOP_GRACE_S))
+            del self._processes[shared.key]
+        task = asyncio.get_running_loop().create_task(shared.process.stop(STOP_GRACE_S))
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
 
-class _House:
-    """One process and who is in it."""
+class _SharedProcess:
+    """One process and its workers."""
 
     def __init__(
         self,
-        key: Key,
+        key: SharedWorkerKey,
         environment: Mapping[str, str],
         entry: Sequence[str],
-        on_change: Callable[[_House, int], None],
+        on_change: Callable[[_SharedProcess, int], None],
     ) -> None:
         self.key, self.environment = key, environment
         self.process = WorkerProcess(environment, self._hear, self._end, entry=entry)
         self.open = True
-        self._tenants: dict[int, Tenant] = {}
+        self._workers: dict[int, ThreadWorker] = {}
         self._last = 0
         self._on_change = on_change
 
-    def admit(self, tenant: Tenant, line: socket.socket) -> int:
-        """Its number here. Raises OSError when there can be no process, ControlFault when it is gone."""
+    def admit(self, worker: ThreadWorker, line: socket.socket) -> int:
+        """Start the worker's thread; returns its number here. Raises OSError where no process can be started,
+        and ControlFault when it is gone."""
         if not self.process.running:
             self.process.spawn()
         self._last += 1
         told = {"op": "join", "id": self._last, "title": self.key.title, "logs": current_logs()}
         self.process.send(told, [line.fileno()])
-        self._tenants[self._last] = tenant
-        self._on_change(self, len(self._tenants))
+        self._workers[self._last] = worker
+        self._on_change(self, len(self._workers))
         return self._last
 
     def leave(self, number: int) -> None:
-        """No effect when it has left."""
-        if self._tenants.pop(number, None) is not None:
-            self._on_change(self, len(self._tenants))
+        """Remove a worker; no effect when it has left."""
+        if self._workers.pop(number, None) is not None:
+            self._on_change(self, len(self._workers))
+
+    def occupied_beside(self, worker: ThreadWorker) -> bool:
+        """Whether another worker than this loads or runs a batch."""
+        return any(one.occupied for one in self._workers.values() if one is not worker)
 
     def _hear(self, message: dict[str, Any]) -> None:
-        tenant = self._tenants.get(message.get("id", 0))
+        worker = self._workers.get(message.get("id", 0))
         if message["op"] not in ("freed", "left"):
             raise ControlFault("a message that is neither freed nor left")
-        if tenant is not None:
-            tenant.freed() if message["op"] == "freed" else tenant.over("it has left")
+        if worker is not None:
+            worker.freed() if message["op"] == "freed" else worker.over("it has left")
 
     def _end(self, words: str) -> None:
         self.open = False
-        each(list(self._tenants.values()), methodcaller("over", words))
+        run_all(list(self._workers.values()), methodcaller("over", words))
 
 
-class Tenant:
+class ThreadWorker:
     """A worker that is a thread of a shared process; used as a WorkerProcess is."""
 
     def __init__(
-        self, house: Callable[[], _House], title: str, on_message: OnMessage, on_exit: OnExit
+        self, shared: Callable[[], _SharedProcess], title: str, on_message: OnMessage, on_exit: OnExit
     ) -> None:
-        self._find, self._title = house, title
+        self._find, self._title = shared, title
         self._on_message, self._on_exit = on_message, on_exit
-        self._house: _House | None = None
+        self._shared: _SharedProcess | None = None
         self._number = 0
-        self._control: Control | None = None
+        self._control: ControlChannel | None = None
         self._exited: asyncio.Future[None] | None = None
         self._hangup: asyncio.TimerHandle | None = None
         self._serving = False
+        self.occupied = False
 
     @property
     def pid(self) -> int:
-        """That of the process, 0 when there is none."""
-        return self._house.process.pid if self._house is not None else 0
+        """Process id of the shared process, 0 when there is none."""
+        return self._shared.process.pid if self._shared is not None else 0
 
     @property
     def running(self) -> bool:
-        """From spawn until it has left, or was let go of."""
+        """True from spawn until the thread has ended or was let go of."""
         return self._control is not None
 
+    @property
+    def killed_outside(self) -> bool:
+        """Whether its process was killed by somebody else."""
+        return self._shared is not None and self._shared.process.killed_outside
+
+    @property
+    def waits_for(self) -> str:
+        """See WorkerProcess."""
+        return ""
+
     def spawn(self) -> None:
-        """Moves in. Raises OSError, and ServeError for a process with another environment."""
-        house = self._find()
+        """Start the thread. Raises OSError, and ServeError for a process with another environment."""
+        shared = self._find()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        control = Control(ours, owner=True)
+        control = ControlChannel(ours, owner=True)
         try:
             with theirs:
-                self._number = house.admit(self, theirs)
+                self._number = shared.admit(self, theirs)
         except ControlFault as fault:
             control.close()
             raise OSError(0, str(fault)) from fault
         except BaseException:
             control.close()
             raise
-        self._house, self._control = house, control
+        self._shared, self._control = shared, control
         self._exited = asyncio.get_running_loop().create_future()
         control.watch(self._hear, self._lose)
 
     def send(self, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
-        """Says something to the thread. Raises ControlFault when it cannot arrive."""
+        """Send a message to the thread. Raises ControlFault when it cannot arrive."""
         if self._control is None:
             raise ControlFault("the worker is not running")
         self._serving = self._serving or message["op"] == "serve"
@@ -204,15 +226,21 @@ class Tenant:
         """See WorkerProcess."""
         return self._control is None or self._control.catch_up()
 
+    def occupy(self, occupied: bool) -> bool:
+        """Note whether it does what may take long, with the interpreter's lock perhaps; whether another in
+        the process does."""
+        self.occupied = occupied
+        return self._shared is not None and self._shared.occupied_beside(self)
+
     def kill(self, reason: str) -> None:
         """Ends the process where batches are in this thread's hands, and else lets go of the thread."""
-        if self._control is None or self._house is None:
+        if self._control is None or self._shared is None:
             return
         if self._serving:
-            self._house.process.kill(f"{self._title}: {reason}")
+            self._shared.process.kill(f"{self._title}: {reason}")
             return
         log.warning(
-            "%s, in shared worker %s, is left to itself: %s", self._title, self._house.key.title, reason
+            "%s, in shared worker %s, is left to itself: %s", self._title, self._shared.key.title, reason
         )
         asyncio.get_running_loop().call_soon(self.over, f"killed: {reason}")
 
@@ -242,21 +270,21 @@ class Tenant:
 
     def abandon(self) -> None:
         """Ends the whole process, without the loop."""
-        if self._control is not None and self._house is not None:
-            self._house.open = False
-            self._house.process.abandon()
+        if self._control is not None and self._shared is not None:
+            self._shared.open = False
+            self._shared.process.abandon()
             self._control.close()
             self._control = None
 
     # --- what the process says ----------------------------------------------------------------------
 
     def freed(self) -> None:
-        """It touches its arena no more."""
+        """Note that the thread has let go of its arena."""
         self._serving = False
 
     def over(self, words: str) -> None:
-        """It has left, or is gone with its process."""
-        if self._control is None or self._house is None or self._exited is None:
+        """End this worker: its thread has ended, or its process."""
+        if self._control is None or self._shared is None or self._exited is None:
             return
         self._control.drain(self._hear)
         self._control.close()
@@ -264,7 +292,7 @@ class Tenant:
         if self._hangup is not None:
             self._hangup.cancel()
         self._exited.set_result(None)
-        self._house.leave(self._number)
+        self._shared.leave(self._number)
         self._on_exit(words)
 
     def _hear(self, message: dict[str, Any]) -> None:
@@ -277,18 +305,18 @@ class Tenant:
         if reason:
             self.kill(f"it sent {reason}")
             return
-        # It has said that it leaves, or its process dies: either is heard of in a moment.
+        # It leaves, or its process dies: the message of either arrives in a moment.
         self._kill_in(HANGUP_GRACE_S, "it closed its control line")
 
     def _kill_in(self, seconds: float, reason: str) -> None:
-        """Unless it has left by then."""
+        """Kill it after so long, unless it has left by then."""
         if self._hangup is not None:
             self._hangup.cancel()
         if self.running:
             self._hangup = asyncio.get_running_loop().call_later(seconds, self.kill, reason)
 
 
-def place_in(config: Mapping[str, Any], number: int) -> Key | None:
+def place_in(config: Mapping[str, Any], number: int) -> SharedWorkerKey | None:
     """The shared process of worker `number` of a version, None for one of its own; `config` is model.yaml as
     plain values. The first workers of all models on a device share one, their second workers another: a
     model's own workers are never in one process, and one may die without the other."""
@@ -298,7 +326,7 @@ def place_in(config: Mapping[str, Any], number: int) -> Key | None:
     places = config.get("places") or ()
     number += int(config.get("first_instance") or 0)
     if not places:
-        return Key(name, number=number)
+        return SharedWorkerKey(name, number=number)
     mine = places[number]["device"], places[number]["gpu"]
     before = sum((one["device"], one["gpu"]) == mine for one in places[:number])
-    return Key(name, *mine, before)
+    return SharedWorkerKey(name, *mine, before)

@@ -1,7 +1,7 @@
 """Batches of Python objects, for the batching library: each place brings an element, or the first
 brings the whole batch.
 
-An element is a numpy row in a column, or bytes of codec/wireable in a slab. Results travel the same
+An element is a numpy row in a column, or bytes of codec/safe_msgpack in a slab. Results travel the same
 ways back. What cannot travel fails its own place; what the transformer raises fails the batch.
 """
 
@@ -13,28 +13,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastserve.backends.base import explain
-from fastserve.backends.device_faults import end_if_lost, is_out_of_memory
-from fastserve.backends.transformer import TransformerBackend
-from fastserve.codec.wireable import decode, encode
+from fastserve.backends.model_errors import end_if_lost, explain, is_out_of_memory
+from fastserve.codec.safe_msgpack import decode, encode
 from fastserve.errors import Kind, ServeError
 from fastserve.workers.arena import Arena
 from fastserve.workers.arrays import NUMPY
-from fastserve.workers.guesses import Guess
-from fastserve.workers.isolation import counted
-from fastserve.workers.smaller import Smaller
+from fastserve.workers.isolation import OomSplit, counted
+from fastserve.workers.warmup import SyntheticInput
 
 if TYPE_CHECKING:
     from fastserve._ext.batch_ring import BatchRing
+    from fastserve.backends.base import ElementBackend
 
 log = logging.getLogger(__name__)
-Place = tuple[int, int, int, int]  # first row, rows, slab offset, bytes
+LibraryPlace = tuple[int, int, int, int]  # first row, rows, slab offset, bytes
 
 
-class ElementRunner:
+class LibraryRunner:
     """Runs slots of a BatchedService. `whole`: the main process made the batch into one object."""
 
-    def __init__(self, arena: Arena, ring: BatchRing, backend: TransformerBackend, *, whole: bool) -> None:
+    def __init__(self, arena: Arena, ring: BatchRing, backend: ElementBackend, *, whole: bool) -> None:
         self._arena = arena
         self._ring = ring
         self._backend = backend
@@ -60,7 +58,7 @@ class ElementRunner:
         self._write(slot, places, results)
 
     def _apply(self, slot: int, batch: Any) -> Any:
-        """By halves where memory is short and the elements are known apart."""
+        """Run a batch, by halves where memory is short and the elements are separate."""
         try:
             return self._backend.apply(batch)
         except Exception as error:
@@ -74,7 +72,7 @@ class ElementRunner:
             del fault  # its traceback holds this frame
 
     def _apply_parts(self, slot: int, batch: Any, error: Exception) -> Any:
-        parts = Smaller(self._backend, len(batch), error)
+        parts = OomSplit(self._backend, len(batch), error)
 
         def run(some: Sequence[int]) -> Any:
             with counted(self._ring, slot, len(some)):
@@ -83,17 +81,17 @@ class ElementRunner:
         found = parts.run(range(len(batch)), run)
         return np.concatenate(found) if self._ring.outputs else [one for part in found for one in part]
 
-    def warm_up(self, rows: int, guess: Guess) -> None:
-        """Nothing: no element can be made up."""
+    def warm_up(self, rows: int, guess: SyntheticInput) -> None:
+        """Do nothing: no element can be synthesized."""
 
-    def _read(self, slot: int, places: list[Place]) -> Any:
+    def _read(self, slot: int, places: list[LibraryPlace]) -> Any:
         if self._whole:
             return decode(bytes(self._ring.slab(places[0][2], places[0][3])))
         if self._ring.inputs:
             return self._column(slot, output=False)[: self._ring.batch_rows(slot)]
         return [decode(bytes(self._ring.slab(offset, nbytes))) for _, _, offset, nbytes in places]
 
-    def _write(self, slot: int, places: list[Place], results: Any) -> None:
+    def _write(self, slot: int, places: list[LibraryPlace], results: Any) -> None:
         if self._ring.outputs:
             rows = self._ring.batch_rows(slot)
             results = np.asarray(results)

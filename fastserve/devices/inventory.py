@@ -1,4 +1,4 @@
-"""Which GPUs a process of this server would be given, asked without becoming one of CUDA's processes.
+"""The GPUs that CUDA gives to a process of this server, found without initialising CUDA in this one.
 
     devices = find_devices()        [] on a machine without any
     devices[1].select               what CUDA_VISIBLE_DEVICES says to mean this one
@@ -32,8 +32,8 @@ PROGRAM = Path(__file__).with_name("cuda.py")
 ASK_S = 60.0
 
 
-class Device(NamedTuple):
-    """One GPU, or one MIG instance of one. `number` is CUDA's for a process with our environment."""
+class VisibleDevice(NamedTuple):
+    """One GPU, or one MIG instance. `number` is CUDA's for a process with our environment."""
 
     number: int
     uuid: str
@@ -43,7 +43,7 @@ class Device(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Words for a person."""
+        """The device as messages to people name it."""
         return f"GPU {self.number} ({self.name}, {self.memory_bytes / 2**30:.1f} GiB)"
 
 
@@ -60,8 +60,9 @@ def has_driver(environment: Mapping[str, str] | None = None) -> bool:
         return False
 
 
-def find_devices(environment: Mapping[str, str] | None = None) -> list[Device]:
-    """Ask. Blocks; a driver that does not answer is none, and that is logged."""
+def find_devices(environment: Mapping[str, str] | None = None) -> list[VisibleDevice]:
+    """Find the devices, by a child process. Blocks; a driver that does not answer counts as none, and is
+    logged."""
     environment = os.environ if environment is None else environment
     if not has_driver(environment):
         return []
@@ -78,33 +79,34 @@ def find_devices(environment: Mapping[str, str] | None = None) -> list[Device]:
         log.error("the CUDA driver could not be asked for its devices: this server goes on without any")
         return []
     return [
-        Device(number, told["uuid"], told["name"], told["memory_bytes"], select)
+        VisibleDevice(number, told["uuid"], told["name"], told["memory_bytes"], select)
         for number, (told, select) in enumerate(zip(found, _selectors(found, environment), strict=True))
     ]
 
 
 def _selectors(found: list[dict[str, Any]], environment: Mapping[str, str]) -> list[str]:
-    """How a child's CUDA_VISIBLE_DEVICES names each: as ours does, so that a MIG instance keeps its name."""
+    """Names of the devices for a child's CUDA_VISIBLE_DEVICES: as in ours, so that a MIG instance keeps its
+    name."""
     given = [name.strip() for name in environment.get(VISIBLE, "").split(",") if name.strip()]
     if len(given) >= len(found):
         return given[: len(found)]
     return [f"{'MIG' if told['mig'] else 'GPU'}-{told['uuid']}" for told in found]
 
 
-class Machine:
-    """The devices of this machine, asked for once in the life of the server, when first wanted."""
+class DeviceInventory:
+    """The devices of this machine, looked for once in the life of the server, on first use."""
 
     def __init__(self) -> None:
-        self._devices: list[Device] | None = None
+        self._devices: list[VisibleDevice] | None = None
         self._asking = threading.Lock()
 
-    def devices(self) -> list[Device]:
-        """Blocks the first time, from any thread."""
+    def devices(self) -> list[VisibleDevice]:
+        """Return the devices. Blocks the first time; from any thread."""
         with self._asking:
             if self._devices is None:
                 self._devices = find_devices()
             return self._devices
 
 
-MACHINE = Machine()
+MACHINE = DeviceInventory()
 """This one. What it has does not change while the process lives."""

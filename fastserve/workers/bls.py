@@ -1,4 +1,5 @@
-"""Calls from one model to another (BLS), as the worker makes them: over the control line, tensors in slabs.
+"""Business logic scripting (BLS): calls from one model to another, over the control channel, tensors in
+slabs.
 
     worker                                              owner
       | -- infer {id, offset, nbytes, many, timeout_us} ->|   the request, in a slab of the worker's
@@ -7,8 +8,8 @@
       | -- taken {id} ----------------------------------->|   many: one response more may come
       | -- leave {id} ----------------------------------->|   nobody waits any more; a final answer follows
 
-Any thread of the model may call. Whoever waits reads the line for all: there is no thread for it, and the
-batch loop reads it too. A call has a deadline, so that a model that waits for itself gets an error.
+Any thread of the model may call. A thread that waits reads the channel for all: there is no thread for it,
+and the batch loop reads it too. A call has a deadline, so that a model that waits for itself gets an error.
 """
 
 from __future__ import annotations
@@ -22,27 +23,26 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from fastserve.backends import wishes
-from fastserve.backends.triton_requests import InferenceRequest, InferenceResponse, TritonError, bls
-from fastserve.backends.triton_tensor import Tensor as TritonTensor
-from fastserve.backends.triton_tensor import TritonModelException
-from fastserve.codec.notes import RequestNote, read_answer_note, write_note
+from fastserve.backends import model_callbacks
+from fastserve.backends.triton_api.requests import InferenceRequest, InferenceResponse, TritonError, bls
+from fastserve.backends.triton_api.tensor import Tensor as TritonTensor
+from fastserve.backends.triton_api.tensor import TritonModelException
+from fastserve.codec.slab_notes import RequestNote, read_answer_note, write_note
 from fastserve.errors import Kind
 from fastserve.workers.arena import Arena
 from fastserve.workers.arrays import open_desk, read_array
-from fastserve.workers.control import Control, ControlFault, PeerGone
-from fastserve.workers.replies import Kept
-from fastserve.workers.request_desk import KINDS, STRINGS, to_entry
-from fastserve.workers.wishes import in_pieces
+from fastserve.workers.control import ControlChannel, ControlFault, PeerGone, in_pieces
+from fastserve.workers.request_codec import KINDS, STRINGS, to_entry
+from fastserve.workers.requests import KeptSlab
 
 if TYPE_CHECKING:
     from fastserve._ext.batch_ring import BatchRing
 
-log = logging.getLogger(__name__)
 
+log = logging.getLogger(__name__)
 # How long a call may take whose request names no timeout.
 DEFAULT_TIMEOUT_S = 60.0
-# How long a model that is loaded for another may take.
+# How long a model callback may take, such as a load of another model.
 WISH_S = 600.0
 # The owner ends a call at its deadline; should it not, this much later the call ends by itself.
 SLACK_S = 1.0
@@ -54,8 +54,8 @@ NO_RESPONSE = "there was no response"
 NO_ROOM = "there is no room for a request to another model (max_queue_bytes)"
 
 
-class Call:
-    """One call under way: answers not yet taken, and whether more will come."""
+class OutgoingCall:
+    """One call under way: responses not yet taken, and whether more will come."""
 
     def __init__(self, number: int, offset: int, deadline: float, timeout_s: float) -> None:
         self.number, self.offset = number, offset
@@ -65,29 +65,30 @@ class Call:
         self.news = threading.Event()
 
 
-class ControlLine:
-    """The worker's end. `turn` belongs to the batch loop, the rest to the model's threads."""
+class BlsClient:
+    """The worker's side of BLS. `turn` belongs to the batch loop, the rest to the model's threads."""
 
-    def __init__(self, control: Control, arena: Arena, ring: BatchRing) -> None:
+    def __init__(self, control: ControlChannel, arena: Arena, ring: BatchRing) -> None:
         self._control, self._ring = control, ring
         self._desk = open_desk(arena, ring)
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, OutgoingCall] = {}
         self._numbers = itertools.count(1)
         self._reading = threading.Lock()
         self._poll = select.poll()
         self._poll.register(control.fileno(), select.POLLIN)
         self._gone = False
-        self._kept: set[Kept] = set()
+        self._kept: set[KeptSlab] = set()
 
     @classmethod
-    def open(cls, control: Control, arena: Arena, ring: BatchRing) -> ControlLine:
-        """A line that requests of this process go through from now on."""
+    def open(cls, control: ControlChannel, arena: Arena, ring: BatchRing) -> BlsClient:
+        """Open the channel that requests of this process go through from now on."""
         line = cls(control, arena, ring)
-        bls.line = wishes.server.line = line
+        bls.line = model_callbacks.process.channel = line
         return line
 
     def turn(self) -> bool:
-        """Take what the owner has said, if nobody else is just doing that; True when it is over."""
+        """Read a message of the owner, unless another thread is reading; returns True when the worker is to
+        stop."""
         if self._reading.acquire(blocking=False):
             try:
                 self._read(0)
@@ -96,7 +97,7 @@ class ControlLine:
         return self._gone
 
     def call(self, request: InferenceRequest) -> InferenceResponse:
-        """One request, one response; what went wrong is in the response."""
+        """Send a request and return its response, which holds an error as well."""
         call = self._begin(request, many=False)
         try:
             answer = self._next(call)
@@ -105,10 +106,10 @@ class ControlLine:
             self._leave(call)
 
     def stream(self, request: InferenceRequest) -> Iterator[InferenceResponse]:
-        """One request, any number of responses. The call begins now, not with the first look."""
+        """Send a request now, and return an iterator of its responses."""
         return self._responses(self._begin(request, many=True))
 
-    def _responses(self, call: Call) -> Iterator[InferenceResponse]:
+    def _responses(self, call: OutgoingCall) -> Iterator[InferenceResponse]:
         try:
             while answer := self._next(call):
                 yield self._response(answer)
@@ -117,11 +118,11 @@ class ControlLine:
         finally:
             self._leave(call)
 
-    # --- wishes (wishes.py) ---
+    # --- model callbacks ---
 
     def ask(self, wish: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Nothing comes back once the server is stopping: the model says goodbye."""
-        call = Call(next(self._numbers), 0, time.monotonic() + WISH_S, WISH_S)
+        """Send a callback and return the reply, an empty one once the server is stopping."""
+        call = OutgoingCall(next(self._numbers), 0, time.monotonic() + WISH_S, WISH_S)
         self._calls[call.number] = call
         try:
             for piece in in_pieces(call.number, wish):
@@ -141,13 +142,15 @@ class ControlLine:
 
     # --- requests out ---
 
-    def _begin(self, request: InferenceRequest, *, many: bool) -> Call:
+    def _begin(self, request: InferenceRequest, *, many: bool) -> OutgoingCall:
         tensors = [to_entry(i, t.raw, t.triton_dtype()) for i, t in enumerate(request.inputs())]
         offset, size = self._desk.put(tensors, write_note(_note_of(request)))
         if offset == 0:
             raise TritonModelException(NO_ROOM)
         timeout_us = request.timeout() or int(DEFAULT_TIMEOUT_S * 1e6)
-        call = Call(next(self._numbers), offset, time.monotonic() + timeout_us / 1e6, timeout_us / 1e6)
+        call = OutgoingCall(
+            next(self._numbers), offset, time.monotonic() + timeout_us / 1e6, timeout_us / 1e6
+        )
         self._calls[call.number] = call
         told = {"offset": offset, "nbytes": size, "many": many, "timeout_us": timeout_us}
         try:
@@ -160,8 +163,8 @@ class ControlLine:
             raise TritonModelException(GONE) from None
         return call
 
-    def _leave(self, call: Call) -> None:
-        """The caller takes no more. The request's slab stays until the owner, too, is done with it."""
+    def _leave(self, call: OutgoingCall) -> None:
+        """End a call. The request's slab stays until the owner, too, has released it."""
         self._drop_answers(call)
         if call.final or call.left:
             return
@@ -171,8 +174,8 @@ class ControlLine:
 
     # --- answers in ---
 
-    def _next(self, call: Call) -> dict[str, Any] | None:
-        """The next answer, an error once the deadline has passed, None after the last one."""
+    def _next(self, call: OutgoingCall) -> dict[str, Any] | None:
+        """Return the next response, an error once the deadline has passed, None after the last one."""
         while not call.answers:
             if call.final:
                 return None
@@ -185,7 +188,7 @@ class ControlLine:
             self._await_news(call, left_s)
         return call.answers.popleft()
 
-    def _await_news(self, call: Call, left_s: float) -> None:
+    def _await_news(self, call: OutgoingCall, left_s: float) -> None:
         call.news.clear()
         if call.answers or call.final:
             return
@@ -199,7 +202,7 @@ class ControlLine:
             call.news.wait(min(left_s, LOOK_S))
 
     def _read(self, wait_s: float) -> None:
-        """One message, if one comes in time. Only under the lock."""
+        """Read one message, if one comes in time. Only under the lock."""
         if self._gone or not self._poll.poll(wait_s * 1000):
             return
         try:
@@ -208,7 +211,7 @@ class ControlLine:
             message = {"op": "stop"}
         if message["op"] == "stop":
             self._gone = True
-            self._control.deafen()  # so that the batch loop, which may sleep, hears of it too
+            self._control.deafen()  # so that the batch loop, which may sleep, wakes too
             for call in list(self._calls.values()):  # threads that begin calls go on meanwhile
                 call.news.set()
         elif message["op"] in ("answer", "told"):
@@ -229,7 +232,7 @@ class ControlLine:
             self._drop_answers(call)
         call.news.set()
 
-    def _drop_answers(self, call: Call) -> None:
+    def _drop_answers(self, call: OutgoingCall) -> None:
         while call.answers:
             offset = call.answers.popleft().get("offset")
             if offset:
@@ -247,7 +250,7 @@ class ControlLine:
         ]
         views = [data for _, code, _, data in entries if code != STRINGS]
         if views:
-            Kept(self._ring, offset, views, self._kept)
+            KeptSlab(self._ring, offset, views, self._kept)
         else:
             self._ring.return_lease(offset)
         return InferenceResponse(tensors, parameters=note.parameters)
@@ -269,5 +272,5 @@ def _note_of(request: InferenceRequest) -> RequestNote:
 
 
 def _failed(text: str) -> InferenceResponse:
-    """As there, every error of another model is INTERNAL: a model that passes it on answers with that."""
+    """As in Triton, every error of another model is INTERNAL: a model that passes it on answers with that."""
     return InferenceResponse(error=TritonError(text))

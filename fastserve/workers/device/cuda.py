@@ -12,10 +12,10 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from fastserve.backends.device_faults import DeviceLost, end_if_lost
-from fastserve.backends.torch import import_torch, open_device
+from fastserve.backends.frameworks.torch_device import import_torch, open_device
+from fastserve.backends.model_errors import DeviceLost, end_if_lost
 from fastserve.devices.cuda import Cuda, CudaFault
-from fastserve.workers.device import COMPUTE, COPY_IN, Mark, Stream, Tensor
+from fastserve.workers.device.base import COMPUTE, COPY_IN, DeviceStream, Mark, Tensor
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class CudaDevice:
         number = int(name.partition(":")[2] or 0)
         self.name = f"cuda:{number}"
         self._device = open_device(self._torch, self.name)
-        self._streams = {stream: self._torch.cuda.Stream(self._device) for stream in Stream}
+        self._streams = {stream: self._torch.cuda.Stream(self._device) for stream in DeviceStream}
         if compute is not None:
             self._streams[COMPUTE] = compute
         self._number, self._cuda = number, Cuda.load()
@@ -64,24 +64,24 @@ class CudaDevice:
         """See Device."""
         return self._torch.empty(shape, dtype=dtype, pin_memory=True)
 
-    def copy(self, stream: Stream, target: Tensor, source: Tensor) -> None:
+    def copy(self, stream: DeviceStream, target: Tensor, source: Tensor) -> None:
         """See Device."""
         with self._torch.cuda.stream(self._streams[stream]):
             target.copy_(source, non_blocking=True)
 
-    def enqueue(self, stream: Stream, work: Callable[[], None]) -> None:
+    def enqueue(self, stream: DeviceStream, work: Callable[[], None]) -> None:
         """See Device."""
         with self._torch.cuda.stream(self._streams[stream]):
             work()
 
-    def mark(self, stream: Stream) -> Mark:
+    def mark(self, stream: DeviceStream) -> Mark:
         """See Device."""
         event = self._torch.cuda.Event(enable_timing=True)
         with _or_lost():
             event.record(self._streams[stream])
         return event
 
-    def after(self, stream: Stream, mark: Mark) -> None:
+    def after(self, stream: DeviceStream, mark: Mark) -> None:
         """See Device."""
         with _or_lost():
             self._streams[stream].wait_event(mark)
@@ -123,8 +123,8 @@ class CudaDevice:
 
 @contextlib.contextmanager
 def _or_lost() -> Iterator[None]:
-    """Without events there is no order: whoever cannot record one, or wait for one, must not go on. What
-    cudaEventQuery fails with is what the work before it failed with, whoever enqueued that."""
+    """Raise DeviceLost for a failed event call. Without events there is no order, and cudaEventQuery fails
+    with the error of the work before it."""
     try:
         yield
     except RuntimeError as error:

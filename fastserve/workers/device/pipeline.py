@@ -6,24 +6,33 @@ overlap.
     COPY_OUT                    | out 1 |  | out 2 |  | out 3 |
                                         ^ batch 1 has landed: its slot may be published, and not before
 
-Knows streams and marks, and nothing of slots, requests or what a model is: what is copied and run is the
-cargo's to say. Nothing here waits.
+Knows streams and marks, and nothing of slots, requests or models: a batch says what is copied and run.
+Nothing here waits, but the batch loop of a worker with a device (`run_flights`): it takes batches while
+others are in flight, and sleeps only when there is nothing to look at. Right after something has happened it
+asks all the time whether a batch has landed; then it naps, and a doorbell wakes it.
 """
 
 from __future__ import annotations
 
+import select
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from fastserve.workers.device import COMPUTE, COPY_IN, COPY_OUT, Device, Mark, Tensor
+from fastserve.workers.device.base import COMPUTE, COPY_IN, COPY_OUT, ComputeDevice, Mark, Tensor
+from fastserve.workers.loop import CONTROL_SPOKE, answer
+
+if TYPE_CHECKING:
+    from fastserve._ext.batch_ring import BatchRing
+
 
 Copies = Iterable[tuple[Tensor, Tensor]]  # (target, source)
 
 
-class Cargo(Protocol):
+class DeviceBatch(Protocol):
     """One batch. Its host memory is the device's from `incoming` until it has landed."""
 
     def incoming(self) -> Copies:
@@ -39,7 +48,7 @@ class Flight:
     """A batch on its way. `fault` is what its copies or its run raised; `done` is reached when the device has
     let go of all memory of it, after a fault too."""
 
-    cargo: Cargo
+    cargo: DeviceBatch
     begun: Mark = None
     copied: Mark = None
     started: Mark = None
@@ -48,7 +57,7 @@ class Flight:
     held: list[tuple[Tensor, Tensor]] | None = None
     fault: Exception | None = None
 
-    def times_ns(self, device: Device) -> tuple[int, int, int]:
+    def times_ns(self, device: ComputeDevice) -> tuple[int, int, int]:
         """Copy-in, compute and copy-out of one that landed without a fault."""
         return (
             device.between_ns(self.begun, self.copied),
@@ -60,7 +69,7 @@ class Flight:
 class Pipeline:
     """At most `depth` batches on one device."""
 
-    def __init__(self, device: Device, depth: int) -> None:
+    def __init__(self, device: ComputeDevice, depth: int) -> None:
         self._device = device
         self._depth = depth
         self._flights: deque[Flight] = deque()
@@ -73,7 +82,7 @@ class Pipeline:
         """Whether another batch may start."""
         return len(self._flights) < self._depth
 
-    def launch(self, cargo: Cargo) -> None:
+    def launch(self, cargo: DeviceBatch) -> None:
         """Enqueue a batch whole; what it fails with is seen when it lands. Raises DeviceLost."""
         device, flight = self._device, Flight(cargo)
         self._flights.append(flight)
@@ -88,10 +97,10 @@ class Pipeline:
         device.enqueue(COMPUTE, partial(self._compute, flight))
 
     def landed(self) -> Iterator[Flight]:
-        """Those that are done, oldest first. Raises DeviceLost."""
+        """Yield the batches that are done, oldest first. Raises DeviceLost."""
         while self._flights:
             flight = self._flights[0]
-            done = flight.done  # a simulated device may call `_compute` while it is asked
+            done = flight.done  # a device may call `_compute` while it is asked
             if not self._device.reached(flight.copied if done is None else done) or done is None:
                 return
             self._flights.popleft()
@@ -116,3 +125,54 @@ class Pipeline:
         except Exception as error:
             flight.fault = error
         flight.done = device.mark(COPY_OUT)
+
+
+# Asked all the time for this long after something happened: a small model's batch is over in it. Then every
+# NAP.
+EAGER_NS, NAP_NS = 100_000, 50_000
+
+LISTEN_NS = 5_000_000
+
+
+class _ControlPoll:
+    """Whether a message of the owner has arrived: polled every LISTEN_NS, beside the waits in the ring."""
+
+    def __init__(self, control_fd: int) -> None:
+        self._line = select.poll()
+        self._line.register(control_fd, select.POLLIN)
+        self._next_ns = 0
+
+    def spoke(self) -> bool:
+        now = time.monotonic_ns()
+        if now < self._next_ns:
+            return False
+        self._next_ns = now + LISTEN_NS
+        return bool(self._line.poll(0))
+
+
+def run_flights(
+    ring: BatchRing, runner: Any, stopped: Callable[[], bool], spin_ns: int, control_fd: int
+) -> None:
+    """Until told to stop; everything in flight then lands first. Raises DeviceLost."""
+    eager_until, owner = 0, _ControlPoll(control_fd)
+    while True:
+        if owner.spoke() and stopped():
+            runner.drain()
+            return
+        if not runner.in_flight:
+            slot = ring.take_or_wait(spin_ns)
+        elif not runner.room:
+            slot = -1
+        elif time.monotonic_ns() < eager_until:
+            slot = ring.take()
+        else:
+            slot = ring.take_or_wait(0, NAP_NS)
+        if slot >= 0:
+            answer(ring, runner, slot)
+        elif slot == CONTROL_SPOKE and stopped():
+            runner.drain()
+            return
+        if runner.land() or slot >= 0:
+            eager_until = time.monotonic_ns() + EAGER_NS
+        elif not runner.room and time.monotonic_ns() > eager_until:
+            time.sleep(NAP_NS / 1e9)

@@ -1,6 +1,6 @@
 """Batches of slabs on a device: each request's inputs are copied by DMA from its slab to its rows, and its
-outputs into a slab made for them when their shapes are known. What does not fit together is run apart
-(ragged.py).
+outputs into a slab made for them when their shapes are known. Requests whose shapes differ are run in groups
+(runners.py).
 """
 
 from __future__ import annotations
@@ -9,44 +9,44 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fastserve.backends.device_faults import is_out_of_memory
-from fastserve.backends.torch_tensors import as_tensor, torch_dtype
+from fastserve.backends.frameworks.torch_tensors import as_tensor, torch_dtype
+from fastserve.backends.model_errors import is_out_of_memory
 from fastserve.workers.arrays import open_desk
-from fastserve.workers.device import Device, Tensor
-from fastserve.workers.device_runner import DeviceRunner
-from fastserve.workers.ragged import Place, SlabRunner
+from fastserve.workers.device.base import ComputeDevice, Tensor
+from fastserve.workers.device.runner import DeviceRunner
+from fastserve.workers.runners import SlabPlace, SlabRunner
 
 if TYPE_CHECKING:
     from fastserve._ext.slab_tensors import Entry
-    from fastserve.workers.workplace import Workplace
+    from fastserve.workers.arena import WorkerContext
 
 
 @dataclass(slots=True)
-class Group:
+class DeviceGroup:
     """Requests that run together, less those that were answered. `answers` are their slabs: (first row,
     offset or 0, bytes)."""
 
-    places: list[Place]
+    places: list[SlabPlace]
     inputs: dict[str, Tensor] = field(default_factory=dict)
     answers: list[tuple[int, int, int]] = field(default_factory=list)
     staged: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     fault: Exception | None = None
 
 
-class SlabCargo:
+class SlabDeviceBatch:
     """One slot's requests."""
 
-    def __init__(self, runner: DeviceSlabRunner, slot: int, groups: list[list[Place]]) -> None:
+    def __init__(self, runner: DeviceSlabRunner, slot: int, groups: list[list[SlabPlace]]) -> None:
         self.slot, self._runner = slot, runner
-        self._groups = [Group(places) for places in groups]
+        self._groups = [DeviceGroup(places) for places in groups]
 
     def incoming(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """See Cargo."""
+        """See DeviceBatch."""
         for group in self._groups:
             yield from self._runner.take_in(group)
 
     def compute(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """See Cargo. A group that fails does so alone."""
+        """See DeviceBatch. A group that fails does so alone."""
         for group in self._groups:
             try:
                 copies = list(self._runner.compute(group))
@@ -57,7 +57,7 @@ class SlabCargo:
             yield from copies
 
     def land(self) -> None:
-        """See SlotCargo."""
+        """See SlotBatch."""
         for group in self._groups:
             for target, staged in group.staged:
                 target.copy_(staged)
@@ -66,7 +66,7 @@ class SlabCargo:
         self._answer_failed()
 
     def run_again(self, error: Exception) -> None:
-        """Its copies failed: of what, no group can tell, so all run again that have no answer."""
+        """Run every unanswered group again: its copies failed, for no known group."""
         for group in self._groups:
             group.fault = group.fault or error
             self._runner.give_up(group)
@@ -79,33 +79,33 @@ class SlabCargo:
             self._runner.answer_failed(self.slot, group, beside=len(self._groups) > 1)
 
     def leave(self) -> None:
-        """Slabs that were made and not answered with: its results could not be copied out."""
+        """Return the slabs of results that could not be copied out."""
         for group in self._groups:
             self._runner.give_up(group)
 
 
-class DeviceSlabRunner(DeviceRunner[SlabCargo]):
+class DeviceSlabRunner(DeviceRunner[SlabDeviceBatch]):
     """Runs slots whose places carry slabs."""
 
-    def __init__(self, place: Workplace, device: Device) -> None:
+    def __init__(self, place: WorkerContext, device: ComputeDevice) -> None:
         self.plain = SlabRunner(place)
         super().__init__(place, device, self.plain)
         self._desk = open_desk(place.arena, place.ring)
         self._batching = int(place.config["max_batch_size"]) > 0
 
-    def _load(self, slot: int) -> SlabCargo | None:
+    def _load(self, slot: int) -> SlabDeviceBatch | None:
         places = self.plain.read_places(slot)
-        return SlabCargo(self, slot, self.plain.groups_of(places)) if places else None
+        return SlabDeviceBatch(self, slot, self.plain.groups_of(places)) if places else None
 
-    def _run_again(self, slot: int, error: Exception, cargo: SlabCargo | None) -> None:
+    def _run_again(self, slot: int, error: Exception, cargo: SlabDeviceBatch | None) -> None:
         """See DeviceRunner: by groups, as a model that fails is run again."""
         if cargo is None:
             super()._run_again(slot, error, cargo)
         else:
             cargo.run_again(error)
 
-    def take_in(self, group: Group) -> Iterator[tuple[Tensor, Tensor]]:
-        """One copy for each request's tensor, side by side on the device."""
+    def take_in(self, group: DeviceGroup) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield one copy for each request's tensor, side by side on the device."""
         for name, spec in self._backend.inputs.items():
             arrays = [(rows, arrays[name]) for _, rows, arrays in group.places if name in arrays]
             if not arrays:
@@ -121,7 +121,7 @@ class DeviceSlabRunner(DeviceRunner[SlabCargo]):
                 yield (room[at : at + rows] if self._batching else room), source
                 at += rows
 
-    def compute(self, group: Group) -> Iterator[tuple[Tensor, Tensor]]:
+    def compute(self, group: DeviceGroup) -> Iterator[tuple[Tensor, Tensor]]:
         """Run the group, and make slabs for what comes out."""
         results = self._device.run(self._backend.run_on_device, group.inputs)
         at = 0
@@ -131,7 +131,7 @@ class DeviceSlabRunner(DeviceRunner[SlabCargo]):
             yield from self._make_slab(group, row, mine)
 
     def _make_slab(
-        self, group: Group, row: int, results: Mapping[str, Tensor]
+        self, group: DeviceGroup, row: int, results: Mapping[str, Tensor]
     ) -> Iterator[tuple[Tensor, Tensor]]:
         specs = list(self._backend.outputs.values())
         entries: list[Entry] = [
@@ -150,22 +150,22 @@ class DeviceSlabRunner(DeviceRunner[SlabCargo]):
                 target = staged
             yield target, source
 
-    def give_up(self, group: Group) -> None:
-        """Slabs of a group that failed hold nothing."""
+    def give_up(self, group: DeviceGroup) -> None:
+        """Return the slabs of a group that failed."""
         for _, offset, _ in group.answers:
             if offset:
                 self._ring.return_lease(offset)
         group.answers.clear()
         group.staged.clear()
 
-    def answer(self, slot: int, group: Group) -> None:
-        """Its slabs have been written."""
+    def answer(self, slot: int, group: DeviceGroup) -> None:
+        """Answer with the slabs of a group, which have been written."""
         while group.answers:  # each is the place's own from there on
             row, offset, size = group.answers.pop(0)
             group.places = [place for place in group.places if place[0] != row]
             self.plain.answer_slab(slot, row, offset, size)
 
-    def answer_failed(self, slot: int, group: Group, *, beside: bool) -> None:
+    def answer_failed(self, slot: int, group: DeviceGroup, *, beside: bool) -> None:
         """Alone where requests may fail so; `beside`: others were on the device with it, and are gone. Raises
         DeviceLost."""
         places, group.places = group.places, []

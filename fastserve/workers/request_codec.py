@@ -1,5 +1,5 @@
-"""A worker's way from slabs to requests of Triton's Python API, and from responses to slabs: what is odd, or
-seldom. What every request goes through is compiled (`_ext.triton_requests`).
+"""The request codec: slabs to requests of Triton's Python API, and responses to slabs. The part that every
+request needs is compiled (`_ext.triton_requests`); rare cases are here.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ import numpy as np
 from fastserve._ext.flatten import pack_bytes
 from fastserve._ext.slab_tensors import MAX_RANK
 from fastserve._ext.triton_requests import OneReply, RequestDesk, WholeRequest
-from fastserve.backends.base import explain
-from fastserve.backends.triton_python import TritonPythonBackend
-from fastserve.backends.triton_requests import InferenceRequest, InferenceResponse
-from fastserve.backends.triton_tensor import Tensor, TritonModelException
-from fastserve.backends.triton_types import BY_NUMBER, STRING
-from fastserve.codec.notes import AnswerNote, read_request_note, write_note
+from fastserve.backends.model_errors import explain
+from fastserve.backends.triton_api.requests import InferenceRequest, InferenceResponse
+from fastserve.backends.triton_api.tensor import BY_NUMBER, STRING, Tensor, TritonModelException
+from fastserve.codec.slab_notes import AnswerNote, read_request_note, write_note
 from fastserve.errors import Kind
 from fastserve.tensor import DTYPES
 from fastserve.workers.arena import Arena
@@ -28,7 +26,8 @@ from fastserve.workers.arrays import open_desk, unpack_strings
 if TYPE_CHECKING:
     from fastserve._ext.batch_ring import BatchRing
     from fastserve._ext.slab_tensors import Entry
-    from fastserve.workers.replies import Reply
+    from fastserve.backends.base import RequestBackend
+    from fastserve.workers.requests import RequestReply
 
 log = logging.getLogger(__name__)
 
@@ -42,10 +41,10 @@ Array = np.ndarray[Any, Any]
 Packed = tuple[list["Entry"], bytes]  # outputs, their note
 
 
-class Desk(RequestDesk):
-    """That of one model."""
+class RequestCodec(RequestDesk):
+    """The request codec of one model."""
 
-    def __init__(self, arena: Arena, ring: BatchRing, backend: TritonPythonBackend) -> None:
+    def __init__(self, arena: Arena, ring: BatchRing, backend: RequestBackend) -> None:
         config = backend.config
         self._backend = backend
         self._slabs = open_desk(arena, ring)
@@ -74,11 +73,12 @@ class Desk(RequestDesk):
     # --- in ---
 
     def read_strings(self, data: memoryview, shape: tuple[int, ...]) -> Array:
-        """Copied out of the slab. Raises ValueError when their lengths lie."""
+        """Copy strings out of the slab. Raises ValueError when their lengths lie."""
         return unpack_strings(data, shape)
 
     def read_note(self, said: bytes, request: WholeRequest, reply: OneReply) -> list[str]:
-        """What a request says besides tensors; the names of inputs that the model does not declare."""
+        """Read a request's fields besides tensors; returns the names of inputs that the model does not
+        declare."""
         note = read_request_note(said)
         request._request_id = note.request_id
         request._correlation_id = note.sequence_id
@@ -90,12 +90,12 @@ class Desk(RequestDesk):
         return note.extra
 
     def fit(self, array: Array, shapes: tuple[list[int], list[int]], lent: list[Any]) -> Array:
-        """An input whose model sees another shape than clients do."""
+        """Reshape an input whose model sees another shape than clients do."""
         lent.append(array)
         return reshape(array, *shapes, batching=self._batching)
 
-    def unreadable(self, reply: Reply) -> None:
-        """Strings whose lengths lie, say."""
+    def unreadable(self, reply: RequestReply) -> None:
+        """Refuse a request whose tensors cannot be read."""
         reply.fail(Kind.INVALID_ARGUMENT, UNREADABLE)
 
     # --- out ---
@@ -103,15 +103,16 @@ class Desk(RequestDesk):
     def answered_twice(self) -> None:
         log.error("execute returned a response to a request that it had answered: it is lost")
 
-    def unwritable(self, reply: Reply, error: Exception) -> None:
+    def unwritable(self, reply: RequestReply, error: Exception) -> None:
         reply.fail(Kind.INTERNAL, self.words(error))
 
     def words(self, error: BaseException) -> str:
-        """What callers are told of what the model raised."""
+        """The error text for an exception of the model."""
         return FAILED.format(self._backend.instance_name, explain(error) + self._backend.where(error))
 
     def pack(self, response: InferenceResponse, wanted: list[str]) -> Packed:
-        """Any response as `put` takes it. Raises TritonModelException for a tensor that cannot travel."""
+        """Return a response as slab entries and a note. Raises TritonModelException for a tensor that cannot
+        travel."""
         entries: list[Entry] = []
         extra: list[str] = []
         for output in response._tensors:

@@ -1,12 +1,13 @@
-"""The entry of a worker process that models share: `python -m fastserve.workers.tenants FD`.
+"""The entry of a worker process that models share: `python -m fastserve.workers.thread_host FD`.
 
-    read "join" {id, title, logs} + a descriptor -> a thread, which lives on that control line as a worker
-    does on its own (main.py) -> say "freed" {id} when it touches its arena no more -> say "left" {id}
+    read "join" {id, title, logs} + a descriptor
+        -> a thread, which lives on that control channel as a worker in a process of its own (main.py)
+        -> say "freed" {id} when it has let go of its arena -> say "left" {id}
 
 The main thread only listens to the owner. Threads are the right thing here because what a model does for long
 it does without the interpreter's lock: a batch in numpy, ONNX Runtime or torch, a wait for the next one. Of
-what a process has once, the import system is kept apart by backends/python.py, log fields and the line to the
-server by thread; the rest (environment, thread pools, the device's context) is what is meant to be shared.
+what a process has once, the import system is separated by backends/python.py, log fields and the control
+channel by thread; the rest (environment, thread pools, the device's context) is what is meant to be shared.
 """
 
 from __future__ import annotations
@@ -23,23 +24,28 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fastserve.backends import Backend, wishes
-from fastserve.backends.device_faults import DeviceLost
+from fastserve.backends import Backend, model_callbacks
+from fastserve.backends.model_errors import DeviceLost
 from fastserve.backends.registry import find_backend
-from fastserve.garbage import keep_what_is
-from fastserve.logs import log_fields
+from fastserve.util.logs import log_fields
+from fastserve.util.memory import gc_freeze
 from fastserve.workers import main as worker
-from fastserve.workers.control import Control, ControlFault, PeerGone
-from fastserve.workers.tie import leave, tie_to_owner
-from fastserve.workers.wishes import EarlyLine
+from fastserve.workers.control import (
+    ControlChannel,
+    ControlFault,
+    LoadChannel,
+    PeerGone,
+    die_with_owner,
+    exit_now,
+)
 
 log = logging.getLogger(__name__)
 
 
-class House:
-    """The threads of this process."""
+class ThreadHost:
+    """The thread workers of this process."""
 
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: ControlChannel) -> None:
         self._control = control
         self._known = self._broken = False
         self._beginning = threading.Lock()
@@ -53,13 +59,13 @@ class House:
         thread = threading.Thread(target=self._live, args=(number, fd), name=f"tenant-{number}", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # so many threads may not be: the trouble of the one that comes
-            log.exception("tenant %d finds no thread", number)
+        except RuntimeError:  # no thread can be started: only the new worker fails
+            log.exception("thread worker %d could not get a thread", number)
             os.close(fd)
             self._say("left", number)
 
     def _live(self, number: int, fd: int) -> None:
-        control = Control(socket.socket(fileno=fd), owner=False)
+        control = ControlChannel(socket.socket(fileno=fd), owner=False)
         try:
             order = control.receive().message
             with self._beginning:
@@ -67,10 +73,10 @@ class House:
             with _apart(order, control):
                 worker.live(control, order, lambda *given: self._serve(number, *given))
         except PeerGone:
-            log.debug("tenant %d was let go of before it began", number)
+            log.debug("thread worker %d was let go of before it began", number)
         finally:
             if self._broken:  # the device's context is everybody's here
-                leave(1)
+                exit_now(1)
             _forget()
             self._say("left", number)
             control.close()
@@ -79,7 +85,7 @@ class House:
         self,
         number: int,
         backend: Backend,
-        control: Control,
+        control: ControlChannel,
         config: Mapping[str, Any],
         message: Mapping[str, Any],
         fds: list[int],
@@ -100,49 +106,46 @@ class House:
 
 
 def _prepare(config: Mapping[str, Any]) -> None:
-    """What may not be done first by two threads at a time: a framework imports itself in circles, and msgspec
-    builds what it knows of a type without a lock (two at once end the process).
+    """Import what two threads must not import at once: a framework imports itself in circles, and msgspec
+    builds its decoders without a lock (two at once end the process).
 
     One lock for all frameworks, though TensorFlow's import takes seconds that another's load then waits:
     they import common packages (numpy, and what else is installed), which have circles of their own, and two
     threads that meet in one find it half made. A model's own code is not imported here, so what a load waits
     for under the lock is installed packages, each once in the life of the process."""
-    from fastserve.config.options import read_options
-    from fastserve.config.torch_options import read_torch
+    from fastserve.config.model_options import read_options, read_torch
     from fastserve.workers import loop  # noqa: F401
-    from fastserve.workers.device_simulated import read_script
 
     read_options({})
     read_torch({})
-    read_script()
     with contextlib.suppress(Exception):  # told where the model is loaded, in words for it
         entry = find_backend(str(config.get("backend")))
         on_device = str(config.get("device") or "cpu") != "cpu"
         beside = "torch" if on_device and (config.get("device_tensors") or entry.name == "onnx") else ""
-        for name in filter(None, ("numpy", beside, entry.framework, entry.place.partition(":")[0])):
+        for name in filter(None, ("numpy", beside, entry.framework, entry.entry_point.partition(":")[0])):
             with contextlib.suppress(ImportError):  # torch is not what an ONNX model has to have
                 importlib.import_module(name)
 
 
 @contextlib.contextmanager
-def _apart(order: Mapping[str, Any], control: Control) -> Iterator[None]:
-    """What of this thread is not the process's."""
+def _apart(order: Mapping[str, Any], control: ControlChannel) -> Iterator[None]:
+    """Give this thread its own title, log fields and control channel."""
     title = worker.title_of(order)
     threading.current_thread().name = title
     sys.path.extend(path for path in order["sys_path"] if path not in sys.path)
-    wishes.mine.line = EarlyLine(control)
+    model_callbacks.thread.channel = LoadChannel(control)
     try:
         with log_fields(worker=title):
             yield
     finally:
-        wishes.mine.line = None
+        model_callbacks.thread.channel = None
 
 
 def _forget() -> None:
     """A model's module and its functions are a circle: it goes when the collector comes, and that was told to
     pass over what the models here consist of (loop.py)."""
     gc.unfreeze()
-    keep_what_is()
+    gc_freeze()
 
 
 def _introduce(message: Mapping[str, Any]) -> None:
@@ -153,21 +156,21 @@ def _introduce(message: Mapping[str, Any]) -> None:
 
 def main(arguments: list[str]) -> int:
     """Runs until the owner says stop, or is gone."""
-    tie_to_owner(int(arguments[0]))
+    die_with_owner(int(arguments[0]))
     with contextlib.suppress(OSError, RuntimeError, ValueError):
         faulthandler.enable()
     os.set_inheritable(int(arguments[0]), False)
-    control = Control(socket.socket(fileno=int(arguments[0])), owner=False)
-    house = House(control)
+    control = ControlChannel(socket.socket(fileno=int(arguments[0])), owner=False)
+    host = ThreadHost(control)
     try:
         while True:
             message, fds = control.receive()
             if message["op"] == "stop":
                 return 0
-            house.admit(message, fds[0])
+            host.admit(message, fds[0])
     except PeerGone:
         return 0
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))  # threads that still run are of models that nobody waits for
+    exit_now(main(sys.argv[1:]))  # threads that still run are of models that nobody waits for

@@ -1,0 +1,394 @@
+"""Forked workers, as the owner sees them: a fork server for each environment, which has imported torch and
+transformers, and a ForkedWorker for each worker that would have imported them for itself.
+
+    forks = ForkServers()
+    release = forks.hold(environment)                          while a model that forks is there
+    worker = forks.worker(environment, on_message, on_exit)    the face of a WorkerProcess
+    worker.spawn()                                             the first one starts the fork server
+
+A forked worker is a child of the owner, as a spawned one: the fork server forks twice, and the owner adopts
+the orphan (PR_SET_CHILD_SUBREAPER, only while it waits for one). So it is watched and reaped like any other,
+ends with its owner and outlives its fork server; the next load then starts another. Where there can be none,
+workers are spawned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import itertools
+import logging
+import os
+import signal
+import socket
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from functools import partial
+from typing import Any
+
+from fastserve.util.logs import current_logs
+from fastserve.workers.control import ControlFault
+from fastserve.workers.process import ENTRY, THREAD_VARIABLES, WorkerProcess, kill_group
+
+log = logging.getLogger(__name__)
+
+ENTRY_FORKS: tuple[str, ...] = (*ENTRY[:-1], "fastserve.workers.fork_server")
+IMPORTING = "importing torch and transformers"
+# For a fork server without workers to end.
+STOP_GRACE_S = 2.0
+# Seconds that a fork server may take to import, and then to answer: a fork takes milliseconds of CPU time.
+START_S, ANSWER_S = 600.0, 60.0
+_PR_SET_CHILD_SUBREAPER = 36
+
+OnMessage = Callable[[dict[str, Any]], None]
+OnExit = Callable[[str], None]
+Environment = frozenset[tuple[str, str]]
+
+
+def may_fork(config: Mapping[str, Any], environment: Mapping[str, str]) -> bool:
+    """Whether a worker with this config, model.yaml as plain values, may be forked: one of a text model on a
+    CPU, whose numerical libraries have as many threads as `threads` says. A model whose `env` says other
+    numbers, or that leaves them to the libraries (`threads: 0`), needs them read at the import."""
+    if config.get("backend") != "text" or str(config.get("device") or "cpu") != "cpu":
+        return False
+    threads = int(config.get("threads", 1))
+    return threads > 0 and all(environment.get(name) == str(threads) for name in THREAD_VARIABLES)
+
+
+def _shared_part(environment: Mapping[str, str]) -> Environment:
+    """The environment of the fork server of workers with this one: one thread for each library."""
+    return frozenset({**environment, **dict.fromkeys(THREAD_VARIABLES, "1")}.items())
+
+
+class ForkServers:
+    """The fork servers of one owner, on its loop. `on_wait` is called when workers begin to wait for imports,
+    and when they wait no more."""
+
+    def __init__(
+        self, entry: Sequence[str] = ENTRY_FORKS, *, on_wait: Callable[[], None] = lambda: None
+    ) -> None:
+        self._entry, self._on_wait = entry, on_wait
+        self._servers: dict[Environment, ForkServer] = {}
+        self._holds: Counter[Environment] = Counter()
+        self._unfit: set[Environment] = set()
+        self._ending: set[asyncio.Task[None]] = set()
+
+    def hold(self, environment: Mapping[str, str]) -> Callable[..., None]:
+        """Keep the fork server of `environment`, once there is one, until the returned function is called."""
+        key = _shared_part(environment)
+        self._holds[key] += 1
+        return partial(self._release, key)
+
+    def worker(self, environment: Mapping[str, str], on_message: OnMessage, on_exit: OnExit) -> ForkedWorker:
+        """Make a worker that has not been started."""
+        return ForkedWorker(partial(self._server, environment), environment, on_message, on_exit)
+
+    async def close(self) -> None:
+        """Return when every fork server that is not held has ended."""
+        while self._ending:
+            await asyncio.wait(set(self._ending))
+
+    def _server(self, environment: Mapping[str, str]) -> ForkServer | None:
+        """Find or start the fork server of an environment; None where workers are to be spawned."""
+        key = _shared_part(environment)
+        if key in self._unfit:
+            return None
+        server = self._servers.get(key)
+        if server is None or server.state is ForkServerState.OVER:
+            unfit = partial(self._unfit.add, key)
+            server = ForkServer(dict(key), unfit, self._on_wait, entry=self._entry)
+            try:
+                server.start()
+            except (OSError, ControlFault) as error:
+                log.warning("the fork server cannot be started, workers are spawned instead: %s", error)
+                return None
+            self._servers[key] = server
+        return server
+
+    def _release(self, key: Environment, *, abandon: bool = False) -> None:
+        """`abandon`: without the loop, which may be closed."""
+        self._holds[key] -= 1
+        if self._holds[key] > 0:
+            return
+        del self._holds[key]
+        server = self._servers.pop(key, None)
+        if server is not None:
+            server.state = ForkServerState.OVER
+        if server is not None and abandon:
+            server.process.abandon()
+        elif server is not None:
+            task = asyncio.get_running_loop().create_task(server.process.stop(STOP_GRACE_S))
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+
+
+class ForkServerState(Enum):
+    """Stages of a fork server's life."""
+
+    IMPORTING = 1
+    READY = 2
+    OVER = 3
+
+
+class ForkServer:
+    """One fork server process, and the workers that wait for it."""
+
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        on_unfit: Callable[[], None],
+        on_wait: Callable[[], None],
+        *,
+        entry: Sequence[str],
+    ) -> None:
+        self.state = ForkServerState.IMPORTING
+        self.words = ""
+        """How it ended, once it is over."""
+        self.process = WorkerProcess(environment, self._hear, self._end, entry=entry)
+        self._on_unfit, self._on_wait = on_unfit, on_wait
+        self._numbers = itertools.count(1)
+        self._waiting: list[ForkedWorker] = []
+        self._children: dict[int, ForkedWorker] = {}  # by the number of what was asked for
+        self._due: dict[int, asyncio.TimerHandle] = {}  # of what it has not answered; 0: that it is ready
+
+    def start(self) -> None:
+        """Start the process. Raises OSError, and ControlFault when it is gone."""
+        self.process.spawn()
+        self._expect(0, START_S)
+        try:
+            self.process.send({"op": "begin", "logs": current_logs()})
+        except ControlFault:
+            self.process.kill("it could not be told to begin")
+            raise
+
+    def fork(self, worker: ForkedWorker) -> None:
+        """Ask for a child that becomes `worker`, now or when the imports are done."""
+        if self.state is ForkServerState.IMPORTING:
+            self._waiting.append(worker)
+            asyncio.get_running_loop().call_soon(self._on_wait)
+            return
+        number = next(self._numbers)
+        self._children[number] = worker
+        self._expect(number, ANSWER_S)
+        ORPHANS.adopt()
+        with contextlib.suppress(ControlFault):  # it is dying: `_end` comes
+            worker.ask(number, self.process.send)
+
+    def forget(self, worker: ForkedWorker, number: int) -> None:
+        """Stop waiting for a child; it is killed when it arrives."""
+        self._children.pop(number, None)
+        if worker in self._waiting:
+            self._waiting.remove(worker)
+
+    def _expect(self, number: int, seconds: float) -> None:
+        reason = "it did not answer"
+        loop = asyncio.get_running_loop()
+        self._due[number] = loop.call_later(seconds, self.process.kill, reason)
+
+    def _met(self, number: int) -> None:
+        due = self._due.pop(number, None)
+        if due is not None:
+            due.cancel()
+            if number:
+                ORPHANS.leave()
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        op, number = message["op"], int(message.get("id", 0))
+        worker = self._children.pop(number, None)
+        self._met(number)
+        if op == "ready":
+            self.state = ForkServerState.READY
+            waiting, self._waiting = self._waiting, []
+            for one in waiting:
+                self.fork(one)
+            self._on_wait()
+        elif op == "unfit":
+            self.state, self.words = ForkServerState.OVER, str(message.get("reason"))
+            self._on_unfit()
+            self._let_spawn()
+        elif op == "forked" and worker is not None:
+            worker.born(int(message["pid"]))
+        elif op == "forked":  # nobody waits for it any more
+            end_child(int(message["pid"]))
+        elif op == "unforked":
+            if worker is not None:
+                worker.unborn(f"it could not be forked: {message.get('reason')}")
+        else:
+            raise ControlFault("a message that no fork server sends")
+
+    def _let_spawn(self) -> None:
+        """Have all workers that still wait spawned."""
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            text = "the fork server did not start, workers are spawned instead: %s"
+            log.warning(text, self.words)
+        for worker in waiting:
+            worker.spawn_instead()
+        if waiting:
+            self._on_wait()
+
+    def _end(self, words: str) -> None:
+        for number in list(self._due):
+            self._met(number)
+        if self.state is not ForkServerState.OVER:
+            self.state, self.words = ForkServerState.OVER, words
+            log.error("the fork server died, its workers go on and the next one starts another: %s", words)
+        children, self._children = self._children, {}
+        for worker in children.values():
+            worker.killed_outside = self.process.killed_outside
+            worker.unborn(f"its fork server died: {self.words}")
+        self._let_spawn()
+
+
+class ForkedWorker(WorkerProcess):
+    """A worker that a fork server has forked, or is to fork; one that is spawned where there is none."""
+
+    def __init__(
+        self,
+        find: Callable[[], ForkServer | None],
+        environment: Mapping[str, str],
+        on_message: OnMessage,
+        on_exit: OnExit,
+    ) -> None:
+        super().__init__(environment, on_message, on_exit)
+        self._find = find
+        self._server: ForkServer | None = None
+        self._theirs: socket.socket | None = None  # the child's end of its line, until it is asked for
+        self._number = 0
+        self._pid = 0
+        self._unborn = False  # it waits for its child
+
+    @property
+    def pid(self) -> int:
+        """The worker's process id, 0 while there is none."""
+        return self._pid or super().pid
+
+    @property
+    def running(self) -> bool:
+        """From spawn until it has been reaped."""
+        return self._unborn or super().running
+
+    @property
+    def waits_for(self) -> str:
+        """The step that this worker waits for, as text; "" when it has started."""
+        importing = (
+            self._unborn and self._server is not None and self._server.state is ForkServerState.IMPORTING
+        )
+        return IMPORTING if importing else ""
+
+    def kill(self, reason: str) -> None:
+        """See WorkerProcess; one that has not begun never will."""
+        if not self._unborn:
+            super().kill(reason)
+            return
+        self._reason = self._reason or reason
+        assert self._loop is not None
+        assert self._server is not None
+        self._server.forget(self, self._number)
+        self._loop.call_soon(self.unborn, reason)
+
+    def abandon(self) -> None:
+        """See WorkerProcess."""
+        if not self._unborn:
+            super().abandon()
+            return
+        assert self._server is not None
+        self._server.forget(self, self._number)
+        self._part()
+
+    def _begin(self, theirs: socket.socket) -> None:
+        self._server = self._find()
+        if self._server is None:
+            super()._begin(theirs)
+            return
+        self._theirs, self._unborn = theirs, True
+        self._server.fork(self)
+
+    # --- messages of the fork server ------------------------------------------------------------------
+
+    def ask(self, number: int, send: Callable[[Mapping[str, Any], Sequence[int]], None]) -> None:
+        """The imports are done: asks for the child by `send`. Raises ControlFault."""
+        assert self._theirs is not None
+        self._number = number
+        theirs, self._theirs = self._theirs, None
+        with theirs:
+            send({"op": "fork", "id": number, "environment": dict(self._environment)}, [theirs.fileno()])
+
+    def born(self, pid: int) -> None:
+        """Watch the child, which is this process's to reap."""
+        self._unborn, self._pid = False, pid
+        try:
+            self._watch(os.pidfd_open(pid))
+        except OSError as error:  # no descriptor is left
+            end_child(pid)
+            self.unborn(f"it cannot be watched: {error.strerror}")
+
+    def spawn_instead(self) -> None:
+        """Spawn the child instead, with the control channel that it would have had."""
+        assert self._theirs is not None
+        theirs, self._theirs, self._server, self._unborn = self._theirs, None, None, False
+        try:
+            super()._begin(theirs)
+        except OSError as error:
+            self.unborn(f"it could not be spawned: {error.strerror}")
+
+    def unborn(self, words: str) -> None:
+        """End this worker: there is no child, and will be none."""
+        if self._exited is not None and not self._exited.done():
+            self._part()
+            self._finish(words)
+
+    def _wait_status(self) -> int:
+        return super()._wait_status() if self._popen is not None else _wait(self._pid)
+
+    def _part(self) -> None:
+        """Close everything."""
+        self._unwatch()
+        if self._theirs is not None:
+            self._theirs.close()
+            self._theirs = None
+        self._unborn = False
+        self._close()
+
+
+def end_child(pid: int) -> None:
+    """Ends a child that was forked, with its session, and reaps it. Blocks for the milliseconds of
+    SIGKILL."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    kill_group(pid)
+    _wait(pid)
+
+
+def _wait(pid: int) -> int:
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    except ChildProcessError:  # somebody else in this process has waited for it
+        return 0
+
+
+class Orphans:
+    """Whether this process adopts orphans of its descendants: while it waits for forks, and no longer, since
+    it would have to reap what subprocesses of models leave too."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def adopt(self) -> None:
+        """Adopt orphans while one fork more is awaited."""
+        self._count += 1
+        self._set()
+
+    def leave(self) -> None:
+        """One fork has been answered."""
+        self._count -= 1
+        self._set()
+
+    def _set(self) -> None:
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(self._count > 0), 0, 0, 0)
+
+
+ORPHANS = Orphans()
+"""Of this process."""
