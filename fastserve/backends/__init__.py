@@ -19,23 +19,23 @@ __all__ = ["Backend", "TensorSpec", "create", "read_specs"]
 
 
 def create(config: Mapping[str, Any], version_dir: Path, instance: int) -> Backend:
-    """Makes (and does not load) the backend that `config["backend"]` names.
+    """Make the backend that `config["backend"]` names, without loading it.
 
     A name with a colon, "package.module:Class", is a backend of the user's own: a class called as
-    `Class(config, version_dir, instance)`. Raises ConfigError for any other name, and for a class that is
-    not there.
+    `Class(config, version_dir, instance)`. Raises ConfigError for any other name, and for a class that does
+    not exist.
     """
     entry = find_backend(str(config.get("backend", "")))
-    if not entry.place:
+    if not entry.entry_point:
         raise ConfigError(f"backend {entry.name} is run by the server itself")
-    module, _, attribute = entry.place.partition(":")
+    module, _, attribute = entry.entry_point.partition(":")
     try:
         made = getattr(import_module(module), attribute)
     except AttributeError:
-        raise ConfigError(f"backend {entry.place}: module {module} has no {attribute}") from None
+        raise ConfigError(f"backend {entry.entry_point}: module {module} has no {attribute}") from None
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # something that the module itself imports
-        raise ConfigError(f"backend {entry.place}: no module {error.name} can be imported") from None
+        raise ConfigError(f"backend {entry.entry_point}: no module {error.name} can be imported") from None
     backend: Backend = made(config, version_dir, instance)
     return backend

@@ -1,19 +1,19 @@
-"""What every backend is, and what it may say. No framework is imported here, and no numpy at run time:
-the owner of the workers reads this file too.
+"""The protocols of backends: the minimum that each one is, and the capabilities that one may declare.
 
 A backend runs one loaded version inside a worker process. Its life:
 
     create(config, version_dir, instance) -> load() -> run(inputs) ... -> close()
+
+A capability is a protocol `Supports...`: the worker asks for it once, by isinstance, after `load`.
+No framework is imported here, and no numpy at run time: the owner of the workers reads this file too.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from fastserve.backends.device_faults import DeviceLost, is_out_of_memory
-from fastserve.errors import ConfigError, Kind, ServeError
+from fastserve.errors import ConfigError
 from fastserve.tensor import DTYPES, TensorSpec
 
 if TYPE_CHECKING:
@@ -22,22 +22,17 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    Arrays: TypeAlias = Mapping[str, NDArray[np.generic]]
+    from fastserve.backends.triton_api.requests import InferenceRequest
 
-# What an error may cost a log line, a control message and a reply.
-WORDS_MAX = 2048
+    Arrays: TypeAlias = Mapping[str, NDArray[np.generic]]
+    OnFailure: TypeAlias = Callable[[BaseException], None]
+
 _RANK_MAX = 64
-# How an output of the wrong number of rows is told; a dialect with words of its own for it reads it back.
-WRONG_ROWS = "output {name!r} has shape {shape}, but the batch has {rows} rows"
-_WRONG_ROWS = re.compile(r"output .+ has shape \[(.*)\], but the batch has \d+ rows")
-_PATH = re.compile(r"(?<![\w.])(?:[A-Za-z]:)?/(?:[^\s/'\"():,;<>\[\]]+/)+([^\s/'\"():,;<>\[\]]*)")
-_POINTER = re.compile(r"0x[0-9a-fA-F]{4,}")
-_PROCESS = re.compile(r"\b([Pp]rocess) \d+")  # torch says who has the memory that is missing
 
 
 class CompletedConfig(ConfigError):
-    """The model has completed fields of its configuration that its queue is made by: load it again with
-    these. `fields` are of the Triton form."""
+    """The model has completed fields of its configuration that its queue depends on: load it again with these
+    `fields`, which are in Triton's form."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         said = ", ".join(f"{name}: {value}" for name, value in fields.items())
@@ -46,30 +41,163 @@ class CompletedConfig(ConfigError):
 
 
 class Backend(Protocol):
-    """One loaded version on one device. `inputs` and `outputs` are true once `load` has returned."""
+    """The minimum: one loaded version on one device. `inputs` and `outputs` are valid once `load` has
+    returned."""
 
     inputs: dict[str, TensorSpec]
     outputs: dict[str, TensorSpec]
 
     def load(self) -> None:
-        """Loads the model; may take minutes. Whatever it raises fails the load, in those words."""
+        """Load the model; may take minutes. What it raises fails the load, with that text."""
 
     def run(self, inputs: Arrays) -> Arrays:
-        """Runs one batch: arrays by name in, arrays by name out.
+        """Run one batch: arrays by name in, arrays by name out.
 
-        Shapes are `[rows, *spec.shape]`, or `spec.shape` when max_batch_size is 0. Numbers are arrays
-        of the spec's dtype (bfloat16: uint16 holding its bits), strings are object arrays of bytes
-        (in; out also of str). The inputs are read-only views of shared memory, valid only during the
-        call. Every declared output is returned, exactly of its dtype, with as many rows as came in.
-        A ServeError keeps its kind and words; anything else is INTERNAL.
+        Shapes are `[rows, *spec.shape]`, or `spec.shape` when max_batch_size is 0. Numbers are arrays of the
+        spec's dtype (bfloat16: uint16 holding its bits), strings are object arrays of bytes (in; out also of
+        str). The inputs are read-only views of shared memory, valid only during the call. Every declared
+        output is returned, exactly of its dtype, with as many rows as came in. A ServeError keeps its kind
+        and text; anything else is INTERNAL.
         """
 
     def close(self) -> None:
-        """Gives everything back; called once, also after a load that failed half-way."""
+        """Release everything. Called once, also after a load that failed half-way."""
+
+
+@runtime_checkable
+class SupportsSignatures(Protocol):
+    """A backend whose models have several entry points, each with tensors of its own."""
+
+    @property
+    def signatures(self) -> Mapping[str, Mapping[str, Any]]:
+        """Signatures by name: `{"method": "predict", "inputs": {alias: input}, "outputs": {alias: output}}`.
+
+        Empty where the model has none. `method` is predict, classify or regress; aliases are the names that
+        clients use. A batch brings the inputs of one signature, and `run` returns the outputs of those alone
+        whose inputs are there.
+        """
+
+
+@runtime_checkable
+class SupportsRequestJoining(Protocol):
+    """A backend that is given the requests of a batch one by one, and joins them by itself."""
+
+    @property
+    def joins_requests(self) -> bool:
+        """Whether this model's requests are joined so; where False, `run` gets them joined."""
+
+    @property
+    def ragged_inputs(self) -> Collection[str]:
+        """Names of inputs whose rows may differ in shape from request to request of one batch."""
+
+    def run_requests(self, requests: Sequence[Arrays]) -> Sequence[Arrays]:
+        """Run one batch: the inputs of each request in, `[rows, ...]`, and the outputs of each out, in order.
+
+        Raises as `run` does; a failure is the whole batch's.
+        """
+
+
+@runtime_checkable
+class SupportsOutputBinding(Protocol):
+    """A backend that computes into memory it is given (ONNX Runtime's I/O binding)."""
+
+    @property
+    def binds_outputs(self) -> bool:
+        """Whether `run_into` may be called for this model."""
+
+    def run_into(self, inputs: Arrays, outputs: Arrays) -> None:
+        """Run one batch into `outputs`: writable arrays of shared memory, `[rows, *spec.shape]` and of the
+        specs' dtypes, every one of which is filled. Raises as `run` does."""
+
+
+@runtime_checkable
+class SupportsDevice(Protocol):
+    """A backend whose batches stay on the device of its instance: the worker copies in and out."""
+
+    @property
+    def takes_device_tensors(self) -> bool:
+        """Whether `run_on_device` may be called for this model."""
+
+    def run_on_device(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Enqueue one batch on the current stream, and wait for nothing.
+
+        In are torch tensors of the device, `[rows, *spec.shape]`; out are contiguous tensors of the same
+        device, held to the specs. Raises as `run` does, and what the device says of earlier work.
+        """
+
+
+@runtime_checkable
+class SupportsComputeStream(Protocol):
+    """A backend whose library computes on one stream, chosen when the model was opened."""
+
+    @property
+    def compute_stream(self) -> Any:
+        """The stream (`torch.cuda.Stream`) that the worker computes on; None for a stream of the worker's."""
+
+
+@runtime_checkable
+class SupportsMemoryRelease(Protocol):
+    """A backend whose framework keeps memory for later that a batch may need now."""
+
+    def release_memory(self) -> None:
+        """Give back cached memory. Called after a batch ran out of memory, before it is run in parts."""
+
+
+class RequestBackend(Backend, Protocol):
+    """A backend that takes requests, not arrays (`takes="requests"` in its registry entry).
+
+    `run` is called for warm-up samples only. `config` is the config.pbtxt as plain values; `output` and
+    `sequence_batching` of it are read.
+    """
+
+    name: str
+    instance_name: str
+    config: dict[str, Any]
+
+    @property
+    def version(self) -> int:
+        """The version's number, -1 where its folder has none."""
+
+    @property
+    def batching(self) -> bool:
+        """Whether tensors have a batch axis."""
+
+    @property
+    def decoupled(self) -> bool:
+        """Whether a request may have any number of responses."""
+
+    def execute(self, requests: list[InferenceRequest], failed: OnFailure) -> Sequence[Any] | None:
+        """Run a batch: a response for each request, or None where responses are sent through the requests.
+        `failed` takes what is raised after the return."""
+
+    def where(self, error: BaseException) -> str:
+        """Return where in the model's code `error` was raised, in Triton's form; "" for nowhere."""
+
+
+class ElementBackend(Backend, Protocol):
+    """A backend that takes Python objects, not tensors: a VectorTransformer of the batching library."""
+
+    def apply(self, batch: Any) -> Any:
+        """Run one batch, a list of elements or one array of them, and return a result for each."""
+
+
+_SWITCHED: tuple[tuple[str, type, tuple[str, ...]], ...] = (
+    ("joins_requests", SupportsRequestJoining, ("ragged_inputs", "run_requests")),
+    ("binds_outputs", SupportsOutputBinding, ("run_into",)),
+    ("takes_device_tensors", SupportsDevice, ("run_on_device",)),
+)
+
+
+def check_capabilities(backend: Backend) -> None:
+    """Raise ConfigError for a loaded backend that says it can do something and has no method for it."""
+    for switch, capability, members in _SWITCHED:
+        if getattr(backend, switch, False) and not isinstance(backend, capability):
+            missing = " and ".join(member for member in members if not hasattr(backend, member))
+            raise ConfigError(f"backend {type(backend).__qualname__} has {switch} and no {missing}")
 
 
 def read_specs(declared: Mapping[str, Any] | None) -> dict[str, TensorSpec]:
-    """`{name: {dtype, shape}}`, as model.yaml and the control line have it, as specs.
+    """Read specs from `{name: {dtype, shape}}`, as model.yaml and the control channel have them.
 
     Raises ConfigError naming the tensor and the field.
     """
@@ -77,52 +205,11 @@ def read_specs(declared: Mapping[str, Any] | None) -> dict[str, TensorSpec]:
 
 
 def write_specs(specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
-    """The way back of `read_specs`."""
+    """Write specs as the plain values that `read_specs` reads."""
     return {
         name: {"dtype": spec.dtype.name, "shape": None if spec.shape is None else list(spec.shape)}
         for name, spec in specs.items()
     }
-
-
-def explain(error: BaseException, *private: str) -> str:
-    """What a client may read of an exception: its own words, without folders, pointers or traceback.
-
-    `private` are texts that must not appear (the version's folder). Hardening I3, C5.
-    """
-    if isinstance(error, ServeError | ConfigError | DeviceLost):
-        return clean(str(error), *private)
-    if isinstance(error, SystemExit):
-        return f"the model called exit({error.code!r})"
-    text = str(error)
-    return clean(f"{type(error).__name__}: {text}" if text else type(error).__name__, *private)
-
-
-def clean(text: str, *private: str) -> str:
-    """A text without absolute paths (their last part stays), pointers, numbers of processes and control
-    characters, cut to WORDS_MAX characters."""
-    text = text[: 4 * WORDS_MAX]
-    for secret in filter(None, private):
-        text = text.replace(secret + "/", "").replace(secret, "(the version's folder)")
-    text = _PROCESS.sub(r"\1 …", _POINTER.sub("0x…", _PATH.sub(r"\1", text)))
-    text = "".join(char if char.isprintable() else " " for char in text).strip()
-    return text if len(text) <= WORDS_MAX else text[: WORDS_MAX - 1] + "…"
-
-
-def wrong_rows_rank(words: str) -> int | None:
-    """The rank of the output that WRONG_ROWS tells of; None when these are other words."""
-    found = _WRONG_ROWS.fullmatch(words)
-    return len(found[1].split(", ")) * bool(found[1]) if found else None
-
-
-def kind_of(error: BaseException) -> Kind:
-    """The kind a failure of the model's own code is told with."""
-    if isinstance(error, ServeError):
-        return error.kind
-    if isinstance(error, DeviceLost):
-        return Kind.UNAVAILABLE
-    if is_out_of_memory(error):
-        return Kind.RESOURCE_EXHAUSTED
-    return Kind.FAILED_PRECONDITION if isinstance(error, ConfigError) else Kind.INTERNAL
 
 
 def _read_spec(name: str, spec: Any) -> TensorSpec:

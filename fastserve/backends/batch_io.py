@@ -1,12 +1,18 @@
-"""Requests of different shapes in one run: a config.pbtxt's ragged inputs, `batch_input` and `batch_output`.
+"""Requests of different shapes in one run (ragged batching), and the reshape of a config.pbtxt.
 
-    requests   x [1, 2], x [1, 4]                        ragged: one after the other, without any axes
+    requests   x [1, 2], x [1, 4]                        ragged: concatenated, without any axes
     the model  x [6]                                     BATCH_ACCUMULATED_ELEMENT_COUNT of x: [2, 6]
                y [6]                                     BATCH_SCATTER_WITH_INPUT_SHAPE of x:
     responses  y [1, 2], y [1, 4]
 
-What each kind holds is Triton's (backend: BackendInputCollector, BackendOutputResponder). A request's
-elements are counted over all of its rows.
+`batch_input` and `batch_output` hold what Triton's hold (backend: BackendInputCollector,
+BackendOutputResponder). A request's elements are counted over all of its rows.
+
+    dims [ 4 ]       reshape [ 2, 2 ]       rows of 4 become rows of 2 x 2
+    dims [ -1, 6 ]   reshape [ -1, 3, 2 ]   an axis of any length keeps its length
+
+A reshape copies nothing: arrays are C-contiguous. `repository.triton_config.validation` has checked the
+shapes.
 """
 
 from __future__ import annotations
@@ -18,18 +24,52 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastserve.config.options import MadeInput, Options
+from fastserve.config.model_options import MadeInput, Options
 from fastserve.errors import Kind, ServeError
 
 if TYPE_CHECKING:
     from fastserve.backends.base import Arrays
 
+
+Shapes = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]  # name -> what it is, what it becomes
+
+
+def reshapes_of(options: Options) -> tuple[Shapes, Shapes]:
+    """Return the reshapes of inputs, client to model, and of outputs, model to client."""
+    given = options.reshaped_inputs, options.reshaped_outputs
+    return (
+        {name: (tuple(one.dims), tuple(one.shape)) for name, one in given[0].items()},
+        {name: (tuple(one.shape), tuple(one.dims)) for name, one in given[1].items()},
+    )
+
+
+def reshape(arrays: Arrays, shapes: Shapes, *, batched: bool) -> Arrays:
+    """Return the arrays with those named in `shapes` reshaped; rows stay rows. Raises ServeError INTERNAL for
+    an output whose elements do not fit."""
+    if not shapes:
+        return arrays
+    changed = dict(arrays)
+    for name, (before, after) in shapes.items():
+        if name in changed:
+            array = changed[name]
+            lead = array.shape[:1] if batched else ()
+            row = array.shape[len(lead) :]
+            free = iter(size for size, wanted in zip(row, before, strict=False) if wanted == -1)
+            wanted = (*lead, *(next(free, -1) if size == -1 else size for size in after))
+            try:
+                changed[name] = array.reshape(wanted)
+            except ValueError:
+                text = f"{name!r} has shape {list(array.shape)}, which cannot become {list(wanted)}"
+                raise ServeError(Kind.INTERNAL, text) from None
+    return changed
+
+
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """A batch input: tensors of these names get what `make` says of the shapes of `source`."""
+class BatchInputRule:
+    """A `batch_input`: the tensors `names` get what `make` computes from the shapes of `source`."""
 
     names: tuple[str, ...]
     source: str
@@ -38,23 +78,24 @@ class Made:
 
 
 @dataclass(frozen=True, slots=True)
-class Scattered:
-    """A batch output: its elements go to requests in turn, as many as its `dims` say, with the lengths of
-    `source` in place of -1. `dims` have the batch axis."""
+class BatchOutputRule:
+    """A `batch_output`: each request gets as many elements as `dims` say, with the lengths of its `source` in
+    place of -1. `dims` include the batch axis."""
 
     source: str
     dims: Shape
 
 
 class BatchIO:
-    """Joins requests into what a model takes, and gives each its part of what came out."""
+    """Joins requests into the inputs of one run, and splits its outputs by request."""
 
     def __init__(self, options: Options) -> None:
-        """`options` are those of a model with a batch axis."""
+        """Take the options of a model with a batch axis."""
         self.ragged = set(options.ragged_inputs)
-        self.made = [_open_made(one) for one in options.made_inputs]
+        self.made = [_read_batch_input(one) for one in options.made_inputs]
         self.scattered = {
-            name: Scattered(one.source, tuple(one.dims)) for name, one in options.scattered_outputs.items()
+            name: BatchOutputRule(one.source, tuple(one.dims))
+            for name, one in options.scattered_outputs.items()
         }
 
     def __bool__(self) -> bool:
@@ -62,11 +103,11 @@ class BatchIO:
 
     @property
     def names(self) -> set[str]:
-        """Inputs of the model that no client sends."""
+        """Names of the inputs that no client sends."""
         return {name for made in self.made for name in made.names}
 
     def join(self, requests: Sequence[Arrays]) -> Arrays:
-        """What the model gets."""
+        """Return the model's inputs for these requests."""
         feed = {}
         for name in requests[0]:
             arrays = [request[name] for request in requests]
@@ -80,13 +121,14 @@ class BatchIO:
         return feed
 
     def split(self, outputs: Arrays, requests: Sequence[Arrays]) -> Sequence[Arrays]:
-        """Each request's outputs. Raises ServeError INTERNAL when there are not enough rows or elements."""
+        """Return each request's outputs. Raises ServeError INTERNAL when there are not enough rows or
+        elements."""
         parts: list[dict[str, Any]] = [{} for _ in requests]
         for name, array in outputs.items():
             scattered, at = self.scattered.get(name), 0
             flat = array if scattered is None else array.reshape(-1)
             for part, request in zip(parts, requests, strict=True):
-                shape = _rows_of(request) if scattered is None else _filled(scattered, request)
+                shape = _rows_of(request) if scattered is None else _scattered_shape(scattered, request)
                 mine = flat[at : at + prod(shape)]
                 if mine.shape[0] < prod(shape):
                     text = f"output {name!r} has {flat.shape[0]} elements, its requests need more"
@@ -100,15 +142,15 @@ def _rows_of(request: Arrays) -> Shape:
     return next(iter(request.values())).shape[:1]
 
 
-def _filled(scattered: Scattered, request: Arrays) -> Shape:
+def _scattered_shape(scattered: BatchOutputRule, request: Arrays) -> Shape:
     shape = request[scattered.source].shape
     if len(shape) < len(scattered.dims):
         shape += (1,) * (len(scattered.dims) - len(shape))
     return tuple(have if want == -1 else want for want, have in zip(scattered.dims, shape, strict=False))
 
 
-def _open_made(given: MadeInput) -> Made:
-    return Made(tuple(given.names), given.source, np.dtype(given.dtype), _KINDS[given.kind])
+def _read_batch_input(given: MadeInput) -> BatchInputRule:
+    return BatchInputRule(tuple(given.names), given.source, np.dtype(given.dtype), _KINDS[given.kind])
 
 
 def _counts(shapes: Sequence[Shape]) -> list[int]:

@@ -14,20 +14,22 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastserve.backends.base import explain, kind_of, read_specs
-from fastserve.backends.grps_context import GrpsContext, make_http_request
+from fastserve.backends.base import read_specs
+from fastserve.backends.grps_framework import GrpsContext, make_http_request
+from fastserve.backends.model_errors import explain, kind_of
 from fastserve.errors import ConfigError
 from fastserve.protos import load
 
 if TYPE_CHECKING:
-    from fastserve.backends.triton_requests import InferenceRequest, ResponseSender
+    from fastserve.backends.base import OnFailure
+    from fastserve.backends.triton_api.requests import InferenceRequest, ResponseSender
 
 log = logging.getLogger(__name__)
 
@@ -35,11 +37,10 @@ MESSAGE = "message"
 SOURCES = ("customized_converter", "customized_inferer")
 INTERNAL = 1  # among Triton's codes
 NO_MESSAGE = "Output type must be GrpsMessage."
-Failed = Callable[[BaseException], None]
 
 
 class GrpsBackend:
-    """Runs one node of a deployment; the version's folder is the deployment's."""
+    """Runs one node of a grps deployment; the version's folder is the deployment's."""
 
     batching = decoupled = True
 
@@ -57,8 +58,8 @@ class GrpsBackend:
         self._threads: ThreadPoolExecutor | None = None
 
     def load(self) -> None:
-        """Imports the project's code, makes and loads converter and inferer. Raises what they raise, and
-        ConfigError for a name nobody registered."""
+        """Import the project's code, make and load converter and inferer. Raises what they raise, and
+        ConfigError for a name that is not registered."""
         from fastserve.backends import grps_framework
 
         grps_framework.install()
@@ -66,10 +67,10 @@ class GrpsBackend:
         self._import_project()
         node = self._node
         if node["converter_name"]:
-            found = _take(grps_framework.converter_register, node["converter_name"], "converter")
+            found = _make_registered(grps_framework.converter_register, node["converter_name"], "converter")
             found.init(node["converter_path"], node["converter_args"])
             self._converter = found
-        inferer = _take(grps_framework.inferer_register, node["inferer_name"], "inferer")
+        inferer = _make_registered(grps_framework.inferer_register, node["inferer_name"], "inferer")
         inferer.init(node["inferer_path"], node["device"], node["inferer_args"])
         if inferer.load() is False:
             raise ConfigError(f"inferer {node['inferer_name']!r} could not load its model")
@@ -77,10 +78,10 @@ class GrpsBackend:
         most = int(node["max_concurrency"])
         self._threads = ThreadPoolExecutor(most, thread_name_prefix="grps")
 
-    def execute(self, requests: list[InferenceRequest], failed: Failed) -> Sequence[Any] | None:
-        """Begins with a batch; every request is answered from its thread."""
+    def execute(self, requests: list[InferenceRequest], failed: OnFailure) -> Sequence[Any] | None:
+        """Start a batch; every request is answered from its own thread."""
         assert self._threads is not None
-        jobs = [Job(self._message, request) for request in requests]
+        jobs = [GrpsJob(self._message, request) for request in requests]
         if self._node["batching"]:
             self._threads.submit(self._run_batch, jobs)
         else:
@@ -89,19 +90,19 @@ class GrpsBackend:
         return None
 
     def run(self, inputs: Any) -> Any:
-        """Never asked: a message cannot be made up for a warm-up."""
+        """Raise NotImplementedError: a message cannot be made up for a warm-up."""
         raise NotImplementedError("a grps model is asked by messages")
 
     def where(self, error: BaseException) -> str:
-        """Nothing: callers are told an exception's words, logs the rest."""
+        """Return "": clients get the text of an exception, the log has the traceback."""
         return ""
 
     def close(self) -> None:
-        """Lets the threads end."""
+        """Stop the threads."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _run(self, job: Job) -> None:
+    def _run(self, job: GrpsJob) -> None:
         try:
             context = job.open(self._converter, self._inferer)
             found = job.message
@@ -117,7 +118,7 @@ class GrpsBackend:
         except BaseException as error:
             job.fail(error)
 
-    def _run_batch(self, jobs: list[Job]) -> None:
+    def _run_batch(self, jobs: list[GrpsJob]) -> None:
         try:
             contexts = [job.open(self._converter, self._inferer) for job in jobs]
             found: Any = [job.message for job in jobs]
@@ -137,8 +138,9 @@ class GrpsBackend:
             for job in jobs:
                 job.fail(error)
 
-    def _share(self, found: Any, jobs: list[Job]) -> Any:
-        """The outputs of a batch, one for each request. Raises ValueError for another number of them."""
+    def _share(self, found: Any, jobs: list[GrpsJob]) -> Any:
+        """Return the outputs of a batch, one for each request. Raises ValueError for another number of
+        them."""
         if all(job.streaming or job.failed for job in jobs):
             return [None] * len(jobs)
         if not isinstance(found, list | tuple) or len(found) != len(jobs):
@@ -157,11 +159,11 @@ class GrpsBackend:
                 importlib.import_module(f"src.{name}")
 
 
-class Job:
-    """One request of a batch: its message, its context, and the one end it comes to."""
+class GrpsJob:
+    """One request of a batch: its message, its context, and its one answer."""
 
     def __init__(self, message: Any, request: InferenceRequest) -> None:
-        from fastserve.backends.triton_requests import InferenceRequest as Request
+        from fastserve.backends.triton_api.requests import InferenceRequest as Request
 
         assert isinstance(request, Request)
         given = request.input_by_name(MESSAGE)
@@ -177,11 +179,11 @@ class Job:
 
     @property
     def failed(self) -> bool:
-        """Whether the project said so."""
+        """Whether the project has reported an error."""
         return self._context is not None and self._context.has_err()
 
     def open(self, converter: Any, inferer: Any) -> GrpsContext:
-        """Read the message. Raises what cannot be read."""
+        """Read the message. Raises what protobuf raises for one that cannot be read."""
         self.message = self._class.FromString(self._data)
         http = json.loads(str(self._said["http"])) if "http" in self._said else None
         asked = None
@@ -193,7 +195,7 @@ class Job:
         return self._context
 
     def answer(self, found: Any) -> None:
-        """End it: with the project's error, with what it returned, or after its stream."""
+        """Answer with the project's error, with what it returned, or end its stream."""
         context = self._context
         assert context is not None
         if context.has_err():
@@ -214,9 +216,9 @@ class Job:
             self._end(self._pack(found.SerializeToString()))
 
     def fail(self, error: BaseException) -> None:
-        """End it with what was raised."""
+        """Answer with an exception."""
         if not self._ended:
-            from fastserve.backends.triton_requests import KINDS
+            from fastserve.backends.triton_api.requests import KINDS
 
             log.error("the model failed on a request", exc_info=error)
             kind = kind_of(error)
@@ -233,15 +235,15 @@ class Job:
         return not self._ended and self._sender.is_cancelled()
 
     def _pack(self, data: bytes, told: dict[str, Any] | None = None) -> Any:
-        from fastserve.backends.triton_requests import InferenceResponse
-        from fastserve.backends.triton_tensor import Tensor
+        from fastserve.backends.triton_api.requests import InferenceResponse
+        from fastserve.backends.triton_api.tensor import Tensor
 
         array = np.empty(1, object)
         array[0] = data
         return InferenceResponse([Tensor(MESSAGE, array)], parameters=told)
 
     def _end_badly(self, text: str, code: int) -> None:
-        from fastserve.backends.triton_requests import InferenceResponse, TritonError
+        from fastserve.backends.triton_api.requests import InferenceResponse, TritonError
 
         self._end(InferenceResponse(error=TritonError(text, code)))
 
@@ -251,8 +253,9 @@ class Job:
             self._sender.send(response, 1)
 
 
-def _take(register: Any, name: str, noun: str) -> Any:
-    """A fresh object of the class registered under a name: several models may use it. Raises ConfigError."""
+def _make_registered(register: Any, name: str, noun: str) -> Any:
+    """Return a fresh object of the class registered under a name, as several models may use it. Raises
+    ConfigError."""
     found = register.get(name)
     if found is None:
         known = ", ".join(register.names()) or "none"

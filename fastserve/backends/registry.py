@@ -18,67 +18,67 @@ from fastserve.config.fields import fault_text
 from fastserve.errors import ConfigError
 
 TO_ONNX = "python -m tf2onnx.convert {kind} {place} --output {folder}/model.onnx"
-"""What makes an ONNX model of one of TensorFlow's, in a version's folder."""
+"""The command that converts a TensorFlow model to ONNX, in a version's folder."""
 _PLACE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True, slots=True)
 class BackendEntry:
-    """One backend. `place` is "module:Class", imported in the worker; "" for what has no worker."""
+    """One backend. `entry_point` is "module:Class", imported in the worker; "" for what has no worker."""
 
     name: str
-    place: str
+    entry_point: str
     takes: Literal["arrays", "requests", "text"] = "arrays"
-    """Batches as arrays, requests one by one, or prompts: see text_engine.TextBackend."""
+    """Batches as arrays, requests one by one, or prompts: see llm.protocols.TextBackend."""
     streams: bool = False
     """A request may have any number of responses."""
     model_file: str = ""
-    """In a version's folder; "" when the folder is enough."""
-    beside: str = ""
+    """The model's file in a version's folder; "" when the folder is enough."""
+    weights_pattern: str = ""
     """A pattern of files that must lie beside it where no config says whose model it is."""
     other_files: tuple[str, ...] = ()
-    """What may lie there in its place."""
+    """Files that may lie there instead of the model file."""
     class_name: str = ""
-    """What a Python `model_file` must define, where its config does not say."""
+    """The class that a Python `model_file` must define, where its config does not name one."""
     needs_tensors: bool = False
-    """Its models cannot tell what they take and give: the config must."""
+    """The config must declare inputs and outputs, as its models cannot."""
     needs_config: bool = True
     """A folder without any config is not taken for one of its models."""
     native: bool = True
-    """May be named in model.yaml."""
+    """The name is valid in model.yaml."""
     gpu: bool = False
     """Its models may compute on a GPU."""
     framework: str = ""
     """The module that must be installed."""
-    beside_framework: tuple[str, ...] = ()
-    """Modules that must be there too."""
+    framework_needs: tuple[str, ...] = ()
+    """Modules that must be installed besides."""
     extra: str = ""
-    """What brings it: pip install 'fastserve[extra]'."""
-    instead: str = ""
-    """What to do with its models where that is not wanted."""
+    """The extra that brings the framework: pip install 'fastserve[extra]'."""
+    alternative: str = ""
+    """The alternative for its models where the framework is not wanted."""
     triton: str = ""
-    """Triton's name for it."""
+    """Triton's name of the backend."""
     triton_platform: str = ""
-    """And its older one."""
+    """Triton's older name of it."""
     triton_instances: int = 1
-    """Workers of an instance group on CPUs that does not say how many."""
+    """Workers of an instance group on CPUs that gives no count."""
 
     @property
     def installed(self) -> bool:
-        """Whether all that it needs is there; nothing is imported."""
-        needed = (self.framework, *self.beside_framework) if self.framework else ()
+        """Whether all modules it needs are installed; nothing is imported."""
+        needed = (self.framework, *self.framework_needs) if self.framework else ()
         return all(importlib.util.find_spec(name) is not None for name in needed)
 
     @property
     def shares(self) -> bool:
-        """Whether its workers may be threads of one process: not of models that make calls and threads of
+        """Whether its workers may be threads of one process. Not for models that make calls and threads of
         their own, as if the process were theirs."""
-        return bool(self.place) and self.takes == "arrays"
+        return bool(self.entry_point) and self.takes == "arrays"
 
     @property
     def missing_text(self) -> str:
-        """What to say where the framework is not installed."""
-        instead = f", or {self.instead}" if self.instead else ""
+        """The error text where the framework is not installed."""
+        instead = f", or {self.alternative}" if self.alternative else ""
         return (
             f"the {self.name} backend needs {self.framework}: pip install 'fastserve[{self.extra}]'{instead}"
         )
@@ -89,14 +89,14 @@ BACKENDS = {
     for entry in (
         BackendEntry(
             "python",
-            "fastserve.backends.python:PythonBackend",
+            "fastserve.backends.frameworks.python:PythonBackend",
             gpu=True,
             model_file="model.py",
             needs_tensors=True,
         ),
         BackendEntry(
             "onnx",
-            "fastserve.backends.onnx:OnnxBackend",
+            "fastserve.backends.frameworks.onnx:OnnxBackend",
             gpu=True,
             model_file="model.onnx",
             needs_config=False,
@@ -108,7 +108,7 @@ BACKENDS = {
         ),
         BackendEntry(
             "torch",
-            "fastserve.backends.torch:TorchBackend",
+            "fastserve.backends.frameworks.torch:TorchBackend",
             gpu=True,
             model_file="model.pt",
             other_files=("model.pt2", "model.py"),
@@ -119,17 +119,17 @@ BACKENDS = {
         ),
         BackendEntry(
             "tensorflow",
-            "fastserve.backends.tensorflow:TensorFlowBackend",
+            "fastserve.backends.frameworks.tensorflow:TensorFlowBackend",
             model_file="saved_model.pb",
             other_files=("saved_model.pbtxt",),
             needs_config=False,
             framework="tensorflow",
             extra="tensorflow",
-            instead="convert the model: " + TO_ONNX.format(kind="--saved-model", place="N", folder="N"),
+            alternative="convert the model: " + TO_ONNX.format(kind="--saved-model", place="N", folder="N"),
         ),
         BackendEntry(
             "triton_python",
-            "fastserve.backends.triton_python:TritonPythonBackend",
+            "fastserve.backends.triton_api.backend:TritonPythonBackend",
             gpu=True,
             takes="requests",
             streams=True,
@@ -149,19 +149,19 @@ BACKENDS = {
         ),
         BackendEntry(
             "text",
-            "fastserve.backends.text_torch.backend:TextBackend",
+            "fastserve.backends.llm.backend:TransformersBackend",
             takes="text",
             streams=True,
             model_file="config.json",
-            beside="*.safetensors",
+            weights_pattern="*.safetensors",
             needs_config=False,
             framework="torch",
-            beside_framework=("transformers", "tokenizers", "safetensors"),
+            framework_needs=("transformers", "tokenizers", "safetensors"),
             extra="llm",
         ),
         BackendEntry(
             "text_python",
-            "fastserve.backends.text_python:TextPythonBackend",
+            "fastserve.backends.llm.python:TextPythonBackend",
             takes="text",
             streams=True,
             model_file="model.py",
@@ -174,7 +174,8 @@ NAMES = ", ".join(entry.name for entry in BACKENDS.values() if entry.native) + "
 
 
 def find_backend(name: str) -> BackendEntry:
-    """The entry of a backend, or of a class of the user's own. Raises ConfigError for any other name."""
+    """Return the entry of a backend, or of a class of the user's own. Raises ConfigError for any other
+    name."""
     entry = BACKENDS.get(name)
     if entry is not None:
         return entry

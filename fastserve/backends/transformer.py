@@ -3,7 +3,8 @@
     elements --preprocess--> x --transform--> y --postprocess--> results, one for each element
 
 The class reaches the worker by name: module and qualified name, or the script for classes of
-`__main__`. Its constructor's arguments travel as plain values (codec/wireable).
+`__main__`, or its source where that has no file (class_source). Its constructor's arguments travel as
+plain values (codec/safe_msgpack).
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from types import ModuleType
 from typing import Any
 
 from fastserve.backends.base import read_specs
-from fastserve.codec.wireable import decode
+from fastserve.backends.class_source import MODULE as SCRIPT
+from fastserve.backends.class_source import run_source
+from fastserve.backends.frameworks.python import CopyOnWrite
+from fastserve.codec.safe_msgpack import decode
 
-DEVICE = re.compile(r"cpu|simulated|cuda(:[0-9]{1,4})?")
+DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,4})?")
 BACKEND = "fastserve.backends.transformer:TransformerBackend"
-SCRIPT = "__fastserve_main__"
 
 
 class VectorTransformer(metaclass=ABCMeta):
@@ -38,35 +41,35 @@ class VectorTransformer(metaclass=ABCMeta):
     """
 
     device = "cpu"
-    """What the service was given; there when `__init__` is called."""
+    """The device of the service; set before `__init__` is called."""
 
     def preprocess(self, x: Any) -> Any:
-        """Prepare a batch for `transform`; as it is by default."""
+        """Prepare a batch for `transform`; returns it unchanged by default."""
         return x
 
     @abstractmethod
     def transform(self, x: Any) -> Any:
-        """The vectorized function."""
+        """Compute a batch: the vectorized function."""
         raise NotImplementedError
 
     def postprocess(self, pre: Any, trans: Any) -> Any:
-        """What goes back to the main process; what `transform` returned by default."""
+        """Return the results for the main process; by default what `transform` returned."""
         return trans
 
 
 class StartedWhileImported(BaseException):
-    """A script without an `if __name__ == "__main__"` guard reached its own start() while a worker
-    imported it: everything the worker needs stands above that line."""
+    """A script without an `if __name__ == "__main__"` guard reached its own start() while a worker imported
+    it. Everything that the worker needs stands above that line."""
 
 
 class ScriptImport:
-    """Whether this process is a worker that imports the user's script right now."""
+    """Whether this process is a worker that is importing the user's script."""
 
     running = False
 
 
 class TransformerBackend:
-    """Holds the transformer; the worker's runner for elements calls `apply`."""
+    """Runs a VectorTransformer; the worker's runner for elements calls `apply`."""
 
     def __init__(self, config: Mapping[str, Any], version_dir: Path, instance: int) -> None:
         self.inputs = read_specs(config.get("inputs"))
@@ -76,15 +79,20 @@ class TransformerBackend:
         self._tensors = bool(config.get("device_tensors"))
         self._place: Any = None
         self._transformer: Any = None
+        self._steps = CopyOnWrite(self._three_steps)
 
     def load(self) -> None:
         """Import the class and construct it. Raises whatever either raises."""
         wanted = self._config["transformer"]
-        kind: Any = _import_module(wanted["module"], wanted["script"])
+        kind: Any
+        if wanted["source"]:
+            kind = run_source(wanted["source"])
+        else:
+            kind = _import_module(wanted["module"], wanted["script"])
         for name in wanted["qualname"].split("."):
             kind = getattr(kind, name)
         if self._tensors:
-            from fastserve.backends.torch import device_of, import_torch, open_device
+            from fastserve.backends.frameworks.torch_device import device_of, import_torch, open_device
 
             self._place = open_device(import_torch(), device_of(self._config))
         self._transformer = kind.__new__(kind)
@@ -92,20 +100,23 @@ class TransformerBackend:
         self._transformer.__init__(**decode(bytes.fromhex(wanted["init_kwargs"])))
 
     def apply(self, batch: Any) -> Any:
-        """One batch through the three steps."""
-        transformer = self._transformer
-        pre = transformer.preprocess(self._carried(batch) if self._tensors else batch)
-        found = transformer.postprocess(pre, transformer.transform(pre))
+        """Run one batch through the three steps."""
+        found = self._steps(self._carried(batch) if self._tensors else batch)
         return found.detach().cpu().numpy() if self._tensors and hasattr(found, "detach") else found
 
+    def _three_steps(self, batch: Any) -> Any:
+        pre = self._transformer.preprocess(batch)
+        return self._transformer.postprocess(pre, self._transformer.transform(pre))
+
     def _carried(self, rows: Any) -> Any:
-        """Rows of shared memory as a tensor of the device; a copy on a CPU too, as a view could be kept."""
-        from fastserve.backends.torch_tensors import over_memory
+        """Copy rows of shared memory into a tensor of the device. A CPU's are copied too, as a view could be
+        kept."""
+        from fastserve.backends.frameworks.torch_tensors import over_memory
 
         return over_memory(rows).to(self._place, copy=True)
 
     def run(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Not a model of tensors: the runner for elements calls `apply`."""
+        """Raise TypeError: the runner for elements calls `apply`."""
         raise TypeError("a transformer runs elements, not tensors")
 
     def close(self) -> None:

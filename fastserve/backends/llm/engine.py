@@ -1,0 +1,237 @@
+"""The batching engine: one thread, one batch, one step at a time; a protocols.TextEngine.
+
+A step ends cancelled and late sequences, applies back-pressure (sequences whose readers are behind are
+stalled, and resumed when they catch up), plans its tokens, computes, samples and sends records. The tokens
+of a sequence depend on its request and its seed alone. There is no pre-emption: a sequence begins when a
+row is free for all of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import numpy as np
+
+from fastserve._ext.sampler import Sampler
+from fastserve.backends.llm.pooling import make_pool, tell_vector
+from fastserve.backends.llm.protocols import ModelRunner, Out, StepPlan, TextRequest
+from fastserve.backends.llm.sampling import BatchSampler
+from fastserve.backends.llm.scheduling import (
+    DeadlineQueue,
+    DecodeState,
+    Prefill,
+    PrefillBudget,
+    Rows,
+    TextSequence,
+    WaitingQueue,
+    begin_row,
+    make_plan,
+    make_sequence,
+    share_out,
+)
+from fastserve.backends.model_errors import count_out_of_memory, end_if_lost, explain, is_out_of_memory
+from fastserve.codec.text import Extra, Finish, Info, write_text
+from fastserve.config.text_options import TextOptions
+from fastserve.errors import Kind, ServeError, invalid
+
+log = logging.getLogger(__name__)
+FAULTS_MAX = 3
+"""Consecutive steps that may fail before the engine counts as broken."""
+STEPS_BETWEEN_TRIES = 64
+"""After an out-of-memory step, the prompt budget grows by one token every so many steps."""
+
+
+class BatchEngine:
+    """The engine of one model. Settings of the sampler are checked in a slot of its own."""
+
+    def __init__(self, model: ModelRunner, info: Info, options: TextOptions) -> None:
+        self.info = info
+        self._model, self._options = model, options
+        self._rows = Rows(info.slots, model.cache, info.max_tokens if options.prefix_cache else 0)
+        self._waiting, self._deadlines = WaitingQueue(int(options.ageing_s * 1e9)), DeadlineQueue()
+        self._drawing = BatchSampler(Sampler(info.vocab_size, info.slots + 1), info.slots)
+        self._eos = dict.fromkeys(info.eos_ids, Finish.EOS)
+        self._sequences: dict[int, TextSequence] = {}
+        self._asked: dict[int, Finish] = {}
+        self._standing: list[TextSequence] = []
+        self._numbers = self._steps = self._faults = 0
+        self._pooled = 0  # sequences that want an embedding
+        self._step_tokens, self._pace = options.step_tokens, PrefillBudget(options.step_ms)
+
+    def submit(self, request: TextRequest) -> None:
+        """Queue a request. Raises ServeError for one that can never run, or when the queue is full."""
+        if request.rid in self._sequences:
+            raise ValueError(f"rid {request.rid} is here already")
+        if len(self._sequences) >= self.info.slots + self._options.max_waiting:
+            text = f"{self._options.max_waiting} requests wait already"
+            raise ServeError(Kind.RESOURCE_EXHAUSTED, text, retry_after_s=1)
+        prompt = _read_prompt(request)
+        sequence = make_sequence(request, prompt, self.info, self._eos)
+        if request.note.embeds:
+            sequence.pool = make_pool(self.info, self._options)
+        self._drawing.check(sequence)
+        self._pooled += sequence.pool is not None
+        self._numbers += 1
+        sequence.number = self._numbers
+        sequence.arrived_ns = sequence.last_ns = request.arrived_ns or time.monotonic_ns()
+        self._sequences[sequence.rid] = sequence
+        self._waiting.add(sequence)
+        if sequence.deadline_ns:
+            self._deadlines.add(sequence)
+
+    def cancel(self, rid: int, why: Finish) -> None:
+        """End a sequence at the next step; the first reason stays."""
+        if rid in self._sequences:
+            self._asked.setdefault(rid, why)
+
+    def pending(self) -> int:
+        """Sequences submitted and not ended."""
+        return len(self._sequences)
+
+    def step(self, out: Out) -> bool:
+        """Run one iteration; see TextEngine.step."""
+        now_ns = time.monotonic_ns()
+        self._end_asked(out, now_ns)
+        self._apply_back_pressure(out)
+        shares = share_out(self._rows, self._waiting, self._begin, self._room(), now_ns)
+        if not shares and not self._rows.writing:
+            return False
+        plan = make_plan(self._rows, shares)
+        logits = self._compute(plan, shares, out)
+        if logits is not None:
+            self._advance(plan, shares, logits, out)
+            self._pace.took(plan.writing, len(plan.tokens) - plan.writing, time.monotonic_ns() - now_ns)
+        return True
+
+    def close(self) -> None:
+        """Free memory; sequences that have not ended get no record."""
+        self._sequences.clear()
+        self._model.close()
+
+    def _room(self) -> int:
+        """Return the tokens of prompts for this step."""
+        begun = self._rows.writing + len(self._standing)
+        to_come = len(self._sequences) - begun - self._pooled
+        return self._pace.room(self._step_tokens, self._rows.writing, min(to_come, self.info.slots - begun))
+
+    def _end_asked(self, out: Out, now_ns: int) -> None:
+        for sequence in self._deadlines.late(now_ns):
+            self._asked.setdefault(sequence.rid, Finish.TIMEOUT)
+        for rid, why in self._asked.items():
+            if rid in self._sequences:
+                self._end(self._sequences[rid])
+                out.end(rid, why)
+        self._asked.clear()
+
+    def _apply_back_pressure(self, out: Out) -> None:
+        rows, room = self._rows, out.room
+        for sequence in rows.sequences[rows.writing - 1 :: -1] if rows.writing else ():
+            if sequence is not None and not room(sequence.rid):
+                rows.stand(sequence)
+                self._standing.append(sequence)
+        if self._standing:
+            came = [one for one in self._standing if one.state == DecodeState.STALLED and room(one.rid)]
+            for sequence in came:
+                rows.join(sequence)
+            self._standing = [one for one in self._standing if one.state == DecodeState.STALLED]
+
+    def _begin(self, sequence: TextSequence) -> None:
+        self._drawing.begin(sequence)
+        if self._options.prefix_cache:
+            begin_row(self._rows, sequence)
+        else:
+            self._rows.take(sequence)
+
+    def _compute(self, plan: StepPlan, shares: list[Prefill], out: Out) -> np.ndarray | None:
+        """Return the logits; None when the step failed, with its sequences. The next step overwrites all
+        that a failed one wrote into the cache."""
+        try:
+            logits = self._model.forward(plan)
+        except Exception as error:
+            end_if_lost(error)
+            if is_out_of_memory(error):
+                self._shed(plan, shares, out)
+                return None
+            self._faults += 1
+            if self._faults >= FAULTS_MAX:
+                raise
+            log.exception("a step of %d tokens failed", len(plan.tokens))
+            for sequence in self._of_step(plan, shares):
+                self._fail(sequence, out, Kind.INTERNAL, explain(error))
+            return None
+        self._faults = 0
+        self._steps += 1
+        if self._step_tokens < self._options.step_tokens and self._steps % STEPS_BETWEEN_TRIES == 0:
+            self._step_tokens += 1
+        return logits
+
+    def _shed(self, plan: StepPlan, shares: list[Prefill], out: Out) -> None:
+        """Reduce the work after an out-of-memory step: prefill fewer tokens at a time; without prefill, fail
+        the newest sequence of the lowest priority."""
+        count_out_of_memory()
+        read = len(plan.tokens) - plan.writing
+        if read > 1:
+            self._step_tokens = max(1, read // 2)
+            log.warning("no memory for a step of %d tokens: prompts are read more slowly", len(plan.tokens))
+            return
+        last = max(self._of_step(plan, shares), key=lambda one: (one.priority, one.number))
+        log.error("no memory for a step of %d sequences: one of them fails", len(plan.tokens))
+        self._fail(last, out, Kind.RESOURCE_EXHAUSTED, "the model has no memory left to compute this in")
+
+    def _of_step(self, plan: StepPlan, shares: list[Prefill]) -> list[TextSequence]:
+        writing = [one for one in self._rows.sequences[: plan.writing] if one is not None]
+        return writing + [share.sequence for share in shares]
+
+    def _advance(self, plan: StepPlan, shares: list[Prefill], logits: np.ndarray, out: Out) -> None:
+        rows, read = self._rows, [share.sequence for share in shares if share.draws]
+        slots = np.concatenate((rows.slots[: plan.writing], np.array([one.slot for one in read], np.int32)))
+        tokens = self._drawing.draw(logits, slots)
+        rows.advance(plan)
+        self._drawing.score(shares, logits[len(slots) :])
+        writers = [one for one in rows.sequences[: plan.writing] if one is not None]
+        ended = self._drawing.tell(writers + read, tokens, logits, out)
+        rows.tokens[[one.row for one in writers + read]] = tokens
+        for sequence, finish in reversed(ended):
+            self._end(sequence, proven=finish != Finish.FAILED)
+        for sequence in read:
+            if sequence.state == DecodeState.PREFILL:
+                rows.join(sequence)
+        if plan.pooled is not None:
+            self._pool(shares, out)
+
+    def _pool(self, shares: list[Prefill], out: Out) -> None:
+        """Pool hidden states; a prompt that is read to its end gets its embedding and ends."""
+        states, at = self._model.states(), 0
+        for share in shares:
+            sequence, pool = share.sequence, share.sequence.pool
+            if pool is None:
+                continue
+            count = len(pool.places(share.chunk, last=share.last))
+            pool.add(states[at : at + count])
+            at += count
+            if share.last:
+                finish, extra = tell_vector(pool.vector())
+                self._end(sequence, proven=finish != Finish.FAILED)
+                out.end(sequence.rid, finish, extra)
+
+    def _fail(self, sequence: TextSequence, out: Out, kind: Kind, words: str) -> None:
+        self._end(sequence)
+        out.end(sequence.rid, Finish.FAILED, write_text(Extra(message=words, kind=kind.value)))
+
+    def _end(self, sequence: TextSequence, *, proven: bool | None = None) -> None:
+        if sequence.state == DecodeState.WAITING:
+            self._waiting.remove(sequence)
+        else:
+            self._rows.release(sequence, proven=sequence.drawn > 0 if proven is None else proven)
+            self._drawing.end(sequence)
+        sequence.state = DecodeState.ENDED
+        self._pooled -= sequence.pool is not None
+        del self._sequences[sequence.rid]
+
+
+def _read_prompt(request: TextRequest) -> np.ndarray:
+    try:
+        return np.array(request.ids, np.int32)
+    except (OverflowError, ValueError, TypeError):
+        raise invalid("prompt: allowed: token ids, integers of 32 bits") from None
