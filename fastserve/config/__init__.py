@@ -1,28 +1,33 @@
-"""The server's configuration: what may be set, read from one YAML file and from flags."""
+"""The server's configuration, read from one YAML file and from flags."""
 
-from fastserve.config.fields import Field, convert, list_fields
+from fastserve.config.fields import ConfigField, convert, list_fields
 from fastserve.config.grps import GrpsOptions
-from fastserve.config.policy import DEFAULT_POLICY, PolicyChoice, VersionPolicy
-from fastserve.config.reading import load_settings, parse_listener
 from fastserve.config.settings import (
+    DEFAULT_POLICY,
+    LEAST_MEMORY_BYTES,
     AdminOptions,
     GrpcOptions,
     Limits,
     Listener,
     LogOptions,
     ModelEntry,
+    PolicyChoice,
     RepositorySettings,
     Settings,
     TFServingOptions,
+    TlsOptions,
+    VersionPolicy,
+    load_settings,
+    parse_listener,
 )
-from fastserve.config.textgen import TextgenOptions
-from fastserve.config.tls import TlsOptions
+from fastserve.config.text_options import TextgenOptions
 from fastserve.config.triton import TritonOptions
 
 __all__ = [
     "DEFAULT_POLICY",
+    "LEAST_MEMORY_BYTES",
     "AdminOptions",
-    "Field",
+    "ConfigField",
     "GrpcOptions",
     "GrpsOptions",
     "Limits",

@@ -23,13 +23,13 @@ _PIECE = 1 << 20
 
 
 def is_inner_path(name: str) -> bool:
-    """True for the name of a file below a folder, written without a way up."""
+    """Return whether a name is that of a file below a folder, written without ".."."""
     path = PurePosixPath(name)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
 
 
 def read_confined(folder: Path, name: str, most_bytes: int) -> bytes:
-    """The bytes of file `name` inside `folder`. Raises ConfigError, which begins with the name."""
+    """Return the bytes of file `name` inside `folder`. Raises ConfigError, which begins with the name."""
     with open_confined(folder, name, most_bytes) as file:
         data = bytearray()
         while len(data) <= most_bytes and (piece := file.read(min(_PIECE, most_bytes + 1 - len(data)))):
@@ -40,7 +40,7 @@ def read_confined(folder: Path, name: str, most_bytes: int) -> bytes:
 
 
 def open_confined(folder: Path, name: str, most_bytes: int) -> BinaryIO:
-    """The same file, to be read piece by piece. Its size is checked now; it may grow. Raises ConfigError."""
+    """Open file `name` inside `folder`. Its size is checked now; it may grow. Raises ConfigError."""
     try:
         fd = _open(folder, name)
     except OSError as fault:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
+from itertools import islice
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -22,10 +23,13 @@ from fastserve.errors import ConfigError
 
 T = TypeVar("T")
 VALUE_CHARS = 80  # of a given value shown in an error
+KEY_CHARS = 80  # of a key that nobody knows; what is longer is none that was meant
+SLICE = 64  # items of a list that are tried together for the one that does not fit
+SHOWN_DEPTH = 8  # levels of a given value shown in an error
 
 
 def convert(raw: object, kind: type[T], origin: str, *, lax: bool = False) -> T:
-    """`raw` as a validated `kind`. `lax` also takes numbers and booleans written as text (flags).
+    """Return `raw` as a validated `kind`. `lax` also takes numbers and booleans written as text (flags).
 
     Raises ConfigError: "ORIGIN: FIELD: given VALUE, allowed: ...".
     """
@@ -43,7 +47,7 @@ class _Search:
     lax: bool
 
     def find(self, value: Any, kind: Any, path: str) -> str:
-        """The fault in words, or "" when `value` fits or only a struct's own check refuses it."""
+        """Return the fault in words, "" when `value` fits or only a struct's own check refuses it."""
         bare = _bare(kind)
         if isinstance(bare, type) and issubclass(bare, msgspec.Struct):
             return self._find_in_struct(value, bare, path)
@@ -51,14 +55,23 @@ class _Search:
         if base in (Union, types.UnionType):
             return self._find_in_union(value, kind, path)
         if base is dict and isinstance(value, Mapping):
-            return self._first((v, arms[1], f"{path}.{k}") for k, v in value.items()) or self._leaf(
+            return self._first((v, arms[1], f"{path}.{cut_key(k)}") for k, v in value.items()) or self._leaf(
                 value, kind, path
             )
         if base in (list, tuple) and isinstance(value, (list, tuple)):
-            return self._first((v, arms[0], f"{path}[{i}]") for i, v in enumerate(value)) or self._leaf(
-                value, kind, path
-            )
+            return self._find_in_list(value, arms[0], path) or self._leaf(value, kind, path)
         return self._leaf(value, kind, path)
+
+    def _find_in_list(self, value: Sequence[Any], arm: Any, path: str) -> str:
+        """Check a list slice by slice: trying an item alone takes microseconds, and lists may be long."""
+        for start in range(0, len(value), SLICE):
+            part = value[start : start + SLICE]
+            if self._fits(part, list[arm]):
+                continue
+            text = self._first((v, arm, f"{path}[{i}]") for i, v in enumerate(part, start))
+            if text:
+                return text
+        return ""
 
     def _find_in_struct(self, value: Any, kind: type[msgspec.Struct], path: str) -> str:
         if not isinstance(value, Mapping):
@@ -67,11 +80,11 @@ class _Search:
         names = dict(zip(kind.__struct_encode_fields__, kind.__struct_fields__, strict=True))
         for key in value:
             if key not in names:
-                return f"{_dotted(path, str(key))}: unknown field{hint(str(key), names)}"
+                return f"{_dotted(path, cut_key(key))}: unknown field{hint(str(key), names)}"
         for field in msgspec.structs.fields(kind):
             if field.required and field.encode_name not in value:
-                wanted = allowed(field.type)
-                return f"{_dotted(path, field.encode_name)}: missing, allowed: {wanted}"
+                name, wanted = field.encode_name, allowed(hints[names[field.encode_name]])
+                return f"{_dotted(path, name)}: missing, write {name}: with {wanted}"
         pairs = ((v, hints[names[k]], _dotted(path, k)) for k, v in value.items())
         return self._first(pairs) or self._leaf(value, kind, path)
 
@@ -110,20 +123,27 @@ class _Search:
 
 
 def fault_text(field: str, value: object, allowed_text: str) -> str:
-    """The one form of a configuration fault: FIELD: given VALUE, allowed: ALLOWED."""
+    """Return a configuration fault in its one form: FIELD: given VALUE, allowed: ALLOWED."""
     prefix = f"{field}: " if field else ""
     return f"{prefix}given {shown(value)}, allowed: {allowed_text}"
 
 
 def hint(unknown: str, allowed: Iterable[str]) -> str:
-    """What follows upon "unknown field": the one that was meant, if one is near, and all there are."""
+    """Return the hint behind "unknown field": a near name, if any, and all names."""
     names = list(allowed)
-    near = get_close_matches(unknown, names, 1, 0.75)
+    near = get_close_matches(unknown, names, 1, 0.75) if len(unknown) <= KEY_CHARS else []
     return f", {f'did you mean {near[0]}? ' if near else ''}allowed: {', '.join(names)}"
 
 
+def cut_key(key: object) -> str:
+    """Return a given key as an error shows it."""
+    text = str(key)
+    return text if len(text) <= KEY_CHARS else text[: KEY_CHARS - 3] + "..."
+
+
 def shown(value: object) -> str:
-    """A given value as JSON-like text, cut at VALUE_CHARS."""
+    """Return a given value as JSON-like text, cut at VALUE_CHARS."""
+    value = _beginning(value, SHOWN_DEPTH)
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
@@ -131,8 +151,23 @@ def shown(value: object) -> str:
     return text if len(text) <= VALUE_CHARS else text[: VALUE_CHARS - 3] + "..."
 
 
+def _beginning(value: object, depth: int) -> object:
+    """Return a smaller value whose text begins with the same VALUE_CHARS."""
+    if isinstance(value, str):
+        return value[: VALUE_CHARS + 1]
+    if depth and isinstance(value, Mapping):
+        first = islice(value.items(), VALUE_CHARS)
+        return {
+            key[: VALUE_CHARS + 1] if isinstance(key, str) else key: _beginning(v, depth - 1)
+            for key, v in first
+        }
+    if depth and isinstance(value, (list, tuple)):
+        return [_beginning(item, depth - 1) for item in value[:VALUE_CHARS]]
+    return "..." if isinstance(value, (Mapping, list, tuple)) else value
+
+
 def allowed(kind: Any) -> str:
-    """What a field of this type may hold, in words."""
+    """Return the allowed values of a type, in words."""
     bare = _bare(kind)
     base, arms = get_origin(bare), get_args(bare)
     if base is Literal:
@@ -140,7 +175,11 @@ def allowed(kind: Any) -> str:
     if base in (Union, types.UnionType):
         return " or ".join(map(allowed, arms))
     if base in (list, tuple):
-        return f"a list of {allowed(arms[0])}"
+        most = [
+            part.max_length for part in getattr(kind, "__metadata__", ()) if isinstance(part, msgspec.Meta)
+        ]
+        items = f"at most {most[0]} items, each " if most and most[0] is not None else ""
+        return f"a list of {items}{allowed(arms[0])}"
     if base is dict:
         return f"a mapping of name: {allowed(arms[1])}"
     return _words(inspect.type_info(kind))
@@ -148,7 +187,7 @@ def allowed(kind: Any) -> str:
 
 def _words(info: inspect.Type) -> str:
     if isinstance(info, inspect.Metadata):
-        return _words(info.type)
+        return str((info.extra or {}).get("allowed") or _words(info.type))
     if isinstance(info, (inspect.IntType, inspect.FloatType)):
         return ("a whole number" if isinstance(info, inspect.IntType) else "a number") + _bounds(info)
     if isinstance(info, inspect.StrType):
@@ -165,7 +204,7 @@ def _bounds(info: inspect.IntType | inspect.FloatType) -> str:
 
 
 @dataclass(frozen=True)
-class Field:
+class ConfigField:
     """One setting as flags and docs see it. `path` is dotted: "limits.body_bytes"."""
 
     path: str
@@ -175,28 +214,28 @@ class Field:
 
     @property
     def help(self) -> str:
-        """Its description."""
+        """Description of the setting."""
         return help_of(self.hint)
 
     @property
     def allowed(self) -> str:
-        """What it may hold, in words."""
+        """Allowed values, in words."""
         return allowed(self.hint)
 
     @property
     def flag(self) -> str:
-        """The path with dashes. Those of `triton` are Triton's own, which have no such word before them."""
+        """The path with dashes, for `triton` without that word: these flags are Triton's own."""
         return "--" + self.path.removeprefix("triton.").replace(".", "-").replace("_", "-")
 
 
 @cache
-def list_fields(kind: type[msgspec.Struct]) -> tuple[Field, ...]:
-    """Every setting below `kind`, nested structs flattened, in the order they are written. Finding them takes
+def list_fields(kind: type[msgspec.Struct]) -> tuple[ConfigField, ...]:
+    """Return every setting below `kind`, nested structs flattened, in their order. Finding them takes
     25 ms for a server's, which wants them for its flags and again to read those."""
     return tuple(_list_fields(kind, ""))
 
 
-def _list_fields(kind: type[msgspec.Struct], prefix: str) -> Iterator[Field]:
+def _list_fields(kind: type[msgspec.Struct], prefix: str) -> Iterator[ConfigField]:
     hints = get_type_hints(kind, include_extras=True)
     for field in msgspec.structs.fields(kind):
         path = _dotted(prefix, field.encode_name)
@@ -206,11 +245,11 @@ def _list_fields(kind: type[msgspec.Struct], prefix: str) -> Iterator[Field]:
             yield from _list_fields(bare, path)
             continue
         default = field.default_factory() if callable(field.default_factory) else field.default
-        yield Field(path, bare, default, hint)
+        yield ConfigField(path, bare, default, hint)
 
 
 def help_of(hint: Any) -> str:
-    """The description written in an annotation, "" when there is none."""
+    """Return the description of an annotation, "" without one."""
     for part in getattr(hint, "__metadata__", ()):
         if isinstance(part, msgspec.Meta) and part.description:
             return part.description
@@ -227,3 +266,16 @@ def _dotted(path: str, name: str) -> str:
 
 def _own_words(fault: msgspec.ValidationError) -> str:
     return str(fault).split(" - at `$", 1)[0]
+
+
+BOOLS = {"true": True, "1": True, "false": False, "0": False}
+
+
+def unbuilt_fault(name: str, value: str, idle: str) -> str:
+    """Return the fault of another server's flag that is not built, "" where its value asks for nothing.
+
+    `idle` is such a value.
+    """
+    if value == idle or (idle == "false" and BOOLS.get(value.lower()) is False):
+        return ""
+    return fault_text(f"--{name}", value, f"{idle or 'nothing'}: this flag is not built")

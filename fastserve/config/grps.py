@@ -1,9 +1,9 @@
-"""What may be set of the grps dialect, and a deployment's `server.yml` as settings of this server.
+"""Options of the grps dialect, and a deployment's `server.yml` as settings of this server.
 
     grps_overrides({"interface": {"framework": "http+grpc", "host": "0.0.0.0", "port": "7080,7081"}})
 
-Its fields are read as the original reads them; one that cannot be kept here is refused by its name, and one
-that needs nothing (of logs, of GPU memory) is told to be ignored.
+Fields are read as the original reads them. One that cannot be kept here is refused by its name, and one
+without effect here (logs, GPU memory) is reported as ignored.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class GrpsOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StreamingCtrl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How streams are asked for."""
+    """Form of requests for streams."""
 
     ctrl_mode: CtrlMode = "query_param"
     ctrl_key: str = "streaming"
@@ -123,7 +123,7 @@ class CustomizedHttp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Interface(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where it is reached."""
+    """Addresses and protocols of a deployment."""
 
     framework: Literal["http", "http+grpc", "http+brpc"] = "http+grpc"
     host: str = "0.0.0.0"
@@ -142,7 +142,7 @@ class ServerFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_server_file(raw: Mapping[str, Any]) -> ServerFile:
-    """The checked fields of a server.yml. Raises ConfigError naming field and allowed values."""
+    """Return the checked fields of a server.yml. Raises ConfigError naming field and allowed values."""
     found = convert(raw, ServerFile, FILE)
     if found.interface.framework == "http+brpc":
         raise ConfigError(f"{FILE}: interface.framework: given http+brpc, allowed: http or http+grpc")
@@ -156,7 +156,7 @@ def read_server_file(raw: Mapping[str, Any]) -> ServerFile:
 
 
 def grps_overrides(found: ServerFile) -> tuple[dict[str, Any], list[str]]:
-    """Settings by their dotted paths, and the fields that are ignored. Raises ConfigError."""
+    """Return settings by their dotted paths, and the ignored fields. Raises ConfigError."""
     face = found.interface
     http, rpc = _ports(face)
     listener = {"dialects": ["grps"]}
@@ -179,7 +179,7 @@ def grps_overrides(found: ServerFile) -> tuple[dict[str, Any], list[str]]:
 
 
 def _ports(face: Interface) -> tuple[int, int]:
-    """The ports for HTTP and gRPC, 0 for none."""
+    """Return the ports for HTTP and gRPC, 0 for none."""
     text = str(face.port).replace(" ", "")
     wanted = r"\d{1,5}" if face.framework == "http" else r"\d{1,5},\d{1,5}"
     if not re.fullmatch(wanted, text) and not (

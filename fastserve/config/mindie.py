@@ -2,8 +2,8 @@
 
     mindie_overrides(read_config(Path("conf/config.json")))
 
-Every key works here, or is told to be ignored; what cannot be kept (disaggregated serving) is refused by its
-name. Relative paths begin at the installation, which is the folder above `conf`.
+Every key works here or is reported as ignored; one that cannot be kept (disaggregated serving) is refused by
+its name. Relative paths begin at the installation, which is the folder above `conf`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Count = Annotated[int, Meta(ge=1)]
 
 
 class ServerConfig(msgspec.Struct, frozen=True):
-    """What of `ServerConfig` has an effect."""
+    """The keys of `ServerConfig` that have an effect."""
 
     ipAddress: str = "127.0.0.1"
     managementIpAddress: str = "127.0.0.2"
@@ -50,14 +50,14 @@ class ServerConfig(msgspec.Struct, frozen=True):
 
 
 class OneModel(msgspec.Struct, frozen=True):
-    """What of a `ModelConfig` has an effect."""
+    """The keys of a `ModelConfig` that have an effect."""
 
     modelName: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
     modelWeightPath: Annotated[str, Meta(min_length=1)]
 
 
 class ModelDeployConfig(msgspec.Struct, frozen=True):
-    """What of it has an effect."""
+    """The keys of `ModelDeployConfig` that have an effect."""
 
     ModelConfig: Annotated[list[OneModel], Meta(min_length=1)]
     maxSeqLen: Count = 2560
@@ -66,14 +66,14 @@ class ModelDeployConfig(msgspec.Struct, frozen=True):
 
 
 class ScheduleConfig(msgspec.Struct, frozen=True):
-    """What of it has an effect."""
+    """The keys of `ScheduleConfig` that have an effect."""
 
     maxBatchSize: Count = 200
     maxIterTimes: Count = 512
 
 
 class BackendConfig(msgspec.Struct, frozen=True):
-    """What of it has an effect."""
+    """The keys of `BackendConfig` that have an effect."""
 
     ModelDeployConfig: ModelDeployConfig
     ScheduleConfig: ScheduleConfig = ScheduleConfig()
@@ -90,7 +90,7 @@ class MindieConfig(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A file as read: what has an effect, the keys that have none, and where its relative paths begin."""
+    """A file as read: its effective keys, the ignored ones, and the root of its relative paths."""
 
     config: MindieConfig
     ignored: list[str]
@@ -98,7 +98,7 @@ class Given:
 
 
 def read_config(path: Path) -> Given:
-    """Raises ConfigError naming key and allowed values."""
+    """Return a checked file. Raises ConfigError naming key and allowed values."""
     try:
         raw = json.loads(path.read_bytes())
     except OSError as fault:
@@ -114,7 +114,7 @@ def read_config(path: Path) -> Given:
 
 
 def mindie_overrides(given: Given) -> dict[str, Any]:
-    """Settings by their dotted paths. Raises ConfigError."""
+    """Return settings by their dotted paths. Raises ConfigError."""
     server, backend = given.config.ServerConfig, given.config.BackendConfig
     deployed, schedule = backend.ModelDeployConfig, backend.ScheduleConfig
     text = {
@@ -132,6 +132,7 @@ def mindie_overrides(given: Given) -> dict[str, Any]:
         "http": [{"address": address, "dialects": ["textgen"]} for address in _addresses(server)],
         "grpc": [],
         "limits.connections": server.maxLinkNum,
+        "kserve_replies": False,
         "textgen.default_model": deployed.ModelConfig[0].modelName,
         "textgen.full_text": server.fullTextEnabled,
         "textgen.token_timeout_s": float(server.tokenTimeout),
@@ -147,7 +148,7 @@ def mindie_overrides(given: Given) -> dict[str, Any]:
 
 
 def _addresses(server: ServerConfig) -> list[str]:
-    """Of requests, of management, of metrics; each once."""
+    """Return the addresses of requests, management and metrics, each once."""
     own, managed = _host(server.ipAddress), _host(server.managementIpAddress)
     places = (f"{own}:{server.port}", f"{managed}:{server.managementPort}", f"{managed}:{server.metricsPort}")
     return list(dict.fromkeys(places))
@@ -167,13 +168,13 @@ def _check_host(server: ServerConfig) -> None:
 
 
 def _tls(server: ServerConfig, root: Path) -> dict[str, Any]:
-    """What opens a key with a password, MindIE has encrypted: $FASTSERVE_TLS_KEY_PASSWORD says it here."""
+    """Return settings of TLS. $FASTSERVE_TLS_KEY_PASSWORD has the key's password, which MindIE encrypts."""
     if not server.httpsEnabled:
         return {}
     for name in ("tlsCert", "tlsPk"):
         if not getattr(server, name):
             raise ConfigError(
-                f"{FILE}: ServerConfig.{name}: missing, allowed: a PEM file, or httpsEnabled false"
+                f"{FILE}: ServerConfig.{name}: missing, name a PEM file, or write httpsEnabled: false"
             )
     said = {"tls.cert": str(root / server.tlsCert), "tls.key": str(root / server.tlsPk)}
     if len(server.tlsCaFile) > 1:
@@ -187,7 +188,7 @@ def _tls(server: ServerConfig, root: Path) -> dict[str, Any]:
 
 
 def _split(raw: Any, kind: Any, path: str, ignored: list[str]) -> Any:
-    """What of a value something comes of; the keys that nothing does are told in `ignored`."""
+    """Return the effective keys of a value; the others are appended to `ignored`."""
     if get_origin(kind) is list and isinstance(raw, list):
         (inner,) = get_args(kind)
         return [_split(one, inner, f"{path}[{number}]", ignored) for number, one in enumerate(raw)]

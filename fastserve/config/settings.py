@@ -1,33 +1,105 @@
-"""Every setting of the server, written once: name, type, bounds, default and help text.
-
-The YAML file, the command line flags and docs/configuration.md all come from these structs. What
-a single model may set is not here; that is `repository.model_config`.
-"""
+"""Settings of the server: one YAML file, overridden field by field by command line flags."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
+from fastserve.config.fields import convert, fault_text, hint, list_fields
 from fastserve.config.grps import GrpsOptions
-from fastserve.config.metrics import read_metrics_config
-from fastserve.config.policy import VersionNumber, VersionPolicy
-from fastserve.config.textgen import TextgenOptions
-from fastserve.config.tls import TlsOptions
-from fastserve.config.triton import INPUT_BYTES, TritonOptions
+from fastserve.config.text_options import TextgenOptions
+from fastserve.config.triton import INPUT_BYTES, TritonOptions, read_metrics_config
+from fastserve.errors import ConfigError
+
+VersionNumber = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+
+class PolicyChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Policy for versions: `{latest: N}` or `{specific: [N, ...]}`, exactly one of them."""
+
+    latest: Annotated[int, Meta(ge=0, description="The N highest versions; 0 means 1.")] | None = None
+    specific: Annotated[list[VersionNumber], Meta(min_length=1, description="These versions.")] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.latest is None) == (self.specific is None):
+            raise ValueError("latest, specific: exactly one of them must be given")
+
+
+VersionPolicy = PolicyChoice | Literal["all"]
+
+DEFAULT_POLICY: VersionPolicy = PolicyChoice(latest=1)
+
+PASSWORD_VARIABLE = "FASTSERVE_TLS_KEY_PASSWORD"  # of the front processes' environment, not of models'
+
+PEM = "-----BEGIN "  # what a value that is the text itself begins with
+
+
+class TlsOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """TLS for every listener whose address does not begin with tcp://. None without `cert`."""
+
+    cert: Annotated[
+        str, Meta(description="PEM file of the certificate and its chain, or the text itself; empty: no TLS.")
+    ] = ""
+    key: Annotated[
+        str,
+        Meta(description="PEM file of its private key, or the text itself; empty: it is in `cert`."),
+    ] = ""
+    key_password_file: Annotated[
+        str, Meta(description="File whose first line opens the key; else $FASTSERVE_TLS_KEY_PASSWORD does.")
+    ] = ""
+    client_ca: Annotated[
+        str,
+        Meta(description="PEM file, or text, of authorities whose clients are let in; empty: anyone."),
+    ] = ""
+    client_auth: Annotated[
+        Literal["required", "optional"],
+        Meta(description="Whether a client may come without a certificate, where client_ca is set."),
+    ] = "required"
+    min_version: Annotated[Literal["1.2", "1.3"], Meta(description="Oldest version of TLS spoken.")] = "1.2"
+    poll_s: Annotated[
+        float, Meta(gt=0, description="Seconds between two looks whether the files have changed.")
+    ] = 5.0
+    handshake_timeout_s: Annotated[
+        float, Meta(gt=0, description="Seconds a client may take for its handshake.")
+    ] = 10.0
+    handshakes: Annotated[
+        int, Meta(ge=1, description="Handshakes under way per listener and front; one more ends the oldest.")
+    ] = 1024
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("key", "key_password_file", "client_ca") if getattr(self, name)]
+        if given and not self.cert:
+            raise ValueError(f"{given[0]}: given without cert, allowed: with it")
+        if self.client_auth == "optional" and not self.client_ca:
+            raise ValueError('client_auth: given "optional" without client_ca, allowed: with it')
+
+
+def names_file(value: str) -> bool:
+    """Return whether a value of `cert`, `key` or `client_ca` is a path."""
+    return bool(value) and not value.lstrip().startswith(PEM)
+
+
+LEAST_MEMORY_BYTES = 512 << 20
+
+"""The least budget of a front process for requests, where limits.memory_bytes is 0."""
 
 Count = Annotated[int, Meta(ge=1)]
+
 ModelName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+
 _FILE = re.compile(r"^unix:(?P<path>[^=\x00]{1,107})$")  # sockaddr_un has 108 bytes, the last of them 0
+
 _ADDRESS = re.compile(r"^(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[^:\[\]=\s]*)):(?P<port>[0-9]{1,5})$")
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one connection may cost. Bytes, seconds and counts, each named in the error it causes."""
+    """Limits of one connection in bytes, seconds and counts. Each is named in the error it causes."""
 
     header_bytes: Annotated[int, Meta(ge=256, description="Bytes of a request's header block.")] = 65536
     header_count: Annotated[int, Meta(ge=1, description="Header lines of one request.")] = 100
@@ -61,6 +133,21 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     write_stall_s: Annotated[
         float, Meta(gt=0, description="Seconds a client may go without reading its reply.")
     ] = 30.0
+    reply_bytes_per_s: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Slowest rate at which a client may read while bytes of a reply wait for it, over "
+            "every write_stall_s; 0 for any rate.",
+        ),
+    ] = 256
+    memory_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Bytes of requests and unread replies that a front holds; 0: four largest bodies.",
+        ),
+    ] = 0
 
 
 class Listener(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -84,23 +171,23 @@ class Listener(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def in_file(self) -> bool:
-        """Whether it is a socket in the file system. The first front process alone listens there."""
+        """Whether the address is a socket file, on which the first front process alone listens."""
         return self.address.startswith("unix:")
 
     @property
     def host(self) -> str:
-        """ "unix:PATH" for a file."""
+        """The host, or "unix:PATH" for a socket file."""
         match = _ADDRESS.match(self.address)
         return (match["v6"] or match["host"]) if match else self.address
 
     @property
     def port(self) -> int:
-        """0 for a file."""
+        """The port, 0 for a socket file."""
         return 0 if self.in_file else int(self.address.rpartition(":")[2])
 
 
 class GrpcOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the gRPC listeners allow."""
+    """Limits of the gRPC listeners."""
 
     message_bytes: Annotated[int, Meta(ge=1, description="Bytes of one message, either way.")] = 134217728
     concurrent_streams: Annotated[
@@ -129,10 +216,6 @@ class GrpcOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         float, Meta(ge=0, description="Seconds its calls have left then; 0 for as long as they take.")
     ] = 0.0
     reflection: Annotated[bool, Meta(description="Answer gRPC reflection.")] = True
-    transport: Annotated[
-        Literal["native", "grpcio"],
-        Meta(description="What speaks HTTP/2: the server itself, or the library grpcio."),
-    ] = "native"
 
 
 class TFServingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -177,7 +260,7 @@ class TFServingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AdminOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What clients may change about the server, beside loads and unloads under explicit control."""
+    """Changes that clients may make, beside loads and unloads under explicit control."""
 
     file_overrides: Annotated[
         bool, Meta(description="A load may bring a model's files: whoever may load then runs code here.")
@@ -195,7 +278,7 @@ class AdminOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LogOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is written to standard error."""
+    """Log lines on standard error."""
 
     level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Least severe line written.")
@@ -222,7 +305,7 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RepositorySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is served from where, and when it is looked at again."""
+    """Models to serve, their folders, and how often these are read again."""
 
     repository: Annotated[
         str, Meta(description="The model repository: a folder of NAME/VERSION folders, or `demo`.")
@@ -310,6 +393,10 @@ class Settings(RepositorySettings, frozen=True, forbid_unknown_fields=True, kw_o
         tuple[Annotated[str, Meta(pattern=r"^[^:]+:[1-9][0-9]{0,8}$")], ...],
         Meta(description="Sizes of the rate limiter's resources, NAME:COUNT; others: the largest demand."),
     ] = ()
+    kserve_replies: Annotated[
+        bool,
+        Meta(description="V2's health and a model's status over /v1 say what KServe's own client reads."),
+    ] = True
     allow_metrics: Annotated[
         bool, Meta(description="Show metrics: /metrics of every HTTP listener, and metrics_port.")
     ] = True
@@ -348,12 +435,6 @@ class Settings(RepositorySettings, frozen=True, forbid_unknown_fields=True, kw_o
     def __post_init__(self) -> None:
         read_metrics_config(self.metrics_config)
         self._check_tls()
-        if self.grpc_options.transport == "grpcio" and (
-            one := next((g for g in self.grpc if g.in_file), None)
-        ):
-            raise ValueError(
-                f'grpc: given "{one.address}" with grpc_options.transport grpcio, allowed: HOST:PORT'
-            )
         if self.allow_client_shm and self.frontends > 1:  # each front keeps the regions it was told of
             raise ValueError(
                 f"allow_client_shm: given true with frontends {self.frontends}, allowed: with frontends 1"
@@ -368,17 +449,87 @@ class Settings(RepositorySettings, frozen=True, forbid_unknown_fields=True, kw_o
                 f"triton.http_max_input_size: given {given}, allowed: up to limits.body_bytes, {most}"
             )
 
+        given, most = self.limits.memory_bytes, self._largest_body
+        if given and given < most:  # it would never be had
+            raise ValueError(
+                f"limits.memory_bytes: given {given}, allowed: 0, or from {most}, which is the larger of "
+                "limits.body_bytes and grpc_options.message_bytes"
+            )
+
+    @property
+    def _largest_body(self) -> int:
+        return max(self.limits.body_bytes, self.grpc_options.message_bytes)
+
+    @property
+    def memory_bytes(self) -> int:
+        """The value of `limits.memory_bytes`, worked out where it is 0."""
+        return self.limits.memory_bytes or max(LEAST_MEMORY_BYTES, 4 * self._largest_body)
+
     def _check_tls(self) -> None:
-        if self.grpc_options.transport == "grpcio" and self.tls.cert:
-            for name, able in (("client_auth", "required"), ("min_version", "1.2")):
-                given = getattr(self.tls, name)
-                if given != able:
-                    raise ValueError(
-                        f'tls.{name}: given "{given}" with grpc_options.transport grpcio, allowed: {able}'
-                    )
         spoken: dict[str, bool] = {}
         for listener in (*self.listen, *self.http, *self.grpc):
             if (listener.port or listener.in_file) and spoken.setdefault(
                 listener.address, listener.tls
             ) != listener.tls:
                 raise ValueError(f"{listener.address}: given with tcp:// and without, allowed: one of them")
+
+
+PLAIN = "tcp://"  # before an address that speaks no TLS though tls.cert is set
+LISTENER_FIELDS = ("listen", "http", "grpc")
+
+
+def load_settings(file: Path | None = None, overrides: Mapping[str, object] | None = None) -> Settings:
+    """Return the settings of `file` with `overrides` on top: dotted path -> value, as in `ConfigField.path`.
+
+    Values of overrides may be text, as flags are; a list is then split at commas.
+    Raises ConfigError naming field, value and what is allowed.
+    """
+    from fastserve.config.yaml_text import read_yaml  # workers, which have settings too, start 25 ms sooner
+
+    origin = file.name if file else "settings"
+    tree = read_yaml(file, origin) if file else {}
+    _open_listeners(tree, origin)
+    settings = convert(tree, Settings, origin)
+    if not overrides:
+        return settings
+    known = {field.path: field for field in list_fields(Settings)}
+    for path, value in overrides.items():
+        if path not in known:
+            raise ConfigError(f"flags: {path}: unknown field{hint(path, sorted(known))}")
+        is_list = isinstance(known[path].default, tuple) and path not in LISTENER_FIELDS
+        _put(tree, path, value.split(",") if is_list and isinstance(value, str) else value)
+    _open_listeners(tree, "flags")
+    return convert(tree, Settings, "flags", lax=True)
+
+
+def parse_listener(text: str) -> dict[str, Any]:
+    """Return `[tcp://]HOST:PORT[=dialect,...]` as the fields of a Listener, which checks the address."""
+    address, _, dialects = text.partition("=")
+    address = address.strip()
+    return {
+        "address": address.removeprefix(PLAIN),
+        "dialects": [d for d in map(str.strip, dialects.split(",")) if d],
+        "tls": not address.startswith(PLAIN),
+    }
+
+
+def _open_listeners(tree: dict[str, Any], origin: str) -> None:
+    for name in LISTENER_FIELDS:
+        given = tree.get(name)
+        if given is None and name not in tree:
+            continue
+        items = [given] if isinstance(given, str) else given
+        if not isinstance(items, (list, tuple)):
+            wanted = "a list of HOST:PORT[=dialect,...], or off"
+            raise ConfigError(f"{origin}: {fault_text(name, given, wanted)}")
+        tree[name] = [parse_listener(i) if isinstance(i, str) else i for i in items if i != "off"]
+    if tree.get("listen"):  # in place of the two ports that are there when nothing is said
+        tree.setdefault("http", [])
+        tree.setdefault("grpc", [])
+
+
+def _put(tree: dict[str, Any], path: str, value: object) -> None:
+    *parents, last = path.split(".")
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+    tree[last] = list(value) if isinstance(value, tuple) else value

@@ -1,4 +1,4 @@
-"""Protobuf's text format -> plain values, by a small schema written in Python.
+"""Protobuf's text format as plain values, by a small schema written in Python.
 
     max_batch_size { value: 128 }    # comments, commas and semicolons between fields
     allowed_batch_sizes: [16, 128]   # lists of scalars and of messages
@@ -69,7 +69,7 @@ class TextField:
 
     @property
     def zero(self) -> Any:
-        """What a map's entry holds where it does not say."""
+        """Default value of a map's entry."""
         if self.kind == "enum":
             return next(iter(self.names)) if self.words else 0
         return {"string": "", "bool": False, "message": {}}.get(self.kind, 0)
@@ -91,7 +91,7 @@ def parse_text(text: str, schema: Mapping[str, TextField], origin: str) -> dict[
 
 
 def as_single(value: float) -> float:
-    """The float32 next to a number, infinity for one that is too large."""
+    """Return the float32 next to a number, infinity for one that is too large."""
     try:
         return float(struct.unpack("f", struct.pack("f", value))[0])
     except OverflowError:
@@ -123,7 +123,7 @@ class _Reader:
         return token
 
     def skip(self, *marks: str) -> str:
-        """The mark at hand if it is one of these, taken; "" otherwise."""
+        """Take and return the next mark if it is one of these, else return ""."""
         if self.token.kind == "mark" and self.token.text in marks:
             return self.take().text
         return ""
@@ -136,7 +136,7 @@ class _Reader:
     # -- messages
 
     def message(self, schema: Mapping[str, TextField], closing: str, depth: int) -> dict[str, Any]:
-        """Fields up to `closing` ("" for the end of the text)."""
+        """Read fields up to `closing` ("" for the end of the text)."""
         found: dict[str, Any] = {}
         chosen: dict[str, str] = {}
         while not (self.token.kind == "mark" and self.token.text == closing):
@@ -173,7 +173,7 @@ class _Reader:
             found[name.text] = values[0]
 
     def values(self, name: _Token, kind: TextField, depth: int) -> list[Any]:
-        """One value, or the members of a [list] where the field repeats."""
+        """Read one value, or the members of a [list] where the field repeats."""
         if not (kind.repeated or kind.entries) or not self.skip("["):
             return [self.value(name, kind, depth)]
         members: list[Any] = []

@@ -1,4 +1,4 @@
-"""What Triton's own flags set, for the dialect kserve_v2: names and values as Triton spells them.
+"""Options of the dialect kserve_v2: names and values of flags as Triton spells them.
 
     --http-restricted-api model-repository,shared-memory:admin-key=secret
     --trace-config triton,file=trace.json --trace-config level=TIMESTAMPS --trace-config rate=100
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -26,10 +27,15 @@ CATEGORIES = (
     "trace",
     "logging",
 )
+
 TRACE_LEVELS = ("OFF", "TIMESTAMPS", "TENSORS")
+
 INPUT_BYTES = 1 << 26
+
 _RESTRICTION = re.compile(r"(?P<names>[a-z,-]+):(?P<header>[!#$%&'*+.^_`|~0-9A-Za-z-]+)=(?P<value>.+)")
+
 _TRACE = re.compile(r"(?:(?P<mode>[a-z]+),)?(?P<name>[a-z-]+)=(?P<value>.+)")
+
 # (mode, name) of --trace-config -> the setting clients see, and the form of its value
 _TRACE_SETTINGS = {
     (None, "level"): ("trace_level", "|".join(TRACE_LEVELS)),
@@ -39,7 +45,9 @@ _TRACE_SETTINGS = {
     ("triton", "file"): ("trace_file", r".+"),
     ("triton", "log-frequency"): ("log_frequency", r"[0-9]{1,9}"),
 }
+
 Restrictions = Mapping[str, tuple[str, str]]  # category -> header and its value
+
 TraceValues = dict[str, str | list[str]]
 
 
@@ -56,11 +64,15 @@ class TritonOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str, Meta(description="gRPC metadata whose keys hold this pattern become request parameters.")
     ] = ""
     http_restricted_api: Annotated[
-        tuple[str, ...], Meta(description="APIs that want a header: API,...:HEADER=VALUE.")
+        tuple[str, ...],
+        Meta(description="APIs that want a header, whatever the dialect: API,...:HEADER=VALUE."),
     ] = ()
     grpc_restricted_protocol: Annotated[
         tuple[str, ...],
-        Meta(description="RPCs that want metadata: API,...:KEY=VALUE, sent as triton-grpc-protocol-KEY."),
+        Meta(
+            description="RPCs that want metadata, whatever the dialect: "
+            "API,...:KEY=VALUE, sent as triton-grpc-protocol-KEY."
+        ),
     ] = ()
     trace_config: Annotated[
         tuple[str, ...],
@@ -76,13 +88,20 @@ class TritonOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(
                     f'{name}: given "{given}", allowed: a regular expression ({fault})'
                 ) from None
-        parse_restrictions("http_restricted_api", self.http_restricted_api)
-        parse_restrictions("grpc_restricted_protocol", self.grpc_restricted_protocol)
+        _ = self.restrictions_over_http, self.restrictions_over_grpc
         parse_trace_config(self.trace_config)
+
+    @property
+    def restrictions_over_http(self) -> Restrictions:
+        return parse_restrictions("http_restricted_api", self.http_restricted_api)
+
+    @property
+    def restrictions_over_grpc(self) -> Restrictions:
+        return parse_restrictions("grpc_restricted_protocol", self.grpc_restricted_protocol)
 
 
 def parse_restrictions(field: str, given: Sequence[str]) -> Restrictions:
-    """API,...:HEADER=VALUE, several of them. Raises ValueError."""
+    """Return the restrictions of several API,...:HEADER=VALUE. Raises ValueError."""
     found: dict[str, tuple[str, str]] = {}
     for text in given:
         match = _RESTRICTION.fullmatch(text)
@@ -96,7 +115,7 @@ def parse_restrictions(field: str, given: Sequence[str]) -> Restrictions:
 
 
 def parse_trace_config(given: Sequence[str]) -> TraceValues:
-    """The trace settings a server starts with; TIMESTAMPS and TENSORS add up. Raises ValueError."""
+    """Return the initial trace settings; TIMESTAMPS and TENSORS add up. Raises ValueError."""
     found: TraceValues = {}
     levels: list[str] = []
     for text in given:
@@ -114,3 +133,51 @@ def parse_trace_config(given: Sequence[str]) -> TraceValues:
     if found.get("trace_level", ["OFF"]) != ["OFF"] and "trace_file" not in found:
         raise ValueError('trace_config: given a level and no file, allowed: with "triton,file=FILE"')
     return found
+
+
+KINDS = ("counter_latencies", "histogram_latencies", "summary_latencies")
+
+QUANTILES = "summary_quantiles"
+
+_PAIR = re.compile(r"(?P<name>[a-z_]+)=(?P<value>.*)")
+
+_RANK = re.compile(r"(?P<quantile>0?\.[0-9]+|0|1|1\.0*):[0-9.]+")
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsConfig:
+    """Kinds of latencies shown; the quantiles of summaries."""
+
+    counter_latencies: bool = True
+    histogram_latencies: bool = False
+    summary_latencies: bool = False
+    summary_quantiles: tuple[float, ...] = (0.5, 0.9, 0.95, 0.99, 0.999)
+
+
+def read_metrics_config(given: Sequence[str]) -> MetricsConfig:
+    """Return --metrics-config of several NAME=VALUE,... Raises ValueError naming the invalid one."""
+    found = MetricsConfig()
+    for text in given:
+        quantiles = text.startswith(f"{QUANTILES}=")  # whose value has commas of its own
+        for pair in [text] if quantiles else text.split(","):
+            match = _PAIR.fullmatch(pair)
+            if match and match["name"] in KINDS and match["value"] in ("true", "false"):
+                found = _with_kind(found, match["name"], match["value"] == "true")
+            elif quantiles and match:
+                found = replace(found, summary_quantiles=_read_quantiles(match["value"], text))
+            else:
+                allowed = f"{', '.join(KINDS)}=true|false, {QUANTILES}=QUANTILE:ERROR,..."
+                raise ValueError(f'metrics_config: given "{pair}", allowed: {allowed}')
+    return found
+
+
+def _with_kind(config: MetricsConfig, kind: str, shown: bool) -> MetricsConfig:
+    kinds: dict[str, Any] = {kind: shown}
+    return replace(config, **kinds)
+
+
+def _read_quantiles(value: str, text: str) -> tuple[float, ...]:
+    matches = [_RANK.fullmatch(rank.strip()) for rank in value.split(",")]
+    if not all(matches):
+        raise ValueError(f'metrics_config: given "{text}", allowed: {QUANTILES}=QUANTILE:ERROR,... of 0 to 1')
+    return tuple(sorted(float(match["quantile"]) for match in matches if match))

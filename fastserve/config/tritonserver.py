@@ -1,4 +1,4 @@
-"""Triton's command line, as far as it says something our settings can say.
+"""Triton's command line as settings of this server.
 
 `read_flags` takes a command line as Triton's parser does, `--name=value` or `--name value`; `flag_settings`
 turns the result into overrides for `load_settings`. What would change an answer, an address or who may
@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastserve.config.fields import fault_text
-from fastserve.config.foreign_flags import BOOLS, unbuilt_fault
+from fastserve.config.fields import BOOLS, fault_text, unbuilt_fault
 from fastserve.errors import ConfigError
 
 Overrides = dict[str, Any]  # dotted path of a setting -> value
@@ -133,7 +132,7 @@ _KNOWN = {*_BOOL_FLAGS, *_INT_FLAGS, *_TEXT_FLAGS, *_MANY_FLAGS, *_IDLE_FLAGS, *
 
 
 @dataclass(slots=True)
-class Flags:
+class TritonFlags:
     """A command line as it was read: what was given, by flag, and what cannot be taken."""
 
     given: dict[str, list[str]] = field(default_factory=dict)
@@ -141,9 +140,9 @@ class Flags:
     faults: list[str] = field(default_factory=list)
 
 
-def read_flags(argv: Sequence[str]) -> Flags:
-    """`--name=value` or `--name value`; a flag given twice is the last one, but of those that may be many."""
-    flags = Flags()
+def read_triton_flags(argv: Sequence[str]) -> TritonFlags:
+    """Read `--name=value` or `--name value`. Of a flag given twice the last counts, unless it may repeat."""
+    flags = TritonFlags()
     rest = iter(argv)
     for argument in rest:
         name, equals, value = argument[2:].partition("=")
@@ -156,14 +155,14 @@ def read_flags(argv: Sequence[str]) -> Flags:
     return flags
 
 
-def _take_value(flags: Flags, name: str, value: str | None) -> None:
+def _take_value(flags: TritonFlags, name: str, value: str | None) -> None:
     if value is None:
-        flags.faults.append(f"--{name}: missing, allowed: a value")
+        flags.faults.append(f"--{name}: missing its value, write --{name}=VALUE")
     else:
         _take(flags, name, value)
 
 
-def _take(flags: Flags, name: str, value: str) -> None:
+def _take(flags: TritonFlags, name: str, value: str) -> None:
     fault = _find_fault(name, value)
     if fault:
         flags.faults.append(fault)
@@ -176,7 +175,7 @@ def _take(flags: Flags, name: str, value: str) -> None:
 
 
 def _find_fault(name: str, value: str) -> str:
-    """What is wrong with a flag's value by itself, "" for nothing."""
+    """Return the fault of a flag's value by itself, "" for none."""
     allowed = ""
     if name in _UNBUILT_FLAGS:
         return unbuilt_fault(name, value, _UNBUILT_FLAGS[name])
@@ -189,8 +188,8 @@ def _find_fault(name: str, value: str) -> str:
     return fault_text(f"--{name}", value, allowed) if allowed else ""
 
 
-def flag_settings(given: Given) -> Overrides:
-    """Overrides for `load_settings`. Raises ConfigError for flags that do not go together."""
+def triton_overrides(given: Given) -> Overrides:
+    """Return overrides for `load_settings`. Raises ConfigError for flags that exclude each other."""
     bools = {name: BOOLS[_last(given, name, str(idle)).lower()] for name, idle in _BOOL_FLAGS.items()}
     ints = {name: int(_last(given, name, str(idle))) for name, idle in _INT_FLAGS.items()}
     texts = {name: _last(given, name, idle) for name, idle in _TEXT_FLAGS.items()}
@@ -202,6 +201,7 @@ def flag_settings(given: Given) -> Overrides:
         "strict_readiness": bools["strict-readiness"],
         "allow_client_shm": bools["allow-client-shm"],
         "allow_metrics": bools["allow-metrics"],
+        "kserve_replies": False,  # health has no body there
         "metrics_config": tuple(given.get("metrics-config", ())),
         "response_cache_bytes": _cache_bytes(given, ints),
         "rate_limit": texts["rate-limit"],
@@ -221,7 +221,7 @@ def _last(given: Given, name: str, idle: str) -> str:
 
 
 def _listeners(bools: Mapping[str, bool], ints: Mapping[str, int], texts: Mapping[str, str]) -> Overrides:
-    """Its three ports. gRPC alone may have TLS there."""
+    """Return the three ports. gRPC alone may have TLS there."""
     http: list[str] = []
     tls = bools["grpc-use-ssl"] or bools["grpc-use-ssl-mutual"]
     plain = "tcp://" if tls else ""
@@ -264,7 +264,7 @@ def _tls(bools: Mapping[str, bool], texts: Mapping[str, str]) -> Overrides:
     wanted = ("grpc-server-cert", "grpc-server-key", *(("grpc-root-cert",) if mutual else ()))
     missing = [f"--{name}" for name in wanted if not texts[name]]
     if missing:
-        raise ConfigError(f"{', '.join(missing)}: missing, allowed: PEM files, as TLS is asked for")
+        raise ConfigError(f"{', '.join(missing)}: missing, name a PEM file with each, as TLS is asked for")
     return {
         "tls.cert": texts["grpc-server-cert"],
         "tls.key": texts["grpc-server-key"],
@@ -273,7 +273,7 @@ def _tls(bools: Mapping[str, bool], texts: Mapping[str, str]) -> Overrides:
 
 
 def _connections(ints: Mapping[str, int]) -> Overrides:
-    """Milliseconds there, seconds here."""
+    """Return limits of connections. Flags are in milliseconds, settings in seconds."""
     settings = {
         "grpc-keepalive-time": "keepalive_s",
         "grpc-keepalive-timeout": "keepalive_timeout_s",
@@ -284,7 +284,7 @@ def _connections(ints: Mapping[str, int]) -> Overrides:
 
 
 def _log_level(bools: Mapping[str, bool], ints: Mapping[str, int]) -> str:
-    """The least severe line that is wanted; errors are always written."""
+    """Return the log level of the flags; errors are always written."""
     if ints["log-verbose"]:
         return "debug"
     return next((level for name, level in _LOG_LEVELS if bools[name]), "error")
@@ -301,7 +301,7 @@ def _cache_bytes(given: Given, ints: Mapping[str, int]) -> int:
 
 
 def _trace_config(given: Given, texts: Mapping[str, str]) -> Iterator[str]:
-    """Flags of today, and the older ones that they replaced."""
+    """Replace older flags by those of today."""
     yield from given.get("trace-config", ())
     for level in given.get("trace-level", ()):
         yield f"level={level}"
@@ -315,8 +315,8 @@ def _trace_config(given: Given, texts: Mapping[str, str]) -> Iterator[str]:
             yield f"{setting}={texts[name]}"
 
 
-def usage() -> str:
-    """The flags that are built, with their defaults."""
+def triton_usage() -> str:
+    """Return the flags that are built, with their defaults."""
     idle = {name: str(value).lower() for name, value in _BOOL_FLAGS.items()}
     defaults = {**idle, **_INT_FLAGS, **_TEXT_FLAGS, **dict.fromkeys(_MANY_FLAGS, "")}
     lines = [f"  --{name} <{defaults[name] or '...'}>" for name in sorted(defaults)]

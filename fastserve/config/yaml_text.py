@@ -1,4 +1,4 @@
-"""One YAML file -> plain Python values. Not validation: `fields.convert` does that.
+"""YAML files as plain Python values. `fields.convert` validates them.
 
 Plain words stay words: only `true` and `false` are booleans, as in YAML 1.2, so that
 `warmup: off` is the text "off". A key given twice is a fault, not a silent choice.
@@ -67,7 +67,7 @@ _Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
 
 
 def parse_yaml(text: str, origin: str) -> dict[str, Any]:
-    """A mapping read from YAML text; empty text is an empty mapping. Raises ConfigError naming `origin`."""
+    """Return the mapping of a YAML text, {} for an empty one. Raises ConfigError naming `origin`."""
     try:
         value = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as fault:
@@ -82,12 +82,12 @@ def parse_yaml(text: str, origin: str) -> dict[str, Any]:
 
 
 def read_yaml(path: Path, origin: str) -> dict[str, Any]:
-    """`parse_yaml` of a file of at most FILE_BYTES. Raises ConfigError."""
+    """Return the mapping of a file of at most FILE_BYTES. Raises ConfigError."""
     return parse_yaml(read_text(path, origin), origin)
 
 
 def read_text(path: Path, origin: str) -> str:
-    """The text of a configuration file, at most FILE_BYTES of UTF-8. Raises ConfigError naming `origin`."""
+    """Return a configuration file's text, at most FILE_BYTES of UTF-8. Raises ConfigError naming `origin`."""
     try:
         with path.open("rb") as file:
             data = file.read(FILE_BYTES + 1)

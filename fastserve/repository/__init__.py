@@ -1,5 +1,5 @@
-"""Folders, configs, versions and their life. Nothing here knows a request.
+"""Model folders, configs, versions and their life cycle. Nothing here knows a request.
 
-Import from the modules: `catalog` (what is served), `version` (a version and its life as a
-table), `model_config` (model.yaml), `signature`, `repository` (load, unload, poll), `check`.
+Import from the modules: `catalog` (which versions are served), `version` (a version and its states),
+`model_config` (model.yaml), `triton_config` (config.pbtxt), `repository` (load, unload, poll), `check`.
 """

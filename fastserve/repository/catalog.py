@@ -1,29 +1,36 @@
-"""What is served right now: the one place that dialects and the engine ask for a version.
+"""The catalog of versions: the one place where dialects and the engine look a version up.
 
-Lookups are a dict access or two, since every request makes one. Changes come only from the
-repository (or from whoever mirrors it into another process), through `move` and `put`.
+A lookup is a dict access or two, since every request makes one. Changes come only from the repository (or
+from the replica of it in another process), through `move` and `put`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+from weakref import WeakSet
 
 from fastserve.errors import ServeError
 from fastserve.repository.version import TRANSITIONS, Model, Version, VersionState
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 class Catalog:
-    """Models by name. `on_change` callbacks get the version that moved, after the move."""
+    """Models by name. `on_change` callbacks get the version whose state changed, after the change."""
 
     def __init__(self) -> None:
         self.models: dict[str, Model] = {}
         self.on_change: list[Callable[[Version], None]] = []
+        self.on_blame: list[Callable[[Model], None]] = []
+        """Told of a model whose folder or config is at fault, or is so no more."""
 
     def available(self, name: str, number: int | None = None) -> Version | None:
-        """The available version of that number, or the highest one for None."""
+        """Return the available version of that number, or the highest one for None."""
         model = self.models.get(name)
         if model is None:
             return None
@@ -32,20 +39,33 @@ class Catalog:
         version = model.versions.get(number)
         return version if version is not None and version.state is VersionState.AVAILABLE else None
 
+    def ready(self, name: str, number: int | None = None) -> bool:
+        """Return whether `available` finds a version that has a worker able to answer."""
+        version = self.available(name, number)
+        return version is not None and not version.down
+
+    def blame(self, model: Model, error: ServeError | None) -> None:
+        """Set why the model's folder or config cannot be used; None clears it."""
+        told, model.error = model.error, error
+        model.failed_at = 0.0 if error is None else model.failed_at or time.time()
+        if str(told) != str(error):
+            for callback in list(self.on_blame):
+                _tell(callback, model)
+
     def labelled(self, name: str, label: str) -> Version | None:
-        """The available version a label points at."""
+        """Return the available version a label points at."""
         model = self.models.get(name)
         number = None if model is None else model.labels.get(label)
         return None if number is None else self.available(name, number)
 
     def model(self, name: str) -> Model:
-        """The model of that name, added when it is new."""
+        """Return the model of that name, added when it is new."""
         if name not in self.models:
             self.models[name] = Model(name)
         return self.models[name]
 
     def put(self, version: Version) -> Version | None:
-        """List a version under its number; returns the one it displaces (unload that one afterwards)."""
+        """List a version under its number. Returns the one it displaces: unload that afterwards."""
         model = self.model(version.model)
         displaced = model.versions.get(version.number)
         model.versions[version.number] = version
@@ -53,13 +73,14 @@ class Catalog:
         return displaced
 
     def move(self, version: Version, to: VersionState, error: ServeError | None = None) -> None:
-        """One step of a version's life. Raises ValueError when the table does not have it."""
+        """Move a version to its next state. Raises ValueError for a transition that the table does not
+        have."""
         if to not in TRANSITIONS[version.state]:
             raise ValueError(f"{version!r} cannot become {to.name}")
         version.state = to
         version.error = error
         if to is VersionState.END:
-            version.view = version.text_model = None
+            version.end()
         self._changed(version)
 
     def _changed(self, version: Version) -> None:
@@ -71,8 +92,50 @@ class Catalog:
             _tell(callback, version)
 
 
-def _tell(callback: Callable[[Version], None], version: Version) -> None:
+def _tell(callback: Callable[[T], None], changed: T) -> None:
     try:
-        callback(version)
+        callback(changed)
     except Exception:  # a listener's fault must not stop a load half way
-        log.exception("a callback failed on a change of %r", version)
+        log.exception("a callback failed on a change of %r", changed)
+
+
+class VersionListener(Protocol):
+    """Holds on to memory of versions, and releases it when they end."""
+
+    def forget(self, version: Version) -> None:
+        """Release what is kept of this version: it has ended."""
+
+
+class VersionListeners:
+    """The listeners of one dialect, held weakly."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._listeners: WeakSet[VersionListener] = WeakSet()
+        catalog.on_change.append(self._version_changed)
+
+    def add(self, listener: VersionListener) -> None:
+        """Notify the listener when a version ends."""
+        self._listeners.add(listener)
+
+    def _version_changed(self, version: Version) -> None:
+        if version.state is VersionState.END:
+            for listener in list(self._listeners):
+                listener.forget(version)
+
+
+def labels_of(version: Version, output: str, catalog: Catalog) -> Sequence[str]:
+    """Return the class names of an output by index, empty for none.
+
+    They are the lines of its label file; an ensemble without one has those of the model that writes the
+    output.
+    """
+    config = version.config
+    found = config.output_labels.get(output, config.class_texts)
+    if found or config.options.ensemble is None:
+        return found
+    for step in config.options.ensemble.steps:
+        for inner, tensor in step.outputs.items():
+            if tensor == output:
+                model = catalog.available(step.model, step.version)
+                return labels_of(model, inner, catalog) if model is not None else ()
+    return ()

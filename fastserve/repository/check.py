@@ -1,29 +1,39 @@
-"""What a server with these settings would serve, and why not the rest.
+"""Explains what a server with these settings would serve, on which devices, and why not the rest.
 
-`fastserve check DIR` prints it. `explain` looks at files, and parses model code without running it; what a
-load has found takes the place of its guesses (`Report.take`).
+`fastserve check DIR` prints it. `explain` reads files, and parses model code without running it; what a load
+finds out replaces its guesses (`Report.take`). Devices are printed in a line for all instances alike:
+
+    instances 0, 2 on GPU 0 (NAME, 80.0 GiB) (devices: cuda)
+    instance 0 on the CPU (instance_group[0]: KIND_AUTO, and there is no GPU)
+
+The reason comes from the config as written, before defaults are filled in.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from fastserve.backends.base import explain as explain_error
+from fastserve.backends.model_errors import explain as explain_error
 from fastserve.backends.registry import find_backend
 from fastserve.config import RepositorySettings
-from fastserve.devices.found import MACHINE
+from fastserve.config.text_proto import parse_text
+from fastserve.config.yaml_text import read_text
+from fastserve.devices.inventory import MACHINE, VISIBLE, DeviceInventory
 from fastserve.errors import ConfigError
 from fastserve.repository.folder_config import model_file
 from fastserve.repository.layout import Layout, ModelFolder, repository_root
 from fastserve.repository.model_config import ModelConfig, build_specs
-from fastserve.repository.placed import tell_places
-from fastserve.repository.policy import missing_versions, policy_text, wanted_versions
-from fastserve.repository.problems import no_version_text
+from fastserve.repository.placement import AUTO, CPU, Placement, why_no_gpu
+from fastserve.repository.reconciler import no_version_text
 from fastserve.repository.signature import build_signatures
-from fastserve.repository.version import Version
+from fastserve.repository.triton_config.conversion import TRITON_FILE
+from fastserve.repository.triton_config.messages import config_schema
+from fastserve.repository.version import Version, missing_versions, policy_text, wanted_versions
 from fastserve.tensor import TensorSpec
 
 NOT_READ = "inputs and outputs: read from the model when it is loaded"
@@ -31,7 +41,7 @@ NOT_READ = "inputs and outputs: read from the model when it is loaded"
 
 @dataclass(slots=True)
 class ModelReport:
-    """One model: the versions that would be served, facts about it, and what stands in the way."""
+    """One model: the versions that would be served, facts about it, and its problems."""
 
     name: str
     versions: list[int] = field(default_factory=list)
@@ -48,7 +58,7 @@ class ModelReport:
 
 @dataclass(slots=True)
 class Report:
-    """Every model found, and folders passed over. `ok` is false when a server would refuse to start."""
+    """Every model found, and folders passed over. `ok` is False when a server would refuse to start."""
 
     models: list[ModelReport]
     passed_over: list[str]
@@ -59,7 +69,7 @@ class Report:
         return bool(self.models) and not any(model.problems for model in self.models)
 
     def take(self, problems: Mapping[str, list[str]], served: Mapping[str, list[Version]]) -> None:
-        """What loading has shown: the problems a server would tell, and the versions that did load."""
+        """Replace guesses by the result of loading: the server's problems, and the versions that loaded."""
         for name in problems.keys() - {model.name for model in self.models}:
             self.models.append(ModelReport(name))
         for model in self.models:
@@ -74,7 +84,7 @@ class Report:
         self.loaded = True
 
     def text(self) -> str:
-        """The whole report, a paragraph per model."""
+        """Return the whole report, a paragraph per model."""
         parts = ["\n".join(model.lines()) for model in self.models]
         parts += [f"{name}: passed over, neither a config nor a numbered folder" for name in self.passed_over]
         served = sum(bool(model.versions) for model in self.models)
@@ -85,7 +95,7 @@ class Report:
 
 
 def explain(settings: RepositorySettings) -> Report:
-    """Look at every folder the settings name. Raises ConfigError when one is not there. Blocking."""
+    """Report on every folder the settings name. Raises ConfigError when one does not exist. Blocking."""
     layout = Layout(settings)
     layout.check()
     try:
@@ -133,6 +143,8 @@ def _explain_model(folder: ModelFolder) -> ModelReport:
 def _facts(folder: ModelFolder, config: ModelConfig, report: ModelReport) -> list[str]:
     at_hand = ", ".join(map(str, sorted(folder.versions))) or "none"
     batch = f"batches of up to {config.max_batch_size} rows" if config.batching else "no batching"
+    if find_backend(config.backend).takes == "text":  # the engine's scheduler mixes sequences by itself
+        batch = "sequences batched at every token"
     workers = "1 worker a version" if config.instances == 1 else f"{config.instances} workers a version"
     if config.backend == "ensemble":
         workers = "no worker of its own"
@@ -141,7 +153,7 @@ def _facts(folder: ModelFolder, config: ModelConfig, report: ModelReport) -> lis
         f"backend {config.backend}, {batch}, {workers}",
     ]
     if config.backend != "ensemble":
-        facts += tell_places(config, folder.folder, MACHINE)
+        facts += describe_places(config, folder.folder, MACHINE)
     if config.shared_worker:
         facts.append(f"shares worker {config.shared_worker} with the models of its device that name it")
     facts += _scheduling_facts(config)
@@ -157,7 +169,7 @@ def _facts(folder: ModelFolder, config: ModelConfig, report: ModelReport) -> lis
 
 
 def _scheduling_facts(config: ModelConfig) -> list[str]:
-    """What a model asks of the scheduler, in a line."""
+    """Return the scheduling options of a model, in a line."""
     parts, options = [], config.options
     if options.queue is not None:
         parts.append(f"dynamic batching, up to {config.max_queue_delay_us} microseconds")
@@ -210,7 +222,7 @@ def _file_problems(folder: Path, number: int, config: ModelConfig) -> list[str]:
 
 
 def _bound_names(tree: ast.Module) -> set[str]:
-    """Names a module may bind, generously: what is bound inside `if` or `try` counts."""
+    """Yield names a module may bind, generously: bindings inside `if` or `try` count."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
@@ -220,3 +232,72 @@ def _bound_names(tree: ast.Module) -> set[str]:
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             names.update((alias.asname or alias.name).partition(".")[0] for alias in node.names)
     return names
+
+
+def describe_places(config: ModelConfig, folder: Path, machine: DeviceInventory) -> list[str]:
+    """Return a line for all instances with the same device and reason. `folder` is the model's."""
+    places = config.places or [Placement()] * config.instances
+    reasons = list(_reasons(config, folder, machine))
+    numbers: dict[tuple[str, str], list[int]] = {}
+    for number, place in enumerate(places):
+        told = _device(place, machine) + (f", in {place.dtype}" if place.dtype else "")
+        numbers.setdefault((told, reasons[number % len(reasons)]), []).append(number)
+    lines = [f"{_counted(found)} on {told} ({why})" for (told, why), found in numbers.items()]
+    if VISIBLE in config.env and any(place.gpu >= 0 for place in places):
+        lines.append(f"but {VISIBLE}={config.env[VISIBLE]} in env is what the workers see")
+    return lines
+
+
+def _reasons(config: ModelConfig, folder: Path, machine: DeviceInventory) -> Iterator[str]:
+    """Yield the reason for the device of each instance, or of each of a round of them."""
+    if config.triton is not None:
+        yield from _of_groups(config, folder, machine)
+        return
+    asked = [config.devices] if isinstance(config.devices, str) else config.devices
+    for one in asked:
+        name = one.partition("=")[0]
+        count = len(machine.devices()) if name == "cuda" else 1
+        if name == AUTO:
+            why = why_no_gpu(find_backend(config.backend), machine)
+            count = 1 if why else len(machine.devices())
+            one += f", and {why or 'it can use a GPU'}"
+        yield from [f"devices: {one}" + ", the default" * (asked == [CPU])] * count
+
+
+def _of_groups(config: ModelConfig, folder: Path, machine: DeviceInventory) -> Iterator[str]:
+    assert config.triton is not None
+    written = _written(folder)
+    for number, group in enumerate(config.triton.get("instance_group") or [{}]):
+        if group.get("passive"):
+            continue
+        given = written[number] if number < len(written) else {}
+        kind = str(given.get("kind") or "KIND_AUTO")
+        on_gpus = group.get("kind") == "KIND_GPU"
+        where = f", gpus {given['gpus']}" if given.get("gpus") else ", every GPU" if on_gpus else ""
+        why = why_no_gpu(find_backend(config.backend), machine) or "it can use a GPU"
+        said = f"instance_group[{number}]: " if number < len(written) else "no instance_group: "
+        count = max(int(group.get("count") or 1), 1) * (
+            max(len(group.get("gpus") or ()), 1) if on_gpus else 1
+        )
+        yield from [said + kind + where + (f", and {why}" if kind == "KIND_AUTO" else "")] * count
+
+
+def _written(folder: Path) -> Sequence[dict[str, Any]]:
+    """Return the instance groups as config.pbtxt has them; none where it has none, or does not exist."""
+    try:
+        raw = parse_text(read_text(folder / TRITON_FILE, TRITON_FILE), config_schema(), TRITON_FILE)
+    except (ConfigError, OSError):  # made up by the server, or given with a load call
+        return []
+    return list(raw.get("instance_group") or ())
+
+
+def _device(place: Placement, machine: DeviceInventory) -> str:
+    if place.gpu < 0:
+        return "the CPU"
+    device, given = machine.devices()[place.gpu], os.environ.get(VISIBLE)
+    mig = f", the MIG instance {device.select}" if device.select.startswith("MIG-") else ""
+    return device.title + mig + (f", of {VISIBLE}={given}" if given else "")
+
+
+def _counted(numbers: Sequence[int]) -> str:
+    return ("instance " if len(numbers) == 1 else "instances ") + ", ".join(map(str, numbers))

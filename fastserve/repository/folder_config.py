@@ -1,36 +1,40 @@
-"""Which config a model's folder has, whichever of the forms it is written in. Reads files, loads nothing.
+"""Reads the config of one model folder, in whichever form it is written. Loads nothing.
 
-model.yaml      a native model; wins over a config.pbtxt beside it
-config.pbtxt    a model of Triton's form
-neither         N/model.onnx, or N/model.py with a class TritonPythonModel: the model tells the rest
+    model.yaml      a native model; wins over a config.pbtxt beside it
+    config.pbtxt    a model of Triton's form
+    neither         N/model.onnx, or N/model.py with a class TritonPythonModel: the model tells the rest
+
+A folder with a model of a foreign framework is refused with the call that makes the model servable. Those
+texts may reach clients: paths begin at the model's folder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from fastserve.backends.registry import BACKENDS, BackendEntry, find_backend
+from fastserve.backends.registry import BACKENDS, TO_ONNX, BackendEntry, find_backend
 from fastserve.config import convert
 from fastserve.config.confined import read_confined
 from fastserve.config.yaml_text import read_yaml
 from fastserve.errors import ConfigError
-from fastserve.repository.foreign import foreign_text
 from fastserve.repository.model_config import ModelConfig, config_json, may_share, parse_model_config
-from fastserve.repository.triton_config import (
+from fastserve.repository.triton_config.completion import complete_from_files, find_file
+from fastserve.repository.triton_config.conversion import (
     TRITON_FILE,
     make_triton_config,
     parse_triton_json,
     read_triton_config,
     to_model_config,
 )
-from fastserve.repository.triton_files import complete_from_files, find_file
 
 CONFIG_FILE = "model.yaml"
+
 GRAPH_FILE = BACKENDS["onnx"].model_file  # tensors a config.pbtxt leaves out are read from it
+
 # Fields of model_defaults that say how any model is run; config.pbtxt has no words for them.
 OPERATION = (
     "env",
@@ -43,14 +47,16 @@ OPERATION = (
     "run_timeout_ms",
     "shared_worker",
 )
+
 PYTHON_BYTES = 1 << 20  # how far into a model.py the class is looked for
+
 LABEL_BYTES = 16 << 20  # of one file of class labels
 
 Stamp = tuple[int, int, int, int]  # device, inode, bytes, mtime_ns: changes whenever a file is replaced
 
 
 def model_file(config: ModelConfig, folder: Path | None = None) -> str:
-    """The file a version's folder must hold; "" when the folder is enough."""
+    """Return the file a version's folder must hold; "" when the folder is enough."""
     if config.fault:
         return ""  # its versions are listed with the fault, whatever they hold
     named = config.options.model_file or (config.torch.file if config.torch is not None else "")
@@ -61,19 +67,19 @@ def model_file(config: ModelConfig, folder: Path | None = None) -> str:
 
 
 def inside(path: Path, root: Path) -> bool:
-    """True when `path`, links followed, does not leave `root`."""
+    """Return True when `path`, links followed, does not leave `root`."""
     return path.resolve().is_relative_to(root.resolve())
 
 
 def stamp_of(path: Path) -> Stamp:
-    """Raises OSError."""
+    """Return the stamp of a file. Raises OSError."""
     found = path.stat()
     return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
-    """A config and the files it was read from, as they were before."""
+class _CachedConfig:
+    """A config, and the stamps of its files from before they were read."""
 
     stamps: dict[Path, Stamp]
     config: ModelConfig
@@ -84,14 +90,14 @@ class _Read:
 
 
 class ConfigReader:
-    """Reads configs, and remembers those whose files did not change."""
+    """Reads configs, and caches those whose files did not change."""
 
     def __init__(self, defaults: Mapping[str, object]) -> None:
         self._defaults = defaults
-        self._known: dict[Path, _Read] = {}
+        self._known: dict[Path, _CachedConfig] = {}
 
     def read(self, name: str, folder: Path, numbered: Mapping[int, Path], root: Path) -> ModelConfig:
-        """The config of model `name`. Raises ConfigError, OSError."""
+        """Return the config of model `name`. Raises ConfigError, OSError."""
         if (folder / CONFIG_FILE).exists():
             return self._native(folder, root)
         if (folder / TRITON_FILE).exists():
@@ -99,7 +105,7 @@ class ConfigReader:
             return self._triton(name, folder, numbered, root)
         for entry in BACKENDS.values():
             if not entry.needs_config and _recognises(entry, numbered, root):
-                if entry.instead and not entry.installed:
+                if entry.alternative and not entry.installed:
                     break  # said with the folder's name
                 return self._bare(entry, name)
         raise ConfigError(_no_config(name, numbered))
@@ -107,19 +113,21 @@ class ConfigReader:
     def read_json(
         self, name: str, text: str, folder: Path, numbered: Mapping[int, Path], root: Path
     ) -> ModelConfig:
-        """The config a client gave for `name`, completed from its folder. Raises ConfigError, OSError."""
+        """Return the config a client gave for `name`, completed from its folder. Raises ConfigError,
+        OSError."""
         written = parse_triton_json(text, name)
         config = to_model_config(complete_from_files(written, numbered, root), folder.absolute())
         return self.operate(_with_output_labels(config, folder))
 
     def _bare(self, entry: BackendEntry, name: str) -> ModelConfig:
-        """A model without a config, whose file says the rest."""
+        """Return the config of a model without one, whose file says the rest."""
         if entry.native:
             return parse_model_config({"backend": entry.name}, "model_defaults", self._defaults)
         return self.operate(to_model_config(make_triton_config({"backend": entry.triton}, name)))
 
     def operate(self, config: ModelConfig) -> ModelConfig:
-        """A model of another form than ours, run as model_defaults say. Raises ConfigError."""
+        """Return the config with the operational fields of model_defaults, for a model of another form than
+        ours. Raises ConfigError."""
         chosen = {key: value for key, value in self._defaults.items() if key in OPERATION}
         if not chosen:
             return config
@@ -141,7 +149,7 @@ class ConfigReader:
         names = [] if isinstance(written.class_labels, list) else [written.class_labels]
         labels = {folder / name: _stamp_or_none(folder / name) for name in names}
         config = _with_class_labels(written, folder)
-        self._known[path] = _Read(stamps, config, labels)
+        self._known[path] = _CachedConfig(stamps, config, labels)
         return config
 
     def _triton(self, name: str, folder: Path, numbered: Mapping[int, Path], root: Path) -> ModelConfig:
@@ -156,12 +164,12 @@ class ConfigReader:
         config = to_model_config(completed, folder.absolute())
         labels = {folder / file: _stamp_or_none(folder / file) for file in _label_files(config).values()}
         config = self.operate(_with_output_labels(config, folder))
-        self._known[path] = _Read(stamps, config, labels)
+        self._known[path] = _CachedConfig(stamps, config, labels)
         return config
 
 
 def holds_text(folder: Path) -> bool:
-    """Whether a folder is itself a version of a text model, as they are downloaded."""
+    """Return whether a folder is itself a version of a text model, in the form of a download."""
     return _recognises(BACKENDS["text"], {1: folder}, folder)
 
 
@@ -175,10 +183,14 @@ def _is_enough(entry: BackendEntry) -> bool:
 
 
 def _recognises(entry: BackendEntry, numbered: Mapping[int, Path], root: Path) -> bool:
-    """Whether a version folder holds a model of this backend."""
+    """Return whether a version folder holds a model of this backend."""
     names = (entry.model_file, *entry.other_files)
     file = next((found for name in names if (found := find_file(numbered, name, root))), None)
-    if file is not None and entry.beside and next(file.parent.glob(entry.beside), None) is None:
+    if (
+        file is not None
+        and entry.weights_pattern
+        and next(file.parent.glob(entry.weights_pattern), None) is None
+    ):
         return False
     if file is None or not entry.class_name:
         return file is not None
@@ -194,7 +206,7 @@ def _with_class_labels(config: ModelConfig, folder: Path) -> ModelConfig:
 
 
 def _label_files(config: ModelConfig) -> dict[str, str]:
-    """Output -> its label_filename. Of a model that cannot be run none is read."""
+    """Return output -> its label_filename; none for a model that cannot be run."""
     outputs = (config.triton or {}).get("output", ()) if not config.fault else ()
     return {output["name"]: output["label_filename"] for output in outputs if output.get("label_filename")}
 
@@ -208,7 +220,7 @@ def _with_output_labels(config: ModelConfig, folder: Path) -> ModelConfig:
 
 
 def _read_lines(folder: Path, name: str, field: str) -> list[str]:
-    """A label file's lines. It is in the model's folder, whoever named it. Raises ConfigError."""
+    """Return the lines of a label file, which must lie in the model's folder. Raises ConfigError."""
     try:
         text = read_confined(folder, name, LABEL_BYTES).decode("utf-8", "replace")
     except ConfigError as fault:
@@ -224,7 +236,7 @@ def _stamp_or_none(path: Path) -> Stamp | None:
 
 
 def _no_config(name: str, numbered: Mapping[int, Path]) -> str:
-    """Why a folder without a config is not served, and what is missing."""
+    """Return why a folder without a config is not served, and what is missing."""
     code = BACKENDS["python"].model_file
     if any((folder / code).exists() for folder in numbered.values()):
         inner = [number for number in sorted(numbered) if (numbered[number] / CONFIG_FILE).exists()]
@@ -237,3 +249,88 @@ def _no_config(name: str, numbered: Mapping[int, Path]) -> str:
     told = [text for number in sorted(numbered) if (text := foreign_text(name, numbered[number]))]
     files = " or ".join(entry.model_file for entry in BACKENDS.values() if _is_enough(entry))
     return told[0] if told else f"no {CONFIG_FILE}, and no version folder holds a {files}"
+
+
+_CONVERT = "convert it: " + TO_ONNX
+
+_WRITE = "load it in a {folder}/model.py (backend: python)"
+
+# Ending of a file's name -> what it is, what to do
+_ENDINGS = {
+    ".keras": ("a Keras model", "export it as a SavedModel (model.export('saved')) and " + _CONVERT),
+    ".h5": ("a Keras model", _CONVERT),
+    ".tflite": ("a TensorFlow Lite model", _CONVERT),
+    ".pt": (
+        "a PyTorch model",
+        "a TorchScript or torch.export program is served as {folder}/model.pt or model.pt2, beside a "
+        "model.yaml with backend: torch, inputs and outputs; export others: "
+        "torch.onnx.export(model, (x,), '{folder}/model.onnx', "
+        "dynamic_axes={{'x': {{0: 'rows'}}}}, input_names=['x'])",
+    ),
+    ".pkl": (
+        "a pickled Python object",
+        _WRITE
+        + ", or convert one of scikit-learn: skl2onnx.to_onnx(model, X[:1], options={{'zipmap': False}})",
+    ),
+    ".plan": ("a TensorRT engine", "serve the ONNX model it was built from"),
+    ".bst": (
+        "an XGBoost model",
+        _WRITE + ", or convert it: onnxmltools.convert_xgboost(model, types)",
+    ),
+    ".lgb": (
+        "a LightGBM model",
+        _WRITE + " with lightgbm.Booster(model_file=...), or convert it: onnxmltools.convert_lightgbm("
+        "lightgbm.Booster(model_file='{place}'), initial_types=..., zipmap=False), saved as "
+        "{folder}/model.onnx (backend: onnx)",
+    ),
+    ".onnx": ("an ONNX model of another name", "rename it to {folder}/model.onnx"),
+    ".py": ("Python code of another name", "rename it to {folder}/model.py"),
+}
+
+_OURS = ("model.onnx", "model.py")
+
+_SAME = {".pth": ".pt", ".joblib": ".pkl", ".engine": ".plan", ".hdf5": ".h5", ".ubj": ".bst"}
+
+# Whole names, where the ending says nothing: of Triton's FIL backend and KServe's LightGBM server
+_NAMES = {"model.txt": ".lgb", "xgboost.model": ".bst", "xgboost.json": ".bst"}
+
+_KINDS = {".h5": "--keras", ".tflite": "--tflite", ".keras": "--saved-model"}
+
+
+def foreign_text(model: str, folder: Path) -> str:
+    """Return the error for a model of a foreign framework in a version's folder, with the call that converts
+    it; "" when nothing is known. Only names are read."""
+    where = f"{model}/{folder.name}"
+    for place, ending in _found(folder):
+        if ending == "":
+            return f"{where}{place} is a TensorFlow SavedModel, {_saved_model(where, place)}"
+        what, to_do = _ENDINGS[ending]
+        source = "saved" if ending == ".keras" else f"{where}/{place}"
+        told = to_do.format(kind=_KINDS.get(ending, ""), place=source, folder=where)
+        return f"{where}/{place} is {what}; {told}"
+    return ""
+
+
+def _saved_model(where: str, place: str) -> str:
+    entry = BACKENDS["tensorflow"]
+    told = _CONVERT.format(kind="--saved-model", place=f"{where}{place}", folder=where)
+    if not entry.installed:
+        told = f"pip install 'fastserve[{entry.extra}]', or {told}"
+        return "which needs TensorFlow to run: " + told + f"; the first wants it as {where}" * bool(place)
+    if place:
+        return f"which is served where its files lie in {where} itself: move them up, or {told}"
+    return f"which is served by backend: {entry.name}; or {told}"
+
+
+def _found(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield places within the folder with their ending, SavedModels (ending "") first. Raises OSError."""
+    files = sorted(folder.iterdir())
+    for child in files:
+        if child.name in ("saved_model.pb", "saved_model.pbtxt"):
+            yield "", ""
+        elif child.is_dir() and any(child.glob("saved_model.pb*")):
+            yield f"/{child.name}", ""
+    for child in files:
+        ending = _NAMES.get(child.name, _SAME.get(child.suffix, child.suffix))
+        if child.is_file() and ending in _ENDINGS and child.name not in _OURS:
+            yield child.name, ending

@@ -1,4 +1,4 @@
-"""A grps deployment compiled into models of ours: conf/inference.yml read, checked, and put in neutral words.
+"""Converts a grps deployment into models of ours: conf/inference.yml, read and checked.
 
     DEPLOYMENT/conf/inference.yml    models: [{name, version, inferer_type, batching, ...}], dag: {...}
     DEPLOYMENT/conf/server.yml       interface, max_concurrency, ...            (settings: config.grps)
@@ -6,7 +6,7 @@
 
 `your_model` of version 1.0.0 is served as the model `your_model-1.0.0`, as its clients call it. Its requests
 and answers are serialized messages. A dag of one node is that node; one of several is an ensemble of the name
-`dag.NAME`. Models of inferer_type `onnx`, which the original has not, take and give tensors.
+`dag.NAME`. Models of inferer_type `onnx`, which the original lacks, take and return tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from msgspec import Meta
 from fastserve.config import convert
 from fastserve.config.grps import FILE as SERVER_FILE
 from fastserve.config.grps import ServerFile, read_server_file
-from fastserve.config.options import EnsembleOptions, EnsembleStep, Options
+from fastserve.config.model_options import EnsembleOptions, EnsembleStep, Options
 from fastserve.config.yaml_text import parse_yaml, read_text
 from fastserve.errors import ConfigError
 from fastserve.repository.model_config import ModelConfig, TensorConfig
@@ -43,7 +43,7 @@ Text = Annotated[str, Meta(min_length=1)]
 
 
 class Batching(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How requests to a model share a run."""
+    """Batching of a model's requests."""
 
     type: Literal["none", "dynamic"] = "none"
     max_batch_size: Annotated[int, Meta(ge=1, le=65535)] = 1
@@ -69,7 +69,7 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def full_name(self) -> str:
-        """What clients call it."""
+        """The name that clients use."""
         return f"{self.name}-{self.version}"
 
 
@@ -82,7 +82,7 @@ class DagNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Dag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What calls run that name no model."""
+    """The models that run for calls without a model name."""
 
     nodes: Annotated[list[DagNode], Meta(min_length=1)]
     name: str = "dag"
@@ -107,28 +107,28 @@ class Deployment:
 
     @property
     def default(self) -> str:
-        """The model that is run by who names none."""
+        """The model that runs for calls without a model name."""
         nodes = self.inference.dag.nodes
         return nodes[0].model if len(nodes) == 1 else DAG + self.inference.dag.name
 
     @property
     def names(self) -> list[str]:
-        """What it serves, the ensemble of a dag with several nodes included."""
+        """Names of all models, the ensemble of a dag with several nodes included."""
         return list(dict.fromkeys([*(node.full_name for node in self.inference.models), self.default]))
 
     def described(self) -> list[dict[str, Any]]:
-        """The models as inference.yml has them, with their defaults."""
+        """Return the models as inference.yml has them, with their defaults."""
         return [{**msgspec.to_builtins(node), "version": str(node.version)} for node in self.inference.models]
 
     def files(self, config: ModelConfig) -> list[Path]:
-        """What a model of this configuration is made of: a change of any loads it again."""
+        """Return the files of a model with this configuration: a change of any loads it again."""
         if config.options.model_file:
             return [self.folder / config.options.model_file]
         code = sorted((self.folder / "src").glob("*.py"))
         return [self.folder / CONF / FILE, *code]
 
     def config(self, name: str) -> ModelConfig:
-        """The neutral configuration of one of `names`. Raises ConfigError."""
+        """Return the ModelConfig of one of `names`. Raises ConfigError."""
         node = next((one for one in self.inference.models if one.full_name == name), None)
         if node is None:
             return _chain([step.model for step in self.inference.dag.nodes])
@@ -151,7 +151,7 @@ def read_deployment(folder: Path) -> Deployment:
 
 
 def _worded(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what is null, which stands for the default there."""
+    """Return the values without nulls, which stand for defaults."""
     models = raw.get("models")
     if not isinstance(models, list):
         return dict(raw)

@@ -1,12 +1,20 @@
-"""Folders -> what could be served. Reads the disk and nothing else; blocking, so call it in a thread.
+"""Scans the model folders on disk: which models and versions could be served. Blocking: call it in a thread.
 
     ROOT/NAME/model.yaml          ROOT/NAME/1/model.py      ROOT/NAME/2/model.onnx
     ROOT/NAME/config.pbtxt        ROOT/NAME/1/model.py      of Triton's form
     BASE_PATH/config.json         *.safetensors             a folder of `models` may be a text model's own
 
-A folder that is no model (no config, no numbered folder) is passed over. A model with a fault
-is listed with the reason, so that what was loaded before can go on serving. Links may lead
-anywhere inside the root and nowhere else.
+A folder that is no model (no config, no numbered folder) is passed over. A model with a fault is listed with
+the reason, so that versions loaded before go on serving. Links may lead anywhere inside the root and nowhere
+else.
+
+A load call may bring an override, which holds until the next load of the model:
+
+    load NAME {config}            the folder on disk, under the client's config
+    load NAME {config, file:...}  a temporary folder with the client's files; NAME need not be on disk
+
+A temporary folder stays while a version may run from it: until a later load succeeds or the model is
+unloaded.
 """
 
 from __future__ import annotations
@@ -14,9 +22,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import msgspec
 
@@ -24,33 +34,115 @@ from fastserve.backends.registry import BACKENDS
 from fastserve.config import ModelEntry, RepositorySettings
 from fastserve.config.confined import read_confined
 from fastserve.config.fields import convert, fault_text
-from fastserve.config.tensorflow_files import VERSION_BATCHING_FILE, batching_defaults
+from fastserve.config.tensorflow import VERSION_BATCHING_FILE, batching_defaults
 from fastserve.config.yaml_text import FILE_BYTES
 from fastserve.errors import ConfigError
 from fastserve.repository.folder_config import (
     CONFIG_FILE,
     ConfigReader,
     Stamp,
+    foreign_text,
     holds_text,
     inside,
     model_file,
     stamp_of,
 )
-from fastserve.repository.foreign import foreign_text
 from fastserve.repository.grps_config import NUMBER, Deployment, read_deployment
 from fastserve.repository.model_config import ModelConfig, config_json
-from fastserve.repository.overrides import Overrides
-from fastserve.repository.policy import version_number
-from fastserve.repository.triton_config import TRITON_FILE
+from fastserve.repository.triton_config.conversion import TRITON_FILE
+from fastserve.repository.version import version_number
+
+LONGEST_PATH = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """A config, and perhaps files, that a load call brings. `config` is a ModelConfig as JSON text; `files`
+    are by their path inside the model's folder."""
+
+    config: str
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOverride:
+    """The override in force for a model; `folder` is None where its folder on disk stays in use."""
+
+    config: str
+    folder: Path | None
+
+
+class Overrides:
+    """Overrides in force, by model. Blocking; `close` removes every temporary folder."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, HeldOverride] = {}
+        self._folders: dict[str, list[Path]] = {}  # of a model, those a version may still run from
+
+    def of(self, name: str) -> HeldOverride | None:
+        """Return the override of a model, None where there is none."""
+        return self._held.get(name)
+
+    def make(self, name: str, override: Override) -> HeldOverride:
+        """Write the override's files to a temporary folder. Raises ConfigError for a path that leads out of
+        it."""
+        if not override.files:
+            return HeldOverride(override.config, None)
+        places = {_place(path): data for path, data in override.files.items()}
+        # Named as the model: clients may see the last parts, as the place where a model raised.
+        folder = Path(tempfile.mkdtemp(prefix="fastserve-model-")) / name
+        self._folders.setdefault(name, []).append(folder)
+        for place, data in places.items():
+            try:
+                (folder / place).parent.mkdir(parents=True, exist_ok=True)
+                (folder / place).write_bytes(data)
+            except OSError as fault:
+                raise ConfigError(f"file:{place}: cannot be written: {fault.strerror}") from None
+        return HeldOverride(override.config, folder)
+
+    def put(self, name: str, held: HeldOverride | None) -> HeldOverride | None:
+        """Set or clear the override of a model. Returns the one before."""
+        before = self._held.pop(name, None)
+        if held is not None:
+            self._held[name] = held
+        return before
+
+    def tidy(self, name: str) -> None:
+        """Remove a model's temporary folders but the one in force."""
+        held = self._held.get(name)
+        keep = held.folder if held is not None else None
+        for folder in self._folders.pop(name, []):
+            if folder == keep:
+                self._folders[name] = [folder]
+            else:
+                shutil.rmtree(folder.parent, ignore_errors=True)
+
+    def close(self) -> None:
+        self._held.clear()
+        for name in list(self._folders):
+            self.tidy(name)
+
+
+def _place(path: str) -> PurePosixPath:
+    place = PurePosixPath(path)
+    sound = path and not place.is_absolute() and ".." not in place.parts and place.parts and "\0" not in path
+    if not sound or len(path) > LONGEST_PATH:
+        raise ConfigError(f"file:{path[:LONGEST_PATH]!a}: allowed: a path inside the model's folder")
+    return place
+
 
 MODEL_FILES = tuple(entry.model_file for entry in BACKENDS.values() if entry.native and entry.model_file)
+
 MODEL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
 class VersionFolder:
-    """One folder that holds a version; `stamp` is its model file's, and its modules'. `config` is its own,
-    where its folder says more than its model's."""
+    """One folder that holds a version.
+
+    `stamp` is that of its model file and the files beside it. `config` is its own, where its folder says more
+    than its model's.
+    """
 
     number: int
     folder: Path
@@ -60,7 +152,8 @@ class VersionFolder:
 
 @dataclass(slots=True)
 class ModelFolder:
-    """What one model's folder says. `error` set: nothing of it can be used. `notes`: what was passed over."""
+    """The contents of one model's folder. `error` set: nothing of it can be used. `notes`: files that were
+    passed over."""
 
     name: str
     folder: Path
@@ -71,7 +164,7 @@ class ModelFolder:
     absent: bool = False  # there is no folder, or none with a number in it
 
     def config_of(self, number: int) -> ModelConfig:
-        """Of one version; which versions there are and what they are called is the model's alone."""
+        """Return the config of one version. Version policy and labels are always the model's."""
         assert self.config is not None
         own = self.versions[number].config
         if own is None:
@@ -82,17 +175,17 @@ class ModelFolder:
 
     @property
     def may_come(self) -> bool:
-        """Nothing is wrong with it but that it holds no version yet."""
+        """True when nothing is wrong with it but that it holds no version yet."""
         return self.absent or not (self.error or self.versions)
 
 
 def is_model_name(name: str) -> bool:
-    """True for 1 to 128 of letters, digits, `_`, `.`, `-` that are no way up or out of a folder."""
+    """Return True for 1 to 128 of letters, digits, `_`, `.`, `-` that are no way up or out of a folder."""
     return MODEL_NAME.fullmatch(name) is not None and name.strip(".") != ""
 
 
 class Layout:
-    """Looks at the folders named in the settings."""
+    """Scans the folders named in the settings."""
 
     def __init__(self, settings: RepositorySettings) -> None:
         self.root = repository_root(settings.repository)
@@ -100,11 +193,11 @@ class Layout:
         self.deployment = Path(settings.deployment) if settings.deployment else None
         self.overrides = Overrides()
         self._configs = ConfigReader(settings.model_defaults)
-        self._left_out = left_out(settings.repository)
+        self._left_out = excluded_models(settings.repository)
         self._version_batching = settings.version_batching
 
     def check(self) -> None:
-        """Raises ConfigError when a folder named in the settings is not there, or a name is given twice."""
+        """Raise ConfigError when a folder named in the settings does not exist, or a name is given twice."""
         if self.root is not None and not self.root.is_dir():
             raise ConfigError(fault_text("repository", str(self.root), "a folder that exists, or demo"))
         if self.deployment is not None:
@@ -122,7 +215,8 @@ class Layout:
             seen.add(entry.name)
 
     def scan(self) -> dict[str, ModelFolder]:
-        """Every model, by name. Raises OSError when the root cannot be listed (then change nothing)."""
+        """Return every model, by name. Raises OSError when the root cannot be listed (then change
+        nothing)."""
         found = {entry.name: self._scan_entry(entry) for entry in self.entries}
         if self.deployment is not None:
             found |= _scan_deployment(self.deployment, self._configs)
@@ -141,7 +235,7 @@ class Layout:
         return found
 
     def scan_one(self, name: str) -> ModelFolder | None:
-        """One model, None when there is none. The name may come from a client."""
+        """Return one model, None when there is none. The name may come from a client."""
         if not is_model_name(name):
             return None
         held = self.overrides.of(name)
@@ -174,7 +268,8 @@ class Layout:
         return model
 
     def _scan_model(self, name: str, folder: Path, root: Path, *, alone: bool = False) -> ModelFolder | None:
-        """`alone`: the folder was named outright, and may be the one version of a text model itself."""
+        """Return one model. `alone`: the folder was named outright, and may be the one version of a text
+        model itself."""
         model = ModelFolder(name, folder)
         if not is_model_name(name):
             model.error = fault_text("name", name, f"text matching {MODEL_NAME.pattern}")
@@ -205,7 +300,7 @@ class Layout:
 
 
 def _scan_deployment(folder: Path, configs: ConfigReader) -> dict[str, ModelFolder]:
-    """The models of a grps deployment. Raises OSError when it cannot be read (then change nothing)."""
+    """Return the models of a grps deployment. Raises OSError when it cannot be read (then change nothing)."""
     try:
         deployment = read_deployment(folder)
     except ConfigError as fault:
@@ -230,7 +325,7 @@ def _deployed(deployment: Deployment, name: str, configs: ConfigReader) -> Model
 
 
 def _must_hold_models(root: Path) -> None:
-    """Raises ConfigError for a folder that is itself a model, or a version of one."""
+    """Raise ConfigError for a folder that is itself a model, or a version of one."""
     versions = [child.name for child in root.iterdir() if version_number(child.name) is not None]
     configs = (CONFIG_FILE, TRITON_FILE)
     for held in (*configs, *(f"{number}/{name}" for number in sorted(versions) for name in MODEL_FILES)):
@@ -242,9 +337,9 @@ def _must_hold_models(root: Path) -> None:
             raise ConfigError(f"repository: {root} is {what}; give the folder two above it")
 
 
-def left_out(repository: str) -> dict[str, str]:
-    """Models that are there and are not served, as what they need is not installed: name -> what to say. So
-    it is with the demo alone: who asks for a model of theirs is to hear that it does not load."""
+def excluded_models(repository: str) -> dict[str, str]:
+    """Return models of the demo that are not served, as a framework is not installed: name -> text. Other
+    repositories leave nothing out: a load that fails says so."""
     if repository != "demo":
         return {}
     from fastserve.demo import missing_models
@@ -253,7 +348,7 @@ def left_out(repository: str) -> dict[str, str]:
 
 
 def repository_root(repository: str) -> Path | None:
-    """The folder the `repository` setting names; None when it names none."""
+    """Return the folder the `repository` setting names; None when it names none."""
     if repository == "demo":
         from fastserve.demo import demo_repository  # only servers of the demo need it
 
@@ -271,7 +366,7 @@ def _numbered_folders(folder: Path) -> dict[int, Path]:
 
 
 def _batched(version: VersionFolder, config: ModelConfig) -> VersionFolder:
-    """A version with what its own file says of batches; a fault of that is the version's."""
+    """Return a version with the batching of its own file; a fault of that file is the version's."""
     file = version.folder / VERSION_BATCHING_FILE
     if not config.batching or not os.path.lexists(file):
         return version
@@ -286,7 +381,7 @@ def _batched(version: VersionFolder, config: ModelConfig) -> VersionFolder:
 
 
 def _misplaced(folder: Path, file_name: str) -> list[str]:
-    """Model files that lie where no version is."""
+    """Return notes on model files that lie outside any version folder."""
     beside = folder / file_name
     notes = [f"{file_name} lies beside the version folders: move it to 1/{file_name}"] * beside.is_file()
     for child in sorted(folder.iterdir()):
@@ -295,8 +390,9 @@ def _misplaced(folder: Path, file_name: str) -> list[str]:
     return notes
 
 
-# What belongs to a model's file besides, by how that ends: a change of it is one of the version.
+# Files beside a model file, by its ending: a change of one reloads the version.
 SAVED = ("saved_model.*", "variables/*", "assets/*")
+
 _BESIDE = {
     ".py": ("*.py",),
     ".json": ("*.json", "*.safetensors", "*.jinja"),
@@ -306,7 +402,7 @@ _BESIDE = {
 
 
 def _stamp_of_all(file: Path) -> Stamp:
-    """That of a model's file, and of what belongs to it. Raises OSError."""
+    """Return the stamp of a model's file and the files that belong to it. Raises OSError."""
     stamp = stamp_of(file)
     patterns = _BESIDE.get(file.suffix)
     if patterns is None:

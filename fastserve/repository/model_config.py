@@ -1,16 +1,16 @@
-"""What one model says of itself: model.yaml, and what a server goes by whatever the form it came in.
+"""The config of one model: the fields of model.yaml, and the ModelConfig that every form is converted to.
 
     backend: onnx
     max_batch_size: 64
     inputs: {image: {dtype: float32, shape: [64]}}      # shapes without the batch axis
     outputs: {scores: {dtype: float32, shape: [10]}}
 
-This file knows fields, bounds and how they hang together. Which versions are wanted is
-`policy`; where the file lies is `layout`.
+Only fields, bounds and their relations are here. `version` has the version policies; `layout` finds the file.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -20,14 +20,12 @@ from msgspec import Meta
 from fastserve.backends.registry import BACKENDS, NAMES, find_backend
 from fastserve.config import DEFAULT_POLICY, VersionPolicy, convert
 from fastserve.config.fields import fault_text
-from fastserve.config.options import Options
-from fastserve.config.policy import VersionNumber
-from fastserve.config.text import OPTIONAL_INPUTS, TextOptions
-from fastserve.config.torch_options import TorchOptions
-from fastserve.devices.found import MACHINE
+from fastserve.config.model_options import Options, TorchOptions
+from fastserve.config.settings import VersionNumber
+from fastserve.config.text_options import OPTIONAL_INPUTS, TextOptions
+from fastserve.devices.inventory import MACHINE
 from fastserve.errors import ConfigError
-from fastserve.repository.batch_rules import check_batches
-from fastserve.repository.placement import MOST_INSTANCES, Place, place_on
+from fastserve.repository.placement import MOST_INSTANCES, Placement, place_on
 from fastserve.tensor import DTYPES, TensorSpec
 
 # Spelled out because a type checker cannot read DTYPES; tests hold the two together.
@@ -49,6 +47,7 @@ DTypeName = Literal[
     "complex128",
     "bytes",
 ]
+
 Name = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
@@ -94,7 +93,11 @@ class NativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """The fields of model.yaml."""
 
     backend: Annotated[
-        str, Meta(description=f"What runs the model: {NAMES}, a class that workers can import.")
+        str,
+        Meta(
+            description="What runs the model; workers must be able to import a class of your own.",
+            extra={"allowed": NAMES},
+        ),
     ]
     inputs: Annotated[
         dict[Name, TensorConfig], Meta(description="Inputs by name; onnx models may leave them out.")
@@ -138,7 +141,7 @@ class NativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         bool, Meta(description="Split requests of more rows than max_batch_size; false: refuse them.")
     ] = True
     max_request_rows: Annotated[
-        int, Meta(ge=0, description="Most rows of a request that is split; 0: no limit.")
+        int, Meta(ge=0, description="Most rows of a request that is split; 0: as many as fill 10000 batches.")
     ] = 0
     mixed_shapes: Annotated[
         Literal["group", "pad", "error"],
@@ -234,7 +237,7 @@ class NativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     @property
     def most_rows(self) -> int:
-        """Rows that one request may have; 0: no limit."""
+        """Rows that one request may have; 0: as many as fill the MOST_BATCHES of its scheduler."""
         return self.max_request_rows if self.split_large_requests else self.max_batch_size
 
     @property
@@ -249,11 +252,11 @@ class NativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class ModelConfig(NativeConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A native model's fields, and those only a config.pbtxt leads to (`triton_config`)."""
+    """The fields of a native model, and those only a config.pbtxt leads to (`triton_config`)."""
 
     options: Annotated[Options, Meta(description="What it asks for beyond its tensors.")] = Options()
     places: Annotated[
-        list[Place], Meta(description="Where each of its workers computes; none: all on the CPU.")
+        list[Placement], Meta(description="Where each of its workers computes; none: all on the CPU.")
     ] = []
     triton: Annotated[
         dict[str, Any] | None,
@@ -270,7 +273,7 @@ class ModelConfig(NativeConfig, frozen=True, forbid_unknown_fields=True, kw_only
 def parse_model_config(
     raw: Mapping[str, object], origin: str = "model.yaml", defaults: Mapping[str, object] | None = None
 ) -> ModelConfig:
-    """A checked ModelConfig of model.yaml's plain values; `defaults` fill fields that are not given.
+    """Return a checked ModelConfig of model.yaml's plain values; `defaults` fill fields that are not given.
 
     Raises ConfigError naming origin, field, given value and allowed values.
     """
@@ -282,7 +285,7 @@ def parse_model_config(
 
 
 def _place(config: ModelConfig, origin: str) -> ModelConfig:
-    """With the devices that are there. Raises ConfigError."""
+    """Return the config with a place for each instance. Raises ConfigError."""
     if config.devices == "cpu":
         return config
     try:
@@ -292,8 +295,8 @@ def _place(config: ModelConfig, origin: str) -> ModelConfig:
         raise ConfigError(f"{origin}: {fault}") from None
 
 
-def with_places(config: ModelConfig, places: list[Place]) -> ModelConfig:
-    """The config with a worker at each of these places. Raises ValueError for too many."""
+def with_places(config: ModelConfig, places: list[Placement]) -> ModelConfig:
+    """Return the config with a worker at each of these places. Raises ValueError for too many."""
     if len(places) > MOST_INSTANCES:
         raise ValueError(
             fault_text("instances", len(places), f"up to {MOST_INSTANCES} on all of its devices")
@@ -304,10 +307,10 @@ def with_places(config: ModelConfig, places: list[Place]) -> ModelConfig:
 
 
 def may_share(backend: str) -> bool:
-    """Whether model_defaults may put a model of this backend into a shared worker."""
+    """Return whether model_defaults may put a model of this backend into a shared worker."""
     try:
         return find_backend(backend).shares
-    except ConfigError:  # told where the config is checked
+    except ConfigError:  # the check of the config says so
         return True
 
 
@@ -330,7 +333,8 @@ def _filled(raw: Mapping[str, object], defaults: Mapping[str, object]) -> dict[s
 
 
 def _fill_text(merged: dict[str, object], raw: Mapping[str, object]) -> None:
-    """Sequences share steps, not batches of rows: what model_defaults say of these is for others."""
+    """Fill in the defaults of a text model. Its sequences share steps, not batches of rows: model_defaults
+    for batches do not apply."""
     merged["max_batch_size"] = raw.get("max_batch_size", 0)
     merged.setdefault("text", {})
     if "allowed_batch_sizes" not in raw:
@@ -364,12 +368,13 @@ def _check_signature(name: str, signature: SignatureConfig, config: NativeConfig
 
 
 def round_up(rows: int, allowed_batch_sizes: list[int] | None) -> int:
-    """Rows a batch of `rows` is filled up to (spec 6.3); `rows` itself beyond the last size."""
+    """Return the rows a batch of `rows` is filled up to (spec 6.3); `rows` itself beyond the last size."""
     return next((size for size in allowed_batch_sizes or () if size >= rows), rows)
 
 
 def build_specs(tensors: Mapping[str, TensorConfig]) -> dict[str, TensorSpec]:
-    """TensorSpecs of `inputs` or `outputs`, in the order written; shapes stay without the batch axis."""
+    """Return the TensorSpecs of `inputs` or `outputs`, in the order written; shapes stay without the batch
+    axis."""
     return {
         name: TensorSpec(name, DTYPES[t.dtype], None if t.shape is None else tuple(t.shape))
         for name, t in tensors.items()
@@ -377,13 +382,35 @@ def build_specs(tensors: Mapping[str, TensorConfig]) -> dict[str, TensorSpec]:
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """The config as plain values, as the worker is sent it; `load_config_json` reads it back."""
+    """Return the config as plain values, as the worker is sent it; `load_config_json` reads it back."""
     plain: dict[str, Any] = msgspec.to_builtins(config)
     return plain
 
 
 def load_config_json(plain: Mapping[str, object]) -> ModelConfig:
-    """A ModelConfig from `config_json`'s values. Raises ConfigError."""
+    """Return a ModelConfig from `config_json`'s values. Raises ConfigError."""
     if not isinstance(plain, Mapping):
         raise ConfigError("config: not a mapping")
     return convert(plain, ModelConfig, "config")
+
+
+def check_batches(config: NativeConfig) -> None:
+    """Raise ValueError for sizes of batches, queues and requests that contradict each other."""
+    _check_batch_sizes(config.max_batch_size, config.allowed_batch_sizes)
+    least = f"a whole number from max_batch_size {config.max_batch_size}"
+    if config.max_queue_rows < config.max_batch_size:
+        raise ValueError(fault_text("max_queue_rows", config.max_queue_rows, least))
+    if 0 < config.max_request_rows < config.max_batch_size:
+        raise ValueError(fault_text("max_request_rows", config.max_request_rows, f"0 or {least}"))
+
+
+def _check_batch_sizes(max_batch_size: int, sizes: list[int] | None) -> None:
+    if sizes is None:
+        return
+    if not sizes or any(b <= a for a, b in itertools.pairwise(sizes)):
+        raise ValueError(fault_text("allowed_batch_sizes", sizes, "whole numbers that increase"))
+    if sizes[-1] != max_batch_size:  # the words of TensorFlow Serving, spec 6.3
+        raise ValueError(
+            "Last entry in allowed_batch_sizes must match max_batch_size; "
+            f"last entry was {sizes[-1]}; expected {max_batch_size}"
+        )

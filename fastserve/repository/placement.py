@@ -1,11 +1,11 @@
-"""Where the workers of a version compute: what a config asks for, held against the GPUs that are there.
+"""Places the workers of a version: the devices that a config names, on the GPUs of this machine.
 
     devices: cuda, instances: 2        on a machine of two GPUs -> [gpu 0, gpu 1, gpu 0, gpu 1]
     devices: [cuda=bfloat16, cpu]      the same model, in another type on a GPU
     KIND_AUTO                          GPUs where there are any and the backend can use them, else the CPU
 
 A worker on a GPU sees its own first, as cuda:0 (`visible` is its CUDA_VISIBLE_DEVICES), and the others behind
-it: whatever a model calls plain `cuda` is its own, no context comes to be on another by mistake, and a model
+it: whatever a model calls plain `cuda` is its own, no context is created on another by mistake, and a model
 that wants more of them can have them. CPU workers see what the server sees.
 """
 
@@ -20,10 +20,10 @@ from msgspec.structs import replace
 
 from fastserve.backends.registry import BackendEntry
 from fastserve.config.fields import fault_text
-from fastserve.devices.found import Device, Machine
+from fastserve.devices.inventory import DeviceInventory, VisibleDevice
 
 DTYPES = ("float32", "bfloat16", "float16")
-AUTO, CPU, GPU, SIMULATED = "auto", "cpu", "cuda", "simulated"
+AUTO, CPU, GPU = "auto", "cpu", "cuda"
 MOST_INSTANCES = 64
 _ONE = re.compile(r"cuda:([0-9]{1,4})")
 NO_GPU = "there is no GPU"
@@ -31,26 +31,28 @@ TORCH_WITHOUT = "cuda: Optional[str] = None"
 ONNX_PROVIDER = "capi/libonnxruntime_providers_cuda.so"
 
 
-class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one worker computes on. `device` is the name frameworks know it by, in that worker; `gpu` the
-    server's number of it, -1 for none."""
+class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The device of one worker. `device` is its name for frameworks in that worker; `gpu` is the server's
+    number of it, -1 for none."""
 
     device: str = CPU
     gpu: int = -1
     visible: str = ""
     bytes: int = 0
-    """Of its device that the worker may take; 0: as much as there is."""
+    """Bytes of its device that the worker may allocate; 0: no bound."""
     dtype: str = ""
-    """What a torch model's weights and floating inputs are turned into there; "": what its options say."""
+    """The dtype of a torch model's weights and floating inputs there; "": as its options say."""
 
 
-def place_on(devices: str | Sequence[str], count: int, entry: BackendEntry, machine: Machine) -> list[Place]:
-    """`count` workers on each of the devices that a model.yaml names. Raises ValueError for one that is not
-    there."""
+def place_on(
+    devices: str | Sequence[str], count: int, entry: BackendEntry, machine: DeviceInventory
+) -> list[Placement]:
+    """Return `count` places on each of the devices that a model.yaml names. Raises ValueError for one that
+    does not exist."""
     asked = [devices] if isinstance(devices, str) else list(devices)
     if not asked:
         raise ValueError(fault_text("devices", asked, "at least one device"))
-    found: list[Place] = []
+    found: list[Placement] = []
     for one in asked:
         name, dtype = _read(one, entry)
         placed = _automatic(entry, machine) if name == AUTO and len(asked) == 1 else _named(name, machine)
@@ -58,13 +60,13 @@ def place_on(devices: str | Sequence[str], count: int, entry: BackendEntry, mach
     return found * count
 
 
-def place_group(gpus: Sequence[int], count: int, machine: Machine) -> list[Place]:
-    """`count` workers of a group on each of these GPUs, of those that are there."""
+def place_group(gpus: Sequence[int], count: int, machine: DeviceInventory) -> list[Placement]:
+    """Return `count` places of an instance group on each of these GPUs, of those that exist."""
     return _spread(machine.devices(), gpus, count)
 
 
 def check_dtype(field: str, given: str, entry: BackendEntry) -> str:
-    """A type of an instance's own. Raises ValueError."""
+    """Return the dtype of an instance. Raises ValueError for one that it cannot have."""
     if given not in DTYPES:
         raise ValueError(fault_text(field, given, ", ".join(DTYPES)))
     if entry.name != "torch":
@@ -79,13 +81,13 @@ def _read(asked: str, entry: BackendEntry) -> tuple[str, str]:
     return name, check_dtype("devices", dtype, entry) if has else ""
 
 
-def _automatic(entry: BackendEntry, machine: Machine) -> list[Place]:
+def _automatic(entry: BackendEntry, machine: DeviceInventory) -> list[Placement]:
     there = machine.devices()
-    return [Place()] if why_no_gpu(entry, machine) else _spread(there, range(len(there)), 1)
+    return [Placement()] if why_no_gpu(entry, machine) else _spread(there, range(len(there)), 1)
 
 
-def why_no_gpu(entry: BackendEntry, machine: Machine) -> str:
-    """Why a model of this backend cannot compute on a GPU here, "" if it can."""
+def why_no_gpu(entry: BackendEntry, machine: DeviceInventory) -> str:
+    """Return why a model of this backend cannot compute on a GPU here, "" if it can."""
     if not entry.gpu:
         return f"the {entry.name} backend computes on the CPU"
     if not machine.devices():
@@ -97,9 +99,9 @@ def why_no_gpu(entry: BackendEntry, machine: Machine) -> str:
     return ""
 
 
-def _named(name: str, machine: Machine) -> list[Place]:
-    if name in (CPU, SIMULATED):
-        return [Place(name)]
+def _named(name: str, machine: DeviceInventory) -> list[Placement]:
+    if name == CPU:
+        return [Placement()]
     number = _ONE.fullmatch(name)
     if name != GPU and number is None:
         raise ValueError(
@@ -114,21 +116,22 @@ def _named(name: str, machine: Machine) -> list[Place]:
     return _spread(there, wanted, 1)
 
 
-def _spread(there: Sequence[Device], numbers: Sequence[int], count: int) -> list[Place]:
-    """One round of the devices after the other: the first workers are on different ones."""
+def _spread(there: Sequence[VisibleDevice], numbers: Sequence[int], count: int) -> list[Placement]:
+    """Return places round by round over the devices: the first workers are on different ones."""
     return [
-        Place("cuda:0", number, ",".join([there[number].select, *_others(there, number)]))
+        Placement("cuda:0", number, ",".join([there[number].select, *_others(there, number)]))
         for _ in range(count)
         for number in numbers
     ]
 
 
-def _others(there: Sequence[Device], number: int) -> list[str]:
+def _others(there: Sequence[VisibleDevice], number: int) -> list[str]:
     return [device.select for device in there if device.number != number]
 
 
 def _is_for_cuda(package: str, file: str, unless: str = "") -> bool:
-    """Looked for in its files: importing a framework here would cost the server its memory."""
+    """Return whether an installed framework was built for CUDA, by its files: an import would cost the server
+    its memory."""
     from importlib.util import find_spec
 
     spec = find_spec(package)

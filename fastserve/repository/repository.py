@@ -1,7 +1,8 @@
-"""The repository: decides when folders are looked at and which models are wanted.
+"""The repository: decides when folders are read and which models are wanted.
 
-How a model gets from one set of versions to another is `succession`; what folders say is
-`layout`. Disk work runs in a thread, so a slow disk never holds up requests.
+The reconciler brings a model from one set of versions to another; `layout` reads the folders. An ensemble is
+loaded once the models of its steps are available, and withdrawn when one of them goes. Disk work runs in a
+thread, so that a slow disk never delays requests.
 """
 
 from __future__ import annotations
@@ -17,19 +18,87 @@ import msgspec
 from fastserve.config import ModelEntry, RepositorySettings
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.repository.catalog import Catalog
-from fastserve.repository.dependants import dependants, in_waves, missing, needs, served_by, with_steps
-from fastserve.repository.layout import Layout, ModelFolder, is_model_name
-from fastserve.repository.overrides import Override
-from fastserve.repository.succession import NO_LABEL, Succession, VersionHooks
+from fastserve.repository.layout import Layout, ModelFolder, Override, is_model_name
+from fastserve.repository.model_config import ModelConfig
+from fastserve.repository.reconciler import NO_LABEL, Reconciler, VersionHooks
 from fastserve.repository.version import Version, VersionState
 
+
+def ensemble_needs(config: ModelConfig | None) -> dict[str, set[int | None]]:
+    """Return the models an ensemble's steps name -> versions they ask for, None for the latest; empty for
+    other models."""
+    found: dict[str, set[int | None]] = {}
+    ensemble = config.options.ensemble if config is not None else None
+    for step in ensemble.steps if ensemble is not None else ():
+        found.setdefault(step.model, set()).add(step.version)
+    return found
+
+
+def with_steps(names: Iterable[str], folders: Mapping[str, ModelFolder]) -> set[str]:
+    """Return these models, and for ensembles among them the existing models of their steps."""
+    found, left = set[str](), list(names)
+    while left:
+        name = left.pop()
+        if name not in found:
+            found.add(name)
+            config = folders[name].config if name in folders else None
+            left += [step for step in ensemble_needs(config) if step in folders]
+    return found
+
+
+def load_waves(folders: Iterable[ModelFolder]) -> list[list[ModelFolder]]:
+    """Return folders in the order to load them: each wave needs only what is in the waves before.
+
+    Ensembles that depend on each other in a circle make up the last wave; loading them fails and says so.
+    """
+    left = {folder.name: folder for folder in folders}
+    waves = []
+    while left:
+        wave = [f for f in left.values() if not any(n in left for n in ensemble_needs(f.config))] or list(
+            left.values()
+        )
+        waves.append(wave)
+        for folder in wave:
+            del left[folder.name]
+    return waves
+
+
+def dependent_ensembles(catalog: Catalog, version: Version) -> list[str]:
+    """Return the names of the ensembles that have a step on the version's model."""
+    return [name for name, model in catalog.models.items() if version.model in ensemble_needs(model.config)]
+
+
+def available_ensembles(catalog: Catalog, name: str) -> list[str]:
+    """Return the names of the available ensembles that have a step on the model."""
+    return [
+        ensemble
+        for ensemble, model in catalog.models.items()
+        if catalog.available(ensemble) is not None and name in ensemble_needs(model.config)
+    ]
+
+
+def missing_dependency(catalog: Catalog, name: str) -> ServeError | None:
+    """Return why the ensemble cannot serve now; None when all it needs is available."""
+    model = catalog.models.get(name)
+    for needed, numbers in ensemble_needs(model.config if model is not None else None).items():
+        for number in numbers:
+            if catalog.available(needed, number) is None:
+                gone = "which has no loaded version"
+                if number is not None and catalog.available(needed) is not None:
+                    gone = f"whose required version {number} is not loaded"
+                return ServeError(Kind.INVALID_ARGUMENT, f"ensemble '{name}' depends on '{needed}' {gone}")
+    return None
+
+
 log = logging.getLogger(__name__)
+
 EVERY_MODEL = "*"
+
 MODEL_NAME_CHARS = 128
 
 
 class Repository:
-    """Keeps the catalog at what the folders say. One task at a time works on each model."""
+    """Keeps the catalog as the folders say. One task at a time works on each model."""
 
     def __init__(
         self,
@@ -41,14 +110,15 @@ class Repository:
         self.settings = settings
         self.catalog = catalog
         self._layout = Layout(settings)
-        self._succession = Succession(settings, catalog, hooks, clock)
+        self._reconciler = Reconciler(settings, catalog, hooks, clock)
         named = settings.load_models
         by_default = not named and settings.model_control != "explicit"
         self._every = by_default or EVERY_MODEL in named
         self._wanted: set[str] = set(named) - {EVERY_MODEL}
+        self._asked_for: set[str] = set()  # loaded by their own names, at the start or since
         self._locks: dict[str, asyncio.Lock] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # started by the watch
-        self._problems = self._succession.problems
+        self._problems = self._reconciler.problems
         self._watch: asyncio.Task[None] | None = None
         self._closing = False
         self._reloading = asyncio.Lock()
@@ -56,14 +126,14 @@ class Repository:
 
     @property
     def entries(self) -> tuple[ModelEntry, ...]:
-        """The models whose folders are named outright, as the last list that was taken up has them."""
+        """The models whose folders are named outright, as in the last list that was applied."""
         return tuple(self._layout.entries)
 
     async def open(self) -> None:
         """Load everything wanted; with model_control poll, go on watching.
 
-        Raises ConfigError when the settings name what is not there, ServeError listing the models
-        that failed; with keep_going, failed models are only logged.
+        Raises ConfigError when the settings name what does not exist, ServeError listing the models that
+        failed; with keep_going, failed models are only logged.
         """
         found, problems = await self._load_all()
         if self.settings.wait_for_folders:
@@ -75,12 +145,13 @@ class Repository:
             self._watch = asyncio.create_task(self._watch_folders())
 
     async def load_all(self) -> dict[str, list[str]]:
-        """Load everything wanted, once; why anything is not served, by model. Raises ConfigError."""
+        """Load everything wanted, once. Returns the problems by model. Raises ConfigError."""
         return (await self._load_all())[1]
 
     async def _load_all(self) -> tuple[dict[str, ModelFolder], dict[str, list[str]]]:
         await asyncio.to_thread(self._layout.check)
         found = await asyncio.to_thread(self._layout.scan)
+        self._asked_for = set(found) if self._every else set(self._wanted)
         self._wanted = with_steps(self._wanted, found)  # as a load of an ensemble does
         problems = await self._apply(found.values(), eager=True)
         for name in sorted(self._wanted - set(found)):
@@ -89,27 +160,27 @@ class Repository:
         return found, problems
 
     async def poll(self) -> None:
-        """Look once and wait until everything that changed has been loaded and unloaded."""
+        """Scan once and wait until everything that changed has been loaded and unloaded."""
         found = await asyncio.to_thread(self._layout.scan)
         await self._apply(found.values())
         await asyncio.gather(*(self._end(name) for name in self._gone(found)))
 
     async def names(self) -> list[str]:
-        """Every model there is a folder of, wanted or not."""
+        """Return every model that has a folder, wanted or not."""
         return sorted(await asyncio.to_thread(self._layout.scan))
 
     async def load(
-        self, name: str, path: tuple[str, ...] = (), override: Override | None = None, *, lent: bool = False
+        self, name: str, path: tuple[str, ...] = (), override: Override | None = None, *, nested: bool = False
     ) -> None:
         """Load or reload one model now, and before an ensemble the models of its steps that are missing.
 
-        `path` are the ensembles this one is loaded for; an `override` holds until the next load. `lent`: a
-        model that is itself being loaded waits for this one, and lends it its place among parallel_loads.
-        Raises ServeError: NOT_FOUND, also for an override that cannot be read, or why it could not be loaded.
+        `path` are the ensembles this one is loaded for; an `override` holds until the next load. `nested`: a
+        model that is itself being loaded waits for this one, and gives it its slot of parallel_loads. Raises
+        ServeError: NOT_FOUND, also for an override that cannot be read, or why it could not be loaded.
         """
         self._must_be_explicit()
-        if lent:
-            async with self._succession.lend():
+        if nested:
+            async with self._reconciler.release_slot():
                 await self.load(name, path, override)
             return
         overrides = self._layout.overrides
@@ -134,30 +205,38 @@ class Repository:
             raise ServeError(Kind.NOT_FOUND, folder.error)
         await self._load_needed(folder, path)
         self._wanted.add(name)
-        self._problems.forget(name)  # somebody asks: whatever comes of it is news
-        problems = await self._succession.apply(folder, eager=True)
+        self._problems.forget(name)  # an explicit load: log its problems again
+        before = self.catalog.available(name)
+        problems = await self._reconciler.apply(folder, eager=True)
+        if not path and self.catalog.available(name) is not before:
+            self._asked_for.add(name)  # as in Triton, a load that changes nothing does not count
         if problems:
             raise ServeError(Kind.FAILED_PRECONDITION, failure_text({name: problems}))
 
     async def unload(self, name: str, *, composing: bool = False) -> None:
-        """Unload one model now and wait until its requests have finished; with `composing` also the models
-        of an ensemble's steps that no other ensemble serves with. Raises ServeError NOT_FOUND."""
+        """Unload one model now and wait until its requests have finished.
+
+        With `composing`, models of an ensemble's steps that came along with it are unloaded too: those that
+        were not loaded by their own names, and that no other ensemble uses. Raises ServeError NOT_FOUND.
+        """
         self._must_be_explicit()
         if name not in self.catalog.models:
             raise ServeError(Kind.NOT_FOUND, f"There is no model {_quoted(name)} that was loaded.")
-        needed = needs(self.catalog.models[name].config) if composing else ()
+        needed = ensemble_needs(self.catalog.models[name].config) if composing else ()
         self._wanted.discard(name)
+        self._asked_for.discard(name)
         await self._end(name)
         self._layout.overrides.put(name, None)
         await asyncio.to_thread(self._layout.overrides.tidy, name)
         for one in needed:
-            if self.catalog.available(one) is not None and not served_by(self.catalog, one):
+            came_along = one not in self._asked_for and not available_ensembles(self.catalog, one)
+            if came_along and self.catalog.available(one) is not None:
                 await self.unload(one, composing=True)
 
     async def reload_config(self, entries: Sequence[ModelEntry]) -> None:
         """Serve these models in place of the ones `models` named, and wait for them; one list at a time.
 
-        Raises ServeError (tfserving spec 4.4): INVALID_ARGUMENT for a list that cannot be, and then nothing
+        Raises ServeError (tfserving spec 4.4): INVALID_ARGUMENT for an invalid list, and then nothing
         changes; UNKNOWN listing what could not be loaded; FAILED_PRECONDITION for nothing but labels that
         could not be moved.
         """
@@ -212,21 +291,21 @@ class Repository:
     async def _apply(self, folders: Iterable[ModelFolder], *, eager: bool = False) -> dict[str, list[str]]:
         wanted = [folder for folder in folders if self._is_wanted(folder.name)]
         problems: dict[str, list[str]] = {}
-        for wave in in_waves(wanted):
+        for wave in load_waves(wanted):
             results = await asyncio.gather(*(self._apply_one(folder, eager=eager) for folder in wave))
             problems |= {f.name: reasons for f, reasons in zip(wave, results, strict=True) if reasons}
         return problems
 
     async def _apply_one(self, folder: ModelFolder, *, eager: bool = False) -> list[str]:
         async with self._lock(folder.name):
-            return await self._succession.apply(folder, eager=eager)
+            return await self._reconciler.apply(folder, eager=eager)
 
     async def _end(self, name: str) -> None:
         async with self._lock(name):
-            await self._succession.end(name)
+            await self._reconciler.end(name)
 
     def _gone(self, found: dict[str, ModelFolder]) -> list[str]:
-        """Models that were served or blamed, and have no folder any more or are no longer wanted."""
+        """Return models that were served or blamed, and have no folder any more or are no longer wanted."""
         return [
             name
             for name, model in self.catalog.models.items()
@@ -237,9 +316,9 @@ class Repository:
     # -- ensembles
 
     async def _load_needed(self, folder: ModelFolder, path: tuple[str, ...]) -> None:
-        for name in needs(folder.config):
+        for name in ensemble_needs(folder.config):
             if name in (folder.name, *path):
-                continue  # a circle: loading says so
+                continue  # a circle: the load fails and says so
             if self.catalog.available(name) is None and await self._exists(name):
                 await self.load(name, (*path, folder.name))
 
@@ -247,27 +326,27 @@ class Repository:
         return is_model_name(name) and await asyncio.to_thread(self._layout.scan_one, name) is not None
 
     def _tend_dependants(self, version: Version) -> None:
-        """A version came or went: ensembles that need it come or go with it."""
+        """Load or withdraw the ensembles that depend on a version that came or went."""
         if self._closing or version.state not in (VersionState.AVAILABLE, VersionState.UNLOADING):
             return
-        for name in dependants(self.catalog, version):
+        for name in dependent_ensembles(self.catalog, version):
             served = self.catalog.available(name) is not None
-            if served and missing(self.catalog, name) is not None:
+            if served and missing_dependency(self.catalog, name) is not None:
                 self._start(self._withdraw(name))
-            elif not served and self._is_wanted(name) and missing(self.catalog, name) is None:
+            elif not served and self._is_wanted(name) and missing_dependency(self.catalog, name) is None:
                 self._start(self._bring_back(name))
 
     async def _withdraw(self, name: str) -> None:
         async with self._lock(name):
-            reason = missing(self.catalog, name)
+            reason = missing_dependency(self.catalog, name)
             if reason is not None:
-                await self._succession.withdraw(name, reason)
+                await self._reconciler.withdraw(name, reason)
 
     async def _bring_back(self, name: str) -> None:
         async with self._lock(name):
             folder = await asyncio.to_thread(self._layout.scan_one, name)
             if folder is not None and self._is_wanted(name):
-                await self._succession.apply(folder, eager=True)
+                await self._reconciler.apply(folder, eager=True)
 
     # -- watching
 
@@ -283,7 +362,7 @@ class Repository:
             self._start_changes(found)
 
     def _start_changes(self, found: dict[str, ModelFolder]) -> None:
-        """A task per model that is not being worked on: a slow load holds up no other model."""
+        """Start a task per model that is not being worked on: a slow load delays no other model."""
         for folder in found.values():
             if self._is_wanted(folder.name) and not self._lock(folder.name).locked():
                 self._start(self._apply_watched(folder))
@@ -318,7 +397,7 @@ def _may_come(folder: ModelFolder | None) -> bool:
 
 
 class LoadFailures(ServeError):
-    """Models that were to be there at the start and are not: why, by name."""
+    """Models that failed to load at the start, with their problems by name."""
 
     def __init__(self, problems: Mapping[str, list[str]]) -> None:
         super().__init__(Kind.FAILED_PRECONDITION, failure_text(problems))
@@ -326,11 +405,11 @@ class LoadFailures(ServeError):
 
 
 def failure_text(problems: Mapping[str, list[str]]) -> str:
-    """Every model that failed and why, in one line a model."""
+    """Return every model that failed and why, in one line a model."""
     lines = [f"{name}: {'; '.join(reasons)}" for name, reasons in sorted(problems.items())]
     return f"{len(lines)} model(s) did not become available: " + "\n".join(lines)
 
 
 def _quoted(name: str) -> str:
-    """A client's name for a model, safe to log and to send back."""
+    """Return a client's name for a model, safe to log and to send back."""
     return name if is_model_name(name) else ascii(name[:MODEL_NAME_CHARS])

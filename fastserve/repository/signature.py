@@ -20,12 +20,12 @@ Method = Literal["predict", "classify", "regress"]
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """One way into a version.
+    """A named entry point of a version.
 
-    `inputs` and `outputs` map the client's names to the model's specs (shape without batch axis
-    when the model batches; `spec.name` is the model's own name); `input_names` and `output_names`
-    map the client's names to the model's. `features` maps a feature of an example to a client's
-    input name (classify and regress). `class_labels` names the classes when the model does not.
+    `inputs` and `outputs` map the client's names to the model's specs (shape without batch axis when the
+    model batches; `spec.name` is the model's own name); `input_names` and `output_names` map the client's
+    names to the model's. `features` maps a feature of an example to a client's input name (classify and
+    regress). `class_labels` names the classes when the model does not.
     """
 
     name: str
@@ -41,7 +41,8 @@ class Signature:
 def build_signatures(
     config: ModelConfig, inputs: Mapping[str, TensorSpec], outputs: Mapping[str, TensorSpec]
 ) -> dict[str, Signature]:
-    """Every signature of a model with these tensors. Raises ConfigError when one names a missing tensor."""
+    """Return every signature of a model with these tensors. Raises ConfigError when one names a missing
+    tensor."""
     configs = dict(config.signatures)
     configs.setdefault(DEFAULT_SIGNATURE, SignatureConfig())
     return {name: _build(name, written, config, inputs, outputs) for name, written in configs.items()}
@@ -53,9 +54,11 @@ def with_signatures(
     outputs: Mapping[str, TensorSpec],
     told: Mapping[str, Mapping[str, Any]],
 ) -> ModelConfig:
-    """The config with the signatures that a loaded model has itself; those of model.yaml go before them.
-    Where there is no default among several it takes nothing, so it is there and answers nobody. Raises
-    ConfigError."""
+    """Return the config with the signatures of the loaded model added; those of model.yaml take precedence.
+
+    Where there is no default among several, the default takes nothing: it exists and answers no request.
+    Raises ConfigError.
+    """
     own = {name: convert(each, SignatureConfig, f"signatures.{name}") for name, each in told.items()}
     first = next(iter(own.values()))
     spare = first if len(own) == 1 else SignatureConfig(inputs={}, outputs={})

@@ -1,26 +1,30 @@
-"""Versions, models, and the life of a version as a table.
+"""Versions, models, the states of a version as a table, and the policies that choose versions.
 
-A version is loaded once and unloaded once. A fresh try, after a failure or a change of its
-config, is a new Version of the same number; the old one serves until the new one is available.
+A version is loaded once and unloaded once. A fresh try, after a failure or a change of its config, is a new
+Version of the same number; the old one serves until the new one is available.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from fastserve.codec.text import Info
+from fastserve.config import VersionPolicy
 from fastserve.errors import ServeError
 from fastserve.repository.model_config import ModelConfig, build_specs
 from fastserve.repository.signature import Signature, build_signatures, with_signatures
-from fastserve.repository.triton_config import amend, with_tensors
+from fastserve.repository.triton_config.conversion import amend, with_tensors
 from fastserve.tensor import TensorSpec
+
+T = TypeVar("T")
 
 
 class VersionState(Enum):
-    """Numbered as TensorFlow Serving numbers them (spec 3.6)."""
+    """States of a version, numbered as in TensorFlow Serving (spec 3.6)."""
 
     START = 10
     LOADING = 20
@@ -43,27 +47,24 @@ class Version:
     """One version of a model. Only the catalog moves it from state to state.
 
     `inputs` and `outputs` are the model's own tensors; empty until `describe` when the model
-    tells them only once it is loaded. `scheduler` and `counters` belong to the engine, `view` and
-    `text_model` to the serving floor: they are opaque here. `text` is what a loaded text engine says of
-    itself.
+    tells them only once it is loaded. `text` describes a loaded text engine. `down` is the server's reason
+    why an available version could not answer now, "" while it could.
     """
 
     __slots__ = (
         "__weakref__",
+        "_attached",
         "config",
-        "counters",
+        "down",
         "error",
         "folder",
         "inputs",
         "model",
         "number",
         "outputs",
-        "scheduler",
         "signatures",
         "state",
         "text",
-        "text_model",
-        "view",
     )
 
     def __init__(self, model: str, number: int, folder: Path, config: ModelConfig) -> None:
@@ -73,20 +74,19 @@ class Version:
         self.config = config
         self.state = VersionState.START
         self.error: ServeError | None = None
+        self.down = ""
         self.inputs: dict[str, TensorSpec] = build_specs(config.inputs)
         self.outputs: dict[str, TensorSpec] = build_specs(config.outputs)
         self.signatures: dict[str, Signature] = {}
-        self.scheduler: object | None = None
-        self.counters: object | None = None
-        self.view: object | None = None
         self.text: Info | None = None
-        self.text_model: object | None = None
+        self._attached: dict[Attachment[Any], Any] = {}
         if self.inputs and self.outputs:
             self.signatures = build_signatures(config, self.inputs, self.outputs)
 
     @classmethod
     def unloaded(cls, model: str, number: int) -> Version:
-        """One that another process tells of and that cannot serve here: only its state says anything."""
+        """Make a version that another process reports and that cannot serve here: only its state means
+        anything."""
         return cls(model, number, Path(), ModelConfig(backend="onnx"))
 
     @property
@@ -100,7 +100,7 @@ class Version:
         outputs: Mapping[str, TensorSpec],
         signatures: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """What the loaded model says of its tensors, and of signatures of its own. Raises ConfigError when a
+        """Take over what the loaded model says of its tensors and signatures. Raises ConfigError when a
         signature does not fit."""
         self.inputs = dict(inputs)
         self.outputs = dict(outputs)
@@ -110,21 +110,50 @@ class Version:
         self.signatures = build_signatures(self.config, self.inputs, self.outputs)
 
     def amend(self, fields: Mapping[str, Any]) -> None:
-        """What the model itself says of fields of its config.pbtxt. Raises ConfigError."""
+        """Take over what the model itself says of fields of its config.pbtxt. Raises ConfigError."""
         self.config = amend(self.config, fields)
+
+    def end(self) -> None:
+        """Drop the attachments that are of no use once the version has ended."""
+        for attachment in [attachment for attachment in self._attached if not attachment.outlives]:
+            del self._attached[attachment]
 
     def __repr__(self) -> str:
         return f"<Version {self.model}/{self.number} {self.state.name}>"
 
 
-class Model:
-    """A name that has versions. `versions` keeps every number ever seen; ended ones stay listed.
+class Attachment(Generic[T]):
+    """A typed value that an upper floor keeps with each version; a module-level constant of that floor.
 
-    `latest` is the highest available version. `error` says why the model's own folder or config
-    cannot be used, while what was loaded before keeps serving.
+    An attachment that `outlives` its version stays when the version has ended.
     """
 
-    __slots__ = ("config", "error", "labels", "latest", "name", "versions")
+    def __init__(self, *, outlives: bool = False) -> None:
+        self.outlives = outlives
+
+    def get(self, version: Version) -> T | None:
+        """Return the value, None where there is none."""
+        return version._attached.get(self)
+
+    def put(self, version: Version, value: T) -> T:
+        """Attach the value and return it."""
+        version._attached[self] = value
+        return value
+
+    def drop(self, version: Version) -> None:
+        """Detach the value, if there is one."""
+        version._attached.pop(self, None)
+
+
+class Model:
+    """A named model and its versions. `versions` keeps every number ever seen; ended ones stay listed.
+
+    `latest` is the highest available version. `error` says why the model's own folder or config cannot be
+    used, while what was loaded before keeps serving, and `failed_at` since when, as Unix time; only the
+    catalog sets them.
+    """
+
+    __slots__ = ("config", "error", "failed_at", "labels", "latest", "name", "versions")
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -133,8 +162,49 @@ class Model:
         self.config: ModelConfig | None = None
         self.latest: Version | None = None
         self.error: ServeError | None = None
+        self.failed_at = 0.0
 
     def available(self) -> list[Version]:
-        """The available versions, lowest first."""
+        """Return the available versions, lowest first."""
         found = [v for v in self.versions.values() if v.state is VersionState.AVAILABLE]
         return sorted(found, key=lambda version: version.number)
+
+
+_NUMBER = re.compile(r"[0-9]{1,40}")
+
+HIGHEST = 2**63 - 1
+
+
+def version_number(folder_name: str) -> int | None:
+    """Return the version of a folder name ("00000123" is 123), None when it is no int64 (spec 5)."""
+    if not _NUMBER.fullmatch(folder_name):
+        return None
+    number = int(folder_name)
+    return number if number <= HIGHEST else None
+
+
+def wanted_versions(policy: VersionPolicy, numbers: Iterable[int]) -> list[int]:
+    """Return the versions that the policy wants of these, lowest first."""
+    ordered = sorted(set(numbers))
+    if policy == "all":
+        return ordered
+    if policy.specific is not None:
+        return [number for number in ordered if number in policy.specific]
+    return ordered[-(policy.latest or 1) :]
+
+
+def missing_versions(policy: VersionPolicy, numbers: Iterable[int]) -> list[int]:
+    """Return the versions that the policy names outright and that do not exist."""
+    if policy == "all" or policy.specific is None:
+        return []
+    return sorted(set(policy.specific) - set(numbers))
+
+
+def policy_text(policy: VersionPolicy) -> str:
+    """Describe the policy in words: "all versions", "the latest 2", "versions 1, 3"."""
+    if policy == "all":
+        return "all versions"
+    if policy.specific is not None:
+        return "versions " + ", ".join(map(str, sorted(policy.specific)))
+    count = policy.latest or 1
+    return "the latest version" if count == 1 else f"the latest {count} versions"

@@ -1,9 +1,12 @@
-"""One model's way from what is loaded to what is wanted, without a gap.
+"""Rolls one model out: from the versions that are loaded to those that are wanted, without a gap.
 
     load what is wanted and missing  ->  move labels  ->  unload what is no longer wanted
 
-A version that is no longer wanted leaves only when its place is taken: for each wanted version
-that could not be loaded, one old version stays. When the wanted set is empty all leave.
+A version that is no longer wanted is unloaded only when another takes its place: for each wanted version that
+could not be loaded, one old version stays. When no version is wanted all are unloaded.
+
+Problems are logged once, when they are new, and each traceback once: a load is tried again and again, by
+several workers and for several versions.
 """
 
 from __future__ import annotations
@@ -12,29 +15,29 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
 from fastserve.config import DEFAULT_POLICY, RepositorySettings
-from fastserve.errors import ConfigError, Kind, ServeError
+from fastserve.errors import ConfigError, Kind, RemoteTrace, ServeError
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.folder_config import Stamp
 from fastserve.repository.layout import ModelFolder, VersionFolder
 from fastserve.repository.model_config import ModelConfig
-from fastserve.repository.policy import missing_versions, wanted_versions
-from fastserve.repository.problems import Problems, no_version_text
-from fastserve.repository.version import Model, Version, VersionState
+from fastserve.repository.version import Model, Version, VersionState, missing_versions, wanted_versions
 
 log = logging.getLogger(__name__)
+
 NO_LABEL = "Request to assign label to version"
+
 LONGEST_RETRY_S = 60.0
 
 
 class VersionHooks(Protocol):
-    """What loading and unloading mean; the engine's side of a version's life."""
+    """The engine's side of a version's life: what loading and unloading do."""
 
     async def load(self, version: Version) -> None:
         """Make the version answer requests. Raises ServeError; cleans up after itself, cancelled or not."""
@@ -45,7 +48,7 @@ class VersionHooks(Protocol):
 
 @dataclass(slots=True)
 class _Origin:
-    """What a version was made of: it is loaded afresh when either changes."""
+    """The config and files a version was made of: it is loaded afresh when either changes."""
 
     config: ModelConfig
     stamp: Stamp
@@ -55,11 +58,11 @@ class _Origin:
 class _Failure:
     origin: _Origin
     tries: int
-    due: float  # on the clock of the succession
+    due: float  # by the clock of the reconciler
     error: ServeError
 
 
-class Succession:
+class Reconciler:
     """Loads and unloads the versions of models. Calls for one model must not overlap."""
 
     def __init__(
@@ -76,10 +79,10 @@ class Succession:
         self._loading = asyncio.Semaphore(settings.parallel_loads)
         self._origins: dict[Version, _Origin] = {}  # of every version not yet ended
         self._failures: dict[tuple[str, int], _Failure] = {}
-        self.problems = Problems()
+        self.problems = ProblemLog()
 
     async def apply(self, folder: ModelFolder, *, eager: bool = False) -> list[str]:
-        """Bring the model to what its folder says. Returns why anything wanted is not so; never raises.
+        """Bring the model to what its folder says. Returns the problems of wanted versions; never raises.
 
         `eager` tries failed versions again at once, whatever their back-off.
         """
@@ -106,13 +109,14 @@ class Succession:
         model = self._catalog.models.get(name)
         if model is None:
             return
-        model.labels, model.error, model.config = {}, None, None
+        model.labels, model.config = {}, None
+        self._catalog.blame(model, None)
         self.problems.forget(name)
         self._forget_failures(name, keep=[])
         await asyncio.gather(*(self._unload(version) for version in model.available()))
 
     async def withdraw(self, name: str, reason: ServeError) -> None:
-        """Unload every version of the model because what it needs has gone; they end with the reason."""
+        """Unload every version of the model because a dependency has gone; they end with the reason."""
         model = self._catalog.models.get(name)
         if model is not None:
             await asyncio.gather(*(self._unload(version, reason) for version in model.available()))
@@ -162,8 +166,8 @@ class Succession:
             await self._unload(served)
 
     @contextlib.asynccontextmanager
-    async def lend(self) -> AsyncIterator[None]:
-        """A load under way waits for another: that one may run in its place."""
+    async def release_slot(self) -> AsyncIterator[None]:
+        """Release this load's slot while it waits for another load, which may use it."""
         self._loading.release()
         try:
             yield
@@ -203,7 +207,7 @@ class Succession:
     # -- labels, config and blame
 
     def _adopt(self, model: Model, folder: ModelFolder, wanted: list[int]) -> None:
-        """Take over what needs no fresh instance: policy and labels, also on versions already loaded."""
+        """Apply policy and labels, which need no fresh instance, also to versions already loaded."""
         model.config = folder.config
         for number in wanted:
             config = folder.config_of(number)
@@ -231,11 +235,12 @@ class Succession:
         if not folder.versions:
             problems.append(no_version_text(folder.notes))
         problems += self._move_labels(model, folder.config)
-        model.error = ServeError(Kind.FAILED_PRECONDITION, "; ".join(problems)) if problems else None
+        error = ServeError(Kind.FAILED_PRECONDITION, "; ".join(problems)) if problems else None
+        self._catalog.blame(model, error)
         return problems
 
     def _move_labels(self, model: Model, config: ModelConfig) -> list[str]:
-        """Labels follow the config; one whose version is not available stays where it was (spec 5)."""
+        """Move labels as the config says; one whose version is not available stays where it was (spec 5)."""
         labels: dict[str, int] = {}
         problems = []
         for label, number in config.labels.items():
@@ -253,7 +258,7 @@ class Succession:
         return problems
 
     def _blame(self, model: Model, reason: str) -> list[str]:
-        model.error = ServeError(Kind.FAILED_PRECONDITION, reason)
+        self._catalog.blame(model, ServeError(Kind.FAILED_PRECONDITION, reason))
         self.problems.settle(model.name, [reason])
         return [reason]
 
@@ -286,5 +291,51 @@ def _origin(config: ModelConfig, folder: VersionFolder) -> _Origin:
 
 
 def _instance_config(config: ModelConfig) -> ModelConfig:
-    """The part of a config that an instance is made with."""
+    """Return the part of a config that an instance is made with."""
     return msgspec.structs.replace(config, version_policy=DEFAULT_POLICY, labels={})
+
+
+def no_version_text(notes: Iterable[str]) -> str:
+    """Return the problem of a model without versions; `notes` say why its version folders were passed
+    over."""
+    told = "".join(f"; {note}" for note in notes) or ": there is no folder with a number for its name, say 1"
+    return f"no version that can be loaded{told}"
+
+
+class ProblemLog:
+    """Logs each problem once. Problems are by model; "" is the repository itself."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, set[str]] = {}
+        self._traced: dict[str, set[str]] = {}  # reasons whose traceback has been logged
+
+    def say(self, name: str, text: str, error: ServeError | None = None) -> None:
+        """Log a problem of the model unless it is known; `error` is its cause."""
+        said = self._said.setdefault(name, set())
+        if text in said:
+            return
+        said.add(text)
+        trace = None if error is None else self._trace(name, error)
+        log.error("%s: %s", f"model {name}" if name else "repository", text, exc_info=trace)
+
+    def settle(self, name: str, now: Iterable[str]) -> None:
+        """Log the new ones of a model's problems, and forget those that are gone."""
+        for text in now:
+            self.say(name, text)
+        left = set(now)
+        if not left:
+            self.forget(name)
+        elif name in self._said:
+            self._said[name] &= left
+
+    def forget(self, name: str) -> None:
+        """Forget a model's problems: the next one is logged."""
+        self._said.pop(name, None)
+        self._traced.pop(name, None)
+
+    def _trace(self, name: str, error: ServeError) -> RemoteTrace | None:
+        traced = self._traced.setdefault(name, set())
+        if not isinstance(error.__cause__, RemoteTrace) or error.message in traced:
+            return None
+        traced.add(error.message)
+        return error.__cause__

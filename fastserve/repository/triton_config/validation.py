@@ -1,6 +1,9 @@
-"""What a Triton config may not say: faults of the file itself. What is not here is `triton_refusals`.
+"""Checks of a Triton config: contradictions, unsupported fields, and fields without effect.
 
-`check` raises for a config that contradicts itself; Triton would not take it up either.
+`check` raises for a config that contradicts itself; Triton would not load it either. `refusals` lists fields
+that need what this server does not have: the model is not loaded. `idle` lists fields that Triton on a
+machine without a GPU accepts and ignores: they are ignored here too, and logged. Every other field is
+honoured.
 """
 
 from __future__ import annotations
@@ -10,29 +13,36 @@ from math import prod
 from pathlib import PurePath
 from typing import Any
 
+import msgspec
+
+from fastserve.backends.registry import BACKENDS, BY_TRITON_NAME
 from fastserve.config.confined import is_inner_path
 from fastserve.config.fields import fault_text
+from fastserve.devices.inventory import MACHINE
 from fastserve.errors import ConfigError
-from fastserve.repository.triton_schema import (
+from fastserve.repository.placement import DTYPES
+from fastserve.repository.triton_config.messages import (
     BatchInput,
     BatchOutput,
-    Control,
-    DynamicBatching,
-    Ensembling,
-    InstanceGroup,
+    ModelDynamicBatching,
+    ModelEnsembling,
     ModelInput,
+    ModelInstanceGroup,
     ModelOutput,
-    SequenceBatching,
+    ModelSequenceBatching,
+    ModelSequenceBatchingControl,
     TritonConfig,
 )
 
 MOST_WARMUPS = 1000
+
 BATCH_TYPES = ("TYPE_INT32", "TYPE_FP32")
+
 CORRID_TYPES = ("TYPE_UINT64", "TYPE_INT64", "TYPE_UINT32", "TYPE_INT32", "TYPE_STRING")
 
 
 def check(config: TritonConfig, name: str) -> None:
-    """Raises ConfigError with the first thing that contradicts itself. Tensors may still be incomplete."""
+    """Raise ConfigError for the first contradiction in the config. Tensors may still be incomplete."""
     for fault in _faults(config, name):
         raise ConfigError(fault)
 
@@ -59,7 +69,8 @@ def _faults(config: TritonConfig, name: str) -> Iterator[str]:
 
 
 def _file_faults(config: TritonConfig) -> Iterator[str]:
-    """Files are named inside the model's folder: a client may have written this config."""
+    """Yield faults of file names, which must stay inside the model's folder: a client may have written this
+    config."""
     files = [("default_model_filename", config.default_model_filename, "version's")]
     files += [(f"output {one.name}: label_filename", one.label_filename, "model's") for one in config.output]
     for field, name, whose in files:
@@ -127,7 +138,7 @@ def _reshape_faults(place: str, dims: list[int], shape: list[int], *, batching: 
 
 
 def _runs(dims: Sequence[int]) -> list[int]:
-    """Elements before, between and after the axes of any length: what a reshape must keep."""
+    """Return the elements before, between and after the axes of any length: a reshape must keep them."""
     runs = [1]
     for dim in dims:
         if dim == -1:
@@ -137,14 +148,14 @@ def _runs(dims: Sequence[int]) -> list[int]:
     return runs
 
 
-def _group_faults(place: str, group: InstanceGroup) -> Iterator[str]:
+def _group_faults(place: str, group: ModelInstanceGroup) -> Iterator[str]:
     if group.count < 0:
         yield fault_text(f"{place}.count", group.count, "a whole number from 1, or 0 for the default")
     if group.gpus and group.kind in ("KIND_CPU", "KIND_MODEL"):
         yield fault_text(f"{place}.gpus", group.gpus, f"nothing with kind {group.kind}")
 
 
-def _dynamic_faults(dynamic: DynamicBatching, max_batch_size: int) -> Iterator[str]:
+def _dynamic_faults(dynamic: ModelDynamicBatching, max_batch_size: int) -> Iterator[str]:
     place, sizes = "dynamic_batching", dynamic.preferred_batch_size
     if any(not 1 <= size <= max_batch_size for size in sizes):
         yield fault_text(
@@ -164,7 +175,7 @@ def _dynamic_faults(dynamic: DynamicBatching, max_batch_size: int) -> Iterator[s
         yield f"{place}.preserve_ordering: cannot be kept together with priority_levels {levels}"
 
 
-def _sequence_faults(sequence: SequenceBatching) -> Iterator[str]:
+def _sequence_faults(sequence: ModelSequenceBatching) -> Iterator[str]:
     place = "sequence_batching"
     if sequence.oldest is not None and sequence.oldest.max_candidate_sequences < 0:
         yield fault_text(f"{place}.oldest.max_candidate_sequences", sequence.oldest, "a whole number from 0")
@@ -189,7 +200,7 @@ def _sequence_faults(sequence: SequenceBatching) -> Iterator[str]:
         yield from _state_faults(f"{place}.state[{number}]", state)
 
 
-def _control_faults(place: str, control: Control) -> Iterator[str]:
+def _control_faults(place: str, control: ModelSequenceBatchingControl) -> Iterator[str]:
     pairs = (control.int32_false_true, control.fp32_false_true, control.bool_false_true)
     given = [pair for pair in pairs if pair]
     if control.kind == "CONTROL_SEQUENCE_CORRID":
@@ -237,8 +248,9 @@ def _ensemble_faults(config: TritonConfig) -> Iterator[str]:
     yield from _step_faults(config, steps)
 
 
-def _step_faults(config: TritonConfig, steps: Ensembling) -> Iterator[str]:
-    """Every tensor is made once, before anybody needs it, and every output is made."""
+def _step_faults(config: TritonConfig, steps: ModelEnsembling) -> Iterator[str]:
+    """Yield faults of the steps: every tensor is made once, before its first use, and every output is
+    made."""
     made = {tensor.name for tensor in config.input}
     waiting = list(enumerate(steps.step))
     for number, step in waiting:
@@ -290,3 +302,200 @@ def _warmup_faults(config: TritonConfig) -> Iterator[str]:
                 yield fault_text(f"{place}.inputs.{name}.input_data_file", given.input_data_file, wanted)
             if given.zero_data is None and given.random_data is None and given.input_data_file is None:
                 yield f"{place}.inputs.{name}: takes zero_data, random_data or input_data_file"
+
+
+MOST_INSTANCES = 64
+
+MOST_BATCH = 1 << 20
+
+MOST_DELAY_US = 60_000_000
+
+DTYPE = "dtype"
+
+ACCELERATORS = ("openvino",)  # that onnxruntime models may name for a CPU
+
+VLLM = (
+    "backend 'vllm' is not run here: the text engine serves the same weights and clients. Put the files of "
+    "the folder that model.json names as `model` (config.json, *.safetensors, tokenizer.json) into the "
+    "version's folder, and model.yaml with `backend: text` in the place of config.pbtxt"
+)
+
+HISTOGRAMS = ("nv_inference_first_response_histogram_ms",)
+
+
+def refusals(config: TritonConfig) -> list[str]:
+    """Return every field that needs what this server does not have, in words; [] for a config it can run."""
+    return list(_refused(config))
+
+
+def _refused(config: TritonConfig) -> Iterator[str]:
+    if config.backend == "vllm":
+        yield VLLM
+    elif not config.ensemble and config.backend not in BY_TRITON_NAME:
+        yield (  # Triton's words, vector "load bad"
+            f"unable to find backend library for backend '{config.backend}', "
+            "try specifying runtime on the model configuration."
+        )
+    library = f"libtriton_{config.backend}.so"
+    if config.runtime not in ("", library):
+        yield fault_text("runtime", config.runtime, f"nothing, or the backend's own, {library}")
+    if config.max_batch_size > MOST_BATCH:
+        yield fault_text("max_batch_size", config.max_batch_size, f"up to {MOST_BATCH}")
+    for side in ("input", "output"):
+        for number, tensor in enumerate(getattr(config, side)):
+            yield from _refused_of_tensor(f"{side}[{number}]", tensor, config)
+    for number, group in enumerate(config.instance_group):
+        yield from _refused_of_group(f"instance_group[{number}]", group)
+    yield from _refused_of_dtypes(config)
+    if config.instance_group and all(group.passive for group in config.instance_group):
+        yield fault_text("instance_group.passive", True, "false in at least one group")
+    if config.ensemble and config.response_cache is not None and config.response_cache.enable:
+        yield fault_text("response_cache.enable", True, "false for an ensemble: its models' may be kept")
+    instances = instances_of(config)
+    if instances > MOST_INSTANCES:
+        yield fault_text("instance_group.count", instances, f"up to {MOST_INSTANCES} over all groups")
+    yield from _refused_of_optimization(config)
+    yield from _refused_of_scheduling(config)
+    yield from _refused_of_the_rest(config)
+
+
+def _refused_of_tensor(place: str, tensor: ModelInput | ModelOutput, config: TritonConfig) -> Iterator[str]:
+    for flag in ("is_shape_tensor", "is_non_linear_format_io"):
+        if getattr(tensor, flag):
+            yield fault_text(f"{place}.{flag}", True, "false: only TensorRT has such tensors")
+    if config.backend == "onnxruntime" and config.max_batch_size and getattr(tensor, "optional", False):
+        yield fault_text(f"{place}.optional", True, "false for onnxruntime models that batch")
+
+
+def _refused_of_group(place: str, group: ModelInstanceGroup) -> Iterator[str]:
+    there = {device.number for device in MACHINE.devices()} if group.kind == "KIND_GPU" else set()
+    if group.kind == "KIND_GPU" and not there:
+        yield fault_text(f"{place}.kind", group.kind, "KIND_AUTO, KIND_CPU or KIND_MODEL: there is no GPU")
+    elif missing := [gpu for gpu in group.gpus if gpu not in there]:
+        allowed = " or ".join(map(str, sorted(there))) or "nothing: there is no GPU"
+        yield fault_text(f"{place}.gpus", missing[0], allowed)
+    yield from _only_empty(f"{place}.profile", group.profile)
+
+
+def dtype_of(config: TritonConfig, group: ModelInstanceGroup) -> str:
+    """Return the dtype that our own parameters set for a PyTorch model in this group; "" for none."""
+    if config.backend != BACKENDS["torch"].triton:
+        return ""
+    told = config.parameters.get(f"{DTYPE}.{group.name}") or config.parameters.get(DTYPE)
+    return told.string_value if told is not None else ""
+
+
+def _refused_of_dtypes(config: TritonConfig) -> Iterator[str]:
+    if config.backend != BACKENDS["torch"].triton:
+        return  # a parameter of that name is the model's own
+    names = [group.name for group in config.instance_group]
+    for key, parameter in config.parameters.items():
+        kind, _, group = key.partition(".")
+        if kind != DTYPE:
+            continue
+        if group and group not in names:
+            yield fault_text(f"parameters[{key!r}]", group, "a group's name: " + ", ".join(names))
+        elif parameter.string_value not in DTYPES:
+            yield fault_text(f"parameters[{key!r}]", parameter.string_value, ", ".join(DTYPES))
+
+
+def _refused_of_optimization(config: TritonConfig) -> Iterator[str]:
+    given = config.optimization
+    if given is None:
+        return
+    asked = given.execution_accelerators
+    for accelerator in asked.cpu_execution_accelerator if asked and config.backend == "onnxruntime" else ():
+        if accelerator.name not in ACCELERATORS:
+            place = "optimization.execution_accelerators.cpu_execution_accelerator"
+            yield fault_text(place, accelerator.name, " or ".join(ACCELERATORS))
+
+
+def _refused_of_scheduling(config: TritonConfig) -> Iterator[str]:
+    dynamic, sequence, ensemble = (
+        config.dynamic_batching,
+        config.sequence_batching,
+        config.ensemble_scheduling,
+    )
+    if dynamic is not None and dynamic.max_queue_delay_microseconds > MOST_DELAY_US:
+        given = dynamic.max_queue_delay_microseconds
+        yield fault_text(
+            "dynamic_batching.max_queue_delay_microseconds", given, f"a whole number to {MOST_DELAY_US}"
+        )
+    if sequence is not None:
+        if sequence.iterative_sequence:
+            yield fault_text("sequence_batching.iterative_sequence", True, "false")
+        for number, state in enumerate(sequence.state):
+            if state.use_growable_memory:
+                yield fault_text(f"sequence_batching.state[{number}].use_growable_memory", True, "false")
+    for number, step in enumerate(ensemble.step if ensemble is not None else ()):
+        if step.model_namespace:
+            place = f"ensemble_scheduling.step[{number}].model_namespace"
+            yield fault_text(place, step.model_namespace, "nothing: models have no namespaces")
+
+
+def _refused_of_the_rest(config: TritonConfig) -> Iterator[str]:
+    agents = config.model_repository_agents
+    yield from _only_empty("model_repository_agents.agents", agents.agents if agents else [])
+    libraries = config.model_operations
+    if config.backend == "onnxruntime" and libraries is not None:
+        yield from _only_empty("model_operations.op_library_filename", libraries.op_library_filename)
+
+
+def instances_of(config: TritonConfig) -> int:
+    """Return the workers of all groups; those of passive ones never run anything."""
+    groups = [group for group in config.instance_group if not group.passive]
+    return sum(group.count * (len(group.gpus) if group.kind == "KIND_GPU" else 1) for group in groups)
+
+
+def ignored_fields(config: TritonConfig) -> list[str]:
+    """Return the fields that are accepted and have no effect here, as in Triton without a GPU."""
+    return list(_idle(config))
+
+
+def _idle(config: TritonConfig) -> Iterator[str]:
+    if config.cc_model_filenames:
+        yield "cc_model_filenames"
+    for number, group in enumerate(config.instance_group):
+        for field in ("host_policy", "secondary_devices"):
+            if getattr(group, field):
+                yield f"instance_group[{number}].{field}"
+        if group.passive:
+            yield f"instance_group[{number}], being passive,"
+    for control in config.model_metrics.metric_control if config.model_metrics else ():
+        family = control.metric_identifier.family if control.metric_identifier else ""
+        if family not in HISTOGRAMS:
+            yield f"model_metrics.metric_control of {family!r}"
+    yield from _idle_optimization(config)
+    if config.backend == "python":
+        libraries = config.model_operations.op_library_filename if config.model_operations else []
+        for field, given in (
+            ("batch_input", config.batch_input),
+            ("batch_output", config.batch_output),
+            ("model_operations", libraries),
+        ):
+            if given:
+                yield field
+
+
+def _idle_optimization(config: TritonConfig) -> Iterator[str]:
+    given = config.optimization
+    if given is None:
+        return
+    if given.priority != "PRIORITY_DEFAULT":
+        yield "optimization.priority"
+    if given.cuda is not None:
+        yield "optimization.cuda"
+    if given.gather_kernel_buffer_threshold:
+        yield "optimization.gather_kernel_buffer_threshold"
+    if given.graph is not None and given.graph.level and config.backend != "onnxruntime":
+        yield "optimization.graph.level"
+    asked = given.execution_accelerators
+    if asked is not None and asked.gpu_execution_accelerator:
+        yield "optimization.execution_accelerators.gpu_execution_accelerator"
+    if asked is not None and asked.cpu_execution_accelerator and config.backend != "onnxruntime":
+        yield "optimization.execution_accelerators.cpu_execution_accelerator"
+
+
+def _only_empty(place: str, given: object, allowed: str = "nothing") -> Iterator[str]:
+    if given:
+        yield fault_text(place, msgspec.to_builtins(given), allowed)

@@ -1,9 +1,10 @@
-"""Names, types and shapes of an ONNX model's inputs and outputs, without ONNX Runtime and without numpy.
+"""Reads names, types and shapes of an ONNX model's inputs and outputs, without ONNX Runtime and without
+numpy.
 
     ModelProto.graph -> GraphProto.input, .output, .initializer -> ValueInfoProto -> TypeProto.Tensor
 
-The file is mapped and walked field by field; weights are stepped over. Nothing is checked beyond what
-is needed to find the tensors: the backend, which loads the model, has the last word.
+The file is mapped and walked field by field; weights are stepped over. Nothing is checked beyond what is
+needed to find the tensors: the backend, which loads the model, has the last word.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class OnnxGraph:
         return bool(specs) and all(spec.shape and spec.shape[0] == -1 for spec in specs)
 
     def without_batch(self) -> OnnxGraph:
-        """The same with every first axis taken off."""
+        """Return the same graph with every first axis removed."""
         return OnnxGraph(_rows(self.inputs), _rows(self.outputs))
 
 
@@ -63,7 +64,7 @@ def _rows(specs: dict[str, TensorSpec]) -> dict[str, TensorSpec]:
 
 
 def read_onnx_graph(path: Path) -> OnnxGraph | None:
-    """The tensors of the model in this file; None when it is no ONNX model. Raises OSError."""
+    """Return the tensors of the model in this file; None when it is no ONNX model. Raises OSError."""
     if not path.stat().st_size:
         return None
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
@@ -116,7 +117,7 @@ def _read_axis(memory: mmap.mmap, span: int | Span) -> int:
 
 
 def _inner(memory: mmap.mmap, span: int | Span, number: int) -> Span:
-    """The message in field `number`, an empty one when it is not given."""
+    """Return the message in field `number`, an empty one when it is not given."""
     found = [value for part, value in _fields(memory, span) if part == number and isinstance(value, tuple)]
     return found[-1] if found else (0, 0)
 
@@ -127,7 +128,7 @@ def _text(memory: mmap.mmap, span: Span, number: int) -> str:
 
 
 def _fields(memory: mmap.mmap, span: int | Span) -> Iterator[tuple[int, int | Span]]:
-    """Field numbers with their varint or the place of their bytes. Raises IndexError, ValueError."""
+    """Yield field numbers with their varint or the place of their bytes. Raises IndexError, ValueError."""
     if isinstance(span, int):
         raise ValueError("a number where a message is due")
     at, end = span

@@ -1,7 +1,7 @@
-"""What a model asks for beyond its tensors, in words of no dialect: queues, sequences, steps, sessions.
+"""Options of a model beyond its tensors, in words of no dialect: queues, sequences, ensembles, sessions.
 
-A config.pbtxt is compiled into these (`repository.triton_options`); the engine, the workers and the backends
-read nothing else of it. They travel to workers as plain values, `read_options` reads them back.
+A config.pbtxt is compiled into these (`repository.triton_config.conversion`); the engine, the workers and the
+backends read nothing else of it. They travel to workers as plain values, `read_options` reads them back.
 
     ModelConfig.options -> Options(queue=QueueOptions(...), decoupled=True, ...)
 
@@ -11,9 +11,10 @@ Sizes are rows, times microseconds, shapes without the batch axis; dtypes are na
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 
 class _Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -24,7 +25,7 @@ class QueuePolicy(_Options, frozen=True):
     """How one level queues. 0 is no time, and any number of requests."""
 
     reject: bool = True
-    """What becomes of a request past its time: turned away, or run after those in time."""
+    """The fate of a request past its time: turned away, or run after those in time."""
     timeout_us: int = 0
     may_override: bool = False
     """A request may ask for a shorter time."""
@@ -50,9 +51,12 @@ class SequenceControl(_Options, frozen=True):
     values: list[float] = []
 
 
-class SequenceState(_Options, frozen=True):
-    """What an output leaves for an input of the sequence's next request. `first_shape` and `first_file`, in
-    the model's folder, are what it begins with; zeros without a file. A hidden output is nobody else's."""
+class SequenceStateOptions(_Options, frozen=True):
+    """An output that becomes an input of the sequence's next request.
+
+    A sequence begins with `first_file` in the model's folder, of `first_shape`, or zeros without a file.
+    Clients do not see a hidden output.
+    """
 
     input: str
     output: str
@@ -76,7 +80,7 @@ class SequenceOptions(_Options, frozen=True):
     """The share of rows in use that ends the wait."""
     idle_us: int = 1_000_000
     controls: list[SequenceControl] = []
-    states: list[SequenceState] = []
+    states: list[SequenceStateOptions] = []
 
     @property
     def inputs(self) -> set[str]:
@@ -105,7 +109,7 @@ class EnsembleOptions(_Options, frozen=True):
 
 
 class Needs(_Options, frozen=True):
-    """What a batch takes of shared resources while it runs; `priority` 1 runs twice as often as 2."""
+    """Shared resources that a batch takes while it runs; `priority` 1 runs twice as often as 2."""
 
     resources: dict[str, int] = {}
     priority: int = 1
@@ -154,7 +158,7 @@ class SessionOptions(_Options, frozen=True):
 
 
 class Options(_Options, frozen=True):
-    """All of them."""
+    """All options of a model."""
 
     origin: str = "model.yaml"
     """The file that says it, as messages name it."""
@@ -188,10 +192,56 @@ class Options(_Options, frozen=True):
 
     @property
     def tells_requests(self) -> bool:
-        """The model is told where one request of a batch ends and the next begins."""
+        """Whether the model sees where one request of a batch ends and the next begins."""
         return bool(self.made_inputs or self.scattered_outputs)
 
 
 def read_options(config: Mapping[str, Any]) -> Options:
-    """The options of a model's config as a worker is sent it."""
+    """Return the options of a model's config as a worker gets it."""
     return msgspec.convert(config.get("options") or {}, Options)
+
+
+def may_isolate(config: Mapping[str, Any]) -> bool:
+    """Return whether the model's failed batches may run again in parts.
+
+    `config` is model.yaml as plain values; a config.pbtxt has a parameter of the setting's name.
+    """
+    options = read_options(config)
+    told = (
+        (config.get("parameters") or {}).get("isolate_failures") if options.origin != "model.yaml" else None
+    )
+    wanted = config.get("isolate_failures", True) and str(told).lower() != "false"
+    return bool(wanted) and options.sequences is None and not options.decoupled
+
+
+class TorchOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The `torch` section of model.yaml."""
+
+    file: Annotated[
+        str, Meta(description="File in a version's folder; nothing: model.pt2, model.pt or model.py.")
+    ] = ""
+    weights: Annotated[
+        str, Meta(description="State dict in a version's folder for the module of a model.py.")
+    ] = ""
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Meta(description="What floating-point weights and inputs are turned into; auto: left as they are."),
+    ] = "auto"
+    autocast: Annotated[
+        Literal["off", "bfloat16", "float16"],
+        Meta(description="Type that torch.autocast computes in where that loses little."),
+    ] = "off"
+    compile: Annotated[
+        Literal["off", "default", "reduce-overhead", "max-autotune"],
+        Meta(description="Mode of torch.compile; batching models need allowed_batch_sizes with it."),
+    ] = "off"
+    compile_backend: Annotated[str, Meta(description="Backend of torch.compile.")] = "inductor"
+    cuda_graphs: Annotated[
+        bool,
+        Meta(description="Replay a CUDA graph for each of allowed_batch_sizes; without effect on a CPU."),
+    ] = False
+
+
+def read_torch(config: Mapping[str, Any]) -> TorchOptions:
+    """Return the section of a model's config as a worker gets it."""
+    return msgspec.convert(config.get("torch") or {}, TorchOptions)

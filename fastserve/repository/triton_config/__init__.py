@@ -1,0 +1,1 @@
+"""Triton's config.pbtxt: read, completed, checked, and converted to a ModelConfig and back."""
