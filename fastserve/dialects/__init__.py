@@ -5,12 +5,11 @@ On a listener that speaks several, they are asked in this order whose a target i
 
 from typing import Any
 
-from fastserve.dialects.console.spec import SPEC as CONSOLE
+from fastserve.dialects.admin.console import CONSOLE
+from fastserve.dialects.admin.probes import METRICS_PORT, OPS
 from fastserve.dialects.grps.spec import SPEC as GRPS
-from fastserve.dialects.kserve_v2.spec import SPEC as KSERVE_V2
-from fastserve.dialects.metrics_port import SPEC as METRICS_PORT
-from fastserve.dialects.ops import SPEC as OPS
-from fastserve.dialects.textgen.spec import SPEC as TEXTGEN
+from fastserve.dialects.kserve.spec import SPEC as KSERVE_V2
+from fastserve.dialects.textgen import SPEC as TEXTGEN
 from fastserve.dialects.tfserving.spec import SPEC as TFSERVING
 from fastserve.dialects.triton_v1.spec import SPEC as TRITON_V1
 from fastserve.serving.dialect import DialectSpec

@@ -8,20 +8,25 @@ from urllib.parse import parse_qs
 import msgspec
 
 from fastserve.config import GrpsOptions
-from fastserve.dialects.grps.codec_http import read_text_member
-from fastserve.dialects.grps.errors import OK_JSON, NotReady, failure_json
-from fastserve.dialects.grps.metadata import describe_model, describe_server
-from fastserve.dialects.grps.predict import Predict
+from fastserve.dialects.grps.json_messages import read_text_member
+from fastserve.dialects.grps.predict import HttpPredictEndpoint
 from fastserve.dialects.grps.routes import CUSTOMIZED, PREDICT, ROOT, find_route, parse_query
-from fastserve.dialects.grps.service import Service
+from fastserve.dialects.grps.service import (
+    OK_JSON,
+    GrpsService,
+    NotReady,
+    describe_model,
+    describe_server,
+    failure_json,
+)
 from fastserve.errors import ServeError, invalid
+from fastserve.net.access_control import NOTHING, Scope
+from fastserve.net.request import Call, Endpoint
+from fastserve.net.router import Route
 from fastserve.serving.dialect import Dialect, HttpRoute, ServingContext
-from fastserve.wire.call import Call, Endpoint
-from fastserve.wire.dialect import Route
-from fastserve.wire.scope import Scope
 
 if TYPE_CHECKING:
-    from fastserve.wire.grpc import Method
+    from fastserve.net.grpc import Method
 
 HTTP = "http"
 HTML, TEXT, JSON = b"text/html; charset=utf-8", b"text/plain", b"application/json"
@@ -32,7 +37,7 @@ class Grps(Dialect):
     """The dialect of one front process."""
 
     def __init__(self, context: ServingContext, options: GrpsOptions) -> None:
-        self._service = Service(context, options)
+        self._service = GrpsService(context, options)
         self._shows_metrics = context.settings.allow_metrics
         self._endpoints: dict[str, Endpoint] = {
             "online": self._go_online,
@@ -53,15 +58,19 @@ class Grps(Dialect):
         if row is not None and row.scopes.get("GET") is Scope.METRICS and not self._shows_metrics:
             row = None
         if row is None:
-            return Route(answer_not_found, Scope.METADATA) if target.startswith(ROOT) else None
+            unknown = Route(answer_not_found, Scope.METADATA, resources=NOTHING)
+            return unknown if target.startswith(ROOT) else None
         if method not in row.scopes:
-            return None if row.path == "/" else Route(_refusal(row), Scope.METADATA)
+            refusal = Route(_refusal(row), Scope.METADATA, resources=NOTHING)
+            return None if row.path == "/" else refusal
         if row.name in (PREDICT, CUSTOMIZED.name):
             key = options.streaming_ctrl_key if options.streaming_ctrl_mode == "query_param" else ""
-            endpoint: Endpoint = Predict(self._service, parse_query(target, key), own=row is CUSTOMIZED)
+            endpoint: Endpoint = HttpPredictEndpoint(
+                self._service, parse_query(target, key), own=row is CUSTOMIZED
+            )
         else:
             endpoint = self._endpoints[row.name]
-        return Route(endpoint, row.scopes[method])
+        return Route(endpoint, row.scopes[method], resources=row.resources)
 
     def refuse(self, call: Call, fault: ServeError) -> None:
         self._service.refuse(call, fault)

@@ -60,8 +60,8 @@ class Trend:
         return [(at, round(value, 3)) for at, value in enumerate(values)]
 
 
-class Monitor:
-    """Those of one server."""
+class GrpsMonitor:
+    """The numbers of one server."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry

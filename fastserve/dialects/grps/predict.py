@@ -1,50 +1,366 @@
-"""POST .../predict: the fast path where a request is known, else the general one; streams (spec 5, 7).
+"""POST .../predict: the fast path where a request is known, else the general one; streams (spec 3.6, 5, 7).
 
     Content-Type: application/json            a message as JSON
     Content-Type: application/octet-stream    the body is its bin_data
 
-On the customised path with a body of the deployment's own, the model reads the HTTP request and writes the
-reply.
+The fast path takes gtensors as JSON that differ from an earlier request in their numbers alone
+(`_ext.infer_frame`), and bodies that are nothing but the numbers of the model's one input. On the customised
+path with a body of the deployment's own, the model reads the HTTP request and writes the reply.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Coroutine
+import re
+from collections.abc import Coroutine, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
 from math import prod
+from operator import itemgetter
 from typing import Any
 
-from fastserve.dialects.grps.asking import WORK, Asked, GeneralPredict, read_answer, stream_answers
-from fastserve.dialects.grps.codec_http import MOST_VALUES, JsonBody, read_json, wants_stream
-from fastserve.dialects.grps.errors import OK_JSON, code_of, failure_json
-from fastserve.dialects.grps.fast_http import FastHttp
-from fastserve.dialects.grps.heads import BIN, content_kind
-from fastserve.dialects.grps.replies import write_json, write_ndarray
+from fastserve._ext.infer_frame import InferFrame
+from fastserve.config import GrpsOptions
+from fastserve.dialects.grps.inference import WORK, GrpsCall, GrpsPredict, read_answer, stream_answers
+from fastserve.dialects.grps.json_messages import (
+    MOST_VALUES,
+    JsonBody,
+    find_arrays,
+    read_json,
+    tensor_head,
+    wants_stream,
+    write_json,
+    write_ndarray,
+    write_numbers,
+)
+from fastserve.dialects.grps.messages import BY_DTYPE, BY_NAME, Sent, field_of, raw_rows, write_outputs
 from fastserve.dialects.grps.routes import Query
-from fastserve.dialects.grps.service import BYTES, JSON, Service, speaks_messages
-from fastserve.dialects.grps.tensors import BY_NAME
+from fastserve.dialects.grps.service import (
+    BYTES,
+    JSON,
+    OK_JSON,
+    GrpsService,
+    code_of,
+    failure_json,
+    speaks_messages,
+)
 from fastserve.errors import ServeError, internal, invalid
+from fastserve.net.http1.large_bodies import ArrivedBody
+from fastserve.net.request import Call
 from fastserve.protos import load
-from fastserve.request import InferResponse
+from fastserve.repository.version import Version
+from fastserve.request import InferRequest, InferResponse
+from fastserve.serving.fast_path import FastPath, Outcome, PathCache, open_path
+from fastserve.serving.prepared import Described, Later, Memory, PreparedRequest, ordinary_inputs, put_bytes
 from fastserve.serving.slow_path import answer_slowly
-from fastserve.wire.arrived import Arrived
-from fastserve.wire.call import Call
+from fastserve.serving.templates import JsonTemplates
+from fastserve.tensor import Tensor
+from fastserve.util.offload import OFFLOAD_BYTES
+
+JSON_BODY, BIN = "json", "bin"
+
+_KINDS = {b"application/json": JSON_BODY, b"application/octet-stream": BIN}
+
+NO_TYPE, OTHER_TYPE = "No content type in headers.", "Unsupported content type."
+
+
+def content_kind(call: Call, options: GrpsOptions) -> str:
+    """JSON_BODY or BIN, found out once for equal heads. Raises ServeError."""
+    if call.head.memo:
+        return str(call.head.memo)
+    given = call.header(b"content-type")
+    if not given:
+        raise invalid(NO_TYPE)
+    if call.header(b"content-encoding") not in (b"", b"identity"):
+        raise invalid("Unsupported content encoding.")
+    kind = _KINDS.get(given if options.strict_content_type else given.partition(b";")[0].strip().lower())
+    if kind is None:
+        raise invalid(OTHER_TYPE)
+    call.head.memo = kind
+    return kind
+
+
+MOST_FRAMES = 64  # of all models of a path
+
+MOST_TEXT_BYTES = 65536  # of a frame
+
+MOST_BYTES = 8 << 20  # up to 20 ms; larger bodies are read in a thread
+
+_SHAPE = re.compile(rb'"shape"\s*:\s*\[\s*([0-9]+)')
+
+FRAMED = ("float32", "float64", "int64")  # of the others V2 takes numbers that have no room, and wraps them
+
+Hole = tuple[str, int, int, int, int, int]
+
+
+def outcome_of(service: GrpsService, version: Version) -> Outcome:
+    """Return how requests of one version end."""
+
+    def refused(call: Call, prepared: object, request_id: object, fault: ServeError) -> None:
+        service.refuse(call, fault, version.model)
+
+    return Outcome(refused, service.answered)
+
+
+class JsonTemplate(InferFrame, PreparedRequest):
+    """One text with holes, for one version."""
+
+    def __init__(
+        self,
+        service: GrpsService,
+        path: FastPath,
+        inputs: dict[str, Tensor],
+        parts: JsonTemplateParts,
+        model: str,
+    ) -> None:
+        targets = [prod(t.shape) * t.dtype.item_bytes // parts.first_rows for t in inputs.values()]
+        super().__init__(parts.text, parts.holes, [], targets, parts.rows)
+        self.lay_out(path.queue, inputs, (), batching=path.version.batching)
+        self.path, self.model, self._service = path, model, service
+
+    def fill(self, source: Memory, memory: list[memoryview]) -> bool:
+        return self.read_into(source, len(source), memory)
+
+    def make_writer(self, described: Described) -> GrpsJsonWriter | None:
+        return GrpsJsonWriter.of(self._service, described)
+
+    def write(
+        self, exchange: Call, writer: GrpsJsonWriter, memory: Sequence[Memory], request_id: Any, held: Any
+    ) -> Later | None:
+        if (nbytes := sum(map(len, memory))) >= OFFLOAD_BYTES:
+            return self._write_apart(exchange, writer, memory, nbytes)
+        self._service.answer(exchange, writer.write(memory))
+        return None
+
+    async def _write_apart(
+        self, exchange: Call, writer: GrpsJsonWriter, memory: Sequence[Memory], nbytes: int
+    ) -> None:
+        self._service.answer(exchange, await self._service.offload(nbytes, writer.write, memory))
+
+    def write_response(self, exchange: Call, response: InferResponse, request_id: Any, held: Any) -> None:
+        message = write_outputs(load("grps").GrpsMessage(gtensors={}), response.outputs)
+        self._service.answer(exchange, write_json(message, self._service.options, OK_JSON))
+
+
+class GrpsJsonWriter:
+    """Writes answers whose outputs are `described` so."""
+
+    def __init__(self, service: GrpsService, described: Described) -> None:
+        self._options = service.options
+        self._parts = []
+        before = OK_JSON + b',"gtensors":{"tensors":['
+        for name, dtype, shape in described:
+            field = field_of(name, dtype)
+            head = before + tensor_head(name, field.number, shape)
+            count = prod(shape)
+            self._parts.append((head + b',"%b":' % field.name.encode() if count else head, dtype.name, count))
+            before = b"},"
+
+    @classmethod
+    def of(cls, service: GrpsService, described: Described) -> GrpsJsonWriter | None:
+        """None for outputs that the general path has to look at."""
+        if (
+            any(dtype.name == "bytes" or dtype.name not in BY_DTYPE for _, dtype, _ in described)
+            or not described
+        ):
+            return None
+        return cls(service, described)
+
+    def write(self, memory: Sequence[Memory]) -> bytes:
+        pieces = []
+        for (head, dtype, count), data in zip(self._parts, memory, strict=True):
+            pieces.append(head)
+            if count:
+                pieces.append(write_numbers(data, dtype, count, self._options))
+        pieces.append(b"}]}}")
+        return b"".join(pieces)
+
+
+class BinRows(PreparedRequest):
+    """Bodies that are the little-endian rows of a model's one input; the answer is its one output, so."""
+
+    def __init__(self, service: GrpsService, version: Version, path: FastPath) -> None:
+        self.version, self._path, self._service = version, path, service
+        ((name, self.spec),) = version.inputs.items()
+        shape = self.spec.shape or ()
+        inputs = {name: Tensor(self.spec.dtype, (1, *shape) if version.batching else shape, b"")}
+        self.lay_out(path.queue, inputs, (), batching=version.batching)
+
+    @classmethod
+    def open(cls, service: GrpsService, version: Version) -> BinRows | None:
+        """Open the path of a version; None for one with other tensors, or without a fast path."""
+        if len(version.inputs) != 1 or len(version.outputs) != 1:
+            return None
+        specs = (*version.inputs.values(), *version.outputs.values())
+        if not all(spec.row_bytes for spec in specs) or speaks_messages(version):
+            return None
+        path = open_path(version, service.traffic, outcome_of(service, version))
+        return None if path is None else cls(service, version, path)
+
+    def start(self, call: Call, body: Memory | ArrivedBody) -> bool:
+        """Take the call, or return False: nothing has happened then."""
+        shape = raw_rows(self.version, self.spec, len(body))
+        if shape is None:
+            return False
+        self.rows = shape[0] if self.version.batching else 1
+        deadline_ns = self._service.deadline_ns(call.received_ns)
+        return self.rows <= self._path.queue.max_rows and self._path.start(
+            call, self, body, None, deadline_ns
+        )
+
+    def take(self, call: Call, body: ArrivedBody) -> bool:
+        """Take a call whose rows are still in the socket, or return False."""
+        return self._path.takes_arrived(self) and self.start(call, body)
+
+    def fill(self, source: Memory | ArrivedBody, memory: list[memoryview]) -> bool:
+        return put_bytes(source, memory)
+
+    def make_writer(self, described: Described) -> bool:
+        return True
+
+    def write(
+        self, exchange: Call, writer: bool, memory: Sequence[Memory], request_id: Any, held: Any
+    ) -> None:
+        exchange.reply(200, bytes(memory[0]), BYTES)
+
+    def write_response(self, exchange: Call, response: InferResponse, request_id: Any, held: Any) -> None:
+        ((_, tensor),) = response.outputs.items()
+        exchange.reply(200, bytes(tensor.data), BYTES)
+
+
+class FastHttp:
+    """The fast path of one target: templates of requests, and bare rows."""
+
+    def __init__(self, service: GrpsService, model: str) -> None:
+        self._service, self._model = service, model
+        self._frames = JsonTemplates(MOST_FRAMES)
+        self._raw: PathCache[BinRows] = PathCache(
+            service.keepers, lambda version: BinRows.open(service, version)
+        )
+        self._learned: PathCache[FastPath] = PathCache(service.keepers, self._open)
+        service.keepers.add(self)
+
+    def start(self, call: Call) -> bool:
+        """Take the call, or return False: nothing has happened then."""
+        if len(call.body) > MOST_BYTES:
+            return False
+        service, kind = self._service, self._kind(call)
+        if not kind:
+            return False
+        if kind == BIN:
+            raw = self._raw.find(service.look_up(self._model))
+            return raw is not None and raw.start(call, call.body)
+        frame: JsonTemplate | None = self._frames.find(call.body, len(call.body))  # type: ignore[assignment]
+        if frame is None or frame.rows > frame.path.queue.max_rows:
+            return False
+        if service.look_up(frame.model) is not frame.path.version:
+            return False
+        return frame.path.start(call, frame, call.body, None, service.deadline_ns(call.received_ns))
+
+    def take(self, call: Call, body: ArrivedBody) -> bool:
+        """Take a call whose bare rows are still in the socket, or return False: other bodies are whole."""
+        if len(body) > MOST_BYTES or self._kind(call) != BIN:
+            return False
+        raw = self._raw.path
+        return raw is not None and raw.version is self._service.look_up(self._model) and raw.take(call, body)
+
+    def _kind(self, call: Call) -> str:
+        """Return the kind of the body; "" for one that the general path refuses."""
+        try:
+            return call.head.memo or content_kind(call, self._service.options)
+        except ServeError:
+            return ""
+
+    def learn(self, call: Call, asked: GrpsCall, request: InferRequest) -> None:
+        """Remember the frame of a request that `start` did not take and the general path has answered."""
+        if asked.message.WhichOneof("data_oneof") != "gtensors" or speaks_messages(asked.version):
+            return
+        path = self._learned.find(asked.version)
+        if path is None:
+            return
+        self._frames.learn(partial(self._make, bytes(call.body), asked, path, request))
+
+    def forget(self, version: Version) -> None:
+        """The version has ended, and nothing here may keep its memory."""
+        self._frames = JsonTemplates(MOST_FRAMES)
+
+    def _open(self, version: Version) -> FastPath | None:
+        return open_path(version, self._service.traffic, outcome_of(self._service, version))
+
+    def _make(
+        self, text: bytes, asked: GrpsCall, path: FastPath, request: InferRequest
+    ) -> JsonTemplate | None:
+        version = asked.version
+        found = ordinary_inputs(path.queue, request, batching=version.batching)
+        if found is None:
+            return None
+        inputs = found[1]
+        parts = JsonTemplateParts.of(text, list(request.inputs.items()), list(inputs), version)
+        if parts is None:
+            return None
+        try:
+            return JsonTemplate(self._service, path, inputs, parts, asked.message.model or self._model)
+        except ValueError:  # more tensors or larger rows than a frame has
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class JsonTemplateParts:
+    """The text and the fields of a template. `rows` 0: the text says them; `first_rows` are its own."""
+
+    text: bytes
+    holes: list[Hole]
+    rows: int
+    first_rows: int
+
+    @classmethod
+    def of(
+        cls, text: bytes, given: list[tuple[str, Tensor]], order: list[str], version: Version
+    ) -> JsonTemplateParts | None:
+        """`given`: the tensors in the order of the text; `order`: of the model. None for a hole in doubt."""
+        arrays = list(find_arrays(text))
+        shapes = list(_SHAPE.finditer(text))
+        values = sum(last - first for _, first, last, _ in arrays)
+        if len(arrays) != len(given) or len(text) - values > MOST_TEXT_BYTES or b"\\" in text:
+            return None
+        if any(tensor.dtype.name not in FRAMED for _, tensor in given):
+            return None
+        first_rows = given[0][1].shape[0] if version.batching and given[0][1].shape else 1
+        if not first_rows:
+            return None
+        counted = version.batching and len(shapes) == len(given)
+        counted = counted and all(s.start() < a[0] for s, a in zip(shapes, arrays, strict=True))
+        holes: list[Hole] = []
+        for number, (name, tensor) in enumerate(given):
+            if counted:
+                holes.append(("rows", *shapes[number].span(1), 1, 0, 0))
+            _, first, last, _ = arrays[number]
+            unit = prod(tensor.shape) // first_rows
+            holes.append(("data", first, last, unit, order.index(name), tensor.dtype.code))
+        return cls(text, sorted(holes, key=itemgetter(1)), 0 if counted else first_rows, first_rows)
+
 
 TEXT = b"text/plain"
+
 BOTH = "Bad Request, err: Streaming and ret ndarray are not supported at the same time."
+
 MOST_AXES = 64  # as many as numpy has
+
 NO_FLOAT32 = "No float32 tensors in output. Cannot convert to ndarray."
+
 EMPTY = "The http body is empty."
+
 NOT_OWN = "a customised HTTP body is for customized models; model {} takes messages and gtensors"
+
 # Of a reply that a model wrote itself: the wire's own business.
 WIRES_OWN = frozenset({"connection", "content-length", "content-type", "date", "server", "transfer-encoding"})
 
 
-class Predict:
+class HttpPredictEndpoint:
     """The endpoint of one target. `own`: the customised path, on which models may see the call itself."""
 
-    def __init__(self, service: Service, query: Query, *, own: bool = False) -> None:
+    def __init__(self, service: GrpsService, query: Query, *, own: bool = False) -> None:
         self.service, self.query = service, query
         self.raw = own and service.options.customized_body
         plain = not (self.raw or query.streaming or query.ndarray)
@@ -63,7 +379,7 @@ class Predict:
             return self._decide(call)
         return answer_slowly(call, HttpPredict(self, call, self._fast))
 
-    def take(self, call: Call, body: Arrived) -> bool:
+    def take(self, call: Call, body: ArrivedBody) -> bool:
         """Take a call whose rows are still in the socket."""
         if self._mode == "header_param" and call.header(self._header).strip().lower() == b"true":
             return False
@@ -83,7 +399,7 @@ class Predict:
 
     async def _says(self, call: Call) -> bool:
         key = self.service.options.streaming_ctrl_key
-        return await self.service.apart(len(call.body), wants_stream, call.body, key)
+        return await self.service.offload(len(call.body), wants_stream, call.body, key)
 
     async def read_body(self, call: Call) -> JsonBody:
         """The body by its Content-Type. Raises ServeError."""
@@ -91,9 +407,10 @@ class Predict:
             raise invalid(EMPTY)
         if content_kind(call, self.service.options) == BIN:
             return JsonBody(load("grps").GrpsMessage(bin_data=bytes(call.body)))
-        return await self.service.apart(len(call.body), read_json, call.body, self.service.options)
+        work = WORK * len(call.body)
+        return await self.service.offload(work, read_json, call.body, self.service.options)
 
-    async def read(self, call: Call, body: JsonBody | None, *, streaming: bool) -> Asked:
+    async def read(self, call: Call, body: JsonBody | None, *, streaming: bool) -> GrpsCall:
         """The whole call. Raises ServeError."""
         service, told = self.service, {"streaming": True} if streaming else {}
         if self.raw:
@@ -101,10 +418,10 @@ class Predict:
             if not speaks_messages(version):
                 raise invalid(NOT_OWN.format(version.model))
             message = load("grps").GrpsMessage(bin_data=bytes(call.body))
-            return Asked(version, message, {**told, "http": describe(call)}, len(call.body))
+            return GrpsCall(version, Sent(message), {**told, "http": describe(call)}, len(call.body))
         body = body or await self.read_body(call)
         version = service.find(body.message.model or self.query.model)
-        return Asked(version, body.message, dict(told), WORK * len(call.body))
+        return GrpsCall(version, Sent(body.message), dict(told), WORK * len(call.body))
 
     async def _stream(self, call: Call, body: JsonBody | None = None) -> None:
         """A chunk for each part, as it comes. What goes wrong is one more, and the last."""
@@ -129,7 +446,8 @@ class Predict:
             fault = found
         stream = stream or call.stream(200, kind)
         if fault is not None:
-            service.traffic.refused(version.model if version else self.query.model, fault.kind.name)
+            model = version.model if version else self.query.model
+            service.traffic.refused(model, fault.kind.name, message=fault.message, exchange=call)
             await stream.write(self._failure(fault))
         elif version is not None:
             service.count(version, call.received_ns)
@@ -146,16 +464,16 @@ class Predict:
         return failure_json(code_of(fault, self.service.options), fault.message)
 
 
-class HttpPredict(GeneralPredict):
+class HttpPredict(GrpsPredict):
     """One call."""
 
     def __init__(
-        self, endpoint: Predict, call: Call, fast: FastHttp | None, body: JsonBody | None = None
+        self, endpoint: HttpPredictEndpoint, call: Call, fast: FastHttp | None, body: JsonBody | None = None
     ) -> None:
         self._endpoint, self._call, self._fast, self._body = endpoint, call, fast, body
         self.service = endpoint.service
 
-    async def ask(self) -> tuple[Asked, int]:
+    async def ask(self) -> tuple[GrpsCall, int]:
         asked = await self._endpoint.read(self._call, self._body, streaming=False)
         return asked, self.service.deadline_ns(self._call.received_ns)
 
@@ -163,7 +481,7 @@ class HttpPredict(GeneralPredict):
         if self._endpoint.raw:
             self._write_own(response)
             return
-        body, kind = await self.service.apart(WORK * response.nbytes, self._encode, response)
+        body, kind = await self.service.offload(WORK * response.nbytes, self._encode, response)
         if kind == BYTES:
             self._call.reply(200, body, BYTES)
         else:
@@ -185,7 +503,8 @@ class HttpPredict(GeneralPredict):
     def refused(self, fault: ServeError) -> None:
         if self._endpoint.raw:
             told = code_of(fault, self.service.options)
-            self.service.traffic.refused(self._endpoint.query.model, fault.kind.name)
+            model, message = self._endpoint.query.model, fault.message
+            self.service.traffic.refused(model, fault.kind.name, message=message, exchange=self._call)
             self._call.reply(told, fault.message.encode("utf-8", "replace"), TEXT)
             return
         self.service.refuse(self._call, fault, self.model)

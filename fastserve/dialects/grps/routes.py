@@ -6,25 +6,28 @@ from dataclasses import dataclass
 from urllib.parse import parse_qsl
 
 from fastserve.config import GrpsOptions
+from fastserve.net.access_control import NOTHING, Resource, Resources, Scope
 from fastserve.serving.dialect import HttpRoute
-from fastserve.wire.scope import Scope
 
 _BOTH = ("GET", "POST")
 ROOT = "/grps/v1/"
 PREDICT = "predict"
+_HEALTH = (Resource.HEALTH,)
+# A model's metadata is its configuration.
+_DESCRIBED = (Resource.METADATA, Resource.MODEL_CONFIG)
 ROUTES = (
-    HttpRoute("online", ROOT + "health/online", dict.fromkeys(_BOTH, Scope.ADMIN)),
-    HttpRoute("offline", ROOT + "health/offline", dict.fromkeys(_BOTH, Scope.ADMIN)),
+    HttpRoute("online", ROOT + "health/online", dict.fromkeys(_BOTH, Scope.ADMIN), _HEALTH),
+    HttpRoute("offline", ROOT + "health/offline", dict.fromkeys(_BOTH, Scope.ADMIN), _HEALTH),
     HttpRoute("live", ROOT + "health/live", dict.fromkeys(_BOTH, Scope.HEALTH)),
     HttpRoute("ready", ROOT + "health/ready", dict.fromkeys(_BOTH, Scope.HEALTH)),
     HttpRoute(PREDICT, ROOT + "infer/predict", {"POST": Scope.INFER}),
-    HttpRoute("server", ROOT + "metadata/server", dict.fromkeys(_BOTH, Scope.METADATA)),
-    HttpRoute("model", ROOT + "metadata/model", {"POST": Scope.METADATA}),
+    HttpRoute("server", ROOT + "metadata/server", dict.fromkeys(_BOTH, Scope.METADATA), _DESCRIBED),
+    HttpRoute("model", ROOT + "metadata/model", {"POST": Scope.METADATA}, _DESCRIBED),
     HttpRoute("page", "/", {"GET": Scope.METRICS}),
     HttpRoute("page", ROOT + "monitor/metrics", {"GET": Scope.METRICS}),
     HttpRoute("series", ROOT + "monitor/series", {"GET": Scope.METRICS}),
-    HttpRoute("script", ROOT + "js/jquery_min", {"GET": Scope.METRICS}),
-    HttpRoute("script", ROOT + "js/flot_min", {"GET": Scope.METRICS}),
+    HttpRoute("script", ROOT + "js/jquery_min", {"GET": Scope.METRICS}, NOTHING),
+    HttpRoute("script", ROOT + "js/flot_min", {"GET": Scope.METRICS}, NOTHING),
     HttpRoute("customized", "/CUSTOMIZED-PATH", dict.fromkeys(_BOTH, Scope.INFER)),
 )
 BY_PATH = {route.path: route for route in ROUTES}
@@ -40,11 +43,17 @@ RPCS = {
     SERVICE + "ServerMetadata": Scope.METADATA,
     SERVICE + "ModelMetadata": Scope.METADATA,
 }
+RPC_RESOURCES: dict[str, Resources] = {
+    SERVICE + "Online": _HEALTH,
+    SERVICE + "Offline": _HEALTH,
+    SERVICE + "ServerMetadata": _DESCRIBED,
+    SERVICE + "ModelMetadata": _DESCRIBED,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """What a predict's URL says. The first of a name counts; `true` in any case is the only yes."""
+    """The query of a predict's URL. The first of a name counts; `true` in any case is the only yes."""
 
     model: str = ""
     streaming: bool = False

@@ -1,34 +1,85 @@
-"""What every endpoint and RPC of this dialect shares: models by grps's names, the ready flag, replies."""
+"""Models by grps's names, the ready flag, replies, error codes (spec 5) and metadata (spec 12)."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
+import msgspec
+import yaml
+
+from fastserve.backends.base import write_specs
 from fastserve.config import GrpsOptions
-from fastserve.dialects.grps.errors import UnknownModel, code_of, failure_json
-from fastserve.dialects.grps.monitor import Monitor
-from fastserve.errors import ServeError, invalid
-from fastserve.metrics.series import Metric
+from fastserve.dialects.grps.monitor import GrpsMonitor
+from fastserve.errors import Kind, ServeError, invalid
+from fastserve.metrics.exposition import Metric
+from fastserve.net.request import Call
+from fastserve.net.router import CANONICAL_STATUS, retry_after
+from fastserve.protos import load
 from fastserve.repository.grps_config import FILE, Deployment, read_deployment
-from fastserve.repository.version import Version
-from fastserve.serving.dialect import ServingContext
-from fastserve.serving.service import DialectService
-from fastserve.wire.call import Call
-from fastserve.wire.dialect import retry_after
+from fastserve.repository.version import Version, VersionState
+from fastserve.serving.dialect import DialectService, ServingContext
+
+CODE = CANONICAL_STATUS | {Kind.RESOURCE_EXHAUSTED: 503, Kind.ABORTED: 503}
+
+OK_JSON = b'{"status":{"code":200,"msg":"OK","status":"SUCCESS"}'
+
+
+class UnknownModel(ServeError):
+    """A model that is not there, for whose code there is a setting."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(Kind.NOT_FOUND, f"Model {name} not found.")
+
+
+class NotReady(ServeError):
+    """The error that answers a readiness probe."""
+
+    def __init__(self) -> None:
+        super().__init__(Kind.UNAVAILABLE, "Service Unavailable")
+
+
+def code_of(fault: ServeError, options: GrpsOptions) -> int:
+    """The code of a failure."""
+    return options.unknown_model_code if isinstance(fault, UnknownModel) else CODE[fault.kind]
+
+
+def failure_json(code: int, message: str) -> bytes:
+    """A failure as a JSON message. Bytes that were not UTF-8 are replaced."""
+    text = msgspec.json.encode(message.encode("utf-8", "replace").decode("utf-8", "replace"))
+    return b'{"status":{"code":%d,"msg":%b,"status":"FAILURE"}}' % (code, text)
+
+
+def failure_message(code: int, message: str) -> bytes:
+    """Return a failure as a serialized message."""
+    status = load("grps").Status(code=code, msg=message.encode("utf-8", "replace").decode(), status="FAILURE")
+    return bytes(load("grps").GrpsMessage(status=status).SerializeToString())
+
+
+@lru_cache(maxsize=1)
+def ok_message() -> bytes:
+    """A serialized message that is nothing but good: a status put before the rest of one."""
+    data: Any = load("grps").GrpsMessage(status={"code": 200, "msg": "OK", "status": "SUCCESS"})
+    return bytes(data.SerializeToString())
+
 
 JSON, JSON_UTF8 = b"application/json", b"application/json;charset=utf-8"
+
 BYTES = b"application/octet-stream"
+
 NO_DEFAULT = "No model is named, and this server has no default one (grps.default_model)."
+
 NAME = "grps"
 
 
-class Service(DialectService):
+class GrpsService(DialectService):
     """One dialect's state in one front process, shared by its HTTP and gRPC halves."""
 
     def __init__(self, context: ServingContext, options: GrpsOptions) -> None:
         super().__init__(context, NAME)
         self.options = options
-        self.monitor = Monitor(context.registry)
+        self.monitor = GrpsMonitor(context.registry)
         self.online = Online(context, options)
         self.json_type = JSON_UTF8 if options.json_charset else JSON
         self.timeout_ns = options.timeout_ms * 1_000_000
@@ -47,7 +98,7 @@ class Service(DialectService):
         return found
 
     def look_up(self, name: str) -> Version | None:
-        """The same, None for none."""
+        """Return the available version of `name-version`, None for none."""
         if not name:
             name = self._default
             if not name:
@@ -66,7 +117,7 @@ class Service(DialectService):
         return self.catalog.available(model, int(number))
 
     def sooner_ns(self, received_ns: int, theirs_ns: int) -> int:
-        """The same of a client that says how long it waits, 0 for ever: whichever is up first."""
+        """Return the sooner of this server's deadline and the client's, in ns; 0 is none."""
         own_ns = self.deadline_ns(received_ns)
         return min(own_ns, theirs_ns) if own_ns and theirs_ns else own_ns or theirs_ns
 
@@ -77,7 +128,7 @@ class Service(DialectService):
 
     def refuse(self, call: Call, fault: ServeError, model: str = "") -> None:
         """Reply with an error, and count it."""
-        self.traffic.refused(model, fault.kind.name)
+        self.traffic.refused(model, fault.kind.name, message=fault.message, exchange=call)
         code = code_of(fault, self.options)
         status = 200 if self.options.http_status == "always_200" else code
         call.reply(status, failure_json(code, fault.message), self.json_type, retry_after(fault))
@@ -86,18 +137,12 @@ class Service(DialectService):
         """A stream that ended well."""
         self.monitor.took(self.traffic.answered(version.model, version.number, received_ns))
 
+    def answered(self, prepared: object, took_ns: int, ran_ns: int) -> None:
+        """Count a request that the fast path answered well."""
+        self.monitor.took(took_ns)
+
     def close(self) -> None:
         self.monitor.close()
-
-
-class Answered:
-    """How requests of one version end well on the fast path. How they end badly is their transport's."""
-
-    def __init__(self, service: Service, version: Version) -> None:
-        self.service, self.model = service, version.model
-
-    def answered(self, prepared: object, took_ns: int, ran_ns: int) -> None:
-        self.service.monitor.took(took_ns)
 
 
 def speaks_messages(version: Version) -> bool:
@@ -117,7 +162,7 @@ ONLINE = Metric(
 
 class Online:
     """The flag that `online` sets and `offline` clears, one for all front processes. The server must be ready
-    besides. Offline models answer all the same: who reads the flag is told, and nobody else."""
+    besides. Offline models answer all the same: only the readiness calls show the flag."""
 
     def __init__(self, context: ServingContext, options: GrpsOptions) -> None:
         self._context, self._shared = context, options.shared_ready
@@ -143,3 +188,50 @@ class Online:
 
     def _protocols(self) -> tuple[str, ...]:
         return ("all",) if self._shared else ("http", "grpc")
+
+
+def describe_server(service: GrpsService) -> str:
+    """inference.yml and server.yml, in the order that is set."""
+    deployment = service.deployment
+    if deployment is None:
+        return dump({"models": _describe_catalog(service)})
+    first, second = deployment.texts
+    if service.options.server_metadata_first == "server":
+        first, second = second, first
+    return f"{first}\n{second}"
+
+
+def describe_model(service: GrpsService, name: str) -> str:
+    """The first model of that name, or the one of `name-version`. Raises ServeError NOT_FOUND."""
+    listed = service.deployment.described() if service.deployment is not None else []
+    for model in (*listed, *_describe_catalog(service)):
+        if name in (model["name"], f"{model['name']}-{model['version']}"):
+            return dump(model)
+    raise ServeError(Kind.NOT_FOUND, "Model not found.")
+
+
+def dump(value: object) -> str:
+    """As the original writes it: keys in order, null for what is not set."""
+    return str(yaml.safe_dump(value, sort_keys=True, allow_unicode=True))
+
+
+def _describe_catalog(service: GrpsService) -> list[dict[str, object]]:
+    deployed = set(service.deployment.names if service.deployment is not None else ())
+    return [
+        _describe(version)
+        for name, model in sorted(service.catalog.models.items())
+        if name not in deployed
+        for _, version in sorted(model.versions.items())
+        if version.state is VersionState.AVAILABLE
+    ]
+
+
+def _describe(version: Version) -> dict[str, object]:
+    config = version.config
+    tensors = {
+        side: [{"name": name, **spec} for name, spec in write_specs(specs).items()]
+        for side, specs in (("inputs", version.inputs), ("outputs", version.outputs))
+    }
+    batching = {"type": "dynamic" if config.batching else "none", "max_batch_size": config.max_batch_size}
+    about = {"name": version.model, "version": str(version.number), "inferer_type": config.backend}
+    return {**about, "batching": batching, **tensors}

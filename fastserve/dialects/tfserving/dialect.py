@@ -10,13 +10,13 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from fastserve.codec.client_text import target_text
+from fastserve.codec.json_text import target_text
 from fastserve.config import TFServingOptions
-from fastserve.dialects.tfserving.classify import Examples
-from fastserve.dialects.tfserving.describe import find_versions, write_metadata, write_status
+from fastserve.dialects.tfserving.classify import VERBS, ExamplesEndpoint
 from fastserve.dialects.tfserving.errors import html_page
-from fastserve.dialects.tfserving.predict import Predict
-from fastserve.dialects.tfserving.results import VERBS
+from fastserve.dialects.tfserving.metadata import find_versions, write_metadata, write_status
+from fastserve.dialects.tfserving.monitoring import BatchSessions, write_warm_ups
+from fastserve.dialects.tfserving.predict import PredictEndpoint
 from fastserve.dialects.tfserving.routes import (
     MONITORING,
     PREFLIGHT,
@@ -25,19 +25,17 @@ from fastserve.dialects.tfserving.routes import (
     is_api,
     parse_target,
 )
-from fastserve.dialects.tfserving.service import Service
-from fastserve.dialects.tfserving.sessions import Sessions
-from fastserve.dialects.tfserving.signatures import find_version
-from fastserve.dialects.tfserving.warm_ups import write_warm_ups
+from fastserve.dialects.tfserving.service import TFServingService, find_version
 from fastserve.errors import ServeError, invalid
-from fastserve.serving.dialect import Dialect, ServingContext
-from fastserve.serving.text.card import card_of
-from fastserve.wire.call import Call, Endpoint
-from fastserve.wire.dialect import Route
-from fastserve.wire.scope import Scope
+from fastserve.net.access_control import NOTHING, Scope
+from fastserve.net.request import Call, Endpoint
+from fastserve.net.router import Route, Yields
+from fastserve.repository.version import VersionState
+from fastserve.serving.dialect import Dialect, ServingContext, alive_route, is_root
+from fastserve.serving.text.models import card_of
 
 if TYPE_CHECKING:
-    from fastserve.wire.grpc import Method
+    from fastserve.net.grpc import Method
 
 HTML = b"text/html; charset=ISO-8859-1"
 PAGE = b"text/html"
@@ -48,13 +46,15 @@ class TFServing(Dialect):
     """The dialect of one front process. It holds no state but counters."""
 
     def __init__(self, context: ServingContext, options: TFServingOptions) -> None:
-        self._service = Service(context, options)
-        self._sessions = Sessions()
+        self._service = TFServingService(context, options)
+        self._sessions = BatchSessions()
 
     def route(self, method: str, target: str) -> Route | None:
-        """The route of a target, None when it is not under /v1/ and not the metrics page."""
+        """The route of a target, None when it is not under /v1/, KServe's / or the metrics page."""
         if is_api(target):
             return self._route_api(method, target)
+        if self._service.tells_ready and is_root(method, target):
+            return alive_route()
         options = self._service.options
         if options.monitoring and target.partition("?")[0].partition("#")[0] == options.monitoring_path:
             page = self._page if target == options.monitoring_path else self._wrong_page
@@ -63,21 +63,25 @@ class TFServing(Dialect):
 
     def _route_api(self, method: str, target: str) -> Route:
         if method == "OPTIONS":
-            return Route(self._preflight, PREFLIGHT.scopes[method], gives_way=True)
+            return Route(self._preflight, PREFLIGHT.scopes[method], Yields.LAST, PREFLIGHT.resources)
         try:
             parsed = parse_target(method, target)
         except VersionOverflow:
-            return Route(self._overflow, Scope.METADATA)
+            return Route(self._overflow, Scope.METADATA, resources=NOTHING)
         if parsed is None or (method == "POST" and parsed.verb not in ("predict", *VERBS)):
             fault = invalid(f"Malformed request: {method} {target_text(target)}")
-            return Route(partial(self.refuse, fault=fault), Scope.METADATA, gives_way=True)
+            return Route(partial(self.refuse, fault=fault), Scope.METADATA, Yields.LAST, NOTHING)
         if method == "GET":
-            return Route(partial(self._describe, target=parsed), parsed.scope, gives_way=not parsed.name)
-        return Route((Predict if parsed.verb == "predict" else Examples)(self._service, parsed), parsed.scope)
+            gives_way = Yields.NEVER if parsed.name else Yields.FIRST
+            return Route(partial(self._describe, target=parsed), parsed.scope, gives_way)
+        return Route(
+            (PredictEndpoint if parsed.verb == "predict" else ExamplesEndpoint)(self._service, parsed),
+            parsed.scope,
+        )
 
     def grpc_methods(self) -> list[Method]:
         """The RPCs of PredictionService and ModelService."""
-        from fastserve.dialects.tfserving.grpc_methods import make_methods
+        from fastserve.dialects.tfserving.rpcs import make_methods
 
         return make_methods(self._service)
 
@@ -100,8 +104,11 @@ class TFServing(Dialect):
             if target.verb == "metadata":
                 body = write_metadata(find_version(service.catalog, target))
             else:
-                card = card_of(service.engine, service.catalog, target.name)
-                body = write_status(find_versions(service.catalog, target), card)
+                versions = find_versions(service.catalog, target)
+                more = card_of(service.engine, service.catalog, target.name)
+                if service.tells_ready:  # KServe's V1
+                    more["ready"] = any(one.state is VersionState.AVAILABLE for one in versions)
+                body = write_status(versions, more)
         except ServeError as fault:
             service.refuse(call, target.name, fault)
         else:

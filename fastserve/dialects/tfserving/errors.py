@@ -1,11 +1,27 @@
-"""The error body (spec 1.5), and why outputs cannot be written. Statuses are the canonical (spec 1.4)."""
+"""Error bodies and error texts of TensorFlow Serving (spec 1.4, 1.5), and its names for element types."""
 
 from __future__ import annotations
 
+from fastserve._ext.json_reader import Fault, JSONFault
 from fastserve._ext.json_writer import WriterCode, WriterFault, write_error
-from fastserve.codec.client_text import to_bytes
-from fastserve.dialects.tfserving.names import TF_WORD
+from fastserve.codec.json_text import to_bytes
 from fastserve.errors import Kind, ServeError, invalid
+from fastserve.tensor import DTYPES
+
+_OWN_WORDS = {"float32": "float", "float64": "double", "float16": "half", "bytes": "string"}
+
+TF_WORD: dict[int, str] = {dtype.code: _OWN_WORDS.get(name, name) for name, dtype in DTYPES.items()}
+
+"""DType.code -> the word of an error text, such as `float` or `string`."""
+
+TF_NAME: dict[int, str] = {code: "DT_" + word.upper() for code, word in TF_WORD.items()}
+
+"""DType.code -> the enum's name, such as `DT_FLOAT`."""
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    """`[2,3]`, and `[]` for a scalar: how TensorFlow prints a shape."""
+    return "[" + ",".join("?" if size < 0 else str(size) for size in shape) + "]"
 
 
 def error_body(message: str) -> bytes:
@@ -14,7 +30,7 @@ def error_body(message: str) -> bytes:
 
 
 def html_page(status: int, phrase: str) -> bytes:
-    """What the original answers outside of its API (spec 1.2)."""
+    """Return the original's page for targets outside of its API (spec 1.2)."""
     return (
         f"<HTML><HEAD>\n<TITLE>{status} {phrase}</TITLE>\n</HEAD><BODY>\n<H1>{phrase}</H1>\n</BODY></HTML>\n"
     ).encode()
@@ -32,3 +48,46 @@ def writer_error(fault: WriterFault) -> ServeError:
     if fault.code is WriterCode.UNSUPPORTED_DTYPE:
         return invalid(f"Failed to write JSON value for tensor type: {TF_WORD[fault.got]}")
     return ServeError(Kind.INTERNAL, f"Output {fault.name} cannot be written: {fault.code.name}")
+
+
+_SYNTAX: dict[Fault, str] = {
+    Fault.EMPTY: "The document is empty.",
+    Fault.INVALID_VALUE: "Invalid value.",
+    Fault.MISSING_NAME: "Missing a name for object member.",
+    Fault.MISSING_COLON: "Missing a colon after a name of object member.",
+    Fault.MISSING_COMMA_OR_BRACE: "Missing a comma or '}' after an object member.",
+    Fault.MISSING_COMMA_OR_BRACKET: "Missing a comma or ']' after an array element.",
+    Fault.BAD_HEX: "Incorrect hex digit after \\u escape in string.",
+    Fault.BAD_SURROGATE: "The surrogate pair in string is invalid.",
+    Fault.BAD_ESCAPE: "Invalid escape character in string.",
+    Fault.MISSING_QUOTE: "Missing a closing quotation mark in string.",
+    Fault.NUMBER_TOO_BIG: "Number too big to be stored in double.",
+    Fault.MISSING_FRACTION: "Miss fraction part in number.",
+    Fault.MISSING_EXPONENT: "Miss exponent in number.",
+    Fault.TOO_DEEP: "Nesting too deep.",
+}
+
+_MEANING: dict[Fault, str] = {
+    Fault.NOT_OBJECT: "The body is not an object",
+    Fault.SIGNATURE_NOT_STRING: "'signature_name' key must be a string value",
+    Fault.BOTH_FORMATS: "Expecting only one of 'inputs' or 'instances' keys to exist",
+    Fault.NO_FORMAT: "Missing 'inputs' or 'instances' key",
+    Fault.ROWS_NOT_LIST: "Expecting 'instances' to be an list/array",
+    Fault.NO_ROWS: "No values in 'instances' array",
+    Fault.NOT_NAMED: "Expecting objects as the signature has several inputs",
+    Fault.MIXED_ROWS: "Objects and plain values are mixed in 'instances'",
+    Fault.UNKNOWN_INPUT: "A key is not a named input of the signature",
+    Fault.MISSING_INPUT: "A named input of the signature is missing",
+    Fault.RAGGED: "A list has another size or shape than the ones before it",
+    Fault.WRONG_TYPE: "A value is not of the type its input expects",
+    Fault.UNSUPPORTED_DTYPE: "The type of an input cannot be written in JSON",
+    Fault.BAD_BASE64: "Unable to base64 decode",
+}
+
+
+def short_error(fault: JSONFault) -> ServeError:
+    """The error of a large body: the syntax error the original would name, or what the fault means."""
+    reason = _SYNTAX.get(fault.code)
+    if reason is not None:
+        return invalid(f"JSON Parse error: {reason} at offset: {fault.offset}")
+    return invalid(f"{_MEANING.get(fault.code, fault.code.name)} at offset: {fault.offset}")

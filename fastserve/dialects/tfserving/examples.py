@@ -1,9 +1,11 @@
-"""Classify and regress bodies -> examples, and examples as tf.Example bytes (spec 3.4, 4.1).
+"""Classify and regress bodies -> examples, and examples -> a model's input tensors (spec 3.4, 3.5, 4.1).
 
-An example is a mapping of feature name to feature; a feature is a flat list of one kind. What a
-model makes of them is `features`.
+An example is a mapping of feature name to feature; a feature is a flat list of one kind.
 
     {"examples": [{"x": 1.0}]}  ->  ExampleList("", [{"x": Feature("float", [1.0])}], None)
+
+A model is fed as TensorFlow's parse_example op does it: one string input called `inputs` takes serialized
+tf.Example bytes; otherwise each declared feature fills the input it is mapped to, one row an example.
 """
 
 from __future__ import annotations
@@ -11,13 +13,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
-from fastserve._ext.json_value import Members
-from fastserve.codec.client_text import to_bytes, to_text
-from fastserve.codec.packing import pack_values
-from fastserve.codec.proto_fields import write_field, write_varint
-from fastserve.dialects.tfserving.document import (
+from fastserve._ext.json_value import Members, ShownFloat
+from fastserve.codec.byte_formats import pack_strings, pack_values, write_field, write_varint
+from fastserve.codec.json_text import to_bytes, to_text
+from fastserve.dialects.tfserving.errors import TF_WORD, shape_text
+from fastserve.dialects.tfserving.json_body import (
     decode_base64_object,
     format_error,
     is_base64_object,
@@ -26,17 +29,33 @@ from fastserve.dialects.tfserving.document import (
     read_signature_name,
 )
 from fastserve.errors import invalid
-from fastserve.tensor import DTYPES
+from fastserve.repository.signature import Signature
+from fastserve.tensor import DTYPES, DType, Tensor, TensorSpec
 
 if TYPE_CHECKING:
     from fastserve._ext.json_value import Value
 
+
 FeatureKind = Literal["", "int64", "float", "bytes"]
-_KIND_OF: dict[type, FeatureKind] = {int: "int64", bool: "int64", float: "float", bytes: "bytes"}
+
+FLOATS = frozenset({float, ShownFloat})
+
+_KIND_OF: dict[type, FeatureKind] = {
+    int: "int64",
+    bool: "int64",
+    float: "float",
+    ShownFloat: "float",
+    bytes: "bytes",
+}
+
 INT64_MAX = 2**63 - 1
+
 MOST_REPEATED = 1 << 22
+
 """Values that a body is made into by repetition: what it says once, for every example."""
+
 REPEATED_BYTES = 16
+
 """Bytes that count as one of them."""
 
 
@@ -59,7 +78,7 @@ Example = dict[str, Feature]
 
 @dataclass(slots=True)
 class ExampleList:
-    """What a classify or regress body asks for. `context` is None when the body has none."""
+    """A classify or regress body as read. `context` is None when the body has none."""
 
     signature_name: str
     examples: list[Example]
@@ -106,7 +125,7 @@ def _read_example(value: Value) -> Example:
 
 def _read_feature(name: str, given: Value) -> Feature:
     values: list[Any] = given if isinstance(given, list) else [given]
-    if set(map(type, values)) == {float}:
+    if values and set(map(type, values)) <= FLOATS:
         return Feature("float", array("f", values).tolist())  # beyond the range of float32: infinite
     kind: FeatureKind = ""
     read: list[Any] = []
@@ -155,3 +174,109 @@ def _serialize_feature(feature: Feature) -> bytes:
     else:
         data = b"".join(write_field(1, value) for value in values)
     return write_field(_LIST_FIELD[feature.kind], data)
+
+
+SERIALIZED = "inputs"
+
+_ABSENT = Feature()
+
+_KIND_WORD: dict[FeatureKind, str] = {"int64": "int64", "float": "float", "bytes": "string"}
+
+
+def takes_serialized(signature: Signature) -> bool:
+    """Whether examples are fed as tf.Example bytes: one string input called `inputs`, no other features."""
+    spec = signature.inputs.get(SERIALIZED)
+    only = len(signature.inputs) == 1 and spec is not None and spec.dtype.name == "bytes"
+    return only and set(signature.features) <= {SERIALIZED}
+
+
+def feed(examples: ExampleList, signature: Signature, *, batching: bool) -> dict[str, Tensor]:
+    """Tensors by the model's own input names, first axis the examples. Raises ServeError."""
+    names = signature.input_names
+    if takes_serialized(signature):
+        rows = examples.serialized()
+        return {names[SERIALIZED]: Tensor(DTYPES["bytes"], (len(rows),), pack_strings(rows))}
+    merged = examples.merged()
+    return {
+        names[alias]: decode_feature(name, _row_spec(signature.inputs[alias], batching), merged)
+        for name, alias in signature.features.items()
+    }
+
+
+def decode_feature(name: str, spec: TensorSpec, examples: Sequence[Example]) -> Tensor:
+    """One feature of every example as a tensor of shape (examples, *row shape of `spec`).
+
+    An axis of -1 takes any length and is padded to the longest with zeros or empty strings; every
+    other shape must be met exactly, and for an unknown rank the first example sets the length.
+    Raises ServeError.
+    """
+    wanted = _feature_kind(spec.dtype)
+    shape = (len(examples[0].get(name, _ABSENT).values),) if spec.shape is None else spec.shape
+    columns = [_values(name, index, wanted, shape, example) for index, example in enumerate(examples)]
+    if -1 in shape:
+        shape = _filled_shape(shape, max(len(values) for values in columns))
+    check_repeated(prod(shape) * len(columns), f"values of feature {name}")
+    filler = b"" if wanted == "bytes" else 0
+    size = prod(shape)
+    flat = [value for values in columns for value in (*values, *[filler] * (size - len(values)))]
+    if spec.dtype.name == "bool":
+        flat = [bool(value) for value in flat]
+    # Packing cuts integers to the width of the input, as the model's own cast would.
+    return Tensor(spec.dtype, (len(examples), *shape), pack_values(flat, spec.dtype))
+
+
+def _values(
+    name: str, index: int, wanted: FeatureKind, shape: tuple[int, ...], example: Example
+) -> Sequence[int | float | bytes]:
+    feature = example.get(name, _ABSENT)
+    if not feature.kind:
+        if -1 in shape:
+            return ()
+        raise invalid(
+            f"Name: <unknown>, Feature: {name} (data type: {_KIND_WORD[wanted]}) "
+            "is required but could not be found."
+        )
+    where = f"Name: <unknown>, Key: {name}, Index: {index}.  "
+    if feature.kind != wanted:
+        raise invalid(
+            f"{where}Data types don't match. Data type: {_KIND_WORD[feature.kind]} "
+            f"but expected type: {_KIND_WORD[wanted]}"
+        )
+    if not _fits(len(feature.values), shape):
+        raise invalid(
+            f"{where}Number of {wanted} values != expected.  "
+            f"Values size: {len(feature.values)} but output shape: {shape_text(shape)}"
+        )
+    return feature.values
+
+
+def _fits(count: int, shape: tuple[int, ...]) -> bool:
+    if -1 not in shape:
+        return count == prod(shape)
+    unit = prod(size for size in shape if size >= 0)
+    return count == 0 if unit == 0 else count % unit == 0
+
+
+def _filled_shape(shape: tuple[int, ...], longest: int) -> tuple[int, ...]:
+    unit = prod(size for size in shape if size >= 0)
+    first = shape.index(-1)
+    length = longest // unit if unit else 0
+    return tuple(
+        length if axis == first else max(size, 1 if size < 0 else size) for axis, size in enumerate(shape)
+    )
+
+
+def _feature_kind(dtype: DType) -> FeatureKind:
+    if dtype.name == "bytes":
+        return "bytes"
+    if dtype.name in ("float32", "float64"):
+        return "float"
+    if dtype.name == "bool" or dtype.name.startswith(("int", "uint")):
+        return "int64"
+    raise invalid(f"Conversion of a feature to type: {TF_WORD[dtype.code]}")
+
+
+def _row_spec(spec: TensorSpec, batching: bool) -> TensorSpec:
+    if batching or not spec.shape:
+        return spec
+    return TensorSpec(spec.name, spec.dtype, spec.shape[1:])

@@ -1,52 +1,196 @@
-"""PredictionService/Predict: a PredictRequest read in place, the engine, a PredictResponse (spec 4.2, 4.3).
+"""PredictionService/Predict over gRPC (spec 4.2, 4.3): the fast path, then the general one.
 
-Checks are made in the original's order. Tensors stay where they were received until all of them are known to
-be good; then each is decoded once, into memory of its own.
+    message --skeleton--> (head, first axes, data)    the head is known: a version, a signature, its outputs
+            --copy--> rows reserved in shared memory ... worker ... views of outputs --write--> reply
+
+Tensors lie two messages deep, in entries of a map, so a change of rows changes the lengths around them, which
+are fields of the skeleton too. Templates are cached of requests with all inputs of a signature, each in one
+piece of numbers of a fixed size. `start` returns False for any other, without effect; the general path
+then checks it in the original's order, and decodes tensors only when all of them are known to be good.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from math import prod
+from typing import Any, NamedTuple
 
-from fastserve._ext.proto_outline import Outline
+from fastserve._ext.proto_outline import DATA, LEAD, First, Outline, Scheme
+from fastserve._ext.proto_wire import WireFault
 from fastserve._ext.slab import blank_bytes
 from fastserve._ext.tensor_proto import (
+    CONTENT_FIELD,
     DTYPE_NUMBER,
+    IS_VARINT,
+    VALUE_FIELD,
     PredictMessage,
     WireTensor,
     read_predict_request,
     write_model_spec,
+    write_predict_response,
 )
-from fastserve.dialects.tfserving.grpc_fast import (
-    API,
-    SCHEME,
-    Aliases,
-    Head,
-    Outcome,
-    find_sources,
-    names_of,
-    write_outputs,
-)
-from fastserve.dialects.tfserving.grpc_spec import find_model, refuse_rpc
-from fastserve.dialects.tfserving.names import TF_WORD
+from fastserve.dialects.tfserving.errors import TF_WORD
 from fastserve.dialects.tfserving.routes import Target
-from fastserve.dialects.tfserving.service import Service
+from fastserve.dialects.tfserving.service import TFServingService, find_model, refuse_rpc
 from fastserve.errors import Kind, ServeError, invalid
+from fastserve.net.grpc import AwaitedExchange, Rpc
 from fastserve.protos import load
 from fastserve.repository.signature import DEFAULT_SIGNATURE, Signature
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
-from fastserve.serving.exchange import deadline_of
-from fastserve.serving.known_messages import KnownMessages, Source
+from fastserve.serving.exchange import RpcExchange, deadline_of
+from fastserve.serving.fast_path import Outcome
+from fastserve.serving.prepared import Described, Memory
 from fastserve.serving.rpc import answer_rpc, read_in_place
 from fastserve.serving.slow_path import SlowRequest
-from fastserve.tensor import DTYPE_BY_CODE, DType, Tensor, count_items, fits_shape
-from fastserve.wire.grpc import Awaited, Rpc
+from fastserve.serving.templates import FieldSource, MessageTemplate, MessageTemplates
+from fastserve.tensor import DTYPE_BY_CODE, DTYPES, DType, Tensor, count_items, fits_shape
+
+# PredictRequest: of each entry of inputs its TensorProto, and of that the first axis, and its values.
+_SHAPE = {2: First({1: LEAD})}
+
+BYTES = DTYPES["bytes"].code
+
+_VALUES = {CONTENT_FIELD, *VALUE_FIELD.values()} - {VALUE_FIELD[BYTES]}
+
+SCHEME = Scheme({2: {2: {2: _SHAPE, **dict.fromkeys(_VALUES, DATA)}}})
+
+TOO_LARGE = "the response is too large for a gRPC message"
+
+API = "Predict"
+
+Aliases = Mapping[str, str]  # the signature's names of outputs -> the model's
+
+Writer = Callable[[Sequence[Memory]], bytes]  # the outputs that the model gave -> a response
+
+Output = tuple[str, int, tuple[int, ...]]  # its alias, the code of its type, its shape
+
+# The same, and where it is among those that the model gives.
+Given = Sequence[tuple[str, int, int, tuple[int, ...]]]
+
+PLAIN_BYTES = 65536  # of values, up to which a response is joined with the interpreter held
+
+
+def names_of(aliases: Aliases) -> tuple[str, ...]:
+    """The model's outputs to ask for."""
+    return tuple(dict.fromkeys(aliases.values()))
+
+
+def write_outputs(outputs: Mapping[str, Tensor], aliases: Aliases, spec: bytes, content: bool) -> bytes:
+    """A serialized PredictResponse. Raises ServeError."""
+    given = [(alias, outputs[name]) for alias, name in aliases.items()]
+    described = [(alias, tensor.dtype.code, tensor.shape) for alias, tensor in given]
+    return write_response(described, [tensor.data for _, tensor in given], spec, content)
+
+
+def write_response(described: Any, raw: Sequence[Memory], spec: bytes, content: bool) -> bytes:
+    """Return a serialized PredictResponse of described outputs and their memory. Raises ServeError."""
+    try:
+        return write_predict_response(described, raw, spec, content)
+    except (WireFault, OverflowError):
+        raise ServeError(Kind.RESOURCE_EXHAUSTED, TOO_LARGE) from None
+
+
+def make_writer(found: Given, spec: bytes, content: bool) -> Writer:
+    """Return a function that writes responses with these outputs."""
+    order = [index for _, index, _, _ in found]
+    described = [(alias, code, shape) for alias, _, code, shape in found]
+    template = make_template(described, spec, content)
+
+    def join(memory: Sequence[Memory]) -> bytes:
+        pieces = template.copy()
+        pieces[1::2] = [memory[index] for index in order]
+        return b"".join(pieces)
+
+    def write(memory: Sequence[Memory]) -> bytes:
+        return write_response(described, [memory[index] for index in order], spec, content)
+
+    return join if template else write
+
+
+def make_template(described: Sequence[Output], spec: bytes, content: bool) -> list[Memory]:
+    """Responses with such outputs: what stands before the values of the first, a place for these, and so on,
+    and what stands behind the last. Empty where lengths change with the values, or a response is large."""
+    if any(code == BYTES or (IS_VARINT[code] and not content) for _, code, _ in described):
+        return []
+    sizes = [DTYPE_BY_CODE[code].item_bytes * prod(shape) for _, code, shape in described]
+    if sum(sizes) > PLAIN_BYTES:
+        return []
+    behind, template = write_response([], [], spec, content), list[Memory]()
+    for output, size in zip(described, sizes, strict=True):
+        alone = write_response([output], [bytes(size)], spec, content)
+        template += (alone[: len(alone) - len(behind) - size], b"")
+    return [*template, behind]
+
+
+class PredictTemplate(MessageTemplate):
+    """Messages with one head."""
+
+    def __init__(
+        self,
+        service: TFServingService,
+        message: PredictMessage,
+        version: Version,
+        signature: Signature,
+        aliases: Aliases,
+    ) -> None:
+        self._aliases, self._content = aliases, service.options.tensor_content
+        self._spec = write_model_spec(version.model, version.number, signature.name)
+        catalog, model = service.catalog, message.model
+        if message.label is not None:
+            self.find_version = partial(catalog.labelled, model, message.label)
+        else:
+            self.find_version = partial(catalog.available, model, message.version)
+
+    def make_writer(self, described: Described) -> Writer:
+        given = {name: (index, dtype.code, shape) for index, (name, dtype, shape) in enumerate(described)}
+        found = [(alias, *given[name]) for alias, name in self._aliases.items()]
+        return make_writer(found, self._spec, self._content)
+
+    def write(
+        self, exchange: RpcExchange, writer: Writer, memory: Sequence[Memory], request_id: str, held: None
+    ) -> None:
+        exchange.reply(writer(memory))
+
+    def write_response(
+        self, exchange: RpcExchange, response: InferResponse, request_id: str, held: None
+    ) -> None:
+        exchange.reply(write_outputs(response.outputs, self._aliases, self._spec, self._content))
+
+
+def outcome_of(service: TFServingService, model: str) -> Outcome:
+    """Return how RPCs of one model end."""
+
+    def refused(exchange: RpcExchange, prepared: PredictTemplate, request_id: str, fault: ServeError) -> None:
+        exchange.refuse(refuse_rpc(service, exchange, model, fault))
+
+    return Outcome(refused, service.observer(model, API, "GRPC"))
+
+
+def find_sources(
+    outline: Outline, message: PredictMessage, signature: Signature, inputs: Mapping[str, Tensor]
+) -> dict[str, FieldSource] | None:
+    """Return the field of each input, by the model's names; None where an input has not exactly one."""
+    if message.sent != len(message.inputs):
+        return None
+    if [owner for owner, _ in outline.fields] != list(range(message.sent)):
+        return None
+    sources = {}
+    for hole, (alias, (_, field)) in enumerate(zip(message.inputs, outline.fields, strict=True)):
+        name = signature.input_names[alias]
+        dtype = inputs[name].dtype
+        if field not in (CONTENT_FIELD, VALUE_FIELD[dtype.code]):
+            return None
+        varints = field != CONTENT_FIELD and IS_VARINT[dtype.code]
+        sources[name] = FieldSource.of(hole, dtype, varints=varints)
+    return sources if len(sources) == message.sent else None
+
 
 DTYPE_BY_NUMBER: dict[int, DType] = {number: DTYPE_BY_CODE[code] for code, number in DTYPE_NUMBER.items()}
+
 LENGTH_BYTES = 4  # of a packed string
+
 MOST_STRINGS = 1 << 28  # of a tensor that is not over every limit by its lengths alone
 
 
@@ -57,6 +201,7 @@ def _type_words() -> dict[int, str]:
 
 
 TYPE_WORDS = _type_words()
+
 """DataType -> its word in an error text; also for types that no model here takes."""
 
 
@@ -66,28 +211,33 @@ def read_sent(data: bytes) -> PredictMessage:
     return read_in_place(read_predict_request, data, "PredictRequest", parts, invalid)
 
 
-class Predict:
+class PredictRpc:
     """The RPC: the fast path first, and the general one for what it does not take."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: TFServingService) -> None:
         self._service = service
-        self._fast: KnownMessages[Head] = KnownMessages(service, SCHEME)
+        self._fast: MessageTemplates[PredictTemplate] = MessageTemplates(service, SCHEME)
         self.start = self._fast.take  # takes a request that it knows, or leaves it to the coroutine below
 
     async def __call__(self, data: bytes, rpc: Rpc) -> bytes:
         """A serialized PredictResponse. Raises ServeError."""
         return await answer_rpc(
-            rpc.received_ns, partial(GeneralPredict, self._service, rpc, data, self._fast)
+            rpc.received_ns, partial(PredictRpcRequest, self._service, rpc, data, self._fast)
         )
 
 
-class GeneralPredict(SlowRequest):
+class PredictRpcRequest(SlowRequest):
     """A request as the general path answers it; the fast one learns it."""
 
-    service: Service
+    service: TFServingService
 
     def __init__(
-        self, service: Service, rpc: Rpc, data: bytes, fast: KnownMessages[Head], exchange: Awaited
+        self,
+        service: TFServingService,
+        rpc: Rpc,
+        data: bytes,
+        fast: MessageTemplates[PredictTemplate],
+        exchange: AwaitedExchange,
     ) -> None:
         self.service, self._exchange, self._rpc, self._fast = service, exchange, rpc, fast
         self._data = data
@@ -96,7 +246,7 @@ class GeneralPredict(SlowRequest):
 
     async def read(self) -> InferRequest:
         service, data = self.service, self._data
-        message = self._message = await service.apart(len(data), read_sent, data)
+        message = self._message = await service.offload(len(data), read_sent, data)
         self._model = message.model
         if not message.has_spec:
             raise invalid("Missing ModelSpec")
@@ -105,7 +255,7 @@ class GeneralPredict(SlowRequest):
         planned = plan_predict(version, message, service.message_bytes)
         self._signature, self._aliases, sizes = planned.signature, planned.outputs, planned.sizes
         work = sum(sizes.values()) + len(data)
-        inputs = await service.apart(work, decode_all, message, sizes, self._signature, version.batching)
+        inputs = await service.offload(work, decode_all, message, sizes, self._signature, version.batching)
         deadline_ns = deadline_of(self._rpc)
         self._request = InferRequest(inputs, names_of(self._aliases), deadline_ns=deadline_ns)
         return self._request
@@ -113,8 +263,8 @@ class GeneralPredict(SlowRequest):
     async def write(self, response: InferResponse) -> None:
         outputs, version = response.outputs, self.version
         spec = write_model_spec(version.model, version.number, self._signature.name)
-        apart, content = self.service.apart, self.service.options.tensor_content
-        self._reply = await apart(response.nbytes, write_outputs, outputs, self._aliases, spec, content)
+        offload, content = self.service.offload, self.service.options.tensor_content
+        self._reply = await offload(response.nbytes, write_outputs, outputs, self._aliases, spec, content)
 
     async def send(self) -> None:
         self._exchange.reply(self._reply)
@@ -125,16 +275,16 @@ class GeneralPredict(SlowRequest):
         if outline is None:
             return
 
-        def prepare() -> tuple[Head, dict[str, Source]] | None:
+        def prepare() -> tuple[PredictTemplate, dict[str, FieldSource]] | None:
             sources = find_sources(outline, message, signature, self._request.inputs)
-            head = Head(self.service, message, self.version, signature, self._aliases)
+            head = PredictTemplate(self.service, message, self.version, signature, self._aliases)
             return None if sources is None else (head, sources)
 
-        outcome, patience_ns = Outcome(self.service, self.version.model), self._rpc.patience_ns
-        self._fast.learn(outline, self.version, self._request, outcome, prepare, patience_ns)
+        outcome = outcome_of(self.service, self.version.model)
+        self._fast.learn(outline, self.version, self._request, outcome, prepare)
 
     def refused(self, fault: ServeError) -> None:
-        self._exchange.refuse(refuse_rpc(self.service, self._model, fault))
+        self._exchange.refuse(refuse_rpc(self.service, self._exchange, self._model, fault))
 
 
 # --- the checks, in their order ------------------------------------------------------------------
@@ -205,7 +355,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 def braced(names: Iterable[str]) -> str:
-    """The same as a set."""
+    """Names as the original prints a set of them."""
     return f"{{{listed(names)}}}"
 
 

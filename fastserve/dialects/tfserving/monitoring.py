@@ -1,7 +1,8 @@
 """TensorFlow Serving's own metrics page (spec 6.5): its names, its bounds, its text form.
 
-Counters live in this front process alone; the server's `/metrics` is the page that adds up
-several front processes. A call costs two dict lookups and a bisection.
+Counters of calls are of this front process alone; the server's `/metrics` adds up several. A call costs two
+dict lookups and a bisection. Batches and warm-ups are read at a scrape from what every version counts anyway,
+and are of all APIs and front processes.
 
 The text differs from Prometheus' usual one: no HELP lines, braces even without labels, `:` in
 names, upper bounds that are exclusive, numbers of six significant digits.
@@ -11,27 +12,42 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
-from fastserve.codec.client_text import to_bytes
+from fastserve.codec.json_text import to_bytes
+from fastserve.engine import RequestCounters, counters_of
+from fastserve.metrics.spread import middle_ns
+from fastserve.repository.model_config import round_up
+from fastserve.repository.version import Version
 
 REQUEST_COUNT = "/tensorflow/serving/request_count"
+
 REQUEST_LATENCY = "/tensorflow/serving/request_latency"
+
 RUNTIME_LATENCY = "/tensorflow/serving/runtime_latency"
+
 RUNTIME = "TF1"
-"""What the original calls the runtime of its sessions; there is no other word that its dashboards know."""
+
+"""The runtime of sessions as the original names it; there is no other word that its dashboards know."""
+
 EXAMPLE_COUNTS = "/tensorflow/serving/request_example_counts"
+
 EXAMPLE_TOTAL = "/tensorflow/serving/request_example_count_total"
+
 EXAMPLE_BOUNDS = tuple(2.0**power for power in range(15))
-LATENCY_BOUNDS_US: tuple[float, ...] = tuple(10 * 1.8**power for power in range(33))
+
+LATENCY_BOUNDS_US: tuple[float, ...] = tuple(10 * 1.8**step for step in range(33))
 
 _NAME_ODD = re.compile(r"[^a-zA-Z0-9_:]")
+
 _LABEL_ODD = re.compile(r"[^a-zA-Z0-9_]")
 
 
 @dataclass(slots=True)
-class Spread:
+class PageHistogram:
     """A histogram, of latencies in microseconds unless told otherwise; each bucket ends before its bound."""
 
     counts: list[int] = field(default_factory=list)
@@ -47,15 +63,15 @@ class Spread:
         self.total += value * times
 
 
-class Monitor:
+class TFServingMonitor:
     """Counts of calls. Names nobody serves share one series, so that clients cannot add series."""
 
     def __init__(self, known: Collection[str]) -> None:
         self._known = known
         self._calls: dict[tuple[str, str], int] = {}
-        self._latency: dict[tuple[str, str, str], Spread] = {}
-        self._runtime: dict[tuple[str, str], Spread] = {}
-        self._examples: dict[str, Spread] = {}
+        self._latency: dict[tuple[str, str, str], PageHistogram] = {}
+        self._runtime: dict[tuple[str, str], PageHistogram] = {}
+        self._examples: dict[str, PageHistogram] = {}
 
     def count(self, model: str, status: str) -> None:
         """One call answered with that code name (`OK`, `NOT_FOUND`, ...)."""
@@ -67,19 +83,19 @@ class Monitor:
         key = model, api, entrypoint
         spread = self._latency.get(key)
         if spread is None:
-            spread = self._latency[key] = Spread()
+            spread = self._latency[key] = PageHistogram()
         spread.add(took_us)
 
     def run(self, model: str, api: str, ran_us: float) -> None:
         """How long its rows waited for their batch and were run; `api` in the words of gRPC."""
         spread = self._runtime.get((model, api))
         if spread is None:
-            spread = self._runtime[model, api] = Spread()
+            spread = self._runtime[model, api] = PageHistogram()
         spread.add(ran_us)
 
     def examples(self, model: str, count: int) -> None:
         """One MultiInference was answered well, of so many examples."""
-        self._examples.setdefault(model, Spread(bounds=EXAMPLE_BOUNDS)).add(count)
+        self._examples.setdefault(model, PageHistogram(bounds=EXAMPLE_BOUNDS)).add(count)
 
     def write(self, more: Sequence[str] = ()) -> bytes:
         """The page: the calls, then the lines of others."""
@@ -114,18 +130,18 @@ def write_series(name: str, kind: str, samples: Sequence[tuple[Mapping[str, str]
     """The lines of a counter or gauge; none without samples."""
     metric = clean_name(name)
     lines = [f"# TYPE {metric} {kind}"] if samples else []
-    return lines + [f"{metric}{{{_labels(labels)}}} {number(value)}" for labels, value in samples]
+    return lines + [f"{metric}{{{_write_labels(labels)}}} {number(value)}" for labels, value in samples]
 
 
 def write_histogram(
-    name: str, bounds: Sequence[float], samples: Sequence[tuple[Mapping[str, str], Spread]]
+    name: str, bounds: Sequence[float], samples: Sequence[tuple[Mapping[str, str], PageHistogram]]
 ) -> list[str]:
     """The lines of a histogram: cumulative buckets, sum and count of each sample."""
     metric = clean_name(name)
     lines = [f"# TYPE {metric} histogram"] if samples else []
     limits = [number(bound) for bound in bounds] + ["+Inf"]
     for labels, spread in samples:
-        own = _labels(labels)
+        own = _write_labels(labels)
         prefix = f"{own}," if own else ""
         so_far = 0
         for limit, count in zip(limits, spread.counts, strict=True):
@@ -146,7 +162,7 @@ def number(value: int | float) -> str:
     return str(value) if isinstance(value, int) else f"{value:g}"
 
 
-def _labels(labels: Mapping[str, str]) -> str:
+def _write_labels(labels: Mapping[str, str]) -> str:
     return ",".join(
         f'{_before_digit(_LABEL_ODD.sub("_", key))}="{_escaped(value)}"' for key, value in labels.items()
     )
@@ -158,3 +174,98 @@ def _escaped(value: str) -> str:
 
 def _before_digit(name: str) -> str:
     return f"_{name}" if name[:1].isdigit() else name
+
+
+SESSION = "/tensorflow/serving/batching_session/"
+
+WAIT_BOUNDS_US = tuple(100 * 1.2**bucket for bucket in range(52))
+
+SIZE_BOUNDS = tuple(2.0**exponent for exponent in range(14))
+
+POOL = "batch_threads"
+
+"""The original's name of threads that nobody has named."""
+
+
+@dataclass(slots=True)
+class SessionCounts:
+    """Runs by rows and by rows after filling up; requests by how long they waited (metrics.spread)."""
+
+    runs: Counter[tuple[int, int]] = field(default_factory=Counter)
+    waits: Counter[int] = field(default_factory=Counter)
+    waited_ns: int = 0
+
+    def add(self, other: SessionCounts) -> None:
+        self.runs.update(other.runs)
+        self.waits.update(other.waits)
+        self.waited_ns += other.waited_ns
+
+
+class BatchSessions:
+    """Counts of the batches that a server's versions have run; those of versions that are gone are kept."""
+
+    def __init__(self) -> None:
+        self._now: dict[RequestCounters, SessionCounts] = {}
+        self._gone = SessionCounts()
+
+    def write(self, versions: Iterable[Version]) -> list[str]:
+        """The lines, with these versions as those that are there; none before the first batch."""
+        batching = [version for version in versions if version.batching and counters_of(version).queues]
+        now = {counters_of(version): _count_batches(version) for version in batching}
+        for counters in self._now.keys() - now.keys():
+            self._gone.add(self._now[counters])
+        self._now = now
+        total = SessionCounts()
+        for seen in chain([self._gone], now.values()):
+            total.add(seen)
+        return _write_batches(total) if total.runs else []
+
+
+def _count_batches(version: Version) -> SessionCounts:
+    counters, sizes = counters_of(version), version.config.allowed_batch_sizes
+    counts = counters.read()
+    runs = {(batch.rows, round_up(batch.rows, sizes)): batch.runs for batch in counts.batches}
+    waits = {bucket: count for bucket, count in enumerate(counters.spreads()[1]) if count}
+    return SessionCounts(Counter(runs), Counter(waits), counts.queue.ns)
+
+
+def _write_batches(total: SessionCounts) -> list[str]:
+    processed, padding = PageHistogram(bounds=SIZE_BOUNDS), dict[int, PageHistogram]()
+    for (rows, filled), runs in sorted(total.runs.items(), key=lambda item: item[0][1]):
+        processed.add(filled, runs)
+        padding.setdefault(filled, PageHistogram(bounds=SIZE_BOUNDS)).add(filled - rows, runs)
+    waits = PageHistogram(bounds=WAIT_BOUNDS_US)
+    for bucket, count in total.waits.items():
+        waits.add(middle_ns(bucket) / 1000, count)
+    waits.total = total.waited_ns / 1000  # exact, where the buckets are within 3 %
+    padded = [({"execution_batch_size": str(size)}, spread) for size, spread in padding.items()]
+    return [
+        *write_series(SESSION + "wrapped_run_count", "counter", [({}, total.runs.total())]),
+        *write_histogram(SESSION + "queuing_latency", WAIT_BOUNDS_US, [({"thread_pool_name": POOL}, waits)]),
+        *write_histogram(SESSION + "processed_batch_size", SIZE_BOUNDS, [({}, processed)]),
+        *write_histogram(SESSION + "padding_size", SIZE_BOUNDS, padded),
+    ]
+
+
+LATENCY = "/tensorflow/serving/model_warmup_latency"
+
+RECORDS = "/tensorflow/serving/model_warmup_records_read"
+
+
+def write_warm_ups(versions: Iterable[Version]) -> list[str]:
+    """The lines; none before the first record."""
+    spreads: dict[tuple[str, str], PageHistogram] = {}
+    records: dict[tuple[str, str], int] = {}
+    for version in versions:
+        for warm_up in counters_of(version).warm_ups:
+            key = str(version.folder), warm_up.status
+            spreads.setdefault(key, PageHistogram()).add(warm_up.ns / 1000)
+            records[key] = records.get(key, 0) + warm_up.records
+    return [
+        *write_histogram(LATENCY, LATENCY_BOUNDS_US, [(_labels(*key), one) for key, one in spreads.items()]),
+        *write_series(RECORDS, "counter", [(_labels(*key), count) for key, count in records.items()]),
+    ]
+
+
+def _labels(path: str, status: str) -> dict[str, str]:
+    return {"model_path": path, "status": status}

@@ -12,9 +12,9 @@ import re
 from dataclasses import dataclass
 from urllib.parse import unquote_to_bytes
 
-from fastserve.codec.client_text import to_text
-from fastserve.serving.dialect import HttpRoute
-from fastserve.wire.scope import Scope
+from fastserve.codec.json_text import to_text
+from fastserve.net.access_control import NOTHING, Resource, Resources, Scope
+from fastserve.serving.dialect import ALIVE, HttpRoute
 
 _WHICH = rb"(?:(?:/versions/(\d+))|(?:/labels/([^/:]+)))?"
 _POST = re.compile(rb"/v1/models/([^/:]+)" + _WHICH + rb":(classify|regress|predict)", re.IGNORECASE)
@@ -23,9 +23,9 @@ _ANY = ("GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH")
 _MODEL = "/v1/models/NAME[/versions/N or /labels/L]"
 DESCRIBE = HttpRoute("describe", _MODEL + "[/metadata]", {"GET": Scope.METADATA})
 INFER = HttpRoute("infer", _MODEL + ":predict|classify|regress", {"POST": Scope.INFER})
-PREFLIGHT = HttpRoute("preflight", "/v1/...", {"OPTIONS": Scope.METADATA})
+PREFLIGHT = HttpRoute("preflight", "/v1/...", {"OPTIONS": Scope.METADATA}, NOTHING)
 MONITORING = HttpRoute("monitoring", "tfserving.monitoring_path", dict.fromkeys(_ANY, Scope.METRICS))
-ROUTES = (DESCRIBE, INFER, PREFLIGHT, MONITORING)
+ROUTES = (DESCRIBE, INFER, PREFLIGHT, MONITORING, ALIVE)
 PREDICTION_SERVICE = "/tensorflow.serving.PredictionService/"
 MODEL_SERVICE = "/tensorflow.serving.ModelService/"
 RPCS = {
@@ -37,6 +37,9 @@ RPCS = {
     MODEL_SERVICE + "GetModelStatus": Scope.METADATA,
     MODEL_SERVICE + "HandleReloadConfigRequest": Scope.ADMIN,
 }
+RPC_RESOURCES: dict[str, Resources] = {
+    MODEL_SERVICE + "HandleReloadConfigRequest": (Resource.MODEL_REPOSITORY,),
+}
 INT64_MAX = 2**63 - 1
 INT64_DIGITS = 19
 
@@ -47,7 +50,7 @@ class VersionOverflow(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a URL names. `name` may be empty on GET; `verb` is as captured, "" for model status."""
+    """The model and the verb of a URL. `name` may be empty on GET; `verb` is "" for model status."""
 
     name: str
     version: int | None
@@ -56,7 +59,7 @@ class Target:
 
     @property
     def scope(self) -> Scope:
-        """What it lets its caller do."""
+        """The scope that a caller needs."""
         describes = self.verb in ("", "metadata")
         return DESCRIBE.scopes["GET"] if describes else INFER.scopes["POST"]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from fastserve.config import Settings, TFServingOptions
 from fastserve.dialects.tfserving.dialect import TFServing
-from fastserve.dialects.tfserving.routes import ROUTES, RPCS
+from fastserve.dialects.tfserving.routes import ROUTES, RPC_RESOURCES, RPCS
 from fastserve.protos import load
 from fastserve.repository.version import Version
 from fastserve.request import Recorded
@@ -19,7 +19,7 @@ def exposes(settings: Settings) -> Sequence[str]:
 
 
 def recorded(settings: Settings, version: Version) -> Iterator[Recorded]:
-    """What its warm-up file brings."""
+    """Yield the requests of a version's warm-up file."""
     from fastserve.dialects.tfserving.warmup import read_recorded  # messages of protobuf cost some MB
 
     return read_recorded(settings, version)
@@ -32,6 +32,7 @@ SPEC = DialectSpec(
     build=TFServing,
     routes=ROUTES,
     rpcs=RPCS,
+    rpc_resources=RPC_RESOURCES,
     health_names=("PredictionService", "ModelService"),  # spec 4
     descriptors=lambda: [load("tfserving").descriptor_set],
     exposes=exposes,

@@ -15,14 +15,14 @@ from typing import Any, BinaryIO
 
 from google.protobuf.message import DecodeError
 
-from fastserve.codec.tfrecord import read_records
+from fastserve.codec.byte_formats import read_records
 from fastserve.config import Settings
 from fastserve.config.confined import open_confined
-from fastserve.dialects.tfserving.features import feed
-from fastserve.dialects.tfserving.grpc_examples import check_tasks, read_input
+from fastserve.dialects.tfserving.classify import plan_results
+from fastserve.dialects.tfserving.examples import feed
 from fastserve.dialects.tfserving.grpc_predict import decode_all, plan_predict, read_sent
-from fastserve.dialects.tfserving.results import plan_results
-from fastserve.dialects.tfserving.signatures import find_signature
+from fastserve.dialects.tfserving.rpcs import check_tasks, read_input
+from fastserve.dialects.tfserving.service import find_signature
 from fastserve.errors import Kind, ServeError, invalid
 from fastserve.protos import load
 from fastserve.repository.signature import Signature
@@ -41,7 +41,7 @@ def read_recorded(settings: Settings, version: Version) -> Iterator[Recorded]:
     options = settings.tfserving
     if not (options.warmup_records and os.path.lexists(version.folder / FILE)):
         return
-    reader = _Reader(version, settings)
+    reader = _LogReader(version, settings)
     with open_confined(version.folder, FILE, FILE_BYTES) as file:
         for number, record in enumerate(_records(file)):
             if number == MOST_RECORDS:
@@ -61,7 +61,7 @@ def _records(file: BinaryIO) -> Iterator[bytes]:
         raise ServeError(fault.kind, f"{FILE}: {fault.message}{_ADVICE}") from None
 
 
-class _Reader:
+class _LogReader:
     """Logs -> requests for one version."""
 
     def __init__(self, version: Version, settings: Settings) -> None:

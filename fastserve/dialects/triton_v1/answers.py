@@ -1,7 +1,7 @@
 """Outputs of the engine -> InferResponseHeader and the raw bytes beside it (spec 3).
 
-A header of raw outputs is the same for every request of one shape but for its `id`, the last field:
-what comes before it is written once and remembered, in all three forms.
+All requests of one shape have the same header of raw outputs, except for its last field, `id`. The part
+before it is written once and cached in each of its three forms.
 """
 
 from __future__ import annotations
@@ -12,17 +12,15 @@ from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from fastserve._ext.proto_wire_v1 import write_v1_header
-from fastserve.codec.proto_fields import write_varint
-from fastserve.dialects.triton_v1.header import OutputHeader, RequestHeader
-from fastserve.dialects.triton_v1.inputs import Buffer, write_dims
+from fastserve.codec.byte_formats import write_varint
+from fastserve.dialects.triton_v1.request import Buffer, OutputHeader, RequestHeader, write_dims
 from fastserve.errors import Kind, ServeError
 from fastserve.protos import load
 from fastserve.protos.text import print_line, print_lines
-from fastserve.repository.triton_defaults import DATA_TYPE
+from fastserve.repository.triton_config.completion import DATA_TYPE
 from fastserve.repository.version import Version
-from fastserve.serving.classification import Class, check_order, classify
-from fastserve.serving.model_view import Dims, ModelView
-from fastserve.serving.rooms import Rooms
+from fastserve.serving.client_memory import OutputBuffers
+from fastserve.serving.model_view import Class, Dims, ModelView, check_order, classify
 from fastserve.tensor import Tensor
 
 REMEMBERED_HEADERS = 64
@@ -30,7 +28,7 @@ _ID_TAG = b"\x28"  # field 5, varint
 
 
 @dataclass(frozen=True, slots=True)
-class Raw:
+class RawOutput:
     """An output returned as bytes; `dims` as clients see them."""
 
     name: str
@@ -39,36 +37,38 @@ class Raw:
 
 
 @dataclass(frozen=True, slots=True)
-class Classes:
+class ClassOutput:
     """An output returned as its highest values, for each row."""
 
     name: str
     rows: list[list[Class]]
 
 
-class HeaderForms:
-    """One InferResponseHeader in its three forms, but for the id: each is made when it is first asked for."""
+class ResponseHeader:
+    """One InferResponseHeader without its id, in three forms: each is made at its first use."""
 
-    def __init__(self, version: Version, batch_size: int, told: Sequence[Raw | Classes]) -> None:
+    def __init__(
+        self, version: Version, batch_size: int, described: Sequence[RawOutput | ClassOutput]
+    ) -> None:
         self._version = version
         self._batch_size = batch_size
-        self._told = told
+        self._outputs = described
 
     @property
     def nbytes(self) -> int:
-        """Of its raw outputs."""
-        return sum(one.nbytes for one in self._told if isinstance(one, Raw))
+        """The bytes of its raw outputs."""
+        return sum(one.nbytes for one in self._outputs if isinstance(one, RawOutput))
 
     def line(self, request_id: int = 0) -> bytes:
-        """In text on one line."""
+        """Return the header as one line of text."""
         return b"%b id: %d" % (self._line, request_id) if request_id else self._line
 
     def binary(self, request_id: int = 0) -> bytes:
-        """As a serialized message."""
+        """Return the header as a serialized message."""
         return self._binary + write_id(request_id) if request_id else self._binary
 
     def trailer(self, request_id: int = 0, *, binary: bool) -> bytes:
-        """As it stands behind the outputs of an HTTP reply."""
+        """Return the header as it follows the outputs of an HTTP reply."""
         if binary:
             return self.binary(request_id)
         return b"%bid: %d\n" % (self._lines, request_id) if request_id else self._lines
@@ -77,8 +77,10 @@ class HeaderForms:
     def _binary(self) -> bytes:
         version = self._version
         outputs = [
-            (one.name, one.dims, one.nbytes, None) if isinstance(one, Raw) else (one.name, (), 0, one.rows)
-            for one in self._told
+            (one.name, one.dims, one.nbytes, None)
+            if isinstance(one, RawOutput)
+            else (one.name, (), 0, one.rows)
+            for one in self._outputs
         ]
         return write_v1_header(version.model, version.number, self._batch_size, 0, outputs)
 
@@ -95,35 +97,35 @@ class HeaderForms:
         return load("triton_v1").InferResponseHeader.FromString(self._binary)
 
 
-# The header, and views of the engine's outputs, one for each in order, empty where nothing is sent; they are
-# valid until the response is released.
-Answer = tuple[HeaderForms, list[Buffer]]
+# The header, and a view of each output in order, empty where nothing is sent.
+# The views are valid until the response is released.
+Answer = tuple[ResponseHeader, list[Buffer]]
 
 
-class Answers:
+class AnswerWriter:
     """Writes the answers of one version."""
 
     def __init__(self, view: ModelView) -> None:
         self._view = view
-        self._remember = lru_cache(REMEMBERED_HEADERS)(partial(HeaderForms, view.version))
+        self._remember = lru_cache(REMEMBERED_HEADERS)(partial(ResponseHeader, view.version))
 
-    def write(self, header: RequestHeader, outputs: dict[str, Tensor], held: Rooms) -> Answer:
-        """The header, and what is sent beside it. `held` is where outputs into shared memory go.
+    def write(self, header: RequestHeader, outputs: dict[str, Tensor], held: OutputBuffers) -> Answer:
+        """Return the header, and the bytes sent beside it; `held` has the outputs in shared memory.
 
         Raises ServeError when an output cannot be classified or does not fit its shared memory.
         """
-        told: list[Raw | Classes] = []
+        described: list[RawOutput | ClassOutput] = []
         raws: list[Buffer] = []
         for wanted in header.outputs:
             tensor = self._find(outputs, wanted.name)
             if wanted.classes:
-                told.append(self._classify(wanted, tensor))
+                described.append(self._classify(wanted, tensor))
                 raws.append(b"")
                 continue
             raw = self.describe(wanted.name, tensor.shape, memoryview(tensor.data).nbytes)
-            told.append(raw)
+            described.append(raw)
             raws.append(_place(wanted, tensor, held))
-        return self.forms(header.batch_size, told), raws
+        return self.forms(header.batch_size, described), raws
 
     def _find(self, outputs: Mapping[str, Tensor], name: str) -> Tensor:
         tensor = outputs.get(name)
@@ -132,9 +134,11 @@ class Answers:
             raise ServeError(Kind.INTERNAL, text)
         return tensor
 
-    def describe(self, name: str, shape: Dims, nbytes: int) -> Raw:
-        """An output of this shape, batch axis included. Raises ServeError for one the model must
-        not answer."""
+    def describe(self, name: str, shape: Dims, nbytes: int) -> RawOutput:
+        """Return an output of this shape, batch axis included.
+
+        Raises ServeError where the model's config forbids it.
+        """
         dims = self._view.client_shape(name, shape)[self._view.batching :]
         output = self._view.outputs[name]
         if output.dims is not None and not output.fits(dims):
@@ -143,23 +147,23 @@ class Answers:
                 f"output '{name}' for model '{self._view.model}' has shape {write_dims(dims)} "
                 f"but model configuration specifies shape {write_dims(output.dims)}",
             )
-        return Raw(name, dims, nbytes)
+        return RawOutput(name, dims, nbytes)
 
-    def _classify(self, wanted: OutputHeader, tensor: Tensor) -> Classes:
+    def _classify(self, wanted: OutputHeader, tensor: Tensor) -> ClassOutput:
         view, name = self._view, wanted.name
         check_order(tensor, f"output '{name}'", DATA_TYPE.get(tensor.dtype.name, tensor.dtype.name))
         rows = classify(tensor, wanted.classes, view.labels(name), batching=view.batching)
-        return Classes(name, rows)
+        return ClassOutput(name, rows)
 
-    def forms(self, batch_size: int, told: Sequence[Raw | Classes]) -> HeaderForms:
-        """The header of these outputs."""
-        if all(isinstance(one, Raw) for one in told):
-            return self._remember(batch_size, tuple(told))
-        return HeaderForms(self._view.version, batch_size, told)
+    def forms(self, batch_size: int, described: Sequence[RawOutput | ClassOutput]) -> ResponseHeader:
+        """Return the header of these outputs."""
+        if all(isinstance(one, RawOutput) for one in described):
+            return self._remember(batch_size, tuple(described))
+        return ResponseHeader(self._view.version, batch_size, described)
 
 
-def _place(wanted: OutputHeader, tensor: Tensor, held: Rooms) -> Buffer:
-    """What is sent of a raw output: everything, or nothing when it goes into shared memory."""
+def _place(wanted: OutputHeader, tensor: Tensor, held: OutputBuffers) -> Buffer:
+    """Return the bytes to send of a raw output: none when it goes into shared memory."""
     if wanted.shared is None:
         return tensor.data
     held[wanted.name].put(wanted.name, tensor.data)
@@ -167,5 +171,5 @@ def _place(wanted: OutputHeader, tensor: Tensor, held: Rooms) -> Buffer:
 
 
 def write_id(number: int) -> bytes:
-    """The `id` field of an InferResponseHeader; nothing for 0."""
+    """Return the `id` field of an InferResponseHeader; nothing for 0."""
     return _ID_TAG + write_varint(number) if number else b""

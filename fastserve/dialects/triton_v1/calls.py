@@ -1,44 +1,136 @@
-"""What clients ask besides inference, over either transport: health, status, control, repository, regions
-(spec 4-7). Each raises ServeError in the original's words, and is counted when it went well."""
+"""Calls besides inference, and their HTTP: health, status, control, repository, shared memory.
+
+Each raises ServeError with the original's texts and is counted when it went well (spec 2, 4 to 7).
+ServerStatus has every model with its configuration, versions and counts.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import json
+from collections.abc import Coroutine, Iterator
+from functools import partial
 from time import monotonic_ns
 from typing import Any
 
-from fastserve.dialects.triton_v1.service import Service
-from fastserve.dialects.triton_v1.status import write_status
-from fastserve.engine import Took
+from google.protobuf.json_format import MessageToDict, ParseDict
+
+from fastserve.backends.registry import find_backend
+from fastserve.dialects.triton_v1.routes import V1Target
+from fastserve.dialects.triton_v1.service import (
+    BINARY,
+    NV_STATUS,
+    SERVER_ID,
+    V1Service,
+    VersionRequestCounts,
+    durations,
+)
+from fastserve.engine import Took, counts_of
 from fastserve.errors import Kind, NoDeviceError, ServeError, invalid
+from fastserve.metrics import ServerState
+from fastserve.net.request import Call
 from fastserve.protos import load
-from fastserve.repository.version import VersionState
-from fastserve.serving.device_regions import HANDLE_BYTES
-from fastserve.serving.model_control import must_be_explicit
+from fastserve.protos.text import print_lines
+from fastserve.repository.triton_config.conversion import config_json
+from fastserve.repository.version import Model, Version, VersionState
+from fastserve.serving.client_memory import HANDLE_BYTES
+from fastserve.serving.dialect import show_answer
+from fastserve.serving.model_control import must_be_explicit, triton_state
+
+# The last release with this API; its clients print it and act on nothing in it.
+API_VERSION = "1.15.0"
+
+SERVER_READY = 2
+
+SERVER_EXITING = 3
+
+# Triton's names of states -> MODEL_READY_STATE (spec 11).
+STATES = {"READY": 1, "UNAVAILABLE": 2, "LOADING": 3, "UNLOADING": 4}
+
+CUSTOM = "custom"  # the platform of every backend that V1 did not know
 
 
-class Calls:
-    """Those of one front process. Messages are given as such; how they are shown is the transport's."""
+def write_status(service: V1Service, model: str) -> Any:
+    """Return the ServerStatus of one model, or of all for "". Raises ServeError for an unknown one."""
+    models = service.catalog.models
+    if model and model not in models:
+        raise invalid(f"no status available for unknown model '{model}'")
+    message = load("triton_v1").ServerStatus(
+        id=SERVER_ID,
+        version=API_VERSION,
+        uptime_ns=monotonic_ns() - service.started_ns,
+        ready_state=SERVER_EXITING if service.readiness.state is ServerState.STOPPING else SERVER_READY,
+    )
+    for name in (model,) if model else models:
+        _fill_model(service, message.model_status[name], models[name])
+    if not model:
+        counts = service.statistics
+        _fill_durations(message.status_stats.success, counts.status)
+        _fill_durations(message.health_stats.success, counts.health)
+        _fill_durations(message.model_control_stats.success, counts.control)
+        _fill_durations(message.repository_stats.success, counts.repository)
+    return message
 
-    def __init__(self, service: Service) -> None:
+
+def _fill_durations(target: Any, took: Took) -> None:
+    target.count = took.count
+    target.total_time_ns = took.ns
+
+
+def _fill_model(service: V1Service, target: Any, model: Model) -> None:
+    shown = model.latest or max(model.versions.values(), key=lambda v: v.number, default=None)
+    if shown is not None:
+        fill_config(target.config, shown)
+    target.config.name = model.name
+    for number, version in model.versions.items():
+        _fill_version(target.version_status[number], version, service.statistics.of(version))
+
+
+def _fill_version(target: Any, version: Version, sizes: VersionRequestCounts) -> None:
+    known = counts_of(version)
+    state, reason = triton_state(version)
+    target.ready_state = STATES[state]
+    if reason:
+        target.ready_state_reason.message = reason
+    for batch_size, counts in sizes.items():
+        stats = target.infer_stats[batch_size]
+        for name, took in durations(known, counts):
+            if took.count:
+                _fill_durations(getattr(stats, name), took)
+    target.model_execution_count = known.executions
+    target.model_inference_count = known.inferences
+    target.last_inference_timestamp_milliseconds = known.last_ms
+
+
+def fill_config(target: Any, version: Version) -> None:
+    """Fill the ModelConfig message of a version: Triton's as given, or one made of a native model's."""
+    config = version.config
+    shown = config_json(config, version) if config.triton is None else config.triton
+    ParseDict(shown, target, ignore_unknown_fields=True)  # it may have newer fields and types
+    target.platform = target.platform or find_backend(config.backend).triton_platform or CUSTOM
+
+
+class V1Calls:
+    """The calls of one front process. They take and return messages, which each transport encodes."""
+
+    def __init__(self, service: V1Service) -> None:
         self._service, self._counts = service, service.statistics
         self._messages = load("triton_v1")
 
     def health(self, mode: str) -> bool:
-        """Whether the server is `live`, or `ready`."""
+        """Return whether the server is `live`, or `ready`. Raises ServeError for another mode."""
         with _counted(self._counts.health):
             if mode not in ("live", "ready"):
                 raise ServeError(Kind.UNKNOWN, f"unknown health mode '{mode}'")
             return mode == "live" or self._service.readiness.ready
 
     def status(self, name: str) -> Any:
-        """ServerStatus of one model, of all for ""."""
+        """Return the ServerStatus of one model, or of all for ""."""
         with _counted(self._counts.status):
             return write_status(self._service, name)
 
     async def index(self) -> Any:
-        """ModelRepositoryIndex: every model folder, loaded or not."""
+        """Return the ModelRepositoryIndex: every model folder, loaded or not."""
         with _counted(self._counts.repository):
             message = self._messages.ModelRepositoryIndex()
             for name in sorted(await self._service.repository.names()):
@@ -46,7 +138,7 @@ class Calls:
             return message
 
     async def control(self, name: str, *, load: bool) -> None:
-        """Load or reload a model, or unload it; one that nobody knows is unloaded already."""
+        """Load, reload or unload a model; unloading an unknown one does nothing."""
         with _counted(self._counts.control):
             repository = self._service.repository
             must_be_explicit(repository)
@@ -70,7 +162,7 @@ class Calls:
         return ServeError(Kind.INTERNAL, f"failed to load '{name}', {reason}")
 
     def regions(self) -> Any:
-        """SharedMemoryStatus: every region."""
+        """Return the SharedMemoryStatus of every region."""
         message = self._messages.SharedMemoryStatus()
         for region in self._service.regions.list_files():
             one = message.shared_memory_region.add(name=region.name, byte_size=region.byte_size)
@@ -82,7 +174,7 @@ class Calls:
         return message
 
     async def register_cuda(self, name: str, handle: bytes, device: int, byte_size: int) -> None:
-        """Raises ServeError, in the words of a server without a GPU where there is none (spec 6)."""
+        """Register memory of a GPU. Raises ServeError, without a GPU as the original does (spec 6)."""
         if len(handle) != HANDLE_BYTES:
             raise invalid("unexpected size for CUDA shared-memory handle, expecting 64 bytes")
         failed = "failed to register CUDA shared memory region"
@@ -101,3 +193,73 @@ def _counted(took: Took) -> Iterator[None]:
     began_ns = monotonic_ns()
     yield
     took.add(monotonic_ns() - began_ns)
+
+
+TEXT = b"text/plain"
+
+JSON = b"application/json"
+
+
+class CallPage:
+    """The HTTP endpoint of one target."""
+
+    __slots__ = ("_calls", "_service", "_target")
+
+    def __init__(self, service: V1Service, calls: V1Calls, target: V1Target) -> None:
+        self._service, self._calls, self._target = service, calls, target
+
+    def __call__(self, call: Call) -> Coroutine[Any, Any, None] | None:
+        return show_answer(call, partial(self._ask, call), self._show, self._refuse)
+
+    def _ask(self, call: Call) -> Any:
+        """Return the value to show, or an awaitable of it."""
+        target, calls = self._target, self._calls
+        if target.place == "repository":
+            return calls.index()
+        if target.place == "modelcontrol":
+            return calls.control(target.name, load=target.action == "load")
+        if target.place == "health":
+            return calls.health(target.action)
+        return calls.status(target.name) if target.place == "status" else self._share(call)
+
+    def _share(self, call: Call) -> Any:
+        """Run a call on shared memory."""
+        target, shared = self._target, self._service.regions
+        if target.action == "status":
+            return self._calls.regions()
+        if target.action == "register":
+            shared.register(target.name, target.key, target.offset, target.byte_size)
+            return None
+        if target.action == "cudaregister":
+            handle = bytes(call.body)
+            return self._calls.register_cuda(target.name, handle, target.device, target.byte_size)
+        return shared.unregister(target.name) if target.action == "unregister" else shared.unregister_all()
+
+    def _show(self, call: Call, shown: Any) -> None:
+        """Reply with a message, with nothing for None, or with a boolean as the status."""
+        if shown is None or isinstance(shown, bool):
+            self._reply(call, 400 if shown is False else 200)
+        else:
+            self._reply(call, 200, *encode(shown, self._choose_format(call)))
+
+    def _choose_format(self, call: Call) -> str:
+        asked, has_json = self._target.format, self._target.place == "status"
+        if has_json and not asked and call.header(b"accept") == JSON:
+            return "json"
+        return asked if asked == "binary" or (has_json and asked == "json") else "text"
+
+    def _reply(self, call: Call, status: int, body: bytes = b"", content_type: bytes = b"") -> None:
+        call.reply(status, body, content_type, ((NV_STATUS, self._service.status_line(None)),))
+
+    def _refuse(self, call: Call, fault: ServeError) -> None:
+        call.reply(400, b"", b"", ((NV_STATUS, self._service.status_line(fault)),))
+
+
+def encode(message: Any, form: str) -> tuple[bytes, bytes]:
+    """Return a message and its content type, as "binary", "json" (the proto's names) or text."""
+    if form == "binary":
+        return message.SerializeToString(), BINARY
+    if form == "json":
+        plain = MessageToDict(message, preserving_proto_field_name=True)
+        return json.dumps(plain, separators=(",", ":")).encode(), JSON
+    return print_lines(message).encode(), TEXT

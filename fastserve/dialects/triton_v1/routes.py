@@ -1,8 +1,8 @@
-"""URLs of the V1 HTTP API (spec 2): matched whole, on the raw path.
+"""URLs of the V1 HTTP API (spec 2), matched whole on the raw path.
 
     POST /api/infer/MODEL[/VERSION]     GET /api/status[/MODEL]     ...
 
-What does not match is answered 400 without a body, a wrong verb 405; both carry no NV-Status.
+An unknown URL is 400 without a body, a wrong verb 405; neither has an NV-Status.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import re
 from dataclasses import dataclass
 from urllib.parse import parse_qsl
 
-from fastserve.serving.dialect import HttpRoute
-from fastserve.wire.scope import Scope
+from fastserve.net.access_control import NOTHING, Resource, Resources, Scope
+from fastserve.serving.dialect import ALIVE, HttpRoute
 
 _PLACE = re.compile(r"/api/([a-z]+)(.*)")
 _NUMBER = "[0-9]{1,18}"
@@ -35,16 +35,20 @@ _REST = {
     }.items()
 }
 _SHARED_STATUS = "sharedmemorycontrol/status"
+_REPOSITORY, _MEMORY = (Resource.MODEL_REPOSITORY,), (Resource.SHARED_MEMORY,)
+# A status has a model's config and its counts.
+_STATUS = (Resource.METADATA, Resource.MODEL_CONFIG, Resource.STATISTICS)
 ROUTES = (
     HttpRoute("health", "/api/health/live|ready", {"GET": Scope.HEALTH}),
     HttpRoute("infer", "/api/infer/MODEL[/VERSION]", {"POST": Scope.INFER}),
-    HttpRoute("status", "/api/status[/MODEL]", {"GET": Scope.METADATA}),
-    HttpRoute("modelcontrol", "/api/modelcontrol/load|unload/MODEL", {"POST": Scope.ADMIN}),
-    HttpRoute("sharedmemorycontrol", "/api/sharedmemorycontrol/...", {"POST": Scope.ADMIN}),
-    HttpRoute(_SHARED_STATUS, "/api/sharedmemorycontrol/status", {"GET": Scope.METADATA}),
-    HttpRoute("repository", "/api/repository/index", {"GET": Scope.METADATA}),
+    HttpRoute("status", "/api/status[/MODEL]", {"GET": Scope.METADATA}, _STATUS),
+    HttpRoute("modelcontrol", "/api/modelcontrol/load|unload/MODEL", {"POST": Scope.ADMIN}, _REPOSITORY),
+    HttpRoute("sharedmemorycontrol", "/api/sharedmemorycontrol/...", {"POST": Scope.ADMIN}, _MEMORY),
+    HttpRoute(_SHARED_STATUS, "/api/sharedmemorycontrol/status", {"GET": Scope.METADATA}, _MEMORY),
+    HttpRoute("repository", "/api/repository/index", {"GET": Scope.METADATA}, _REPOSITORY),
+    ALIVE,
 )
-_SCOPES = {route.name: route.scopes for route in ROUTES}
+_ROWS = {route.name: route for route in ROUTES}
 SERVICE = "/nvidia.inferenceserver.GRPCService/"
 RPCS = {
     SERVICE + "Health": Scope.HEALTH,
@@ -55,11 +59,17 @@ RPCS = {
     SERVICE + "ModelControl": Scope.ADMIN,
     SERVICE + "SharedMemoryControl": Scope.ADMIN,
 }
+RPC_RESOURCES: dict[str, Resources] = {
+    SERVICE + "Status": _STATUS,
+    SERVICE + "Repository": _REPOSITORY,
+    SERVICE + "ModelControl": _REPOSITORY,
+    SERVICE + "SharedMemoryControl": _MEMORY,
+}
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """A target that means something. `action` is the word after the place, `format` the query's."""
+class V1Target:
+    """The meaning of a URL. `place` is its first word, `action` the word after it, `format` the query's."""
 
     place: str
     action: str = ""
@@ -71,29 +81,30 @@ class Target:
     device: int = 0
     format: str = ""
     scope: Scope = Scope.METADATA
+    resources: Resources | None = NOTHING
 
 
 def is_api(target: str) -> bool:
-    """True for everything this dialect answers on a listener it shares."""
+    """Return True for a path of this API, on a listener that speaks several."""
     return target.startswith("/api/") or target.partition("?")[0] == "/api"
 
 
-def parse_target(method: str, target: str) -> Target | int:
-    """The target, or the status a malformed one is answered with."""
+def parse_target(method: str, target: str) -> V1Target | int:
+    """Return the meaning of a URL, or the status for a malformed one."""
     path, _, query = target.partition("?")
     top = _PLACE.fullmatch(path)
     if top is None or top[1] not in _REST:
         return 400
     place, rest = top.groups()
     shows = place == "sharedmemorycontrol" and rest == "/status"
-    scopes = _SCOPES[_SHARED_STATUS if shows else place]
-    if method not in scopes:
+    row = _ROWS[_SHARED_STATUS if shows else place]
+    if method not in row.scopes:
         return 405
     found = next((match for pattern in _REST[place] if (match := pattern.fullmatch(rest))), None)
     if found is None:
         return 400
     given = {name: value for name, value in found.groupdict().items() if value}
-    return Target(
+    return V1Target(
         place,
         given.get("action", ""),
         given.get("name", ""),
@@ -103,5 +114,6 @@ def parse_target(method: str, target: str) -> Target | int:
         int(given.get("byte_size", 0)),
         int(given.get("device", 0)),
         dict(parse_qsl(query)).get("format", "") if query else "",
-        scopes[method],
+        row.scopes[method],
+        row.resources,
     )

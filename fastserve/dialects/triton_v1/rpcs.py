@@ -1,8 +1,7 @@
-"""The RPCs of nvidia.inferenceserver.GRPCService (spec 8). The gRPC status is always OK: what went wrong
-is in each response's `request_status`, and clients look nowhere else.
+"""The RPCs of nvidia.inferenceserver.GRPCService (spec 8).
 
-Raw inputs stay where they were received until the engine writes them into the batch; raw outputs are
-copied once, into the reply.
+The gRPC status is always OK: clients look at each response's `request_status` only. Raw inputs stay where
+they were received until the engine writes them into the batch; raw outputs are copied once, into the reply.
 """
 
 from __future__ import annotations
@@ -14,22 +13,19 @@ from typing import Any
 
 from fastserve._ext.proto_wire import WireFault
 from fastserve._ext.proto_wire_v1 import V1InferMessage, read_v1_request
-from fastserve.dialects.triton_v1.calls import Calls
-from fastserve.dialects.triton_v1.fast import FastRpc
-from fastserve.dialects.triton_v1.header import RequestHeader, read_message
-from fastserve.dialects.triton_v1.infer import GeneralRequest
-from fastserve.dialects.triton_v1.inputs import Buffer, Entries
-from fastserve.dialects.triton_v1.replies import RpcReplies
+from fastserve.dialects.triton_v1.calls import V1Calls
+from fastserve.dialects.triton_v1.infer import RpcHeaderCache, V1InferRequest
+from fastserve.dialects.triton_v1.request import Buffer, RawEntries, RequestHeader, read_message
 from fastserve.dialects.triton_v1.routes import RPCS, SERVICE
-from fastserve.dialects.triton_v1.service import Service
+from fastserve.dialects.triton_v1.service import RpcReplies, StreamReplies, V1Service
 from fastserve.errors import Kind, ServeError, internal, invalid
+from fastserve.net.grpc import GrpcExchange, Method, Rpc
 from fastserve.protos import load
 from fastserve.serving.exchange import RpcExchange, deadline_of
-from fastserve.serving.paths import Kept
+from fastserve.serving.fast_path import PerVersion
 from fastserve.serving.rpc import answer_rpc, parse_message, serialize
 from fastserve.serving.slow_path import answer_slowly
-from fastserve.serving.streams import answer_stream
-from fastserve.wire.grpc import Exchange, Method, Rpc
+from fastserve.serving.streams import Turn, answer_stream
 
 Fill = Callable[[Any, Any], Awaitable[None]]
 AHEAD = 16  # requests of one stream that are under way at once
@@ -37,45 +33,45 @@ LATEST = -1
 
 
 @dataclass(slots=True)
-class Sent:
-    """An InferRequest as received: the parsed message, and the bytes its raw tensors lie in."""
+class V1ReceivedRequest:
+    """An InferRequest as received: the parsed message and the bytes its raw tensors lie in."""
 
     message: V1InferMessage
     data: memoryview
 
     @property
     def number(self) -> int | None:
-        """The version that is asked for, None for the highest."""
+        """The number of the version, None for the highest."""
         number = self.message.model_version
         return None if number == LATEST else number
 
     def raws(self) -> list[Buffer]:
-        """The raw_input entries, where they were received."""
+        """Return the raw_input entries as views of the received bytes."""
         spans = map(self.message.raw, range(self.message.raw_count))
         return [self.data[offset : offset + size] for offset, size in spans]
 
 
-def read_sent(data: bytes) -> Sent:
-    """A serialized InferRequest. Raises ServeError."""
+def read_v1_message(data: bytes) -> V1ReceivedRequest:
+    """Read a serialized InferRequest. Raises ServeError."""
     try:
-        return Sent(read_v1_request(data), memoryview(data))
+        return V1ReceivedRequest(read_v1_request(data), memoryview(data))
     except WireFault as fault:
         raise internal(f"malformed InferRequest: {fault}") from None
 
 
-class Rpcs:
+class V1Rpcs:
     """The functions behind the RPCs."""
 
-    def __init__(self, service: Service, calls: Calls) -> None:
+    def __init__(self, service: V1Service, calls: V1Calls) -> None:
         self._service, self._calls = service, calls
         self._messages = load("triton_v1")
-        self._replies = RpcReplies(service)
-        self._fast: Kept[FastRpc | None] = Kept(
-            service.keepers, partial(FastRpc.open, service, self._replies)
+        self._replies, self._stream_replies = RpcReplies(service), StreamReplies(service)
+        self._fast: PerVersion[RpcHeaderCache | None] = PerVersion(
+            service.keepers, partial(RpcHeaderCache.open, service, self._replies)
         )
 
     def methods(self) -> list[Method]:
-        """Every RPC, over bytes."""
+        """Return every RPC, over bytes."""
         plain = {
             "Status": self.status,
             "Health": self.health,
@@ -86,14 +82,14 @@ class Rpcs:
         infer, stream = SERVICE + "Infer", SERVICE + "StreamInfer"
         return [
             *(self._plain(name, fill) for name, fill in plain.items()),
-            Method(infer, read_sent, self.infer, bytes, scope=RPCS[infer], start=self.start),
-            Method(stream, read_sent, self.stream, bytes, True, True, scope=RPCS[stream]),
+            Method(infer, read_v1_message, self.infer, bytes, scope=RPCS[infer], start=self.start),
+            Method(stream, read_v1_message, self.stream, bytes, True, True, scope=RPCS[stream]),
         ]
 
     def _plain(self, name: str, fill: Fill) -> Method:
         asked = getattr(self._messages, f"{name}Request")
         answered = getattr(self._messages, f"{name}Response")
-        # Bytes that are no message never reach the protocol above.
+        # Malformed bytes are an error of gRPC.
         read = partial(parse_message, asked, internal)
 
         async def answer(request: Any, rpc: Rpc) -> bytes:
@@ -114,40 +110,52 @@ class Rpcs:
 
     # --- inference --------------------------------------------------------------------------------
 
-    def start(self, data: bytes, exchange: Exchange) -> bool:
-        """Take a request that the fast path knows, or leave it to the coroutine below."""
+    def start(self, data: bytes, exchange: GrpcExchange) -> bool:
+        """Start a request with a known header.
+
+        Returns False, without a trace, to leave it to the coroutine.
+        """
         try:
-            sent = read_sent(data)
+            sent = read_v1_message(data)
         except ServeError:
             return False
         return self._start(exchange, sent, read_message(sent.message), exchange.deadline_ns)
 
-    def _start(self, exchange: RpcExchange, sent: Sent, header: RequestHeader, deadline_ns: int) -> bool:
+    def _start(
+        self, exchange: RpcExchange, sent: V1ReceivedRequest, header: RequestHeader, deadline_ns: int
+    ) -> bool:
         version = self._service.catalog.available(sent.message.model_name, sent.number)
         fast = None if version is None else self._fast.of(version)
         return fast is not None and fast.start(exchange, sent.message, header, deadline_ns)
 
-    async def infer(self, sent: Sent, rpc: Rpc) -> bytes:
-        """InferRequest -> serialized InferResponse, by the general path: `start` has been asked."""
-        return await answer_rpc(rpc.received_ns, partial(self._general, deadline_of(rpc), sent))
+    async def infer(self, sent: V1ReceivedRequest, rpc: Rpc) -> bytes:
+        """Return a serialized InferResponse, on the general path: `start` returned False."""
+        general = partial(self._general, self._replies, deadline_of(rpc), sent)
+        return await answer_rpc(rpc.received_ns, general)
 
-    def _general(self, deadline_ns: int, sent: Sent, exchange: RpcExchange) -> GeneralRequest:
-        message, make_data = sent.message, partial(Entries, sent.raws())
+    def _general(
+        self, replies: RpcReplies, deadline_ns: int, sent: V1ReceivedRequest, exchange: RpcExchange
+    ) -> V1InferRequest:
+        message, make_data = sent.message, partial(RawEntries, sent.raws())
         given = message.model_name, sent.number, read_message(message), make_data, deadline_ns
-        return GeneralRequest(self._service, self._replies, exchange, *given)
+        return V1InferRequest(self._service, replies, exchange, *given)
 
-    def _begin(self, deadline_ns: int, sent: Sent, turn: RpcExchange) -> Coroutine[Any, Any, None] | None:
-        """Take a request of a stream, or give what will answer it."""
+    def _begin(
+        self, deadline_ns: int, sent: V1ReceivedRequest, turn: Turn
+    ) -> Coroutine[Any, Any, None] | None:
+        """Start a request of a stream and return None, or return the coroutine that answers it."""
         if self._start(turn, sent, read_message(sent.message), deadline_ns):
             return None
-        return answer_slowly(turn, self._general(deadline_ns, sent, turn))
+        return answer_slowly(turn, self._general(self._stream_replies, deadline_ns, sent, turn))
 
-    def stream(self, requests: AsyncIterator[Sent], rpc: Rpc) -> AsyncIterator[bytes]:
-        """One response for each request, in order; an error is a response like any other. Requests begin in
-        order too, and do not wait for the responses before them."""
+    def stream(self, requests: AsyncIterator[V1ReceivedRequest], rpc: Rpc) -> AsyncIterator[bytes]:
+        """Yield one response for each request, in order; an error is a response.
+
+        Requests begin in order too, without waiting for the responses before them.
+        """
         return answer_stream(requests, partial(self._begin, deadline_of(rpc)), AHEAD)
 
-    # --- the rest: each fills its response, and what it raises becomes the response's status ---------
+    # --- the rest: each fills its response; what it raises becomes the response's status -------------
 
     async def status(self, request: Any, response: Any) -> None:
         response.server_status.CopyFrom(self._calls.status(request.model_name))
@@ -156,7 +164,7 @@ class Rpcs:
         response.health = self._calls.health(request.mode)
 
     async def control(self, request: Any, response: Any) -> None:
-        """Loads when told LOAD; anything else unloads, since UNLOAD is 0."""
+        """Load a model for LOAD, else unload it: UNLOAD is 0."""
         load = request.type == self._messages.ModelControlRequest.LOAD
         await self._calls.control(request.model_name, load=load)
 

@@ -1,0 +1,343 @@
+"""MindIE's generation endpoints (spec 1 to 3): POST /infer and /infer_token, POST /v1/tokenizer.
+
+    read -> start -> [tokens ...] -> finish        errors before `start` are plain JSON, of streams too
+
+    data: {"prefill_time":45.540,"decode_time":null,"token":{"id":626,"text":"am"}}
+
+`MindieCall` is one request of any of MindIE's endpoints; subclasses read its body and write its replies.
+Replies are compact JSON in raw UTF-8, with keys in the original's order and times in milliseconds. Control
+characters of a text are left out, as there, but for tab and line ends.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine
+from functools import lru_cache
+from random import getrandbits
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from fastserve.codec.text import Finish
+from fastserve.config import TextgenOptions
+from fastserve.dialects.text_common.bodies import WORK, read_body
+from fastserve.dialects.text_common.event_stream import EventStream
+from fastserve.dialects.text_common.mindie import (
+    NO_ANSWER,
+    SEED_BITS,
+    MindieRequest,
+    check_length,
+    make_rules,
+    read_infer,
+    refuse,
+    refuse_prompt,
+    take,
+    tell,
+)
+from fastserve.dialects.text_common.routes import BodyUse, TargetParts, TextRoute
+from fastserve.dialects.text_common.sequences import RequestTimeout, deadline_ns
+from fastserve.dialects.text_common.service import RunningRequest, TextService
+from fastserve.errors import Kind, ServeError, invalid
+from fastserve.net.access_control import Scope
+from fastserve.net.request import Call, Endpoint
+from fastserve.serving.dialect import HttpRoute
+from fastserve.serving.exchange import internal_error
+from fastserve.serving.text import (
+    Ending,
+    Frames,
+    Hole,
+    TextAsk,
+    TextModel,
+    TextStream,
+    Token,
+)
+from fastserve.serving.text.models import TextCall
+from fastserve.serving.text.request import TO_FIT
+
+_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f]")
+_find_control = _CONTROL.search
+_encode = msgspec.json.Encoder().encode
+FINISH_REASON = {
+    Finish.EOS: "eos_token",
+    Finish.STOP: "eos_token",
+    Finish.LENGTH: "length",
+    Finish.CANCELLED: "stop_sequence",
+    Finish.TIMEOUT: "stop_sequence",
+    Finish.FAILED: "stop_sequence",
+}
+
+
+def quote(text: str) -> bytes:
+    """A text as JSON."""
+    return _encode(text if _find_control(text) is None else _CONTROL.sub("", text))
+
+
+def milliseconds(index: int, ms: float) -> tuple[bytes, bytes]:
+    """Return prefill_time and decode_time of a token."""
+    return (b"%.3f" % ms, b"null") if index == 0 else (b"null", b"%.3f" % ms)
+
+
+def details_of(ending: Ending, seed: int, options: TextgenOptions) -> bytes:
+    """The object `details`."""
+    ids = b""
+    if options.generated_token_ids:
+        ids = b',"generated_token_ids":%b' % _encode(ending.token_ids)
+    return b'{"finish_reason":"%b","generated_tokens":%d%b,"seed":%d}' % (
+        FINISH_REASON[ending.reason].encode(),
+        ending.generated,
+        ids,
+        seed,
+    )
+
+
+def write_answer(ending: Ending, details: bytes) -> bytes:
+    """The reply of a call that wants no stream; `details` b"" for none."""
+    more = b',"details":%b' % details if details else b""
+    return b'{"generated_text":%b%b}' % (quote(ending.text), more)
+
+
+@lru_cache(maxsize=2)
+def frames_of(style: str) -> Frames:
+    """The events of all tokens but the last."""
+    before, after = (b"[", b"]") if style == "list" else (b"", b"")
+    head = (b'data: {"prefill_time":', Hole.PREFILL, b',"decode_time":', Hole.DECODE)
+    token = (b',"token":{"id":' + before, Hole.ID, after + b',"text":', Hole.TEXT, b"}}\n\n")
+    return Frames((*head, *token), bare=True, strip=True)
+
+
+class EventWriter:
+    """The events of one stream."""
+
+    def __init__(self, options: TextgenOptions) -> None:
+        self._frames = frames_of(options.token_id_style)
+        self.frames = None if options.full_text else self._frames
+        """The encoding of `tokens`, None where an event depends on those before."""
+        self._id = b"[%d]" if options.token_id_style == "list" else b"%d"
+        self._whole = options.full_text
+        self._text = ""
+
+    def tokens(self, tokens: list[Token]) -> bytes:
+        """An event for each token, but for one that ends the sequence."""
+        if self._whole:
+            for token in tokens:
+                self._text += token.text
+                token.text = self._text
+        return self._frames.write(tokens)
+
+    def last(self, ending: Ending, token: Token | None, details: bytes) -> bytes:
+        """The event that ends a stream; without a token of its own it has the id of the one before."""
+        ms, index = (0.0, ending.generated) if token is None else (token.ms, token.index)
+        first, other = milliseconds(index, ms)
+        last = ending.token_ids[-1] if ending.token_ids else 0
+        event = (
+            b'data: {"prefill_time":%b,"decode_time":%b,"generated_text":%b,"details":%b,'
+            b'"token":{"id":' + self._id + b',"text":null}}\n\n'
+        )
+        return event % (first, other, quote(ending.text), details or b"null", last)
+
+
+Read = TypeVar("Read", bound=MindieRequest)
+
+
+class MindieCall(ABC, Generic[Read]):
+    """One call; a subclass reads and writes its API."""
+
+    model: TextModel
+    asked: Read
+    stream: TextStream
+
+    def __init__(self, service: TextService, call: Call) -> None:
+        self.service, self.call = service, call
+
+    @abstractmethod
+    async def read(self) -> tuple[TextModel, Read]:
+        """Return the model and the request. Raises ServeError."""
+
+    @abstractmethod
+    def write(self, ending: Ending) -> bytes:
+        """Return the reply of a call that does not stream."""
+
+    @abstractmethod
+    def write_tokens(self, tokens: list[Token]) -> bytes:
+        """Return the events of tokens; none for the one that ends the sequence, which `write_last`
+        writes."""
+
+    def frames(self) -> Frames | None:
+        """Return the encoding of `write_tokens`, None where it does more."""
+        return None
+
+    @abstractmethod
+    def write_last(self, ending: Ending, token: Token | None) -> bytes:
+        """Return the event that ends a stream; `token` is the last, None where the end has none of its
+        own."""
+
+    async def run(self) -> None:
+        """Answer the call."""
+        await self.service.answer(self.call, self._answer, refuse_prompt)
+
+    async def _answer(self, about: TextCall) -> bool:
+        about.model, self.asked = await self.read()
+        self.model = about.model
+        self.service.read(self.call, self.model)
+        self.stream = await start(self.service, self.call, self.model, self.asked)
+        held = self.service.running.hold(self.model.name, self.asked.request_id, self.stream)
+        async with self.stream:
+            with held as self._held:
+                return await (self._send_events() if self.asked.stream else self._send_one())
+
+    def _patience(self) -> RequestTimeout:
+        return RequestTimeout(self.stream, self.call.received_ns, self.asked.timeout_s, self.service.options)
+
+    async def _send_one(self) -> bool:
+        with self._patience() as patience:
+            ending = await self.stream.rest()
+        fault = fault_of(ending, patience, self._held)
+        if fault is not None:
+            raise fault
+        self.call.reply(200, self.write(ending))
+        return True
+
+    async def _send_events(self) -> bool:
+        service = self.service
+        async with EventStream(self.call, service.options.keepalive_s) as out:
+            fault = None
+            try:
+                fault = await self._pass_on(out)
+            except ConnectionResetError:
+                raise
+            except Exception as error:
+                fault = internal_error(self.call, error)
+            if fault is not None:
+                await out.write(tell(service, fault, self.model.name))
+            await out.close()
+        return fault is None
+
+    async def _pass_on(self, out: EventStream) -> ServeError | None:
+        """Send each token as it comes, and the end; return the fault, None for none."""
+        last: Token | None = None
+        with self._patience() as patience:
+
+            def write(tokens: list[Token]) -> bytes:
+                nonlocal last
+                if tokens and tokens[-1].finish:
+                    last = tokens[-1]
+                return self.write_tokens(tokens)
+
+            ending = await out.stream_to(self.stream, write, self.frames())
+        fault = fault_of(ending, patience, self._held)
+        if fault is None:
+            await out.write(self.write_last(ending, last))
+        return fault
+
+
+async def start(service: TextService, call: Call, model: TextModel, asked: MindieRequest) -> TextStream:
+    """Start the request's sequence. Raises ServeError."""
+    options = service.options
+    ask = TextAsk(
+        prompt=asked.inputs.prompt,
+        sampling=asked.sampling,
+        seed=getrandbits(SEED_BITS) if asked.seed is None else asked.seed,
+        priority=asked.priority,
+        deadline_ns=deadline_ns(call.received_ns, asked.timeout_s, options),
+        truncate=TO_FIT if options.truncate else 0,
+        request_id=asked.request_id or call.request_id,
+        images=await service.images.load(model, asked.inputs.images),
+    )
+    return await model.start(ask)
+
+
+def fault_of(ending: Ending, patience: RequestTimeout, held: RunningRequest) -> ServeError | None:
+    """Return the fault of an ending, None for none. A request that was stopped by its id has succeeded."""
+    fault = ending.fault
+    if patience.words:
+        return ServeError(Kind.DEADLINE_EXCEEDED, patience.words)
+    if fault is None or held.stopped:
+        return None
+    if fault.kind is Kind.DEADLINE_EXCEEDED:
+        return ServeError(Kind.DEADLINE_EXCEEDED, patience.told)
+    return ServeError(fault.kind, f"{NO_ANSWER}: {fault.message}")
+
+
+class InferCall(MindieCall[MindieRequest]):
+    """One call of /infer or /infer_token."""
+
+    def __init__(self, service: TextService, call: Call) -> None:
+        super().__init__(service, call)
+        self._writer, self._rules = EventWriter(service.options), make_rules(service.options)
+
+    async def read(self) -> tuple[TextModel, MindieRequest]:
+        service = self.service
+        body = await read_body(service, self.call)
+        model = service.texts.find("")
+        work = len(self.call.body) * WORK
+        return model, await service.offload(work, read_infer, body, self._rules, service.options)
+
+    def write(self, ending: Ending) -> bytes:
+        return write_answer(ending, self._details(ending))
+
+    def write_tokens(self, tokens: list[Token]) -> bytes:
+        return self._writer.tokens(tokens)
+
+    def frames(self) -> Frames | None:
+        return self._writer.frames
+
+    def write_last(self, ending: Ending, token: Token | None) -> bytes:
+        return self._writer.last(ending, token, self._details(ending))
+
+    def _details(self, ending: Ending) -> bytes:
+        return details_of(ending, self.stream.seed, self.service.options) if self.asked.details else b""
+
+
+def infer(service: TextService, named: TargetParts) -> Endpoint:
+    """The endpoint."""
+
+    def run(call: Call) -> Coroutine[Any, Any, None]:
+        return InferCall(service, call).run()
+
+    return run
+
+
+def tokenize(service: TextService, named: TargetParts) -> Endpoint:
+    """The endpoint. `do_decode`: false leaves the tokens' texts out."""
+
+    async def run(call: Call) -> None:
+        name = ""
+        try:
+            body = await read_body(service, call)
+            model = service.texts.find("")
+            name = model.name
+            text, shown = _read_tokenize(body, service.options.input_chars)
+            tokens = [piece.text for piece in await model.pieces(text)] if shown else []
+            number = len(tokens) if shown else await model.count(text)
+        except ServeError as fault:
+            refuse_prompt(service, call, fault, name)
+        else:
+            call.reply(200, msgspec.json.encode({"token_number": number, "tokens": tokens}))
+            service.count(call, model)
+
+    return run
+
+
+def _read_tokenize(body: Any, most: int) -> tuple[str, bool]:
+    body = body if isinstance(body, dict) else {}
+    if "inputs" not in body:
+        raise invalid("Not found inputs.")
+    text = body["inputs"]
+    if not isinstance(text, str):
+        raise invalid("Inputs must not be null" if text is None else "inputs must be string type.")
+    check_length(text, most)
+    shown = take(body, "do_decode", "boolean")
+    return text, shown is not False
+
+
+PATHS = (
+    TextRoute(HttpRoute("infer", "/infer", {"POST": Scope.INFER}), infer, refuse, room=BodyUse.IMAGES),
+    TextRoute(
+        HttpRoute("infer_token", "/infer_token", {"POST": Scope.INFER}), infer, refuse, room=BodyUse.IMAGES
+    ),
+    TextRoute(
+        HttpRoute("tokenizer", "/v1/tokenizer", {"POST": Scope.INFER}), tokenize, refuse, room=BodyUse.TEXT
+    ),
+)

@@ -1,0 +1,339 @@
+"""POST /v1/chat/completions and /v1/completions: from a call to its answer, whole or as a stream of events.
+
+    read -> find the model -> prompts -> sequences -> whole answer
+                                                   -> events, then [DONE]; or an error event, and no [DONE]
+
+Errors before the first token are refused with a status. A stream that fails later gets an event with the
+error, on which clients raise: no stream ends silently.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from time import monotonic_ns
+from typing import NamedTuple
+
+from fastserve.dialects.openai.errors import refuse, tell
+from fastserve.dialects.openai.models import find_model
+from fastserve.dialects.openai.requests import CompletionTask, Prompt, read_chat, read_completion
+from fastserve.dialects.openai.responses import (
+    AnswerChoice,
+    AnswerEncoder,
+    AnswerForm,
+    ChatWriter,
+    CompletionWriter,
+    ScoredToken,
+    TokenLogprob,
+    TokenUsage,
+    finish_of,
+)
+from fastserve.dialects.text_common.bodies import InvalidBody, check, read_offloaded
+from fastserve.dialects.text_common.event_stream import EventStream, send_events
+from fastserve.dialects.text_common.routes import BodyUse, Refuse, TargetParts, TextRoute
+from fastserve.dialects.text_common.sequences import SequenceGroup, deadline_ns, mean_logprob
+from fastserve.dialects.text_common.service import TextService
+from fastserve.errors import ServeError
+from fastserve.net.access_control import Scope
+from fastserve.net.request import Call, Endpoint
+from fastserve.serving.dialect import HttpRoute
+from fastserve.serving.text import Detokenizer, Frames, PromptFault, TextAsk, TextModel, TextStream, Token
+from fastserve.serving.text.models import TextCall
+from fastserve.serving.text.request import check_together, count_together
+
+SEED_MASK = 2**64 - 1
+MOST_ECHOED = 1 << 20
+"""Characters, or tokens, of prompts that an answer repeats."""
+
+
+class CompletionApi(NamedTuple):
+    """One of the APIs that complete text: its reader, writer and refusals."""
+
+    read: Callable[[bytes | bytearray, int], CompletionTask]
+    answer: type[AnswerEncoder]
+    refuse: Callable[[TextService, Call, ServeError, str], None]
+    tell: Callable[[TextService, ServeError], bytes]
+    """An error in the midst of a stream."""
+    room: BodyUse
+
+
+class CompletionEndpoint:
+    """The endpoint of one completion API."""
+
+    def __init__(self, service: TextService, api: CompletionApi) -> None:
+        self._service, self._api = service, api
+
+    async def __call__(self, call: Call) -> None:
+        await self._service.answer(call, partial(self._answer, call), self._api.refuse)
+
+    async def _answer(self, call: Call, about: TextCall) -> bool:
+        service, api = self._service, self._api
+        wanted = await read_offloaded(service, call, api.read, call.body, service.options.max_stops)
+        model = find_model(service, wanted.body.model or "", must_be_named=wanted.names_model)
+        about.model = model
+        form = AnswerForm(wanted.logprobs >= 0, wanted.tells_usage, service.options.full_text)
+        answer = api.answer(model.name, model.version.number, form)
+        one = CompletionCall(service, call, model, wanted, answer)
+        if wanted.streams:
+            kind = answer.content_type
+            return await send_events(service, call, model.name, one.send, self._tell, content_type=kind)
+        body = await one.whole()
+        took_ms = (monotonic_ns() - call.received_ns) // 1_000_000
+        call.reply(200, body, headers=((b"openai-processing-ms", b"%d" % took_ms),))
+        return True
+
+    def _tell(self, fault: ServeError) -> bytes:
+        return self._api.tell(self._service, fault)
+
+
+@dataclass(slots=True)
+class ChoiceSequence:
+    """One sequence of an answer, with its prompt's text where that is echoed and its tokens where logprobs
+    are wanted."""
+
+    index: int
+    stream: TextStream
+    echo: str = ""
+    tokens: list[Token] = field(default_factory=list)
+    begun: bool = False
+    reader: Detokenizer | None = None
+    """Makes text of its tokens, where they are scored; so many characters came of it."""
+    chars: int = 0
+
+
+class CompletionCall:
+    """One request in progress."""
+
+    def __init__(
+        self,
+        service: TextService,
+        call: Call,
+        model: TextModel,
+        wanted: CompletionTask,
+        answer: AnswerEncoder,
+    ) -> None:
+        self._service, self._call, self._model = service, call, model
+        self._wanted, self._answer = wanted, answer
+        self._sequences: list[ChoiceSequence] = []
+        self._ended = 0  # sequences of a stream
+
+    async def whole(self) -> bytes:
+        """The whole answer. Raises ServeError."""
+        wanted = self._wanted
+        async with await self._start() as running:
+            tokens = await running.rest(keep=wanted.logprobs >= 0 or wanted.candidates > wanted.choices)
+        for sequence, came in zip(self._sequences, tokens, strict=True):
+            sequence.tokens = came
+        choices = [self._choice(index, each) for index, each in enumerate(self._chosen())]
+        return self._answer.write(choices, self._usage())
+
+    async def send(self, out: EventStream) -> None:
+        """The pieces of its stream. Raises ServeError."""
+        async with await self._start() as running:
+            await running.first()
+            await running.stream_to(out, self._pieces, self._frames)
+        end = self._answer.usage(self._usage()) if self._wanted.tells_usage else b""
+        if end or self._answer.done:
+            await out.write(end + self._answer.done)
+
+    async def _start(self) -> SequenceGroup:
+        """Start all sequences, or none. Raises ServeError."""
+        streams: list[TextStream] = []
+        try:
+            tokens = 0
+            for number, ask in enumerate(await self._asks()):
+                await asyncio.sleep(0)  # tokenizing a prompt takes milliseconds
+                started = await self._start_one(number, ask)
+                streams += started
+                tokens += len(started[0].prompt_ids)
+                count_together(tokens, self._model.most_prompt_tokens)
+                echo = self._echo(ask)
+                for stream in started:
+                    self._sequences.append(ChoiceSequence(len(self._sequences), stream, echo))
+        except BaseException:
+            for stream in streams:
+                stream.cancel()
+            raise
+        self._service.read(self._call, self._model)
+        return SequenceGroup(self._service, self._call, self._model, streams, self._timeout_s())
+
+    async def _start_one(self, number: int, ask: TextAsk) -> list[TextStream]:
+        try:
+            return await self._model.start_many(ask, self._wanted.candidates)
+        except PromptFault as fault:
+            wanted = self._wanted
+            several = len(wanted.prompts) > 1
+            fault.field = "messages" if wanted.messages else f"prompt[{number}]" if several else "prompt"
+            raise
+
+    async def _asks(self) -> list[TextAsk]:
+        """Return a request to the model for each prompt. Raises ServeError."""
+        wanted, body = self._wanted, self._wanted.body
+        images = await self._images()
+        prompts = wanted.prompts
+        check_together(prompts, self._model.most_prompt_tokens)
+        self._check_echo(prompts)
+        if wanted.messages:
+            prompts = [await self._model.chat(wanted.messages, **wanted.template)]
+        return [
+            TextAsk(
+                prompt=prompt,
+                sampling=wanted.sampling,
+                seed=None if body.seed is None else body.seed & SEED_MASK,
+                stop=wanted.stop,
+                include_stop=bool(body.include_stop_str_in_output),
+                priority=body.priority or 5,
+                deadline_ns=deadline_ns(self._call.received_ns, self._timeout_s(), self._service.options),
+                special=body.skip_special_tokens is False,
+                templated=not wanted.adds_special,
+                request_id=self._call.request_id,
+                images=images,
+            )
+            for prompt in prompts
+        ]
+
+    def _check_echo(self, prompts: list[Prompt]) -> None:
+        """The prompt is echoed once for each choice."""
+        longest = max((len(prompt) for prompt in prompts), default=0)
+        echoed = longest * self._wanted.choices if self._wanted.echo else 0
+        check(
+            echoed <= max(MOST_ECHOED, longest),
+            "n",
+            f"echoes the prompt {self._wanted.choices} times, {echoed} characters or tokens; "
+            f"allowed: at most {MOST_ECHOED}",
+        )
+
+    async def _images(self) -> list[bytes]:
+        found = self._wanted.images
+        most, given = self._service.options.max_images, len(found)
+        check(given <= most, "messages", f"have {given} images, allowed: at most {most}")
+        try:
+            return await self._service.images.load(self._model, [value for _, value in found])
+        except ServeError as fault:
+            raise InvalidBody(fault.message, found[0][0] if given == 1 else "messages") from None
+
+    def _timeout_s(self) -> int:
+        return self._wanted.body.timeout or self._service.options.timeout_s
+
+    def _echo(self, ask: TextAsk) -> str:
+        if not self._wanted.echo:
+            return ""
+        return ask.prompt if isinstance(ask.prompt, str) else self._model.decode(ask.prompt)
+
+    def _chosen(self) -> list[ChoiceSequence]:
+        """Return the sequences of the answer: for each prompt the likeliest, where there are more
+        (best_of)."""
+        size, most = self._wanted.candidates, self._wanted.choices
+        if size == most:
+            return self._sequences
+        groups = [self._sequences[at : at + size] for at in range(0, len(self._sequences), size)]
+        ranked = [sorted(group, key=lambda each: mean_logprob(each.tokens), reverse=True) for group in groups]
+        return [each for group in ranked for each in group[:most]]
+
+    def _choice(self, index: int, sequence: ChoiceSequence) -> AnswerChoice:
+        ending = sequence.stream.ending
+        assert ending is not None
+        scored = [*self._prompt_scored(sequence), *self._scored(sequence, sequence.tokens)]
+        return AnswerChoice(index, sequence.echo + ending.text, finish_of(ending.reason), scored)
+
+    def _pieces(self, index: int, tokens: list[Token]) -> bytes:
+        """Return the chunks of one sequence for its new tokens."""
+        sequence, answer = self._sequences[index], self._answer
+        more = b"" if sequence.begun else self._beginning(sequence)
+        frames = self._frames(index)
+        if frames is None:
+            said = [each for each in tokens if each.text or answer.scored]
+            more += b"".join(
+                [answer.piece(index, each.text, self._scored(sequence, [each])) for each in said]
+            )
+        else:
+            more += frames.write(tokens)
+        ending = sequence.stream.ending
+        if ending is None or ending.fault is not None:
+            return more
+        self._ended += 1
+        return more + answer.last(index, finish_of(ending.reason), self._last_usage())
+
+    def _last_usage(self) -> TokenUsage | None:
+        """Return the usage for the last chunk of a chat's last choice, which MindIE adds (spec 3.6)."""
+        wanted = self._wanted
+        told = self._service.options.openai_flavor == "mindie" and wanted.messages and not wanted.tells_usage
+        return self._usage() if told and self._ended == len(self._sequences) else None
+
+    def _frames(self, index: int) -> Frames | None:
+        return None if self._answer.scored else self._answer.frames(index)
+
+    def _beginning(self, sequence: ChoiceSequence) -> bytes:
+        sequence.begun = True
+        said = self._answer.begin(sequence.index)
+        if not sequence.echo:
+            return said
+        return said + self._answer.piece(sequence.index, sequence.echo, self._prompt_scored(sequence))
+
+    def _prompt_scored(self, sequence: ChoiceSequence) -> list[ScoredToken]:
+        """Return the logprobs of an echoed prompt's tokens, without alternatives."""
+        if not (self._answer.scored and self._wanted.echo):
+            return []
+        return [self._one(sequence, token, "", lp, None) for token, lp in sequence.stream.prompt_logprobs]
+
+    def _scored(self, sequence: ChoiceSequence, tokens: list[Token]) -> list[ScoredToken]:
+        if not self._answer.scored:
+            return []
+        return [
+            self._one(
+                sequence,
+                each.id,
+                each.text,
+                each.logprob,
+                [self._likely(id, f"token_id:{id}", lp) for id, lp in each.best],
+            )
+            for each in tokens
+        ]
+
+    def _one(
+        self,
+        sequence: ChoiceSequence,
+        token: int,
+        text: str,
+        lp: float | None,
+        best: list[TokenLogprob] | None,
+    ) -> ScoredToken:
+        own = self._likely(token, text, lp)
+        if sequence.reader is None:
+            special = self._wanted.body.skip_special_tokens is False
+            sequence.reader = self._model.detokenizer(special=special)
+        offset, known = sequence.chars, self._model.token_text(token)
+        sequence.chars += len(sequence.reader.add(token) if known else text)
+        return ScoredToken(own, best, offset)
+
+    def _likely(self, token: int, otherwise: str, lp: float | None) -> TokenLogprob:
+        """`otherwise` is its text where nobody here knows the model's tokens."""
+        text = self._model.token_text(token)
+        data = self._model.token_bytes(token) if text else otherwise.encode(errors="replace")
+        return TokenLogprob(text or otherwise, data, lp)
+
+    def _usage(self) -> TokenUsage:
+        """Return the usage: each prompt counts once, and every generated token."""
+        streams = [each.stream for each in self._sequences]
+        asked = sum(stream.prompt_tokens for stream in streams[:: self._wanted.candidates])
+        made = sum(stream.ending.generated for stream in streams if stream.ending is not None)
+        return TokenUsage(asked, made)
+
+
+def completion_route(name: str, path: str, api: CompletionApi, refuse: Refuse) -> TextRoute:
+    """Return the route of one completion API."""
+
+    def make(service: TextService, named: TargetParts) -> Endpoint:
+        return CompletionEndpoint(service, api)
+
+    return TextRoute(HttpRoute(name, path, {"POST": Scope.INFER}), make, refuse, room=api.room)
+
+
+CHAT = CompletionApi(read_chat, ChatWriter, refuse, tell, BodyUse.CHAT)
+COMPLETION = CompletionApi(read_completion, CompletionWriter, refuse, tell, BodyUse.TEXTS)
+PATHS = (
+    completion_route("chat", "/v1/chat/completions", CHAT, refuse),
+    completion_route("completions", "/v1/completions", COMPLETION, refuse),
+)

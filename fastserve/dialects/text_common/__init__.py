@@ -1,0 +1,1 @@
+"""Parts that the text generation APIs (OpenAI's, TGI's, MindIE's and vLLM's) share."""
