@@ -1,8 +1,8 @@
-"""The neutral pair every dialect reads into and writes from."""
+"""InferRequest and InferResponse: the forms that all dialects share."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from struct import Struct
 
@@ -12,20 +12,15 @@ from fastserve.tensor import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """Memory of a client's on a GPU: `handle` is its cudaIpcMemHandle_t, which a front process passes on.
+    """Client memory on a GPU: `handle` is its cudaIpcMemHandle_t, which a front process passes on to workers.
 
-    `device` is CUDA's number in a process with this server's environment; `region` is for words."""
+    `device` is CUDA's number in a process with this server's environment; `region` names it in errors."""
 
     handle: bytes
     device: int
     offset: int
     nbytes: int
     region: str = ""
-
-
-Carry = Callable[[memoryview], Awaitable[None]]
-"""Fills memory, as long as an input is, with the input. It is not touched after that, nor after a failure.
-Raises ServeError."""
 
 
 @dataclass(slots=True)
@@ -35,12 +30,11 @@ class InferRequest:
     `inputs` maps the model's own input names to tensors; with a batching model every tensor
     begins with the same number of rows. `outputs` names the wanted outputs, empty for all.
     `deadline_ns` is on the clock of time.monotonic_ns(), 0 for none. `timeout_us` is how long the request
-    may wait in the queue of a model whose policy lets it say so, 0 for the model's own default; `priority`
+    may wait in the queue, where the model's policy allows an override, 0 for the model's default; `priority`
     0 is the model's default level. `sequence_id` 0 or "" means the request is no part of a sequence. A list
-    given as `times` is filled with the moments of the request's batch, as BatchRing.times_ns has them. `lent`
-    and `placed` are inputs and outputs that its workers read and write on their GPU (engine/lending.py): of
-    such an input `data` has the size and not the bytes, of such an output the response has no more. The same
-    of inputs that are `carried`: their bytes are put where the worker looks once there is a place for them.
+    given as `times` is filled with the times of the request's batch, as BatchRing.times_ns returns them.
+    `lent` and `placed` are inputs and outputs in client memory on a GPU, which workers read and write in
+    place (engine/device_memory.py): `data` of such a tensor has the right size, but not the bytes.
     """
 
     inputs: dict[str, Tensor]
@@ -56,21 +50,32 @@ class InferRequest:
     times: list[int] | None = None
     lent: dict[str, Lent] = field(default_factory=dict)
     placed: dict[str, Lent] = field(default_factory=dict)
-    carried: dict[str, Carry] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A request that a version's workers run so many times before it is available; `origin` is what an error
-    calls it."""
+    """A warm-up request, which a version's workers run `times` times before it is available; errors call it
+    `origin`."""
 
     request: InferRequest
     origin: str
     times: int = 1
 
 
+Repeated = Sequence[tuple[str, Tensor]]
+"""All outputs of an answer in which a name comes twice, in order; empty for other answers."""
+
+
+def by_name(told: Repeated) -> tuple[dict[str, Tensor], Repeated]:
+    """Return the first output of each name, and the answer's `repeated`."""
+    outputs = dict(told)
+    if len(outputs) == len(told):
+        return outputs, ()
+    return outputs | dict(reversed(told)), told
+
+
 RECORDED_LENGTH = Struct("<Q")
-"""What stands before each recorded request where a version's workers read them."""
+"""Length prefix of each recorded request in the file that workers read."""
 
 
 @dataclass(slots=True)
@@ -78,7 +83,8 @@ class InferResponse:
     """Outputs by the model's own names: views of shared memory, valid until `release()`.
 
     `final` is false for a response that others of the same request may follow. `error` is set in a stream
-    only, for an error that others may follow: there are no outputs then.
+    only, for an error that others may follow: there are no outputs then. `repeated` is empty unless the
+    model answered with one name twice: then it has all outputs, in order; `outputs` has the first of each.
     """
 
     outputs: dict[str, Tensor]
@@ -86,15 +92,20 @@ class InferResponse:
     parameters: dict[str, object] = field(default_factory=dict)
     final: bool = True
     error: ServeError | None = None
+    repeated: Repeated = ()
+
+    def in_order(self) -> Iterable[tuple[str, Tensor]]:
+        """Return all outputs in the model's order, repeated names included."""
+        return self.repeated or self.outputs.items()
 
     @property
     def nbytes(self) -> int:
-        """Of all outputs."""
-        return sum(memoryview(tensor.data).nbytes for tensor in self.outputs.values())
+        """Size of all outputs in bytes."""
+        return sum(memoryview(tensor.data).nbytes for _, tensor in self.in_order())
 
     def release(self) -> None:
         """Let go of the outputs' memory. Always called, also when the reply could not be written."""
         if self.on_release is not None:
             on_release, self.on_release = self.on_release, None
-            self.outputs = {}
+            self.outputs, self.repeated = {}, ()
             on_release()

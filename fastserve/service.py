@@ -8,19 +8,21 @@
         y = await service.do_one(3)
 
 It is the server's engine without a network: the same arena, ring, queues and workers. Elements are
-plain Python objects (codec/wireable says which), or numpy rows of one shape, which are written once,
+plain Python objects (codec/safe_msgpack says which), or numpy rows of one shape, which are written once,
 into the batch itself.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import sys
-from collections.abc import Awaitable, Generator, Iterable, Mapping
+from collections.abc import Awaitable, Coroutine, Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fastserve.backends.class_source import collect_source, typed_at_prompt
 from fastserve.backends.transformer import (
     BACKEND,
     DEVICE,
@@ -28,11 +30,11 @@ from fastserve.backends.transformer import (
     StartedWhileImported,
     VectorTransformer,
 )
-from fastserve.codec.wireable import encode
-from fastserve.engine.elements import Batcher, ElementBatcher, HookedBatcher, RowBatcher
-from fastserve.errors import ServeError
+from fastserve.codec.safe_msgpack import encode
+from fastserve.engine.library import STOPPED, Batcher, ElementBatcher, HookedBatcher, RowBatcher
+from fastserve.errors import Kind, ServeError
+from fastserve.workers.arena import RowSpec
 from fastserve.workers.group import WorkerGroup
-from fastserve.workers.rowspec import RowSpec
 
 __all__ = ["BatchedService", "ServeError", "VectorTransformer"]
 
@@ -69,7 +71,7 @@ class BatchedService:
         _check("timeout_seconds", timeout_seconds, 0 < timeout_seconds <= 1, "more than 0 and at most 1")
         _check("max_queue_size", max_queue_size, 1 <= max_queue_size <= 128, "from 1 to 128")
         _check("instances", instances, 1 <= instances <= 64, "from 1 to 64")
-        _check("device", device, bool(DEVICE.fullmatch(device)), "cpu, cuda, cuda:N or simulated")
+        _check("device", device, bool(DEVICE.fullmatch(device)), "cpu, cuda or cuda:N")
         _check("device_tensors", device_tensors, row is not None or not device_tensors, "false without row")
         self.max_batch_size = max_batch_size
         self.timeout_seconds = timeout_seconds
@@ -91,10 +93,10 @@ class BatchedService:
         worker_class: type[VectorTransformer] | None = None,
         worker_init_kwargs: Mapping[str, Any] | None = None,
     ) -> Awaitable[None]:
-        """Start the workers. Outside a running loop it returns when they are ready; inside one it
-        returns at once, and what it returns can be awaited (`do_one` waits for it too).
+        """Start the workers. Outside a running loop it returns when they are ready; inside one it returns
+        an awaitable at once (`do_one` waits for it too).
 
-        Raises TypeError for a class a worker could not import or arguments that cannot travel, and
+        Raises TypeError for a class a worker could not import or arguments that cannot be encoded, and
         ServeError, in the worker's own words, when it does not come up.
         """
         if ScriptImport.running:
@@ -115,18 +117,26 @@ class BatchedService:
 
     def stop(self) -> Awaitable[None]:
         """Stop the workers; callers who still wait get an error. Idempotent. Inside a running loop the
-        work goes on after it returned, and what it returns can be awaited."""
+        work goes on after it returned; await the result to wait for it."""
         if self._order is None:
             return _Done(None)
         self._order = None
         loop = self._loop
-        assert loop is not None
-        if loop.is_closed():
+        here: asyncio.AbstractEventLoop | None = None
+        with contextlib.suppress(RuntimeError):
+            here = asyncio.get_running_loop()
+        if loop is None or loop.is_closed():
             self._abandon()
-            return _Done(None)
-        if loop.is_running():
+        elif here is loop:
             return loop.create_task(self._close())
-        return _Done(loop.run_until_complete(self._close()))
+        elif loop.is_running():  # in another thread
+            closing = asyncio.run_coroutine_threadsafe(self._stop_from_elsewhere(), loop)
+            return _Done(closing.result()) if here is None else asyncio.wrap_future(closing)
+        elif here is not None:
+            return here.run_in_executor(None, loop.run_until_complete, self._close())
+        else:
+            loop.run_until_complete(self._close())
+        return _Done(None)
 
     async def __aenter__(self) -> BatchedService:
         if self._order is None:
@@ -140,10 +150,11 @@ class BatchedService:
     # --- elements ---------------------------------------------------------------------------------
 
     async def do_one(self, x: Any) -> Any:
-        """The result for one element. Waits while max_queue_size batches are under way.
+        """Return the result for one element. Waits while max_queue_size batches are under way.
 
-        Raises TypeError when x cannot travel, and ServeError: what transform raised for the batch,
-        what it returned for this element, or that the worker died.
+        Raises TypeError when x cannot be encoded, and ServeError for an exception of transform or an error
+        that it returned for this element, for a dead worker, and UNAVAILABLE with the worker's last
+        failure when no worker has come back within 10 s (`engine.death_policy.NO_WORKER_LIMIT_S`).
         """
         batcher = self._batcher
         if batcher is None or self._loop is not asyncio.get_running_loop():
@@ -151,8 +162,8 @@ class BatchedService:
         return await batcher.do_one(x)
 
     async def do_many(self, xs: Iterable[Any], *, return_exceptions: bool = False) -> list[Any]:
-        """The results for many elements, in order; the first failure cancels the rest and is raised,
-        unless exceptions are wanted as results."""
+        """Return the results for many elements, in order. The first failure cancels the rest and is raised,
+        unless `return_exceptions`."""
         tasks = [asyncio.ensure_future(self.do_one(x)) for x in xs]
         try:
             return await asyncio.gather(*tasks, return_exceptions=return_exceptions)
@@ -181,25 +192,43 @@ class BatchedService:
         if self._order is None:
             raise RuntimeError("start() the service first")
         if self._loop is not asyncio.get_running_loop():
-            await self._move()
+            self._move()
         if self._opening is not None:
             await asyncio.shield(self._opening)
-        assert self._batcher is not None
+        if self._batcher is None:
+            raise ServeError(Kind.UNAVAILABLE, STOPPED)
         return self._batcher
 
-    async def _move(self) -> None:
-        """Another loop than the one start() ran on, as asyncio.run() makes one: start again there."""
-        old, self._loop = self._loop, asyncio.get_running_loop()
+    def _move(self) -> None:
+        """Start again on the running loop, which is not the one that start() ran on: asyncio.run() makes
+        one of its own. Every caller awaits the same future from here on; none sees the old batcher."""
+        old, here = self._loop, asyncio.get_running_loop()
+        if old is not None and old.is_running():
+            raise RuntimeError(
+                "this service serves another event loop that is running; make one for each loop"
+            )
         order = self._order
-        if old is not None and not old.is_closed():
-            await asyncio.to_thread(old.run_until_complete, self._close())
-        else:
+        closing: asyncio.Future[None] | None = None
+        if old is None or old.is_closed():
             self._abandon()
-        self._order = order
-        self._opening = asyncio.ensure_future(self._open())
+        else:
+            closing = here.run_in_executor(None, old.run_until_complete, self._close())
+        self._loop = here
+        self._opening = here.create_task(self._reopen(order, closing))
+
+    async def _reopen(self, order: dict[str, Any] | None, closing: asyncio.Future[None] | None) -> None:
+        try:
+            if closing is not None:
+                await asyncio.shield(closing)
+            await self._open()
+        except asyncio.CancelledError:
+            if self._opening is asyncio.current_task():  # this loop ends: the next one starts again
+                self._order, self._loop = order, None
+            raise
 
     def _abandon(self) -> None:
-        """The loop was closed with the service open: nothing on it will ever run again."""
+        """End a service whose loop was closed while it was open: nothing on that loop will run again."""
+        self._opening = None
         group, self._group = self._group, None
         batcher, self._batcher = self._batcher, None
         if group is not None:
@@ -214,18 +243,21 @@ class BatchedService:
             Path(self._order["transformer"]["qualname"]) / "1",
             {**self._order, **batcher.config, **self._device, "instances": self.instances},
             batcher.make_arena,
-            lambda worker: batcher.worker_died(worker, group.alive),
-            lambda worker: None,
+            batcher.worker_died,
+            lambda worker: batcher.worker_back(),
             sys_path=[str(Path(p).resolve()) for p in sys.path],
         )
         self._group = group
         try:
             await group.start()
-        except BaseException:
-            self._order = self._group = None
+        except BaseException as error:
             batcher.close()
+            if self._group is not group and isinstance(error, ServeError):
+                raise ServeError(Kind.UNAVAILABLE, STOPPED) from error
+            if self._group is group:
+                self._order = self._group = None
             raise
-        batcher.open()
+        batcher.open(group)
         self._batcher = batcher
         log.info("%s is ready to serve", type(self).__name__)
 
@@ -236,20 +268,32 @@ class BatchedService:
             return RowBatcher(self, self._row, self._out_row)
         return ElementBatcher(self)
 
-    async def _close(self) -> None:
+    def _close(self) -> Coroutine[Any, Any, None]:
+        """Detach group and batcher at once, so that no caller finds them; return a coroutine to end them."""
         opening, self._opening = self._opening, None
         group, self._group = self._group, None
-        if group is not None:
-            await group.stop(STOP_GRACE_S)
-        if opening is not None:
-            await asyncio.gather(opening, return_exceptions=True)
         batcher, self._batcher = self._batcher, None
-        if batcher is not None:
-            batcher.close()
+        if opening is not None and group is None:
+            opening.cancel()  # it has not begun
+        return _end(opening, group, batcher)
+
+    async def _stop_from_elsewhere(self) -> None:
+        await self._close()
+
+
+async def _end(
+    opening: asyncio.Future[None] | None, group: WorkerGroup | None, batcher: Batcher | None
+) -> None:
+    if group is not None:
+        await group.stop(STOP_GRACE_S)
+    if opening is not None:
+        await asyncio.gather(opening, return_exceptions=True)
+    if batcher is not None:
+        batcher.close()
 
 
 class _Done:
-    """Awaitable, and done."""
+    """Awaitable that is already done."""
 
     def __init__(self, result: None) -> None:
         self._result = result
@@ -265,33 +309,34 @@ def _check(name: str, value: object, good: bool, allowed: str) -> None:
 
 
 def _worker_order(kind: type[VectorTransformer], kwargs: Mapping[str, Any], *, whole: bool) -> dict[str, Any]:
-    """How a worker finds and constructs the class. Raises TypeError when it could not."""
+    """Describe how a worker finds and constructs the class. Raises TypeError when it could not."""
     if not (isinstance(kind, type) and issubclass(kind, VectorTransformer)):
         raise TypeError(f"worker_class must be a subclass of VectorTransformer, not {kind!r}")
     if "<locals>" in kind.__qualname__:
         raise TypeError(
             f"{kind.__qualname__} is defined inside a function; a worker can only import it from a module"
         )
-    script = ""
-    if kind.__module__ == "__main__":
-        script = getattr(sys.modules["__main__"], "__file__", None) or ""
-        if not script:
-            raise TypeError(
-                f"{kind.__qualname__} was typed into a prompt; a worker can only import it from a file"
-            )
-        script = str(Path(script).resolve())
+    script = _script_of(kind) if kind.__module__ == "__main__" else ""
+    typed = kind.__module__ == "__main__" and not script
     transformer = {
         "module": kind.__module__,
         "qualname": kind.__qualname__,
         "script": script,
+        "source": collect_source(kind) if typed else "",
         "init_kwargs": encode(dict(kwargs)).hex(),
         "whole": whole,
     }
     return {"backend": BACKEND, "transformer": transformer}
 
 
+def _script_of(kind: type[VectorTransformer]) -> str:
+    """Return the path of the script that defines a class of `__main__`; "" for one typed at a prompt."""
+    script = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
+    return "" if typed_at_prompt(kind) or not script.is_file() else str(script.resolve())
+
+
 def _current_loop() -> asyncio.AbstractEventLoop:
-    """The thread's loop, made and set when there is none: the same one asyncio.get_event_loop() gives."""
+    """Return the thread's loop, as asyncio.get_event_loop() does; make and set one if there is none."""
     policy = asyncio.get_event_loop_policy()
     try:
         return policy.get_event_loop()

@@ -30,7 +30,7 @@ class DType:
     item_bytes: int  # 0 for "bytes"
 
 
-# The codes are numbered in ext/include/tensor.h too; tests/test_tensor.py holds the two together.
+# The codes are numbered in ext/include/tensor.h too; tests/test_tensor.py compares the two.
 DTYPES: dict[str, DType] = {
     name: DType(name, code, size)
     for code, (name, size) in enumerate(
@@ -73,13 +73,13 @@ DTYPE_BY_KSERVE: dict[str, DType] = {kserve: DTYPES[name] for name, kserve in KS
 
 
 def kserve_name(dtype: DType) -> str:
-    """The protocol's datatype; INVALID where it has none."""
+    """Return the protocol's datatype; INVALID where it has none."""
     return KSERVE_NAME.get(dtype.name, "INVALID")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What a model says of one input or output.
+    """Declaration of one input or output of a model.
 
     `shape` leaves out the batch axis when the model batches; -1 stands for any length, and a
     shape of None for any rank.
@@ -111,16 +111,16 @@ class Tensor:
 
 
 def fits_shape(shape: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Whether a tensor of this shape is one of those `wanted`, where -1 stands for any length."""
+    """Whether a tensor of this shape fits the shape `wanted`, where -1 stands for any length."""
     return len(shape) == len(wanted) and all(w in (-1, n) for n, w in zip(shape, wanted, strict=True))
 
 
 def count_items(shape: Sequence[int]) -> int:
-    """Elements of a tensor with a shape that came from outside.
+    """Return the number of elements of a tensor whose shape came from outside.
 
-    Raises ServeError INVALID_ARGUMENT for a shape no tensor can have: negative axes, more than MOST_AXES,
-    more elements than MOST_ITEMS. A shape without elements still has as many empty lists as its other axes
-    say, for which somebody may want to do something: those are bounded by MOST_EMPTY.
+    Raises ServeError INVALID_ARGUMENT for negative axes, more than MOST_AXES axes, or more than MOST_ITEMS
+    elements. A shape without elements may still describe many empty lists, each of which costs work: their
+    number is bounded by MOST_EMPTY.
     """
     if len(shape) > MOST_AXES:
         raise _impossible(shape, f"has {len(shape)} axes, allowed: up to {MOST_AXES}")

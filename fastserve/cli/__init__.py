@@ -1,7 +1,7 @@
-"""The command line. Each command is a module here with a click command of the same name.
+"""The command line: a module for each command, or for several alike.
 
-Modules are imported only when their command runs, and the one-line helps stand in the table below,
-so that `fastserve --help` costs no more than click itself.
+Modules are imported only when their command runs, and the one-line helps stand in the table below, so that
+`fastserve --help` costs no more than click itself.
 """
 
 from __future__ import annotations
@@ -25,6 +25,13 @@ COMMANDS = {
 }
 
 
+# Command -> its module, where that has another name.
+MODULES = {
+    "check": "models",
+    **dict.fromkeys(("grps", "mindie", "tensorflow-model-server", "tritonserver"), "compatible"),
+}
+
+
 class LazyGroup(click.Group):
     """A group that knows its commands' names and helps without importing them."""
 
@@ -34,8 +41,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        word = name.replace("-", "_")
-        command: click.Command = getattr(import_module(f"fastserve.cli.{word}"), word)
+        module = import_module(f"fastserve.cli.{MODULES.get(name, name)}")
+        command: click.Command = getattr(module, name.replace("-", "_"))
         return command
 
     def resolve_command(

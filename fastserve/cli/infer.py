@@ -9,14 +9,13 @@ from typing import Any
 
 import click
 
-from fastserve.cli.rest import Server, model_path, url_option
-from fastserve.cli.trust import Trust, with_trust
+from fastserve.cli.client import ServerClient, Trust, model_path, url_option, with_trust
 
 BODY_KEYS = {"predict": ("instances", "inputs"), "classify": ("examples",), "regress": ("examples",)}
 
 
 def read_input(text: str) -> Any:
-    """The JSON of an argument: itself, `@FILE`, or `-` for standard input."""
+    """Return the JSON of an argument: itself, `@FILE`, or `-` for standard input."""
     if text == "-":
         text = sys.stdin.read()
     elif text.startswith("@"):
@@ -31,7 +30,7 @@ def read_input(text: str) -> Any:
 
 
 def request_body(given: Any, method: str, signature: str | None) -> dict[str, Any]:
-    """A whole request as it is; a list as its rows; anything else as its only row."""
+    """Return a request body: a whole request as it is, a list as rows, anything else as the only row."""
     keys = BODY_KEYS[method]
     if isinstance(given, dict) and any(key in given for key in keys):
         body = dict(given)
@@ -43,7 +42,7 @@ def request_body(given: Any, method: str, signature: str | None) -> dict[str, An
 
 
 def print_answer(answer: Any) -> None:
-    """Rows one a line; named outputs and other replies as indented JSON."""
+    """Print rows one a line, named outputs and other replies as indented JSON."""
     rows = answer.get("predictions") or answer.get("results") if isinstance(answer, dict) else None
     if isinstance(rows, list):
         for row in rows:
@@ -94,7 +93,7 @@ def infer(
         raise click.UsageError("--version and --label exclude each other")
     body = request_body(read_input(input), method, signature)
     path = f"{model_path(model, version, label)}:{method}"
-    answer = Server(url, trust).ask(path, json.dumps(body).encode())
+    answer = ServerClient(url, trust).ask(path, json.dumps(body).encode())
     if raw:
         sys.stdout.buffer.write(answer)
     else:

@@ -1,4 +1,4 @@
-"""`fastserve serve`: settings from flags and a file, then a server until it is told to stop.
+"""`fastserve serve`: settings from flags and a file, then a server until a signal.
 
 Every field of the settings is a flag; the ones scripts use have short names of their own here.
 """
@@ -12,10 +12,10 @@ from typing import Any
 
 import click
 
-from fastserve.config import Field, Settings, list_fields, load_settings
+from fastserve.config import ConfigField, Settings, list_fields, load_settings
 from fastserve.errors import ConfigError
 
-# Field path -> how the flag is written; the rest are derived from the field's path.
+# Path of a setting -> how the flag is written; the rest are derived from the field's path.
 NAMED: dict[str, dict[str, Any]] = {
     "listen": {"names": ["--listen"], "multiple": True, "metavar": "HOST:PORT[=DIALECT,...]"},
     "http": {"names": ["--http"], "multiple": True, "metavar": "HOST:PORT[=DIALECT,...]"},
@@ -44,8 +44,8 @@ COMMON = (
 )
 
 
-def make_option(field: Field) -> click.Option:
-    """The flag of a setting."""
+def make_option(field: ConfigField) -> click.Option:
+    """Return the flag of a setting."""
     named = dict(NAMED.get(field.path, {}))
     flags = named.pop("names", [field.flag])
     if field.kind is bool:
@@ -62,7 +62,7 @@ def make_option(field: Field) -> click.Option:
 
 
 def read_flags(flags: Mapping[str, Any]) -> dict[str, object]:
-    """The flags that were given, by the dotted paths of their settings."""
+    """Return the given flags by the dotted paths of their settings."""
     return {path.replace("__", "."): value for path, value in flags.items() if value not in (None, ())}
 
 

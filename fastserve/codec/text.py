@@ -1,11 +1,11 @@
-"""A text request as it travels from a front to a worker, and what comes back of it: tokens, one record each.
+"""Text requests as they travel from a front to a worker, and their tokens back, one record each.
 
     front                                                       worker
       | -- TextNote, with the prompt's token ids or its text -->|    in the slab of its place
       | <-- records: token, Finish, when, a few bytes more -----|    several a message, one doorbell a step
 
-Which clients' API it was asked in, nobody here knows. Every request brings its settings and its seed: what
-comes back depends on these, never on who shares the batch.
+A request has no trace of its API. It brings its settings and its seed: its tokens depend on these, never on
+the other requests of its batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Finish(IntEnum):
-    """Why a sequence has ended; NONE while it goes on."""
+    """Reason of a sequence's end; NONE while it goes on."""
 
     NONE = 0
     EOS = 1
@@ -34,7 +34,7 @@ class Finish(IntEnum):
 
 
 class Sampling(msgspec.Struct, omit_defaults=True, frozen=True, gc=False, kw_only=True):
-    """How the next token is chosen, and when it is the last. Values are checked by whoever read them."""
+    """Choice of the next token, and of the last one. The reader of a request checks the values."""
 
     max_new_tokens: int = 20
     do_sample: bool = False
@@ -69,7 +69,7 @@ class TextNote(msgspec.Struct, omit_defaults=True, gc=False, kw_only=True):
     """On the clock of time.monotonic_ns(), from the request's arrival; 0 for none."""
     request_id: str = ""
     parameters: dict[str, Any] = {}
-    """What the client said besides, as plain values, for engines of users' own."""
+    """Further parameters of the client, as plain values, for engines of users' own."""
     images: list[bytes] = []
     """Encoded images, checked by the front, for models that see."""
     embeds: bool = False
@@ -77,7 +77,7 @@ class TextNote(msgspec.Struct, omit_defaults=True, gc=False, kw_only=True):
 
 
 class Info(msgspec.Struct, omit_defaults=True, frozen=True, kw_only=True):
-    """What a loaded engine says of itself; the fronts read it where they check requests."""
+    """Limits and abilities of a loaded engine, by which the fronts check requests."""
 
     vocab_size: int = 0
     max_tokens: int = 2560
@@ -119,20 +119,20 @@ class Extra(msgspec.Struct, omit_defaults=True, gc=False):
     prompt_tokens: int = msgspec.field(name="n", default=0)
     """With the first record, where the engine has counted them: it took text."""
     message: str = msgspec.field(name="e", default="")
-    """With Finish.FAILED: words for the client, and their kind."""
+    """With Finish.FAILED: words for the client, and their kind (errors.pack_status)."""
     kind: int = msgspec.field(name="k", default=0)
     vector: bytes = msgspec.field(name="v", default=b"")
     """Of a prompt, where that was asked for: float32, little-endian."""
 
 
 Record = tuple[int, int, int, bytes]
-"""What a front hears of a sequence: token (-1: none), Finish, microseconds since the one before, and the
+"""One record of a sequence: token (-1: none), Finish, microseconds since the one before, and the
 bytes of an Extra or none. The last record of a sequence, and only that, has a Finish other than NONE."""
 Heard = Callable[[list[Record]], None]
 """Called on the loop with all records of a sequence that came since, once a doorbell. May not raise."""
 
 
-class Run(Protocol):
+class GenerationRun(Protocol):
     """A sequence in the hands of the front that asked for it."""
 
     flow: Flow | None
@@ -151,7 +151,7 @@ _read_extra = msgspec.msgpack.Decoder(Extra).decode
 
 
 def write_text(note: TextNote | Extra) -> bytes:
-    """Its bytes."""
+    """Return a note's bytes."""
     return _encode(note)
 
 

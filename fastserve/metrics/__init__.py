@@ -1,8 +1,17 @@
-"""What the server counts, and how it says so: the registry, the catalogue of metrics, readiness."""
+"""Metrics of the server: the registry, the catalogue of metrics, Prometheus text, readiness."""
 
-from fastserve.metrics.exposition import CONTENT_TYPE
-from fastserve.metrics.readiness import Heartbeat, ModelReadiness, Readiness
+from fastserve.metrics.exposition import CONTENT_TYPE, Metric
+from fastserve.metrics.readiness import Heartbeat, LoadFailure, ModelReadiness, Readiness, ServerState
 from fastserve.metrics.registry import Family, Registry
-from fastserve.metrics.series import Metric
 
-__all__ = ["CONTENT_TYPE", "Family", "Heartbeat", "Metric", "ModelReadiness", "Readiness", "Registry"]
+__all__ = [
+    "CONTENT_TYPE",
+    "Family",
+    "Heartbeat",
+    "LoadFailure",
+    "Metric",
+    "ModelReadiness",
+    "Readiness",
+    "Registry",
+    "ServerState",
+]

@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fastserve.metrics.text import write_head, write_histogram, write_labels, write_number
+from fastserve.metrics.exposition import write_head, write_histogram, write_labels, write_number
 
 KINDS = ("counter", "gauge", "histogram")
 NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]{0,199}\Z")
@@ -35,7 +35,7 @@ Labels = tuple[tuple[str, str], ...]
 
 @dataclass
 class Series:
-    """One line, or a histogram's lines. `counts` has one more than there are bounds."""
+    """One series: a value, or a histogram whose `counts` are one more than its bounds."""
 
     kind: str
     bounds: tuple[float, ...]
@@ -44,7 +44,7 @@ class Series:
     owners: set[Hashable] = field(default_factory=set)
 
     def change(self, how: str, value: float) -> None:
-        """Raises ValueError for what this kind cannot do."""
+        """Change the value. Raises ValueError for a change that this kind has not."""
         if not math.isfinite(value) or (how, self.kind) not in _CHANGES:
             raise ValueError(f"a {self.kind} cannot {how} {value}")
         if how == "set":
@@ -62,7 +62,7 @@ _CHANGES = {("increment", "counter"), ("increment", "gauge"), ("set", "gauge"), 
 
 
 @dataclass
-class Family:
+class CustomFamily:
     """All series of a name."""
 
     kind: str
@@ -72,22 +72,22 @@ class Family:
 
 
 class CustomMetrics:
-    """See above. An `owner` is a loaded version."""
+    """Families of all models. An `owner` is a loaded version."""
 
     def __init__(self) -> None:
-        self._families: dict[str, Family] = {}
+        self._families: dict[str, CustomFamily] = {}
         self._series: dict[int, Series] = {}
         self._numbers = itertools.count(1)
 
     def add_family(self, owner: Hashable, name: str, help: str, kind: str) -> None:
-        """Raises ValueError for a name that cannot be, or is taken by another kind."""
+        """Declare a family. Raises ValueError for an invalid name, or one taken by another kind."""
         if not NAME.match(name) or name.startswith(_OWN) or kind not in KINDS:
             raise ValueError(f"{name[:200]!r} cannot be the name of a model's own {kind[:20]}")
         found = self._families.get(name)
         if found is None:
             if len(self._families) >= MOST_FAMILIES:
                 raise ValueError(f"more than {MOST_FAMILIES} families")
-            found = self._families[name] = Family(kind, help[:TEXT_MAX])
+            found = self._families[name] = CustomFamily(kind, help[:TEXT_MAX])
         elif found.kind != kind:
             raise ValueError("Family name already exists with different type")
         found.owners.add(owner)
@@ -95,7 +95,7 @@ class CustomMetrics:
     def add_series(
         self, owner: Hashable, name: str, labels: Mapping[str, str], bounds: Sequence[float]
     ) -> int:
-        """The number of a series, the same for the same labels. Raises ValueError."""
+        """Return the number of the series with these labels. Raises ValueError."""
         family = self._families.get(name)
         if family is None or owner not in family.owners:
             raise ValueError(f"there is no family {name[:200]!r}")
@@ -129,7 +129,7 @@ class CustomMetrics:
         return series.value
 
     def forget(self, owner: Hashable) -> None:
-        """The version is gone, and with it what nobody else counts."""
+        """Forget a version, and the series that no other version has."""
         for name, family in list(self._families.items()):
             family.owners.discard(owner)
             for labels, (number, series) in list(family.series.items()):
@@ -140,7 +140,7 @@ class CustomMetrics:
                 del self._families[name]
 
     def write(self) -> list[str]:
-        """Their lines of the metrics page."""
+        """Return the lines of the metrics page."""
         lines: list[str] = []
         for name, family in sorted(self._families.items()):
             if family.series:

@@ -1,15 +1,6 @@
-"""The registry: gives out meters by name and labels, and owns the memory they count in.
+"""Registry of meters in memory that all front processes share, and each model's last failed requests.
 
-Not the exposition (exposition.py) and not the list of what the server measures (names.py).
-
-One memfd holds one section per front process. The first process makes it, the others are given its
-file descriptor; each appends to its own section only. The section of a process that died stays as it
-is, so no counter goes down, and the process that replaces it takes the section over.
-
-    registry = Registry(sections=4, section=0)
-    requests = registry.family(names.REQUESTS)
-    requests.of("digits", "1", "tfserving", "OK").add()
-    registry.expose()                       # the sum over all four sections
+Failed requests are for the operator's page: error text and request id. Each front process keeps its own.
 """
 
 from __future__ import annotations
@@ -18,7 +9,9 @@ import fcntl
 import logging
 import mmap
 import os
-from typing import Generic, TypeVar, cast
+from collections import deque
+from time import time
+from typing import Generic, NamedTuple, TypeVar, cast
 
 from fastserve._ext.meter import (
     KIND_GAUGE_SUM,
@@ -30,15 +23,58 @@ from fastserve._ext.meter import (
     file_bytes,
     lay_out,
 )
-from fastserve.metrics.exposition import Exposition
-from fastserve.metrics.series import Combine, Metric, clean_value, read_series, write_series
+from fastserve.errors import Kind
+from fastserve.metrics.exposition import Combine, Exposition, Metric, clean_value, read_series, write_series
+
+LAST_FAILURES = 5  # that are kept of a model
+
+FAILURE_CHARACTERS = 300  # of the text of one
+
+# Faults of the client say nothing of the model.
+_OF_CLIENTS = frozenset(
+    kind.name
+    for kind in (
+        *(Kind.INVALID_ARGUMENT, Kind.NOT_FOUND, Kind.UNIMPLEMENTED, Kind.CANCELLED, Kind.OUT_OF_RANGE),
+        *(Kind.PERMISSION_DENIED, Kind.UNAUTHENTICATED, Kind.ALREADY_EXISTS),
+    )
+)
+
+
+class FailedRequest(NamedTuple):
+    """A request that its model or this server failed. `at` is Unix time."""
+
+    at: float
+    kind: str
+    message: str
+    request_id: str
+
+
+class FailedRequests:
+    """The last failures of each model served, in this process."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, deque[FailedRequest]] = {}
+
+    def add(self, model: str, kind: str, message: str, request_id: str) -> None:
+        """Keep one. `model` is a name that is served, so that clients cannot add any."""
+        if kind not in _OF_CLIENTS:
+            kept = self._of.setdefault(model, deque(maxlen=LAST_FAILURES))
+            kept.append(FailedRequest(time(), kind, message[:FAILURE_CHARACTERS], request_id))
+
+    def of(self, model: str) -> list[FailedRequest]:
+        """Return the failures of a model, the newest first."""
+        return [*reversed(self._of.get(model, ()))]
+
 
 log = logging.getLogger(__name__)
 
 # One section: room for some two hundred model versions. The file is sparse: pages cost when written.
 SERIES_MAX = 4096
+
 TEXT_BYTES_MAX = 1 << 20
+
 SLOTS_MAX = 1 << 16
+
 FAMILY_SERIES_MAX = 1024  # so that one metric with runaway labels cannot take the room of the others
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -87,6 +123,7 @@ class Registry:
     """
 
     def __init__(self, sections: int = 1, section: int = 0, fd: int | None = None) -> None:
+        self.failures = FailedRequests()
         self._made = fd is None
         self.fd = _make_file(sections) if fd is None else fd
         self._memory = _map_file(self.fd)
@@ -118,7 +155,7 @@ class Registry:
         return cast("Family[Histogram]", self.family(metric))
 
     def family(self, metric: Metric) -> Family[Meter]:
-        """All series of one metric. Raises ValueError when its name is taken by a different one."""
+        """Return all series of one metric. Raises ValueError when a different one has its name."""
         family = self._families.get(metric.name)
         if family is None:
             metric.check()
@@ -128,27 +165,29 @@ class Registry:
         return family
 
     def expose(self) -> bytes:
-        """Prometheus text (format 0.0.4) of the sum over all sections."""
+        """Return Prometheus text of the sum over all sections."""
         return self._exposition.expose()
 
     def read(self, *metrics: Metric) -> list[dict[tuple[str, ...], tuple[float, ...]]]:
-        """Per metric, label values -> of a histogram the counts by bucket and the sum, else (value,);
-        over all sections."""
+        """Return for each metric its series over all sections, by label values.
+
+        Values are a histogram's counts by bucket and its sum, or one number.
+        """
         return self._exposition.read(*metrics)
 
     def close(self) -> None:
-        """The registry is of no use afterwards. The memory stays as long as a meter in it is in use."""
+        """Close the registry. Its memory stays as long as one of its meters is in use."""
         self._families.clear()  # they refer back here
         del self._section, self._exposition, self._memory
         if self._made:
             os.close(self.fd)
 
     def bury(self, section: int) -> None:
-        """Zero what a dead process still seems to hold (its summed gauges). Its counters stay."""
+        """Zero the summed gauges of a dead process's section. Its counters stay."""
         _zero_gauges(Section(self._memory, section))
 
     def find_slot(self, metric: Metric, values: tuple[str, ...], present: int) -> int:
-        """Where a series counts: one a former owner of this section left, or a new one; -1 for nowhere."""
+        """Return the place of a series, which a former owner of the section may have left; -1 for none."""
         left, slot = self._slots.get((metric.name, values), (None, -1))
         if left == metric:
             return slot

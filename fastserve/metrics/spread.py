@@ -21,7 +21,7 @@ WINDOW_NS = 60_000_000_000
 
 
 def bucket_of(ns: int) -> int:
-    """The bucket a duration counts in."""
+    """Return the bucket of a duration."""
     if ns < 1 << FIRST_POWER:
         return 0
     power = ns.bit_length() - 1
@@ -30,7 +30,7 @@ def bucket_of(ns: int) -> int:
 
 
 def middle_ns(bucket: int) -> float:
-    """The duration a bucket stands for."""
+    """Return the middle of a bucket."""
     if bucket == 0:
         return (1 << FIRST_POWER) / 2
     doubling, part = divmod(bucket - 1, PER_DOUBLING)
@@ -38,7 +38,7 @@ def middle_ns(bucket: int) -> float:
 
 
 def read_buckets(spreads: Sequence[bytes]) -> array[int]:
-    """The sum of spreads as an arena tells them."""
+    """Return the sum of spreads in an arena's form."""
     total = array("Q", bytes(8 * BUCKETS))
     for spread in spreads:
         total = array("Q", map(int.__add__, total, array("Q", spread)))
@@ -46,7 +46,7 @@ def read_buckets(spreads: Sequence[bytes]) -> array[int]:
 
 
 def quantiles_ns(counts: Sequence[int], ranks: Sequence[float]) -> list[float]:
-    """The durations at these ranks from 0 to 1; nan when nothing was counted."""
+    """Return the durations at these ranks from 0 to 1, nan when nothing was counted."""
     sums = list(accumulate(counts))
     total = sums[-1] if sums else 0
     if not total:
@@ -55,15 +55,17 @@ def quantiles_ns(counts: Sequence[int], ranks: Sequence[float]) -> list[float]:
 
 
 @dataclass(slots=True)
-class Window:
-    """What came since about a minute ago: growing counts in, their growth out. Each look keeps what it saw;
-    of looks further apart than a minute, the last one counts."""
+class SpreadWindow:
+    """Growth of counts over about the last minute.
+
+    Each call keeps its counts; of calls more than a minute before, the last is the reference.
+    """
 
     clock: Callable[[], int] = time.monotonic_ns
     _seen: deque[tuple[int, array[int]]] = field(default_factory=deque)
 
     def since(self, counts: array[int]) -> list[int]:
-        """How much each count has grown."""
+        """Return the growth of each count."""
         now = self.clock()
         while len(self._seen) > 1 and self._seen[1][0] <= now - WINDOW_NS:
             self._seen.popleft()

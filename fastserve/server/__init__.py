@@ -1,8 +1,8 @@
-"""The composition root: the only place where rooms are built and wired. Nothing below imports it."""
+"""The composition root: builds the packages below and wires them. Nothing below imports it."""
 
-from fastserve.garbage import unsearched
+from fastserve.util.memory import gc_paused
 
-with unsearched():
+with gc_paused():
     from fastserve.server.server import Server, run
 
 __all__ = ["Server", "run"]

@@ -1,24 +1,26 @@
-"""When the server is ready: derived from the catalog and the workers each time one of them changes.
+"""Readiness of the server, derived from the catalog and the workers each time one of them changes.
 
-The one rule: /healthz/ready, every dialect's own health calls and grpc.health.v1 show what `judge` finds.
+/healthz/ready, every dialect's own health calls and grpc.health.v1 show the result of `judge`.
 """
 
 from __future__ import annotations
 
-from fastserve.engine.hosting import Host
-from fastserve.metrics import ModelReadiness, Readiness
+from fastserve.engine.loader import VersionLoader
+from fastserve.metrics import LoadFailure, ModelReadiness, Readiness, ServerState
 from fastserve.repository.catalog import Catalog
-from fastserve.repository.version import Model, VersionState
+from fastserve.repository.repository import ensemble_needs
+from fastserve.repository.version import Model, Version, VersionState
 
 _COMING = (VersionState.START, VersionState.LOADING)
 
 
-def judge(catalog: Catalog, host: Host, *, strict: bool, may_be_empty: bool) -> Readiness:
-    """Ready: every model that should serve has an available version with a live, warm worker not stuck.
+def judge(catalog: Catalog, host: VersionLoader, *, strict: bool, may_be_empty: bool) -> Readiness:
+    """Return ready if every wanted model has an available version with a live, warm, responsive worker.
 
     Not `strict`: a model that could not be loaded is reported and does not count. A server without any
     model is ready only where models are loaded on demand (`may_be_empty`).
     """
+    _look_at_workers(catalog, host)
     models = {
         name: _judge_model(model, host) for name, model in sorted(catalog.models.items()) if _wanted(model)
     }
@@ -29,10 +31,10 @@ def judge(catalog: Catalog, host: Host, *, strict: bool, may_be_empty: bool) -> 
         and (strict or catalog.models[name].latest is not None or _loading(catalog.models[name]))
     ]
     if failed:
-        return Readiness(False, "; ".join(failed), models)
+        return Readiness(False, "; ".join(failed), models, ServerState.SERVING)
     if not any(state.ready for state in models.values()) and not may_be_empty:
-        return Readiness(False, "no model is loaded", models)
-    return Readiness(True, "", models)
+        return Readiness(False, "no model is loaded", models, ServerState.SERVING)
+    return Readiness(True, "", models, ServerState.SERVING)
 
 
 def _wanted(model: Model) -> bool:
@@ -46,14 +48,39 @@ def _loading(model: Model) -> bool:
     return any(version.state in _COMING for version in model.versions.values())
 
 
-def _judge_model(model: Model, host: Host) -> ModelReadiness:
+def _say_loading(model: Model, host: VersionLoader) -> str:
+    waits = next(filter(None, map(host.waits_for, model.versions.values())), "")
+    return f"loading: {waits}" if waits else "loading"
+
+
+def _judge_model(model: Model, host: VersionLoader) -> ModelReadiness:
+    failed = LoadFailure.of(model.failed_at, model.error.message) if model.error else None
     latest = model.latest
     if latest is not None:
         alive, wanted = host.alive(latest), latest.config.instances
-        reason = host.stuck(latest) if alive else host.trouble(latest) or "no worker is alive"
-        return ModelReadiness(not reason, reason, alive, wanted)
+        return ModelReadiness(not latest.down, latest.down, alive, wanted, failed)
     if _loading(model):
-        return ModelReadiness(False, "loading")
+        return ModelReadiness(False, _say_loading(model, host), failed=failed)
     errors = [v.error for v in model.versions.values() if v.error is not None]
     error = model.error or (errors[-1] if errors else None)
-    return ModelReadiness(False, error.message if error else "no version is available")
+    return ModelReadiness(False, error.message if error else "no version is available", failed=failed)
+
+
+def _look_at_workers(catalog: Catalog, host: VersionLoader) -> None:
+    """Set `down` of each available version. An ensemble is down while one of its steps is."""
+    available = [version for model in catalog.models.values() for version in model.available()]
+    ensembles = [version for version in available if version in host.ensembles]
+    for version in available:
+        alive = host.alive(version)
+        version.down = host.stuck(version) if alive else host.trouble(version) or "no worker is alive"
+    for _ in ensembles:  # one may be a step of another: the longest chain has them all
+        for version in ensembles:
+            version.down = _down_step(catalog, version)
+
+
+def _down_step(catalog: Catalog, ensemble: Version) -> str:
+    for name in ensemble_needs(ensemble.config):
+        step = catalog.available(name)
+        if step is not None and step.down:
+            return f"{name}: {step.down}"
+    return ""

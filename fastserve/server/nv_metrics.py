@@ -1,21 +1,104 @@
-"""Triton's own metrics (spec 12), from the counts every version keeps: what dashboards and scalers ask for.
+"""Triton's own nv_* metrics (spec 12), from the counts every version keeps.
 
-The numbers are those of the statistics call, and of GPUs NVML's. There is no pool of pinned memory.
+The numbers are those of the statistics call, and of GPUs NVML's. There is no pool of pinned memory. Summaries
+(--metrics-config summary_latencies=true) have counts and sums since the version was loaded, and quantiles of
+the last minute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
-from fastserve.config.metrics import MetricsConfig
+from fastserve.config.triton import MetricsConfig
 from fastserve.devices.nvml import GPUS, Gpu
-from fastserve.engine.cache import ResponseCache
-from fastserve.engine.counters import FIRST_RESPONSE, VersionCounts, counters_of, counts_of, first_responses
-from fastserve.metrics.machine import Machine
-from fastserve.metrics.text import write_family, write_head, write_histogram, write_labels
+from fastserve.engine.counters import (
+    FIRST_RESPONSE,
+    Took,
+    VersionCounts,
+    counters_of,
+    counts_of,
+    first_responses,
+)
+from fastserve.engine.schedulers.cache import ResponseCache
+from fastserve.metrics.exposition import (
+    write_family,
+    write_head,
+    write_histogram,
+    write_labels,
+    write_summary,
+)
+from fastserve.metrics.readiness import MachineUsage
+from fastserve.metrics.spread import SpreadWindow, quantiles_ns
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.version import Version
-from fastserve.server.nv_summaries import Seen, Summaries
+
+NAMES = (
+    ("nv_inference_request_summary_us", "Summary of inference request duration in microseconds"),
+    ("nv_inference_queue_summary_us", "Summary of inference queuing duration in microseconds"),
+    ("nv_inference_compute_input_summary_us", "Summary of compute input duration in microseconds"),
+    ("nv_inference_compute_infer_summary_us", "Summary of compute inference duration in microseconds"),
+    ("nv_inference_compute_output_summary_us", "Summary of compute output duration in microseconds"),
+    ("nv_cache_hit_summary_per_model", "Summary of cache hit durations per model, in microseconds"),
+    ("nv_cache_miss_summary_per_model", "Summary of cache miss durations per model, in microseconds"),
+)
+
+
+class ShownVersion(NamedTuple):
+    """A version with its labels and counts, as one page shows it."""
+
+    version: Version
+    labels: dict[str, str]
+    counts: VersionCounts
+
+
+class NvSummaries:
+    """The sliding windows of the versions shown so far."""
+
+    def __init__(self, ranks: Sequence[float]) -> None:
+        self._ranks = ranks
+        self._lock = threading.Lock()
+        self._windows: WeakKeyDictionary[Version, dict[str, SpreadWindow]] = WeakKeyDictionary()
+
+    def write(self, seen: Sequence[ShownVersion], *, cached: bool) -> list[str]:
+        """Return the lines of every summary of these versions."""
+        with self._lock:  # scrapes of two listeners may overlap
+            return self._write(seen, cached=cached)
+
+    def _write(self, seen: Sequence[ShownVersion], *, cached: bool) -> list[str]:
+        lines: dict[str, list[str]] = {}
+        for one in seen:
+            windows = self._windows.setdefault(one.version, {})
+            for name, took, spread in _spreads(one, cached=cached):
+                grown = windows.setdefault(name, SpreadWindow()).since(spread)
+                values = (ns / 1000 for ns in quantiles_ns(grown, self._ranks))
+                quantiles = dict(zip(self._ranks, values, strict=True))
+                lines.setdefault(name, []).extend(
+                    write_summary(one.labels, name, quantiles, took.count, took.ns // 1000)
+                )
+        return [
+            line
+            for name, help in NAMES
+            if name in lines
+            for line in (*write_head(name, "summary", help), *lines[name])
+        ]
+
+
+def _spreads(one: ShownVersion, *, cached: bool) -> Iterator[tuple[str, Took, array[int]]]:
+    counts, counters = one.counts, counters_of(one.version)
+    kept = cached and one.version.config.options.cached
+    tooks = (counts.success, counts.queue, counts.compute_input, counts.compute_infer, counts.compute_output)
+    for (name, _), took, spread in zip(NAMES, tooks, counters.spreads(), strict=False):
+        # As there: with a cache in front, durations of requests are of two kinds that one summary would mix.
+        if not (kept and took is counts.success):
+            yield name, took, spread
+    if kept:
+        yield NAMES[5][0], counts.cache_hit, array("Q", counters.hit_spread)
+        yield NAMES[6][0], counts.cache_miss, array("Q", counters.miss_spread)
+
 
 Family = tuple[str, str, Callable[[VersionCounts], float]]
 
@@ -36,6 +119,7 @@ _COUNTERS: tuple[Family, ...] = (
         lambda counts: counts.executions,
     ),
 )
+
 _LATENCIES: tuple[Family, ...] = (
     (
         "nv_inference_request_duration_us",
@@ -63,6 +147,7 @@ _LATENCIES: tuple[Family, ...] = (
         lambda counts: counts.compute_output.ns // 1000,
     ),
 )
+
 _CACHED: tuple[Family, ...] = (
     (
         "nv_cache_num_hits_per_model",
@@ -85,6 +170,7 @@ _CACHED: tuple[Family, ...] = (
         lambda counts: counts.cache_miss.ns // 1000,
     ),
 )
+
 _PENDING: Family = (
     "nv_inference_pending_request_count",
     "Instantaneous number of pending requests awaiting execution per-model.",
@@ -97,8 +183,8 @@ class NvMetrics:
 
     def __init__(self, catalog: Catalog, cache: ResponseCache | None, options: MetricsConfig) -> None:
         self._catalog, self._cache, self._options = catalog, cache, options
-        self._machine = Machine()
-        self._summaries = Summaries(options.summary_quantiles)
+        self._machine = MachineUsage()
+        self._summaries = NvSummaries(options.summary_quantiles)
         self.custom: Callable[[], list[str]] = list  # the lines of models' own metrics
 
     def prepare(self) -> Callable[[], bytes]:
@@ -109,7 +195,7 @@ class NvMetrics:
 
     def write(self, versions: Sequence[Version]) -> bytes:
         """Prometheus text of these versions and of the server."""
-        seen = [Seen(version, _labels_of(version), counts_of(version)) for version in versions]
+        seen = [ShownVersion(version, _labels_of(version), counts_of(version)) for version in versions]
         lines = [line for family in _COUNTERS for line in _write(family, seen)]
         lines += _write_failures(seen)
         if self._options.counter_latencies:
@@ -196,12 +282,12 @@ def _labels_of(version: Version) -> dict[str, str]:
     }
 
 
-def _write(family: Family, seen: Sequence[Seen], kind: str = "counter") -> list[str]:
+def _write(family: Family, seen: Sequence[ShownVersion], kind: str = "counter") -> list[str]:
     name, help, value = family
     return write_family(name, kind, help, ((write_labels(one.labels), value(one.counts)) for one in seen))
 
 
-def _write_first_responses(seen: Sequence[Seen]) -> list[str]:
+def _write_first_responses(seen: Sequence[ShownVersion]) -> list[str]:
     lines: list[str] = []
     for one in seen:
         if one.version.config.options.decoupled:
@@ -213,7 +299,7 @@ def _write_first_responses(seen: Sequence[Seen]) -> list[str]:
     return lines
 
 
-def _write_failures(seen: Sequence[Seen]) -> list[str]:
+def _write_failures(seen: Sequence[ShownVersion]) -> list[str]:
     return write_family(
         "nv_inference_request_failure",
         "counter",

@@ -1,46 +1,45 @@
-"""One server: listeners first, then models, then signals until it is told to stop.
+"""One server: opens listeners, loads models, and runs until a signal or a client ends it.
 
-open:   registry -> listeners, which tell clients to come again -> repository (workers, queues)
-        -> other front processes -> every call is answered
-stop:   not ready, and everything still accepted for drain_delay_s -> listeners and fronts drain
-        -> versions unload -> workers stop -> exit 0
+A dry run loads the same models in worker processes without listening.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
+import msgspec
 import uvloop
 
 from fastserve.allocator import keep_freed_memory, share_heap
-from fastserve.config import Settings
+from fastserve.config import ModelEntry, Settings, TFServingOptions
+from fastserve.config.fields import convert
+from fastserve.config.tensorflow import StartFault, read_models
 from fastserve.engine.engine import Engine
-from fastserve.engine.hosting import Host
-from fastserve.engine.rate import RateLimiter, read_pools
+from fastserve.engine.loader import VersionLoader
+from fastserve.engine.schedulers.rate_limiter import RateLimiter, read_pools
 from fastserve.errors import ConfigError, Kind, ServeError
-from fastserve.garbage import keep_what_is
-from fastserve.logs import log_uncaught, setup_logs
-from fastserve.metrics import Readiness, Registry, names
+from fastserve.metrics import Readiness, Registry, ServerState, names
+from fastserve.net.access_control import Opening
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.repository import Repository
 from fastserve.repository.version import Version
-from fastserve.server.exposure import warn_of_exposures
-from fastserve.server.fronts import Fronts
-from fastserve.server.gauges import FrontGauges
+from fastserve.server.banner import announce, banner_text, fill_standard_streams
+from fastserve.server.dialect_selection import recorded_reader, warn_of_exposures
+from fastserve.server.front import Front, FrontGauges, all_listeners
+from fastserve.server.front_messages import OwnerModelControl
+from fastserve.server.front_pool import FrontPool
 from fastserve.server.health import judge
-from fastserve.server.listening import Front, all_listeners
-from fastserve.server.loads import ClientLoads
-from fastserve.server.models_file import ModelsFile
-from fastserve.server.speaking import recorded_reader
-from fastserve.server.welcome import announce, fill_standard_streams, welcome_text
 from fastserve.serving.dialect import refuse_to_stop
-from fastserve.wire.opening import Opening
-from fastserve.workers.tie import leave
+from fastserve.util.logs import log_uncaught, setup_logs
+from fastserve.util.memory import gc_freeze
+from fastserve.workers.control import exit_now
 
 log = logging.getLogger(__name__)
 
@@ -49,14 +48,115 @@ STOP_S = 30.0  # after requests have ended or been cut off, everything else has 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
+@dataclass(slots=True)
+class DryRun:
+    """Result of a dry run: problems by model, and the versions that loaded."""
+
+    problems: dict[str, list[str]] = field(default_factory=dict)
+    served: dict[str, list[Version]] = field(default_factory=dict)
+
+
+def dry_run(settings: Settings) -> DryRun:
+    """Load everything once, and unload it. Blocks. Raises ConfigError as a start does."""
+    once = msgspec.structs.replace(settings, model_control="none")
+    return uvloop.run(_dry_run(once))
+
+
+async def _dry_run(settings: Settings) -> DryRun:
+    catalog, registry = Catalog(), Registry(sections=settings.frontends)
+    limited = settings.rate_limit == "execution_count"
+    host = VersionLoader(
+        registry,
+        fronts=settings.frontends,
+        catalog=catalog,
+        cache_bytes=settings.response_cache_bytes,
+        device_share=settings.device_memory_share,
+        limiter=RateLimiter(read_pools(settings.rate_limit_resources)) if limited else None,
+    )
+    host.read_recorded = recorded_reader(settings)
+    repository = Repository(settings, catalog, host)
+    try:
+        problems = await repository.load_all()
+        served = {name: model.available() for name, model in catalog.models.items()}
+        return DryRun(problems, served)
+    finally:
+        await repository.close()
+        await host.close()
+        registry.close()
+
+
+class ModelsFile:
+    """TensorFlow Serving's file of models, read again every `models_file_poll_s` seconds (spec 6.2).
+
+    Its models replace those served, as a client's HandleReloadConfigRequest does. A file that cannot be used
+    changes nothing, and is logged once.
+    """
+
+    def __init__(self, options: TFServingOptions, repository: Repository) -> None:
+        self._options = options
+        self._repository = repository
+        self._told = ""
+        self._watch: asyncio.Task[None] | None = None
+
+    def open(self) -> None:
+        """Begin to watch, if there is a file."""
+        if self._options.models_file and self._options.models_file_poll_s:
+            self._watch = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """Stop watching. Idempotent."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watch
+
+    async def look(self) -> None:
+        """Read the file once. An unchanged file asks for nothing: failed models are retried as all are."""
+        path = self._options.models_file
+        try:
+            entries = await asyncio.to_thread(read_entries, path)
+            if entries != self._repository.entries:
+                await self._repository.reload_config(entries)
+                log.info("%s: %d models are asked for", path, len(entries))
+            self._told = ""
+        except (ConfigError, OSError, ServeError) as fault:
+            self._say(f"{path}: {_words(fault)}")
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._options.models_file_poll_s)
+            try:
+                await self.look()
+            except Exception:  # what nobody foresaw must not end the watch
+                log.exception("%s could not be looked at", self._options.models_file)
+
+    def _say(self, text: str) -> None:
+        if text != self._told:
+            log.error("%s", text)
+        self._told = text
+
+
+def read_entries(path: str) -> tuple[ModelEntry, ...]:
+    """Return the models that a file lists. Raises ConfigError, OSError."""
+    entries, _ = read_models(path)
+    return convert(entries, tuple[ModelEntry, ...], "model_config_list.config")
+
+
+def _words(fault: Exception) -> str:
+    if isinstance(fault, StartFault) and fault.detail:
+        return fault.detail
+    return str(getattr(fault, "strerror", None) or fault)
+
+
 class Server:
-    """Everything one configuration asks for. `open`, then `drain`; every listener's address is in `front`."""
+    """A server for one configuration. Call `open`, then `drain`; `front` has the listeners' addresses."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.catalog = Catalog()
         self.registry = Registry(sections=settings.frontends)
-        self.host = Host(
+        self.host = VersionLoader(
             self.registry,
             fronts=settings.frontends,
             on_health=self._health_changed,
@@ -71,7 +171,7 @@ class Server:
         self.repository = Repository(settings, self.catalog, self.host)
         self.host.wishes.repository = self.repository
         self._models_file = ModelsFile(settings.tfserving, self.repository)
-        self.loads = loads = ClientLoads(self.repository)
+        self.loads = loads = OwnerModelControl(self.repository)
         self.front = Front(
             settings,
             Engine(self.catalog),
@@ -86,15 +186,17 @@ class Server:
         self.on_stop: Callable[[bool], None] | None = None
         """Called when a client has asked for the end, with whether to wait for what is under way."""
         self.front.stop = loads.stop = self.stop_asked
-        self.fronts = Fronts(settings, self.catalog, self.host, self.registry, loads)
+        self.fronts = FrontPool(settings, self.catalog, self.host, self.registry, loads)
         self.front.spread, self.fronts.hear = self.fronts.spread, self.front.hear
+        self.fronts.on_silent = self._health_changed
         self._gauges = FrontGauges(self.registry)
         self._draining = self._stop_asked = False
         self._beat: asyncio.TimerHandle | None = None
         self.catalog.on_change.append(self._version_changed)
+        self.catalog.on_blame.append(lambda model: self._health_changed())
 
     async def open(self) -> None:
-        """Listen, load what is wanted, answer. Raises ConfigError, ServeError, OSError, all stopped again."""
+        """Listen, load the models, answer. Raises ConfigError, ServeError, OSError; all is stopped then."""
         self._beat_on()
         try:
             shared = self.settings.frontends > 1
@@ -108,14 +210,16 @@ class Server:
             raise
         self.front.begin()
         self._health_changed()
-        await self.fronts.settle()  # whoever is told that it serves, and asks any front, hears so
+        await self.fronts.settle()  # every front answers by the time that the start is reported
         http, grpc = (" ".join(one.address for one in found) for found in self.front.addresses())
         warn_of_exposures(self.settings)
         log.info("serving", extra={"http": http, "grpc": grpc})
 
     async def drain(self, grace_s: float, delay_s: float = 0.0) -> None:
-        """Be not ready for `delay_s` seconds, so that load balancers look elsewhere; then stop accepting,
-        finish what is in flight for at most `grace_s` seconds, stop everything."""
+        """Be not ready for `delay_s` seconds, so that load balancers turn away; then stop.
+
+        No connection is accepted any more, and requests in flight have `grace_s` seconds to finish.
+        """
         self._draining = True
         self._health_changed()
         await asyncio.sleep(delay_s)
@@ -128,7 +232,7 @@ class Server:
         self.registry.close()
 
     async def stop_asked(self, force: bool) -> None:
-        """A client wants the server to end. Raises ServeError."""
+        """Stop for a client. Raises ServeError."""
         if self._draining or self._stop_asked:
             raise ServeError(Kind.FAILED_PRECONDITION, "The service has been stopped")
         if self.on_stop is None:
@@ -138,7 +242,7 @@ class Server:
             self.on_stop(force)
 
     def renew_certificates(self) -> None:
-        """Of all front processes."""
+        """Have all front processes read their certificates again."""
         self.front.renew_certificates()
         self.fronts.tell_renewal()
 
@@ -154,11 +258,15 @@ class Server:
             strict=settings.strict_readiness,
             may_be_empty=settings.model_control == "explicit",
         )
+        if found.ready and self.fronts.trouble:
+            found = Readiness(False, self.fronts.trouble, found.models, ServerState.SERVING)
         if not self.front.opening.done:
-            found = Readiness(False, "the server is starting: its models are loading", found.models)
+            loading = "the server is starting: its models are loading"
+            found = Readiness(False, loading, found.models, ServerState.STARTING)
         if self._draining:
-            found = Readiness(False, "the server is stopping", found.models)
+            found = Readiness(False, "the server is stopping", found.models, ServerState.STOPPING)
         self.front.set_ready(found)
+        self.fronts.tell_catalog()  # which versions have no worker that answers
         self.fronts.tell_readiness(found)
         self.registry.gauges(names.READY).of().set(found.ready)
 
@@ -166,7 +274,9 @@ class Server:
         # First: a beat that fails is not the last.
         self._beat = asyncio.get_running_loop().call_later(BEAT_S, self._beat_on)
         self.front.heartbeat.beat()
-        self._gauges.beat(self.front.http, BEAT_S)
+        self.front.give_back_memory()
+        self._gauges.beat(self.front.listeners(), BEAT_S)
+        self._gauges.show_memory(self.front.budget)
         self._gauges.show_certificate(self.front.tls)
         self._gauges.show_queues(self.host.hosted.values())
         self.fronts.tell_custom_metrics(self.host.wishes.metrics.write())
@@ -174,7 +284,7 @@ class Server:
 
 
 async def serve(settings: Settings) -> int:
-    """Serve until a signal; the exit status. A second signal ends it at once."""
+    """Serve until a signal and return the exit status. A second signal ends the process at once."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in STOP_SIGNALS:  # before the models load: a stop during a long load is a stop
@@ -199,21 +309,21 @@ async def serve(settings: Settings) -> int:
         return 0
     opening.result()
     keep_freed_memory()
-    keep_what_is()
-    announce(welcome_text(settings, *server.front.addresses(), server.front.readiness))
+    gc_freeze()
+    announce(banner_text(settings, *server.front.addresses(), server.front.readiness))
     await stopping
     return await _stop(server, forced=forced.is_set())
 
 
 async def _stop(server: Server, *, forced: bool) -> int:
-    """Drain and stop; the exit status. In bounded time, whatever a model or a client does."""
+    """Drain and stop in bounded time, and return the exit status."""
     delay_s, grace_s = (0.0, 0.0) if forced else (server.settings.drain_delay_s, server.settings.drain_s)
     log.info("stopping", extra={"drain_delay_s": delay_s, "drain_s": grace_s})
     stopped = asyncio.ensure_future(server.drain(grace_s, delay_s))
     await asyncio.wait({stopped}, timeout=delay_s + grace_s + STOP_S)
     if not stopped.done():
         log.error("the server did not stop within %g s after draining: it is ended", STOP_S)
-        leave(1)
+        exit_now(1)
     stopped.result()
     return 0
 
@@ -225,8 +335,10 @@ def _on_signal(stop: asyncio.Event) -> None:
 
 
 def run(settings: Settings, *, give_up: Callable[[Exception], None] | None = None) -> int:
-    """Run a server in this process; the exit status. Why it could not start goes to `give_up`, else to
-    standard error."""
+    """Run a server in this process and return the exit status.
+
+    `give_up` is called with the error of a failed start; without it the error goes to standard error.
+    """
     fill_standard_streams()
     share_heap()
     setup_logs(settings.log.level, settings.log.format, access=settings.log.access)

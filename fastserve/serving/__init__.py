@@ -1,1 +1,1 @@
-"""What every dialect does with a request, done once; see fast_path, and docs/architecture.md."""
+"""Serving: the work on requests that all dialects share; see fast_path and docs/architecture.md."""

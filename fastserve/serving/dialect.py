@@ -1,43 +1,52 @@
-"""What a dialect says of itself, and what a front process gives the dialects it builds.
+"""The protocol face: what a dialect declares to the server, what a front process gives it, and plain replies.
 
     SPEC = DialectSpec(name="echo", options=NoOptions, build=Echo, routes=ROUTES)      echo/spec.py
     SPECS = (..., ECHO)                                                                dialects/__init__.py
 
 The server knows specs, and nothing else of any dialect. The scope of every route and RPC stands in a spec's
-tables and nowhere else: the dialect reads it there, and the wire does what it asks for.
+tables and nowhere else: the dialect reads it there, and `net` enforces it. DialectService is what the
+endpoints of one dialect share in a front process; `show_answer` answers requests besides inference.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import msgspec
 
-from fastserve.codec.text import Heard, Info, Run, TextNote
+from fastserve import __version__
+from fastserve.codec.text import GenerationRun, Heard, Info, TextNote
 from fastserve.config import Settings
 from fastserve.config.fields import convert
 from fastserve.errors import Kind, ServeError
 from fastserve.metrics import Heartbeat, Readiness, Registry
-from fastserve.repository.catalog import Catalog
+from fastserve.metrics.names import Traffic
+from fastserve.net import Call
+from fastserve.net.access_control import Resources, Scope
+from fastserve.net.router import Route, Yields, refuse_plainly
+from fastserve.repository.catalog import Catalog, VersionListeners
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse, Recorded
+from fastserve.serving.client_memory import Regions
 from fastserve.serving.model_control import NoRepository, RepositoryFace
-from fastserve.serving.shared_memory import Regions
-from fastserve.wire.dialect import Route, refuse_plainly
-from fastserve.wire.scope import Scope
+from fastserve.serving.model_view import ModelViews
+from fastserve.util.offload import Offload
 
 if TYPE_CHECKING:
-    from fastserve.wire import Call
-    from fastserve.wire.grpc import Method
+    from fastserve.net.grpc import Method
+
 
 Options = TypeVar("Options")
+
 # Called on the loop for what writes the page beside it.
 Page = Callable[[], Callable[[], bytes]]
 
 
 Stop = Callable[[bool], Awaitable[None]]
+
 Spread = Callable[[str, str], Awaitable[bool]]
 
 
@@ -63,12 +72,14 @@ class EngineFace(Protocol):
 
     def text_info(self, version: Version) -> Info | None: ...
 
-    def generate(self, version: Version, ids: Sequence[int], note: TextNote, heard: Heard) -> Run: ...
+    def generate(
+        self, version: Version, ids: Sequence[int], note: TextNote, heard: Heard
+    ) -> GenerationRun: ...
 
 
 @dataclass(kw_only=True)
 class ServingContext:
-    """What one front process has for all its dialects. They keep what they need of it and change nothing."""
+    """Services of one front process for its dialects, which change nothing of them."""
 
     engine: EngineFace
     registry: Registry
@@ -78,13 +89,28 @@ class ServingContext:
     readiness: Readiness = field(default_factory=Readiness)
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     model_metrics: Page = lambda: bytes
-    """What is measured of models: Triton's nv_* metrics, and those of the models' own."""
+    """Metrics of models: Triton's nv_* metrics, and those of the models' own."""
     stop: Stop = refuse_to_stop
     """End the server: what is under way is finished, or with True cut off. Returns at once. Raises ServeError
     when it is ending already, and where nobody may."""
     spread: Spread = nobody_else
     """Say a word to the dialect of this name in every other front process (`Dialect.hear`): whether it was
     meant for one of them."""
+
+
+class ListenerPolicy(Enum):
+    """The listeners that speak a dialect, and the dialects beside it there."""
+
+    DEFAULT = "default"
+    """Listeners that name it, and those that name no dialect."""
+    REPLACES_ORIGINAL = "replaces original"
+    """As DEFAULT. A listener that names it alone speaks nothing else: it stands where its original stood."""
+    OPT_IN = "opt-in"
+    """Listeners that name it."""
+    EXCLUSIVE = "exclusive"
+    """Listeners that name it alone, since it answers every path. Nothing else is spoken there."""
+    EVERY_HTTP = "every HTTP"
+    """Every HTTP listener, except where a dialect replaces its original or is exclusive."""
 
 
 class NoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -94,11 +120,13 @@ class NoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 @dataclass(frozen=True, slots=True)
 class HttpRoute:
     """One row of a dialect's table. In `path` capitals stand for a client's words, brackets are round what
-    may be left out; the dialect matches as it likes. `scopes` are by verb."""
+    may be left out; the dialect matches as it likes. `scopes` are by verb. `resources` are what it reaches,
+    where that is not what its scope says (`access_control.resources_of`)."""
 
     name: str
     path: str
     scopes: Mapping[str, Scope]
+    resources: Resources | None = None
 
 
 class Dialect:
@@ -118,7 +146,7 @@ class Dialect:
         return []
 
     def hear(self, word: str) -> bool:
-        """What this dialect says in another front (ServingContext.spread): whether it is meant here."""
+        """Receive this dialect's word from another front (ServingContext.spread); True if it applies."""
         return False
 
     def open(self) -> None:
@@ -135,7 +163,7 @@ class DialectSpec(Generic[Options]):
     name: str
     """In the configuration of listeners, and in metrics."""
     options: type[Options]
-    """What can be set of it; NoOptions for nothing."""
+    """The type of its settings; NoOptions for none."""
     build: Callable[[ServingContext, Options], Dialect]
     """Called once per front process, if a listener speaks it."""
     section: str = ""
@@ -143,20 +171,16 @@ class DialectSpec(Generic[Options]):
     routes: tuple[HttpRoute, ...] = ()
     rpcs: Mapping[str, Scope] = field(default_factory=dict)
     """By path, "/package.Service/Name". Reflection and grpc.health.v1 know the services from here."""
+    rpc_resources: Mapping[str, Resources] = field(default_factory=dict)
+    """Resources that RPCs reach, by path, where their scope does not say (`access_control.resources_of`)."""
     descriptors: Callable[[], list[bytes]] = list
-    """What reflection shows of the RPCs: serialized FileDescriptorSets."""
-    unasked: bool = True
-    """Spoken by listeners that name no dialect."""
-    beside_others: bool = False
-    """Spoken by every HTTP listener besides, but where one that stands in is alone."""
-    stands_in: bool = False
-    """Alone on a listener it is what its original is there: nothing is spoken beside it."""
-    never_mixed: bool = False
-    """Answers every path, so it has its listeners for itself."""
+    """The description of the RPCs for reflection: serialized FileDescriptorSets."""
+    listeners: ListenerPolicy = ListenerPolicy.DEFAULT
+    """The listeners that speak it."""
     own_port: Callable[[Settings], int] = lambda settings: 0
     """A port beside that of the first HTTP listener, on which this is spoken alone; 0 for none."""
     health_names: tuple[str, ...] = ()
-    """What grpc.health.v1 calls its services besides their own names."""
+    """Further names of its services in grpc.health.v1."""
     exposes: Callable[[Settings], Sequence[str]] = lambda settings: ()
     """What these settings let whoever reaches it do beside asking models, such as "load and unload models".
     Said loudly at the start where anybody may."""
@@ -173,7 +197,7 @@ class DialectSpec(Generic[Options]):
 
     @property
     def scopes(self) -> set[Scope]:
-        """What its calls let clients do."""
+        """The scopes of its routes and RPCs."""
         return {*self.rpcs.values(), *(scope for route in self.routes for scope in route.scopes.values())}
 
     def read_options(self, settings: Settings) -> Options:
@@ -185,8 +209,80 @@ class DialectSpec(Generic[Options]):
         return convert(given, self.options, f"dialect_options.{self.name}")
 
     def methods_of(self, dialect: Dialect) -> list[Method]:
-        """The RPCs of what `build` gave. Raises RuntimeError when they are not those of the table."""
+        """The RPCs of what `build` gave, each with what it reaches. Raises RuntimeError when they are not
+        those of the table."""
         methods = dialect.grpc_methods()
         if {method.path: method.scope for method in methods} != dict(self.rpcs):
             raise RuntimeError(f"{self.name}: the RPCs, or their scopes, are not those of its spec")
-        return methods
+        return [replace(method, resources=self.rpc_resources.get(method.path)) for method in methods]
+
+
+class DialectService:
+    """One per dialect and front process."""
+
+    timeout_ns = 0
+    """How long a request may take where its client does not say; 0 for ever."""
+
+    def __init__(self, context: ServingContext, dialect: str) -> None:
+        engine = context.engine
+        self.context, self.engine, self.catalog = context, engine, engine.catalog
+        self.repository, self.regions, self.readiness = context.repository, context.regions, context.readiness
+        self.limits, self.admin = context.settings.limits, context.settings.admin
+        self.offload = Offload()
+        self.keepers, self.views = VersionListeners(engine.catalog), ModelViews(engine.catalog)
+        self.traffic = Traffic(context.registry, dialect, engine.catalog.models)
+
+    def deadline_ns(self, received_ns: int) -> int:
+        """When the time of a request that came then is up by `timeout_ns`; 0 for never."""
+        return received_ns + self.timeout_ns if self.timeout_ns else 0
+
+
+ALIVE = HttpRoute("root", "/", dict.fromkeys(("GET", "HEAD"), Scope.HEALTH))
+
+"""KServe's liveness of the server: that it answers at all, ready or not."""
+
+ALIVE_LINE = f"fastserve {__version__} is alive: /console, /metrics and /healthz/ready tell more.\n".encode()
+
+Show = Callable[[Call, Any], None]
+
+Refuse = Callable[[Call, ServeError], None]
+
+
+def show_answer(
+    call: Call, ask: Callable[[], Any], show: Show, refuse: Refuse
+) -> Coroutine[Any, Any, None] | None:
+    """Answer with what `ask` gives, or what that gives when it is waited for; `refuse` tells a ServeError."""
+    try:
+        shown = ask()
+        if isinstance(shown, Awaitable):
+            return _show_later(call, shown, show, refuse)
+        show(call, shown)
+    except ServeError as fault:
+        refuse(call, fault)
+    return None
+
+
+async def _show_later(call: Call, asked: Awaitable[Any], show: Show, refuse: Refuse) -> None:
+    call.on_gone = None
+    try:
+        show(call, await asked)
+    except ServeError as fault:
+        refuse(call, fault)
+
+
+def is_root(method: str, target: str) -> bool:
+    """Whether it asks for / as one may."""
+    return target.partition("?")[0] == ALIVE.path and method in ALIVE.scopes
+
+
+def alive_route() -> Route:
+    """Return the route of KServe's /, for the dialects that its client uses."""
+    return Route(show_alive, Scope.HEALTH, Yields.FIRST)
+
+
+def show_alive(call: Call) -> None:
+    """In the body that KServe's client reads; to browsers a line that a person can."""
+    if b"text/html" in call.header(b"accept"):
+        call.reply(200, ALIVE_LINE, b"text/plain")
+    else:
+        call.reply(200, b'{"status":"alive"}')

@@ -2,9 +2,9 @@
 
     exchange.on_gone = cancel        called once when the client leaves before the answer was handed over
     exchange.reply(...)              a transport's own: an HTTP reply has a head, an RPC's is a message
-    exchange.fail(error)             what nobody foresaw: it is logged, and the client learns only that
+    exchange.fail(error)             an unexpected error: it is logged, the client gets a generic message
 
-HTTP calls (`wire.call.Call`) are exchanges; RPCs whose method is a coroutine wait for a `wire.grpc.Awaited`.
+HTTP calls (`net.Call`) are exchanges; RPCs whose method is a coroutine use `net.grpc.AwaitedExchange`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from time import monotonic_ns
 from typing import Protocol
 
 from fastserve.errors import Kind, ServeError
+from fastserve.util.rate_limited_log import RateLimitedLog
 
 log = logging.getLogger(__name__)
+_limited_log = RateLimitedLog(log)
 
 INTERNAL_ERROR = "Internal error"
 
 
 class Exchange(Protocol):
-    """What the paths need of a request besides its body: no task, no future."""
+    """One request besides its body, as the paths see it: no task, no future."""
 
     received_ns: int
     """When it came, as time.monotonic_ns counts."""
@@ -33,7 +35,7 @@ class Exchange(Protocol):
 
 
 class RpcExchange(Exchange, Protocol):
-    """That of an RPC, whose answer is one message."""
+    """Exchange of an RPC, whose answer is one message."""
 
     def reply(self, message: bytes) -> None:
         """Answer with a message."""
@@ -54,8 +56,10 @@ def deadline_of(rpc: Timed) -> int:
     return 0 if left_s is None else monotonic_ns() + int(left_s * 1e9)
 
 
-def unforeseen(exchange: object, error: Exception) -> ServeError:
-    """What a client is told of an error that is nobody's business; it is logged."""
+def internal_error(exchange: object, error: Exception) -> ServeError:
+    """Log an unexpected exception and return the generic internal error for the client."""
     more = {"request_id": getattr(exchange, "request_id", "")}
-    log.error("a request failed", exc_info=error, extra=more)
+    held = _limited_log.few(type(error).__name__)
+    if held is not None:
+        log.error("a request failed%s", held, exc_info=error, extra=more)
     return ServeError(Kind.INTERNAL, INTERNAL_ERROR)

@@ -1,14 +1,17 @@
-"""The fast path: from a request that is known to the batch it runs in, and from the doorbell to its answer.
+"""The fast path: from a prepared request to the batch it runs in, and from there to its answer.
 
-    start    reserve -> fill -> hold -> submit            or False, having left no trace
-    answer   read -> write -> release -> count            or refuse, or fail: the client always hears
+    start    reserve -> fill -> hold -> submit            or False, without any effect
+    answer   read -> write -> release -> count            or refuse, or fail: the client always gets an answer
 
 The only place where this is done, for every dialect and transport. No task, no future, no object per number,
-and nothing is checked again that preparing the request has found out. What raises on the way in gives the
-rows back; what raises on the way out is told to the client, and the rows go back too. An answer that is large
-is written in a task, apart from the loop: its memory stays taken until then.
+and no check that preparing the request has made already. An error on the way in gives the rows back; an error
+on the way out is sent to the client, and the rows go back too. A large answer is written in a task, in a
+thread: its memory stays taken until then. Code that runs for every request is compiled, in `_ext.fast_path`.
 
-What runs for every request is compiled, in `_ext.fast_path`; here is what differs, or seldom runs.
+CachedPath is the fast path of a version with a response cache: fill -> key -> hit: write, and the place goes
+back; miss: the place runs, and its answer is kept.
+PathCache, PerVersion and PreparedCache keep paths and prepared
+requests for the next request, and drop them with their version.
 """
 
 from __future__ import annotations
@@ -16,31 +19,44 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from time import monotonic_ns
-from typing import Any, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from fastserve._ext.fast_path import Lifecycle
-from fastserve.engine import BatchQueue, Pending, read_response
+from fastserve.engine import (
+    BatchQueue,
+    CacheStage,
+    Entry,
+    Miss,
+    Pending,
+    cache_stage_of,
+    fast_queue_of,
+    keep_response,
+    read_response,
+    respond,
+)
 from fastserve.errors import ServeError
-from fastserve.metrics.traffic import Traffic
+from fastserve.metrics.names import Traffic
+from fastserve.repository.catalog import VersionListeners
 from fastserve.repository.version import Version
-from fastserve.serving.exchange import Exchange, unforeseen
-from fastserve.serving.prepared import PreparedRequest
+from fastserve.serving.exchange import Exchange, internal_error
+from fastserve.serving.prepared import BoundedDict, PreparedRequest
+from fastserve.tensor import DTYPE_BY_CODE
 
 
-class Outcome(Protocol):
-    """What a dialect does when a request has ended, beside what is counted for all of them."""
+class Outcome(NamedTuple):
+    """The callbacks of a dialect for the end of a request, beside what is counted for every dialect.
 
-    @property
-    def answered(self) -> Callable[[Any, int, int], None] | None:
-        """Called when a request was answered well: the prepared one, the nanoseconds it took, and how many of
-        them from its rows being there to its answer; 0 where the answer was kept."""
+    `refused(exchange, prepared, request_id, fault)` answers with the dialect's error and counts it.
+    `answered(prepared, took_ns, ran_ns)` follows a good answer; `ran_ns` counts from the rows being in the
+    batch, 0 for an answer from the cache.
+    """
 
-    def refused(self, exchange: Any, prepared: Any, request_id: Any, fault: ServeError) -> None:
-        """Tell the client what is wrong, in the dialect's words, and count it."""
+    refused: Callable[[Any, Any, Any, ServeError], None]
+    answered: Callable[[Any, int, int], None] | None = None
 
 
 class FastPath(Lifecycle):
-    """That of one version. `patience_ns`: how long a batch may wait for more calls of a busy loop."""
+    """The fast path of one version."""
 
     queue: BatchQueue
 
@@ -50,14 +66,13 @@ class FastPath(Lifecycle):
         queue: BatchQueue,
         traffic: Traffic,
         outcome: Outcome,
-        patience_ns: int = 0,
         *,
         replies: bool = False,
     ) -> None:
         requests, duration = traffic.succeeded(version.model, version.number)
         decode, encode = traffic.stages(version.model, version.number)
         meters = requests.add, duration.observe_ns, decode.observe_ns, encode.observe_ns
-        super().__init__(queue, ServeError, meters, outcome.answered, patience_ns, replies)
+        super().__init__(queue, ServeError, meters, outcome.answered, replies)
         self.version = version
         self.refuse = outcome.refused
         self._large: set[asyncio.Task[None]] = set()
@@ -125,8 +140,189 @@ class FastPath(Lifecycle):
     def failed(
         self, exchange: Exchange, prepared: PreparedRequest, request_id: Any, error: Exception
     ) -> None:
-        """What nobody foresaw ended the request: it is logged, and told in the dialect's words."""
+        """Log an unexpected error and answer with an internal error in the dialect's form."""
         try:
-            self.refuse(exchange, prepared, request_id, unforeseen(exchange, error))
+            self.refuse(exchange, prepared, request_id, internal_error(exchange, error))
         except Exception:  # it was answered before
             exchange.fail(error)
+
+
+class CachedPath(FastPath):
+    """The fast path before a cache stage."""
+
+    def __init__(self, version: Version, stage: CacheStage, traffic: Traffic, outcome: Outcome) -> None:
+        super().__init__(version, stage.queue, traffic, outcome, replies=True)
+        self._stage = stage
+
+    def takes_arrived(self, prepared: PreparedRequest) -> bool:
+        """No: who waits for its like does so on the general path."""
+        return False
+
+    def start(
+        self,
+        exchange: Exchange,
+        prepared: PreparedRequest,
+        source: Any,
+        request_id: Any = None,
+        deadline_ns: int = 0,
+    ) -> bool:
+        """Take the request, or return False: nothing has happened then."""
+        if prepared.outside:
+            return False
+        try:
+            return self._start(exchange, prepared, source, request_id, deadline_ns)
+        except ServeError:
+            return False
+        except Exception as error:
+            self.failed(exchange, prepared, request_id, error)
+            return True
+
+    def _start(
+        self, exchange: Exchange, prepared: PreparedRequest, source: Any, request_id: Any, deadline_ns: int
+    ) -> bool:
+        reserved = self.fill(prepared, source, request_id)
+        if reserved is None:
+            return False
+        found: Entry | Miss | None = None
+        try:
+            found = self._stage.find(prepared.key_head(self._stage.head), reserved[1])
+        finally:
+            if not isinstance(found, Miss):
+                prepared.layout_in.abandon(reserved, prepared.rows)
+        if isinstance(found, Miss):
+            self.submit(exchange, prepared, reserved, request_id, found, deadline_ns)
+        elif found is not None:
+            self.decoded(monotonic_ns() - exchange.received_ns)
+            self._reply_kept(exchange, prepared, found, request_id)
+        return found is not None
+
+    def _reply_kept(
+        self, exchange: Exchange, prepared: PreparedRequest, entry: Entry, request_id: Any
+    ) -> None:
+        began_ns = monotonic_ns()
+        form = entry.form
+        writer = prepared.writers.get(form) or prepared.add_writer(
+            form, [(name, DTYPE_BY_CODE[code], shape) for name, code, shape in form]
+        )
+        try:
+            if writer is None or entry.parameters:
+                later = prepared.write_response(exchange, respond(entry), request_id, None)
+            else:
+                later = prepared.write(exchange, writer, entry.memory, request_id, None)
+            if later is None:
+                self.count(exchange, prepared, began_ns)
+            else:
+                self.write_later(exchange, prepared, request_id, later, lambda: None)
+        except ServeError as fault:
+            self.refuse(exchange, prepared, request_id, fault)
+        except Exception as error:
+            self.failed(exchange, prepared, request_id, error)
+
+    def reply(
+        self, exchange: Exchange, prepared: PreparedRequest, pending: Pending, request_id: Any, held: Any
+    ) -> Coroutine[Any, Any, None] | None:
+        """Answer, and keep the answer: what is held is the miss."""
+        found = prepared.layout_out.read(pending.place, pending.rows)
+        writer = None if found is None else prepared.writers.get(found[0]) or prepared.add_writer(found[0])
+        if found is None or writer is None:
+            response = read_response(self.queue, pending, prepared.wanted)
+            keep_response(held, response)
+            return prepared.write_response(exchange, response, request_id, None)
+        held.keep(prepared.kept_form(found[0]), found[1])
+        return prepared.write(exchange, writer, found[1], request_id, None)
+
+
+Prepared = TypeVar("Prepared", bound=PreparedRequest)
+
+
+class PreparedCache(Generic[Prepared]):
+    """At most `most` of them."""
+
+    __slots__ = ("__weakref__", "_known", "find")
+
+    def __init__(self, keepers: VersionListeners, most: int) -> None:
+        self._known: BoundedDict[bytes, tuple[FastPath, Prepared]] = BoundedDict(most)
+        self.find = self._known.get
+        keepers.add(self)
+
+    def learn(self, key: bytes, path: FastPath, prepared: Prepared) -> None:
+        """Remember what requests of this key are."""
+        self._known[key] = path, prepared
+
+    def drop(self, key: bytes) -> None:
+        """Requests of this key mean something else now."""
+        self._known.pop(key, None)
+
+    def forget(self, version: Version) -> None:
+        """The version has ended, and nothing here may keep its memory."""
+        for key in [key for key, (path, _) in self._known.items() if path.version is version]:
+            del self._known[key]
+
+
+class HasVersion(Protocol):
+    """A dialect's fast path of one version."""
+
+    version: Version
+
+
+Path = TypeVar("Path", bound=HasVersion)
+
+Made = TypeVar("Made")
+
+
+class PathCache(Generic[Path]):
+    """One endpoint's. A version without a fast path is remembered too: it is not asked again."""
+
+    __slots__ = ("__weakref__", "_keepers", "_open", "_without", "path")
+
+    def __init__(self, keepers: VersionListeners, open: Callable[[Version], Path | None]) -> None:
+        self._keepers, self._open = keepers, open
+        self.path: Path | None = None
+        self._without: Version | None = None
+
+    def find(self, version: Version | None) -> Path | None:
+        """The path of this version; None when it has none. For callers whom `path` does not suit already."""
+        if version is None or version is self._without:
+            return None
+        if self.path is None or self.path.version is not version:
+            self.path = self._open(version)
+            self._without = version if self.path is None else None
+            self._keepers.add(self)
+        return self.path
+
+    def forget(self, version: Version) -> None:
+        """The version has ended, and nothing here may keep its memory."""
+        if self.path is not None and self.path.version is version:
+            self.path = None
+        if self._without is version:
+            self._without = None
+
+
+class PerVersion(Generic[Made]):
+    """Values by version, made at the first use and dropped with the version: a path, a view of a dialect."""
+
+    __slots__ = ("__weakref__", "_made", "_make")
+
+    def __init__(self, keepers: VersionListeners, make: Callable[[Version], Made]) -> None:
+        self._make = make
+        self._made: dict[Version, Made] = {}
+        keepers.add(self)
+
+    def of(self, version: Version) -> Made:
+        """Return the value of an available version."""
+        if version not in self._made:
+            self._made[version] = self._make(version)
+        return self._made[version]
+
+    def forget(self, version: Version) -> None:
+        """The version has ended, and nothing here may keep its memory."""
+        self._made.pop(version, None)
+
+
+def open_path(version: Version, traffic: Traffic, outcome: Outcome) -> FastPath | None:
+    """The fast path of a version; None for one that does more with a request than run or keep it."""
+    stage = cache_stage_of(version)
+    if stage is not None:
+        return CachedPath(version, stage, traffic, outcome)
+    queue = fast_queue_of(version)
+    return None if queue is None else FastPath(version, queue, traffic, outcome)

@@ -1,4 +1,4 @@
-"""The repository as dialects see it: what their clients may ask to be loaded. Who loads is not here."""
+"""Model control as dialects see it: the server's repository, and which models clients may load and unload."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import Protocol
 
 from fastserve.config import ModelEntry, Settings
 from fastserve.errors import Kind, ServeError
+from fastserve.net.access_control import Resource
+from fastserve.repository.version import Version, VersionState
 
 NOT_EXPLICIT = "explicit model load / unload is not allowed if polling is enabled"
 
 
 @dataclass(slots=True)
 class LoadOverride:
-    """What a client loads in place of what is on disk. `config` is a ModelConfig as JSON text."""
+    """Config and files that a client loads instead of those on disk; `config` is a ModelConfig in JSON."""
 
     config: str | None = None
     files: dict[str, bytes] = field(default_factory=dict)
@@ -46,13 +48,17 @@ class RepositoryFace(Protocol):
 
 
 def exposes(settings: Settings) -> Sequence[str]:
-    """DialectSpec.exposes of dialects whose clients load models, name shared memory and set the log."""
-    explicit = settings.model_control == "explicit"
+    """DialectSpec.exposes of dialects whose clients load models, name shared memory and set the log. What
+    wants a header over both transports is left out."""
+    over_http, over_grpc = settings.triton.restrictions_over_http, settings.triton.restrictions_over_grpc
+    kept = {name for name in over_http if name in over_grpc}
+    loads = settings.model_control == "explicit" and Resource.MODEL_REPOSITORY.value not in kept
+    shares = settings.allow_client_shm and Resource.SHARED_MEMORY.value not in kept
     allowed = {
-        "load and unload models": explicit,
-        "run code of its own, as files of a load": explicit and settings.admin.file_overrides,
-        "read and write this machine's shared memory": settings.allow_client_shm,
-        "change what is logged": settings.admin.log_settings,
+        "load and unload models": loads,
+        "run code of its own, as files of a load": loads and settings.admin.file_overrides,
+        "read and write this machine's shared memory": shares,
+        "change what is logged": settings.admin.log_settings and Resource.LOGGING.value not in kept,
     }
     return [what for what, is_so in allowed.items() if is_so]
 
@@ -61,6 +67,27 @@ def must_be_explicit(face: RepositoryFace) -> None:
     """Raises ServeError, in the words of Triton's APIs, where clients do not say what is loaded."""
     if not face.explicit:
         raise ServeError(Kind.UNAVAILABLE, NOT_EXPLICIT)
+
+
+_STATES = {
+    VersionState.START: "LOADING",
+    VersionState.LOADING: "LOADING",
+    VersionState.AVAILABLE: "READY",
+    VersionState.UNLOADING: "UNLOADING",
+    VersionState.END: "UNAVAILABLE",
+}
+
+
+def triton_state(version: Version) -> tuple[str, str]:
+    """Return a version's state as Triton's APIs name it, and the reason for it, "" for none.
+
+    A version is READY exactly while model readiness says yes: with no worker that answers it is UNAVAILABLE.
+    """
+    if version.state is VersionState.AVAILABLE and version.down:
+        return "UNAVAILABLE", version.down
+    if version.error is not None:
+        return _STATES[version.state], version.error.message
+    return _STATES[version.state], "unloaded" if version.state is VersionState.END else ""
 
 
 class NoRepository:

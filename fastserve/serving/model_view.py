@@ -1,4 +1,4 @@
-"""What a client sees of a loaded version, worked out once: tensors, batch axis, limits, labels.
+"""Model views: a loaded version as clients see it: tensors, batch axis, limits, labels, classes.
 
     view = views.of(version)
     view.inputs["x"].dims       without the batch axis; None for any rank
@@ -10,15 +10,18 @@ clients see one axis of one element (`to_model`, `to_client`).
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from heapq import nlargest
+from math import prod
+from typing import NamedTuple
 
 from fastserve.errors import Kind, ServeError
-from fastserve.repository.catalog import Catalog
-from fastserve.repository.labels import labels_of
+from fastserve.repository.catalog import Catalog, labels_of
 from fastserve.repository.model_config import TensorConfig
-from fastserve.repository.version import Version
-from fastserve.tensor import MOST_AXES, DType, TensorSpec, fits_shape
+from fastserve.repository.version import Attachment, Version
+from fastserve.tensor import ARRAY_CODE, MOST_AXES, DType, Tensor, TensorSpec, fits_shape
 
 Dims = tuple[int, ...]
 
@@ -93,19 +96,18 @@ class ModelView:
         return labels_of(self.version, output, self.catalog)
 
 
-class Views:
+_VIEW: Attachment[ModelView] = Attachment()
+
+
+class ModelViews:
     """The views of a catalog's versions."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
 
     def of(self, version: Version) -> ModelView:
-        """That of an available version, the same one for every dialect."""
-        found = version.view
-        if found is None:
-            found = version.view = _view(version, self._catalog)
-        assert isinstance(found, ModelView)
-        return found
+        """Return the view of an available version, the same one for every dialect."""
+        return _VIEW.get(version) or _VIEW.put(version, _view(version, self._catalog))
 
 
 def _view(version: Version, catalog: Catalog) -> ModelView:
@@ -170,3 +172,39 @@ def find_version(catalog: Catalog, name: str, number: int | None) -> Version:
 
 def _unknown(name: str, why: str, kind: Kind = Kind.NOT_FOUND) -> ServeError:
     return ServeError(kind, f"Request for unknown model: '{name}' {why}")
+
+
+class Class(NamedTuple):
+    """One of the largest values. `label` is "" for none."""
+
+    idx: int
+    value: float
+    label: str
+
+
+def classify(tensor: Tensor, most: int, labels: Sequence[str], *, batching: bool) -> list[list[Class]]:
+    """At most `most` classes of each row, largest first; equal values by index, NaN last.
+
+    The dtype has been looked at (`check_order`)."""
+    values = array(ARRAY_CODE[tensor.dtype.name])
+    values.frombytes(tensor.data)
+    rows = tensor.shape[0] if batching and tensor.shape else 1
+    items = prod(tensor.shape[batching:])
+    return [_rank(values[row * items : (row + 1) * items], most, labels) for row in range(rows)]
+
+
+def check_order(tensor: Tensor, what: str, datatype: str) -> None:
+    """Raises ServeError INVALID_ARGUMENT for a type whose values have no order. `what` and `datatype` are the
+    dialect's words for the output and its type."""
+    if tensor.dtype.name not in ARRAY_CODE:
+        text = f"class result not available for {what} due to unsupported type '{datatype}'"
+        raise ServeError(Kind.INVALID_ARGUMENT, text)
+
+
+def _rank(row: Sequence[float], most: int, labels: Sequence[str]) -> list[Class]:
+    def key(index: int) -> tuple[bool, float, int]:
+        value = row[index]
+        return (True, value, -index) if value == value else (False, 0, -index)
+
+    best = nlargest(most, range(len(row)), key=key)
+    return [Class(index, row[index], labels[index] if index < len(labels) else "") for index in best]

@@ -1,7 +1,8 @@
-"""What is known of requests that are as one before: a dialect understands the first, and knows the next ones.
+"""Prepared requests: everything validated for the first request of a given shape, cached so that identical
+requests skip parsing and validation.
 
-A dialect's subclass says where inputs come from (`fill`) and how answers are told (`make_writer`, `write`);
-where they go, and everything that can go wrong on the way, is the fast path's.
+A dialect's subclass says where inputs come from (`fill`) and how answers are written (`make_writer`,
+`write`); where they go, and everything that can go wrong on the way, is the fast path's.
 """
 
 from __future__ import annotations
@@ -9,31 +10,50 @@ from __future__ import annotations
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from fastserve.engine import (
     BatchQueue,
-    Form,
+    InputForm,
     InputLayout,
+    OutputForm,
     OutputLayout,
-    Sort,
     lay_out_inputs,
     lay_out_outputs,
-    note_of,
+    request_note,
 )
+from fastserve.net.http1.large_bodies import ArrivedBody
 from fastserve.request import InferRequest, InferResponse
-from fastserve.serving.remembered import Remembered
 from fastserve.tensor import DType, Tensor
-from fastserve.wire.arrived import Arrived
+
+Key = TypeVar("Key")
+
+Value = TypeVar("Value")
+
+
+class BoundedDict(dict[Key, Value]):
+    """At most `most` entries; then it begins anew. A client that makes up ever new keys only costs itself."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+
+    def __setitem__(self, key: Key, value: Value) -> None:
+        if len(self) >= self._most:
+            self.clear()
+        super().__setitem__(key, value)
+
 
 MOST_FORMS = 64  # of the answers to requests that are as one
+
 Described = Sequence[tuple[str, DType, tuple[int, ...]]]
+
 Memory = bytes | bytearray | memoryview
+
 Later = Coroutine[Any, Any, None]
 
 
-class Held(Protocol):
-    """What a request holds until it is answered or given up."""
+class HeldMemory(Protocol):
+    """Client memory that a request holds until it is answered or given up."""
 
     def close(self) -> None:
         """Let go of it."""
@@ -46,33 +66,33 @@ class PreparedRequest:
     layout_in: InputLayout
     layout_out: OutputLayout
     wanted: tuple[str, ...]
-    noted = False  # the model is told of more than tensors
+    noted = False  # the model receives more than tensors
     outside = False  # some tensors are in memory of the client's
 
     def lay_out(
         self, queue: BatchQueue, inputs: Mapping[str, Tensor], wanted: tuple[str, ...], *, batching: bool
     ) -> None:
-        """Where tensors go. `inputs` have types and shapes, in the model's order, and no data.
+        """Decide where tensors go. `inputs` have types and shapes, in the model's order, and no data.
 
         Raises ValueError for more axes than there is room for."""
         self.layout_in = lay_out_inputs(queue, inputs, batching=batching)
         self.layout_out = lay_out_outputs(queue, wanted or list(queue.outputs))
         self.wanted = wanted
         self.inputs, self.batching = inputs, batching
-        self.writers: Remembered[Any, Any] = Remembered(MOST_FORMS)  # by the form of an answer
-        self._kept: Remembered[Any, Form] = Remembered(MOST_FORMS)
-        self._heads: Remembered[int, bytes] = Remembered(MOST_FORMS)
+        self.writers: BoundedDict[Any, Any] = BoundedDict(MOST_FORMS)  # by the form of an answer
+        self._kept: BoundedDict[Any, OutputForm] = BoundedDict(MOST_FORMS)
+        self._heads: BoundedDict[int, bytes] = BoundedDict(MOST_FORMS)
 
     def lay_out_like(self, queue: BatchQueue, request: InferRequest, *, batching: bool) -> None:
-        """The same for requests like this one, and `tell` where the model sees them."""
+        """Lay out requests like this one, and `tell` the model of them where it sees whole requests."""
         self.lay_out(queue, request.inputs, request.outputs, batching=batching)
         if queue.requests:
             self.tell(request)
 
     def tell(self, request: InferRequest) -> None:
-        """A model that sees requests is told what this one says besides tensors, with the id at hand."""
+        """Prepare the note for a model that sees requests: what this one has besides tensors and its id."""
         self.noted, self._told = True, replace(request, inputs={})
-        self._note = note_of(self._told, [])
+        self._note = request_note(self._told, [])
 
     # --- what a dialect says -----------------------------------------------------------------------
 
@@ -82,32 +102,32 @@ class PreparedRequest:
         raise NotImplementedError
 
     def note(self, request_id: Any) -> bytes:
-        """What the model is told besides tensors, where it is `noted`. See `tell`."""
+        """Return the request's note for the model, where it is `noted`. See `tell`."""
         told = self._told
         if request_id != told.request_id:
             told.request_id = request_id
-            self._note = note_of(told, [])
+            self._note = request_note(told, [])
         return self._note
 
-    def hold(self) -> Held | None:
+    def hold(self) -> HeldMemory | None:
         """Client memory for outputs, where something is `outside`. Raises ServeError."""
         return None
 
     def make_writer(self, described: Described) -> Any | None:
-        """What writes answers with these outputs; None for those that `write_response` has to look at."""
+        """Make the writer of answers with these outputs; None where `write_response` has to write them."""
         raise NotImplementedError
 
     def write(
         self, exchange: Any, writer: Any, memory: Sequence[Memory], request_id: Any, held: Any
     ) -> Later | None:
-        """Answer with outputs in the order of `layout_out`; of what is large, a coroutine that does so apart
-        from the loop, with a writer of its own. Raises ServeError."""
+        """Answer with outputs in the order of `layout_out`. A large answer is written by the returned
+        coroutine, in a thread, with a writer of its own. Raises ServeError."""
         raise NotImplementedError
 
     def write_response(
         self, exchange: Any, response: InferResponse, request_id: Any, held: Any
     ) -> Later | None:
-        """The same for any response, as the general path does. Raises ServeError."""
+        """Write any response, as the general path does. Raises ServeError."""
         raise NotImplementedError
 
     # --- what the paths ask ------------------------------------------------------------------------
@@ -115,10 +135,12 @@ class PreparedRequest:
     def add_writer(self, form: Any, described: Described | None = None) -> Any | None:
         """The writer of answers of this form, from now on in `writers`; None when there can be none."""
         if form not in self.writers:
-            self.writers[form] = self.make_writer(described or self.layout_out.describe(form))
+            described = described or self.layout_out.describe(form)
+            repeats = len({name for name, _, _ in described}) < len(described)
+            self.writers[form] = None if repeats else self.make_writer(described)
         return self.writers[form]
 
-    def kept_form(self, form: Any) -> Form:
+    def kept_form(self, form: Any) -> OutputForm:
         """An answer's form as the cache keeps it."""
         found = self._kept.get(form)
         if found is None:
@@ -127,13 +149,13 @@ class PreparedRequest:
         return found
 
     def key_head(self, make: Any) -> bytes:
-        """What the cache's keys of the requests at hand begin with, as `make` (of a CacheStage) writes it."""
+        """Return the head of these requests' cache keys, as `make` (of a CacheStage) writes it."""
         head = self._heads.get(self.rows)
         if head is None:
             head = self._heads[self.rows] = make(self._sorts(), self.wanted)
         return head
 
-    def _sorts(self) -> tuple[Sort, ...]:
+    def _sorts(self) -> tuple[InputForm, ...]:
         lead = (self.rows,) if self.batching else ()
         found = []
         for name, tensor in self.inputs.items():
@@ -142,9 +164,9 @@ class PreparedRequest:
         return tuple(found)
 
 
-def put_bytes(source: Memory | Arrived, memory: list[memoryview]) -> bool:
+def put_bytes(source: Memory | ArrivedBody, memory: list[memoryview]) -> bool:
     """`PreparedRequest.fill` of bodies that are nothing but the one input."""
-    if isinstance(source, Arrived):
+    if isinstance(source, ArrivedBody):
         return source.read_into(memory)
     memory[0][:] = source
     return True

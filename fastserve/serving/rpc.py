@@ -1,6 +1,6 @@
-"""What RPCs of every dialect have in common: messages of the protobuf library's, and their answers.
+"""Helpers of RPCs in every dialect: messages of the protobuf library, and their answers.
 
-Imported where a listener speaks gRPC, and nowhere else: HTTP needs neither.
+Imported only where a listener speaks gRPC.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from google.protobuf.message import DecodeError
 
 from fastserve._ext.proto_wire import MOST_ENTRIES, Fault, WireFault
 from fastserve.errors import ServeError, invalid
+from fastserve.net.grpc import AwaitedExchange
 from fastserve.serving.slow_path import SlowRequest, answer_slowly
-from fastserve.wire.grpc import Awaited
 
 T = TypeVar("T")
 
 
-async def answer_rpc(received_ns: int, make: Callable[[Awaited], SlowRequest]) -> bytes:
-    """What answers an RPC whose method is a coroutine, by the general path: `make` gives the request, for the
+async def answer_rpc(received_ns: int, make: Callable[[AwaitedExchange], SlowRequest]) -> bytes:
+    """Answer an RPC whose method is a coroutine, by the general path: `make` gives the request, for the
     exchange it is answered by. Raises ServeError."""
-    exchange = Awaited(received_ns)
+    exchange = AwaitedExchange(received_ns)
     await answer_slowly(exchange, make(exchange))
     return await exchange.answer()
 

@@ -1,23 +1,25 @@
-"""The general path: what the fast one did not know, errors included. Any scheduler, any request.
+"""The general path: any request on any scheduler, errors included.
 
-    read -> run -> write -> release -> send -> count     or refuse, or fail: the client always hears
+    read -> run -> write -> release -> send -> count     or refuse, or fail: the client always gets an answer
 
-A dialect says how a request is read and its answer written; everything else is the same for all of them,
-and done here.
+A dialect says how a request is read and its answer written; everything else is the same for all of them, and
+done here. RegionRequest is a request some of whose tensors may be in client memory, in files or on GPUs.
 """
 
 from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from time import monotonic_ns
 
-from fastserve.errors import ServeError
+from fastserve.errors import ServeError, invalid
+from fastserve.memory_budget import ALLOWANCE_BYTES, Claim
 from fastserve.repository.version import Version
-from fastserve.request import InferRequest, InferResponse
-from fastserve.serving.exchange import Exchange, unforeseen
-from fastserve.serving.service import DialectService
+from fastserve.request import InferRequest, InferResponse, Lent
+from fastserve.serving.client_memory import OutputBuffers, Range, hold_buffers
+from fastserve.serving.dialect import DialectService
+from fastserve.serving.exchange import Exchange, internal_error
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +30,7 @@ class SlowRequest(ABC):
     service: DialectService
     """Its dialect's: whose engine runs it, and where it is counted."""
     version: Version
-    """Whose it is, from `read` on."""
+    """The version that the request is for, from `read` on."""
     ran_ns = 0
     """From its being read to the engine's answer, when there is one."""
 
@@ -71,7 +73,7 @@ async def answer_slowly(exchange: Exchange, request: SlowRequest) -> None:
         request.refused(fault)
     except Exception as error:
         try:
-            request.refused(unforeseen(exchange, error))
+            request.refused(internal_error(exchange, error))
         except Exception:  # it was answered before
             exchange.fail(error)
     else:
@@ -98,3 +100,63 @@ async def _run(exchange: Exchange, request: SlowRequest) -> int:
         return monotonic_ns() - began_ns
     finally:
         response.release()
+
+
+class RegionRequest(SlowRequest):
+    """One request. `rooms` hold its outputs, by name."""
+
+    _claim: Claim | None = None
+
+    def __init__(self, service: DialectService) -> None:
+        self.service, self.rooms = service, OutputBuffers()
+
+    def hold(self, ranges: Mapping[str, Range]) -> None:
+        """Room for outputs, where their client wants them. Raises ServeError."""
+        self.rooms = hold_buffers(self.service.regions, ranges)
+
+    async def charge(self, nbytes: int) -> None:
+        """Have so many bytes of client memory on the memory budget, before they are read. Raises ServeError
+        UNAVAILABLE for who has waited for room in vain."""
+        budget = self.service.regions.budget
+        if budget is None or nbytes <= ALLOWANCE_BYTES:
+            return
+        if self._claim is None:
+            self._claim = Claim(budget)
+        await self._claim.reserve(nbytes)
+
+    def bring(self, request: InferRequest, outside: Mapping[str, Lent]) -> None:
+        """Leave a checked request's tensors on GPUs to its workers: inputs `outside` and outputs in `rooms`.
+        Raises ServeError UNIMPLEMENTED where they cannot access them."""
+        self.service.regions.bring(self.version, request, outside, self.rooms)
+
+    def close(self) -> None:
+        self.rooms.close()
+        if self._claim is not None:
+            self._claim.release()
+
+
+Memory = bytes | bytearray | memoryview
+
+
+class BodyTensors:
+    """Reader of the rest of a body. `more` is the dialect's word for missing bytes."""
+
+    def __init__(self, body: Memory, model: str, more: str = "bytes") -> None:
+        self._body, self._model, self._more = memoryview(body), model, more
+        self._at = 0
+
+    def take(self, name: str, nbytes: int) -> memoryview:
+        """The bytes of the next tensor. Raises ServeError."""
+        start, self._at = self._at, self._at + nbytes
+        missing = self._at - len(self._body)
+        if missing > 0:
+            raise invalid(
+                f"unexpected size for input '{name}', expecting {missing} {self._more} "
+                f"for model '{self._model}'"
+            )
+        return self._body[start : self._at]
+
+    def finish(self) -> None:
+        """Raises ServeError when bytes are left over."""
+        if self._at != len(self._body):
+            raise invalid(f"unexpected additional input data for model '{self._model}'")

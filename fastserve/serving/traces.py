@@ -24,7 +24,7 @@ from typing import IO, Any
 import msgspec
 
 from fastserve._ext.infer_reply import UnwritableOutput, write_items
-from fastserve.codec.client_text import to_bytes
+from fastserve.codec.json_text import to_bytes
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.dialect import EngineFace
@@ -43,12 +43,12 @@ DEFAULTS: Mapping[str, Setting] = {
     "trace_file": "",
     "trace_mode": "triton",
 }
-# What the times of a batch are called, in the order the arena has them.
+# The names of a batch's times, in the order the arena has them.
 _BATCH = ("QUEUE_START", "COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START", "COMPUTE_END")
 
 
 class TraceFile:
-    """What traces are appended to, and the numbered files beside it."""
+    """File that traces are appended to, and the numbered files beside it."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -83,7 +83,7 @@ class TraceFile:
             file.close()
 
 
-class Scope:
+class TraceScope:
     """Settings that hold for some models, from one change to the next: which requests, and where they go.
     `on` while there may be more of them."""
 
@@ -132,10 +132,10 @@ class Scope:
         self._kept, self._count = [], 0
 
 
-class Traced:
+class RequestTrace:
     """One request that is traced, and the engine as it asks it. `end` it."""
 
-    def __init__(self, id: int, scope: Scope, engine: EngineFace) -> None:
+    def __init__(self, id: int, scope: TraceScope, engine: EngineFace) -> None:
         self._id, self._scope, self._engine = id, scope, engine
         self._entries: list[bytes] = []
 
@@ -169,7 +169,7 @@ class Traced:
             about["request_id"] = to_bytes(request.request_id).decode("utf-8", "replace")
         self._add(about)
         self.stamp("REQUEST_START")
-        self._show("TENSOR_QUEUE_INPUT", request.inputs, {*request.lent, *request.carried})
+        self._show("TENSOR_QUEUE_INPUT", request.inputs, request.lent)
         request.times = []
 
     def answered(self, request: InferRequest, response: InferResponse | None) -> None:
@@ -220,12 +220,12 @@ class Traces:
         self._start: dict[str, Setting] = {**DEFAULTS, **start}
         self._changes: dict[str, dict[str, Setting]] = {"": {}}  # by model, "" for all
         self._files: dict[str, TraceFile] = {}
-        self._scopes: dict[str, Scope] = {}
+        self._scopes: dict[str, TraceScope] = {}
         self._last_id = 0
         self._begin([""])
 
     def show(self, model: str = "") -> dict[str, Setting]:
-        """What holds for a model, "" for all others."""
+        """Return the settings of a model, "" for all others."""
         return {**self._start, **self._changes[""], **self._changes.get(model, {})}
 
     def change(
@@ -246,20 +246,20 @@ class Traces:
         self._begin([model] if model else list(self._changes))  # all are under part of a change for all
 
     def _begin(self, models: Iterable[str]) -> None:
-        """What is traced of these begins anew."""
+        """Begin the traces of these models anew."""
         for model in models:
             gone = self._scopes.pop(model, None)
             if gone is not None:
                 gone.flush()
             if model in self._changes:
                 settings = self.show(model)
-                self._scopes[model] = Scope(settings, self._file(str(settings["trace_file"])))
+                self._scopes[model] = TraceScope(settings, self._file(str(settings["trace_file"])))
         self._look()
 
     def _look(self) -> None:
         self.on = any(scope.on for scope in self._scopes.values())
 
-    def sample(self, model: str) -> Traced | None:
+    def sample(self, model: str) -> RequestTrace | None:
         """A trace for the request that comes now, None for most."""
         scope = self._scopes.get(model) or self._scopes.get("")
         if scope is None or not scope.wants():
@@ -267,10 +267,10 @@ class Traces:
         if not scope.on:  # that was its last
             self._look()
         self._last_id += 1
-        return Traced(self._last_id, scope, self._engine)
+        return RequestTrace(self._last_id, scope, self._engine)
 
     @contextmanager
-    def one(self, model: str) -> Iterator[Traced | None]:
+    def one(self, model: str) -> Iterator[RequestTrace | None]:
         """The trace of one request, ended with it."""
         traced = self.sample(model) if self.on else None
         try:

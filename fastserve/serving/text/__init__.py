@@ -1,21 +1,23 @@
-"""Text generation as all its dialects share it: what is asked, what comes back, and nobody's JSON.
+"""Text generation as all dialects share it: requests, streams of tokens, embeddings; no dialect's JSON.
 
-    texts = Texts(context)                         one per dialect
+    texts = TextModels(context)                    one per dialect
     model = texts.find("llm")                      ServeError NOT_FOUND
     stream = await model.start(TextAsk(prompt="Once", sampling=Sampling(max_new_tokens=20), stop=["."]))
-    async with stream:                             leaving it, however, cancels what still runs
-        async for tokens in stream:                all that came since, as list[Token]
+    async with stream:                             leaving the block cancels a sequence that still runs
+        async for tokens in stream:                all new tokens, as list[Token]
             ...
-    stream.ending                                  why, the whole text, how many tokens, or the fault
-    ending = await pour(stream, reply, write)      the same to a streamed reply, without a turn for each token
+    stream.ending                                  the reason, the whole text and its token ids, or the fault
+    ending = await stream_to(stream, reply, write) the same to a streamed reply, with no task switch per token
 
-Here are tokenizers, chat templates, bounds of prompts, text out of tokens, stop strings, and how it ends.
-What a client calls all of that, and in which words it is refused, is its dialect's.
+Tokenizers, chat templates, bounds of prompts, detokenization, stop strings and endings are here. Names of
+parameters and the text of refusals belong to each dialect.
 """
 
 from fastserve._ext.text_tokens import Frames, Hole, Token
 from fastserve.codec.text import Finish, Info, Sampling
-from fastserve.serving.text.ask import (
+from fastserve.serving.text.embeddings import Embedding, Vector
+from fastserve.serving.text.models import TextModel, TextModels
+from fastserve.serving.text.request import (
     BadStop,
     NoTokenizer,
     PromptFault,
@@ -24,12 +26,8 @@ from fastserve.serving.text.ask import (
     TextTooLong,
     UnknownToken,
 )
-from fastserve.serving.text.detokenize import Detokenizer
-from fastserve.serving.text.embed import Embedding, Vector
-from fastserve.serving.text.models import TextModel, Texts
-from fastserve.serving.text.pour import pour
-from fastserve.serving.text.stream import Ending, TextStream, together
-from fastserve.serving.text.tokenizer import Piece
+from fastserve.serving.text.stream import Ending, TextStream, stream_to, together
+from fastserve.serving.text.tokenizer import Detokenizer, Piece
 
 __all__ = [
     "BadStop",
@@ -47,12 +45,12 @@ __all__ = [
     "Sampling",
     "TextAsk",
     "TextModel",
+    "TextModels",
     "TextStream",
     "TextTooLong",
-    "Texts",
     "Token",
     "UnknownToken",
     "Vector",
-    "pour",
+    "stream_to",
     "together",
 ]

@@ -3,9 +3,9 @@
     chat_template.jinja              the template; chat_templates/NAME.jinja are others
     tokenizer_config.json            chat_template, where there is no such file; special tokens it may name
 
-The result is that of transformers' apply_chat_template. A template belongs to the model and the messages are
-its client's, so either may be at fault: a template that cannot be compiled or that uses up what it may
-(`sandbox` says how much) is the model's, all else it raises is told the client. It runs in a thread.
+The result is that of transformers' apply_chat_template. A template that cannot be compiled or exceeds its
+budget (see `sandbox`) is the model's fault; every other exception is reported to the client, whose messages
+caused it. Templates run in a thread.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NEEDS = "chat templates need the package jinja2, 3.1.6 or newer (the extra 'llm'
 
 
 class ChatTemplate:
-    """Those of one model's folder, compiled when they are first wanted."""
+    """The chat templates of one model's folder, compiled on first use."""
 
     def __init__(self, folder: Path, model: str) -> None:
         self._model = model

@@ -1,7 +1,16 @@
-"""Text models as dialects find them: by name, with what is worked out once for each version.
+"""Text models by name, with the tokenizer and chat template of each version.
 
-A version's tokenizer is loaded when the version becomes available, in a thread: that of a large vocabulary
-takes a second. All dialects of a front process share it; it ends with the version.
+A version's tokenizer is loaded when the version becomes available, in a thread: a large vocabulary takes a
+second. All dialects of a front process share it; it ends with the version.
+
+`model_card` is the version as OpenAI's API names a model. `answer_text` runs one call of any text API:
+
+    async def answer(call: TextCall) -> bool:        replies, or sends a stream
+        call.model = texts.find(name)
+        ...
+        return True
+
+    await answer_text(call, service.traffic, answer, refuse)
 """
 
 from __future__ import annotations
@@ -10,34 +19,81 @@ import asyncio
 import os
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import msgspec
 
-from fastserve.apart import Apart
+from fastserve._ext.stop_strings import StopStrings, StopTable
 from fastserve.codec.text import Info, Record, TextNote
 from fastserve.errors import Kind, ServeError
-from fastserve.repository.version import Version, VersionState
+from fastserve.metrics.names import Traffic
+from fastserve.net.request import Call
+from fastserve.repository.catalog import Catalog
+from fastserve.repository.version import Attachment, Version, VersionState
 from fastserve.serving.dialect import EngineFace, ServingContext
-from fastserve.serving.text.ask import PromptFault, TextAsk, check_stops, check_text, fit
+from fastserve.serving.exchange import internal_error
 from fastserve.serving.text.chat import ChatTemplate
-from fastserve.serving.text.detokenize import Detokenizer
-from fastserve.serving.text.embed import Embedding, Prompt
-from fastserve.serving.text.stops import StopStrings
+from fastserve.serving.text.embeddings import Embedding, EncodedPrompt
+from fastserve.serving.text.request import (
+    LEAST_CHARACTERS,
+    MOST_CHARACTERS,
+    TO_FIT,
+    PromptFault,
+    PromptTooLong,
+    TextAsk,
+    TextTooLong,
+    check_stops,
+    check_text,
+    check_together,
+    count_together,
+    fit,
+)
 from fastserve.serving.text.stream import TextStream
-from fastserve.serving.text.tokenizer import Piece, Tokenizer, load_tokenizer
+from fastserve.serving.text.tokenizer import LEAST_LONGEST, Detokenizer, Piece, Tokenizer, load_tokenizer
+from fastserve.util.offload import Offload
 
-WORK = 64
-"""Times a character: a token is made of three or four of them, in a microsecond each."""
+OWNER = "fastserve"
+
+
+def created_of(version: Version) -> int:
+    """Return the modification time of a version's folder, in seconds of the epoch: the same in every
+    process."""
+    try:
+        return int(version.folder.stat().st_mtime)
+    except OSError:
+        return 0
+
+
+def model_card(version: Version) -> dict[str, Any]:
+    """Return the four keys of OpenAI's model object."""
+    return {"id": version.model, "object": "model", "created": created_of(version), "owned_by": OWNER}
+
+
+def card_of(engine: EngineFace, catalog: Catalog, name: str) -> dict[str, Any]:
+    """Return the model card of a name's newest version; empty where that is no text model."""
+    version = catalog.available(name)
+    return {} if version is None or engine.text_info(version) is None else model_card(version)
+
+
+WORK = 128
+"""Cost of a character in bytes of offloaded work: a token has three or four of them, one where the text is
+odd, and takes 2 us."""
 ID_WORK = 16
-"""Times a token that somebody else has made: each is looked at thrice."""
+"""Cost of a given token id: it is looked at three times."""
 SEEDS = 1 << 64
+EASY_CHARACTERS = 1 << 14
+"""Length of a text that is tokenized at once, without an estimate of its tokens."""
+MOST_PIECES = 1 << 14
+"""Tokens of a text that are counted and shown, though its model may take fewer."""
+SLACK = 64
+"""Tokens by which the beginning of a text may differ from the same in the whole of it."""
+_MODEL: Attachment[TextModel] = Attachment()
 
 
-class Texts:
+class TextModels:
     """The text models of one front process, for one dialect."""
 
     def __init__(self, context: ServingContext, default: str = "") -> None:
@@ -50,9 +106,29 @@ class Texts:
         """The models that can be asked, in order."""
         return sorted(name for name in self._catalog.models if self._available(name) is not None)
 
+    @property
+    def most_characters(self) -> int:
+        """Characters of the longest prompt that any model takes."""
+        return max([LEAST_CHARACTERS, *(self.find(name).most_characters for name in self.names())])
+
+    @property
+    def see(self) -> bool:
+        """Whether any model takes images."""
+        return any(self.find(name).info.vision for name in self.names())
+
+    def knows(self, name: str) -> bool:
+        """Return whether a model of any kind has this name, ready or not."""
+        return name in self._catalog.models
+
+    def only(self, *, embeds: bool = False) -> str:
+        """Return the only model that writes, or makes embeddings; "" where there is none, or several."""
+        infos = {name: self.find(name).info for name in self.names()}
+        found = [name for name, info in infos.items() if (info.embeds if embeds else info.writes)]
+        return found[0] if len(found) == 1 else ""
+
     def find(self, name: str) -> TextModel:
-        """The newest version of a model; for "" the default one, or the only one that writes. Raises
-        ServeError NOT_FOUND."""
+        """Return the newest version of a model; for "" the default model, or the only one that writes.
+        Raises ServeError NOT_FOUND."""
         if not name:
             name = self._default or self._only()
         version = self._available(name)
@@ -61,13 +137,12 @@ class Texts:
         return self.of(version)
 
     def of(self, version: Version) -> TextModel:
-        """A version that is a text model."""
-        found = version.text_model
+        """Return the text model of a version."""
+        found = _MODEL.get(version)
         if found is None:
             info = self._engine.text_info(version)
             assert info is not None
-            found = version.text_model = TextModel(self._engine, version, info)
-        assert isinstance(found, TextModel)
+            found = _MODEL.put(version, TextModel(self._engine, version, info))
         return found
 
     def _changed(self, version: Version) -> None:
@@ -88,10 +163,10 @@ class Texts:
 
 
 class TextModel:
-    """One version of a model that generates text. Not kept past a request: the version does that."""
+    """One version of a model that generates text. The version owns it: do not keep it past a request."""
 
     def __init__(self, engine: EngineFace, version: Version, info: Info) -> None:
-        self._engine, self._apart = engine, Apart()
+        self._engine, self._apart = engine, Offload()
         self.version, self.info = version, info
         self.name = version.model
         self.created = int(time.time())
@@ -100,7 +175,7 @@ class TextModel:
         self._chat: ChatTemplate | None = None
 
     def load(self) -> None:
-        """Begin to load its tokenizer, where there is a loop to do it beside."""
+        """Begin to load the tokenizer, where a loop runs."""
         if self.info.tokenizer != "folder":  # there is nothing to read
             self._tokenizer = self._read_tokenizer()
         if self._tokenizer is None and self._loading is None:
@@ -112,7 +187,7 @@ class TextModel:
         return load_tokenizer(self.info.tokenizer, self.version.folder, self.name)
 
     async def _ready(self) -> Tokenizer:
-        """Its tokenizer. Raises ServeError; whoever asks the next time tries again."""
+        """Return the tokenizer once it is loaded. Raises ServeError; the next call tries again."""
         if self._tokenizer is None:
             self.load()
         if self._tokenizer is None:
@@ -126,44 +201,95 @@ class TextModel:
 
     @property
     def _known(self) -> Tokenizer:
-        """The same for those who cannot wait: they ask after a stream began, and it is there."""
+        """The tokenizer, for callers that cannot wait: it is loaded once a stream has begun."""
         if self._tokenizer is None:
             self._tokenizer = self._read_tokenizer()
         return self._tokenizer
 
     @property
     def most_prompt_tokens(self) -> int:
-        """A prompt may have."""
+        """Tokens that a prompt may have."""
         return max(0, min(self.info.max_prompt_tokens, self.info.max_tokens - 1))
+
+    @property
+    def most_characters(self) -> int:
+        """Characters that a prompt may have, as many as its tokens can stand for."""
+        return self.characters_of(self.most_prompt_tokens)
+
+    def characters_of(self, tokens: int) -> int:
+        """Return the most characters that so many tokens can stand for."""
+        longest = LEAST_LONGEST if self._tokenizer is None else self._tokenizer.longest
+        return min(MOST_CHARACTERS, max(LEAST_CHARACTERS, tokens * longest))
 
     # --- text and tokens
 
-    async def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Its tokens, with those that the model wants around it. Raises TextTooLong, NoTokenizer."""
-        check_text(text)
-        encode = (await self._ready()).encode
-        return await self._apart(len(text) * WORK, encode, text, special=special)
+    async def encode(self, text: str, *, special: bool = True, keep: int = 0) -> list[int]:
+        """Return the tokens of a text, with the special ones around it. A text that is to be cut to `keep`
+        tokens is encoded from its end, as far as needed. Raises TextTooLong, PromptTooLong, NoTokenizer."""
+        await self._ready()
+        return await self._apart(len(text) * WORK, self._encode, text, special, keep)
 
     async def pieces(self, text: str, *, special: bool = True) -> list[Piece]:
-        """Its tokens, with where each stands in it."""
+        """Return the tokens of a text with their places in it. Raises as `encode`."""
+        await self._ready()
+        return await self._apart(len(text) * WORK, self._pieces, text, special)
+
+    async def count(self, text: str) -> int:
+        """Return the number of tokens of a text. Raises as `encode`."""
+        await self._ready()
+        most = max(self.most_prompt_tokens, MOST_PIECES)
+        check_text(text, self.characters_of(most))
+        return len(await self._apart(len(text) * WORK, self._encode_within, text, True, most))
+
+    def _pieces(self, text: str, special: bool) -> list[Piece]:
+        most = max(self.most_prompt_tokens, MOST_PIECES)
+        check_text(text, self.characters_of(most))
+        if len(text) > EASY_CHARACTERS:  # what a token takes here is some hundred bytes
+            found = len(self._encode_within(text, special, most))
+            if found > most:
+                raise PromptTooLong(found, most)
+        return self._known.pieces(text, special=special)
+
+    def _encode(self, text: str, special: bool, keep: int = 0) -> list[int]:
+        """Raises TextTooLong, and PromptTooLong where that shows before all of it was read."""
+        most = self.most_prompt_tokens
+        if not 0 < keep <= most:
+            check_text(text, self.most_characters)
+            return self._encode_within(text, special, most)
         check_text(text)
-        pieces = (await self._ready()).pieces
-        return await self._apart(len(text) * WORK, pieces, text, special=special)
+        size, enough = max(EASY_CHARACTERS, keep), keep + SLACK
+        while True:  # doubles the part at its end
+            found = self._known.encode(text[-size:], special=special)
+            if size >= len(text) or len(found) >= enough:
+                return found
+            size *= 2
+
+    def _encode_within(self, text: str, special: bool, most: int) -> list[int]:
+        """A text that has too many tokens takes no more time and memory than twice of what is allowed. Raises
+        PromptTooLong."""
+        size = max(EASY_CHARACTERS, most)
+        while True:  # doubles the part at its beginning
+            found = self._known.encode(text[:size], special=special)
+            if size >= len(text):
+                return found
+            if len(found) > most + SLACK:
+                raise PromptTooLong(len(found) - SLACK, most, more=True)
+            size *= 2
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """The text of tokens; without that of special ones, unless asked for."""
+        """Return the text of tokens, without special ones unless `special`."""
         return self._known.decode(ids, special=special)
 
     def token_text(self, token: int) -> str:
-        """One token by itself, special ones too."""
+        """Return the text of one token, special ones too."""
         return self._known.token_text(token)
 
     def token_bytes(self, token: int) -> bytes:
-        """What it adds to a text's bytes; b"" where nobody here knows."""
+        """Return the bytes of one token; b"" where they are not known."""
         return self._known.token_bytes(token)
 
     def detokenizer(self, *, special: bool = False) -> Detokenizer:
-        """What makes text of the tokens of one sequence, as they come."""
+        """Return a detokenizer for one sequence."""
         return self._known.detokenizer(special=special)
 
     async def chat(
@@ -174,8 +300,12 @@ class TextModel:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The prompt that the model's chat template makes of messages: ask with `templated`. Raises
-        ServeError: INVALID_ARGUMENT when the template refuses them or there is none."""
+        """Return the prompt that the model's chat template makes of messages; start it with `templated`.
+        Raises ServeError: INVALID_ARGUMENT when the template refuses them or there is none."""
+        await self._ready()
+        characters = sum(len(message.get("content") or "") for message in messages)
+        if characters > self.most_characters:
+            raise TextTooLong(characters, self.most_characters)
         if self._chat is None:
             self._chat = ChatTemplate(self.version.folder, self.name)
         return await self._chat.render(messages, tools, add_generation_prompt, variables)
@@ -183,12 +313,12 @@ class TextModel:
     # --- sequences
 
     async def start(self, ask: TextAsk) -> TextStream:
-        """Start it. Raises ServeError: TextTooLong, PromptTooLong, UnknownToken, BadStop, UNAVAILABLE or
-        RESOURCE_EXHAUSTED where it cannot wait any more."""
+        """Start one sequence. Raises ServeError: TextTooLong, PromptTooLong, UnknownToken, BadStop;
+        UNAVAILABLE or RESOURCE_EXHAUSTED when the queue is full."""
         return (await self.start_many(ask, 1))[0]
 
     async def start_many(self, ask: TextAsk, count: int) -> list[TextStream]:
-        """Start it so many times, with seeds that follow each other; all of them, or it raises."""
+        """Start `count` sequences of one prompt, with consecutive seeds; all of them, or it raises."""
         if not self.info.writes:
             text = f"model '{self.name}' makes vectors of texts, and writes none"
             raise ServeError(Kind.UNIMPLEMENTED, text)
@@ -198,47 +328,53 @@ class TextModel:
         await self._ready()
         ids, text = await self._apart(_work_of(ask), self._read, ask)
         seed = int.from_bytes(os.urandom(8), "little") if ask.seed is None else ask.seed
+        stops = StopTable(ask.stop) if ask.stop else None
         streams: list[TextStream] = []
         try:
             while len(streams) < count:
-                streams.append(self._start(ask, ids, text, (seed + len(streams)) % SEEDS))
+                streams.append(self._start(ask, ids, text, (seed + len(streams)) % SEEDS, stops))
         except BaseException:
             for stream in streams:
                 stream.cancel()
             raise
         return streams
 
-    def _read_all(self, asks: Sequence[TextAsk]) -> list[Prompt]:
-        found = []
+    def _read_all(self, asks: Sequence[TextAsk]) -> list[EncodedPrompt]:
+        found: list[EncodedPrompt] = []
+        tokens = 0
         for number, ask in enumerate(asks):
             try:
                 found.append(self._read(ask))
             except PromptFault as fault:
                 fault.prompt = number
                 raise
+            tokens += len(found[-1].ids)
+            count_together(tokens, self.most_prompt_tokens)
         return found
 
-    def _read(self, ask: TextAsk) -> Prompt:
+    def _read(self, ask: TextAsk) -> EncodedPrompt:
         """The tokens of its prompt; or the prompt itself, where the engine takes text."""
         prompt = ask.prompt
         if isinstance(prompt, str):
-            check_text(prompt)
             if not self.info.tokenizer:
-                return Prompt([], prompt)
-            prompt = self._known.encode(prompt, special=not ask.templated)
-        return Prompt(fit(prompt, ask.truncate, self.most_prompt_tokens, self.info.vocab_size))
+                check_text(prompt)
+                return EncodedPrompt([], prompt)
+            keep = self.most_prompt_tokens if ask.truncate == TO_FIT else ask.truncate
+            prompt = self._encode(prompt, not ask.templated, keep)
+        return EncodedPrompt(fit(prompt, ask.truncate, self.most_prompt_tokens, self.info.vocab_size))
 
     async def embedding(self, asks: Sequence[TextAsk]) -> Embedding:
-        """What makes their vectors; of an ask its prompt counts, its priority, deadline and id. Raises
-        ServeError: UNIMPLEMENTED where the model makes none, and as `start`."""
+        """Return the embedding of several prompts; their priority, deadline and id are the first's. Raises
+        ServeError: UNIMPLEMENTED where the model makes no embeddings, and as `start`."""
         if not self.info.embeds:
             raise ServeError(Kind.UNIMPLEMENTED, f"model '{self.name}' makes no embeddings")
         await self._ready()
-        # As one piece of work: many small texts are as much as they are together.
+        check_together([ask.prompt for ask in asks], self.most_prompt_tokens)
+        # As one piece of work: many small texts add up.
         prompts = await self._apart(sum(map(_work_of, asks)), self._read_all, asks)
         first = asks[0]
 
-        def note(prompt: Prompt) -> TextNote:
+        def note(prompt: EncodedPrompt) -> TextNote:
             return TextNote(
                 text=prompt.text,
                 priority=first.priority,
@@ -249,14 +385,16 @@ class TextModel:
 
         return Embedding(partial(self._engine.generate, self.version), prompts, note)
 
-    def _start(self, ask: TextAsk, ids: list[int], text: str, seed: int) -> TextStream:
+    def _start(
+        self, ask: TextAsk, ids: list[int], text: str, seed: int, stops: StopTable | None
+    ) -> TextStream:
         info, tokenizer = self.info, self._known
         most = min(ask.sampling.max_new_tokens, info.max_new_tokens, info.max_tokens - len(ids))
         stream = TextStream(
             ids,
             seed,
             tokenizer.detokenizer(special=ask.special),
-            StopStrings(ask.stop, include=ask.include_stop) if ask.stop else None,
+            None if stops is None else StopStrings(stops, include_stop=ask.include_stop),
             tokenizer.specials,
             include_stop=ask.include_stop,
         )
@@ -274,18 +412,56 @@ class TextModel:
         def heard(records: list[Record]) -> None:
             there = reader()
             if there is not None:
-                there.heard(records)
+                there.on_tokens(records)
 
         stream.bind(self._engine.generate(self.version, ids, note, heard))
         return stream
 
 
 def _work_of(ask: TextAsk) -> int:
-    """Of reading its prompt, as Apart counts."""
+    """Return the cost of reading a prompt, in bytes of offloaded work."""
     return len(ask.prompt) * (WORK if isinstance(ask.prompt, str) else ID_WORK)
 
 
 def _look(loading: asyncio.Future[Tokenizer]) -> None:
-    """Whoever asks is told what went wrong; that nobody has asked yet is no mistake."""
+    """Retrieve the exception of a load that nobody awaits yet; the next request raises it."""
     if not loading.cancelled():
         loading.exception()
+
+
+class TextCall:
+    """The state of one call."""
+
+    model: TextModel | None = None
+
+    @property
+    def name(self) -> str:
+        """The model's name; "" while it is not known."""
+        return "" if self.model is None else self.model.name
+
+
+async def answer_text(
+    call: Call,
+    traffic: Traffic,
+    answer: Callable[[TextCall], Awaitable[bool]],
+    refuse: Callable[[ServeError, str], None],
+) -> None:
+    """Answer a call.
+
+    `answer` returns whether the call succeeded, and raises while nothing is sent; `refuse` replies with a
+    fault and counts it for the model of that name."""
+    about = TextCall()
+    try:
+        well = await answer(about)
+    except ServeError as fault:
+        refuse(fault, about.name)
+    except ConnectionResetError:
+        raise
+    except Exception as error:
+        try:
+            refuse(internal_error(call, error), about.name)
+        except Exception:  # the reply had begun
+            call.fail(error)
+    else:
+        if well and about.model is not None:
+            traffic.answered(about.name, about.model.version.number, call.received_ns)

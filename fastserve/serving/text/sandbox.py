@@ -1,13 +1,13 @@
-"""The Jinja environment of chat templates: transformers' sandbox, with an end to what a template may use up.
+"""The Jinja environment of chat templates: transformers' sandbox, with bounds on a template's work.
 
-A template can reach plain data only, as in transformers. Besides it is stopped
+A template reaches plain data only, as in transformers. It is stopped
 
-- after MOST_TURNS turns of its loops and calls of its macros, or MOST_S seconds, looked at in each of them;
+- after MOST_TURNS turns of its loops and calls of its macros, or MOST_S seconds, checked in each of them;
 - when a text or list it makes with an operator, a filter or a call grows beyond MOST_SIZE;
 - when it multiplies, pads or formats by a number beyond MOST_SIZE, before that is done.
 
-Not bounded before it is done: a single call that grows a text by more than a number says, as replace() does;
-it is stopped after it. Imported where a template is rendered: other front processes do without jinja2.
+A single call that grows a text without a number, as replace() does, is stopped after it. This module is
+imported where a template is rendered: other front processes do without jinja2.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ NUMBER = re.compile(r"\d+")
 
 
 class TooMuch(Exception):
-    """A template has used up what it may."""
+    """A template has used up its budget."""
 
 
 STOPPED = (TooMuch, SecurityError, MemoryError, RecursionError)
-"""What ends a template that does what it may not; anything else it raises is about what it was given."""
+"""Exceptions that stop a template; others are about its input."""
 
 
 class Budget(threading.local):
-    """What is left to the template that this thread renders."""
+    """The budget of the template that this thread renders."""
 
     turns = 0
     ends = 0.0
@@ -64,27 +64,27 @@ budget = Budget()
 
 
 def checked(value: Any) -> Any:
-    """A value the template has made. Raises TooMuch."""
+    """Return a value that the template has made. Raises TooMuch for a large one."""
     if isinstance(value, (str, bytes, list, tuple, dict)) and len(value) > MOST_SIZE:
         raise TooMuch(f"it made something larger than {MOST_SIZE}")
     return value
 
 
 def check_numbers(values: Iterable[Any]) -> None:
-    """What the template hands to a filter or a method."""
+    """Check the arguments of a filter or method. Raises TooMuch."""
     for value in values:
         if isinstance(value, int) and abs(value) > MOST_SIZE:
             raise TooMuch(f"it used a number beyond {MOST_SIZE}")
 
 
 def check_form(text: str) -> None:
-    """What the template formats with: the widths in it."""
+    """Check the widths in a format string. Raises TooMuch."""
     check_numbers(map(int, NUMBER.findall(text[:MOST_FORM])))
     if len(text) > MOST_FORM:
         raise TooMuch(f"it formatted with a text of more than {MOST_FORM} characters")
 
 
-class Turns(Extension):  # type: ignore[misc]
+class TurnLimit(Extension):  # type: ignore[misc]
     """Looks at the budget in each turn of a loop and each call of a macro."""
 
     def filter_stream(self, stream: Iterable[Token]) -> Iterator[Token]:
@@ -106,7 +106,7 @@ def _call(name: str, line: int) -> Iterator[Token]:
     yield Token(line, "variable_end", "}}")
 
 
-class Generation(Extension):  # type: ignore[misc]
+class GenerationBlock(Extension):  # type: ignore[misc]
     """`{% generation %}` marks what a model says, for training: here it is what is inside."""
 
     tags = {"generation"}
@@ -117,7 +117,7 @@ class Generation(Extension):  # type: ignore[misc]
         return nodes.Scope(body).set_lineno(line)
 
 
-class Joins(NodeTransformer):  # type: ignore[misc]
+class ConcatFilter(NodeTransformer):  # type: ignore[misc]
     """`a ~ b` is no operator to the sandbox: a filter, then, which is looked at."""
 
     def visit_Concat(self, node: Any) -> Any:
@@ -127,13 +127,16 @@ class Joins(NodeTransformer):  # type: ignore[misc]
 
 
 class Sandbox(ImmutableSandboxedEnvironment):  # type: ignore[misc]
-    """One for all templates. Threads may share it."""
+    """The environment of all templates. Threads may share it."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def __init__(self) -> None:
         super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[Turns, Generation, loopcontrols], cache_size=0
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[TurnLimit, GenerationBlock, loopcontrols],
+            cache_size=0,
         )
         filters: dict[str, Any] = self.filters
         filters["tojson"] = tojson
@@ -148,7 +151,7 @@ class Sandbox(ImmutableSandboxedEnvironment):  # type: ignore[misc]
         }
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> Any:
-        return Joins().visit(super()._parse(source, name, filename))
+        return ConcatFilter().visit(super()._parse(source, name, filename))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator in ("*", "**"):
@@ -246,7 +249,7 @@ def tojson(
 
 
 def render(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
-    """What the template makes of them. Raises TooMuch, and whatever a template can raise."""
+    """Return the text of a template. Raises TooMuch, and whatever a template can raise."""
     budget.begin()
     parts, size = [], 0
     for part in template.generate(**variables):

@@ -2,10 +2,20 @@
 
     engine --records--> detokenizer --> stop strings --> [Token, Token] --> async for tokens in stream
       ^                                                                          |
-      '----------------- taken(n): the reader is that much nearer <-------------'
+      '----------------- taken(n): so many records were read <------------------'
 
-A reader that stands still stops its sequence after TextOptions.reader_tokens: nothing is unbounded. One that
-leaves, in whatever way, cancels it: with `async with`, with aclose(), or by letting go of the stream.
+A reader that is behind stalls its sequence after TextOptions.reader_tokens while nobody waits for its row;
+else the sequence writes to its end, and unread tokens are kept here, on the account of `unread`. A reader
+that leaves cancels its sequence: with `async with`, with aclose(), or by dropping the stream.
+
+    async with stream:
+        ending = await stream_to(stream, reply, write, frames)   write([Token, ...]) -> bytes, b"" for nothing
+
+`stream_to` copies a stream into the reply of a call. While the client reads, tokens are written in the turn
+of the loop that received them, all that came together as one piece; the calling task sleeps until the end, or
+until a client that had stopped reading reads again. Meanwhile tokens stay with the engine, which stalls the
+sequence. With `frames`, all tokens but the first and the last pass through compiled code (text_tokens.Flow):
+one step of the engine is written at once, for all streams together.
 """
 
 from __future__ import annotations
@@ -14,26 +24,35 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from time import monotonic_ns
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
+from fastserve._ext.stop_strings import StopStrings
 from fastserve._ext.text_tokens import Flow, Frames, Token, take_plain
-from fastserve.codec.text import Extra, Finish, Logprobs, Record, Run, read_extra
-from fastserve.errors import DeadlineError, Kind, ModelError, ServeError
-from fastserve.serving.exchange import unforeseen
-from fastserve.serving.text.detokenize import Detokenizer
-from fastserve.serving.text.stops import StopStrings
+from fastserve.codec.text import Extra, Finish, GenerationRun, Logprobs, Record, read_extra
+from fastserve.errors import DeadlineError, Kind, ModelError, Reason, ServeError, unpack_status, worker_lost
+from fastserve.serving.exchange import internal_error
+from fastserve.serving.text.tokenizer import Detokenizer
 
 CANCELLED = "the request was cancelled"
 TIMED_OUT = "the request's time was up"
 FAILED = "the model failed"
 NOT_THE_MODELS = (Kind.UNAVAILABLE, Kind.RESOURCE_EXHAUSTED)
+UNREAD_BYTES = 64 << 20
+"""Bytes of tokens that readers have not taken, for all streams of a front process."""
+UNREAD_SHARE = 256 << 10
+"""Bytes of unread tokens that every stream may have."""
+TOKEN_BYTES, CHARACTER_BYTES, LIKELY_BYTES = 256, 2, 128
+"""Bytes of a token with its place in the answer, of a character, and of one alternative."""
+TOO_SLOW = (
+    "the answer is read too slowly: {} of its tokens wait to be read, and {} bytes those of all answers"
+)
 
 
 class Ending(msgspec.Struct):
-    """How a sequence ended. `text` is the whole of it: that of all tokens, in order. With a `fault`
-    (cancelled, out of time, failed) it is what there was until then."""
+    """The end of a sequence. `text` is the whole text of all tokens. With a `fault` (cancelled, timed out,
+    failed) it is the text until then."""
 
     reason: Finish
     text: str
@@ -44,12 +63,29 @@ class Ending(msgspec.Struct):
 
     @property
     def generated(self) -> int:
-        """Tokens, the one that ended it too."""
+        """The number of tokens, with the one that ended it."""
         return len(self.token_ids)
 
 
+class Unread:
+    """The account of bytes that streams keep for slow readers."""
+
+    def __init__(self, most: int = UNREAD_BYTES) -> None:
+        self.most = most
+        self.nbytes = 0
+
+    def takes(self, nbytes: int, own: int) -> bool:
+        """Charge so many bytes more. Return False when a stream with `own` bytes has to end."""
+        self.nbytes += nbytes
+        return self.nbytes <= self.most or own <= UNREAD_SHARE
+
+
+unread = Unread()
+"""The account of this process."""
+
+
 class TextStream:
-    """Made by TextModel.start. `seed` is the one it runs with."""
+    """One sequence, made by TextModel.start. `seed` is the one it runs with."""
 
     def __init__(
         self,
@@ -63,19 +99,20 @@ class TextStream:
     ) -> None:
         self.prompt_ids = prompt_ids
         self.prompt_tokens = len(prompt_ids)
-        """Where the engine takes text: 0 until it has counted them, with the first token."""
+        """Tokens of the prompt; where the engine takes text, 0 until its first record."""
         self.prompt_logprobs: Sequence[tuple[int, float | None]] = ()
         self.seed = seed
         self.ending: Ending | None = None
-        self.told: Callable[[], object] | None = None
-        """Called on the loop when there is news, once for all that came together."""
+        self.on_news: Callable[[], object] | None = None
+        """Called on the loop for new tokens, once for all that came together."""
         self._detokenizer, self._stops, self._specials = detokenizer, stops, specials
         self._include_stop = include_stop
-        self._run: Run | None = None
+        self._run: GenerationRun | None = None
         self._flow: Flow | None = None
         self._heard_ns = 0
         self._came: list[Token] = []
-        self._records = 0  # heard and not taken
+        self._records = 0  # received and not taken
+        self._unread = 0  # bytes charged for them
         self._texts: list[str] = []
         self._ids: list[int] = []
         self._waiting: asyncio.Future[None] | None = None
@@ -86,8 +123,8 @@ class TextStream:
         return self
 
     async def __anext__(self) -> list[Token]:
-        """All tokens that came since; with the last of them `ending` is set. An ending without a token, as of
-        a fault, comes with an empty list."""
+        """Return all new tokens; with the last of them `ending` is set. An ending without a token, as of a
+        fault, comes with an empty list."""
         while not self._came and not self._records:
             if self.ending is not None:
                 raise StopAsyncIteration
@@ -97,34 +134,36 @@ class TextStream:
 
     @property
     def has_news(self) -> bool:
-        """Whether anything came that was not taken, or it is over."""
+        """Whether tokens wait to be taken, or the sequence has ended."""
         return bool(self._came or self._records) or self.ending is not None
 
     def take(self) -> list[Token]:
-        """The same at once: none when nothing came."""
+        """Return all new tokens, without waiting."""
         tokens, self._came = self._came, []
         records, self._records = self._records, 0
+        if self._unread:
+            self._forgive()
         if records and self._run is not None:
             self._run.taken(records)
         return tokens
 
     @property
     def heard_ns(self) -> int:
-        """When something last came, as time.monotonic_ns counts; 0: nothing yet."""
+        """The time of the last record, in nanoseconds of time.monotonic_ns; 0 before the first."""
         return self._heard_ns if self._flow is None else max(self._heard_ns, self._flow.heard_ns)
 
     @property
     def last(self) -> Token | None:
-        """The last token of all that came."""
+        """The last token so far."""
         if not self._ids:
             return None
         token = self._ids[-1]
         return Token(token, self._texts[-1], len(self._ids) - 1, 0, token in self._specials, Finish.NONE)
 
-    def flow(self, frames: Frames, reply: Any, failed: Callable[[Exception], object]) -> Flow | None:
-        """While it is `open`, plain tokens go as `frames` from the engine's step into the reply, and nobody
-        here hears of them; None where each has to be looked at for stop strings. It may be open while
-        nothing that came before waits to be taken."""
+    def pass_through(self, frames: Frames, reply: Any, failed: Callable[[Exception], object]) -> Flow | None:
+        """Return a Flow. While it is `open`, plain tokens go from the engine's step into the reply as
+        `frames`, without a call here. None where stop strings have to be searched. Open it only while no
+        earlier token waits to be taken."""
         if self._stops is not None or self._run is None:
             return None
         self._flow = self._run.flow = Flow(
@@ -139,15 +178,15 @@ class TextStream:
         )
         return self._flow
 
-    def unflow(self) -> None:
-        """It does not any more: who lets go of the stream now ends it, as ever."""
+    def end_pass_through(self) -> None:
+        """End the pass-through: dropping the stream cancels its sequence again."""
         self._heard_ns, self._flow = self.heard_ns, None
         if self._run is not None:
             self._run.flow = None
 
     async def rest(self) -> Ending:
-        """Read to the end for the whole of it."""
-        self.told = self.take
+        """Read to the end and return it."""
+        self.on_news = self.take
         while self.ending is None:
             self.take()
             self._waiting = asyncio.get_running_loop().create_future()
@@ -156,7 +195,7 @@ class TextStream:
         return self.ending
 
     def cancel(self) -> None:
-        """End it; whoever still reads gets an ending with a fault."""
+        """End the sequence; its reader gets an ending with a fault."""
         if self.ending is None:
             self._end(Finish.CANCELLED, fault=ServeError(Kind.CANCELLED, CANCELLED))
             self._tell()
@@ -177,30 +216,52 @@ class TextStream:
         self.cancel()
 
     def __del__(self) -> None:
+        self._forgive()
         if self._run is not None:
             self._run.cancel()
 
     # --- the engine's side
 
-    def bind(self, run: Run) -> None:
-        """It runs."""
+    def bind(self, run: GenerationRun) -> None:
+        """Attach the engine's run."""
         self._run = run
         if self.ending is not None:
             self._leave()
 
-    def heard(self, records: list[Record]) -> None:
-        """Records came. The engine holds this weakly: a stream that nobody reads hears nothing more."""
-        if self.ending is not None:  # they were under way when it ended here, and its reader knows
+    def on_tokens(self, records: list[Record]) -> None:
+        """Take records of the engine, which holds this method weakly: a dropped stream gets no more."""
+        if self.ending is not None:  # sent before the engine knew of the end
             return
         self._heard_ns = monotonic_ns()
         self._records += len(records)
         try:
             self._take(records)
-        except Exception as error:  # of its tokenizer, or bytes of its engine that are none
-            self._end(Finish.FAILED, fault=unforeseen(self, error))
+        except Exception as error:  # of the tokenizer, or of malformed records
+            self._end(Finish.FAILED, fault=internal_error(self, error))
         if self.ending is not None:
             self._leave()
         self._tell()
+        if self._records:
+            self._charge(self._came[-len(records) :])
+
+    def _charge(self, tokens: list[Token]) -> None:
+        """Charge unread tokens. Beyond the account's limit the stream ends, and its reader gets the reason
+        alone."""
+        nbytes = sum([bytes_of(token) for token in tokens])
+        self._unread += nbytes
+        if unread.takes(nbytes, self._unread):
+            return
+        text = TOO_SLOW.format(self._records, unread.nbytes)
+        self._came.clear()
+        self._forgive()
+        if self.ending is None or self.ending.fault is None:
+            self._end(Finish.FAILED, fault=ServeError(Kind.RESOURCE_EXHAUSTED, text))
+            self._leave()
+            self._tell()
+
+    def _forgive(self) -> None:
+        unread.nbytes -= self._unread
+        self._unread = 0
 
     def _take(self, records: list[Record]) -> None:
         plain = 0
@@ -272,20 +333,25 @@ class TextStream:
         self.ending = Ending(reason, "".join(self._texts), self._ids, stop, fault)
 
     def _leave(self) -> None:
-        """It is over for its reader; where the engine does not know yet, it is told."""
+        """Detach from the engine, and cancel its run if that still goes on."""
         run, self._run = self._run, None
         if run is not None:
             run.cancel(self.ending.reason if self.ending is not None else Finish.CANCELLED)
 
     def _tell(self) -> None:
-        if self.told is not None:
-            self.told()
+        if self.on_news is not None:
+            self.on_news()
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
 
+def bytes_of(token: Token) -> int:
+    """Return the bytes of a token that waits to be read."""
+    return TOKEN_BYTES + CHARACTER_BYTES * len(token.text) + LIKELY_BYTES * len(token.best)
+
+
 def fault_of(reason: Finish, extra: Extra | None) -> ServeError | None:
-    """What a client is told of an ending that is none of its answer's."""
+    """Return the fault of an ending for the client; None for a successful one."""
     if reason is Finish.TIMEOUT:
         return DeadlineError(TIMED_OUT, queued=False)
     if reason is Finish.CANCELLED:
@@ -294,16 +360,19 @@ def fault_of(reason: Finish, extra: Extra | None) -> ServeError | None:
         return None
     if extra is None or not extra.message:
         return ModelError(Kind.INTERNAL, FAILED)
-    kind = Kind(extra.kind) if extra.kind else Kind.INTERNAL
-    # That its worker died, or that there was no room for it, is not the model's word.
+    kind, cause = unpack_status(extra.kind)
+    if cause is Reason.WORKER_LOST:
+        return worker_lost(extra.message)
+    # A dead worker or a full queue is not the model's error.
     return (ServeError if kind in NOT_THE_MODELS else ModelError)(kind, extra.message)
 
 
 async def together(streams: Sequence[TextStream]) -> AsyncIterator[tuple[int, list[Token]]]:
-    """What comes of several streams, with whose it is, as it comes. Whoever leaves closes the streams."""
+    """Yield the new tokens of several streams with the stream's index, as they come. Leaving the loop closes
+    nothing."""
     news = asyncio.Event()
     for stream in streams:
-        stream.told = news.set
+        stream.on_news = news.set
     open_ = set(range(len(streams)))
     while open_:
         news.clear()
@@ -315,3 +384,104 @@ async def together(streams: Sequence[TextStream]) -> AsyncIterator[tuple[int, li
                 yield index, tokens
         if open_:
             await news.wait()
+
+
+class ReplySink(Protocol):
+    """A streamed reply: the target of stream_to."""
+
+    @property
+    def ready(self) -> bool: ...
+
+    async def wait(self) -> None: ...
+
+    def send(self, data: bytes) -> None: ...
+
+
+class TokenWriter:
+    """One stream that is copied to a reply."""
+
+    __slots__ = ("_news", "_reply", "_stream", "_write", "fault", "flow", "stalled")
+
+    def __init__(self, stream: TextStream, reply: ReplySink, write: Callable[[list[Token]], bytes]) -> None:
+        self._stream, self._reply, self._write = stream, reply, write
+        self._news: asyncio.Future[None] | None = None
+        self.fault: Exception | None = None
+        self.flow: Flow | None = None
+        self.stalled = False  # the client does not read
+
+    def on_tokens(self) -> None:
+        """Write new tokens; on_news of the stream. May not raise: `run` raises the fault."""
+        stream = self._stream
+        if self.stalled:
+            return
+        if not self._reply.ready:
+            self.stalled = True
+            self._set_pass_through(False)
+            self._wake()
+            return
+        try:
+            data = self._write(stream.take())
+            if data:
+                self._reply.send(data)
+            self._set_pass_through(True)
+        except Exception as fault:
+            self.fail(fault)
+        if stream.ending is not None:
+            self._wake()
+
+    def fail(self, fault: Exception) -> None:
+        """Stop writing: `run` raises the fault."""
+        self.fault = fault
+        self._set_pass_through(False)
+        self._wake()
+
+    def _set_pass_through(self, flows: bool) -> None:
+        if self.flow is not None:
+            self.flow.open = flows
+
+    def _wake(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+
+    def close(self) -> None:
+        """End the pass-through."""
+        self._set_pass_through(False)
+        self.flow = None
+        self._stream.end_pass_through()
+
+    async def run(self) -> Ending:
+        """Write to the end and return it."""
+        stream = self._stream
+        self.on_tokens()
+        while True:
+            if self.fault is not None:
+                raise self.fault
+            if self.stalled:
+                await self._reply.wait()
+                self.stalled = False
+                self.on_tokens()
+            elif stream.ending is not None:
+                return stream.ending
+            else:
+                self._news = asyncio.get_running_loop().create_future()
+                await self._news
+
+
+async def stream_to(
+    stream: TextStream,
+    reply: ReplySink,
+    write: Callable[[list[Token]], bytes],
+    frames: Frames | None = None,
+) -> Ending:
+    """Write every token to the reply, and return the ending, which the caller writes. `write` is called
+    without tokens too, where the ending has none. `frames` are the encoding of plain tokens, where `write`
+    does nothing else. Raises ConnectionResetError when the client has gone, and what `write` raises."""
+    writer = TokenWriter(stream, reply, write)
+    stream.on_news = writer.on_tokens
+    if frames is not None:
+        writer.flow = stream.pass_through(frames, reply, writer.fail)
+    try:
+        return await writer.run()
+    finally:
+        stream.on_news = None
+        writer.close()

@@ -1,15 +1,14 @@
-"""Text models for clients who know tensors alone: text in, text out, as vLLM's backend is in Triton.
+"""Text models for clients of tensors: text in, text out, like vLLM's backend in Triton.
 
     text_input, stream?, sampling_parameters? (JSON), exclude_input_in_output?  ->  text_output      each [1]
 
 Settings are those of vLLM's SamplingParams, in `sampling_parameters` or, without it, among the parameters of
-the request. A request that streams has one response for all tokens that came since the one before; any other
-has one, and its text begins with the prompt unless that is excluded.
+the request. A request that streams gets a response for all tokens since the one before; any other gets one
+response, whose text begins with the prompt unless that is excluded.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any
 
@@ -17,24 +16,29 @@ import msgspec
 from msgspec import Meta
 
 from fastserve._ext.flatten import pack_bytes, unpack_bytes
+from fastserve.codec.json_text import DocumentFault, FreeJSON
 from fastserve.codec.text import Sampling
 from fastserve.config.fields import convert
 from fastserve.errors import ConfigError, invalid
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
-from fastserve.serving.text.ask import TextAsk
-from fastserve.serving.text.models import Texts
+from fastserve.serving.text.models import TextModels
+from fastserve.serving.text.request import MOST_CHARACTERS, MOST_STOP_IDS, TextAsk
 from fastserve.tensor import DTYPES, Tensor
 
 BYTES = DTYPES["bytes"]
 MOST_TOKENS = 1 << 31
+MOST_SETTINGS = 1 << 18
+"""Bytes of `sampling_parameters`: 64 stop strings of 1024 characters, and everything else."""
 # vLLM's own words.
 NOT_BOTH = "When streaming, `exclude_input_in_output` = False is not allowed."
+SETTINGS: FreeJSON[Any] = FreeJSON()
 NO_PARTS = "stream: given true, allowed: false for a request that has one response"
+StopTokens = Annotated[list[Annotated[int, Meta(ge=0, le=MOST_TOKENS - 1)]], Meta(max_length=MOST_STOP_IDS)]
 
 
-class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What may be set of a request."""
+class SamplingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Settings of one request, named as vLLM's SamplingParams."""
 
     max_tokens: Annotated[int, Meta(ge=1, le=MOST_TOKENS)] | None = 16
     temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
@@ -42,7 +46,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     top_k: Annotated[int, Meta(ge=-1, le=MOST_TOKENS)] = 0
     seed: Annotated[int, Meta(ge=0)] | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[Annotated[int, Meta(ge=0, le=MOST_TOKENS - 1)]] | None = None
+    stop_token_ids: StopTokens | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
@@ -52,7 +56,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     n: Annotated[int, Meta(ge=1, le=1)] = 1
 
     def sampling(self) -> Sampling:
-        """As the engine has it: no temperature is the most likely token."""
+        """Return the engine's settings: temperature 0 is greedy."""
         return Sampling(
             max_new_tokens=MOST_TOKENS if self.max_tokens is None else self.max_tokens,
             do_sample=self.temperature > 0,
@@ -68,13 +72,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class TextTensors:
-    """See engine.text.TensorFace; one for a front process."""
+    """Text models for requests of tensors (engine.TensorFace); one for a front process."""
 
-    def __init__(self, texts: Texts) -> None:
+    def __init__(self, texts: TextModels) -> None:
         self._texts = texts
 
     async def infer(self, version: Version, request: InferRequest) -> InferResponse:
-        """Its one response. Raises ServeError."""
+        """Return the only response. Raises ServeError."""
         if _flag(request, "stream"):
             raise invalid(NO_PARTS)
         ask = make_ask(request)
@@ -86,7 +90,7 @@ class TextTensors:
         return _response(before + ending.text)
 
     async def stream(self, version: Version, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
-        """Its responses. Raises ServeError, also for what ends it early."""
+        """Yield responses. Raises ServeError, also after the first."""
         if not _flag(request, "stream"):
             yield await self.infer(version, request)
             return
@@ -103,7 +107,7 @@ class TextTensors:
 
 
 def make_ask(request: InferRequest) -> TextAsk:
-    """What a request of tensors asks for. Raises ServeError INVALID_ARGUMENT."""
+    """Return a request of tensors as a text request. Raises ServeError INVALID_ARGUMENT."""
     settings = _settings(request)
     stop = settings.stop or ()
     return TextAsk(
@@ -119,34 +123,42 @@ def make_ask(request: InferRequest) -> TextAsk:
     )
 
 
-def _settings(request: InferRequest) -> Settings:
+def _settings(request: InferRequest) -> SamplingSettings:
     try:
         if "sampling_parameters" in request.inputs:
-            said = _object(_text(request, "sampling_parameters"))
-            return convert(said, Settings, "sampling_parameters", lax=True)
+            said = _object(_bytes(request, "sampling_parameters", MOST_SETTINGS))
+            return convert(said, SamplingSettings, "sampling_parameters", lax=True)
         # Beside what else a request may say, such as a client's headers.
-        own = {k: v for k, v in request.parameters.items() if k in Settings.__struct_fields__}
-        return convert(own, Settings, "parameters", lax=True)
+        own = {k: v for k, v in request.parameters.items() if k in SamplingSettings.__struct_fields__}
+        return convert(own, SamplingSettings, "parameters", lax=True)
     except ConfigError as fault:
         raise invalid(str(fault)) from None
 
 
-def _object(text: str) -> dict[str, Any]:
+def _object(data: memoryview) -> dict[str, Any]:
     try:
-        said = json.loads(text) if text else {}
-    except (ValueError, RecursionError):
-        said = None
+        said = SETTINGS.read(bytes(data)) if data else {}
+    except DocumentFault as fault:
+        raise ConfigError(f"sampling_parameters: no JSON object: {fault.message}") from None
     if not isinstance(said, dict):
         raise ConfigError("sampling_parameters: no JSON object")
     return said
 
 
 def _text(request: InferRequest, name: str) -> str:
-    found = unpack_bytes(request.inputs[name].data, 1)[0]
     try:
-        return bytes(found).decode()
+        return bytes(_bytes(request, name, 4 * MOST_CHARACTERS)).decode()
     except UnicodeDecodeError as fault:
         raise invalid(f"input {name!r} is not UTF-8: byte {fault.start}") from None
+
+
+def _bytes(request: InferRequest, name: str, most: int) -> memoryview:
+    """The one string of an input. Raises ServeError where it is longer."""
+    data = request.inputs[name].data
+    size = memoryview(data).nbytes
+    if size > most + 4:
+        raise invalid(f"input {name!r} has {size - 4} bytes, allowed: at most {most}")
+    return memoryview(unpack_bytes(data, 1)[0])
 
 
 def _flag(request: InferRequest, name: str, *, absent: bool = False) -> bool:

@@ -1,31 +1,191 @@
-"""What makes tokens of text, for one model: tokenizer.json of its folder, one token a word, or nobody.
+"""Tokenizers: text to tokens, and tokens to text as they come.
 
     tokenizer.encode("a b")  -> [17, 4]      tokenizer.decode([17, 4]) -> "a b"
 
-The library `tokenizers` is imported where a model has a tokenizer.json, and not before: most front processes
-serve no text. It is read and never written, and needs neither numpy nor transformers.
+    detokenizer.add(226)  -> ""         the first byte of three
+    detokenizer.add(152)  -> ""
+    detokenizer.add(131)  -> "☃"
+    detokenizer.end()     -> ""         U+FFFD where tokens end within a character
+
+    FolderTokenizer  tokenizer.json of the model's folder, read by the library `tokenizers`
+    WordsTokenizer   one token a word, for engines that say the text of their tokens themselves
+    NoTokens         none: the engine takes text
+
+    ByteText         detokenizer of byte-level decoders (GPT-2, Llama 3, Qwen): a token is bytes, whatever its
+                     neighbours are (compiled)
+    WindowDecoder    detokenizer of all others: the last few tokens are decoded together, with and without the
+                     new one, since a token's text depends on those before it
+
+A detokenizer returns whole characters, which add up to the whole text. DecodeStream of the library
+raises on bytes that are no UTF-8, which models do write. The library is imported where a model
+has a tokenizer.json: most front processes serve no text.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 from zlib import crc32
 
+import msgspec
+
+from fastserve._ext.text_tokens import ByteText
 from fastserve.errors import Kind, ServeError
-from fastserve.serving.text.ask import NoTokenizer
-from fastserve.serving.text.detokenize import Detokenizer, Silent, bytes_of, detokenizer_of
+from fastserve.serving.text.request import MOST_CHARACTERS, NoTokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
 
+
+_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+BROKEN = "�"
+MOST_HELD = 8
+"""Tokens without a whole character, after which what there is passes as it is: no character is that long."""
+
+
+class Detokenizer(Protocol):
+    """Makes text of the tokens of one sequence."""
+
+    def add(self, token: int) -> str:
+        """Return the text that this token completes."""
+
+    def end(self) -> str:
+        """Return the rest: no more tokens come."""
+
+
+class NoText:
+    """Detokenizer of tokens whose text is not known here."""
+
+    def add(self, token: int) -> str:
+        return ""
+
+    def end(self) -> str:
+        return ""
+
+
+class WindowDecoder:
+    """Detokenizer of any decoder: `_ids[:_read]` were returned before and are context for the others."""
+
+    __slots__ = ("_before", "_ids", "_library", "_read", "_skip")
+
+    def __init__(self, library: Library, skip: frozenset[int]) -> None:
+        self._library, self._skip = library, skip
+        self._ids: list[int] = []
+        self._read = 0
+        self._before = ""
+
+    def add(self, token: int) -> str:
+        if token in self._skip:
+            return ""
+        self._ids.append(token)
+        text = self._decode(self._ids)
+        if len(self._ids) - self._read < MOST_HELD and (
+            text.endswith(BROKEN) or len(text) <= len(self._before)
+        ):
+            return ""
+        return self._pass_on(text)
+
+    def end(self) -> str:
+        return self._pass_on(self._decode(self._ids)) if self._read < len(self._ids) else ""
+
+    def _pass_on(self, text: str) -> str:
+        new = text[len(self._before) :]
+        del self._ids[: self._read]  # new tokens are context for the next ones
+        self._read = len(self._ids)
+        self._before = self._decode(self._ids)
+        return new
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._library.decode(ids, skip_special_tokens=False)
+        return text
+
+
+def detokenizer_of(library: Library) -> Callable[[frozenset[int]], Detokenizer]:
+    """Return the factory of a tokenizer's detokenizers, by the tokens to skip."""
+    if _is_byte_level(library):
+        return _ByteLevel(library).detokenizer
+    return lambda skip: WindowDecoder(library, skip)
+
+
+class _ByteLevel:
+    """The tables of one tokenizer, by what is skipped: there are two, with special tokens and without."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+        self._tables: dict[frozenset[int], dict[int, str | bytes]] = {}
+
+    def detokenizer(self, skip: frozenset[int]) -> Detokenizer:
+        table = self._tables.get(skip)
+        if table is None:
+            table = self._tables[skip] = dict.fromkeys(skip, "")
+        return ByteText(table, self._look)
+
+    def _look(self, token: int) -> str | bytes:
+        data = _bytes_of(self._library.id_to_token(token))
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return data
+
+
+def bytes_of(library: Library) -> Callable[[int], bytes]:
+    """Return a function from a token to its bytes, which may be no whole characters."""
+    if _is_byte_level(library):
+        return lambda token: _bytes_of(library.id_to_token(token))
+
+    def look(token: int) -> bytes:
+        fallback = _FALLBACK.fullmatch(
+            library.id_to_token(token) or ""
+        )  # how these vocabularies spell a byte
+        if fallback:
+            return bytes.fromhex(fallback[1])
+        text: str = library.decode([token], skip_special_tokens=False)
+        return text.encode()
+
+    return look
+
+
+class _Decoder(msgspec.Struct):
+    type: str = ""
+
+
+def _is_byte_level(library: Library) -> bool:
+    decoder = library.decoder
+    return (
+        decoder is not None and msgspec.json.decode(decoder.__getstate__(), type=_Decoder).type == "ByteLevel"
+    )
+
+
+def _alphabet() -> dict[str, int]:
+    """Return the characters that stand for bytes in byte-level vocabularies (GPT-2's): printing ones stand
+    for themselves, the others follow from U+0100 on."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = (byte for byte in range(256) if byte not in set(plain))
+    return {chr(b): b for b in plain} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF = _alphabet()
+
+
+def _bytes_of(token: str | None) -> bytes:
+    """Return the bytes of a token of the byte alphabet; of any other, an added one, its text in UTF-8."""
+    if token is None:
+        return b""
+    try:
+        return bytes([_BYTE_OF[character] for character in token])
+    except KeyError:
+        return token.encode()
+
+
 FILE = "tokenizer.json"
 WORDS = 1 << 20
+LEAST_LONGEST = 16
 
 
-class Piece(NamedTuple):
+class Piece(msgspec.Struct, gc=False, frozen=True):
     """A token of a text, which is text[start:stop]; a special one that was added is nothing of it."""
 
     id: int
@@ -38,31 +198,35 @@ class Tokenizer(Protocol):
     """Text to tokens and back; threads may share it. `specials` are the ids of special tokens."""
 
     specials: frozenset[int]
+    longest: int
+    """Characters of the longest token, at least LEAST_LONGEST: tokens may stand for characters that are left
+    out."""
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """The tokens of a text; with `special`, those that the model wants before or after it too."""
+        """Return the tokens of a text; with `special`, with the special tokens that the model wants around
+        it."""
 
     def pieces(self, text: str, *, special: bool = True) -> list[Piece]:
-        """The same, with where each stands in the text."""
+        """Return the tokens of a text with their places in it."""
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """The text of tokens; with `special`, that of special tokens too."""
 
     def token_text(self, token: int) -> str:
-        """One token alone, special ones too."""
+        """Return the text of one token, special ones too."""
 
     def token_bytes(self, token: int) -> bytes:
-        """What it adds to a text's bytes: a part of a character, maybe."""
+        """Return the bytes of one token, perhaps a part of a character."""
 
     def detokenizer(self, *, special: bool = False) -> Detokenizer:
-        """For the tokens of one sequence, as they come."""
+        """Return a detokenizer for one sequence."""
 
 
 def load_tokenizer(kind: str, folder: Path, model: str) -> Tokenizer:
-    """That of config.text.TextOptions.tokenizer. Raises ServeError when it cannot be read."""
+    """Return the tokenizer of TextOptions.tokenizer. Raises ServeError when it cannot be read."""
     if kind == "folder":
         return FolderTokenizer(folder / FILE, model)
-    return WordsTokenizer(model) if kind == "words" else Nobody(model)
+    return WordsTokenizer(model) if kind == "words" else NoTokens(model)
 
 
 class FolderTokenizer:
@@ -72,6 +236,7 @@ class FolderTokenizer:
         self._library = _load(path, model)
         added = self._library.get_added_tokens_decoder()
         self.specials = frozenset(token for token, said in added.items() if said.special)
+        self.longest = max(LEAST_LONGEST, *map(len, self._library.get_vocab(with_added_tokens=True)), 0)
         self._make, self._bytes = detokenizer_of(self._library), bytes_of(self._library)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -102,11 +267,12 @@ class FolderTokenizer:
 
 
 class WordsTokenizer:
-    """One token a word: for engines of users' own that count, and say the text of their tokens themselves.
+    """One token a word, for engines of users' own that say the text of their tokens themselves.
 
     Ids are hashes of words, so that every process gives the same; text cannot be made of them."""
 
     specials: frozenset[int] = frozenset()
+    longest = MOST_CHARACTERS
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -132,13 +298,14 @@ class WordsTokenizer:
         return b""
 
     def detokenizer(self, *, special: bool = False) -> Detokenizer:
-        return Silent()
+        return NoText()
 
 
-class Nobody:
-    """The engine takes text, and gives text."""
+class NoTokens:
+    """No tokenizer: the engine takes and gives text."""
 
     specials: frozenset[int] = frozenset()
+    longest = MOST_CHARACTERS
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -159,13 +326,15 @@ class Nobody:
         return b""
 
     def detokenizer(self, *, special: bool = False) -> Detokenizer:
-        return Silent()
+        return NoText()
 
 
 def _load(path: Path, model: str) -> Library:
     try:
         # One text at a time is encoded here: a pool of threads, which it would start, is of no use.
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        # Not in os.environ, which workers inherit: later ones would get another environment.
+        if "TOKENIZERS_PARALLELISM" not in os.environ:
+            os.putenv("TOKENIZERS_PARALLELISM", "false")
         from tokenizers import Tokenizer as Library
     except ImportError:
         raise ServeError(

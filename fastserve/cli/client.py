@@ -1,0 +1,199 @@
+"""Client of a running server for commands: TF Serving's REST API, one blocking request at a time, and TLS."""
+
+from __future__ import annotations
+
+import functools
+import http.client
+import json
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import quote
+
+import click
+import msgspec
+
+if TYPE_CHECKING:
+    import grpc
+
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+READABLE = click.Path(exists=True, dir_okay=False)
+
+
+class Trust(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """TLS options of a client: paths of PEM files. Without `cacert` the machine's authorities count."""
+
+    cacert: str = ""
+    insecure: bool = False
+    cert: str = ""
+    key: str = ""
+
+    def context(self) -> ssl.SSLContext:
+        """Return the TLS context for HTTP. Raises ClickException for unreadable files."""
+        try:
+            context = ssl.create_default_context(cafile=self.cacert or None)
+            if self.cert:
+                context.load_cert_chain(self.cert, self.key or None)
+        except OSError as fault:
+            named = ", ".join(filter(None, (self.cacert, self.cert, self.key)))
+            raise click.ClickException(f"{named}: {fault.strerror or fault}") from None
+        if self.insecure:
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        return context
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Return the credentials for gRPC, whose library always verifies. Raises ClickException."""
+        import grpc
+
+        if self.insecure:
+            raise click.ClickException("--insecure: not over gRPC, whose library always looks; use --cacert")
+        read = [Path(path).read_bytes() if path else None for path in (self.cacert, self.key, self.cert)]
+        if self.cert and not self.key:
+            read[1] = read[2]
+        return grpc.ssl_channel_credentials(*read)
+
+    def channel(
+        self, module: Any, address: str, secured: bool, options: Sequence[tuple[str, int]] = ()
+    ) -> Any:
+        """Return a channel of `grpc` or `grpc.aio`, with TLS where it is `secured`. Raises ClickException."""
+        if not secured:
+            return module.insecure_channel(address, options=options)
+        return module.secure_channel(address, self.credentials(), options=options)
+
+
+def with_trust(command: Command) -> Command:
+    """Add the TLS options to a command, which is called with `trust`."""
+
+    @functools.wraps(command)
+    def called(
+        *args: Any, cacert: str | None, insecure: bool, cert: str | None, key: str | None, **options: Any
+    ) -> Any:
+        trust = Trust(cacert or "", insecure, cert or "", key or "")
+        return command(*args, trust=trust, **options)
+
+    options = (
+        click.option("--cacert", type=READABLE, envvar="FASTSERVE_CACERT", help="Trust these, in PEM."),
+        click.option("--insecure", is_flag=True, help="Trust any server (HTTP only)."),
+        click.option("--cert", type=READABLE, help="A certificate of this client, in PEM."),
+        click.option("--key", type=READABLE, help="Its key, where it is in another file."),
+    )
+    decorated: Any = called
+    for option in reversed(options):
+        decorated = option(decorated)
+    return decorated  # type: ignore[no-any-return]
+
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+TIMEOUT_S = 60.0
+
+url_option = click.option(
+    "--url", default=DEFAULT_URL, show_default=True, envvar="FASTSERVE_URL", help="The server's HTTP address."
+)
+
+
+class ServerClient:
+    """A server at `url` (scheme, host and port). Failures are click errors."""
+
+    def __init__(self, url: str, trust: Trust | None = None) -> None:
+        self.url = (url if "://" in url else f"http://{url}").rstrip("/")
+        self.trust = trust or Trust()
+        self._context = self.trust.context() if self.url.startswith("https://") else None
+
+    def ask(
+        self,
+        path: str,
+        body: bytes | None = None,
+        content_type: str = "application/json",
+        headers: Mapping[str, str] | None = None,
+    ) -> bytes:
+        """Return the reply to GET, or to POST when there is a body.
+
+        Raises ClickException unless it is 200.
+        """
+        status, answer = self.exchange(path, body, content_type, headers)
+        if status == 404:
+            known = sorted(self.readiness()["models"])
+            has = f"; the server has {', '.join(known)}" if known else "; the server has no model"
+            raise click.ClickException(f"404: {error_text(answer)}{has}")
+        if status != 200:
+            raise click.ClickException(f"{status}: {error_text(answer)}")
+        return answer
+
+    def exchange(
+        self, path: str, body: bytes | None, content_type: str, headers: Mapping[str, str] | None = None
+    ) -> tuple[int, bytes]:
+        """Return (status, body) of the reply. Raises ClickException when there is none."""
+        sent = {} if body is None else {"Content-Type": content_type, **(headers or {})}
+        try:
+            request = urllib.request.Request(self.url + path, body, sent)
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=self._context) as reply:
+                return reply.status, reply.read()
+        except urllib.error.HTTPError as fault:
+            return fault.code, fault.read()
+        except (OSError, ValueError) as fault:
+            reason = fault.reason if isinstance(fault, urllib.error.URLError) else fault
+            raise click.ClickException(f"cannot ask {self.url}: {reason}. Is the server running?") from None
+
+    def events(self, path: str, body: bytes) -> Iterator[bytes]:
+        """Yield the data of server-sent events.
+
+        Raises ClickException unless the status is 200, and on a break.
+        """
+        request = urllib.request.Request(self.url + path, body, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=self._context) as reply:
+                for line in reply:
+                    if line.startswith(b"data:"):
+                        yield line[5:].strip()
+        except urllib.error.HTTPError as fault:
+            raise click.ClickException(f"{fault.code}: {error_text(fault.read())}") from None
+        except (OSError, ValueError, http.client.HTTPException) as fault:
+            reason = fault.reason if isinstance(fault, urllib.error.URLError) else fault
+            raise click.ClickException(f"cannot ask {self.url}: {reason}. Is the server running?") from None
+
+    def status(self, model: str) -> list[dict[str, Any]]:
+        """Return every version of a model with its state, highest first; [] when none was ever tried."""
+        status, answer = self.exchange(model_path(model), None, "")
+        if status == 404:
+            return []
+        if status != 200:
+            raise click.ClickException(f"{status}: {error_text(answer)}")
+        found: list[dict[str, Any]] = json.loads(answer)["model_version_status"]
+        return found
+
+    def signatures(self, model: str) -> dict[str, Any]:
+        """Return the signatures of a model's newest version, as in TF Serving's metadata call."""
+        metadata = json.loads(self.ask(f"{model_path(model)}/metadata"))
+        found: dict[str, Any] = metadata["metadata"]["signature_def"]["signature_def"]
+        return found
+
+    def readiness(self) -> dict[str, Any]:
+        """Return the body of /healthz/ready: `ready`, `reason`, and `models` by name."""
+        status, answer = self.exchange("/healthz/ready", None, "")
+        if status not in (200, 503):
+            raise click.ClickException(f"{status}: {error_text(answer)}")
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+
+def model_path(model: str, version: int | None = None, label: str | None = None) -> str:
+    path = f"/v1/models/{quote(model, safe='')}"
+    if version is not None:
+        return f"{path}/versions/{version}"
+    return f"{path}/labels/{quote(label, safe='')}" if label else path
+
+
+def error_text(body: bytes) -> str:
+    """Return the message of an error body of any form."""
+    try:
+        parsed = json.loads(body)
+    except ValueError:
+        return body.decode("utf-8", "replace").strip() or "no reason given"
+    found = parsed.get("error", parsed) if isinstance(parsed, dict) else parsed
+    return str(found.get("message", found) if isinstance(found, dict) else found)

@@ -1,0 +1,445 @@
+"""One front process: listeners and dialects built from the settings, access log, certificates, gauges.
+
+The access log has a line for each reply. Replies are not sent raw while it is on.
+
+    fastserve.access: POST /v2/models/m/infer protocol=http status=200 bytes=31 duration_ms=0.4 request_id=4f
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import monotonic_ns
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import msgspec
+
+from fastserve import __version__
+from fastserve.allocator import HeapTrim
+from fastserve.config import Limits, Listener, Settings
+from fastserve.config.triton import read_metrics_config
+from fastserve.engine.counters import counters_of
+from fastserve.engine.engine import Engine
+from fastserve.engine.schedulers.cache import ResponseCache
+from fastserve.errors import ConfigError
+from fastserve.memory_budget import MemoryBudget
+from fastserve.metrics import Heartbeat, Readiness, Registry, names
+from fastserve.metrics.readiness import write_failures
+from fastserve.net import Call, HttpListener, check_free, shown
+from fastserve.net.access_control import Opening, Restrictions
+from fastserve.net.http2.settings import Lifetimes
+from fastserve.net.tls import Credentials
+from fastserve.server.dialect_selection import Spec, choose_grpc, choose_http, find_specs
+from fastserve.server.nv_metrics import NvMetrics
+from fastserve.serving.client_memory import DeviceMemory, Regions, keep_nothing
+from fastserve.serving.dialect import Dialect, ServingContext, Spread, Stop, nobody_else, refuse_to_stop
+from fastserve.serving.model_control import NoRepository, RepositoryFace
+from fastserve.serving.text import TextModels
+from fastserve.serving.text.tensors import TextTensors
+
+if TYPE_CHECKING:
+    from fastserve.engine.loader import LoadedPart
+    from fastserve.net.grpc import GrpcListener
+    from fastserve.repository.version import Version
+
+
+access = logging.getLogger("fastserve.access")
+
+
+def log_http(call: Call, status: int, nbytes: int) -> None:
+    """Log a reply. `nbytes` are those of the body; status 499: the client left before its reply."""
+    # A request that was refused before it was understood has neither.
+    text = f"{call.method or '-'} {call.target or '-'}"
+    _log_access(text, "http", status, nbytes, call.received_ns, call.request_id, call.client, call.address)
+
+
+def log_rpc(
+    path: str, status: str, nbytes: int, received_ns: int, request_id: str, client: str, address: str
+) -> None:
+    """Log a reply. `nbytes` are those of all its messages, `status` is gRPC's name."""
+    _log_access(path, "grpc", status, nbytes, received_ns, request_id, client, address)
+
+
+def _log_access(
+    text: str,
+    protocol: str,
+    status: int | str,
+    nbytes: int,
+    received_ns: int,
+    request_id: str,
+    client: str,
+    address: str,
+) -> None:
+    """Write the line. `client` is the subject of the client's certificate, "" without one."""
+    fields = {
+        **{"protocol": protocol, "status": status, "bytes": nbytes},
+        **{"duration_ms": round((monotonic_ns() - received_ns) / 1e6, 3), "request_id": request_id},
+        "address": address,
+        **({"client": client} if client else {}),
+    }
+    access.info("%s", text, extra=fields)
+
+
+log = logging.getLogger(__name__)
+
+
+class CertificateWatch:
+    """Reads the certificates again every `tls.poll_s` seconds, and at SIGHUP.
+
+    A pair that cannot be used is logged once, and the present one stays.
+    """
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
+        self._told = ""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def open(self) -> None:
+        """Start on the running loop."""
+        self._timer = asyncio.get_running_loop().call_later(self._credentials.options.poll_s, self._turn)
+
+    def look(self) -> None:
+        """Read the files now."""
+        try:
+            if self._credentials.renew():
+                log.info("the certificates were renewed: new connections have them")
+            self._told = ""
+        except ConfigError as fault:
+            if str(fault) != self._told:
+                log.error("the certificates stay as they were: %s", fault)
+            self._told = str(fault)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _turn(self) -> None:
+        self.open()  # first: what nobody foresaw must not end the watch
+        self.look()
+
+
+_DEVICE = (names.DEVICE_BATCHES, names.DEVICE_OUT_OF_MEMORY)
+
+
+class FrontGauges:
+    """The gauges of one front process."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._refused: Counter[tuple[str, str]] = Counter()
+        self._refused_memory = 0
+        self._due_ns = 0
+        self._devices: WeakKeyDictionary[Version, tuple[int, int]] = WeakKeyDictionary()
+        registry.gauges(names.BUILD).of(__version__).set(1)
+
+    def beat(self, listeners: Mapping[str, Sequence[HttpListener]], interval_s: float) -> None:
+        """Record connections, refusals and the lateness of this call, which is due every `interval_s`.
+
+        `listeners` are by kind.
+        """
+        registry, refused = self._registry, Counter[tuple[str, str]]()
+        for kind, some in listeners.items():
+            for listener in some:
+                refused.update({(kind, cause): count for cause, count in listener.refusals.items()})
+            registry.gauges(names.CONNECTIONS).of(kind).set(sum(len(one.connections) for one in some))
+        for who, count in (refused - self._refused).items():
+            registry.counters(names.WIRE_REJECTS).of(*who).add(count)
+        self._refused = refused
+        now_ns = time.monotonic_ns()
+        if self._due_ns:
+            registry.histograms(names.LOOP_DELAY).of().observe_ns(max(now_ns - self._due_ns, 0))
+        self._due_ns = now_ns + int(interval_s * 1e9)
+
+    def show_memory(self, budget: MemoryBudget) -> None:
+        """Record the memory of requests and unread replies, and its limit."""
+        registry, refused = self._registry, budget.refused
+        registry.gauges(names.MEMORY).of("used").set(budget.used)
+        registry.gauges(names.MEMORY).of("limit").set(budget.limit)
+        registry.gauges(names.MEMORY_WAITING).of().set(budget.waiting)
+        registry.counters(names.MEMORY_REFUSED).of().add(refused - self._refused_memory)
+        self._refused_memory = refused
+
+    def show_certificate(self, credentials: Credentials | None) -> None:
+        """Record when the certificate expires. Only the owner does: all fronts read the same files."""
+        if credentials is not None:
+            self._registry.gauges(names.TLS_EXPIRES).of().set(credentials.expires_at)
+
+    def show_queues(self, hosted: Iterable[LoadedPart]) -> None:
+        """Record the rows that wait over all fronts. Only the owner does, from the shared rings."""
+        for one in hosted:
+            who = (one.version.model, one.version.number)
+            self._registry.gauges(names.QUEUE_ROWS).of(*who).set(one.queue.ring.queued())
+            if one.part == 0:
+                self._show_devices(one.version)
+
+    def _show_devices(self, version: Version) -> None:
+        """Record batches on GPUs and out-of-memory events since the last call."""
+        counters, who = counters_of(version), (version.model, version.number)
+        told = counters.devices.values()
+        if not told and not counters.out_of_memory:
+            return
+        sums = sum(one.batches for one in told), counters.out_of_memory
+        before = self._devices.get(version, (0, 0))
+        for metric, now, then in zip(_DEVICE, sums, before, strict=True):
+            self._registry.counters(metric).of(*who).add(now - then)
+        self._devices[version] = sums
+        if told:
+            staged = sum(not one.pinned for one in told)
+            self._registry.gauges(names.DEVICE_STAGED).of(*who).set(staged)
+
+
+@dataclass
+class Front:
+    """The listeners, dialects and state of one front process."""
+
+    settings: Settings
+    engine: Engine
+    registry: Registry
+    repository: RepositoryFace = field(default_factory=NoRepository)
+    cache: ResponseCache | None = None
+    regions: Regions = field(default_factory=lambda: Regions(False))
+    readiness: Readiness = field(default_factory=Readiness)
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    http: list[HttpListener] = field(default_factory=list)
+    grpc: list[GrpcListener] = field(default_factory=list)
+    custom_metrics: Callable[[], list[str]] = list
+    stop: Stop = refuse_to_stop
+    spread: Spread = nobody_else
+    opening: Opening = field(default_factory=Opening)
+    owner: bool = False  # of the ports: the other fronts share them with it
+    dialects: dict[str, Dialect] = field(default_factory=dict)  # those that a listener speaks, once built
+    close_lent: Callable[[bytes], Awaitable[None]] = keep_nothing  # workers let go of memory on a GPU
+    tls: Credentials | None = None  # of listeners that speak it
+    certificates: CertificateWatch | None = None
+    budget: MemoryBudget = field(init=False)  # of all listeners
+    _trim: HeapTrim = field(init=False)
+    _asked_http: list[Listener] = field(default_factory=list)
+    _asked_grpc: list[Listener] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.budget = MemoryBudget(self.settings.memory_bytes)
+        self._trim = HeapTrim(self.budget)
+
+    async def open(self, http: Sequence[Listener], grpc: Sequence[Listener], *, shared: bool) -> None:
+        """Open listeners at these addresses; `shared` ports are shared with other front processes. An address
+        that is among both is one port.
+
+        Raises ConfigError for an unknown dialect or a certificate that cannot be used, OSError for an address
+        that cannot be had.
+        """
+        self.regions.allowed = self.settings.allow_client_shm
+        self.regions.budget = self.budget
+        self.regions.devices = DeviceMemory(self.close_lent)
+        if self.settings.tls.cert:
+            self.tls = Credentials(self.settings.tls)
+            self.tls.load()
+            self.certificates = CertificateWatch(self.tls)
+            self.certificates.open()
+        specs, context = find_specs(self.settings), self._make_context()
+        spoken_http = [choose_http(specs, listener) for listener in http]
+        spoken_grpc = [choose_grpc(specs, listener) for listener in grpc]
+        for spec in specs:
+            if any(spec in spoken for spoken in (*spoken_http, *spoken_grpc)):
+                self.dialects[spec.name] = spec.build(context, spec.read_options(self.settings))
+        alone = list(zip(grpc, spoken_grpc, strict=True))
+        for listener, spoken in zip(http, spoken_http, strict=True):
+            beside = [pair for pair in alone if is_same(pair[0], listener)]
+            alone = [pair for pair in alone if pair not in beside]
+            await self._open_http(listener, spoken, shared, beside)
+        for listener, spoken in alone:
+            await self._open_grpc(listener, spoken, shared)
+        for dialect in self.dialects.values():
+            dialect.open()
+
+    def hear(self, dialect: str, word: str) -> bool:
+        """Pass on a dialect's message from another front process, and return whether it was meant here."""
+        spoken = self.dialects.get(dialect)
+        return spoken is not None and spoken.hear(word)
+
+    def begin(self) -> None:
+        """Answer every call from now on, not only those about health."""
+        self.opening.done = True
+
+    def renew_certificates(self) -> None:
+        """Read the certificates' files now."""
+        if self.certificates is not None:
+            self.certificates.look()
+
+    def set_ready(self, readiness: Readiness) -> None:
+        """Take over what the owner knows about readiness."""
+        self.readiness.ready = readiness.ready
+        self.readiness.reason = readiness.reason
+        self.readiness.models = readiness.models
+        self.readiness.state = readiness.state
+        for listener in self.grpc:
+            for service in ("", *listener.services):
+                listener.set_health(service, readiness.ready)
+
+    def listeners(self) -> dict[str, list[HttpListener]]:
+        """Return the open listeners by kind: HTTP (gRPC may share them), and gRPC alone."""
+        return {"http": self.http, "grpc": [one.listener for one in self.grpc if one.listener is not None]}
+
+    def give_back_memory(self) -> None:
+        """Trim the heap after a burst of large requests or replies. Called twice a second."""
+        self._trim.look()
+
+    def addresses(self) -> tuple[tuple[Listener, ...], tuple[Listener, ...]]:
+        """Return the HTTP and gRPC listeners with their real ports."""
+        http = [_listed(o.address, s) for o, s in zip(self.http, self._asked_http, strict=True)]
+        grpc = [_listed(o.address, s) for o, s in zip(self.grpc, self._asked_grpc, strict=True)]
+        return tuple(http), tuple(grpc)
+
+    async def drain(self, grace_s: float) -> int:
+        """Finish what is in flight; returns how many connections had to be cut off."""
+        closing = asyncio.gather(*(listener.drain(grace_s) for listener in self.http))
+        await asyncio.gather(closing, *(listener.drain(grace_s) for listener in self.grpc))
+        self.http, self.grpc = [], []
+        if self.certificates is not None:
+            self.certificates.close()
+        self.regions.close()
+        for dialect in self.dialects.values():
+            dialect.close()
+        return sum(closing.result())
+
+    def _make_context(self) -> ServingContext:
+        """Return the context that every dialect is built from."""
+        options = read_metrics_config(self.settings.metrics_config)
+        metrics = NvMetrics(self.engine.catalog, self.cache, options)
+        metrics.custom = lambda: [*self.custom_metrics(), *write_failures(self.readiness.models)]
+        context = ServingContext(
+            engine=self.engine,
+            registry=self.registry,
+            settings=self.settings,
+            repository=self.repository,
+            regions=self.regions,
+            readiness=self.readiness,
+            heartbeat=self.heartbeat,
+            model_metrics=metrics.prepare,
+            stop=lambda force: self.stop(force),  # they are set later
+            spread=lambda dialect, word: self.spread(dialect, word),
+        )
+        self.engine.tensors = TextTensors(TextModels(context))
+        return context
+
+    async def _open_http(
+        self,
+        listener: Listener,
+        spoken: Sequence[Spec],
+        shared: bool,
+        beside: Sequence[tuple[Listener, Sequence[Spec]]],
+    ) -> None:
+        """Open one HTTP listener; `beside` are the gRPC listeners of its port."""
+        opened = HttpListener(
+            listener.host,
+            listener.port,
+            [self.dialects[spec.name] for spec in spoken],
+            self._limits(bool(beside)),
+            reuse_port=shared,
+            access_log=log_http if self.settings.log.access else None,
+            opening=self.opening,
+            origins=self.settings.admin.origins,
+            restrictions=Restrictions.over_http(self.settings.triton.restrictions_over_http),
+            lifetimes=self._lifetimes(bool(beside)),
+            tls=self.tls if listener.tls else None,
+            budget=self.budget,
+        )
+        guests = [self._make_grpc(asked, specs, shared, opened) for asked, specs in beside]
+        if self.owner:
+            check_free(listener.host, listener.port)
+        await opened.open()
+        self.http.append(opened)
+        self._asked_http.append(listener)
+        for guest, (asked, _) in zip(guests, beside, strict=True):
+            await self._add_grpc(guest, asked)
+
+    def _limits(self, with_grpc: bool) -> Limits:
+        limits, options = self.settings.limits, self.settings.grpc_options
+        if not with_grpc:
+            return limits
+        return msgspec.structs.replace(
+            limits,
+            streams=max(limits.streams, options.concurrent_streams),
+            idle_timeout_s=_sooner(limits.idle_timeout_s, options.max_connection_idle_s),
+        )
+
+    def _lifetimes(self, with_grpc: bool) -> Lifetimes | None:
+        """Return the lifetimes of connections; on a shared port the shorter one counts."""
+        limits, options = self.settings.limits, self.settings.grpc_options
+        plain = Lifetimes(
+            max_age_s=limits.max_connection_age_s, max_age_grace_s=limits.max_connection_age_grace_s
+        )
+        if not with_grpc:
+            return plain if plain.max_age_s else None
+        return Lifetimes(
+            options.keepalive_s,
+            options.keepalive_timeout_s,
+            _sooner(plain.max_age_s, options.max_connection_age_s),
+            _sooner(plain.max_age_grace_s, options.max_connection_age_grace_s),
+        )
+
+    async def _open_grpc(self, listener: Listener, spoken: Sequence[Spec], shared: bool) -> None:
+        opened = self._make_grpc(listener, spoken, shared)
+        if self.owner:
+            check_free(listener.host, listener.port)
+        await self._add_grpc(opened, listener)
+
+    async def _add_grpc(self, opened: GrpcListener, asked: Listener) -> None:
+        await opened.open()
+        self.grpc.append(opened)
+        self._asked_grpc.append(asked)
+
+    def _make_grpc(
+        self, listener: Listener, spoken: Sequence[Spec], shared: bool, host: HttpListener | None = None
+    ) -> GrpcListener:
+        from fastserve.net.grpc import GrpcListener
+
+        return GrpcListener(
+            listener.host,
+            listener.port,
+            [method for spec in spoken for method in spec.methods_of(self.dialects[spec.name])],
+            self.settings.grpc_options,
+            descriptors=[files for spec in spoken for files in spec.descriptors()],
+            reuse_port=shared,
+            nameless_health=len(spoken) == 1 and spoken[0].any_health_name,
+            health_names=[name for spec in spoken for name in spec.health_names],
+            access_log=log_rpc if self.settings.log.access else None,
+            opening=self.opening,
+            restrictions=Restrictions.over_grpc(self.settings.triton.restrictions_over_grpc),
+            limits=self.settings.limits,
+            host=host,
+            tls=self.tls if listener.tls else None,
+            budget=self.budget,
+        )
+
+
+def _sooner(one_s: float, other_s: float) -> float:
+    """Return the shorter of two times, of which 0 means never."""
+    return min(filter(None, (one_s, other_s)), default=0.0)
+
+
+def is_same(one: Listener, other: Listener) -> bool:
+    """Return whether two listeners are one port. Port 0 is one only within a single `listen` entry."""
+    return one is other or ((one.port != 0 or one.in_file) and one.address == other.address)
+
+
+def all_listeners(settings: Settings) -> tuple[tuple[Listener, ...], tuple[Listener, ...]]:
+    """Return the HTTP and the gRPC listeners of the settings. Raises ConfigError.
+
+    A dialect with a port of its own has it on the host of the first HTTP listener.
+    """
+    http, grpc = (*settings.listen, *settings.http), (*settings.listen, *settings.grpc)
+    first = next((one for one in http if not one.in_file), None)
+    host = first.address.rpartition(":")[0] if first else "127.0.0.1"
+    ports = ((spec.name, spec.own_port(settings)) for spec in find_specs(settings))
+    tls = first is None or first.tls
+    return (*http, *(Listener(f"{host}:{port}", (name,), tls) for name, port in ports if port)), grpc
+
+
+def _listed(address: tuple[str, int], listener: Listener) -> Listener:
+    return Listener(shown(*address), listener.dialects, listener.tls)

@@ -1,0 +1,206 @@
+"""Messages between the owner of the models and the other front processes: catalog and model control.
+
+front -> owner   ask {id, do: names | load | unload | replace | stop | spread, name ...}
+owner -> front   told {id, names | meant | error}       when all fronts have applied the change
+owner -> front   catalog {models}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from fastserve.config import ModelEntry
+from fastserve.errors import Kind, ServeError
+from fastserve.repository.catalog import Catalog
+from fastserve.repository.layout import Override
+from fastserve.repository.repository import Repository
+from fastserve.repository.version import Model, Version, VersionState
+from fastserve.serving.dialect import Stop, refuse_to_stop
+from fastserve.serving.exchange import internal_error
+from fastserve.serving.model_control import LoadOverride
+
+
+def catalog_message(catalog: Catalog) -> dict[str, Any]:
+    """Return a message of every model, its labels and the state of every version it ever had."""
+    return {"op": "catalog", "models": {name: _write_model(model) for name, model in catalog.models.items()}}
+
+
+def _write_model(model: Model) -> dict[str, Any]:
+    versions = [
+        [v.number, id(v), v.state.value, _write_error(v.error), v.down] for v in model.versions.values()
+    ]
+    return {
+        "labels": model.labels,
+        "versions": versions,
+        "latest": model.latest.number if model.latest else None,
+        "error": _write_error(model.error),
+        "failed_at": model.failed_at,
+    }
+
+
+def _write_error(error: ServeError | None) -> list[Any] | None:
+    return [error.kind.value, error.message] if error else None
+
+
+def _read_error(written: list[Any] | None) -> ServeError | None:
+    return ServeError(Kind(written[0]), written[1]) if written else None
+
+
+def apply_catalog(catalog: Catalog, message: dict[str, Any], opened: dict[int, Version]) -> None:
+    """Make `catalog` what the message says. `opened` are the versions this process has a queue for, by
+    the owner's id; others are listed with their state and cannot serve."""
+    for name in set(catalog.models) - set(message["models"]):
+        del catalog.models[name]
+    for name, written in message["models"].items():
+        model = catalog.model(name)
+        model.labels = {label: int(number) for label, number in written["labels"].items()}
+        model.versions = {row[0]: _read_version(name, row, opened, model) for row in written["versions"]}
+        model.error, model.failed_at = _read_error(written["error"]), written["failed_at"]
+        latest = written["latest"]
+        model.latest = model.versions.get(latest) if latest is not None else None
+
+
+def _read_version(name: str, row: list[Any], opened: dict[int, Version], model: Model) -> Version:
+    number, key, state, error, down = row
+    version = opened.get(key) or model.versions.get(number) or Version.unloaded(name, number)
+    version.state = VersionState(state)
+    version.error, version.down = _read_error(error), down
+    return version
+
+
+async def _alone() -> None:
+    """Settle where there is no other front."""
+
+
+class OwnerModelControl:
+    """Model control for clients, in the process that owns the models."""
+
+    def __init__(self, repository: Repository) -> None:
+        self._repository = repository
+        self.stop: Stop = refuse_to_stop
+        self.settle: Callable[[], Awaitable[None]] = _alone
+        """Wait until every front has applied the catalog: a loaded model can be used through any of them."""
+
+    @property
+    def explicit(self) -> bool:
+        return self._repository.settings.model_control == "explicit"
+
+    async def names(self) -> list[str]:
+        return await self._repository.names()
+
+    async def load(self, name: str, override: LoadOverride | None) -> None:
+        """Raises ServeError."""
+        brought = None if override is None else Override(override.config or "{}", override.files)
+        async with self._shown():
+            await self._repository.load(name, override=brought)
+
+    async def unload(self, name: str, dependents: bool) -> None:
+        """Raises ServeError."""
+        async with self._shown():
+            await self._repository.unload(name, composing=dependents)
+
+    async def replace_models(self, entries: Sequence[ModelEntry]) -> None:
+        """Raises ServeError."""
+        async with self._shown():
+            await self._repository.reload_config(entries)
+
+    @contextlib.asynccontextmanager
+    async def _shown(self) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:  # why it failed is for all fronts to tell as well
+            await self.settle()
+
+    async def answer(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Do what a client of another front process asked for, and return the reply to that front."""
+        told = {"op": "told", "id": asked["id"]}
+        try:
+            if asked["do"] == "names":
+                return {**told, "names": await self.names()}
+            if asked["do"] == "load":
+                await self.load(asked["name"], _read_override(asked["override"]))
+            elif asked["do"] == "stop":
+                await self.stop(asked["force"])
+            elif asked["do"] == "replace":
+                await self.replace_models(msgspec.convert(asked["entries"], list[ModelEntry]))
+            else:
+                await self.unload(asked["name"], asked["dependents"])
+        except Exception as error:  # of any kind: in the other process a client waits for the reply
+            fault = error if isinstance(error, ServeError) else internal_error(self, error)
+            return {**told, "error": [fault.kind.value, fault.message]}
+        return told
+
+
+class RemoteModelControl:
+    """Model control for clients of a front process that does not own the models: asks the owner."""
+
+    def __init__(self, explicit: bool, send: Callable[[Mapping[str, Any]], None]) -> None:
+        self.explicit = explicit
+        self._send = send
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+
+    async def names(self) -> list[str]:
+        names: list[str] = (await self._ask({"do": "names"}))["names"]
+        return names
+
+    async def load(self, name: str, override: LoadOverride | None) -> None:
+        """Raises ServeError."""
+        await self._ask({"do": "load", "name": name, "override": _write_override(override)})
+
+    async def unload(self, name: str, dependents: bool) -> None:
+        """Raises ServeError."""
+        await self._ask({"do": "unload", "name": name, "dependents": dependents})
+
+    async def replace_models(self, entries: Sequence[ModelEntry]) -> None:
+        """Raises ServeError."""
+        await self._ask({"do": "replace", "entries": msgspec.to_builtins(list(entries))})
+
+    async def stop(self, force: bool) -> None:
+        """End the server. Raises ServeError."""
+        await self._ask({"do": "stop", "force": force})
+
+    async def spread(self, dialect: str, word: str) -> bool:
+        """See ServingContext.spread. Raises ServeError."""
+        told = await self._ask({"do": "spread", "dialect": dialect, "word": word})
+        return bool(told["meant"])
+
+    def hear(self, told: dict[str, Any]) -> None:
+        """An answer of the owner's."""
+        waiting = self._waiting.get(told["id"])
+        if waiting is not None and not waiting.done():
+            waiting.set_result(told)
+
+    async def _ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        number = next(self._numbers)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send({"op": "ask", "id": number, **question})
+            told: dict[str, Any] = await answer
+        finally:
+            del self._waiting[number]
+        if "error" in told:
+            kind, message = told["error"]
+            raise ServeError(Kind(kind), message)
+        return told
+
+
+def _write_override(override: LoadOverride | None) -> dict[str, Any] | None:
+    if override is None:
+        return None
+    files = {path: base64.b64encode(data).decode() for path, data in override.files.items()}
+    return {"config": override.config, "files": files}
+
+
+def _read_override(written: Mapping[str, Any] | None) -> LoadOverride | None:
+    if written is None:
+        return None
+    files = {path: base64.b64decode(text) for path, text in written["files"].items()}
+    return LoadOverride(written["config"], files)

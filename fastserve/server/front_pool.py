@@ -1,0 +1,441 @@
+"""The other front processes as their owner sees them: it starts them, sends them every change, replaces them.
+
+    owner -> front   start {settings, front, listeners} + metrics memory     open {version} + arena
+                     catalog {models}    ready {...}    close {id}    renew {}    drain {grace_s}
+                     hear {id, dialect, word}    settle {id}    ping {id}
+    front -> owner   listening    opened {id}    closed {id}    heard {id, meant}    settled {id}    pong {id}
+                     ask: model control for its clients (front_messages.py)
+
+A front that dies, fails a message, or gives no sign of life (workers/liveness.py) is replaced, and its
+replacement gets everything anew. While one is silent the server is not ready, since the kernel still gives it
+connections; a front whose owner is silent is not ready either. The rows of a dead front in the arenas are
+reclaimed first, so that no batch waits for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from fastserve.backends.model_errors import explain
+from fastserve.config import Listener, Settings
+from fastserve.config.settings import PASSWORD_VARIABLE
+from fastserve.engine.counters import counters_of
+from fastserve.engine.loader import LoadedPart, VersionLoader
+from fastserve.errors import Kind, ServeError
+from fastserve.metrics import Readiness, Registry, names
+from fastserve.repository.catalog import Catalog
+from fastserve.repository.model_config import config_json
+from fastserve.server.front_messages import OwnerModelControl, catalog_message
+from fastserve.workers import liveness
+from fastserve.workers.control import ControlFault, PeerGone
+from fastserve.workers.group import Backoff
+from fastserve.workers.liveness import Silence
+from fastserve.workers.process import ENTRY as WORKER_ENTRY
+from fastserve.workers.process import WorkerProcess, worker_environment
+
+if TYPE_CHECKING:
+    from fastserve._ext.batch_ring import BatchRing
+
+
+log = logging.getLogger(__name__)
+
+FRONT_ENTRY = (*WORKER_ENTRY[:-1], "fastserve.server.front_process")
+
+ANSWER_TIMEOUT_S = 60.0
+
+FIRST_RESTART_S, LONGEST_RESTART_S = 0.2, 10.0
+
+# Rows that nobody answers for now and this much later were lost by the dead front: a living one is only
+# some instructions between claiming rows and saying whose they are.
+RECLAIM_AGAIN_S = 0.2
+
+
+class FrontPool:
+    """All front processes but the owner itself; none of them with `frontends: 1`."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        catalog: Catalog,
+        host: VersionLoader,
+        registry: Registry,
+        loads: OwnerModelControl,
+    ) -> None:
+        self._loads = loads
+        loads.settle = self.settle
+        self._catalog = catalog
+        self.links = [
+            FrontLink(i, settings, catalog, host, registry, self._answer)
+            for i in range(1, settings.frontends)
+        ]
+        self._told: dict[str, Any] = {}
+        self._told_metrics: list[str] = []
+        self.hear: Callable[[str, str], bool] = lambda dialect, word: False
+        """The owner's own Front.hear."""
+        self.on_silent: Callable[[], None] = lambda: None
+        """Called whenever other fronts than before give no sign of life."""
+        self._silent: frozenset[int] = frozenset()
+        self._pinging: asyncio.TimerHandle | None = None
+        if self.links:
+            host.on_opened.append(self._open_version)
+            host.on_closing.append(self._close_version)
+
+    async def open(self, http: tuple[Listener, ...], grpc: tuple[Listener, ...]) -> None:
+        """Start every front on the owner's own ports; a socket file cannot be shared. Raises ServeError when
+        one does not come up."""
+        for link in self.links:
+            link.listeners = (_ports(http), _ports(grpc))
+        if self.links:
+            self._ping()
+        await asyncio.gather(*(link.start() for link in self.links))
+
+    async def drain(self, grace_s: float) -> None:
+        """Let every front finish and exit; one that gives no sign of life is ended meanwhile."""
+        await asyncio.gather(*(link.drain(grace_s) for link in self.links))
+        if self._pinging is not None:
+            self._pinging.cancel()
+
+    @property
+    def trouble(self) -> str:
+        """The reason why a front counts as silent, "" for none."""
+        return next((link.trouble for link in self.links if link.front in self._silent), "")
+
+    def _ping(self) -> None:
+        self._pinging = asyncio.get_running_loop().call_later(liveness.SILENCE_LIMITS.ping_s, self._ping)
+        for link in self.links:
+            link.ping()
+        silent = frozenset(link.front for link in self.links if link.silence.long)
+        for link in self.links:
+            if link.front in silent - self._silent:
+                log.warning("%s", link.trouble)
+        if silent != self._silent:
+            self._silent = silent
+            self.on_silent()
+
+    def tell_renewal(self) -> None:
+        """Have every front read its certificates again."""
+        for link in self.links:
+            link.tell({"op": "renew"})
+
+    def tell_catalog(self) -> None:
+        """Send every front the whole catalog if it has changed, a few hundred bytes a model."""
+        if self.links:
+            message = catalog_message(self._catalog)
+            if message != self._told:
+                self._told = message
+                for link in self.links:
+                    link.tell(message)
+
+    async def settle(self) -> None:
+        """Wait until every front has applied the present catalog."""
+        self.tell_catalog()
+        await asyncio.gather(*(link.settle() for link in self.links))
+
+    def tell_custom_metrics(self, lines: list[str]) -> None:
+        """Send every front the models' own metrics."""
+        if lines or self._told_metrics:
+            self._told_metrics = lines
+            for link in self.links:
+                link.tell({"op": "metrics", "lines": lines})
+
+    async def spread(self, dialect: str, word: str, but: int = 0) -> bool:
+        """Pass a dialect's message to all fronts but one, and return whether it was meant for one of them."""
+        links = [link for link in self.links if link.front != but]
+        return any(await asyncio.gather(*(link.hear(dialect, word) for link in links)))
+
+    async def _answer(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        if asked["do"] == "spread":
+            dialect, word = asked["dialect"], asked["word"]
+            meant = self.hear(dialect, word) or await self.spread(dialect, word, but=asked["front"])
+            return {"op": "told", "id": asked["id"], "meant": meant}
+        return await self._loads.answer(asked)
+
+    def tell_readiness(self, readiness: Readiness) -> None:
+        """Send every front the readiness to show."""
+        for link in self.links:
+            link.tell({"op": "ready", "readiness": msgspec.to_builtins(readiness)})
+
+    async def _open_version(self, hosted: LoadedPart) -> None:
+        await asyncio.gather(*(link.offer_version(hosted) for link in self.links))
+
+    async def _close_version(self, hosted: LoadedPart) -> None:
+        await asyncio.gather(*(link.close_version(hosted) for link in self.links))
+
+
+class FrontLink:
+    """One other front process: its life, and the requests it has not answered yet."""
+
+    def __init__(
+        self,
+        front: int,
+        settings: Settings,
+        catalog: Catalog,
+        host: VersionLoader,
+        registry: Registry,
+        answer: Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]],
+    ) -> None:
+        self.front = front
+        self._answer = answer
+        self._answering: set[asyncio.Task[None]] = set()
+        self.listeners: tuple[tuple[Listener, ...], tuple[Listener, ...]] = ((), ())
+        self._settings, self._catalog, self._host, self._registry = settings, catalog, host, registry
+        self._process: WorkerProcess | None = None
+        self._waiting: dict[tuple[str, int], asyncio.Future[Mapping[str, Any]]] = {}
+        self._numbers = itertools.count(1)
+        self._came_up, self._ended = False, ""  # the present process; the words of its end
+        self._given: set[int] = set()  # ids of the versions the present process was told to open
+        self._draining = False
+        self._tender: asyncio.Task[None] | None = None
+        self._readiness: Mapping[str, Any] | None = None
+        self.silence = Silence()
+        self._listening = False
+        self._pinged = self._ponged = 0
+
+    @property
+    def trouble(self) -> str:
+        """The front and the reason why it counts as silent."""
+        return f"front process {self.front}: {self.silence.reason}"
+
+    def ping(self) -> None:
+        """Ask for a sign of life, and end the process that has given none for long."""
+        answered = self._listening and self._ponged == self._pinged
+        self.silence.look(self.pid, answered=answered, owes=self._listening)
+        if self.silence.over:
+            self._kill(self.silence.reason)
+        elif self._listening and answered:
+            self._pinged += 1
+            self.tell({"op": "ping", "id": self._pinged})
+
+    @property
+    def pid(self) -> int:
+        """The process's id, 0 when there is none."""
+        return self._process.pid if self._process is not None and self._process.running else 0
+
+    async def start(self) -> None:
+        """Start the process and keep one running from now on. Raises ServeError when it does not come up."""
+        try:
+            await self._start()
+        finally:
+            self._tender = asyncio.get_running_loop().create_task(self._tend())
+
+    async def offer_version(self, hosted: LoadedPart) -> None:
+        """Open the version there. A front that cannot is replaced, and gets everything then."""
+        try:
+            await self._open_version(hosted)
+        except ServeError as error:
+            self._kill(f"{hosted.version!r} could not be opened: {error.message}")
+
+    async def close_version(self, hosted: LoadedPart) -> None:
+        """The front lets its requests on the version finish and closes its queue."""
+        key = id(hosted.version)
+        if key in self._given and self.pid:  # what a dead one held is reclaimed
+            self._given.discard(key)
+            await self._ask("closed", key, {"op": "close", "id": key})
+
+    async def hear(self, dialect: str, word: str) -> bool:
+        """Pass a dialect's message to the front, and return whether it was meant there."""
+        key = next(self._numbers)
+        message = {"op": "hear", "id": key, "dialect": dialect, "word": word}
+        try:
+            heard = await self._ask("heard", key, message, timeout_s=ANSWER_TIMEOUT_S)
+        except ServeError:
+            return False
+        return bool(heard["meant"])
+
+    async def settle(self) -> None:
+        """Wait until the front has done everything sent so far, or is gone."""
+        key = next(self._numbers)
+        try:
+            await self._ask("settled", key, {"op": "settle", "id": key}, timeout_s=ANSWER_TIMEOUT_S)
+        except ServeError as error:
+            self._kill(error.message)
+
+    async def drain(self, grace_s: float) -> None:
+        """Ask the process to finish, and end it when it does not."""
+        self._draining = True
+        if self._tender is not None:
+            self._tender.cancel()
+            await asyncio.gather(self._tender, return_exceptions=True)
+        if self._process is not None:
+            self.tell({"op": "drain", "grace_s": grace_s})
+            await self._process.stop(grace_s + 5.0)
+
+    def tell(self, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
+        """Send without waiting. A front that is gone is replaced, and its replacement gets everything."""
+        if message["op"] == "ready":
+            self._readiness = message
+        if self._process is None or not self._process.running:
+            return
+        try:
+            self._process.send(message, fds)
+        except PeerGone:
+            pass
+        except ControlFault as fault:
+            self._kill(str(fault))
+
+    # --- one life
+
+    async def _start(self) -> None:
+        secret = {name: os.environ[name] for name in (PASSWORD_VARIABLE,) if name in os.environ}
+        environment = worker_environment(1, secret)
+        process = WorkerProcess(environment, self._hear, self._end, entry=FRONT_ENTRY, trusted=True)
+        try:
+            process.spawn()
+        except OSError as error:
+            raise ServeError(
+                Kind.UNAVAILABLE, f"a front process cannot be started: {error.strerror}"
+            ) from error
+        self._process, self._given, self._came_up = process, set(), False
+        self._pinged = self._ponged
+        http, grpc = self.listeners
+        start = {
+            "op": "start",
+            "front": self.front,
+            "settings": msgspec.to_builtins(self._settings),
+            "http": msgspec.to_builtins(http),
+            "grpc": msgspec.to_builtins(grpc),
+        }
+        self.tell(start, [self._registry.fd])
+        for hosted in list(self._host.hosted.values()):
+            await self._open_version(hosted)
+        self.tell(catalog_message(self._catalog))
+        if self._readiness is not None:
+            self.tell(self._readiness)
+        await self._ask("listening", 0, {"op": "listen"}, timeout_s=ANSWER_TIMEOUT_S)
+        self._came_up = self._listening = True
+
+    async def _open_version(self, hosted: LoadedPart) -> None:
+        version, key = hosted.version, id(hosted.version)
+        if not self.pid or key in self._given or hosted.closing:
+            return
+        self._given.add(key)
+        message, fds = hosted.arena.fds_for_front(self.front)
+        message |= {
+            "op": "open",
+            "id": key,
+            "model": version.model,
+            "number": version.number,
+            "folder": str(version.folder),
+            "config": config_json(version.config),
+            "inputs": {n: [s.dtype.name, s.shape] for n, s in version.inputs.items()},
+            "outputs": {n: [s.dtype.name, s.shape] for n, s in version.outputs.items()},
+            "load_s": counters_of(version).load_s,
+            "text": msgspec.to_builtins(version.text),
+        }
+        await self._ask("opened", key, message, fds, timeout_s=ANSWER_TIMEOUT_S)
+
+    async def _ask(
+        self,
+        answer: str,
+        key: int,
+        message: dict[str, Any],
+        fds: Sequence[int] = (),
+        timeout_s: float | None = None,
+    ) -> Mapping[str, Any]:
+        if not self.pid:
+            raise ServeError(Kind.UNAVAILABLE, f"front process {self.front} is not running")
+        future = self._waiting[answer, key] = asyncio.get_running_loop().create_future()
+        self.tell(message, fds)
+        try:
+            await asyncio.wait({future}, timeout=timeout_s)
+            if not future.done():
+                raise ServeError(Kind.UNAVAILABLE, f"front process {self.front} does not answer")
+            found: Mapping[str, Any] = future.result()
+            return found
+        finally:
+            self._waiting.pop((answer, key), None)
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        if message["op"] == "ask":
+            task = asyncio.get_running_loop().create_task(self._tell_answer(self._process, message))
+            self._answering.add(task)
+            task.add_done_callback(self._answering.discard)
+            return
+        if message["op"] == "pong":
+            self._ponged = int(message["id"])
+            return
+        future = self._waiting.get((str(message.get("op")), int(message.get("id", 0))))
+        if future is not None and not future.done():
+            future.set_result(message)
+
+    async def _tell_answer(self, asker: WorkerProcess | None, message: dict[str, Any]) -> None:
+        told = await self._answer({**message, "front": self.front})
+        if asker is self._process:  # not the next one in its place, which has not asked
+            self.tell(told)
+
+    def _end(self, words: str) -> None:
+        self._given, self._listening = set(), False
+        for (answer, _), future in self._waiting.items():
+            if future.done():
+                continue
+            if answer == "closed":
+                future.set_result({})  # what it held is reclaimed below
+            else:
+                future.set_exception(
+                    ServeError(Kind.UNAVAILABLE, f"front process {self.front} ended: {words}")
+                )
+        for ring in self._rings():
+            ring.reclaim_front(self.front)
+        self._ended = words
+
+    def _kill(self, reason: str) -> None:
+        if self._process is not None:
+            self._process.kill(reason)
+
+    # --- and the next
+
+    async def _tend(self) -> None:
+        backoff = Backoff(FIRST_RESTART_S, died_cap_s=LONGEST_RESTART_S)
+        while self._process is not None:
+            born = time.monotonic()
+            await self._process.wait()
+            lived_s = time.monotonic() - born
+            self._registry.counters(names.FRONT_RESTARTS).of().add()
+            self._registry.bury(self.front)
+            try:
+                # Before the new one claims the same number.
+                pause = asyncio.sleep(backoff.after_death(lived_s))
+                await asyncio.gather(self._reclaim_and_tell(), pause)
+                await self._start()
+            # Whatever goes wrong here, the next try must come: nobody else would ever start this front.
+            except Exception as error:
+                trace = error.__cause__ if isinstance(error, ServeError) else error
+                log.error(
+                    "front process %d could not be started: %s", self.front, explain(error), exc_info=trace
+                )
+                self._kill(explain(error))
+
+    async def _reclaim_and_tell(self) -> None:
+        """Reclaim a dead front's rows and log its end, unless its start failed: `start` reports that."""
+        lost = await self._reclaim()
+        if self._came_up and not self._draining:
+            over = f", over {lost} rows of batches" if lost else ""
+            text = "front process %d ended: %s%s; another is started"
+            log.error(text, self.front, self._ended, over)
+
+    async def _reclaim(self) -> int:
+        """Free the front's rows and return the number of rows of batches that were lost."""
+        rows, rings = 0, self._rings()
+        before = [set(ring.lost()) for ring in rings]
+        await asyncio.sleep(RECLAIM_AGAIN_S)
+        for ring, suspected in zip(rings, before, strict=True):
+            ring.reclaim_front(self.front)
+            for lost in suspected.intersection(ring.lost()):
+                rows += lost[2]
+                ring.forgive(*lost)
+        return rows
+
+    def _rings(self) -> list[BatchRing]:
+        return [hosted.queue.ring for hosted in self._host.hosted.values()]
+
+
+def _ports(listeners: tuple[Listener, ...]) -> tuple[Listener, ...]:
+    return tuple(one for one in listeners if not one.in_file)

@@ -1,0 +1,241 @@
+"""Another front process: the owner's listeners, dialects and queues, without workers of its own.
+
+    python -m fastserve.server.front_process FD      FD: the control channel to the owner (front_pool.py)
+
+It trusts its owner and keeps nothing on disk. When the control channel ends it ends at once: nobody could
+answer its requests any more, and a new server needs its port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+import uvloop
+
+from fastserve.allocator import keep_freed_memory, share_heap
+from fastserve.codec.text import Info
+from fastserve.config import Listener, Settings
+from fastserve.engine.batch_queue import BatchQueue, QueueMeters
+from fastserve.engine.counters import counters_of
+from fastserve.engine.engine import SCHEDULER, Engine
+from fastserve.engine.schedulers.schedule import open_queue, simple_scheduler
+from fastserve.metrics import Readiness, Registry
+from fastserve.repository.catalog import Catalog
+from fastserve.repository.model_config import load_config_json
+from fastserve.repository.version import Version
+from fastserve.server.front import Front, FrontGauges
+from fastserve.server.front_messages import RemoteModelControl, apply_catalog
+from fastserve.tensor import DTYPES, TensorSpec
+from fastserve.util.logs import log_uncaught, setup_logs
+from fastserve.util.memory import gc_freeze
+from fastserve.workers.arena import Arena
+from fastserve.workers.control import ControlChannel, PeerGone, die_with_owner, exit_now
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 0.5
+
+# The owner pings every two seconds: one that is silent for so long hangs. Time counts as our own loop turns.
+OWNER_SILENT_S = 10.0
+
+OWNER_SILENT = "the server's first process gives no sign of life"
+
+
+class FrontProcess:
+    """Carries out the owner's messages one by one."""
+
+    def __init__(self, control: ControlChannel) -> None:
+        self.ended = asyncio.Event()
+        self.status = 0
+        self._draining = False
+        self._control = control
+        self._catalog = Catalog()
+        self._opened: dict[int, tuple[Version, BatchQueue, Arena]] = {}
+        self._front: Front | None = None
+        self._number = 0
+        self._start: dict[str, Any] = {}
+        self._loads: RemoteModelControl | None = None
+        self._custom_metrics: list[str] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._told = Readiness()
+        self._beat_at = time.monotonic()
+        self._quiet_s = 0.0  # since the owner last said something
+
+    def watch(self) -> None:
+        """Read the owner's messages on the running loop."""
+        asyncio.get_running_loop().add_reader(self._control.fileno(), self._on_word)
+
+    def _on_word(self) -> None:
+        try:
+            self._do(*self._control.receive())
+        except PeerGone:
+            exit_now(0)
+        except Exception as fault:
+            self._fail(fault)
+
+    def _fail(self, fault: BaseException) -> None:
+        """End, since this process and the owner may differ now, and be replaced."""
+        log.error("the front process cannot go on", exc_info=fault)
+        self.status = 1
+        self.ended.set()
+
+    def _do(self, message: dict[str, Any], fds: list[int]) -> None:
+        op = message["op"]
+        was_silent, self._quiet_s = self._owner_silent, 0.0
+        if was_silent:
+            self._show_readiness()
+        if op == "start":
+            self._begin(message, fds)
+        elif op == "open":
+            self._open(message, fds)
+        elif op == "catalog":
+            apply_catalog(self._catalog, message, {key: opened[0] for key, opened in self._opened.items()})
+        elif op == "ready" and self._front is not None:
+            self._told = msgspec.convert(message["readiness"], Readiness, strict=False)
+            self._show_readiness()
+        elif op == "renew" and self._front is not None:
+            self._front.renew_certificates()
+        elif op == "metrics":
+            self._custom_metrics = message["lines"]
+        elif op == "hear" and self._front is not None:
+            meant = self._front.hear(message["dialect"], message["word"])
+            self._control.send({"op": "heard", "id": message["id"], "meant": meant})
+        elif op == "ping":
+            self._control.send({"op": "pong", "id": message["id"]})
+        elif op == "settle":  # what was said before it is done
+            self._control.send({"op": "settled", "id": message["id"]})
+        elif op == "told" and self._loads is not None:
+            self._loads.hear(message)
+        elif op in ("listen", "close", "drain"):
+            self._later({"listen": self._listen, "close": self._close, "drain": self._drain}[op](message))
+        elif op == "stop" and not self._draining:
+            self.ended.set()
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finish)
+
+    def _finish(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        fault = None if task.cancelled() else task.exception()
+        if fault is not None:
+            self._fail(fault)
+
+    def _begin(self, message: dict[str, Any], fds: list[int]) -> None:
+        settings = msgspec.convert(message["settings"], Settings)
+        self._start, self._number = message, message["front"]
+        log = settings.log
+        setup_logs(log.level, log.format, access=log.access, fields={"front": str(self._number)})
+        log_uncaught()
+        registry = Registry(sections=settings.frontends, section=self._number, fd=fds[0])
+        self._loads = RemoteModelControl(settings.model_control == "explicit", self._control.send)
+        self._front = Front(settings, Engine(self._catalog), registry, self._loads)
+        self._front.custom_metrics = lambda: self._custom_metrics
+        self._front.stop, self._front.spread = self._loads.stop, self._loads.spread
+        self._gauges = FrontGauges(registry)
+        self._beat()
+
+    def _open(self, message: dict[str, Any], fds: list[int]) -> None:
+        assert self._front is not None
+        version = Version(
+            message["model"], message["number"], Path(message["folder"]), load_config_json(message["config"])
+        )
+        version.describe(_read_specs(message["inputs"]), _read_specs(message["outputs"]))
+        arena = Arena.join(message, fds)
+        geometry = arena.geometry
+        meters = QueueMeters(
+            self._front.registry, version.model, version.number, geometry.max_delay_ns, geometry.max_rows
+        )
+        queue = open_queue(arena, self._number, version.inputs, version.outputs, meters)
+        SCHEDULER.put(version, simple_scheduler(queue))
+        if message["text"] is not None:
+            version.text = msgspec.convert(message["text"], Info)
+        counters = counters_of(version)
+        counters.queues.append(queue)
+        counters.load_s = float(message["load_s"])
+        self._opened[message["id"]] = version, queue, arena
+        self._control.send({"op": "opened", "id": message["id"]})
+
+    async def _listen(self, message: dict[str, Any]) -> None:
+        assert self._front is not None
+        http = msgspec.convert(self._start["http"], tuple[Listener, ...])
+        grpc = msgspec.convert(self._start["grpc"], tuple[Listener, ...])
+        await self._front.open(http, grpc, shared=True)
+        keep_freed_memory()
+        gc_freeze()
+        self._control.send({"op": "listening", "id": 0})
+
+    async def _close(self, message: dict[str, Any]) -> None:
+        version, queue, arena = self._opened.pop(message["id"])
+        while queue.waiting or queue.unreleased:
+            await queue.drain()
+        SCHEDULER.drop(version)
+        queue.close()
+        counters_of(version).close(queue)
+        arena.close()
+        self._control.send({"op": "closed", "id": message["id"]})
+
+    async def _drain(self, message: dict[str, Any]) -> None:
+        self._draining = True  # the "stop" that follows is for a front that would not
+        if self._front is not None:
+            await self._front.drain(message["grace_s"])
+        self.ended.set()
+
+    @property
+    def _owner_silent(self) -> bool:
+        return self._quiet_s >= OWNER_SILENT_S
+
+    def _show_readiness(self) -> None:
+        """Show the owner's readiness; not ready while it is silent, when nobody replaces a dead worker."""
+        if self._front is not None:
+            silent = Readiness(False, OWNER_SILENT, self._told.models, self._told.state)
+            self._front.set_ready(silent if self._owner_silent else self._told)
+
+    def _beat(self) -> None:
+        assert self._front is not None
+        asyncio.get_running_loop().call_later(BEAT_S, self._beat)  # first: a beat that fails is not the last
+        was_silent, now = self._owner_silent, time.monotonic()
+        self._quiet_s += min(now - self._beat_at, 2 * BEAT_S)
+        self._beat_at = now
+        if self._owner_silent and not was_silent:
+            log.error("%s for %g s", OWNER_SILENT, OWNER_SILENT_S)
+            self._show_readiness()
+        self._front.heartbeat.beat()
+        self._front.give_back_memory()
+        self._gauges.beat(self._front.listeners(), BEAT_S)
+        self._gauges.show_memory(self._front.budget)
+
+
+def _read_specs(written: dict[str, Any]) -> dict[str, TensorSpec]:
+    return {
+        name: TensorSpec(name, DTYPES[dtype], None if shape is None else tuple(shape))
+        for name, (dtype, shape) in written.items()
+    }
+
+
+async def run_front_process(fd: int) -> NoReturn:
+    """Serve until the owner says drain, then end the process: no thread is waited for."""
+    os.set_inheritable(fd, False)
+    control = ControlChannel(socket.socket(fileno=fd), owner=False, trusted=True)
+    follower = FrontProcess(control)
+    follower.watch()
+    await follower.ended.wait()
+    asyncio.get_running_loop().remove_reader(control.fileno())
+    control.close()
+    exit_now(follower.status)
+
+
+if __name__ == "__main__":
+    die_with_owner(int(sys.argv[1]))
+    share_heap()
+    uvloop.run(run_front_process(int(sys.argv[1])))
