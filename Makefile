@@ -1,8 +1,9 @@
 # Every target CI runs, and nothing CI does not. `make build` is the only one that installs anything.
 #
 #   make serve [ARGS="--http 127.0.0.1:9000"]    the demo repository, served
-#   make test  [ARGS="tests/wire -k pipeline"]   the suite, two processes a core (JOBS=0: in one)
+#   make test  [ARGS="tests/net -k pipeline"]   the suite, two processes a core (JOBS=0: in one)
 #   make test-fast                               without servers and workers, a fifth of the examples
+#   make build [TORCH_INDEX=URL]                 torch's CPU build from that index; any: whatever pip finds, CUDA too
 #   make bench [ARGS="--repeats 3"]              microbenchmarks, the table against the reference server, text against transformers
 
 PYTHON ?= python3
@@ -10,9 +11,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 JOBS ?= auto
+TORCH_INDEX ?=
 
 CHECKED := build/.compiler
 INSTALLED := $(VENV)/.installed
+TORCH := $(VENV)/.torch
 EXTENSIONS := $(VENV)/.extensions
 PROTOS := $(VENV)/.protos
 EXT_SOURCES := $(wildcard ext/*.pyx ext/*.pxd ext/include/*.h)
@@ -20,9 +23,9 @@ PROTO_SOURCES := $(shell find protos -name '*.proto' 2>/dev/null)
 DEBUG_TREE := build/debug/tree
 
 .DELETE_ON_ERROR:
-.PHONY: build serve test test-fast test-gpu lint format bench wheel debug torture differential clean
+.PHONY: build torch FORCE serve test test-fast test-gpu lint format bench wheel debug torture differential clean
 
-build: $(INSTALLED) $(EXTENSIONS) $(PROTOS)
+build: $(INSTALLED) $(TORCH) $(EXTENSIONS) $(PROTOS)
 
 # First of all, in a sentence: what is missing to compile with.
 $(CHECKED): tools/check_compiler.py
@@ -36,15 +39,26 @@ $(INSTALLED): pyproject.toml tests/clients.txt | $(CHECKED)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check $$($(BIN)/python tools/build_requires.py)
 	FASTSERVE_EXT=none $(BIN)/python -m pip install -q --disable-pip-version-check \
-		--no-build-isolation -e '.[test,lint,demo]'
+		--no-build-isolation -e '.[test,lint,wheel]'
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r tests/clients.txt
 	@touch $@
+
+# A CPU build or none: the tests and the demo's language model need it, nothing else does.
+$(TORCH): tools/install_torch.py $(INSTALLED) $(if $(TORCH_INDEX),FORCE)
+	$(BIN)/python tools/install_torch.py $(TORCH_INDEX)
+	@touch $@
+
+FORCE:
+
+# The suite needs one, and takes what there is.
+torch: build
+	@$(BIN)/python tools/install_torch.py any
 
 $(EXTENSIONS): $(EXT_SOURCES) setup.py | $(INSTALLED)
 	$(BIN)/python setup.py -q build_ext --inplace
 	@touch $@
 
-$(PROTOS): $(PROTO_SOURCES) setup.py | $(INSTALLED)
+$(PROTOS): $(PROTO_SOURCES) setup.py tools/write_triton_structs.py | $(INSTALLED)
 	$(BIN)/python setup.py -q protos
 	@touch $@
 
@@ -54,15 +68,15 @@ serve: build
 # A file's tests stay together, in their order: they share servers. A third of their time is waiting, for workers
 # that start and servers that stop: two processes a core. Past four there is little to gain. What fails among
 # others is run again alone, and a race is named as one (tests/again.py).
-test: build
+test: build torch
 	$(BIN)/python -m pytest -p tests.again -n $(or $(filter-out auto,$(JOBS)),$(shell expr 2 '*' $$(nproc))) --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -rs $(ARGS)
 
-test-fast: build
+test-fast: build torch
 	$(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
 		--no-processes --hypothesis-profile fast $(ARGS)
 
 # What can only be shown on a CUDA device; elsewhere each says why it was skipped.
-test-gpu: build
+test-gpu: build torch
 	$(BIN)/python -m pytest -m gpu -rs tests/gpu $(ARGS)
 
 lint: build
@@ -72,22 +86,26 @@ lint: build
 	$(BIN)/lint-imports
 	$(BIN)/python tools/check_stubs.py
 	$(BIN)/python tools/check_lengths.py
+	$(BIN)/python tools/check_structure.py
 
 format: build
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-bench: build
+bench: build torch
 	$(BIN)/python -m pytest bench -o python_files='bench_*.py' --benchmark-enable \
 		--benchmark-columns=median,iqr,ops,rounds --benchmark-sort=name
 	$(BIN)/python -m bench.load $(ARGS)
 	$(BIN)/python -m bench.text.engine fastserve/demo/scribe/1
 	$(BIN)/python -m bench.text.served fastserve/demo/scribe/1
 
+# For any system with glibc 2.28 (RHEL 8, Debian 10, Ubuntu 20.04) or newer: auditwheel refuses what is not.
 # Files of an earlier build that the tree no longer has would travel in the wheel.
 wheel: build
-	find build -maxdepth 1 -name 'lib*' -exec find {} -type f ! -name '*.so' -delete \;
-	$(BIN)/python -m pip wheel -q --disable-pip-version-check --no-build-isolation --no-deps -w dist .
+	rm -rf build/wheel build/portable/lib*/fastserve
+	FASTSERVE_PORTABLE=1 $(BIN)/python -m pip wheel -q --disable-pip-version-check --no-build-isolation --no-deps \
+		-w build/wheel .
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --plat manylinux_2_28_$$(uname -m) -w dist build/wheel/fastserve-*.whl
 	$(BIN)/python tools/check_wheel.py dist
 
 # The sanitizers' build lives in its own tree, so that the ordinary modules stay as they are.
@@ -105,11 +123,11 @@ differential: build
 	FASTSERVE_TRITON="$(TRITON)" $(BIN)/python -m pytest -rs tests/differential --timeout 300 $(ARGS)
 
 # Two at a time, the files with most cases first. What compares times (`alone`) waits until nothing else runs.
-torture: build
+torture: build torch
 	$(BIN)/python -m pytest -n $(JOBS) --maxprocesses 2 --dist loadfile -m "torture or hypothesis" \
 		--timeout 3600 -o faulthandler_timeout=7200 --hypothesis-profile torture --durations 60 --durations-min 10 $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info fastserve/_ext/*.so fastserve/protos/*.binpb
+	rm -rf $(VENV) build dist *.egg-info fastserve/_ext/*.so fastserve/protos/*.binpb fastserve/protos/model_config.py
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks .bench
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

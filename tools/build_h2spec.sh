@@ -3,7 +3,7 @@
 #
 #   apt-get install golang-go golang-github-fatih-color-dev golang-github-spf13-cobra-dev golang-golang-x-net-dev
 #   tools/build_h2spec.sh SOURCE OUTPUT      SOURCE: a checkout of github.com/summerwind/h2spec
-#   FASTSERVE_H2SPEC=OUTPUT make test ARGS=tests/wire/http2/test_h2spec.py
+#   FASTSERVE_H2SPEC=OUTPUT make test ARGS=tests/net/http2/test_h2spec.py
 set -eu
 source=$(cd "$1" && pwd)
 output=$(realpath -m "$2")

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from fastserve.config import Field, ModelEntry, Settings, list_fields
-from fastserve.config.text import TextOptions
+from fastserve.config import ConfigField, ModelEntry, Settings, list_fields
+from fastserve.config.text_options import TextOptions
 from fastserve.repository.model_config import NativeConfig, SignatureConfig, TensorConfig, WarmupSample
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -62,7 +62,7 @@ TEXT_LIMITS = (
 )
 
 
-def table(fields: Iterable[Field]) -> str:
+def table(fields: Iterable[ConfigField]) -> str:
     rows = ["| field | default | allowed | meaning |", "|---|---|---|---|"]
     rows += [
         f"| `{field.path}` | {default_text(field)} | {cell(field.allowed)} | {cell(field.help)} |"
@@ -71,7 +71,7 @@ def table(fields: Iterable[Field]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def limits(kind: type[msgspec.Struct], names: Sequence[str]) -> list[Field]:
+def limits(kind: type[msgspec.Struct], names: Sequence[str]) -> list[ConfigField]:
     known = list(list_fields(kind))
     missing = set(names) - {field.path for field in known}
     if missing:
@@ -79,7 +79,7 @@ def limits(kind: type[msgspec.Struct], names: Sequence[str]) -> list[Field]:
     return [field for field in known if field.path in names or is_limit(field)]
 
 
-def is_limit(field: Field) -> bool:
+def is_limit(field: ConfigField) -> bool:
     return field.path.startswith(LIMIT_GROUPS) and not isinstance(field.default, bool)
 
 
@@ -95,7 +95,7 @@ def pages() -> dict[Path, dict[str, str]]:
     }
 
 
-def default_text(field: Field) -> str:
+def default_text(field: ConfigField) -> str:
     if field.default is msgspec.NODEFAULT:
         return "required"
     return f"`{cell(json.dumps(plain(field.default)))}`"

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from fastserve._ext.batch_ring import moves
+from fastserve.net.http2.stream import TRANSITIONS as STREAM_TRANSITIONS
 from fastserve.repository.version import TRANSITIONS
-from fastserve.wire.http2.states import TRANSITIONS as STREAM_TRANSITIONS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PLACE = "<!-- table: {name} -->\n(.*?)<!-- end -->"

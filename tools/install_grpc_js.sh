@@ -1,7 +1,7 @@
 #!/bin/sh
-# Puts @grpc/grpc-js into FOLDER, for tests/wire/test_grpc_interop_js.py. Needs node and npm.
+# Puts @grpc/grpc-js into FOLDER, for tests/net/grpc/test_interop_js.py. Needs node and npm.
 #
-#   tools/install_grpc_js.sh FOLDER && FASTSERVE_GRPC_JS=FOLDER make test ARGS=tests/wire/test_grpc_interop_js.py
+#   tools/install_grpc_js.sh FOLDER && FASTSERVE_GRPC_JS=FOLDER make test ARGS=tests/net/grpc/test_interop_js.py
 set -eu
 VERSION=1.14.7
 [ $# = 1 ] || { echo "usage: $0 FOLDER" >&2; exit 2; }

@@ -1,0 +1,212 @@
+"""Check the package's structure and language, and print its figures.
+
+usage: check_structure.py [PREFIX ...]
+
+Without PREFIX the limits below hold for the whole package, and the exit status is 1 when one is passed.
+With a PREFIX (a path such as
+fastserve/engine) the findings there are listed and nothing is judged.
+"""
+
+import ast
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SHORT_LINES = 80
+CYCLE_FILES = 3
+MAX_FILES = 320  # these two are lowered with the figures, and never raised
+MAX_LINES = 70_500
+MAX_SHORT_FILES = 25
+MAX_RELATIVE = 5
+
+# Type names that two modules define on purpose, each with its reason.
+SHARED_NAMES: dict[str, str] = {
+    "Metric": "models name it in Triton's Python API",
+    "ModelConfig": "models name it in Triton's Python API, and model_config.proto has it",
+    "Tensor": "models name it in Triton's Python API",
+}
+
+# A docstring that begins so has no subject.
+RELATIVE = re.compile(r"(What|Whatever|Who|Whom|Whose|Whoever|Which|That|Those|The same)\b(?! (is|are) )?")
+
+# Words of an earlier private language, with the standard terms; docstrings and comments are searched.
+DENIED = {
+    r"\bapart\b": "offload, in a thread",
+    r"\bwishes\b|\b(a|the) wish\b": "model callback",
+    r"\bhears? of\b|\bheard of\b|\bis told\b|\bare told\b|\bwho hears\b": "is notified, receives, returns",
+    r"\blikeness\b": "copy, compatibility mode",
+    r"\btenants?\b": "thread worker",
+    r"\bferry\b|\bferries\b": "CUDA IPC helper",
+    r"\bkicks?\b|\bbells?\b": "wake, eventfd",
+    r"\bwho asks\b|\bwhoever\b": "caller, client",
+    r"\bgives? itself\b|\bstands in for\b": "replaces",
+}
+
+
+class Module:
+    """One file of the package: its syntax tree, its dotted name and the modules of the package it imports."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.relative_to(ROOT)
+        parts = list(self.path.with_suffix("").parts)
+        self.is_package = parts[-1] == "__init__"
+        self.name = ".".join(parts[:-1] if self.is_package else parts)
+        self.text = path.read_text()
+        self.lines = len(self.text.splitlines())
+        self.tree = ast.parse(self.text)
+
+    def imports(self, names: set[str]) -> set[str]:
+        """Return the modules that an import at the top level needs, type-only imports included."""
+        found: set[str] = set()
+        for node in top_level(self.tree.body):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    whole = f"{node.module}.{alias.name}"
+                    found.add(whole if whole in names else node.module)
+        return (found & names) - {self.name}
+
+    def docstrings(self) -> Iterator[tuple[int, str]]:
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                text = ast.get_docstring(node)
+                if text:
+                    yield getattr(node, "lineno", 1), text
+
+
+def top_level(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    for node in body:
+        yield node
+        if isinstance(node, ast.If | ast.Try):
+            yield from top_level([*node.body, *node.orelse])
+
+
+def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Return the strongly connected components of more than one module (Tarjan, iterative)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found = []
+    for root in sorted(graph):
+        if root in index:
+            continue
+        work = [(root, iter(sorted(graph[root])))]
+        index[root] = low[root] = len(index)
+        stack.append(root)
+        while work:
+            node, successors = work[-1]
+            for successor in successors:
+                if successor not in index:
+                    index[successor] = low[successor] = len(index)
+                    stack.append(successor)
+                    work.append((successor, iter(sorted(graph[successor]))))
+                    break
+                if successor in stack:
+                    low[node] = min(low[node], index[successor])
+            else:
+                work.pop()
+                if work:
+                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
+                if low[node] == index[node]:
+                    at = stack.index(node)
+                    component, stack[at:] = stack[at:], []
+                    if len(component) > 1:
+                        found.append(sorted(component))
+    return found
+
+
+def type_names(modules: list[Module]) -> dict[str, list[str]]:
+    """Return the class names that more than one place defines, with the places."""
+    places = defaultdict(list)
+    for module in modules:
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(f"{module.path}:{node.lineno}")
+    return {
+        name: found for name, found in sorted(places.items()) if len(found) > 1 and name not in SHARED_NAMES
+    }
+
+
+def denied_words(module: Module) -> Iterator[tuple[int, str, str]]:
+    for number, line in enumerate(module.text.splitlines(), 1):
+        _, comment, text = line.partition("# ")
+        for pattern, better in DENIED.items():
+            if comment and re.search(pattern, text):
+                yield number, pattern, better
+    for number, text in module.docstrings():
+        for pattern, better in DENIED.items():
+            if re.search(pattern, text):
+                yield number, pattern, better
+
+
+def is_short(module: Module) -> bool:
+    return (
+        module.lines < SHORT_LINES
+        and not module.is_package
+        and module.path.name not in ("spec.py", "__main__.py")
+    )
+
+
+def folders(modules: list[Module]) -> Iterator[tuple[str, int]]:
+    counts: dict[str, int] = defaultdict(int)
+    for module in modules:
+        if not module.is_package:
+            counts[str(module.path.parent)] += 1
+    for folder, count in sorted(counts.items()):
+        if folder not in ("fastserve", "fastserve/_ext", "fastserve/protos") and "demo" not in folder:
+            yield folder, count
+
+
+def main(prefixes: list[str]) -> int:
+    paths = [path for path in sorted(ROOT.glob("fastserve/**/*.py")) if "/demo/" not in str(path)]
+    modules = [Module(path) for path in paths]
+    names = {module.name for module in modules}
+    circles = [c for c in cycles({m.name: m.imports(names) for m in modules}) if len(c) > CYCLE_FILES]
+    twice = type_names(modules)
+    shorts = [m for m in modules if is_short(m)]
+    relative = [(m, n, t) for m in modules for n, t in m.docstrings() if RELATIVE.match(t)]
+    denied = [(m, *word) for m in modules for word in denied_words(m)]
+    odd = [(f, n) for f, n in folders(modules) if not 4 <= n <= 15]
+    if prefixes:
+        listed = [m for m in modules if str(m.path).startswith(tuple(prefixes))]
+        print(f"{len(listed)} files, {sum(m.lines for m in listed)} lines")
+        inside = {str(m.path) for m in listed}
+        dotted = {m.name for m in listed}
+        print(*(f"short: {m.path} {m.lines}" for m in shorts if m in listed), sep="\n")
+        print(*(f"circle: {' '.join(c)}" for c in circles if dotted & set(c)), sep="\n")
+        print(
+            *(
+                f"type twice: {n}: {' '.join(p)}"
+                for n, p in twice.items()
+                if {x.split(":")[0] for x in p} & inside
+            ),
+            sep="\n",
+        )
+        print(
+            *(f"relative clause: {m.path}:{n}: {t.splitlines()[0]}" for m, n, t in relative if m in listed),
+            sep="\n",
+        )
+        print(*(f"private word: {m.path}:{n}: {p} ({b})" for m, n, p, b in denied if m in listed), sep="\n")
+        print(*(f"folder: {f}: {n} files" for f, n in odd if f.startswith(tuple(prefixes))), sep="\n")
+        return 0
+    figures = [
+        ("files", len(modules), MAX_FILES),
+        ("lines", sum(m.lines for m in modules), MAX_LINES),
+        (f"files under {SHORT_LINES} lines", len(shorts), MAX_SHORT_FILES),
+        (f"circles of more than {CYCLE_FILES} files", len(circles), 0),
+        ("type names defined twice", len(twice), 0),
+        ("docstrings that begin with a relative clause", len(relative), MAX_RELATIVE),
+        ("private words", len(denied), 0),
+        ("folders of fewer than 4 or more than 15 files", len(odd), 10),
+    ]
+    for what, count, limit in figures:
+        print(f"{what}: {count} (at most {limit})")
+    return int(any(count > limit for _, count, limit in figures))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
