@@ -8,11 +8,11 @@ from typing import Any
 from fastserve._ext.hpack import static_block
 from fastserve._ext.http2_frames import DATA, HEADERS, SETTINGS, WINDOW_UPDATE, frame
 from fastserve.config import Limits
-from fastserve.wire.call import Call
-from fastserve.wire.grpc.calls import Calls
-from fastserve.wire.grpc.method import Method, Terms
-from fastserve.wire.opening import Opening
-from tests.wire.kit import Pipe
+from fastserve.net.access_control import Opening
+from fastserve.net.grpc.calls import GrpcCalls
+from fastserve.net.grpc.method import Method, RpcTerms
+from fastserve.net.request import Call
+from tests.net.kit import Pipe
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 PATH, MESSAGE, ANSWER = "/a.B/Call", bytes(range(39)), bytes(30)
@@ -31,7 +31,7 @@ def test_a_call(benchmark: Any) -> None:
         return True
 
     method = Method(PATH, bytes, never, bytes, start=start)
-    calls = Calls({PATH: method}, Terms(1 << 20, Limits(), None, Opening()), 0)
+    calls = GrpcCalls({PATH: method}, RpcTerms(1 << 20, Limits(), None, Opening()), 0)
     pipe = Pipe({}, services=[calls])
     pipe.feed(PREFACE + frame(SETTINGS, 0, 0, b"") + frame(WINDOW_UPDATE, 0, 0, (1 << 30).to_bytes(4, "big")))
     block = static_block([*FIELDS, (b"content-type", b"application/grpc")])

@@ -8,10 +8,9 @@ import prometheus_client
 import pytest
 
 from fastserve._ext import meter
-from fastserve.engine.meters import QueueMeters
+from fastserve.engine.batch_queue import QueueMeters
 from fastserve.metrics import Registry
-from fastserve.metrics.names import STAGE_SECONDS
-from fastserve.metrics.traffic import Traffic
+from fastserve.metrics.names import STAGE_SECONDS, Traffic
 
 SIZES = (1, 16, 4096, 256)
 ROUNDS = {"rounds": 20, "iterations": 20_000}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fastserve._ext.tensor_proto import read_predict_request, write_model_spec, write_predict_response
-from fastserve.dialects.tfserving.grpc_fast import SCHEME
+from fastserve.dialects.tfserving.grpc_predict import SCHEME
 from fastserve.tensor import DTYPES
 from tests.oracles.tensor_proto import TF, encode
 

@@ -19,7 +19,7 @@ import yaml
 
 from bench.gpu.host import HEAD, Missing, load, middle, region_request, request_bytes, row
 from bench.gpu.place import ClientMemory, Real, Simulated, add_repository_path
-from fastserve.workers.device import COPY_IN
+from fastserve.workers.device.base import COPY_IN
 from tests.running import Running
 
 BATCH, CLIENTS = 32, 64
@@ -96,7 +96,7 @@ def _models(place: Place, folder: Path, seconds: float) -> Iterator[str]:
         _write(place, models, f"lent{floats}", FIRST, "float32", row_shape, (1,), one)
     add_repository_path()
     bare = {name: [_bare_s(place, name, rows, seconds) for rows in (BATCH, 1)] for name in place.shapes}
-    with Running(models, folder / "log", "--allow-client-shm") as served:
+    with Running(models, folder / "log", "--allow-client-shm", module=place.server) as served:
         for name in place.shapes:
             yield from _served(place, served.http, name, bare[name], seconds)
         yield _lent(place, served.http, seconds)
@@ -172,7 +172,7 @@ def _lent(place: Place, address: str, seconds: float) -> str:
         }
         _post(address, f"region/r{floats}/register", asked)
         request = region_request(f"lent{floats}", f"r{floats}", size)
-        load(address, request, 1, min(seconds, 0.5) / 5)
+        load(address, request, 1, 0.5)  # the first opens the handle
         found.append(middle(load(address, request, 1, seconds / 2)))
         _post(address, f"region/r{floats}/unregister", {})
         memory.free()

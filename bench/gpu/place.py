@@ -18,7 +18,7 @@ import torch
 
 from bench.gpu.models import SHAPES, TINY
 from fastserve.devices.cuda import Cuda
-from fastserve.workers.device_simulated import SimulatedDevice
+from tests.running import CLI, WITH_SIMULATED_DEVICES
 
 BATCHES_AT_ONCE = 10
 
@@ -33,6 +33,7 @@ class Real:
     """The first CUDA device of this process."""
 
     devices, shapes, picture, scale = "cuda:0", SHAPES, 600_000, 1
+    server = CLI
     options: dict[str, Any] = {"torch": {"autocast": "bfloat16", "cuda_graphs": True}}
     sharing: dict[str, Any] = {}
 
@@ -45,7 +46,7 @@ class Real:
         return f"{torch.cuda.get_device_name()}, driver {driver_version()}, {versions}"
 
     def device(self) -> Any:
-        from fastserve.workers.device_cuda import CudaDevice
+        from fastserve.workers.device.cuda import CudaDevice
 
         return CudaDevice("cuda:0")
 
@@ -71,6 +72,7 @@ class Simulated:
     """See tests/devices/simulated.py."""
 
     devices, shapes, picture, scale = "simulated", TINY, 6_000, 100
+    server = WITH_SIMULATED_DEVICES
     options: dict[str, Any] = {}
     sharing: dict[str, Any] = {"shared_worker": "bench"}  # one process that imports torch
 
@@ -89,6 +91,8 @@ class Simulated:
         return "SIMULATED: a dry run of the script on the host's memory. None of these is a number of a GPU."
 
     def device(self) -> Any:
+        from tests.devices.simulated_device import SimulatedDevice
+
         return SimulatedDevice()
 
     def pinned(self, nbytes: int) -> torch.Tensor:

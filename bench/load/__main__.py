@@ -18,15 +18,14 @@ from bench.workloads import WORKLOADS
 BUSY_LOAD = 0.7
 GRPC = ["grpc-tiny", "grpc-image"]
 TFS_GRPC = ["tfs-grpc-tiny", "tfs-grpc-mlp", "tfs-grpc-image", "tfs-grpc-content"]
-CLIENT = ["grpc-client"]
 V1 = ["v1-tiny", "v1-image"]
 PARTS = [
-    *WORKLOADS, *h2_load.PARTS, *idle.PARTS, *v2_load.PARTS, *GRPC, *TFS_GRPC, *CLIENT, *V1,
+    *WORKLOADS, *h2_load.PARTS, *idle.PARTS, *v2_load.PARTS, *GRPC, *TFS_GRPC, *V1,
     *grps_load.PARTS,
     *stream_load.PARTS,
     "latency", "frontends", "memory", "codec",
 ]  # fmt: skip
-GROUPS = {"http2": [*h2_load.PARTS, *CLIENT, *idle.PARTS]}
+GROUPS = {"http2": [*h2_load.PARTS, *idle.PARTS]}
 
 
 def cores() -> tuple[int, int]:
@@ -50,10 +49,6 @@ def rows(part: str, plan: Plan, subject: measure.Start, soak: int) -> list[table
         return [h2_load.row(part, plan)]
     if part in idle.PARTS:
         return [idle.row(part, plan)]
-    if part in CLIENT:
-        from bench.load import grpcio_load
-
-        return [grpcio_load.row(part, plan)]
     if part in GRPC:
         from bench.load import grpc_load
 
@@ -130,8 +125,7 @@ def main(
     chosen = chosen or list(WORKLOADS if self_test else PARTS)
     try:
         wrk.require()
-        if {*chosen} & {*GROUPS["http2"]}:
-            h2load.require()
+        h2load.require()
     except (wrk.NoWrk, h2load.NoH2load) as fault:
         raise click.ClickException(str(fault)) from None
     warn_when_busy()

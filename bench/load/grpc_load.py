@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import statistics
 import sys
 import time
@@ -21,16 +20,15 @@ import grpc.aio
 import uvloop
 
 from bench import workloads
-from bench.load import servers, table
-from bench.load.h2 import Load
+from bench.load import h2load, servers, table
 from bench.load.measure import Plan
 from bench.load.servers import Server
 from bench.reference.grpc_echo import PATH
 from fastserve.protos import load
 
 V2 = load("kserve_v2")
-AT_ONCE, CHANNELS = 8, 4
-TURN_SECONDS = 0.5
+HOW = {"connections": 4, "streams": 8}
+TURN_SECONDS = 1.0
 LEAST = {"grpc-tiny": ("tiny", 0.9), "grpc-image": ("image", 0.9)}
 
 
@@ -58,14 +56,6 @@ def make_request(model: str) -> bytes:
     request.raw_input_contents.append(row.astype("<f4").tobytes())
     data: bytes = request.SerializeToString()
     return data
-
-
-async def run(port: int, message: bytes, seconds: float, path: str = PATH) -> float:
-    """Requests a second with AT_ONCE under way on each of CHANNELS connections. Raises RuntimeError."""
-    loads = [Load(port, path, message, AT_ONCE) for _ in range(CHANNELS)]
-    began = time.perf_counter()
-    done = await asyncio.gather(*(load.run(seconds) for load in loads))
-    return sum(done) / (time.perf_counter() - began)
 
 
 async def ask_until_loaded(port: int, path: str, message: bytes, limit_s: float = 60.0) -> bytes:
@@ -97,9 +87,10 @@ class Turns:
     rates: list[float] = field(default_factory=list)
     costs_us: list[float] = field(default_factory=list)  # CPU time of one request
 
-    def take(self, message: bytes, path: str = PATH) -> None:
-        before = self.server.cpu_s()
-        self.rates.append(uvloop.run(run(self.server.port, message, TURN_SECONDS, path)))
+    def take(self, message: bytes, core: int, path: str = PATH) -> None:
+        """Run h2load for TURN_SECONDS."""
+        before, port = self.server.cpu_s(), self.server.port
+        self.rates.append(h2load.grpc_rate(port, path, message, core=core, seconds=TURN_SECONDS, **HOW))
         spent = self.server.cpu_s() - before
         self.costs_us.append(spent / (self.rates[-1] * TURN_SECONDS) * 1e6)
 
@@ -107,19 +98,15 @@ class Turns:
 def row(part: str, plan: Plan) -> table.Row:
     """One line of the table. The ratio is that of the costs; medians of all turns."""
     model, least = LEAST[part]
-    message, allowed = make_request(model), os.sched_getaffinity(0)
+    message = make_request(model)
     with echo(model, [plan.server_core]) as theirs, subject(model, [plan.server_core]) as ours:
         for server in (theirs, ours):
             uvloop.run(verify(server, model, message))
-        os.sched_setaffinity(0, {plan.load_core})
-        try:
-            base, found = Turns(theirs), Turns(ours)
-            for turn in range(max(1, round(plan.repeats * plan.seconds / TURN_SECONDS))):
-                for taken in (base, found):
-                    taken.take(message)
-                plan.say(f"{part}: {turn + 1}  {base.rates[-1]:,.0f}/s {found.rates[-1]:,.0f}/s")
-        finally:
-            os.sched_setaffinity(0, allowed)
+        base, found = Turns(theirs), Turns(ours)
+        for turn in range(max(1, round(plan.repeats * plan.seconds / TURN_SECONDS))):
+            for taken in (base, found):
+                taken.take(message, plan.load_core)
+            plan.say(f"{part}: {turn + 1}  {base.rates[-1]:,.0f}/s {found.rates[-1]:,.0f}/s")
     rates = [statistics.median(taken.rates) for taken in (base, found)]
     costs = [statistics.median(taken.costs_us) for taken in (base, found)]
     note = f"CPU {costs[0]:,.0f} and {costs[1]:,.0f} us a request, that of rates {rates[1] / rates[0]:.2f}"

@@ -9,19 +9,15 @@ grps-grpc                Predict with 4 floats, against V2's ModelInfer of the s
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import time
 import urllib.request
 from collections.abc import Sequence
 
 import numpy as np
-import uvloop
 
 from bench import workloads
-from bench.load import servers, table
-from bench.load.grpc_load import AT_ONCE, TURN_SECONDS, make_request
-from bench.load.h2 import Load
+from bench.load import h2load, servers, table
+from bench.load.grpc_load import HOW, TURN_SECONDS, make_request
 from bench.load.measure import Plan, Sample
 from bench.load.servers import Server
 from bench.load.v2_load import Request, Runs, make_row, scratch
@@ -124,24 +120,16 @@ def _rpc(plan: Plan) -> table.Row:
     values = workloads.row("tiny")
     message.gtensors.tensors.add(name="x", dtype="DT_FLOAT32", shape=[1, values.size], flat_float32=values)
     calls = ((PATH, make_request("tiny")), (GRPS_PATH, message.SerializeToString()))
-    port, allowed = servers.free_port(), os.sched_getaffinity(0)
+    port = servers.free_port()
     listener = ("--grpc", f"127.0.0.1:{port}=kserve_v2,grps")
     rates: list[list[float]] = [[], []]
     with servers.fastserve_model("tiny", [plan.server_core], *listener) as server:
         servers.wait_ready(server, lambda: servers.healthy(server))
-        os.sched_setaffinity(0, {plan.load_core})
-        try:
-            for turn in range(max(1, round(plan.repeats * plan.seconds / TURN_SECONDS))):
-                for (path, data), found in zip(calls, rates, strict=True):
-                    found.append(uvloop.run(_run(port, path, data, TURN_SECONDS)))
-                plan.say(f"grps-grpc: {turn + 1}  {rates[0][-1]:,.0f}/s {rates[1][-1]:,.0f}/s")
-        finally:
-            os.sched_setaffinity(0, allowed)
+        for turn in range(max(1, round(plan.repeats * plan.seconds / TURN_SECONDS))):
+            for (path, data), found in zip(calls, rates, strict=True):
+                core = plan.load_core
+                found.append(h2load.grpc_rate(port, path, data, core=core, seconds=TURN_SECONDS, **HOW))
+            plan.say(f"grps-grpc: {turn + 1}  {rates[0][-1]:,.0f}/s {rates[1][-1]:,.0f}/s")
     base, ours = map(statistics.median, rates)
     note = "4 floats, beside V2's ModelInfer here"
     return table.Row("grps-grpc", f"{base:,.0f}/s", f"{ours:,.0f}/s", ours / base, 0.9, note=note)
-
-
-async def _run(port: int, path: str, message: bytes, seconds: float) -> float:
-    one, began = Load(port, path, message, 4 * AT_ONCE), time.perf_counter()
-    return await one.run(seconds) / (time.perf_counter() - began)

@@ -10,6 +10,7 @@ import re
 import shutil
 import statistics
 import subprocess
+import tempfile
 from pathlib import Path
 
 from bench.load.wrk import Load
@@ -53,6 +54,18 @@ def post(
     requests = int(counts[1])
     p50_us, p99_us = percentiles(times) if times else (0.0, 0.0)
     return Load(requests, requests / float(rate[1]), p50_us, p99_us, 0)
+
+
+def grpc_rate(
+    port: int, path: str, message: bytes, *, connections: int, streams: int, seconds: float, core: int
+) -> float:
+    """Return unary calls a second. Raises RuntimeError when one had no reply."""
+    with tempfile.NamedTemporaryFile(prefix="fastserve-bench-") as body:
+        body.write(b"\0" + len(message).to_bytes(4, "big") + message)
+        body.flush()
+        url, kind = f"http://127.0.0.1:{port}{path}", "application/grpc"
+        how = {"connections": connections, "streams": streams, "core": core}
+        return post(url, Path(body.name), kind, seconds=seconds, **how).rate
 
 
 def percentiles(times: Path) -> tuple[float, float]:

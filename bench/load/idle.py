@@ -16,12 +16,15 @@ from pathlib import Path
 
 from bench import workloads
 from bench.load import h2load, servers
-from bench.load.h2 import ACK, END_HEADERS, END_STREAM, HEADERS, PREFACE, SETTINGS, frame
 from bench.load.measure import Plan
 from bench.load.servers import Server
 from bench.load.table import Row
 from bench.workloads import WORKLOADS
+from fastserve._ext.http2_frames import frame
 
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+HEADERS, SETTINGS = 1, 4  # types of frames, and their flags (RFC 9113, 6)
+END_STREAM, END_HEADERS, ACK = 1, 4, 1
 PARTS = ["idle-memory", "idle-busy"]
 MEASURED = 4000
 IDLE, BUSY = 10_000, 100
@@ -32,8 +35,8 @@ SPARE_DESCRIPTORS = 1000
 HEAD = b"\x82\x86\x04\x0d/healthz/live\x01\x01a"
 ASK = (
     PREFACE
-    + frame(SETTINGS, 0, 0)
-    + frame(SETTINGS, ACK, 0)
+    + frame(SETTINGS, 0, 0, b"")
+    + frame(SETTINGS, ACK, 0, b"")
     + frame(HEADERS, END_STREAM | END_HEADERS, 1, HEAD)
 )
 ASK_1 = b"GET /healthz/live HTTP/1.1\r\nHost: a\r\n\r\n"

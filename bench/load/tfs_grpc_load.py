@@ -6,7 +6,6 @@ As in `grpc_load` the ratio is that of what a request costs the server in CPU ti
 from __future__ import annotations
 
 import asyncio
-import os
 import statistics
 from collections.abc import Sequence
 
@@ -58,19 +57,14 @@ def row(part: str, plan: Plan) -> table.Row:
     """One line of the table; medians of all turns."""
     model, content, least = LEAST[part]
     ours, theirs = make_request(model, content), grpc_load.make_request(model)
-    allowed = os.sched_getaffinity(0)
     with grpc_load.subject(model, [plan.server_core]) as server:
         asyncio.run(grpc_load.verify(server, model, theirs))
         uvloop.run(verify(server.port, model, ours))
-        os.sched_setaffinity(0, {plan.load_core})
-        try:
-            base, found = Turns(server), Turns(server)
-            for turn in range(max(1, round(plan.repeats * plan.seconds / TURN_SECONDS))):
-                base.take(theirs)
-                found.take(ours, PATH)
-                plan.say(f"{part}: {turn + 1}  {base.rates[-1]:,.0f}/s {found.rates[-1]:,.0f}/s")
-        finally:
-            os.sched_setaffinity(0, allowed)
+        base, found = Turns(server), Turns(server)
+        for turn in range(max(1, round(plan.repeats * plan.seconds / TURN_SECONDS))):
+            base.take(theirs, plan.load_core)
+            found.take(ours, plan.load_core, PATH)
+            plan.say(f"{part}: {turn + 1}  {base.rates[-1]:,.0f}/s {found.rates[-1]:,.0f}/s")
     return _write(part, least, (base, found))
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from fastserve.backends.text_engine import TextRequest
-from fastserve.backends.text_torch.backend import TextBackend
+from fastserve.backends.llm.backend import TransformersBackend
+from fastserve.backends.llm.protocols import TextRequest
 from fastserve.codec.text import Finish, Sampling, TextNote
 
 
@@ -47,7 +47,7 @@ class Bench:
         self.clock = time.process_time if asked.cpu_time else time.perf_counter
         text = {"dtype": asked.dtype, "step_tokens": asked.step_tokens, "max_sequences": asked.concurrency}
         config = {"device": asked.device, "threads": asked.threads, "text": text}
-        self.engine = TextBackend(config, asked.folder, 0)
+        self.engine = TransformersBackend(config, asked.folder, 0)
         self.engine.load()
         self.rounds, self.new, self.prompt, self.concurrency = (
             asked.rounds,

@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 
-from fastserve.codec import wireable
+from fastserve.codec import safe_msgpack
 
 TEXT = "the quick brown fox jumps over the lazy dog"
 VALUES = {
@@ -18,7 +18,7 @@ VALUES = {
     "image": {"image": np.arange(150_528, dtype=np.float32), "id": 1},
 }
 CODECS = {
-    "wireable": (wireable.encode, wireable.decode),
+    "wireable": (safe_msgpack.encode, safe_msgpack.decode),
     "pickle": (lambda value: pickle.dumps(value, protocol=5), pickle.loads),
 }
 
