@@ -1,1 +1,1 @@
-"""The suite. It mirrors the package: tests/wire tests fastserve/wire, and so on."""
+"""The suite. It mirrors the package: tests/net tests fastserve/net, and so on."""

@@ -1,9 +1,9 @@
-"""`pytest -p tests.again`: what failed beside other tests is run once more, alone in one process.
+"""`pytest -p tests.again`: tests that failed are run once more, alone in one process.
 
-Tests here wait for real processes on a machine that others use. One of 14,000 that loses a race would hide
-whether all the rest is sound; one that is at fault fails again. What passes alone is named in the last lines
-as what it is, a race that somebody must mend, of the test or of the product. More failures than MOST are no
-races, and a run with a process that died or a module that cannot be read is never excused: not all was run.
+Tests here wait for real processes on a shared machine. If one of 14,000 lost a race, the result of the run
+would be useless; a test with a real fault fails again. Tests that pass alone are listed in the last lines as
+races to fix, in the test or in the product. More failures than MOST are not taken for races. A run in which a
+process died or a module could not be imported fails in any case: some tests did not run.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Room for the tests that compare times: `@pytest.mark.alone`.
+"""Exclusive runs for tests that compare times: `@pytest.mark.alone`.
 
 `make test` runs the suite in several processes at once. Most tests do not mind. One that measures how fast
 something is would measure the other processes' tests, so it waits for theirs to end, and they wait for it.
 
-Two locks: whoever comes takes the door, then a place in the room, then lets the door go. A place is shared or
-the whole room; who waits for the whole room keeps the door meanwhile, so that it is not passed by for ever.
-Locks go with their process. They are of this checkout: another one's tests are not seen.
+Two file locks make a fair reader-writer lock: a test takes the door, then the room, then releases the door.
+Ordinary tests share the room; one that is alone takes it exclusively, and holds the door while it waits, so
+that it is not starved. Locks end with their process. Each checkout has its own, which other checkouts ignore.
 """
 
 from __future__ import annotations

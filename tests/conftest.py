@@ -1,8 +1,8 @@
-"""What every test gets: a check that it left nothing behind, and hypothesis profiles.
+"""Applied to every test: a check that it left nothing behind, and hypothesis profiles.
 
 After each test the process must own as many children, file descriptors and threads as before it,
 and no asyncio.run may have ended with tasks still pending. Fixtures of wider scope start before
-the count, so a server shared by a module is not held against its tests. The check costs about
+the count, so a server shared by a module does not count. The check costs about
 0.1 ms. A test that must leave something says `@pytest.mark.lingers`.
 """
 
@@ -21,11 +21,12 @@ from typing import Any, ClassVar
 
 import pytest
 
-from fastserve.logs import LogStream
-from tests import effort
+from fastserve.util.logs import LogStream
+from tests import effort, warm
 from tests.alone import pytest_runtest_protocol as pytest_runtest_protocol
 from tests.processes import pytest_addoption as pytest_addoption
 from tests.processes import pytest_collection_modifyitems as pytest_collection_modifyitems
+from tests.processes import starts_processes
 
 effort.load_profile()
 
@@ -171,6 +172,13 @@ def logs_as_before() -> Iterator[None]:
     logs = Logging.look()
     yield
     logs.restore()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def warm_starts(request: pytest.FixtureRequest) -> None:
+    """Start the zygote before what a test owns is counted, in processes that need one."""
+    if starts_processes(request.module, {"tests.conftest"}):
+        warm.prepare()
 
 
 @pytest.fixture(autouse=True)

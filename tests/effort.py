@@ -1,10 +1,10 @@
-"""How many examples a property is tried on, as the profile has it.
+"""Number of examples that hypothesis tries for a property, by profile.
 
-    @examples(300)      300 in the suite, 60 in `make test-fast`, 3000 in `make torture`
+    @examples(300)      120 in the suite, 60 in `make test-fast`, 3000 in `make torture`
     @given(...)
 
-Every run tries new ones: a number says what the suite may spend on a test each time it runs, not what is ever
-tried. A test without a number has hypothesis' own, 100.
+Every run tries new examples, so a few in each run find over time what many would find at once. A property
+without a number gets 40, 20 and 1000.
 """
 
 from __future__ import annotations
@@ -13,20 +13,22 @@ from typing import Any
 
 from hypothesis import HealthCheck, settings
 
-SUITE_EXAMPLES = 100
+EXAMPLES = 100
+"""What numbers are relative to: hypothesis' own default."""
+SUITE, FAST, TORTURE = 40, 20, 1000
 
 
 def load_profile() -> None:
-    """The suite's, unless --hypothesis-profile names another afterwards."""
+    """Load the suite's profile; --hypothesis-profile may name another afterwards."""
     # How long an example takes says nothing on a machine that others use.
     own: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-    settings.register_profile("suite", print_blob=True, max_examples=SUITE_EXAMPLES, **own)
+    settings.register_profile("suite", print_blob=True, max_examples=SUITE, **own)
     suite = settings.get_profile("suite")
-    settings.register_profile("fast", suite, max_examples=SUITE_EXAMPLES // 5)
-    settings.register_profile("torture", suite, max_examples=SUITE_EXAMPLES * 10)
+    settings.register_profile("fast", suite, max_examples=FAST)
+    settings.register_profile("torture", suite, max_examples=TORTURE)
     settings.load_profile("suite")
 
 
 def examples(number: int, **more: Any) -> settings:
-    """The settings of a test that is tried on `number` examples in the suite; `more` are hypothesis' own."""
-    return settings(max_examples=-(-number * settings.default.max_examples // SUITE_EXAMPLES), **more)
+    """Settings for `number` examples per hundred of the profile's; `more` are hypothesis' own."""
+    return settings(max_examples=-(-number * settings.default.max_examples // EXAMPLES), **more)

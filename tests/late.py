@@ -1,4 +1,4 @@
-"""Libraries that take seconds to import and that few tests use: every process collects all tests."""
+"""Lazy imports of libraries that take seconds to import and that few tests use."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""What the system tells of a process that may end at any time: of one that is gone, nothing.
+"""Reads /proc of processes that may end at any time; returns nothing for one that is gone.
 
-A process that lives when it is listed may be gone when it is looked at; who reads /proc/PID himself must
-know that this one lives.
+A process that is listed may be gone when it is read, so read /proc/PID directly only of one known to live.
 """
 
 from __future__ import annotations
@@ -21,10 +20,20 @@ def name_of(pid: int) -> str:
     return read(pid, "comm").removesuffix("\n")
 
 
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(read(os.getpid(), "statm").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+ZYGOTE = "fs:zygote"
+"""The name of processes that tests.warm forks from; they are the suite's, not the server's."""
+
+
 def children_of(pid: int) -> list[int]:
-    """Of all its threads, those that end meanwhile included."""
+    """Return the child processes of all threads of `pid`, those that end meanwhile included."""
     try:
         tasks = os.listdir(f"/proc/{pid}/task")
     except FileNotFoundError:
         return []
-    return sorted(int(child) for task in tasks for child in read(pid, f"task/{task}/children").split())
+    found = (int(child) for task in tasks for child in read(pid, f"task/{task}/children").split())
+    return sorted(child for child in found if name_of(child) != ZYGOTE)

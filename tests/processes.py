@@ -1,8 +1,8 @@
-"""Which test modules start servers or workers: `pytest --no-processes` leaves them out.
+"""Finds the test modules that start servers or workers: `pytest --no-processes` leaves them out.
 
-Read off what they reach: a module does when its names, or those of a module under tests/ that one of them
-comes from, hold one of STARTERS. Nobody keeps a list of tests. A short script in a process is let through;
-a module whose commands start servers says so itself, by STARTS_PROCESSES.
+There is no list of tests: a module starts processes when its names, or those of a module under tests/ that
+one of them comes from, include one of STARTERS. A short script in a process does not count; a module whose
+commands start servers sets STARTS_PROCESSES.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 STARTERS = {
     ("tests.running", "Running"),
     ("fastserve.server.server", "Server"),
-    ("fastserve.engine.hosting", "Host"),
+    ("fastserve.engine.loader", "Host"),
     ("fastserve.workers.group", "WorkerGroup"),
     ("fastserve.workers.process", "WorkerProcess"),
     ("fastserve.service", "BatchedService"),

@@ -1,7 +1,6 @@
 """A server as its users run it: `fastserve serve` in a process of its own, on ports of its own.
 
-What a test may hold against it afterwards is read from outside: whether it lives, which workers it has,
-how many descriptors and how much memory it holds, and what it wrote to its log.
+Tests inspect it from outside: whether it lives, its workers, descriptors and memory, and its log.
 """
 
 from __future__ import annotations
@@ -19,11 +18,14 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from tests import proc
+from tests import proc, warm
 
 START_S, STOP_S = 120.0, 90.0  # stopping may take drain_s and half a minute more
 WAIT_S = 60.0
 FREE = "127.0.0.1:0"
+CLI = "fastserve.cli"
+WITH_SIMULATED_DEVICES = "tests.devices.simulated_server"
+"""Servers whose models may say `devices: simulated`."""
 QUICK_DEMO = ("--load-model", "half_plus_two")
 """Options for servers of the demo that are asked for nothing else: torch takes seconds to load, ONNX Runtime
 half of one."""
@@ -49,13 +51,23 @@ def free_port() -> int:
 
 class Running:
     """One server. `http` and `grpc` are HOST:PORT of its first listeners, on ports the system chooses unless
-    others are asked for."""
+    others are asked for. `module` is what is run: the command, or a test's entry point that ends in it. The
+    server and its workers start warm (tests.warm) unless `cold` is given."""
 
     def __init__(
-        self, repository: Path, log: Path, *options: str, http: str = FREE, grpc: str = FREE, ends: int = 0
+        self,
+        repository: Path,
+        log: Path,
+        *options: str,
+        http: str = FREE,
+        grpc: str = FREE,
+        ends: int = 0,
+        module: str = CLI,
+        cold: bool = False,
     ) -> None:
         quick = ("--drain-delay-s", "0")  # first: a test that looks at it names it again
-        self._command = [sys.executable, "-m", "fastserve.cli", "serve", str(repository), *quick, *options]
+        self._command = [sys.executable, "-m", module, "serve", str(repository), *quick, *options]
+        self._warm = not cold
         self.log = log
         self._ends = ends  # the exit status
         self.http, self.grpc = http, grpc
@@ -64,7 +76,7 @@ class Running:
         listeners = ["--http", self.http, "--grpc", self.grpc]
         with self.log.open("wb") as log:
             command = [*self._command, *listeners]
-            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log)
+            self._process = self._start(command, log.fileno())
         assert self._process.stdout is not None
         line = self._process.stdout.readline().decode()
         found = re.findall(r"(http|grpc)s?://(\S+)", line)
@@ -74,6 +86,12 @@ class Running:
         places = dict(reversed(found))
         self.http, self.grpc = places["http"], places["grpc"]
         return self
+
+    def _start(self, command: list[str], stderr: int) -> subprocess.Popen[bytes] | warm.WarmProcess:
+        interpreter, option, *rest = command
+        if self._warm and (interpreter, option) == (sys.executable, "-m") and warm.is_warm(os.environ):
+            return warm.start_server(rest[0], rest[1:], os.environ, stderr)
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr)
 
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None

@@ -55,4 +55,5 @@ def test_the_dashboard_asks_for_metrics_there_are() -> None:
     }
     assert asked - set(names.CATALOGUE) == set()
     assert len(asked) > 10
+    assert {"fastserve_text_first_token_seconds", "fastserve_text_waiting"} <= asked
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])

@@ -6,7 +6,7 @@
         async with listening(dialect) as port: ...       # over real sockets
         await engine.idle()                              # every sequence has ended, every slot is free
 
-`Scripted` says the same tokens to whatever it is asked, within the bounds of its Info.
+`Scripted` answers every prompt with the same tokens, within the limits of its Info.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from pathlib import Path
 import msgspec
 
 from fastserve._ext.text_tokens import Flow
-from fastserve.backends.text_engine import Out, TextEngine, TextRequest
+from fastserve.backends.llm.protocols import Out, TextEngine, TextRequest
 from fastserve.codec.text import Extra, Finish, Heard, Info, Record, TextNote, write_text
 from fastserve.config import Limits
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import Kind, Reason, ServeError
 from fastserve.metrics import Registry
+from fastserve.net.listener import HttpListener
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.model_config import ModelConfig
 from fastserve.repository.version import Version, VersionState
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.dialect import Dialect, ServingContext
-from fastserve.wire.listener import HttpListener
 
 Said = tuple[int, str | None]
 """A token and its text; None leaves the text to the model's tokenizer, or says that it has none."""
@@ -155,7 +155,9 @@ class Loop:
 
     def generate(self, ids: Sequence[int], note: TextNote, heard: Heard) -> LocalRun:
         if len(self.runs) >= self.most_waiting:
-            raise ServeError(Kind.UNAVAILABLE, "too many requests are waiting", retry_after_s=1.0)
+            raise ServeError(
+                Kind.UNAVAILABLE, "too many requests are waiting", reason=Reason.QUEUE_FULL, retry_after_s=1.0
+            )
         rid = next(self._rids)
         note = msgspec.msgpack.decode(write_text(note), type=TextNote)  # as it arrives in a worker
         self.engine.submit(TextRequest(rid, list(ids), note, time.monotonic_ns()))
@@ -184,7 +186,7 @@ class Loop:
         if any(self.room(rid) for rid in self.runs):
             self.wake()
 
-    # --- backends.text_engine.Out
+    # --- backends.llm.protocols.Out
 
     def token(
         self, rid: int, token: int, finish: Finish = Finish.NONE, took_us: int = 0, extra: bytes = b""

@@ -1,6 +1,6 @@
-"""How long the event loop of this process is kept from everybody else, in CPU time of its thread.
+"""Longest turn of this process's event loop, in CPU time of its thread.
 
-That is neither the clients' nor the neighbours' time on a busy machine.
+CPU time excludes waiting for clients and for other processes on a busy machine.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastserve.backends import create
-from fastserve.backends.base import WORDS_MAX, clean, explain, kind_of, read_specs, write_specs
+from fastserve.backends.base import read_specs, write_specs
+from fastserve.backends.model_errors import MAX_TEXT, clean, explain, kind_of
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.tensor import DTYPES
 
@@ -60,10 +61,10 @@ def test_the_versions_folder_is_never_told() -> None:
     assert clean(f"in {folder}/sub/x.py and {folder}", folder) == "in sub/x.py and (the version's folder)"
 
 
-@given(st.text(max_size=3 * WORDS_MAX))
+@given(st.text(max_size=3 * MAX_TEXT))
 def test_words_are_bounded_and_printable(text: str) -> None:
     words = clean(text)
-    assert len(words) <= WORDS_MAX
+    assert len(words) <= MAX_TEXT
     assert all(char.isprintable() for char in words)
 
 

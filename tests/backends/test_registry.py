@@ -19,8 +19,8 @@ TENSOR = {"dtype": "float32", "shape": [4]}
 @pytest.mark.parametrize("entry", BACKENDS.values(), ids=BACKENDS)
 def test_every_entry_is_whole(entry) -> None:
     assert find_backend(entry.name) is entry
-    if entry.place:
-        module, _, name = entry.place.partition(":")
+    if entry.entry_point:
+        module, _, name = entry.entry_point.partition(":")
         assert callable(getattr(import_module(module), name))
     assert not entry.triton or BY_TRITON_NAME[entry.triton] is entry
     assert bool(entry.framework) == bool(entry.extra)
@@ -28,7 +28,7 @@ def test_every_entry_is_whole(entry) -> None:
 
 def test_a_class_of_ones_own_is_a_backend() -> None:
     entry = find_backend("mine.fast:Net")
-    assert (entry.place, entry.takes, entry.model_file) == ("mine.fast:Net", "arrays", "")
+    assert (entry.entry_point, entry.takes, entry.model_file) == ("mine.fast:Net", "arrays", "")
 
 
 @pytest.mark.parametrize("name", ["", "caffe", "mine:", ":Net", "mine/fast:Net", "a:b:c"])

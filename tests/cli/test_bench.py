@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import random
 import struct
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
+import uvloop
+from click import ClickException
 from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastserve.cli import main
-from fastserve.cli.load.histogram import Histogram, bucket_of, floor_of
-from fastserve.cli.load.report import duration, text
-from fastserve.cli.load.requests import Target, Wish
-from fastserve.cli.load.run import Outcome, share
-from fastserve.cli.load.tensors import PACKED, Input, packed
-from fastserve.cli.load.tfserving import TFServingRaw, TFServingRows, concrete, dtype_of, rows_body
-from fastserve.cli.load.v2 import binary_request, json_body, read_input
-from fastserve.cli.rest import Server
+from fastserve.cli import bench_requests, main
+from fastserve.cli.bench import report, show_duration
+from fastserve.cli.bench_requests import (
+    PROTOCOLS,
+    LoadInput,
+    LoadOptions,
+    fill_shape,
+    read_input,
+    tensorflow_dtype,
+)
+from fastserve.cli.client import ServerClient
+from fastserve.cli.load import LatencyHistogram, LoadResult, bucket_of, floor_of, share
+from fastserve.tensor import DTYPES
 from tests.cli.standin import serving
+
+uvloop.run(asyncio.sleep(0))  # libuv opens its pipe with the process's first loop, for good
 
 
 @pytest.fixture
@@ -43,7 +53,7 @@ def test_bucket_holds_its_values_within_a_64th(value: int) -> None:
 
 @given(st.lists(st.integers(1, 1 << 40), min_size=1, max_size=200), st.floats(0.1, 100))
 def test_percentile_is_right_within_its_bucket(values: list[int], percent: float) -> None:
-    histogram = Histogram()
+    histogram = LatencyHistogram()
     for value in values:
         histogram.add(value)
     rank = max(1, -(-len(values) * percent // 100))
@@ -53,9 +63,11 @@ def test_percentile_is_right_within_its_bucket(values: list[int], percent: float
 
 
 def test_merging_counts_everything_once() -> None:
-    histogram = Histogram({5: 2})
-    histogram.merge({5: 1, 900: 4})
-    assert histogram.counts == {5: 3, 900: 4}
+    result = LoadResult(LatencyHistogram({5: 2}), {"200": 2}, seconds=2.0, tokens=3)
+    result.merge(LoadResult(LatencyHistogram({5: 1, 900: 4}), {"200": 5}, {"timed out": 1}, 9, 1.9, tokens=4))
+    assert result.latency.counts == {5: 3, 900: 4}
+    assert (result.statuses, result.faults, result.body_bytes) == ({"200": 7}, {"timed out": 1}, 9)
+    assert (result.seconds, result.tokens, result.failed) == (2.0, 7, 1)
 
 
 def test_share() -> None:
@@ -64,7 +76,7 @@ def test_share() -> None:
 
 
 def test_durations_read_well() -> None:
-    assert [duration(ns) for ns in (7, 1500, 123456, 2e6, 3.21e9)] == [
+    assert [show_duration(ns) for ns in (7, 1500, 123456, 2e6, 3.21e9)] == [
         "7 ns",
         "1.5 us",
         "123 us",
@@ -73,17 +85,25 @@ def test_durations_read_well() -> None:
     ]
 
 
+def options(**more: Any) -> LoadOptions:
+    return LoadOptions(ServerClient("http://127.0.0.1:1"), "m", **{"rows": 4, "length": 7, **more})
+
+
+def rng() -> np.random.Generator:
+    return np.random.default_rng(1)
+
+
 def test_shapes_are_filled_in() -> None:
-    wish = Wish("m", rows=4, length=7)
     sizes = {"dim": [{"size": "-1"}, {"size": "3"}, {"size": "-1"}]}
-    assert concrete(sizes, wish) == (4, 3, 7)
-    assert concrete({"dim": [{"size": "5"}]}, wish) == (5,)
-    assert concrete({"dim": [], "unknown_rank": True}, wish) == (4,)
+    assert fill_shape(sizes, options()) == (4, 3, 7)
+    assert fill_shape({"dim": [{"size": "5"}]}, options()) == (5,)
+    assert fill_shape({"dim": [], "unknown_rank": True}, options()) == (4,)
 
 
-def test_rows_of_several_inputs() -> None:
-    inputs = [Input("a", "bytes", (2,)), Input("b", "int8", (2, 2))]
-    body = json.loads(rows_body(inputs, Wish("m", rows=2, signature="s"), random.Random(1)))
+def test_rows_of_several_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = [LoadInput("a", "bytes", (2,)), LoadInput("b", "int8", (2, 2))]
+    monkeypatch.setattr(bench_requests, "signature_inputs", lambda _: inputs)
+    body = json.loads(PROTOCOLS["tfserving"].requests(options(signature="s"))[0].body)
     assert body["signature_name"] == "s"
     assert [sorted(row) for row in body["instances"]] == [["a", "b"], ["a", "b"]]
     assert "b64" in body["instances"][0]["a"]
@@ -91,26 +111,28 @@ def test_rows_of_several_inputs() -> None:
 
 def test_names_of_dtypes() -> None:
     names = {"DT_FLOAT": "float32", "DT_STRING": "bytes", "DT_UINT8": "uint8", "DT_BFLOAT16": "bfloat16"}
-    assert {name: dtype_of(name) for name in names} == names
+    assert {name: tensorflow_dtype(name) for name in names} == names
 
 
-def test_packed_tensors() -> None:
-    rng = random.Random(1)
-    for dtype, code in PACKED.items():
-        assert len(packed(Input("x", dtype, (2, 3)), rng)) == 6 * struct.calcsize(f"<{code}")
-    assert len(packed(Input("x", "bfloat16", (3,)), rng)) == 6
-    text = packed(Input("x", "bytes", (2,)), rng)
+def test_packed_tensors_have_their_dtypes_size() -> None:
+    for dtype in DTYPES.values():
+        if dtype.item_bytes and not dtype.name.startswith("complex"):
+            assert len(LoadInput("x", dtype.name, (2, 3)).pack(rng())) == 6 * dtype.item_bytes
+    text = LoadInput("x", "bytes", (2,)).pack(rng())
     assert (struct.unpack("<I", text[:4]), len(text)) == ((12,), 32)
+    with pytest.raises(ClickException):
+        LoadInput("x", "complex64", (1,)).pack(rng())
 
 
-def test_v2_bodies() -> None:
-    inputs = [Input("a", "float32", (1, 2)), Input("b", "bytes", (1,))]
-    tensors = json.loads(json_body(inputs, random.Random(1)))["inputs"]
+def test_v2_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = [LoadInput("a", "float32", (1, 2)), LoadInput("b", "bytes", (1,))]
+    monkeypatch.setattr(bench_requests, "v2_inputs", lambda _: inputs)
+    tensors = json.loads(PROTOCOLS["v2"].requests(options())[0].body)["inputs"]
     assert [(one["name"], one["shape"], one["datatype"], len(one["data"])) for one in tensors] == [
         ("a", [1, 2], "FP32", 2),
         ("b", [1], "BYTES", 1),
     ]
-    request = binary_request("/p", inputs, random.Random(1))
+    request = PROTOCOLS["v2-binary"].requests(options())[0]
     length = int(request.headers["Inference-Header-Content-Length"])
     header = json.loads(request.body[:length])
     assert [one["parameters"]["binary_data_size"] for one in header["inputs"]] == [8, 16]
@@ -119,25 +141,25 @@ def test_v2_bodies() -> None:
 
 
 def test_open_dimensions_of_v2() -> None:
-    wish = Wish("m", rows=4, length=7)
     described = {"name": "x", "datatype": "INT64", "shape": ["-1", "-1", "3"]}
-    assert read_input(described, wish, batching=True) == Input("x", "int64", (4, 7, 3))
-    assert read_input(described, wish, batching=False) == Input("x", "int64", (7, 7, 3))
+    assert read_input(described, options(), batching=True) == LoadInput("x", "int64", (4, 7, 3))
+    assert read_input(described, options(), batching=False) == LoadInput("x", "int64", (7, 7, 3))
 
 
-def test_requests_of_both_protocols(url: str) -> None:
-    rows = TFServingRows().requests(Target(Server(url)), Wish("double", rows=2))
+def test_requests_of_tensorflow_serving(url: str) -> None:
+    asked = LoadOptions(ServerClient(url), "double", rows=2)
+    rows = PROTOCOLS["tfserving"].requests(asked)
     assert len({request.body for request in rows}) == len(rows) == 16
     assert [len(row) for row in json.loads(rows[0].body)["instances"]] == [3, 3]
-    raw = TFServingRaw().requests(Target(Server(url)), Wish("double", rows=2))
+    raw = PROTOCOLS["tfserving-raw"].requests(asked)
     assert len(struct.unpack("<6f", raw[0].body)) == 6
     assert raw[0].encode("h:1").startswith(b"POST /v1/models/double:predict HTTP/1.1\r\nHost: h:1\r\n")
 
 
 @pytest.mark.parametrize("protocol", ["tfserving", "tfserving-raw"])
 def test_whole_run(url: str, protocol: str) -> None:
-    options = ["-c", "3", "--processes", "2", "-d", "0.6", "--warm-up", "0", "--protocol", protocol, "--json"]
-    result = run("double", "--url", url, *options)
+    flags = ["-c", "3", "--processes", "2", "-d", "0.6", "--warm-up", "0", "--protocol", protocol, "--json"]
+    result = run("double", "--url", url, *flags)
     report = json.loads(result.stdout)
     assert result.exit_code == 0, result.output
     assert report["statuses"] == {"200": report["requests"]}
@@ -159,10 +181,10 @@ def test_unknown_signature(url: str) -> None:
 
 
 def test_text_report() -> None:
-    histogram = Histogram()
+    histogram = LatencyHistogram()
     for value in (100_000, 100_000, 400_000):
         histogram.add(value)
-    lines = list(text(Outcome(histogram, {"200": 3}, {"timed out": 1}, 30, 2.0)))
+    lines = list(report(LoadResult(histogram, {"200": 3}, {"timed out": 1}, 30, 2.0)))
     assert lines[0] == "requests   3 in 2.0 s: 1.5/s"
     assert "FAILED  timed out: 1" in lines
     assert sum("#" in line for line in lines) == 2

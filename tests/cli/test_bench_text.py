@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from itertools import cycle
 from typing import Any
 
 import pytest
+import uvloop
 from click.testing import CliRunner
 
 from fastserve.cli import main
-from fastserve.cli.load.chats import Chats, Completions
-from fastserve.cli.load.counters import Counters
-from fastserve.cli.load.events import EventsConnection
-from fastserve.cli.load.report import as_json, text
-from fastserve.cli.load.requests import Target, Wish
-from fastserve.cli.load.run import Outcome
-from fastserve.cli.rest import Server
+from fastserve.cli.bench import as_json, report
+from fastserve.cli.bench_requests import PROTOCOLS, LoadOptions
+from fastserve.cli.client import ServerClient
+from fastserve.cli.load import BrokenLoadError, ClosedLoop, EventsLoadClient, LoadPlan, LoadResult
 from tests.cli.text_server import serving
+
+uvloop.run(asyncio.sleep(0))  # libuv opens its pipe with the process's first loop, for good
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 ONE, TWO = {"choices": [{"text": "a"}]}, {"choices": [{"delta": {"content": "b"}}]}
@@ -26,18 +26,16 @@ USAGE = {"choices": [], "usage": {"completion_tokens": 6}}
 WHOLE = [ONE, TWO, TWO, END, USAGE, "[DONE]"]
 
 
-class Wire:
-    """A transport that keeps what is done with it."""
+class Replies(asyncio.Transport):
+    """A transport that answers each request with the same bytes, in pieces of `size`."""
 
-    def __init__(self) -> None:
-        self.written: list[bytes] = []
-        self.cut = False
+    def __init__(self, client: EventsLoadClient, reply: bytes, size: int) -> None:
+        super().__init__()
+        self._client, self._reply, self._size = client, reply, size
 
-    def write(self, data: bytes) -> None:
-        self.written.append(data)
-
-    def abort(self) -> None:
-        self.cut = True
+    def write(self, data: Any) -> None:
+        for start in range(0, len(self._reply), self._size):
+            self._client.data_received(self._reply[start : start + self._size])
 
 
 def events_of(given: list[Any]) -> bytes:
@@ -45,38 +43,31 @@ def events_of(given: list[Any]) -> bytes:
     return "".join(f"data: {line}\n\n" for line in lines).encode()
 
 
-class NoLoop(EventsConnection):
-    """On a transport of the test's own, without a loop."""
+def answer(body: bytes, size: int = 1 << 20) -> LoadResult:
+    """Return the counts of one reply, whose body comes in chunks of `size` bytes."""
+    plan = LoadPlan("h", 1, 1, 0, 1, 5.0, [b"ask"], events=True)
 
-    def __init__(self, counters: Counters, wire: Wire) -> None:
-        self.requests, self.counters = cycle([b"ask"]), counters
-        self.body_bytes = self.sent_ns = 0
-        self._begin()
-        self.connection_made(wire)  # type: ignore[arg-type]
+    async def work() -> LoadResult:
+        load = ClosedLoop(plan)
+        load.counting = True
+        client = EventsLoadClient(plan, load)
+        chunks = (body[start : start + size] for start in range(0, len(body), size))
+        reply = HEAD + b"".join(b"%x\r\n%b\r\n" % (len(one), one) for one in chunks) + b"0\r\n\r\n"
+        client.connection_made(Replies(client, reply, size))
+        try:
+            await client.ask(b"ask")
+        except BrokenLoadError as fault:
+            load.result.count_fault(str(fault))
+        return load.result
 
-
-def answer(body: bytes, size: int = 1 << 20) -> tuple[dict[str, Any], Wire]:
-    """What was counted of one answer, whose body came in pieces of `size`."""
-    counters, wire = Counters(), Wire()
-    counters.counting = True
-    connection = NoLoop(counters, wire)
-    connection.ask()
-    connection.data_received(HEAD)
-    for start in range(0, len(body), size):
-        piece = body[start : start + size]
-        connection.data_received(b"%x\r\n%b\r\n" % (len(piece), piece))
-    connection.data_received(b"0\r\n\r\n")
-    return counters.result(), wire
+    return asyncio.run(work())
 
 
 @pytest.mark.parametrize("size", [1, 7, 1 << 20])
 def test_a_whole_answer_is_counted_however_it_comes(size: int) -> None:
-    found, wire = answer(events_of(WHOLE), size)
-    texts = found["texts"]
-    assert (texts["pieces"], texts["answers"]) == (3, [1, 6, 3])
-    assert (sum(texts["first"].values()), sum(texts["gaps"].values())) == (1, 2)
-    assert (found["statuses"], found["faults"]) == ({"200": 1}, {})
-    assert len(wire.written) == 2
+    found = answer(events_of(WHOLE), size)
+    assert (found.pieces, found.answers, found.tokens, found.answer_pieces) == (3, 1, 6, 3)
+    assert (found.first.total, found.gaps.total, found.faults) == (1, 2, {})
 
 
 @pytest.mark.parametrize(
@@ -92,34 +83,32 @@ def test_a_whole_answer_is_counted_however_it_comes(size: int) -> None:
     ],
 )
 def test_any_other_has_failed(given: list[Any], fault: str) -> None:
-    found, wire = answer(events_of(given))
-    assert (found["faults"], found["statuses"], found["texts"]["answers"]) == ({fault: 1}, {}, [0, 0, 0])
-    assert wire.cut
+    found = answer(events_of(given))
+    assert (found.faults, found.answers) == ({fault: 1}, 0)
 
 
 def test_the_report() -> None:
-    outcome = Outcome()
-    outcome.add({**answer(events_of(WHOLE))[0], "seconds": 2.0})
-    lines = list(text(outcome))
+    result = answer(events_of(WHOLE))
+    result.seconds = 2.0
+    lines = list(report(result))
     assert "tokens     3.0/s, 6.0 an answer" in lines
     assert any(line.startswith("first      p50 ") for line in lines)
     assert any(line.startswith("gaps       p50 ") for line in lines)
-    found = as_json(outcome)
+    found = as_json(result)
     assert (found["tokens_per_s"], found["tokens"], found["answers"]) == (3.0, 6, 1)
     assert found["gap_p99_us"] > 0
-    assert not any(line.startswith("tokens") for line in text(Outcome()))
-    assert "tokens" not in as_json(Outcome())
+    assert not any(line.startswith("tokens") for line in report(LoadResult()))
+    assert "tokens" not in as_json(LoadResult())
 
 
 def test_what_is_asked() -> None:
-    target, wish = Target(Server("http://127.0.0.1:1")), Wish("m", length=5, tokens=9)
-    body = json.loads(Completions().requests(target, wish)[0].body)
+    options = LoadOptions(ServerClient("http://127.0.0.1:1"), "m", length=5, tokens=9)
+    body = json.loads(PROTOCOLS["text"].requests(options)[0].body)
     assert (len(body["prompt"].split()), body["max_tokens"], body["ignore_eos"]) == (5, 9, True)
-    chat = Chats().requests(target, wish)
+    chat = PROTOCOLS["chat"].requests(options)
     assert chat[0].path == "/v1/chat/completions"
     assert len({one.body for one in chat}) > 1
-    own = Completions().requests(target, Wish("m", data=b"{}"))
-    assert [one.body for one in own] == [b"{}"]
+    assert [one.body for one in PROTOCOLS["text"].requests(options, b"{}")] == [b"{}"]
 
 
 @pytest.mark.parametrize("protocol", ["text", "chat"])

@@ -100,3 +100,10 @@ def test_models_unknown(url: str) -> None:
     result = run("models", "nobody", "--url", url)
     assert result.exit_code == 1
     assert "the server knows no model nobody; it has broken, double" in result.output
+
+
+def test_the_package_is_the_command() -> None:
+    """`python -m fastserve` said that it is a package and cannot be executed."""
+    run = [sys.executable, "-m", "fastserve", "--help"]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith("Usage: fastserve ")

@@ -54,6 +54,8 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fastserve.cli", "mindie", str(tmp_path / "config.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    assert done.stderr == "Error: config.json: BackendConfig: missing, allowed: a mapping of fields " + (
-        "ModelDeployConfig, ScheduleConfig, modelInstanceNumber, multiNodesInferEnabled\n"
+    assert (
+        done.stderr
+        == "Error: config.json: BackendConfig: missing, write BackendConfig: with a mapping of fields "
+        + ("ModelDeployConfig, ScheduleConfig, modelInstanceNumber, multiNodesInferEnabled\n")
     )

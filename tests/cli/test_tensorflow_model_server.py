@@ -177,15 +177,23 @@ def test_startup_errors(tmp_path: Path, flags: str, text: str | None, said: str,
     file = tmp_path / "file"
     if text is not None:
         file.write_text(text)
-    status, out, err = start("--port=0", *flags.format(file=file).split())
+    status, out, err = start(f"--port={free_port()}", *flags.format(file=file).split())
     assert status == 1
     assert out == f"Failed to start server. Error: {said.format(file=file)}\n"
     assert told in err
 
 
+def test_a_server_that_nobody_could_reach_ends_the_start(tmp_path: Path) -> None:
+    write_version(tmp_path / "m")
+    status, out, _ = start("--port=0", f"--model_base_path={tmp_path / 'm'}")
+    assert status == 1
+    text = "At least one of server_options.grpc_port or server_options.grpc_socket_path must be set."
+    assert out == f"Failed to start server. Error: INVALID_ARGUMENT: {text}\n"
+
+
 def test_a_model_that_fails_ends_the_start(tmp_path: Path) -> None:
     write_version(tmp_path / "m", MODEL.replace("pass", "raise ValueError('no weights')"))
-    status, out, _ = start("--port=0", "--model_name=m", f"--model_base_path={tmp_path / 'm'}")
+    status, out, _ = start(f"--port={free_port()}", "--model_name=m", f"--model_base_path={tmp_path / 'm'}")
     assert status == 1
     assert out == (
         "Failed to start server. Error: UNKNOWN: 1 servable(s) did not become available: "
@@ -200,7 +208,7 @@ def test_a_label_of_no_version_ends_the_start(tmp_path: Path) -> None:
         f"model_config_list {{ config {{ name: 'm' base_path: '{tmp_path / 'm'}' "
         "version_labels { key: 'new' value: 9 } } }"
     )
-    status, out, _ = start("--port=0", f"--model_config_file={file}")
+    status, out, _ = start(f"--port={free_port()}", f"--model_config_file={file}")
     assert status == 1
     assert out == (
         "Failed to start server. Error: FAILED_PRECONDITION: "

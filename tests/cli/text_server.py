@@ -11,7 +11,7 @@ from typing import Any
 
 from fastserve.codec.text import Info
 from fastserve.config import Settings
-from fastserve.dialects.textgen.spec import SPEC
+from fastserve.dialects.textgen import SPEC
 from tests.text_rig import LocalEngine, Said, Scripted, listening
 
 INFO = Info(vocab_size=1 << 20, tokenizer="words", slots=64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastserve.codec.client_text import leading_int
+from fastserve.codec.json_text import leading_int
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fastserve.config import Settings
-from fastserve.config.metrics import MetricsConfig, read_metrics_config
+from fastserve.config.triton import MetricsConfig, read_metrics_config
 
 
 def test_pairs_of_one_flag_or_several() -> None:

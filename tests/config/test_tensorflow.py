@@ -10,11 +10,18 @@ from typing import Any
 import pytest
 
 from fastserve.config import GrpcOptions, Settings, load_settings
-from fastserve.config.tensorflow import _IDLE_FLAGS, _UNBUILT_FLAGS, flag_settings, read_flags
-from fastserve.config.tensorflow_files import batching_defaults, model_entries, monitoring_settings
+from fastserve.config.tensorflow import (
+    _IDLE_FLAGS,
+    _UNBUILT_FLAGS,
+    batching_defaults,
+    model_entries,
+    monitoring_settings,
+    read_tensorflow_flags,
+    tensorflow_overrides,
+)
 from fastserve.errors import ConfigError
 from fastserve.repository.model_config import parse_model_config, round_up
-from fastserve.repository.policy import version_number, wanted_versions
+from fastserve.repository.version import version_number, wanted_versions
 from tests.repository.folders import BASE
 
 VECTORS = [
@@ -41,7 +48,7 @@ def of_kind(kind: str) -> Any:
     ],
 )
 def test_numbers_in_flags(argument: str, value: int | None) -> None:
-    flags = read_flags([argument])
+    flags = read_tensorflow_flags([argument])
     name, _, text = argument[2:].partition("=")
     assert flags.values == ({} if value is None else {name: value})
     assert [fault.partition(", allowed: a whole number")[0] for fault in flags.faults] == (
@@ -51,7 +58,7 @@ def test_numbers_in_flags(argument: str, value: int | None) -> None:
 
 @of_kind("flag_parse")
 def test_flag_vectors(vector: dict[str, Any]) -> None:
-    flags = read_flags(shlex.split(vector["input"]["argv"]))
+    flags = read_tensorflow_flags(shlex.split(vector["input"]["argv"]))
     expected = vector["expected"]
     if "unrecognised" in expected:
         assert flags.unrecognised == expected["unrecognised"]
@@ -67,7 +74,7 @@ def test_flag_vectors(vector: dict[str, Any]) -> None:
 @of_kind("startup_error")
 def test_startup_vectors(vector: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as fault:
-        flag_settings({})
+        tensorflow_overrides({})
     assert vector["expected"]["stdout"].endswith(f"INVALID_ARGUMENT: {fault.value}")
 
 
@@ -120,9 +127,9 @@ def test_a_whole_command_line(tmp_path: Path) -> None:
     argv += ["--enable_batching", f"--batching_parameters_file={tmp_path / 'batching.config'}"]
     argv += [f"--monitoring_config_file={tmp_path / 'monitoring.config'}", "--rest_api_timeout_in_ms=5"]
     argv += ["--enable_model_warmup=false"]
-    flags = read_flags(argv)
+    flags = read_tensorflow_flags(argv)
     assert flags.unrecognised == flags.faults == []
-    overrides, ignored = flag_settings(flags.values)
+    overrides, ignored = tensorflow_overrides(flags.values)
     settings = load_settings(None, overrides)
     assert ignored == ["model_platform of model a", "num_batch_threads"]
     assert settings.grpc == ()
@@ -140,9 +147,9 @@ def test_a_whole_command_line(tmp_path: Path) -> None:
 
 
 def taken(*argv: str) -> tuple[Settings, list[str]]:
-    flags = read_flags(argv)
+    flags = read_tensorflow_flags(argv)
     assert flags.unrecognised == flags.faults == []
-    overrides, ignored = flag_settings(flags.values)
+    overrides, ignored = tensorflow_overrides(flags.values)
     return load_settings(None, overrides), flags.ignored + ignored
 
 
@@ -202,7 +209,7 @@ def test_warm_up_and_methods() -> None:
 
 
 def test_flags_that_do_nothing_say_why() -> None:
-    flags = read_flags([f"--{name}=1" for name in (*_IDLE_FLAGS, *_UNBUILT_FLAGS)])
+    flags = read_tensorflow_flags([f"--{name}=1" for name in (*_IDLE_FLAGS, *_UNBUILT_FLAGS)])
     assert [told.partition(": ")[2] for told in flags.ignored] == list(_IDLE_FLAGS.values())
     reasons = [why for _, why in _UNBUILT_FLAGS.values()]
     assert [told.rpartition(": ")[2] for told in flags.faults] == reasons
@@ -252,7 +259,7 @@ def test_batching_parameters_that_the_original_refuses(text: str, fault: str) ->
 
 
 def test_the_ports_must_differ() -> None:
-    overrides, ignored = flag_settings({"port": 9, "rest_api_port": 9, "model_base_path": "/m"})
+    overrides, ignored = tensorflow_overrides({"port": 9, "rest_api_port": 9, "model_base_path": "/m"})
     assert overrides["http"] == []
     assert ignored == ["rest_api_port, which must differ from port"]
     assert overrides["models"] == [{"name": "default", "base_path": "/m"}]
@@ -282,8 +289,18 @@ def test_faults_of_a_model_config_file(text: str, words: str) -> None:
 def test_batching_parameters_need_batching(tmp_path: Path) -> None:
     (tmp_path / "b").write_text("")
     with pytest.raises(ConfigError, match="is set without setting"):
-        flag_settings({"model_base_path": "/m", "batching_parameters_file": str(tmp_path / "b")})
+        tensorflow_overrides({"model_base_path": "/m", "batching_parameters_file": str(tmp_path / "b")})
 
 
 def test_monitoring_is_off_unless_enabled() -> None:
     assert monitoring_settings("prometheus_config {}", "m") == {"tfserving.monitoring": False}
+
+
+def test_a_server_that_nobody_could_reach_is_not_started() -> None:
+    """In the original's words."""
+    with pytest.raises(ConfigError) as caught:
+        tensorflow_overrides({"port": 0, "model_base_path": "/m"})
+    words = "At least one of server_options.grpc_port or server_options.grpc_socket_path must be set."
+    assert str(caught.value) == words
+    for reached in ({"rest_api_port": 8501}, {"grpc_socket_path": "/tmp/s"}):
+        tensorflow_overrides({"port": 0, "model_base_path": "/m", **reached})

@@ -11,7 +11,7 @@ from google.protobuf import text_format
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from fastserve.config.tensorflow_files import BATCHING_PARAMETERS, MODEL_SERVER_CONFIG
+from fastserve.config.tensorflow import BATCHING_PARAMETERS, MODEL_SERVER_CONFIG
 from fastserve.config.text_proto import MAX_DEPTH, TextField, parse_text
 from fastserve.errors import ConfigError
 from tests.effort import examples

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fastserve.config import Settings, load_settings
-from fastserve.config.tritonserver import flag_settings, read_flags, usage
+from fastserve.config.tritonserver import read_triton_flags, triton_overrides, triton_usage
 from fastserve.errors import ConfigError
 
 # Every flag of `tritonserver --help` of 2.51; --allow-client-shm, --http-max-input-size of later ones.
@@ -34,14 +34,14 @@ vertex-ai-port vertex-ai-thread-count
 
 
 def settings_of(line: str) -> Settings:
-    read = read_flags(shlex.split(line))
+    read = read_triton_flags(shlex.split(line))
     assert read.faults == []
-    return load_settings(None, flag_settings(read.given))
+    return load_settings(None, triton_overrides(read.given))
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_every_flag_of_the_original_is_known(name: str) -> None:
-    faults = read_flags([f"--{name}=1"]).faults
+    faults = read_triton_flags([f"--{name}=1"]).faults
     assert not any("unknown argument" in fault for fault in faults), faults
 
 
@@ -112,7 +112,7 @@ def test_tls_is_of_grpc_alone() -> None:
     assert [one.tls for one in (*found.http, *found.grpc)] == [False, False, True]
     assert settings_of(f"--model-repository /m --grpc-use-ssl-mutual=1 {files}").tls.client_ca == "r.pem"
     with pytest.raises(ConfigError, match="--grpc-server-key: missing"):
-        flag_settings({"model-repository": ["/m"], "grpc-use-ssl": ["1"], "grpc-server-cert": ["c"]})
+        triton_overrides({"model-repository": ["/m"], "grpc-use-ssl": ["1"], "grpc-server-cert": ["c"]})
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_tls_is_of_grpc_alone() -> None:
     [
         ("--http-prot=1", "unknown argument: --http-prot=1, allowed: flags of tritonserver"),
         ("models", "unknown argument: models, allowed: flags of tritonserver"),
-        ("--http-port", "--http-port: missing, allowed: a value"),
+        ("--http-port", "--http-port: missing its value, write --http-port=VALUE"),
         ("--http-port=12x", '--http-port: given "12x", allowed: a whole number from 0 on'),
         ("--allow-http=maybe", '--allow-http: given "maybe", allowed: true or false or 1 or 0'),
         ("--model-control-mode=all", '--model-control-mode: given "all", allowed: none, poll, explicit'),
@@ -131,18 +131,18 @@ def test_tls_is_of_grpc_alone() -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_taken(line: str, fault: str) -> None:
-    assert read_flags(line.split()).faults == [fault]
+    assert read_triton_flags(line.split()).faults == [fault]
 
 
 def test_flags_that_do_not_go_together() -> None:
     with pytest.raises(ConfigError, match="--model-repository must be specified"):
-        flag_settings({})
+        triton_overrides({})
     with pytest.raises(ConfigError, match="--cache-config: given"):
-        flag_settings({"model-repository": ["/m"], "cache-config": ["redis,host=x"]})
+        triton_overrides({"model-repository": ["/m"], "cache-config": ["redis,host=x"]})
 
 
 def test_what_only_tunes_its_machinery_is_named() -> None:
-    read = read_flags(
+    read = read_triton_flags(
         ["--pinned-memory-pool-byte-size=0", "--backend-directory", "/b", "--allow-sagemaker=0"]
     )
     assert read.ignored == ["--pinned-memory-pool-byte-size", "--backend-directory"]
@@ -150,5 +150,5 @@ def test_what_only_tunes_its_machinery_is_named() -> None:
 
 
 def test_the_usage_names_what_is_built() -> None:
-    assert "--http-port <8000>" in usage()
-    assert "--sagemaker-port" not in usage()
+    assert "--http-port <8000>" in triton_usage()
+    assert "--sagemaker-port" not in triton_usage()

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from fastserve.dialects.kserve_v2.infer import HEADER_LENGTH
-from fastserve.wire.bulk import BODY, Sips
-from fastserve.wire.connection import Connection
+from fastserve.dialects.kserve.http_infer import HEADER_LENGTH
+from fastserve.net.http1.connection import BODY, Http1Connection
+from fastserve.net.http1.large_bodies import ShortReads
 from tests.conformance.grps_ways import GrpsBytes
 from tests.conformance.ways import HttpLine, HttpWay, RestRaw, V1Http, V2Binary
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 NOT_CACHED = ("columns", "slabs", "whole")  # the cache asks for the bytes again: one way is enough for that
 
 
-class Bites(Sips):
+class Bites(ShortReads):
     """Reads so, for good."""
 
     def get_buffer(self, sizehint: int) -> bytearray:
@@ -43,7 +43,7 @@ class Arriving(HttpWay):
         here = writer.get_extra_info("sockname")
         await rig.until(lambda: rig.connection_from(here) is not None)
         connection = rig.connection_from(here)
-        assert isinstance(connection, Connection)
+        assert isinstance(connection, Http1Connection)
         transport: Any = connection._transport
         transport.set_protocol(Bites(connection, transport))
         return HttpLine(self, rig, reader, writer)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fastserve.wire import bulk, connection
+from fastserve.net.http1 import connection
 from tests.conformance import steps
 from tests.conformance.arrived_ways import ARRIVING_WAYS, Bites
 from tests.conformance.grps_ways import GRPS_WAYS
@@ -33,7 +33,7 @@ def large_is_small() -> Iterator[None]:
     """A body of which all but a byte is missing counts as large: see arrived_ways.py."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(connection, "BULK_BYTES", 1)
-        patch.setattr(bulk, "Sips", Bites)
+        patch.setattr(connection, "ShortReads", Bites)
         yield
 
 

@@ -17,16 +17,14 @@ import grpc.aio
 import pytest
 import uvloop
 
-from fastserve.config import GrpcOptions, Limits, Listener, Settings
+from fastserve.config import Limits, Listener, Settings
 from fastserve.engine.batch_queue import BatchQueue
+from fastserve.engine.engine import scheduler_of
 from fastserve.server import Server
-from fastserve.server.speaking import find_specs
-from fastserve.wire.grpc import GrpcListener
 from tests.conformance import models
 from tests.conformance.ways import KEY, REGION, SLOT_BYTES, SLOTS, Answer, Line, Way, region_path
 from tests.conftest import Descriptors
 from tests.engine.rig import deadlines_pass
-from tests.transports import Name
 
 WAIT_S = 60.0
 Found = TypeVar("Found")
@@ -85,36 +83,18 @@ class Rig:
         """Also what grpcio opens for good."""
         await self.server.open()
         self.http = self.server.front.http[0].address
-        native, grpcio = self.server.front.grpc[0], await self._open_grpcio()
-        places: dict[Name, GrpcListener] = {"native": native, "grpcio": grpcio}
-        self.channels = {
-            name: grpc.aio.insecure_channel("{}:{}".format(*at.address)) for name, at in places.items()
-        }
+        self.channel = grpc.aio.insecure_channel("{}:{}".format(*self.server.front.grpc[0].address))
         self.server.front.regions.register(REGION, f"{KEY}-{os.getpid()}", 0, SLOTS * SLOT_BYTES)
-        for channel in self.channels.values():
-            await channel.channel_ready()
-            await channel.unary_unary("/inference.GRPCInferenceService/ServerLive")(b"")
+        await self.channel.channel_ready()
+        await self.channel.unary_unary("/inference.GRPCInferenceService/ServerLive")(b"")
         self.standing = len(self.server.front.http[0].connections)  # gRPC's may be one of them
         self._note_general_requests()
         for form in (*models.FORMS, *models.LIKE):
             self.take_fast_path_away(f"{form}-slow")
 
     async def close(self) -> None:
-        for channel in self.channels.values():
-            await channel.close()
+        await self.channel.close()
         await self.server.drain(5)
-
-    async def _open_grpcio(self) -> GrpcListener:
-        """The same dialects once more, by grpcio's server."""
-        front = self.server.front
-        spoken = [spec for spec in find_specs(front.settings) if spec.name in front.dialects]
-        methods = [method for spec in spoken for method in spec.methods_of(front.dialects[spec.name])]
-        listener = GrpcListener(
-            "127.0.0.1", 0, methods, GrpcOptions(transport="grpcio"), opening=front.opening
-        )
-        await listener.open()
-        front.grpc.append(listener)  # which ends it with the others
-        return listener
 
     def _note_general_requests(self) -> None:
         engine: Any = self.server.front.engine
@@ -127,7 +107,7 @@ class Rig:
         engine.infer = noting
 
     def take_fast_path_away(self, model: str) -> None:
-        scheduler: Any = self.version(model).scheduler
+        scheduler: Any = scheduler_of(self.version(model))
         scheduler.fast_queue = scheduler.cache_stage = lambda: None
 
     def connection_from(self, address: tuple[str, int]) -> Any:
@@ -232,7 +212,7 @@ class Rig:
     @contextlib.contextmanager
     def policy_runs_out(self, model: str) -> Iterator[None]:
         """The same for the time that a queue policy gives."""
-        scheduler: Any = self.version(model).scheduler
+        scheduler: Any = scheduler_of(self.version(model))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(scheduler, "_clock", _an_hour_later)
             scheduler._look()

@@ -1,4 +1,4 @@
-"""The ways in over gRPC, through grpcio's client; the server's own transport, and grpcio's in its place."""
+"""The ways in over gRPC, through grpcio's client."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ from tests.conformance.ways import (
     region_place,
     unpack,
 )
-from tests.transports import Name
 
 V2, V1, TFS = load("kserve_v2"), load("triton_v1"), load("tfserving")
 TFS_SERVICE = "/tensorflow.serving.PredictionService/"
@@ -43,7 +42,7 @@ class UnaryLine(Line):
 
     def __init__(self, way: RpcWay, rig: Rig) -> None:
         self._way, self._rig = way, rig
-        channel = rig.channels[way.transport]
+        channel = rig.channel
         self._call = channel.unary_unary(way.path)
         self._open = channel.stream_unary(way.path)  # the same on the wire
         self._calls: deque[tuple[Any, Sent]] = deque()
@@ -76,7 +75,7 @@ class StreamLine(Line):
 
     def __init__(self, way: RpcWay, rig: Rig) -> None:
         self._way = way
-        self._call = rig.channels[way.transport].stream_stream(way.path)(timeout=LIMIT_S)
+        self._call = rig.channel.stream_stream(way.path)(timeout=LIMIT_S)
         self._sent: deque[Sent] = deque()
         self._writing: asyncio.Future[None] = asyncio.ensure_future(asyncio.sleep(0))
 
@@ -112,7 +111,6 @@ class RpcWay(Way):
 
     path = ""
     streams = False
-    transport: Name = "native"
 
     async def connect(self, rig: Rig) -> Line:
         return StreamLine(self, rig) if self.streams else UnaryLine(self, rig)
@@ -296,14 +294,7 @@ class V1Stream(V1Rpc):
     path = V1_SERVICE + "StreamInfer"
 
 
-def over_grpcio(way: RpcWay) -> RpcWay:
-    """The same with the library's server in the place of ours."""
-    way.name, way.transport = f"{way.name}-grpcio", "grpcio"
-    return way
-
-
 RPC_WAYS = (
     *(V2Rpc(), V2RpcTyped(), V2RpcRegions(), V2Stream()),
     *(TfsRpc(), TfsRpcContent(), V1Rpc(), V1RpcRegions(), V1Stream()),
-    *map(over_grpcio, (V2Rpc(), V2Stream(), TfsRpc(), V1Rpc(), V1Stream())),
 )

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
+from fastserve.engine.engine import scheduler_of
 from tests.conformance.books import Told, read
 from tests.conformance.models import FORMS, PATHS, POLICY_ROWS, QUEUE_ROWS
 from tests.conformance.rig import Rig, is_right
@@ -231,7 +232,7 @@ async def by_policy(case: Case) -> Told:
     """A queue policy of Triton's: too many wait, and they wait too long."""
     async with case.running() as running:
         waiting = [await case.send() for _ in range(POLICY_ROWS)]
-        await case.rig.until(lambda: case.rig.version(case.model).scheduler.pending() == POLICY_ROWS)
+        await case.rig.until(lambda: scheduler_of(case.rig.version(case.model)).pending() == POLICY_ROWS)
         assert await (await case.send()).is_told(POLICY_FULL)
         with case.rig.policy_runs_out(case.model):
             for one in waiting:

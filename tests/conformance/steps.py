@@ -22,11 +22,11 @@ import pytest
 
 from fastserve.dialects.grps import predict as grps_predict
 from fastserve.dialects.grps import rpcs as grps_rpcs
-from fastserve.dialects.kserve_v2 import infer, rpc_infer
+from fastserve.dialects.kserve import grpc_infer, http_infer
 from fastserve.dialects.tfserving import grpc_predict, predict
 from fastserve.dialects.triton_v1 import rpcs  # noqa: F401 -- its prepared requests are wrapped too
-from fastserve.dialects.triton_v1.answers import Answers
-from fastserve.engine import forms, layouts
+from fastserve.dialects.triton_v1.answers import AnswerWriter
+from fastserve.engine import arena_io
 from fastserve.engine.batch_queue import BatchQueue
 from fastserve.errors import Kind, ServeError
 from fastserve.serving.prepared import PreparedRequest
@@ -39,22 +39,26 @@ FAULTS: dict[str, Callable[[], Exception]] = {
     "MemoryError": lambda: MemoryError(INSIDE),
     "RuntimeError": lambda: RuntimeError(INSIDE),
 }
-FORMS = (forms.Columns, forms.Slabs, forms.Whole)
+FORMS = (arena_io.DenseIO, arena_io.SlabIO, arena_io.RequestIO)
 # Step -> what is wrapped. Of `release` the work is done first: rows that nobody gave back are outstanding.
 STEPS: dict[str, list[tuple[Any, str]]] = {
-    "reserve": [(layouts.ColumnInputs, "reserve"), (layouts.SlabInputs, "reserve"), (BatchQueue, "reserve")],
+    "reserve": [
+        (arena_io.ColumnInputs, "reserve"),
+        (arena_io.SlabInputs, "reserve"),
+        (BatchQueue, "reserve"),
+    ],
     "fill": [(form, "write_inputs") for form in FORMS],
     "hold": [(os, "dup")],
     "take": [(os, "preadv"), (os, "pread")],
     "submit": [(BatchQueue, "submit")],
-    "read": [(layouts.ColumnOutputs, "read"), (layouts.SlabOutputs, "read"), *((f, "read") for f in FORMS)],
+    "read": [(arena_io.ColumnOutputs, "read"), (arena_io.SlabOutputs, "read"), *((f, "read") for f in FORMS)],
     "put": [(os, "pwrite")],
     "write": [
         (predict, "write_predict"),
         (grpc_predict, "write_outputs"),
-        (infer, "write_answer"),
-        (rpc_infer, "write_message"),
-        (Answers, "write"),
+        (http_infer, "write_answer"),
+        (grpc_infer, "write_message"),
+        (AnswerWriter, "write"),
         (grps_predict, "read_answer"),
         (grps_rpcs, "read_answer"),
     ],

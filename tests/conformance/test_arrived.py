@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from fastserve.wire import bulk
-from fastserve.wire.arrived import Arrived
+from fastserve.net.http1 import large_bodies
+from fastserve.net.http1.large_bodies import ArrivedBody
 from tests.conformance.arrived_ways import Arriving
 from tests.conformance.rig import Rig, is_right
 from tests.conformance.ways import Way
@@ -16,9 +16,9 @@ from tests.conformance.ways import Way
 def test_bodies_are_read_out_of_the_socket(rig: Rig, way: Way, form: str, path: str) -> None:
     """Nowhere else, not on the general path, and not where the cache may ask for the bytes again."""
     found: list[bool] = []
-    read_into = Arrived.read_into
+    read_into = ArrivedBody.read_into
 
-    def noting(body: Arrived, places: list[memoryview], skip: int = 0) -> bool:
+    def noting(body: ArrivedBody, places: list[memoryview], skip: int = 0) -> bool:
         found.append(read_into(body, places, skip))
         return found[-1]
 
@@ -28,7 +28,7 @@ def test_bodies_are_read_out_of_the_socket(rig: Rig, way: Way, form: str, path: 
         await rig.learn(way, model)
         line = await way.open(rig)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Arrived, "read_into", noting)
+            patch.setattr(ArrivedBody, "read_into", noting)
             for _ in range(3):
                 rows = [rig.fresh() for _ in range(way.most_rows)]
                 line.send(way.build(model, rows))
@@ -50,7 +50,7 @@ def test_nobody_waits_for_a_body_that_is_on_its_way(rig: Rig, way: Way, form: st
         slow, awaited = await way.open(rig), way.build(model, [rig.fresh()])
         fast = [await way.open(rig) for _ in range(8)]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(bulk, "SIP_BYTES", 1)
+            patch.setattr(large_bodies, "SIP_BYTES", 1)
             slow.begin(awaited)
             for _ in range(3):
                 rows = [rig.fresh() for _ in fast]

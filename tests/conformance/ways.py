@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fastserve.engine.batch_queue import QUEUED_TOO_LONG, RAN_TOO_LONG
-from fastserve.engine.hosting import DIED
+from fastserve.engine.loader import DIED
 from fastserve.errors import Kind
 from tests.conformance.models import FORMS, LIKE
 

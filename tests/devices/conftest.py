@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.devices.simulated import FakeGpus
-from tests.dialects.kserve_v2.client_rig import warm_up
+from tests.dialects.kserve.client_rig import warm_up
 from tests.faults.fixtures import OPTIONS, grpc, http, write_models
 from tests.running import Running
 

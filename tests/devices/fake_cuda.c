@@ -6,10 +6,8 @@
 //   FAKE_CUDA/fail           when there: the number of the error that every copy fails with
 //   FAKE_CUDA/shy            when there: of memory that another process lends, no range is told
 //   FAKE_CUDA/unpinnable     when there: no memory of the host can be registered
-//   FAKE_CUDA/copies         when there: each copy is told here: "to host 64, registered, memfd:fastserve-arena"
 //   FAKE_CUDA/handles        when there: each handle opened or closed is told here: "1234 open fa21.. 1", the last of
 //                            it how often it is open in that process from then on
-//   FAKE_CUDA/hang           when there: no copy is begun until it is gone
 //   FAKE_CUDA/broken         written here: rules of the driver's that a process has broken
 //
 // "Device memory" is the mapping of such a file, so whoever opens a handle sees what others write.
@@ -90,31 +88,6 @@ static int broken(int code, const char *rule)
 
 static int touches(uint64_t at, size_t size, int within);
 
-static void name_mapping(uint64_t at, char *name, size_t size)     // of which file the host's memory is
-{
-    char line[512], path[256];
-    unsigned long from, to;
-    FILE *file = fopen("/proc/self/maps", "r");
-    snprintf(name, size, "no file");
-    while (file && fgets(line, sizeof line, file))
-        if (sscanf(line, "%lx-%lx %*s %*s %*s %*s %255s", &from, &to, path) == 3 && at >= from && at < to)
-            snprintf(name, size, "%s", path[0] == '/' ? path + 1 : path);
-    if (file)
-        fclose(file);
-}
-
-static void tell_copy(const char *way, uint64_t host, size_t bytes)
-{
-    char path[512], mapping[256];
-    path_of(path, sizeof path, "copies");
-    FILE *file = is_there("copies") ? fopen(path, "a") : NULL;
-    if (!file)
-        return;
-    name_mapping(host, mapping, sizeof mapping);
-    fprintf(file, "%s %zu, %s, %s\n", way, bytes, touches(host, bytes, 1) ? "registered" : "not registered", mapping);
-    fclose(file);
-}
-
 static void tell_handle(const char *what, int i)
 {
     char path[512];
@@ -128,8 +101,6 @@ static void tell_handle(const char *what, int i)
 
 static int copies_fail(void)
 {
-    while (is_there("hang"))
-        usleep(1000);
     return read_number("fail", 0);
 }
 
@@ -408,7 +379,6 @@ int cuMemcpyDtoH_v2(void *to, uint64_t from, size_t bytes)
         return fails ? fails : INVALID_VALUE;
     if (touches((uint64_t)to, bytes, 0) && !touches((uint64_t)to, bytes, 1))
         return broken(INVALID_VALUE, "a copy of memory that is registered in part");
-    tell_copy("to host", (uint64_t)to, bytes);
     arrive();
     memcpy(to, (void *)from, bytes);
     return OK;
@@ -422,7 +392,6 @@ int cuMemcpyHtoD_v2(uint64_t to, const void *from, size_t bytes)
         return fails ? fails : INVALID_VALUE;
     if (touches((uint64_t)from, bytes, 0) && !touches((uint64_t)from, bytes, 1))
         return broken(INVALID_VALUE, "a copy of memory that is registered in part");
-    tell_copy("to device", (uint64_t)from, bytes);
     arrive();
     if (touches((uint64_t)from, bytes, 1)) {
         memcpy((void *)to, from, bytes);

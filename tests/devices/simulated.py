@@ -64,17 +64,6 @@ class FakeGpus:
         (self.memory / "fail").write_text(str(code))
 
     @contextmanager
-    def copies(self) -> Iterator[list[str]]:
-        """The copies that anybody makes meanwhile, there when it is left."""
-        told: list[str] = []
-        self.set("copies")
-        try:
-            yield told
-        finally:
-            told += (self.memory / "copies").read_text().splitlines()
-            self.set("copies", on=False)
-
-    @contextmanager
     def handles(self) -> Iterator[Callable[[], list[str]]]:
         """What has been opened and closed since, a line each: "PID open NAME COUNT"."""
         told = self.memory / "handles"
@@ -85,7 +74,7 @@ class FakeGpus:
             self.set("handles", on=False)
 
     def set(self, switch: str, on: bool = True) -> None:
-        """Turn one of the files on that fake_cuda.c looks for: mig, shy, unpinnable, hang."""
+        """Turn one of the files on that fake_cuda.c looks for: mig, shy, unpinnable."""
         (self.memory / switch).write_text("") if on else (self.memory / switch).unlink(missing_ok=True)
 
     @property

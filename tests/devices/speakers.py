@@ -50,7 +50,7 @@ class Speaker(Protocol):
     def begin(self, name: str, handle: bytes, device: int, nbytes: int) -> Asked: ...
     def register(self, name: str, handle: bytes, device: int, nbytes: int) -> Told: ...
     def unregister(self, name: str) -> Told: ...
-    def infer(self, model: str, name: str, rows: int, *, size: int = 0) -> Asked: ...
+    def infer(self, model: str, name: str, rows: int, *, size: int = 0, to: int = 1024) -> Asked: ...
 
 
 def place(name: str, offset: int, nbytes: int) -> dict[str, Any]:
@@ -83,14 +83,14 @@ class V2Http:
     def unregister(self, name: str) -> Told:
         return self._post(f"/v2/cudasharedmemory/region/{name}/unregister", {})
 
-    def infer(self, model: str, name: str, rows: int, *, size: int = 0) -> Asked:
+    def infer(self, model: str, name: str, rows: int, *, size: int = 0, to: int = 1024) -> Asked:
         nbytes = rows * ROW
         body = {
             "inputs": [
                 tensor(one, [rows, 16], datatype="FP32", **place(name, at, nbytes))
                 for one, at in (("x", 0), ("y", 512))
             ],
-            "outputs": [{"name": "sum", "parameters": place(name, 1024, size or nbytes)}],
+            "outputs": [{"name": "sum", "parameters": place(name, to, size or nbytes)}],
         }
         path = f"/v2/models/{model}/infer"
         self._http.send(request_bytes("POST", path, json.dumps(body).encode()))
@@ -123,12 +123,12 @@ class V1Http:
     def unregister(self, name: str) -> Told:
         return self._control(f"unregister/{name}").told()
 
-    def infer(self, model: str, name: str, rows: int, *, size: int = 0) -> Asked:
+    def infer(self, model: str, name: str, rows: int, *, size: int = 0, to: int = 1024) -> Asked:
         there = f'shared_memory {{ name: "{name}" offset: %d byte_size: %d }}'
         inputs = "".join(
             f'input {{ name: "{one}" {there % (at, rows * ROW)} }} ' for one, at in (("x", 0), ("y", 512))
         )
-        output = f'output {{ name: "sum" {there % (1024, size or rows * ROW)} }}'
+        output = f'output {{ name: "sum" {there % (to, size or rows * ROW)} }}'
         header = f"batch_size: {rows} {inputs}{output}"
         self._http.send(request_bytes("POST", f"/api/infer/{model}", b"", NV_InferRequest=header))
         return Asked(self._read, self._http.close)
@@ -160,10 +160,10 @@ class V2Grpc:
     def unregister(self, name: str) -> Told:
         return self._ask("CudaSharedMemoryUnregister", V2.CudaSharedMemoryUnregisterRequest(name=name)).told()
 
-    def infer(self, model: str, name: str, rows: int, *, size: int = 0) -> Asked:
+    def infer(self, model: str, name: str, rows: int, *, size: int = 0, to: int = 1024) -> Asked:
         asked = message(model, *((one, "FP32", [rows, 16], None) for one in ("x", "y")))
         wanted = [(one, at, rows * ROW) for one, at in zip(asked.inputs, (0, 512), strict=True)]
-        wanted.append((asked.outputs.add(name="sum"), 1024, size or rows * ROW))
+        wanted.append((asked.outputs.add(name="sum"), to, size or rows * ROW))
         for one, at, nbytes in wanted:
             one.parameters["shared_memory_region"].string_param = name
             one.parameters["shared_memory_offset"].int64_param = at
@@ -204,11 +204,11 @@ class V1Grpc:
         asked.unregister.name = name
         return self._control(asked).told()
 
-    def infer(self, model: str, name: str, rows: int, *, size: int = 0) -> Asked:
+    def infer(self, model: str, name: str, rows: int, *, size: int = 0, to: int = 1024) -> Asked:
         asked = V1.InferRequest(model_name=model, model_version=-1)
         asked.meta_data.batch_size = rows
         wanted = [(asked.meta_data.input.add(name=n), at, rows * ROW) for n, at in (("x", 0), ("y", 512))]
-        wanted.append((asked.meta_data.output.add(name="sum"), 1024, size or rows * ROW))
+        wanted.append((asked.meta_data.output.add(name="sum"), to, size or rows * ROW))
         for one, at, nbytes in wanted:
             one.shared_memory.name, one.shared_memory.offset, one.shared_memory.byte_size = name, at, nbytes
         return self._ask("Infer", asked, "InferResponse")

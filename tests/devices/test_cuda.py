@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fastserve.devices.found import find_devices
+from fastserve.devices.inventory import find_devices
 from tests.devices.simulated import FakeGpus
 
 PRELUDE = """

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from fastserve.devices.cuda import CudaFault
-from fastserve.devices.handles import OpenHandles
+from fastserve.devices.cuda import CudaFault, OpenHandles
 from tests.devices.simulated import FakeGpus
 from tests.devices.test_cuda import say
 
@@ -114,7 +113,7 @@ def test_threads_of_a_process(tmp_path: Path) -> None:
         done = say(
             gpus,
             """
-from fastserve.devices.handles import process_handles
+from fastserve.devices.cuda import process_handles
 sys.setswitchinterval(1e-5)
 def work():
     owner, handles = object(), process_handles()

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from fastserve.devices.found import Device, Machine
+from fastserve.devices.inventory import DeviceInventory, VisibleDevice
 from fastserve.errors import ConfigError
+from fastserve.repository.check import describe_places
 from fastserve.repository.model_config import config_json, parse_model_config
-from fastserve.repository.placed import tell_places
-from fastserve.repository.triton_config import parse_triton_text as parse_config
-from fastserve.repository.triton_config import to_model_config
+from fastserve.repository.triton_config.conversion import parse_triton_text as parse_config
+from fastserve.repository.triton_config.conversion import to_model_config
 from fastserve.workers.group import place_worker
 from tests.devices.test_placement import GIB, TRITON_CONFIG, two
 
@@ -41,7 +41,6 @@ __all__ = ["two"]
                 "instances 1, 3 on the CPU (devices: cpu)",
             ],
         ),
-        ({"devices": "simulated"}, ["instance 0 on simulated (devices: simulated)"]),
         (
             {"devices": ["cuda:0=bfloat16", "cpu=float32"], "backend": "torch"},
             [
@@ -51,10 +50,10 @@ __all__ = ["two"]
         ),
     ],
 )
-def test_why_of_a_model_yaml(two: Machine, config: dict[str, Any], lines: list[str]) -> None:
+def test_why_of_a_model_yaml(two: DeviceInventory, config: dict[str, Any], lines: list[str]) -> None:
     sides = {side: {"x": {"dtype": "int32", "shape": [1]}} for side in ("inputs", "outputs")}
     made = parse_model_config({"backend": "python", **sides, **config})
-    assert tell_places(made, Path("nowhere"), two) == lines
+    assert describe_places(made, Path("nowhere"), two) == lines
 
 
 @pytest.mark.parametrize(
@@ -77,30 +76,30 @@ def test_why_of_a_model_yaml(two: Machine, config: dict[str, Any], lines: list[s
         ),
     ],
 )
-def test_why_of_a_config_pbtxt(two: Machine, tmp_path: Path, groups: str, lines: list[str]) -> None:
+def test_why_of_a_config_pbtxt(two: DeviceInventory, tmp_path: Path, groups: str, lines: list[str]) -> None:
     (tmp_path / "config.pbtxt").write_text(TRITON_CONFIG + groups)
     config = to_model_config(parse_config(TRITON_CONFIG + groups, "m"))
-    assert tell_places(config, tmp_path, two) == lines
-    assert tell_places(config, tmp_path / "nowhere", two)[0].endswith("and it can use a GPU)")
+    assert describe_places(config, tmp_path, two) == lines
+    assert describe_places(config, tmp_path / "nowhere", two)[0].endswith("and it can use a GPU)")
 
 
-def test_why_nothing_is_on_a_gpu(two: Machine, tmp_path: Path) -> None:
+def test_why_nothing_is_on_a_gpu(two: DeviceInventory, tmp_path: Path) -> None:
     two._devices = []
     config = to_model_config(parse_config(TRITON_CONFIG + "instance_group { count: 1 }", "m"))
     (tmp_path / "config.pbtxt").write_text(TRITON_CONFIG + "instance_group { count: 1 }")
-    told = tell_places(config, tmp_path, two)
+    told = describe_places(config, tmp_path, two)
     assert told == ["instance 0 on the CPU (instance_group[0]: KIND_AUTO, and there is no GPU)"]
 
 
 def test_names_of_the_environment_are_told(
-    two: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    two: DeviceInventory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-77,3")
-    two._devices = [Device(0, "u", "Test", GIB, "MIG-77"), Device(1, "v", "Test", GIB, "3")]
+    two._devices = [VisibleDevice(0, "u", "Test", GIB, "MIG-77"), VisibleDevice(1, "v", "Test", GIB, "3")]
     sides = {side: {"x": {"dtype": "int32", "shape": [1]}} for side in ("inputs", "outputs")}
     made = parse_model_config({"backend": "python", **sides, "devices": "cuda"})
     of = ", of CUDA_VISIBLE_DEVICES=MIG-77,3"
-    assert tell_places(made, tmp_path, two) == [
+    assert describe_places(made, tmp_path, two) == [
         f"instance 0 on GPU 0 (Test, 1.0 GiB), the MIG instance MIG-77{of} (devices: cuda)",
         f"instance 1 on GPU 1 (Test, 1.0 GiB){of} (devices: cuda)",
     ]
@@ -109,7 +108,7 @@ def test_names_of_the_environment_are_told(
 # --- types ------------------------------------------------------------------------------------------------
 
 
-def test_each_instance_has_a_type_of_its_own(two: Machine) -> None:
+def test_each_instance_has_a_type_of_its_own(two: DeviceInventory) -> None:
     sides = {side: {"x": {"dtype": "float32", "shape": [1]}} for side in ("inputs", "outputs")}
     written = {"backend": "torch", **sides, "devices": ["cuda:0=bfloat16", "cpu=float16", "cpu"]}
     config = config_json(parse_model_config({**written, "torch": {"dtype": "float32", "file": "a.pt"}}))
@@ -126,7 +125,7 @@ def test_each_instance_has_a_type_of_its_own(two: Machine) -> None:
         ("torch", ["cpu="], 'devices: given "", allowed: float32'),
     ],
 )
-def test_types_that_are_none(two: Machine, backend: str, devices: Any, words: str) -> None:
+def test_types_that_are_none(two: DeviceInventory, backend: str, devices: Any, words: str) -> None:
     sides = {side: {"x": {"dtype": "float32", "shape": [1]}} for side in ("inputs", "outputs")}
     with pytest.raises(ConfigError, match=words):
         parse_model_config({"backend": backend, **sides, "devices": devices})
@@ -149,7 +148,7 @@ instance_group [ { name: "fast" kind: KIND_GPU gpus: [ 1 ] }, { name: "plain" ki
         ({"dtype": "bfloat16", "dtype.plain": "float32"}, ["bfloat16", "float32"]),
     ],
 )
-def test_types_of_a_config_pbtxt(two: Machine, parameters: dict[str, str], dtypes: list[str]) -> None:
+def test_types_of_a_config_pbtxt(two: DeviceInventory, parameters: dict[str, str], dtypes: list[str]) -> None:
     lines = [f'parameters {{ key: "{k}" value {{ string_value: "{v}" }} }}' for k, v in parameters.items()]
     config = to_model_config(parse_config(TORCH_CONFIG + "\n".join(lines), "m"))
     assert (config.fault, [place.dtype for place in config.places]) == ("", dtypes)
@@ -162,7 +161,9 @@ def test_types_of_a_config_pbtxt(two: Machine, parameters: dict[str, str], dtype
         ("dtype", "int8", 'given "int8", allowed: float32, bfloat16, float16'),
     ],
 )
-def test_types_of_a_config_pbtxt_that_are_none(two: Machine, key: str, value: str, words: str) -> None:
+def test_types_of_a_config_pbtxt_that_are_none(
+    two: DeviceInventory, key: str, value: str, words: str
+) -> None:
     line = f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}'
     assert words in to_model_config(parse_config(TORCH_CONFIG + line, "m")).fault
     plain = to_model_config(parse_config(TRITON_CONFIG + line, "m"))

@@ -12,17 +12,18 @@ from typing import Any
 import pytest
 
 from fastserve.backends.registry import BACKENDS, find_backend
-from fastserve.devices.found import Device, Machine, find_devices
-from fastserve.engine.device_budget import DeviceBudget
+from fastserve.devices.inventory import DeviceInventory, VisibleDevice, find_devices
+from fastserve.engine.loader import DeviceBudget
 from fastserve.errors import ConfigError, ServeError
-from fastserve.repository import placement, triton_defaults, triton_refusals
+from fastserve.repository import placement
+from fastserve.repository.check import describe_places
 from fastserve.repository.model_config import parse_model_config
-from fastserve.repository.placed import tell_places
-from fastserve.repository.placement import Place, place_on, why_no_gpu
-from fastserve.repository.triton_config import parse_triton_text as parse_config
-from fastserve.repository.triton_config import to_model_config
+from fastserve.repository.placement import Placement, place_on, why_no_gpu
+from fastserve.repository.triton_config import completion, validation
+from fastserve.repository.triton_config.conversion import parse_triton_text as parse_config
+from fastserve.repository.triton_config.conversion import to_model_config
 from tests.devices.simulated import FakeGpus
-from tests.dialects.kserve_v2 import client_models
+from tests.dialects.kserve import client_models
 from tests.faults.rig import Http, tensor
 from tests.running import Running
 
@@ -58,25 +59,25 @@ UUID = "GPU-fa4ecada-0000-4000-8000-000000000001"
 GIB = 1 << 30
 
 
-def machine(*gib: int) -> Machine:
+def machine(*gib: int) -> DeviceInventory:
     """One with GPUs of so much memory."""
-    made = Machine()
-    made._devices = [Device(n, f"u{n}", "Test", size * GIB, f"GPU-u{n}") for n, size in enumerate(gib)]
+    made = DeviceInventory()
+    made._devices = [VisibleDevice(n, f"u{n}", "Test", size * GIB, f"GPU-u{n}") for n, size in enumerate(gib)]
     return made
 
 
 @pytest.fixture
-def two(monkeypatch: pytest.MonkeyPatch) -> Machine:
+def two(monkeypatch: pytest.MonkeyPatch) -> DeviceInventory:
     """A machine with two GPUs, for whoever reads configs here."""
     made = machine(8, 16)
-    for module in ("fastserve.repository.model_config", triton_defaults, triton_refusals):
+    for module in ("fastserve.repository.model_config", completion, validation):
         target = sys.modules[module] if isinstance(module, str) else module
         monkeypatch.setattr(target, "MACHINE", made)
-    monkeypatch.setattr("fastserve.repository.triton_config.MACHINE", made)
+    monkeypatch.setattr("fastserve.repository.triton_config.conversion.MACHINE", made)
     return made
 
 
-def gpus_of(places: Sequence[Place]) -> list[int]:
+def gpus_of(places: Sequence[Placement]) -> list[int]:
     return [place.gpu for place in places]
 
 
@@ -165,6 +166,11 @@ def test_devices_of_a_model_yaml(devices: Any, count: int, gpus: list[int]) -> N
         ("cuda:2", [8, 8], 'devices: given "cuda:2", allowed: cpu, auto, cuda, cuda:0, cuda:1'),
         ("tpu", [8], 'devices: given "tpu", allowed: cpu, cuda, cuda:N, or auto by itself, each with =dtype'),
         (
+            "simulated",
+            [8],
+            'devices: given "simulated", allowed: cpu, cuda, cuda:N, or auto by itself, each with =dtype',
+        ),
+        (
             ["auto", "cpu"],
             [8],
             'devices: given "auto", allowed: cpu, cuda, cuda:N, or auto by itself, each with =dtype',
@@ -191,13 +197,13 @@ def test_auto_goes_where_the_framework_can(monkeypatch: pytest.MonkeyPatch) -> N
     assert gpus_of(place_on("auto", 2, BACKENDS["grps"], machine(8))) == [-1, -1]
 
 
-def test_the_whole_config(two: Machine) -> None:
+def test_the_whole_config(two: DeviceInventory) -> None:
     written = {"backend": "python", "inputs": {"x": {"dtype": "int32", "shape": [1]}}}
     written |= {"outputs": written["inputs"], "devices": "cuda", "instances": 3, "device_memory_mb": 512}
     config = parse_model_config(written)
     assert (config.instances, gpus_of(config.places)) == (6, [0, 1, 0, 1, 0, 1])
     assert {place.bytes for place in config.places} == {512 << 20}
-    assert tell_places(config, Path("nowhere"), two) == [
+    assert describe_places(config, Path("nowhere"), two) == [
         "instances 0, 2, 4 on GPU 0 (Test, 8.0 GiB) (devices: cuda)",
         "instances 1, 3, 5 on GPU 1 (Test, 16.0 GiB) (devices: cuda)",
     ]
@@ -227,7 +233,7 @@ def test_the_whole_config(two: Machine) -> None:
     ],
 )
 def test_instance_groups(
-    two: Machine, groups: str, gpus: list[int], shown: list[tuple[str, int, list[int]]]
+    two: DeviceInventory, groups: str, gpus: list[int], shown: list[tuple[str, int, list[int]]]
 ) -> None:
     config = to_model_config(parse_config(TRITON_CONFIG + groups, "m"))
     assert (config.fault, gpus_of(config.places)) == ("", gpus)
@@ -247,13 +253,13 @@ def test_instance_groups(
         ),
     ],
 )
-def test_groups_on_gpus_that_are_not_there(two: Machine, groups: str, words: str) -> None:
+def test_groups_on_gpus_that_are_not_there(two: DeviceInventory, groups: str, words: str) -> None:
     if "7" in groups:
         two._devices = []
     assert words in to_model_config(parse_config(TRITON_CONFIG + groups, "m")).fault
 
 
-def test_kind_gpu_without_a_gpu(two: Machine) -> None:
+def test_kind_gpu_without_a_gpu(two: DeviceInventory) -> None:
     two._devices = []
     config = to_model_config(parse_config(TRITON_CONFIG + "instance_group { kind: KIND_GPU }", "m"))
     assert "instance_group[0].kind" in config.fault
@@ -267,18 +273,18 @@ def test_kind_gpu_without_a_gpu(two: Machine) -> None:
 
 def test_two_models_compete_for_a_device() -> None:
     budget = DeviceBudget(machine(8, 8).devices, 0.5)
-    first, second = Place("cuda:0", 0, "", 3 * GIB), Place("cuda:0", 1, "", 3 * GIB)
+    first, second = Placement("cuda:0", 0, "", 3 * GIB), Placement("cuda:0", 1, "", 3 * GIB)
     budget.take([first, second])
     with pytest.raises(ServeError) as caught:
-        budget.take([Place("cuda:0", 1, "", 2 * GIB), Place()])
+        budget.take([Placement("cuda:0", 1, "", 2 * GIB), Placement()])
     assert caught.value.message == (
         "its workers claim 2048 MB of GPU 1 (Test, 8.0 GiB) (device_memory_mb), of whose 4096 MB for models "
         "3072 are claimed already (device_memory_share)"
     )
-    budget.take([Place("cuda:0", 1, "", GIB)])
+    budget.take([Placement("cuda:0", 1, "", GIB)])
     budget.give_back([second])
     budget.take([second])
-    budget.take([Place("cuda:0", 1), Place()])  # these claim nothing
+    budget.take([Placement("cuda:0", 1), Placement()])  # these claim nothing
 
 
 # --- through a server -------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fastserve.dialects.ops import Ops
+from fastserve.dialects.admin.probes import Ops
 from fastserve.metrics import Heartbeat, ModelReadiness, Readiness, Registry
 from fastserve.serving.dialect import NoOptions, ServingContext
 
@@ -66,7 +66,7 @@ def ask(ops: Ops, target: str, method: str = "GET") -> SpokenCall:
 def test_a_server_nobody_declared_ready_is_not(ops: Ops) -> None:
     call = ask(ops, "/healthz/ready")
     assert call.status == 503
-    assert json.loads(call.body) == {"ready": False, "reason": "starting", "models": {}}
+    assert json.loads(call.body) == {"ready": False, "reason": "starting", "models": {}, "state": "starting"}
     assert call.headers[b"Cache-Control"] == b"no-store"
 
 

@@ -12,10 +12,10 @@ from fastserve.config import Settings
 from fastserve.config.settings import TFServingOptions
 from fastserve.dialects import SPECS
 from fastserve.metrics import Registry
+from fastserve.net.access_control import Resource, Scope
+from fastserve.net.grpc import Method
 from fastserve.repository.catalog import Catalog
 from fastserve.serving.dialect import Dialect, DialectSpec, ServingContext
-from fastserve.wire.grpc import Method
-from fastserve.wire.scope import Scope
 
 ADMINISTERS = {
     "tfserving": {"HandleReloadConfigRequest"},
@@ -42,6 +42,42 @@ ADMINISTERS = {
     },
     "textgen": {"GET /stopService"},
 }  # fmt: skip
+# What is reached by rows and RPCs that say so themselves, as their scope does not say it.
+REACHES = {
+    "tfserving": {"preflight": "", "HandleReloadConfigRequest": "model-repository"},
+    "triton_v1": {
+        "modelcontrol": "model-repository",
+        "repository": "model-repository",
+        "sharedmemorycontrol": "shared-memory",
+        "sharedmemorycontrol/status": "shared-memory",
+        "status": "metadata model-config statistics",
+        "Status": "metadata model-config statistics",
+        "ModelControl": "model-repository",
+        "Repository": "model-repository",
+        "SharedMemoryControl": "shared-memory",
+    },
+    "grps": {
+        "online": "health",
+        "offline": "health",
+        "Online": "health",
+        "Offline": "health",
+        "server": "metadata model-config",
+        "model": "metadata model-config",
+        "ServerMetadata": "metadata model-config",
+        "ModelMetadata": "metadata model-config",
+        "script": "",
+    },
+    "textgen": {
+        "timed": "health inference",
+        "status": "health statistics",
+        "slots": "statistics",
+        "stop_service": "model-repository",
+        "config": "model-config",
+        "info": "metadata model-config",
+        "limits": "metadata model-config",
+    },
+    "metrics": {"metrics": ""},
+}
 # A word of a path -> what a client may write for it.
 SAID = {
     "/...": "/unregisterall", "[/metadata]": "/metadata", "[/versions/N or /labels/L]": "/labels/new",
@@ -93,6 +129,7 @@ def test_every_route_has_the_scope_of_its_row(spec: DialectSpec[Any], context: S
                 route = dialect.route(verb, target)
                 assert route is not None, (verb, target)
                 assert route.scope is scope, (verb, target)
+                assert route.resources == row.resources, (verb, target)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
@@ -114,6 +151,22 @@ def test_what_administers_is_known(spec: DialectSpec[Any]) -> None:
     }
     rpcs = {path.rpartition("/")[2] for path, scope in spec.rpcs.items() if scope is Scope.ADMIN}
     assert routes | rpcs == ADMINISTERS.get(spec.name, set())
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_what_reaches_more_than_its_scope_says_is_known(spec: DialectSpec[Any]) -> None:
+    """A new route in ADMIN that does not say what it reaches wants the header of all that can be changed."""
+    said = {row.name: row.resources for row in spec.routes if row.resources is not None}
+    said |= {path.rpartition("/")[2]: resources for path, resources in spec.rpc_resources.items()}
+    assert set(spec.rpc_resources) <= set(spec.rpcs)
+    reached = {name: " ".join(one.value for one in resources) for name, resources in said.items()}
+    if spec.name == "kserve_v2":  # every row says it, in one word of Triton's
+        assert set(reached.values()) == {resource.value for resource in Resource}
+        assert set(reached) >= {row.name for row in spec.routes} - {"root"}  # KServe's, whose scope says it
+        return
+    assert reached == REACHES.get(spec.name, {})
+    silent = [row.name for row in spec.routes if row.resources is None and Scope.ADMIN in row.scopes.values()]
+    assert silent == []
 
 
 def test_rpcs_that_are_not_those_of_the_spec_are_not_served(context: ServingContext) -> None:

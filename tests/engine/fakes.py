@@ -11,14 +11,13 @@ import msgspec
 import numpy as np
 
 from fastserve.config import convert
-from fastserve.engine.engine import Engine
-from fastserve.engine.scheduler import Runs, Scheduler
-from fastserve.engine.sealed import Answer, Member
+from fastserve.engine.engine import SCHEDULER, Engine, EngineApi, Scheduler
+from fastserve.engine.schedulers.sealed_queue import BatchMember, MemberAnswer
 from fastserve.errors import ServeError
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.model_config import ModelConfig, parse_model_config
-from fastserve.repository.triton_options import options_of
-from fastserve.repository.triton_schema import TritonConfig
+from fastserve.repository.triton_config.conversion import options_of
+from fastserve.repository.triton_config.messages import TritonConfig
 from fastserve.repository.version import Version, VersionState
 from fastserve.request import InferRequest, InferResponse
 from fastserve.tensor import DTYPES, Tensor
@@ -68,7 +67,7 @@ class Answers(Scheduler):
         self.asked: list[InferRequest] = []
         self.unreleased = 0
 
-    async def infer(self, engine: Runs, version: Version, request: InferRequest) -> InferResponse:
+    async def infer(self, engine: EngineApi, version: Version, request: InferRequest) -> InferResponse:
         self.asked.append(request)
         found: Any = self.compute({name: array(tensor) for name, tensor in request.inputs.items()})
         if asyncio.iscoroutine(found):
@@ -95,9 +94,9 @@ class House:
         self.engine = Engine(self.catalog)
         self.schedulers: list[Answers] = []
 
-    def put(self, name: str, triton: dict[str, Any], scheduler: object, number: int = 1) -> Version:
+    def put(self, name: str, triton: dict[str, Any], scheduler: Any, number: int = 1) -> Version:
         version = Version(name, number, Path(), model_config(triton))
-        version.scheduler = scheduler
+        SCHEDULER.put(version, scheduler)
         if isinstance(scheduler, Answers):
             self.schedulers.append(scheduler)
         self.catalog.put(version)
@@ -121,13 +120,13 @@ class Hand:
 
     def __init__(self, rows: int) -> None:
         self.max_rows = max(rows, 1)
-        self.batches: list[tuple[list[Member], Callable[[], None]]] = []
+        self.batches: list[tuple[list[BatchMember], Callable[[], None]]] = []
         self.unreleased = 0
 
-    def send(self, members: Sequence[Member], finished: Callable[[], None]) -> None:
+    def send(self, members: Sequence[BatchMember], finished: Callable[[], None]) -> None:
         self.batches.append((list(members), finished))
 
-    async def batch(self) -> list[Member]:
+    async def batch(self) -> list[BatchMember]:
         while not self.batches:
             await asyncio.sleep(0)
         return self.batches[0][0]
@@ -150,7 +149,7 @@ class Hand:
             if "S_IN" in member.inputs:
                 count = int(array(member.inputs["S_IN"]).ravel()[0]) + 1
                 outputs = {"OUT": ints(count), "S_OUT": ints(count)}
-            member.done(Answer(outputs, self.released), None)
+            member.done(MemberAnswer(outputs, self.released), None)
         finished()
 
     def released(self) -> None:

@@ -16,12 +16,11 @@ import uvloop
 
 from fastserve._ext.batch_ring import BatchRing
 from fastserve.engine import batch_queue
-from fastserve.engine.batch_queue import BatchQueue
+from fastserve.engine.batch_queue import BatchQueue, QueueMeters
 from fastserve.engine.counters import counters_of
-from fastserve.engine.engine import Engine
-from fastserve.engine.meters import QueueMeters
-from fastserve.engine.plain import PlainScheduler
-from fastserve.engine.sealed import sealed_config
+from fastserve.engine.engine import SCHEDULER, Engine
+from fastserve.engine.schedulers.plain import PlainScheduler
+from fastserve.engine.schedulers.sealed_queue import sealed_config
 from fastserve.errors import Kind
 from fastserve.metrics.registry import Registry
 from fastserve.repository.catalog import Catalog
@@ -75,7 +74,7 @@ class Desk:
         self.registry = Registry()
         meters = QueueMeters(self.registry, "m", 1, 0, self.arena.geometry.max_rows)
         self.queue = BatchQueue(self.arena, 0, self.version.inputs, self.version.outputs, meters)
-        self.version.scheduler = PlainScheduler(self.queue)
+        SCHEDULER.put(self.version, PlainScheduler(self.queue))
         counters_of(self.version).queues.append(self.queue)
         self.workers: list[BatchRing] = [self.arena.ring(worker=i) for i in range(2)]
         self.engine = Engine(Catalog())

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from fastserve.engine.counters import MOST_RESPONSES, Counters, Took, counters_of, counts_of
+from fastserve.engine.counters import MOST_RESPONSES, RequestCounters, Took, counters_of, counts_of
 from fastserve.errors import Kind, ServeError
 from fastserve.metrics import names
 from tests.engine.rig import deadlines_pass, desk, run
@@ -123,7 +123,7 @@ def test_a_closed_queue_is_forgotten():
 
 
 def test_endless_responses_take_bounded_room():
-    counters = Counters()
+    counters = RequestCounters()
     for index in range(10_000):
         counters.response(index).success.add(1)
     assert len(counters.responses) == MOST_RESPONSES

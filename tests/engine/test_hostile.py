@@ -18,8 +18,7 @@ import pytest
 
 from fastserve._ext.batch_ring import BatchRing
 from fastserve._ext.fast_path import Pending
-from fastserve.engine.batch_queue import BatchQueue
-from fastserve.engine.meters import QueueMeters
+from fastserve.engine.batch_queue import BatchQueue, QueueMeters
 from fastserve.errors import Kind, ServeError
 from fastserve.metrics.registry import Registry
 from fastserve.workers.arena import Arena, Geometry

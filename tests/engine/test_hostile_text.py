@@ -16,7 +16,7 @@ import pytest
 
 from fastserve._ext.token_records import TokenSender, read_prompt
 from fastserve.codec.text import Finish, Record, TextNote
-from fastserve.engine.meters import QueueMeters
+from fastserve.engine.batch_queue import QueueMeters
 from fastserve.engine.text import TextQueue, TextRun
 from fastserve.errors import Kind, ServeError
 from fastserve.metrics.registry import Registry

@@ -12,7 +12,7 @@ import pytest
 from fastserve.codec.text import Finish, read_extra
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.metrics import names
-from fastserve.metrics.series import Metric
+from fastserve.metrics.exposition import Metric
 from fastserve.repository.version import Version
 from tests.text.serving import Heard, Served, run, serving, until
 
@@ -177,34 +177,53 @@ def test_a_slow_reader_stands_still_and_stops_nobody(tmp_path):
     run(work())
 
 
-def test_all_readers_behind_and_one_leaves(tmp_path):
+def test_all_readers_behind_and_one_comes(tmp_path):
     async def work() -> None:
         async with serving(tmp_path) as at:
             version = await at.load_code(COUNTING, text={"reader_tokens": 4, "max_sequences": 2})
-            took_s = [await first_leaves(at, version)]
+            took_s = [await one_comes(at, version)]
             while took_s[-1] >= 0.9:  # a machine may be slow, but not whenever
                 assert len(took_s) < 5, ("the worker is woken, it does not look by itself", took_s)
-                took_s.append(await first_leaves(at, version))
+                took_s.append(await one_comes(at, version))
 
     run(work())
 
 
-async def first_leaves(at: Served, version: Version) -> float:
-    """Two are behind and one waits: how long after one has left that is through."""
-    first, second = (at.ask(version, [n], reads=False, max_new_tokens=100) for n in (0, 50))
-    await asyncio.gather(first.until(4), second.until(4))
-    waiting = at.ask(version, [7], max_new_tokens=3)
+async def one_comes(at: Served, version: Version) -> float:
+    """Both rows are readers' who never read: how long one takes who comes then."""
+    behind = [at.ask(version, [100 * n], reads=False, max_new_tokens=100) for n in range(2)]
+    await asyncio.gather(*(heard.until(4) for heard in behind))
     await asyncio.sleep(0.02)
-    assert waiting.records == []
-    assert first.run is not None
-    assert second.run is not None
+    assert [len(heard.records) for heard in behind] == [4, 4], "nobody waits: they stand still"
     began = time.monotonic()
-    first.run.cancel()
-    assert await waiting.end() is Finish.LENGTH
+    assert await at.ask(version, [7], max_new_tokens=3).end() is Finish.LENGTH
     took_s = time.monotonic() - began
-    second.run.cancel()
+    assert Finish.LENGTH in {Finish(heard.records[-1][1]) for heard in behind}, "they have written on"
+    for n, heard in enumerate(behind):
+        assert heard.run is not None
+        heard.run.cancel()
+        await heard.end()
+        assert heard.ids == list(range(100 * n, 100 * n + len(heard.ids)))
     await until(lambda: not any(at.left(version)))
     return took_s
+
+
+def test_what_is_behind_stands_again_once_nobody_waits(tmp_path):
+    async def work() -> None:
+        async with serving(tmp_path) as at:
+            version = await at.load_code(COUNTING, text={"reader_tokens": 4, "max_sequences": 2})
+            short = at.ask(version, [0], reads=False, max_new_tokens=50)
+            long = at.ask(version, [1], reads=False, max_new_tokens=1 << 20, ignore_eos=True)
+            await asyncio.gather(short.until(4), long.until(4))
+            assert await at.ask(version, [7], max_new_tokens=3).end() is Finish.LENGTH
+            stood = len(long.records)
+            await asyncio.sleep(0.05)
+            assert 50 <= stood <= len(long.records) < stood + 50
+            assert long.run is not None
+            long.run.cancel()
+            await long.end()
+
+    run(work())
 
 
 def test_deadlines_of_who_runs_and_who_waits(tmp_path):
@@ -448,8 +467,12 @@ def test_what_is_counted(tmp_path):
 
     async def work() -> None:
         async with serving(tmp_path) as at:
-            version = await at.load_code(COUNTING, text={"reader_tokens": 4, "max_sequences": 2})
-            running = [at.ask(version, [1, 2], reads=False, max_new_tokens=100) for _ in range(2)]
+            four = COUNTING.replace(
+                "itertools.count(request.ids[0])",
+                "itertools.chain(itertools.repeat(5, 4), itertools.repeat(None))",  # and nothing for ever
+            )
+            version = await at.load_code(four, text={"max_sequences": 2})
+            running = [at.ask(version, [1, 2], max_new_tokens=100) for _ in range(2)]
             waiting = at.ask(version, [1])
             await asyncio.gather(*(heard.until(4) for heard in running))
             levels = names.TEXT_RUNNING, names.TEXT_WAITING, names.TEXT_KV_USED

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fastserve.serving.fast_path import FastPath
-from tests.dialects.kserve_v2.client_models import write_sums
+from tests.dialects.kserve.client_models import write_sums
 from tests.running import Running
 from tests.server.rig import HOLD, KILL, Served, run, serving, write_model
 

@@ -55,7 +55,7 @@ class Story:
         self.queue.room = SimpleNamespace(anyone=shape["anyone"])
         meters = tuple(self.step(name, times=True) for name in ("counted", "duration", "decoded", "encoded"))
         answered = self.step("after", times=True) if shape["after"] else None
-        self.path = Path(self.queue, RefusedError, meters, answered, shape["patience"], shape["replies"])
+        self.path = Path(self.queue, RefusedError, meters, answered, shape["replies"])
         self.exchange = SimpleNamespace(received_ns=monotonic_ns(), on_gone="nobody")
 
     def step(self, name: str, gives: Any = None, *, times: bool = False) -> Callable[..., Any]:
@@ -129,7 +129,6 @@ shapes = st.fixed_dictionaries(
         **flags,
         **mostly,
         "end": st.sampled_from([1, 1, 0, 2]),
-        "patience": st.sampled_from([0, 5]),
         "deadline": st.sampled_from([0, 7]),
     }
 )
@@ -142,7 +141,7 @@ def test_step_by_step_as_the_oracle(shape: dict[str, Any], raises: dict[str, str
 
 
 ORDINARY: dict[str, Any] = {**dict.fromkeys(flags, False), **dict.fromkeys(mostly, True)}
-ORDINARY |= {"end": 1, "patience": 0, "deadline": 0}
+ORDINARY |= {"end": 1, "deadline": 0}
 
 
 @pytest.mark.parametrize("fault", ["refused", "broken", "memory"])

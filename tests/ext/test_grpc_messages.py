@@ -168,3 +168,18 @@ def as_data(piece: bytes) -> bytes:
     """DATA frames of stream 1."""
     parts = [piece[at : at + 16384] for at in range(0, len(piece), 16384)]
     return b"".join(len(part).to_bytes(3, "big") + b"\0\0\0\0\0\1" + part for part in parts)
+
+
+@examples(100)
+@given(STREAMS, st.integers(0, 4))
+def test_no_more_messages_than_are_asked_for(stream: bytes, most: int) -> None:
+    """What was not looked at is the caller's to bring again."""
+    wanted, _, left = oracle.read(stream, MOST)
+    reader, found, at = MessageReader(MOST), [], 0
+    while at < len(stream):
+        some = reader.feed(memoryview(stream)[at:], most or 1)
+        assert len(some) <= (most or 1)
+        found, at = found + some, at + reader.used
+    assert (found, reader.partial) == (wanted, bool(left))
+    assert reader.feed(b"anything", 0) == []
+    assert reader.used == 0

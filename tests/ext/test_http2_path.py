@@ -1,6 +1,6 @@
 """The short way of a request over HTTP/2 against plain Python: who goes it, who does not, what it writes.
 
-The classes here are as small as their subclasses may be; the real ones are tested in tests/wire/http2."""
+The classes here are as small as their subclasses may be; the real ones are tested in tests/net/http2."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastserve._ext import http2_path as ext
-from fastserve.wire.grpc.metadata import NEVER_NS
+from fastserve.net.grpc.metadata import NEVER_NS
 from tests.oracles import http2_path as oracle
 
 TIMED = {"received_ns", "deadline_ns"}
@@ -30,10 +30,10 @@ class Path(ext.Http2Path):
     """A connection whose transport is itself: what is special is noted."""
 
     def __init__(self) -> None:
-        super().__init__((BURST, A_TURN, EARNED, "whole", "done", ext.StreamFields))
+        terms = BURST, A_TURN, EARNED, "whole", "done", ext.StreamFields
+        super().__init__(terms, 99, 2, MOST_QUEUED)
         self.client_window = 1 << 20
         self._transport = self
-        self.intake = Intake(self, 99, 2, MOST_QUEUED)
         self.sending = Sending(self, 1 << 20)
         self.noted: list[Any] = []
         self.written: list[bytes] = []
@@ -44,19 +44,20 @@ class Path(ext.Http2Path):
     def _flush_soon(self) -> None:
         self.noted.append("soon")
 
+    def _charge(self) -> None:
+        """No budget is kept here."""
+
     def look_for_end(self) -> None:
         self.noted.append("end?")
 
-
-class Intake(ext.IntakePath):
     def _request_anew(self, number: int, block: bytes, body: bytes) -> None:
-        self._connection.noted.append("anew")
+        self.noted.append("anew")
 
     def _refuse_length(self, number: int) -> None:
-        self._connection.noted.append("length")
+        self.noted.append("length")
 
-    def sent_end(self, stream: ext.StreamFields) -> None:
-        self._connection.noted.append("sent_end")
+    def _finish_stream(self, stream: ext.StreamFields) -> None:
+        self.noted.append("sent_end")
 
 
 class Sending(ext.SendingPath):
@@ -146,17 +147,16 @@ def test_who_goes_the_short_way(
     number: int, last: int, stop: int, streams: int, queued: int, known: bool, told: int, body: bytes
 ) -> None:
     path, taken = Path(), []
-    intake = path.intake
     head = SimpleNamespace(body_bytes=told, service=SimpleNamespace(answer=lambda s, b: taken.append((s, b))))
-    intake.blocks = {BLOCK: head} if known else {}
-    intake.last, intake._stop, path.sending.queued = last, stop, queued
-    intake.streams = {100 + other: object() for other in range(streams)}
-    intake.request(number, BLOCK, body)
+    path.blocks = {BLOCK: head} if known else {}
+    path.last, path._stop, path.sending.queued = last, stop, queued
+    path.streams = {100 + other: object() for other in range(streams)}
+    path.request(number, BLOCK, body)
     at = {"last": last, "stop": stop, "most": 2, "queued": queued, "most_queued": MOST_QUEUED}
     expected = oracle.goes_short(number, body, head if known else None, at, streams)
     assert path.noted == ([] if expected == "answer" else [expected])
-    assert intake.last == (last if expected == "anew" else number)
-    assert (number in intake.streams) == (expected == "answer") == bool(taken)
+    assert path.last == (last if expected == "anew" else number)
+    assert (number in path.streams) == (expected == "answer") == bool(taken)
     for stream, given_body in taken:
         assert given_body is body
         assert fields(stream) == fields(oracle_stream(path, number, head))
@@ -175,7 +175,7 @@ def test_what_goes_at_once(
 ) -> None:
     path = Path()
     stream = ext.StreamFields(path, 1, None, "whole")
-    path.intake.streams = {1: stream}
+    path.streams = {1: stream}
     sending, stream.window, path.sending.window = path.sending, window, connection
     sending.queued, sending.choked, sending._prefix = int(queued), choked, b"p" if prefixed else b""
     sending.reply(stream, BLOCK, bytes(size), TRAILERS)
@@ -193,8 +193,8 @@ def test_an_answer_of_a_call(message: bytes) -> None:
         return taken == b"question"
 
     path, asked, head = Path(), list[ext.CallPath](), Head(start)
-    path.intake.blocks = {BLOCK: head}
-    path.intake.request(1, BLOCK, framed(b"question"))
+    path.blocks = {BLOCK: head}
+    path.request(1, BLOCK, framed(b"question"))
     (call,) = asked
     assert head.calls.running == 1
     assert call.stream.context is call
@@ -202,7 +202,7 @@ def test_an_answer_of_a_call(message: bytes) -> None:
     call.reply(message)
     assert path.written == [oracle.answer_frames(1, BLOCK, message, TRAILERS)]
     assert (call.over, call.on_gone, call.stream.context, call.sent_bytes) == (True, None, None, len(message))
-    assert (path.intake.streams, path._served, head.calls.running) == ({}, 1, 0)
+    assert (path.streams, path._served, head.calls.running) == ({}, 1, 0)
     assert path.sending.window == (1 << 20) - 5 - len(message)
     call.reply(b"again")
     assert (len(path.written), head.noted, path.noted) == (1, [], [])
@@ -280,20 +280,20 @@ def test_calls_that_are_looked_at() -> None:
 def test_the_end_of_a_reply() -> None:
     path = Path()
     stream = ext.StreamFields(path, 1, None, "open")
-    path._calm, path._leaving = BURST - 2 * EARNED, 1
+    path._glitch_budget, path._leaving = BURST - 2 * EARNED, 1
     path.sent_end(stream)
-    assert (path.noted, path._calm, path._served) == (["sent_end", "end?"], BURST - EARNED, 1)
+    assert (path.noted, path._glitch_budget, path._served) == (["sent_end", "end?"], BURST - EARNED, 1)
 
 
 def test_replies_of_many_streams_go_together() -> None:
     path = Path()
     streams = {number: ext.StreamFields(path, number, None, "whole") for number in (1, 3, 5)}
-    path.intake.streams = dict(streams)
+    path.streams = dict(streams)
     for stream in streams.values():
         path.sending.reply(stream, BLOCK, b"", b"")
     assert path.noted == ["soon"]
     assert path._out is not None
-    assert (len(path._out), path.written, path.intake.streams) == (3, [], {})
+    assert (len(path._out), path.written, path.streams) == (3, [], {})
 
 
 def test_fields_take_what_they_are_given() -> None:

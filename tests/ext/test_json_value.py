@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastserve._ext.json_value import JSONSyntaxError, Members, debug_text, parse
+from fastserve._ext.json_value import MOST_CONTAINERS, JSONSyntaxError, Members, debug_text, parse
 from tests.effort import examples
 from tests.ext.json_strategies import at_edge, broken, number_texts, values
 from tests.oracles import json_value as oracle
 
 VECTORS = Path(__file__).parents[1] / "vectors" / "tfserving.jsonl"
 PARSE = "JSON Parse error: "
+LONG_NUMBER = r"-?[1-9][0-9]{16,40}(\.[0-9]{1,30})?(e-?[0-9]{1,2})?"
 CASES = [
     case
     for case in map(json.loads, VECTORS.read_text().splitlines())
@@ -83,6 +84,44 @@ def test_agrees_with_oracle(body: bytes, alone: bool) -> None:
 @given(number_texts)
 def test_numbers(text: str) -> None:
     assert outcome(parse, text.encode()) == outcome(oracle.parse, text.encode())
+
+
+@examples(400)
+@given(
+    st.one_of(
+        number_texts, st.from_regex(r"-?[1-9][0-9]{16,40}(\.[0-9]{1,30})?(e-?[0-9]{1,2})?", fullmatch=True)
+    )
+)
+def test_numbers_are_shown_as_tensorflow_serving_reads_them(text: str) -> None:
+    """In messages alone: the value is the nearest double."""
+    try:
+        exact, shown = parse(text.encode()), parse(text.encode(), as_shown=True)
+    except JSONSyntaxError:
+        return
+    if isinstance(exact, int) or not math.isfinite(exact):
+        assert plain(shown) == plain(exact)
+        return
+    assert (type(exact), float(shown)) == (float, exact)
+    expected = oracle.normal_precision(text)
+    assert debug_text(shown) == debug_text(expected if math.isfinite(expected) else exact)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("18446744073709551616", "18446744073709552000.0"),
+        ("-9223372036854775809", "-9223372036854776000.0"),
+        ("123456789012345678901234567890", "1.2345678901234566e29"),
+        ("-123456789012345678901234567890", "-1.2345678901234566e29"),
+        ("12345678901234567890123.45", "1.2345678901234568e22"),
+        ("1e-320", "1e-320"),
+        ("1e-400", "0.0"),
+        ("NaN", ""),
+        ("18446744073709551615", "18446744073709551615"),
+    ],
+)
+def test_numbers_shown(text: str, shown: str) -> None:
+    assert debug_text(parse(text.encode(), as_shown=True)) == shown
 
 
 @examples(100)
@@ -182,3 +221,12 @@ def test_debug_text(value: Any, text: str) -> None:
 def test_debug_text_stops() -> None:
     assert debug_text([b"x" * 1000, 1]) == '["' + "x" * 1000 + '"'
     assert len(debug_text(list(range(1000)))) == 257
+
+
+@pytest.mark.parametrize("value", [b"[]", b"{}", b"[1]"])
+def test_containers_are_bounded_however_many_values_there_may_be(value: bytes) -> None:
+    """The collector looks at each, and they are freed in one go."""
+    parse(b"[%b]" % b",".join([value] * (MOST_CONTAINERS - 1)))
+    with pytest.raises(JSONSyntaxError, match="Too many values"):
+        parse(b"[%b]" % b",".join([value] * MOST_CONTAINERS))
+    parse(b"[%b]" % b",".join([b"1"] * 2 * MOST_CONTAINERS))

@@ -270,6 +270,16 @@ def test_who_is_like_the_one_that_was_learned(
     assert not wanted or known.rows == wanted
 
 
+@pytest.mark.parametrize(
+    ("width", "nbytes", "met"), [(0, 1 << 22, True), (4, 1 << 20, True), (4, (1 << 20) + 1, False)]
+)
+def test_numbers_that_take_long_to_read_are_not_met(width: int, nbytes: int, met: bool) -> None:
+    """Bytes are copied; packed numbers are read one by one, on the event loop."""
+    known, outline = KnownFields(), shapes_and_raw([1], [nbytes])
+    known.batching, known.sources = True, [(0, width, False)]
+    assert known.is_met_by(outline, SimpleNamespace(max_rows=1)) == met
+
+
 SIZES = st.lists(st.integers(0, 6), min_size=1, max_size=3)
 PLACES = st.lists(st.tuples(st.integers(0, 2), st.sampled_from((0, 0, 1, 2)), st.booleans()), max_size=3)
 

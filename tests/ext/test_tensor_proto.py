@@ -23,7 +23,7 @@ from fastserve._ext.tensor_proto import (
     write_model_spec,
     write_predict_response,
 )
-from fastserve.dialects.tfserving.names import TF_NAME
+from fastserve.dialects.tfserving.errors import TF_NAME
 from fastserve.tensor import DTYPES
 from tests.dialects.tfserving.vectors import Vector, each
 from tests.effort import examples

@@ -11,7 +11,7 @@ import pytest
 
 from fastserve._ext import batch_ring
 from fastserve._ext.batch_ring import FULL, BatchRing
-from fastserve._ext.upkeep import Looks, Pins
+from fastserve._ext.upkeep import Looks
 
 ROW = 64 << 10
 LAYOUT = {"slots": 4, "max_rows": 4, "inputs": [ROW], "outputs": [ROW], "slab_pages": 64}
@@ -141,74 +141,3 @@ def test_looks_beside_a_load_lose_and_mix_nothing(rig: Rig):
 def test_memory_that_holds_no_arena():
     with pytest.raises(ValueError, match="no arena"):
         Looks(bytearray(1 << 16))
-
-
-def test_nothing_is_given_back_while_a_device_has_the_memory(rig: Rig):
-    """A page that is registered would go on being read by DMA as it was."""
-    pins = Pins(rig.memory)
-    assert pins.take()
-    done = [rig.write(4) for _ in range(3)]
-    for _ in done:
-        rig.answer()
-    for place in done:
-        rig.front.release(place, 4)
-    full = rig.held
-    for _ in range(3):
-        assert not rig.looks.give_back()
-    assert rig.held == full
-    pins.drop()
-    for _ in range(2):
-        rig.looks.give_back()
-    assert rig.held < full
-
-
-def test_a_front_that_died_has_no_device_any_more(rig: Rig):
-    assert Pins(rig.memory).take()
-    rig.front.reclaim_front(0)
-    offset = rig.front.lease(60 * mmap.PAGESIZE)
-    rig.front.slab(offset, 60 * mmap.PAGESIZE, True)[:] = b"s" * 60 * mmap.PAGESIZE
-    rig.front.return_lease(offset)
-    full = rig.held
-    for _ in range(2):
-        rig.looks.give_back()
-    assert rig.held < full
-
-
-def test_who_pins_waits_for_what_is_being_given_back(rig: Rig):
-    """Each says what it does before it looks at the other: after `take` is true no page is exchanged."""
-    pins, stop, wrong = Pins(rig.memory), threading.Event(), []
-
-    def look() -> None:
-        while not stop.is_set():
-            rig.looks.give_back()
-
-    looking = threading.Thread(target=look)
-    looking.start()
-    waited = 0
-    for turn in range(300):
-        place = rig.write(4)
-        rig.answer()
-        rig.front.release(place, 4)
-        while not pins.take():
-            waited += 1
-        held = rig.held
-        wrong += [turn for _ in range(3) if rig.held != held]
-        pins.drop()
-    stop.set()
-    looking.join()
-    assert wrong == []
-
-
-def test_where_a_view_lies(rig: Rig):
-    pins = Pins(rig.memory)
-    place = rig.front.reserve(2)
-    view = rig.front.input_rows(place, 2, 0)
-    at, _ = rig.front.column_span(place >> 16, 0)
-    assert pins.offset_of(view) == at
-    assert pins.offset_of(view[5:]) == at + 5
-    assert pins.offset_of(rig.front.output_rows(place, 1, 0)) > at
-    assert pins.offset_of(rig.memory) == 0
-    assert pins.offset_of(bytes(8)) == -1
-    with pytest.raises(ValueError, match="front 7 of 1"):
-        Pins(rig.memory, front=7)
-    rig.front.abandon(place, 2)

@@ -1,5 +1,5 @@
-"""Somebody else: another client on a connection of its own, whose answers must be right and come in time
-whatever is done to the server meanwhile."""
+"""A second client on its own connection: its answers must stay right and in time, whatever is done to the
+server meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One server for all of these: what a test does to it must not be felt by the next."""
+"""One server for all tests of this package: no test may affect the next."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Belongings
-from tests.dialects.kserve_v2 import client_models
+from tests.dialects.kserve import client_models
 from tests.faults.fixtures import OPTIONS, grpc, http, write_models
 from tests.faults.rig import Grpc, Http
 from tests.running import Running, until

@@ -1,4 +1,4 @@
-"""What the packages that send faults to a server share: its models, and clients of the fixture `served`."""
+"""Shared by the packages that send faults to a server: its models, and clients of the fixture `served`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.dialects.kserve_v2 import client_models
+from tests.dialects.kserve import client_models
 from tests.faults.rig import Grpc, Http
 from tests.running import Running
 

@@ -1,6 +1,6 @@
-"""Clients of HTTP/2 that mean harm, over real sockets: what they send, and what they hear.
+"""Malicious HTTP/2 clients over real sockets: what they send, and what they receive.
 
-A flood is a generator of chunks of bytes, of many frames each, and costs its client little.
+A flood is a generator of byte chunks of many frames each, cheap for its client.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from hyperframe.frame import Frame, GoAwayFrame
 
 from fastserve._ext.hpack import static_block
 from fastserve._ext.http2_frames import frame
+from tests.net.http2.kit import PREFACE, read_frames
 from tests.running import WAIT_S
-from tests.wire.http2.kit import PREFACE, read_frames
 
 DATA, HEADERS, RESET, SETTINGS, PING, GOAWAY, UPDATE, CONTINUATION = 0, 1, 3, 4, 6, 7, 8, 9
 END_STREAM, END_HEADERS, ACK = 1, 4, 1

@@ -1,7 +1,7 @@
 """Hostile clients: requests as bytes on a socket, and gRPC messages as bytes in a call.
 
-Whatever is sent, the server answers with a status of its own choosing or closes the connection; what it says
-must not tell of its insides (`leaks`).
+Whatever is sent, the server answers with a status of its own or closes the connection; its answer must not
+reveal internals (`leaks`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Small requests that become large, and large ones that are in order: what one of them takes of memory and of
-the event loop is bounded, and somebody else is served meanwhile.
+"""Small requests that expand, and large valid ones: each takes bounded memory and time of the event loop, and
+another client is served meanwhile.
 
-The limits of this server are small, so that ten times a limit is little; times are of the CPU, which
-neighbours on the same machine do not lengthen.
+The limits of this server are small, so that ten times a limit is little. Times are CPU times, which other
+processes on the machine do not lengthen.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.dialects.kserve_v2 import client_models
+from tests.dialects.kserve import client_models
 from tests.faults.bystander import Bystander
 from tests.faults.rig import MESSAGES, Grpc, Http, leaks, tensor
 from tests.faults.test_counts import BACK

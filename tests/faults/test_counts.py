@@ -1,4 +1,4 @@
-"""Shapes that say more than was sent: refused by every dialect, transport and scheduler, and nobody else
+"""Shapes larger than the data sent: every dialect, transport and scheduler refuses them, and no other client
 notices. A tensor without elements costs nothing to send, whatever its other axes say."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import grpc as grpcio
 import pytest
 
 from fastserve.protos import load
-from tests.dialects.kserve_v2 import client_models
+from tests.dialects.kserve import client_models
 from tests.faults.bystander import Bystander
 from tests.faults.rig import MESSAGES, SERVICE, Grpc, Http, leaks, message, mixed, tensor
 from tests.running import WAIT_S, Running

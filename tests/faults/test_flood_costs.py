@@ -1,6 +1,6 @@
-"""What a flood costs the event loop until it is told goodbye, counted in ordinary requests: that is what
-everybody else on the server waits for. Time of the loop's own thread on a processor, in turns with a client
-that asks and takes its answers: neither a busy machine nor how fast a client can pour moves the ratio much.
+"""Cost of a flood to the event loop until its connection gets GOAWAY, in ordinary requests: the delay
+of all other clients. CPU time of the loop's thread is compared with that of an ordinary client, in turns, so
+neither a busy machine nor the speed of the flooding client changes the ratio much.
 """
 
 from __future__ import annotations

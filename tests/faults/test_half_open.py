@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.dialects.kserve_v2 import client_models
+from tests.dialects.kserve import client_models
 from tests.faults.rig import SERVICE, Grpc, Http, ints, message
 from tests.running import Running
 

@@ -21,7 +21,7 @@ import grpc.aio
 import pytest
 
 from tests.conftest import Belongings
-from tests.dialects.kserve_v2 import client_models
+from tests.dialects.kserve import client_models
 from tests.faults.rig import (
     MESSAGES,
     SERVICE,

@@ -12,7 +12,7 @@ from typing import Any
 import grpc as grpcio
 import pytest
 
-from tests.dialects.kserve_v2 import client_models
+from tests.dialects.kserve import client_models
 from tests.faults.rig import MESSAGES, SERVICE, Grpc, Http, ints, leaks, message, pair, request_bytes, tensor
 from tests.running import WAIT_S, Running, until
 

@@ -1,4 +1,4 @@
-"""Names that try to lead out of where they belong, over HTTP and gRPC; and JSON too deep for anybody."""
+"""Names that try to escape their folder, over HTTP and gRPC; and JSON that is nested too deeply."""
 
 from __future__ import annotations
 

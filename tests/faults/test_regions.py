@@ -1,4 +1,4 @@
-"""Client memory that shrinks, goes or never was: an error at once or in the end, and never a signal."""
+"""Client memory that shrinks, vanishes or never existed: an error, at once or later, and never a signal."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How long the event loop is kept from everybody else by one large request: the longest turn, in CPU time.
+"""Longest turn of the event loop during one large request, in CPU time.
 
-A server inside this process, whose loop is asked again and again how much of the processor it has used since.
-CPU time of one thread is neither the clients' nor the neighbours' on a busy machine.
+The server runs in this process, and the CPU time of its loop's thread is sampled in every turn. It excludes
+clients and other processes on a busy machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import grpc
 from fastserve.config import GrpcOptions, Limits, Listener, Settings
 from fastserve.protos import load
 from fastserve.server import Server
-from tests.dialects.kserve_v2 import client_models
+from tests.dialects.kserve import client_models
 from tests.faults.rig import MESSAGES, SERVICE
 from tests.faults.test_counts import BACK
 from tests.server.rig import run
@@ -151,7 +151,8 @@ def grps_rpc(model: str, **values: Any) -> Ask:
     """The same to grps's."""
 
     def ask(http_place: str, grpc_place: str) -> None:
-        made, count = GRPS.GrpsMessage(model=f"{model}-1"), MB if "flat_string" in values else COUNT
+        strings = values.get("flat_string", ())
+        made, count = GRPS.GrpsMessage(model=f"{model}-1"), len(strings) or COUNT
         dtype = "DT_STRING" if "flat_string" in values else "DT_FLOAT32"
         made.gtensors.tensors.add(name="x", dtype=dtype, shape=[1, count], **values)
         reply = call(grpc_place, "/grps.protos.v1.GrpsService/Predict", made)
@@ -233,7 +234,7 @@ def make_cases() -> dict[str, Ask]:
         "TensorFlow Serving's RPC, 4 million floats": tfs_rpc("sums", float_val=[0.5] * COUNT),
         "TensorFlow Serving's RPC, a million strings": tfs_rpc("firsts", string_val=[b"12345"] * MB),
         "grps's RPC, 4 million floats both ways": grps_rpc("free", flat_float32=[0.5] * COUNT),
-        "grps's RPC, a million strings": grps_rpc("firsts", flat_string=["12345"] * MB),
+        "grps's RPC, 65,000 strings": grps_rpc("firsts", flat_string=["12345"] * 65_000),
         "grps, a long text of numbers": grps("sums", "", gtensors(COUNT // 2, numbers)),
         "grps, nested lists": grps("sums", "", b'{"ndarray":[[%b]]}' % numbers),
         "grps, 4 million numbers back": grps("grows", "", gtensors(1, b"%d" % COUNT)),

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from bench.gpu import host, models, place
-from tests.backends.torch_models import CONFIG, net, save_script
+from tests.backends.frameworks.torch_models import CONFIG, net, save_script
 from tests.running import Running
 
 ROOT = Path(__file__).parents[2]

@@ -13,10 +13,10 @@ import torch
 
 from fastserve.backends import create
 from fastserve.repository.model_config import config_json, parse_model_config
-from fastserve.workers.device_cuda import CudaDevice
+from fastserve.workers.arena import WorkerContext
+from fastserve.workers.device.cuda import CudaDevice
 from fastserve.workers.loop import make_device_runner
-from fastserve.workers.workplace import Workplace
-from tests.backends.torch_models import CONFIG, net, save_class, save_script
+from tests.backends.frameworks.torch_models import CONFIG, net, save_class, save_script
 from tests.workers.pair import Pair
 
 why = "built without CUDA" if not torch.version.cuda else "no GPU is seen"
@@ -29,7 +29,7 @@ ROWS = np.random.default_rng(3).standard_normal((4, 4)).astype(np.float32)
 
 
 NET = """
-from tests.backends.torch_models import net
+from tests.backends.frameworks.torch_models import net
 class Model:
     def load(self):
         return net()
@@ -46,7 +46,7 @@ class CudaPair(Pair):
         super().__init__(backend, **{k: v for k, v in config.items() if k not in ("instances", "backend")})
         self.runner.close()
         self.runner = make_device_runner(
-            Workplace(self.arena, self.worker, backend, config), CudaDevice("cuda:0")
+            WorkerContext(self.arena, self.worker, backend, config), CudaDevice("cuda:0")
         )
 
     def ask(self, rows: np.ndarray) -> np.ndarray:
@@ -120,9 +120,9 @@ def test_a_device_side_assert_is_known_as_lost():
     """In a process of its own, whose context is gone afterwards."""
     code = """
 import torch
-from fastserve.backends.device_faults import DeviceLost
-from fastserve.workers.device import COMPUTE
-from fastserve.workers.device_cuda import CudaDevice
+from fastserve.backends.model_errors import DeviceLost
+from fastserve.workers.device.base import COMPUTE
+from fastserve.workers.device.cuda import CudaDevice
 device = CudaDevice("cuda:0")
 x = torch.zeros(4, device="cuda")
 device.enqueue(COMPUTE, lambda: x[torch.tensor([1 << 20], device="cuda")])

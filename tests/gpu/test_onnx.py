@@ -3,6 +3,7 @@ device everywhere, and on a real one that both PyTorch and ONNX Runtime see."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,9 @@ import onnxruntime
 import pytest
 
 from fastserve.backends import create
-from fastserve.backends.onnx_device import CUDA
+from fastserve.backends.frameworks.onnx_device import CUDA
 from tests.backends.models import FLOAT, INT64, affine, helper, save, value
+from tests.devices.simulated_worker import simulated
 from tests.workers.pair import Pair
 
 torch = pytest.importorskip("torch")
@@ -23,6 +25,12 @@ REAL = [
 ]
 pytestmark = pytest.mark.lingers  # CUDA keeps threads and descriptors
 DEVICES = pytest.mark.parametrize("device", ["simulated", pytest.param("cuda:0", marks=REAL)])
+
+
+@pytest.fixture(autouse=True)
+def on_simulated_devices() -> Iterator[None]:
+    with simulated():
+        yield
 
 
 @DEVICES

@@ -20,10 +20,11 @@ import yaml
 from torch import nn
 
 from fastserve import BatchedService, VectorTransformer
-from tests.backends.torch_models import CONFIG, net, save_class, save_program, save_script
+from tests.backends.frameworks.torch_models import CONFIG, net, save_class, save_program, save_script
 from tests.devices.simulated import FakeGpus, client_library
+from tests.devices.simulated_worker import simulated_services
 from tests.devices.speakers import ALL, speaker
-from tests.running import Running, until
+from tests.running import CLI, WITH_SIMULATED_DEVICES, Running, until
 from tests.server.raw_clients import ask
 
 WHY = "was built without CUDA" if not torch.version.cuda else "sees no GPU"
@@ -42,7 +43,7 @@ pytestmark = [
 ]
 
 CLASS = """
-from tests.backends.torch_models import net
+from tests.backends.frameworks.torch_models import net
 class Model:
     def load(self):
         return net()
@@ -150,7 +151,8 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     with contextlib.ExitStack() as stack:
         with gpus.here() if gpus is not None else contextlib.nullcontext():
             options = ("--allow-client-shm",)
-            served = stack.enter_context(Running(models, folder / "log", *options))
+            module = CLI if gpus is None else WITH_SIMULATED_DEVICES
+            served = stack.enter_context(Running(models, folder / "log", *options, module=module))
         yield Rig(served, request.param, folder, gpus)
     assert gpus is None or gpus.broken == ""
 
@@ -266,6 +268,7 @@ def test_clients_memory_on_the_device(rig: Rig, dialect: str, transport: str) ->
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@simulated_services()
 def test_a_transformer_on_its_device(device: str) -> None:
     row = ((2,), "float32")
     service = BatchedService(4, row=row, out_row=row, device=device, device_tensors=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fastserve.metrics.machine import Machine
+from fastserve.metrics.readiness import MachineUsage
 
 
 def write(folder: Path, *ticks: int) -> None:
@@ -13,7 +13,7 @@ def write(folder: Path, *ticks: int) -> None:
 
 def test_busy_share_since_the_last_look(tmp_path: Path) -> None:
     write(tmp_path, 100, 0, 100, 1000, 100, 0, 0, 0)
-    machine = Machine(tmp_path)
+    machine = MachineUsage(tmp_path)
     write(tmp_path, 110, 5, 110, 1060, 110, 2, 2, 1)
     assert machine.cpu_utilization() == 30 / 100
     assert machine.cpu_utilization() == 0.0
@@ -23,14 +23,14 @@ def test_busy_share_since_the_last_look(tmp_path: Path) -> None:
 
 def test_used_is_what_is_not_available(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: 400 kB\nHuge: 0\n")
-    assert Machine(tmp_path).memory_bytes() == (1_024_000, 614_400)
+    assert MachineUsage(tmp_path).memory_bytes() == (1_024_000, 614_400)
 
 
 def test_a_machine_that_says_nothing(tmp_path: Path) -> None:
-    machine = Machine(tmp_path)
+    machine = MachineUsage(tmp_path)
     assert (machine.cpu_utilization(), machine.memory_bytes()) == (0.0, (0, 0))
 
 
 def test_this_machine() -> None:
-    total, used = Machine().memory_bytes()
+    total, used = MachineUsage().memory_bytes()
     assert 0 < used < total

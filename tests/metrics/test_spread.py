@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fastserve._ext import batch_ring
 from fastserve._ext.batch_ring import BatchRing
-from fastserve.metrics.spread import BUCKETS, Window, bucket_of, middle_ns, quantiles_ns, read_buckets
+from fastserve.metrics.spread import BUCKETS, SpreadWindow, bucket_of, middle_ns, quantiles_ns, read_buckets
 from tests.effort import examples
 
 durations = st.integers(0, 1 << 40)
@@ -66,7 +66,7 @@ def test_nothing_has_no_quantile() -> None:
 
 def test_a_window_forgets_what_is_older_than_a_minute() -> None:
     now = [0]
-    window = Window(lambda: now[0])
+    window = SpreadWindow(lambda: now[0])
 
     def look(seconds: int, count: int) -> int:
         now[0] = seconds * 1_000_000_000

@@ -23,7 +23,7 @@ class Pendings:
         self.ring, self.room, self.kicking = ring, None, None
         self.by_slot: list[list[Pending]] = [[] for _ in range(slots)]
         self.seqs, self.idle = [0] * slots, []
-        self.submitted = self.waiting = self.unreleased = self.kick_by_ns = 0
+        self.submitted = self.waiting = self.unreleased = 0
         self.alarm_ns = self.due_ns = 0
 
     def submit(
@@ -33,7 +33,6 @@ class Pendings:
         done: Any,
         deadline_ns: int = 0,
         context: Any = None,
-        patience_ns: int = 0,
     ) -> Pending:
         pending = Pending(self, place, rows, done, deadline_ns, context)
         if not self.by_slot[place >> 16]:
@@ -43,9 +42,7 @@ class Pendings:
         self.waiting += 1
         self.submitted += 1
         if self.kicking is None:
-            self.kick_soon(patience_ns)
-        elif not patience_ns:
-            self.kick_by_ns = 0
+            self.kick_soon()
         if deadline_ns:
             self.due_ns = min(deadline_ns, self.due_ns or deadline_ns)
             if not self.alarm_ns or deadline_ns + DEADLINE_TICK_NS < self.alarm_ns:
@@ -89,10 +86,9 @@ class Lifecycle:
         refusals: Any,
         meters: Any,
         answered: Any,
-        patience_ns: int = 0,
         replies: bool = False,
     ) -> None:
-        self.queue, self.refusals, self.patience_ns, self.replies = queue, refusals, patience_ns, replies
+        self.queue, self.refusals, self.replies = queue, refusals, replies
         self.counted, self.duration, self.decoded, self.encoded = meters
         self.answered = answered
 
@@ -145,7 +141,7 @@ class Lifecycle:
             if reserved[2][0]:
                 layout.settle(reserved)
             context = exchange, prepared, request_id, held
-            pending = self.queue.submit(reserved[0], rows, self, deadline_ns, context, self.patience_ns)
+            pending = self.queue.submit(reserved[0], rows, self, deadline_ns, context)
         except BaseException:
             layout.abandon(reserved, rows)
             if held is not None:

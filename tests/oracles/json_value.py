@@ -192,3 +192,33 @@ class Parser:
 
 def parse(body: bytes, max_depth: int = 100, alone: bool = False) -> Any:
     return Parser(body, max_depth).document(alone)
+
+
+def normal_precision(text: str) -> float:
+    """A literal that is no 64-bit integer as RapidJSON's normal precision reads it: integers go on in doubles
+    from the digit that would overflow, a fraction as an integer up to 2**53 and then in doubles to 17 digits,
+    and one power of ten scales the whole."""
+    sign, text = text.startswith("-"), text.removeprefix("-")
+    mantissa, _, exponent = text.lower().partition("e")
+    integer, _, fraction = mantissa.partition(".")
+    most, whole, at, expanded = 2**63 if sign else 2**64 - 1, 0, 0, 0
+    while at < len(integer) and whole * 10 + int(integer[at]) <= most:
+        whole, at = whole * 10 + int(integer[at]), at + 1
+    counted, overflowed, value = at - 1, at < len(integer), float(whole)
+    for digit in integer[at:]:
+        value = value * 10 + int(digit)
+    at = 0
+    while not overflowed and at < len(fraction) and whole <= 2**53 - 1:
+        whole, at, expanded = whole * 10 + int(fraction[at]), at + 1, expanded - 1
+        counted += whole != 0
+        value = float(whole)
+    for digit in fraction[at:]:
+        if counted < 17:
+            value, expanded = value * 10 + int(digit), expanded - 1
+            counted += value > 0
+    power = int(exponent or 0) + expanded
+    if power < -308:
+        value, power = value / 1e308, power + 308
+        value = 0.0 if power < -308 else value
+    value = value / float(f"1e{-power}") if power < 0 else value * float(f"1e{power}")
+    return -value if sign else value

@@ -10,9 +10,9 @@ from google.protobuf import descriptor_pool
 from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
 
 from fastserve.config.text_proto import parse_text
+from fastserve.net.grpc.health import make_pool
 from fastserve.protos import load
 from fastserve.protos.text import print_line, schema_of
-from fastserve.wire.grpc.reflection import make_pool
 
 # What an official client does when it is imported: files and messages of our names in the default pool.
 OFFICIAL = """

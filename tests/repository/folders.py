@@ -14,13 +14,16 @@ from fastserve.config import RepositorySettings
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.repository import Repository
-from fastserve.repository.version import Version
+from fastserve.repository.version import Attachment, Version
 
 BASE: dict[str, Any] = {
     "backend": "python",
     "inputs": {"x": {"dtype": "float32", "shape": [4]}},
     "outputs": {"y": {"dtype": "float32", "shape": [3]}},
 }
+
+
+LOADED: Attachment[bool] = Attachment()
 
 
 class RecordingHooks:
@@ -39,12 +42,12 @@ class RecordingHooks:
         await asyncio.sleep(0)
         if key in self.failing:
             raise ServeError(Kind.INTERNAL, "the model says no")
-        version.scheduler = object()
+        LOADED.put(version, True)
 
     async def unload(self, version: Version) -> None:
         self.events.append(("unload", version.model, version.number))
         await asyncio.sleep(0)
-        version.scheduler = None
+        LOADED.drop(version)
 
 
 class Clock:

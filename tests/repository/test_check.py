@@ -82,3 +82,8 @@ def test_a_class_may_be_bound_in_any_way(tmp_path: Path, code: str) -> None:
 def test_a_repository_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="allowed: a folder that exists, or demo"):
         explain(RepositorySettings(repository=str(tmp_path / "none")))
+
+
+def test_language_models_have_batches_of_sequences() -> None:
+    text = explain(RepositorySettings(repository="demo")).text()
+    assert "backend text, sequences batched at every token, 1 worker a version" in text

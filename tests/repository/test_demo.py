@@ -18,7 +18,7 @@ from fastserve.metrics import Readiness
 from fastserve.repository.check import explain
 from fastserve.repository.layout import Layout
 from fastserve.repository.version import Version
-from fastserve.server.welcome import welcome_text
+from fastserve.server.banner import banner_text
 
 DEMO_BYTES = 100_000
 TEXT_MODEL_BYTES = 8_000_000
@@ -62,11 +62,11 @@ def test_a_machine_without_what_the_text_model_needs_serves_the_others(
     )
     settings = Settings(repository="demo")
     assert sorted(Layout(settings).scan()) == ["digits", "half_plus_two"]
-    told = welcome_text(settings, (Listener("127.0.0.1:1"),), (), Readiness())
+    told = banner_text(settings, (Listener("127.0.0.1:1"),), (), Readiness())
     assert "scribe is left out: the text backend needs torch: pip install 'fastserve[llm]'" in told
     assert "curl -N" not in told
     monkeypatch.undo()
-    told = welcome_text(settings, (Listener("127.0.0.1:1"),), (), Readiness())
+    told = banner_text(settings, (Listener("127.0.0.1:1"),), (), Readiness())
     assert "left out" not in told
     assert "curl -N http://127.0.0.1:1/infer" in told
 

@@ -20,10 +20,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.model_config import parse_model_config
-from fastserve.repository.policy import wanted_versions
-from fastserve.repository.version import TRANSITIONS, Version, VersionState
+from fastserve.repository.version import TRANSITIONS, Version, VersionState, wanted_versions
 from tests.effort import examples
-from tests.repository.folders import BASE, Stage, write_config, write_version
+from tests.repository.folders import BASE, LOADED, Stage, write_config, write_version
 
 NUMBERS = st.integers(1, 4)
 POLICIES: st.SearchStrategy[Any] = st.one_of(
@@ -157,7 +156,7 @@ class Lifecycle(RuleBasedStateMachine):
             if not set(wanted) & failing and goal == len(wanted):
                 assert served == set(wanted)
         for version in after:
-            assert version.scheduler is not None
+            assert LOADED.get(version)
 
     @invariant()
     def every_loaded_version_is_listed(self) -> None:

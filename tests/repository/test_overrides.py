@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fastserve.errors import ConfigError, Kind, ServeError
-from fastserve.repository.overrides import Override, Overrides
+from fastserve.repository.layout import Override, Overrides
 from tests.repository.folders import Stage, write_version
 
 TENSOR = {"name": "IN", "data_type": "TYPE_BOOL", "dims": [-1]}

@@ -1,7 +1,7 @@
-"""Clients that keep a server busy while it is told to stop, and keep book of what became of each request.
+"""Clients that keep a server busy while it is stopped, and record the outcome of each request.
 
-A client ends when it can send nothing more: it was asked to close and nobody listens any more. What it had
-sent before and got no answer to, or an error, is `lost`.
+A client ends when it can send nothing more: its connection was closed and the port no longer accepts. Its
+earlier requests that got an error or no answer are `lost`.
 """
 
 from __future__ import annotations

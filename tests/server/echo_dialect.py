@@ -1,4 +1,4 @@
-"""A dialect of somebody else's: HTTP and gRPC, options of its own, a route that administers."""
+"""A third-party dialect: HTTP and gRPC, options of its own, an administrative route."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import os
 
 import msgspec
 
+from fastserve.net import Call, Route
+from fastserve.net.access_control import Scope
+from fastserve.net.grpc import Method, Rpc
 from fastserve.serving.dialect import Dialect, DialectSpec, HttpRoute, ServingContext
-from fastserve.wire import Call, Route
-from fastserve.wire.grpc import Method, Rpc
-from fastserve.wire.scope import Scope
 
 SAY = HttpRoute("say", "/echo/WORD", {"GET": Scope.INFER})
 FORGET = HttpRoute("forget", "/echo", {"DELETE": Scope.ADMIN})

@@ -1,8 +1,8 @@
-"""Closed loops over a running server: each client asks again once it was answered, and looks at the answer.
+"""Closed-loop clients of a running server: each checks its answer, then sends the next request.
 
     report = asyncio.run(load(running, model, clients=5, seconds=1.0))
 
-A call that is not answered within `limit_s` ends the load with an AssertionError that says whose it was.
+A call that is not answered within `limit_s` ends the load with an AssertionError that names the client.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ INFER = "/inference.GRPCInferenceService/ModelInfer"
 STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
 _numbers = count(1)
 # What a killed worker may cost a caller: its request, or its sequence.
-LOST = ("died", "must specify the START flag", "no worker of this model")
+LOST = ("died", "is gone, and the sequence's state with it", "no worker of this model")
 
 
 @dataclass

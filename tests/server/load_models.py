@@ -1,7 +1,7 @@
-"""A repository with a model for every way requests are scheduled, and how a client tells a right answer.
+"""A repository with a model for every scheduler, and the check of its answers.
 
-Models that see arrays or requests double what they are sent; models of sequences sum up what each sequence
-sent; the decoupled one says each number twice.
+Models of arrays and of requests double their input; sequence models return the sum of a sequence so far;
+the decoupled model returns each number twice.
 """
 
 from __future__ import annotations

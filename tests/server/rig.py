@@ -1,8 +1,8 @@
 """A whole server inside the test's own loop, on ports of its own, and a plain client for it.
 
-What a model does is said by the numbers it is sent, so that a test decides what happens to which request:
-PLAIN numbers come back doubled; KILL ends the worker; KILL_ONCE ends it the first time; HOLD runs until
-the test lets go (`Held.release`). Every batch that begins to run is noted in the folder's `seen` file.
+The numbers in a request decide what its model does: PLAIN numbers come back doubled; KILL ends the worker;
+KILL_ONCE ends it the first time; HOLD runs until the test calls `Held.release`. Every batch that begins to
+run is recorded in the folder's `seen` file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import yaml
 from fastserve.config import AdminOptions, Listener, Settings
 from fastserve.request import InferRequest
 from fastserve.server import Server
-from fastserve.server.fronts import FrontLink
+from fastserve.server.front_pool import FrontLink
 from fastserve.tensor import DTYPES, Tensor
 
 WAIT_S = 60.0

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from fastserve.config.tls import TlsOptions
-from fastserve.server.certificates import CertificateWatch
-from fastserve.wire.tls import Credentials
+from fastserve.config.settings import TlsOptions
+from fastserve.net.tls import Credentials
+from fastserve.server.front import CertificateWatch
 
 
 class Failing(Credentials):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fastserve.dialects.console import dialect
+from fastserve.dialects.admin import console
 from tests.certificates import issue
 from tests.running import FREE, Running
 from tests.server.rig import Served, run, serving, write_model
@@ -21,7 +21,7 @@ BROWSER_S = 60.0
 
 @pytest.fixture(autouse=True)
 def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dialect, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(console, "INTERVAL_S", 0.05)
 
 
 async def numbers(served: Served, query: str = "") -> Any:
@@ -68,6 +68,52 @@ def check_numbers(found: Any) -> None:
     assert found["connections"] >= 0
     assert found["certificate_expires"] is None
     assert found["devices"][0]["memory_total_bytes"] > found["devices"][0]["memory_used_bytes"] > 0
+
+
+FAILS = """
+class Model:
+    def __init__(self, config):
+        pass
+
+    def run(self, inputs):
+        raise RuntimeError("no such luck")
+"""
+
+
+async def failing(served: Served) -> Any:
+    """The numbers of a model all of whose requests fail, once the history has seen it."""
+    client = await served.client()
+    body = json.dumps({"instances": [[1.0, 2.0]]}).encode()
+    for number in range(7):
+        head = f"POST /v1/models/twice:predict HTTP/1.1\r\nHost: a\r\nX-Request-Id: r-{number}\r\n"
+        client.writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        assert (await client.reply())[0] == 500
+    while True:
+        (model,) = (await numbers(served))["models"]
+        if model["now"]["errors_per_s"]:
+            return model
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.logs_errors
+def test_a_model_that_fails_tells_the_last_failures_with_their_ids(tmp_path: Path) -> None:
+    """It was a green card that said ready."""
+    (write_model(tmp_path, warmup="off") / "1" / "model.py").write_text(FAILS)
+
+    async def main() -> None:
+        async with serving(tmp_path) as served:
+            model = await asyncio.wait_for(failing(served), 20)
+            told = [(one["status"], one["request_id"]) for one in model["failures"]]
+            assert told == [("INTERNAL", f"r-{number}") for number in (6, 5, 4, 3, 2)]
+            assert "no such luck" in model["failures"][0]["message"]
+            assert (await served.ask(1.0, model="nobody"))[0] == 404, "which is its client's fault"
+            assert len((await numbers(served))["models"][0]["failures"]) == 5
+            if shutil.which("chromium") is not None:
+                page, said = await show(served.port, tmp_path / "profile")
+                assert "<code>r-6</code>" in page
+                assert "CONSOLE" not in said, said
+
+    run(main(), BROWSER_S + 20)
 
 
 @pytest.mark.parametrize("query", ["?after=-1", "?after=1e3", "?after=", "?after=" + "9" * 16, "?after=%31"])

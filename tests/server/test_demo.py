@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fastserve.config import Listener, Settings
-from fastserve.server.welcome import demo_requests
+from fastserve.server.banner import demo_requests
 from tests.server.rig import Client, run, serving
 
 HELD_OUT = json.loads((Path(__file__).parents[1] / "vectors" / "digits_test.json").read_text())

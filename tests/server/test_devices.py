@@ -17,8 +17,8 @@ import torch
 import yaml
 
 from tests.backends import models as onnx_models
-from tests.backends.torch_models import CONFIG, net, save_class, save_script
-from tests.running import Running, until
+from tests.backends.frameworks.torch_models import CONFIG, net, save_class, save_script
+from tests.running import WITH_SIMULATED_DEVICES, Running, until
 from tests.server.raw_clients import ask
 
 STARVED = """
@@ -92,7 +92,7 @@ def served(folder):
         version_dir.rename(models / name / "1")
         config = {"backend": "onnx", "max_batch_size": 8, "devices": "simulated", "shared_worker": "onnx"}
         (models / name / "model.yaml").write_text(yaml.safe_dump(config))
-    with Running(models, folder / "log") as running:
+    with Running(models, folder / "log", module=WITH_SIMULATED_DEVICES) as running:
         yield running
 
 

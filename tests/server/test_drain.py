@@ -12,7 +12,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from fastserve.wire.listener import QUIET_S
+from fastserve.net.listener import QUIET_S
 from tests.running import Running, until
 from tests.server.drains import Load
 from tests.server.rig import run, write_model
@@ -56,32 +56,6 @@ def test_nothing_sent_is_lost_a_hundred_times(tmp_path, fronts):
     write_model(tmp_path, max_batch_size=16)
     for _ in range(100 if fronts == 1 else 20):
         assert drain_under_load(tmp_path, fronts) == []
-
-
-def drain_grpcio(folder: Path, fronts: int, times: int) -> int:
-    """How many of so many drains of grpcio's transport have lost calls: such as it cancelled, no others;
-    of several fronts also such as it left to their deadline (one of 60 drains on a busy machine)."""
-    losses = ("grpc: CANCELLED",) if fronts == 1 else ("grpc: CANCELLED", "grpc: DEADLINE_EXCEEDED")
-    write_model(folder, max_batch_size=16)
-    losing = 0
-    for _ in range(times):
-        lost = drain_under_load(folder, fronts, "--grpc-options-transport", "grpcio")
-        assert not [words for words in lost if not words.startswith(losses)]
-        losing += bool(lost)
-    return losing
-
-
-def test_over_grpcio_hardly_anything_sent_is_lost(tmp_path):
-    """grpcio cancels what it has read and not begun when it is told to stop. Replies are held back until it
-    has begun everything (wire/grpc/pause.py); without that every drain of this load loses calls."""
-    assert drain_grpcio(tmp_path, 1, 2) <= 1
-
-
-@pytest.mark.torture
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("fronts", [1, 2])
-def test_over_grpcio_one_drain_of_ten_may_lose_a_call(tmp_path, fronts):
-    assert drain_grpcio(tmp_path, fronts, 30) <= 3
 
 
 def status(place: str, target: str) -> int:

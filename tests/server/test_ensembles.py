@@ -103,7 +103,7 @@ def test_unloading_an_ensemble_with_its_models_leaves_those_others_serve_with(tm
     (second / "config.pbtxt").write_text(CONFIG % (STEP % ("twice", "x", "y")))
 
     async def work() -> None:
-        async with serving(tmp_path) as at:
+        async with serving(tmp_path, load_models=("ens", "second")) as at:
             catalog = at.server.catalog
             await at.server.repository.unload("ens", composing=True)
             assert catalog.available("other") is None
@@ -113,6 +113,45 @@ def test_unloading_an_ensemble_with_its_models_leaves_those_others_serve_with(tm
             await at.server.repository.load("ens")
             await at.server.repository.unload("ens", composing=True)
             assert [catalog.available(name) for name in ("ens", "twice", "other")] == [None] * 3
+
+    run(work())
+
+
+@pytest.mark.parametrize("started", [("*",), ("ens", "twice")], ids=["all", "by name"])
+def test_unloading_an_ensemble_with_its_models_leaves_those_loaded_by_themselves(
+    tmp_path: Path, started: tuple[str, ...]
+) -> None:
+    """At the start, or by a load of their own before the ensemble's. A load of one that is there already and
+    unchanged leaves it as it came; so does Triton 2.51, which was asked."""
+    write_ensemble(tmp_path)
+    write_model(tmp_path, "twice")
+    write_model(tmp_path, "other")
+
+    async def work() -> None:
+        async with serving(tmp_path, load_models=started) as at:
+            repository, names = at.server.repository, ("ens", "twice", "other")
+
+            async def unload(*left: str) -> None:
+                await repository.unload("ens", composing=True)
+                assert [name for name in names if at.server.catalog.available(name)] == [*left]
+
+            await unload(*(("twice", "other") if started == ("*",) else ("twice",)))
+            for name in names[1:]:
+                if at.server.catalog.available(name):
+                    await repository.unload(name)
+            await repository.load("other")
+            await repository.load("ens")  # brings one along
+            await unload("other")
+            await repository.load("ens")
+            await unload("other")
+            await repository.unload("other")
+            await repository.load("ens")
+            await repository.load("other")
+            await unload()
+            await repository.load("ens")
+            write_model(tmp_path, "other", max_queue_delay_us=1)
+            await repository.load("other")  # which is another one
+            await unload("other")
 
     run(work())
 

@@ -197,6 +197,22 @@ def test_what_is_split_can_be_bounded(tmp_path):
     run(work())
 
 
+def test_a_request_fills_a_bounded_number_of_batches_by_default(tmp_path, monkeypatch):
+    monkeypatch.setattr("fastserve.engine.schedulers.plain.MOST_BATCHES", 3)
+    write_model(tmp_path, max_batch_size=2)
+
+    async def work() -> None:
+        async with serving(tmp_path) as served:
+            assert await served.ask(*[1.0] * 6) == (200, [2.0] * 6)
+            status, text = await served.ask(*[1.0] * 7)
+            assert status == 400
+            assert text.startswith(
+                "7 rows are more than 3 batches of 2, the most of one request unless max_r"
+            )
+
+    run(work())
+
+
 def test_a_batch_that_runs_too_long_costs_its_worker(tmp_path):
     write_model(tmp_path, max_batch_size=1, run_timeout_ms=2000)  # the run that is well may wait for a core
 
@@ -212,8 +228,8 @@ def test_a_batch_that_runs_too_long_costs_its_worker(tmp_path):
 
 
 def test_with_nobody_left_those_who_wait_are_told(tmp_path, monkeypatch):
-    monkeypatch.setattr("fastserve.engine.hosting.NOBODY_S", 0.01)
-    monkeypatch.setattr("fastserve.engine.hosting.NOBODY_LOOK_S", 0.01)
+    monkeypatch.setattr("fastserve.engine.death_policy.NO_WORKER_LIMIT_S", 0.01)
+    monkeypatch.setattr("fastserve.engine.death_policy.NO_WORKER_LOOK_S", 0.01)
     write_model(tmp_path, restart_backoff_s=3600.0, restart_backoff_max_s=3600.0)
 
     async def work() -> None:

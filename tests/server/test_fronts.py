@@ -156,7 +156,7 @@ def test_a_load_is_answered_when_every_front_has_its_outcome(tmp_path):
     run(work())
 
 
-def test_a_killed_front_is_swept_and_replaced(tmp_path):
+def test_a_killed_front_is_swept_and_replaced(tmp_path, caplog):
     write_model(tmp_path, max_batch_size=2)
 
     async def work() -> None:
@@ -178,6 +178,8 @@ def test_a_killed_front_is_swept_and_replaced(tmp_path):
             await served.until(lambda: link._given and not link._waiting)
             again = await connect_to_each(served, 2)
             assert await again[1].predict(3.0) == (200, [6.0])
+            told = [record.message for record in caplog.records if "front process" in record.message]
+            assert told == ["front process 1 ended: killed by SIGKILL; another is started"]
             _, text = await again[0].get("/metrics")
             assert total(text, "fastserve_front_restarts_total") == 1
 
@@ -205,12 +207,14 @@ def test_a_front_whose_start_fails_unforeseen_is_started_again(tmp_path, monkeyp
             await served.until(lambda: link.pid not in (0, victim, *failures) and link._given)
             clients = await connect_to_each(served, 2)
             assert await clients[1].predict(3.0) == (200, [6.0])
+            told = [record.message.split(":")[0] for record in caplog.records]
+            assert told == ["front process 1 ended", "front process 1 could not be started"]
 
     run(work())
     caplog.clear()  # the traceback in it holds the server
 
 
-def test_a_front_that_dies_while_a_version_opens_does_not_fail_the_load(tmp_path):
+def test_a_front_that_dies_while_a_version_opens_does_not_fail_the_load(tmp_path, caplog):
     write_model(tmp_path, "first")
 
     async def work() -> None:
@@ -227,6 +231,7 @@ def test_a_front_that_dies_while_a_version_opens_does_not_fail_the_load(tmp_path
             clients = await connect_to_each(served, 2)
             for client in clients.values():
                 assert await client.predict(1.0, model="second") == (200, [2.0])
+            assert len([record for record in caplog.records if "front process" in record.message]) == 1
 
     run(work())
 

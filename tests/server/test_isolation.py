@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
+from fastserve.config.model_options import may_isolate
 from fastserve.engine.counters import counts_of
 from fastserve.repository.model_config import parse_model_config
 from fastserve.workers import isolation
-from fastserve.workers.isolation import may_isolate
 from tests.server.rig import HOLD, Served, release, run, seen, serving
 
 pytestmark = pytest.mark.logs_errors

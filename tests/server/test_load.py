@@ -1,7 +1,7 @@
 """Few clients and many on every schedule, with one instance and two: every answer right, none late.
 
-Few are the hard case: soon all of them wait for the same thing, and where that is a word that was lost,
-nobody comes who would say it again.
+Few clients are the hard case: soon all wait for the same wake-up, and if that was lost, no further request
+comes to repeat it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from fastserve.engine.hosting import NOBODY_S
+from fastserve.engine.death_policy import NO_WORKER_LIMIT_S
 from tests.running import Running, until
 from tests.server.load_clients import LIMIT_S, GrpcCaller, HttpCaller, Report, load
 from tests.server.load_models import MODELS, Loaded, write_repository
@@ -28,8 +28,8 @@ SHORT = [(4, 0.25, HttpCaller), (5, 0.25, HttpCaller), (16, 0.1, HttpCaller), (6
 GRPC = [(4, 0.25, GrpcCaller), (16, 0.1, GrpcCaller)]
 BOTH_WAYS = ("direct_2", "levels_2", "plain_1", "ragged_2")
 LONG_S, KILL_S = 2.0, 0.5
-# While no worker lives a request is kept NOBODY_S; one that waits for longer than that has been forgotten.
-KILLED_LIMIT_S = NOBODY_S + LIMIT_S
+# While no worker lives a request is kept so long; one that waits for longer has been forgotten.
+KILLED_LIMIT_S = NO_WORKER_LIMIT_S + LIMIT_S
 BACK_S = 30.0
 CASES = [(backend, model) for backend, models in MODELS.items() for model in models]
 

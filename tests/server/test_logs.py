@@ -122,6 +122,7 @@ def test_the_access_log_of_http_has_fields(server: Running) -> None:
     line = under(server, "ok-1", "fastserve.access")
     assert line["message"] == "POST /v1/models/m:predict"
     assert (line["protocol"], line["status"]) == ("http", 200)
+    assert line["address"].startswith("127.0.0.1:")
     assert line["bytes"] > 10
     assert 0 < line["duration_ms"] < 20_000
 
@@ -138,7 +139,7 @@ def test_the_access_log_of_grpc_has_fields(server: Running) -> None:
 def test_what_a_request_failed_of_is_logged_under_its_id(server: Running) -> None:
     assert predict(server, -1.0, "bad-1") == 500
     assert under(server, "bad-1", "fastserve.access")["status"] == 500
-    line = under(server, "bad-1", "fastserve.wire.call")
+    line = under(server, "bad-1", "fastserve.net.request")
     assert line["level"] == "warning"
     assert "x is below zero" in line["message"]
 
@@ -152,7 +153,7 @@ def test_a_traceback_of_a_worker_has_the_ids_of_its_requests(server: Running) ->
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(asked, timeout=60)
     refused.value.close()
-    assert "no such row" in under(server, "http-1", "fastserve.wire.call")["message"]
+    assert "no such row" in under(server, "http-1", "fastserve.net.request")["message"]
     (line,) = [line for line in lines_of(server.log) if line.get("request_ids") == "body-1"]
     assert (line["worker"], line["trace"][-1]) == ("t/1#0", "ValueError: no such row")
     printed = [line for line in lines_of(server.log) if line["logger"] == "model.stdout"]
@@ -202,7 +203,7 @@ def test_a_failed_load_is_a_line_and_its_traceback_comes_once(tmp_path: Path) ->
     status, told = start(tmp_path)
     assert status == 1
     errors = [line for line in told.splitlines() if " ERROR " in line]
-    assert [line.partition("problems: ")[2] for line in errors] == [
+    assert [line.partition("reconciler: ")[2] for line in errors] == [
         f"model m: version {number}: ValueError: no weights \\\\d here" for number in (2, 1)
     ]
     assert told.count("Traceback") == 1

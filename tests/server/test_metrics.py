@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
+import urllib.request
 
 import pytest
 
-from fastserve.server.gauges import FrontGauges
+from fastserve.server.front import FrontGauges
+from tests.running import Running, until
 from tests.server.rig import run, serving, write_model
 
 
@@ -47,6 +50,23 @@ def test_every_stage_of_a_request_is_counted(tmp_path):
     assert value(page, "fastserve_workers_alive", **who) == 1
     assert value(page, "fastserve_model_loads_total", result="ok", **who) == 1
     assert value(page, "fastserve_ready") == 1
+
+
+def test_refusals_are_counted_by_the_kind_of_listener(tmp_path):
+    write_model(tmp_path)
+
+    def shown(listener: str, cause: str) -> float:
+        page = urllib.request.urlopen(f"http://{served.http}/metrics", timeout=60).read().decode()
+        return value(page, "fastserve_wire_rejects_total", listener=listener, cause=cause)
+
+    with Running(tmp_path, tmp_path / "log") as served:
+        for place in (served.http, served.grpc):
+            host, _, port = place.rpartition(":")
+            with socket.create_connection((host, int(port)), 60) as link:
+                link.sendall(b"neither of both\r\n\r\n, and long enough to be seen")
+                assert link.recv(65536)
+        until(lambda: shown("http", "framing") == 1, "HTTP's is counted")
+        until(lambda: shown("grpc", "http2_protocol_error") == 1, "gRPC's is counted")
 
 
 @pytest.mark.logs_errors

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fastserve.config import ModelEntry, TFServingOptions
-from fastserve.server.models_file import ModelsFile
+from fastserve.server.server import ModelsFile
 from tests.repository.folders import Stage, write_config, write_version
 
 
@@ -68,7 +68,7 @@ def test_a_file_that_cannot_be_used_changes_nothing_and_is_told_once(
     watch = ModelsFile(TFServingOptions(models_file=str(file), models_file_poll_s=60), stage.repository)
 
     def told() -> list[str]:
-        found = [record.message for record in caplog.records if record.name.endswith("models_file")]
+        found = [record.message for record in caplog.records if record.name.endswith("server.server")]
         caplog.clear()
         return found
 

@@ -11,14 +11,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from fastserve.config import Listener, Settings
-from fastserve.config.metrics import MetricsConfig
+from fastserve.config.triton import MetricsConfig
 from fastserve.engine.counters import FIRST_RESPONSE, counts_of
 from fastserve.errors import ServeError
 from fastserve.request import InferRequest
 from fastserve.server import Server, nv_metrics
-from fastserve.server.listening import all_listeners
-from fastserve.server.nv_metrics import NvMetrics
-from fastserve.server.nv_summaries import NAMES
+from fastserve.server.front import all_listeners
+from fastserve.server.nv_metrics import NAMES, NvMetrics
 from fastserve.tensor import DTYPES, Tensor
 from tests.server.rig import Client, run, serving, write_model
 

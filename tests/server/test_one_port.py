@@ -1,4 +1,4 @@
-"""HTTP/1.1, HTTP/2, `Upgrade: h2c` and gRPC on one port, told apart by what a connection begins with."""
+"""HTTP/1.1, HTTP/2 and gRPC on one port, told apart by what a connection begins with."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
-import h2.connection
-import h2.events
 import httpx
 import pytest
 
@@ -66,41 +64,63 @@ def test_http_2(server: Running) -> None:
             assert over_2.headers.get("content-type") == over_1.headers.get("content-type")
 
 
-def test_upgrade(server: Running) -> None:
-    """The reply to the request of HTTP/1.1 comes on stream 1; the next request is one of HTTP/2."""
-    client = h2.connection.H2Connection()
-    settings = client.initiate_upgrade_connection()
+OFFER = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n"
+
+
+@pytest.mark.parametrize("settings", [b"AAMAAABkAAQAoAAAAAIAAAAA", b"AAMAAAA", b"", b"*"])
+def test_an_offer_to_upgrade_is_ignored(server: Running, settings: bytes) -> None:
+    """Every request of a connection is answered over HTTP/1.1, whatever it offers."""
+    offer = OFFER.replace(b"AAMAAABkAAQAoAAAAAIAAAAA", settings)
+    with connected(server) as link:
+        for _ in range(3):
+            assert json.loads(asked(link, "POST", PREDICT, offer, BODY)) == HALVES
+
+
+def test_an_offer_to_upgrade_is_nothing_to_other_clients(server: Running) -> None:
+    """An offer in a second request was remembered with its target, and new clients got it: 101, or 500."""
+    for target in ("/v2/health/ready", "/metrics", PREDICT):
+        method, body = ("POST", BODY) if target == PREDICT else ("GET", b"")
+        with connected(server) as link:
+            asked(link, "GET", "/v2")
+            asked(link, method, target, OFFER, body)
+        for _ in range(3):  # with several front processes: whoever accepts it
+            with connected(server) as link:
+                asked(link, method, target, b"", body)
+        base = f"http://{server.http}"
+        with httpx.Client(http1=False, http2=True, base_url=base, trust_env=False) as client:
+            reply = client.request(method, target, content=body)
+            assert (reply.status_code, reply.http_version) == (200, "HTTP/2")
+
+
+@pytest.mark.parametrize("http2", [False, True])
+@pytest.mark.parametrize("lengths", [("9", "10"), ("9", "9")])
+def test_a_length_of_json_that_is_told_twice_is_refused(
+    server: Running, http2: bool, lengths: tuple[str, str]
+) -> None:
+    """Two readers could see two requests."""
+    body = json.dumps({"inputs": [{"name": "x", "shape": [1], "datatype": "FP32", "data": [1.0]}]}).encode()
+    fields = [("Inference-Header-Content-Length", length) for length in lengths]
+    client = httpx.Client(http1=not http2, http2=http2, base_url=f"http://{server.http}", trust_env=False)
+    with client:
+        for _ in range(2):
+            reply = client.post("/v2/models/half_plus_two/infer", content=body, headers=fields)
+            assert reply.status_code == 400
+            assert reply.json()["error"].endswith("More than one Inference-Header-Content-Length header")
+
+
+def connected(server: Running) -> socket.socket:
     host, _, port = server.http.rpartition(":")
-    with socket.create_connection((host, int(port)), 10) as link:
-        link.sendall(
-            b"POST %b HTTP/1.1\r\nHost: a\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
-            b"HTTP2-Settings: %b\r\nContent-Length: %d\r\n\r\n%b"
-            % (PREDICT.encode(), settings, len(BODY), BODY)
-        )
-        received = b""
-        while b"\r\n\r\n" not in received:
-            received += link.recv(4096)
-        head, _, rest = received.partition(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 101 ")
-        assert answer(client, link, 1, rest) == HALVES
-        fields = [(":method", "POST"), (":scheme", "http"), (":authority", "a"), (":path", PREDICT)]
-        client.send_headers(3, fields)
-        client.send_data(3, BODY, end_stream=True)
-        assert answer(client, link, 3, b"") == HALVES
+    return socket.create_connection((host, int(port)), 10)
 
 
-def answer(client: h2.connection.H2Connection, link: socket.socket, number: int, data: bytes) -> object:
-    body = b""
-    link.sendall(client.data_to_send())
-    while True:
-        for event in client.receive_data(data):
-            if isinstance(event, h2.events.DataReceived) and event.stream_id == number:
-                body += event.data
-            if isinstance(event, h2.events.StreamEnded) and event.stream_id == number:
-                return json.loads(body)
-        link.sendall(client.data_to_send())
-        data = link.recv(65536)
-        assert data, "the server hung up"
+def asked(link: socket.socket, method: str, target: str, fields: bytes = b"", body: bytes = b"") -> bytes:
+    """The body of a reply of HTTP/1.1 with the status 200."""
+    head = b"%b %b HTTP/1.1\r\nHost: a\r\n%b" % (method.encode(), target.encode(), fields)
+    link.sendall(b"%bContent-Length: %d\r\n\r\n%b" % (head, len(body), body))
+    reply = http.client.HTTPResponse(link)
+    reply.begin()
+    assert (reply.status, reply.version) == (200, 11)
+    return reply.read()
 
 
 @pytest.mark.parametrize(
@@ -111,7 +131,7 @@ def answer(client: h2.connection.H2Connection, link: socket.socket, number: int,
         ["curl", "-sS", "--http1.1", "-d", "@-", "-w", "%{http_version}"],
         ["nghttp", "--no-dep", "-d", "-"],
     ],
-    ids=["curl, prior knowledge", "curl, upgrade", "curl, HTTP/1.1", "nghttp"],
+    ids=["curl, prior knowledge", "curl, an offer to upgrade", "curl, HTTP/1.1", "nghttp"],
 )
 def test_commands(server: Running, command: list[str], tmp_path: Path) -> None:
     if shutil.which(command[0]) is None:
@@ -125,7 +145,7 @@ def test_commands(server: Running, command: list[str], tmp_path: Path) -> None:
     text, version = done.stdout, ""
     if command[0] == "curl":
         text, version = text.rpartition("}")[0] + "}", text.rpartition("}")[2].strip()
-        assert version == ("1.1" if "--http1.1" in command else "2")
+        assert version == ("2" if "--http2-prior-knowledge" in command else "1.1")
     assert json.loads(text) == HALVES
 
 

@@ -110,7 +110,7 @@ def test_a_worker_whose_owner_is_killed_while_it_loads(tmp_path):
         all_end(handles)
 
 
-@pytest.mark.parametrize("module", ["fastserve.workers.main", "fastserve.server.follower"])
+@pytest.mark.parametrize("module", ["fastserve.workers.main", "fastserve.server.front_process"])
 def test_a_child_that_is_born_after_its_owner_died_does_nothing(module):
     """The kernel's signal came before it was asked for: only the control line can tell, and what the owner
     has still said there is not acted on."""

@@ -1,7 +1,7 @@
-"""What refuses requests is what is configured, rows and bytes that wait: nothing else, and no one request.
+"""Only the configured limits of waiting rows and bytes refuse requests, and no single request uses them up.
 
-A server of its own under real clients: batches that are sealed with a row or two in them must not use up a
-queue whose rows are far from it, and a request that is split leaves the others their part.
+A server of its own under real clients: batches sealed with a row or two must not exhaust a queue that is far
+from its limit of rows, and a split request leaves the others their share.
 """
 
 from __future__ import annotations

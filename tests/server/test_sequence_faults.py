@@ -13,11 +13,15 @@ import signal
 import time
 from pathlib import Path
 
+import grpc
 import pytest
 
+from fastserve.config import Listener
 from fastserve.engine.counters import counts_of
-from fastserve.engine.stateful import SequenceScheduler
+from fastserve.engine.engine import find_scheduler
+from fastserve.engine.schedulers.sequence import SequenceScheduler
 from fastserve.errors import Kind, ServeError
+from fastserve.protos import load
 from fastserve.repository.version import Version
 from fastserve.workers.group import WorkerGroup
 from tests.server.rig import Served, run, serving
@@ -60,7 +64,7 @@ def version_of(at: Served) -> Version:
 
 
 def scheduler_of(at: Served) -> SequenceScheduler:
-    scheduler = version_of(at).scheduler
+    scheduler = find_scheduler(version_of(at))
     assert isinstance(scheduler, SequenceScheduler)
     return scheduler
 
@@ -218,7 +222,7 @@ def test_a_crash_in_a_batch_of_two_ends_both_and_their_states(
             assert version is not None
             await at.until(lambda: at.server.host.alive(version) == 1)
             for id in (1, 2):
-                with pytest.raises(ServeError, match="must specify the START flag"):
+                with pytest.raises(ServeError, match="the sequence's state with it"):
                     await say(at, id, 1)
             assert (await say(at, 2, 4, sequence_start=True))[:2] == [4, 4]
 
@@ -278,7 +282,7 @@ def test_what_a_dead_worker_had_not_taken_runs_on_no_other(tmp_path: Path, strat
                     True,
                 )
             for id in (1, 2):
-                with pytest.raises(ServeError, match=rf"sequence {id} .* must specify the START flag"):
+                with pytest.raises(ServeError, match=rf"held sequence {id} of model 'seq' is gone"):
                     await say(at, id, 1)
             assert (await say(at, 1, 2, sequence_start=True))[:2] == [2, 2]
             assert (await say(at, 1, 3, sequence_end=True))[:2] == [5, 5]
@@ -302,5 +306,62 @@ def test_new_sequences_begin_where_a_worker_is(tmp_path: Path) -> None:
             await at.until(lambda: at.server.host.alive(version_of(at)) == 2)
             began_at = (await say(at, 4, 6, sequence_start=True))[2]
             assert began_at == at.pids[0], "and there again once there is one"
+
+    run(work())
+
+
+def ask_over_grpc(address: str, id: int) -> grpc.RpcError:
+    """How the request of a sequence fails over gRPC."""
+    messages = load("kserve_v2")
+    tensor = {"name": "IN", "datatype": "INT32", "shape": [1, 1], "contents": {"int_contents": [1]}}
+    request = messages.ModelInferRequest(model_name="seq", inputs=[tensor])
+    request.parameters["sequence_id"].int64_param = id
+    with grpc.insecure_channel(address) as channel:
+        call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        with pytest.raises(grpc.RpcError) as caught:
+            call(request.SerializeToString(), timeout=30)
+    return caught.value
+
+
+@pytest.mark.logs_errors
+@pytest.mark.parametrize("strategy", ["direct { }", OLDEST], ids=["direct", "oldest"])
+def test_an_idle_sequence_whose_worker_died_is_told_so_over_every_transport(
+    tmp_path: Path, strategy: str
+) -> None:
+    """It was 400, as of one whose client forgot to begin it."""
+    write_seq(tmp_path)
+    config = CONFIG.replace("direct { }", strategy).replace("count: 2", "count: 1")
+    (tmp_path / "seq" / "config.pbtxt").write_text(config)
+    here = (Listener("127.0.0.1:0"),)
+
+    async def work() -> None:
+        async with serving(tmp_path, http=(), listen=here) as at:
+            assert (await say(at, 1, 5, sequence_start=True))[:2] == [5, 5]
+            first = at.pids[0]
+            os.kill(first, signal.SIGKILL)
+            await at.until(lambda: at.server.host.alive(version_of(at)) == 1 and at.pids[0] != first)
+            client = await at.client()
+            tensor = {"name": "IN", "shape": [1, 1], "datatype": "INT32", "data": [1]}
+            body = json.dumps({"inputs": [tensor], "parameters": {"sequence_id": 1}}).encode()
+            status, told = await client.post("/v2/models/seq/infer", body)
+            assert (status, client.headers["retry-after"]) == (503, "1")
+            assert "the sequence's state with it" in json.loads(told)["error"]
+            head = b'id: 7 correlation_id: 1 batch_size: 1 input { name: "IN" } output { name: "OUT" }'
+            client.writer.write(
+                b"POST /api/infer/seq HTTP/1.1\r\nHost: t\r\nNV-InferRequest: %b\r\n"
+                b"Content-Length: 4\r\n\r\n\1\0\0\0" % head
+            )
+            status, _ = await client.page()
+            assert (status, client.headers["retry-after"]) == (400, "1"), "as every error there"
+            assert "code: UNAVAILABLE" in client.headers["nv-status"]
+            assert "the sequence's state with it" in client.headers["nv-status"]
+            fault = await asyncio.to_thread(ask_over_grpc, f"127.0.0.1:{at.port}", 1)
+            assert fault.code() is grpc.StatusCode.UNAVAILABLE
+            assert "the sequence's state with it" in fault.details()
+            trailers = dict(fault.trailing_metadata())
+            assert trailers["grpc-retry-pushback-ms"] == "1000"
+            assert b"google.rpc.RetryInfo" in trailers["grpc-status-details-bin"]
+            assert (await say(at, 1, 2, sequence_start=True))[:2] == [2, 2]
+            assert (await say(at, 1, 3, sequence_end=True))[:2] == [5, 5]
 
     run(work())

@@ -115,8 +115,9 @@ def test_a_worker_that_dies_takes_its_sequences_along(tmp_path: Path) -> None:
             with pytest.raises(ServeError) as caught:
                 await say(at, 1, -1)
             assert caught.value.kind is Kind.UNAVAILABLE
-            with pytest.raises(ServeError, match="must specify the START flag"):
+            with pytest.raises(ServeError, match="the sequence's state with it") as caught:
                 await say(at, 1, 1)
+            assert (caught.value.kind, caught.value.retry_after_s) == (Kind.UNAVAILABLE, 1.0)
             assert await say(at, 2, 5) == [7, 7, begun[2][2]]
             version = at.server.catalog.available("seq")
             assert version is not None

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
-from tests.running import Running, until
+from tests.running import WITH_SIMULATED_DEVICES, Running, until
 from tests.server.raw_clients import ask
 from tests.server.test_shared_workers import manage
 
@@ -66,7 +66,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     for name in FACTORS:
         write(folder / "models", name)
     chosen = [word for name in FACTORS for word in ("--load-model", name)]
-    with Running(folder / "models", folder / "log", "--model-control", "explicit", *chosen) as running:
+    options = ("--model-control", "explicit", *chosen)
+    with Running(folder / "models", folder / "log", *options, module=WITH_SIMULATED_DEVICES) as running:
         yield running
 
 

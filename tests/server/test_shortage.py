@@ -128,8 +128,9 @@ def counted(served: Running, model: str) -> float:
 def test_503_and_counted_and_well_again(served, model):
     before = counted(served, model)
     status, headers, body = infer(served, model, HUGE)
-    assert status == 503, body
-    assert headers["Retry-After"] == "1"
+    # A MemoryError of the model's own code is its failure; a framework may have memory again later.
+    wanted = (503, "1") if model in ("torch", "onnx") else (500, None)
+    assert (status, headers.get("Retry-After")) == wanted, body
     text = json.loads(body)["error"]
     assert re.search("no memory for a batch of 1 rows: |Unable to allocate", text), text
     assert "/" not in text.replace("onnxruntime/", "") or model == "triton", text
@@ -142,16 +143,15 @@ def test_503_and_counted_and_well_again(served, model):
 
 @pytest.mark.parametrize("model", ["columns", "slabs"])
 def test_in_every_dialects_words(served, model):
-    """TensorFlow Serving's own status of RESOURCE_EXHAUSTED, which TensorFlow says of memory, is 429; Triton
-    V1 says 400 of everything, and in a header what it is."""
+    """A model's MemoryError is its failure. Triton V1 says 400 of everything, and in a header what it is."""
     row = json.dumps({"instances": [[HUGE]]}).encode()
     status, headers, body = ask(served, f"/v1/models/{model}:predict", row)
-    assert (status, headers["Retry-After"]) == (429, "1"), body
+    assert (status, headers.get("Retry-After")) == (500, None), body
     head = 'batch_size: 1 input { name: "x" dims: [1] } output { name: "y" }'
     data = np.array([HUGE], np.float32).tobytes()
     status, headers, body = ask(served, f"/api/infer/{model}", data, NV_InferRequest=head)
     assert status == 400, body
-    assert 'code: UNAVAILABLE msg: "there is no memory for a batch of 1 rows' in headers["NV-Status"]
+    assert 'code: INTERNAL msg: "there is no memory for a batch of 1 rows' in headers["NV-Status"]
 
 
 @pytest.mark.lingers  # the first client of grpc's opens a loop, for good
@@ -166,4 +166,4 @@ def test_over_grpc(served, model):
         ) as told,
     ):
         client.infer(model, [given])
-    assert told.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
+    assert told.value.status() == "StatusCode.INTERNAL"

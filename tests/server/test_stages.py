@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.running import Running, until
+from tests.running import WITH_SIMULATED_DEVICES, Running, until
 from tests.server.load_models import QUEUES, SEQUENCES, write_repository
 
 STAGES = ("queue", "copy_in", "compute", "copy_out", "encode")
@@ -58,7 +58,8 @@ def served(tmp_path_factory):
         write_device(models, f"{kind}_{form}", script, shape)
     names = [f"{queue}_2" for queue in BEHIND] + [f"{kind}_{form}" for kind in KINDS for form in FORMS]
     chosen = [word for name in names for word in ("--load-model", name)]
-    with Running(models, root / "log", "--model-control", "explicit", *chosen) as running:
+    options = ("--model-control", "explicit", *chosen)
+    with Running(models, root / "log", *options, module=WITH_SIMULATED_DEVICES) as running:
         yield running
 
 

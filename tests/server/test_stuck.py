@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from fastserve.engine import upkeep
+from fastserve.engine import maintenance
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.model_config import ModelConfig
-from tests.backends.triton_rig import entry, model
-from tests.backends.triton_rig import serving as serving_triton
+from tests.backends.triton_api.rig import entry, model
+from tests.backends.triton_api.rig import serving as serving_triton
 from tests.server.rig import HOLD, Served, release, run, seen, serving, write_model
 
 FAST_S = 10.0  # with a start on a busy machine; the eighth cost 13 s of waiting alone
@@ -44,7 +44,7 @@ async def ready(served: Served) -> tuple[bool, dict[str, Any]]:
 def test_readiness_is_false_while_every_worker_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instances: int, shape: list[int]
 ):
-    monkeypatch.setattr(upkeep, "STUCK_S", 0.2)
+    monkeypatch.setattr(maintenance, "STUCK_S", 0.2)
     tensor = {"dtype": "float32", "shape": shape}
     sides = {"inputs": {"x": tensor}, "outputs": {"y": tensor}}
     write_model(tmp_path, max_batch_size=1, instances=instances, run_timeout_ms=0, **sides)

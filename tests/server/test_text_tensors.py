@@ -80,6 +80,22 @@ def test_generate_stream(served: Running) -> None:
         ({"text_input": "a", "sampling_parameters": '{"n": 2}'}, "n: given 2"),
         ({"text_input": "a", "temperature": -1}, "temperature: given -1"),
         (
+            {"text_input": "a", "sampling_parameters": json.dumps({"stop_token_ids": [1] * 1025})},
+            "sampling_parameters: stop_token_ids: given [1, 1, 1, ",
+        ),
+        (
+            {"text_input": "a", "sampling_parameters": f"[{'1,' * 16384}1]"},
+            "sampling_parameters: no JSON object: more than 16384 numbers, at byte 32769",
+        ),
+        (
+            {"text_input": "a", "sampling_parameters": json.dumps({"k" * 2000: 1})},
+            "sampling_parameters: no JSON object: a key of more than 1024 bytes, at byte 1",
+        ),
+        (
+            {"text_input": "a", "sampling_parameters": json.dumps({"stop": "s" * (1 << 18)})},
+            "input 'sampling_parameters' has 262156 bytes, allowed: at most 262144",
+        ),
+        (
             {"text_input": "a", "stream": True, "exclude_input_in_output": False},
             "`exclude_input_in_output` = False is not allowed",
         ),

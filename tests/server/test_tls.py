@@ -34,7 +34,6 @@ KINDS = {
     "one port": ["--listen", "127.0.0.1:0"],
     "two fronts": ["--listen", "127.0.0.1:0", "--frontends", "2"],
     "two ports": ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"],
-    "grpcio": ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--grpc-options-transport", "grpcio"],
 }
 
 
@@ -180,7 +179,7 @@ def replace(folder: Path, name: str) -> None:
     shutil.copyfile(other.key, folder / "server.key")
 
 
-@pytest.mark.parametrize("kind", ["two fronts", "grpcio"])
+@pytest.mark.parametrize("kind", ["two fronts", "two ports"])
 def test_new_certificates_are_noticed(tmp_path: Path, kind: str) -> None:
     with serving(tmp_path, kind, "--tls-poll-s", "0.05") as server:
         held = http.client.HTTPSConnection(server.http, context=trusting())
@@ -213,7 +212,7 @@ def test_a_signal_is_enough_and_a_broken_pair_changes_nothing(tmp_path: Path) ->
         assert "nonsense" not in server.log.read_text()
 
 
-@pytest.mark.parametrize("kind", ["one port", "two ports", "grpcio"])
+@pytest.mark.parametrize("kind", ["one port", "two ports"])
 def test_clients_show_their_certificates(tmp_path: Path, kind: str) -> None:
     alice = issue(tmp_path, "alice", ca="clients")
     root = str(root_file(tmp_path, "clients"))

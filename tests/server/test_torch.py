@@ -13,7 +13,7 @@ import tritonclient.http as triton_http
 import yaml
 
 from tests import proc
-from tests.backends.torch_models import CONFIG, net, save_program, save_script
+from tests.backends.frameworks.torch_models import CONFIG, net, save_program, save_script
 from tests.running import Running
 
 TRITON = """

@@ -56,6 +56,21 @@ class Picky(VectorTransformer):
         return [ValueError("bad element") if v == "bad" else object() if v == "stuck" else v for v in x]
 
 
+class Doomed(VectorTransformer):
+    """Dies when asked to, and does not start again while its file is there."""
+
+    def __init__(self, path):
+        self.path = path
+        if os.path.exists(path):
+            raise ValueError("the disk is on fire")
+
+    def transform(self, x):
+        if "die" in x:
+            with open(self.path, "w"):
+                os.kill(os.getpid(), signal.SIGKILL)
+        return x
+
+
 class Rows(VectorTransformer):
     """Sees one array; answers its sums as rows."""
 

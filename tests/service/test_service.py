@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -119,6 +120,68 @@ def test_a_service_started_outside_a_loop_serves_in_it_and_in_another(loop):
     service.stop()
 
 
+@pytest.mark.lingers  # asyncio.run() ends with the service open: what its loop ran is cancelled
+@pytest.mark.parametrize("kind", ["elements", "rows"])
+def test_a_service_started_outside_a_loop_moves_once_for_all_callers(loop, kind):
+    """Callers in a new loop found the batcher that was being closed, and the service was dead after it."""
+    if kind == "rows":
+        row = ((1,), "float32")
+        service = Service(models.Rows, row=row, out_row=row)
+        elements = [np.full(1, v, np.float32) for v in (1, 2)]
+        expected = [1, 2]
+    else:
+        service = Service(models.Sleepy)
+        elements, expected = [1, 2], [1, 4]
+    service.start()
+
+    async def together():
+        many = await asyncio.gather(*[service.do_many(elements) for _ in range(4)])
+        return [[float(np.squeeze(v)) for v in one] for one in many]
+
+    for _ in range(3):
+        assert run(together()) == [expected] * 4
+    assert [float(np.squeeze(v)) for v in run(service.do_many(elements))] == expected
+    service.stop()
+    assert service.start() is not None
+    run(closes(service))
+
+
+async def closes(service):
+    """Stop in a loop that the service never ran on."""
+    await service.stop()
+    with pytest.raises(RuntimeError, match="start"):
+        await service.do_one(1)
+
+
+@pytest.mark.lingers
+def test_a_loop_that_ends_while_the_service_moves_leaves_it_to_the_next(loop):
+    service = Service(models.Sleepy)
+    service.start()
+
+    async def leaves():
+        caller = asyncio.ensure_future(service.do_one(1))
+        while service._opening is None:
+            await asyncio.sleep(0)
+        caller.cancel()
+
+    run(leaves())
+    assert run(service.do_many([2, 3])) == [4, 9]
+    service.stop()
+
+
+def test_a_service_of_a_loop_that_runs_is_not_taken_by_another(loop):
+    service = Service(models.Sleepy)
+
+    async def main():
+        await service.start()
+        with pytest.raises(RuntimeError, match="make one for each loop"):
+            await asyncio.to_thread(asyncio.run, service.do_one(1))
+        assert await service.do_one(2) == 4
+        await asyncio.to_thread(service.stop)
+
+    run(main())
+
+
 def test_stop_works_after_the_loop_was_closed(loop):
     service = Service(models.Sleepy)
     service.start()
@@ -167,6 +230,38 @@ def test_a_dead_worker_is_noticed_and_replaced():
         return caught.value.kind, after
 
     assert run(main()) == (Kind.UNAVAILABLE, "alive")
+
+
+class Hooked(Service):
+    async def preprocess(self, x):
+        return x
+
+
+@pytest.mark.logs_errors
+@pytest.mark.parametrize("kind", [Service, Hooked])
+def test_callers_of_a_worker_that_cannot_be_restarted_get_its_failure(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr("fastserve.engine.death_policy.NO_WORKER_LIMIT_S", 2.0)
+    monkeypatch.setattr("fastserve.engine.death_policy.NO_WORKER_LOOK_S", 0.1)
+    file = tmp_path / "fire"
+
+    async def main():
+        async with kind(models.Doomed, {"path": str(file)}, size=1, max_queue_size=1) as service:
+            with pytest.raises(ServeError, match="died"):
+                await service.do_one("die")
+            # More than there are slots: some of them wait in a batch, the others for a slot.
+            waited = await service.do_many(range(50), return_exceptions=True)
+            assert await service.settled()
+            file.unlink()
+            while True:
+                with contextlib.suppress(ServeError):
+                    return waited, await service.do_one("again")
+
+    waited, again = run(main())
+    assert again == "again"
+    assert {error.kind for error in waited} == {Kind.UNAVAILABLE}
+    assert {str(error) for error in waited} == {
+        "no worker of this service is alive: ValueError: the disk is on fire"
+    }
 
 
 def test_numpy_rows_land_in_the_batch_and_come_back_as_rows():
@@ -286,7 +381,7 @@ def test_stop_gives_waiting_callers_an_error(tmp_path):
         while service._batcher.queue.waiting == 0:
             await asyncio.sleep(0)
         stopping = service.stop()
-        with pytest.raises(ServeError):
+        with pytest.raises(ServeError, match="the service was stopped"):
             await waiting
         await stopping
         service.stop()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastserve.errors import Kind, ServeError
-from fastserve.serving.classification import check_order, classify
+from fastserve.serving.model_view import check_order, classify
 from fastserve.tensor import ARRAY_CODE, DTYPES, Tensor
 
 NAN = float("nan")

@@ -9,11 +9,11 @@ from contextlib import aclosing
 
 import pytest
 
-from fastserve.apart import APART_BYTES, Apart
 from fastserve.errors import Kind, ModelError, ServeError
 from fastserve.request import InferResponse
-from fastserve.serving.generate import Event, alone, generate
+from fastserve.serving.streams import Event, alone, generate
 from fastserve.tensor import DTYPES, Tensor
+from fastserve.util.offload import OFFLOAD_BYTES, Offload
 
 FAULT = ServeError(Kind.UNAVAILABLE, "full")
 MODELS_FAULT = ModelError(Kind.INTERNAL, "raised")
@@ -53,7 +53,7 @@ def write(response: InferResponse) -> bytes:
 async def collect(source: Source) -> list[bytes | str]:
     return [
         event.text if event.fault is None else event.fault.message
-        async for event in generate(source.responses, write, Apart())
+        async for event in generate(source.responses, write, Offload())
     ]
 
 
@@ -89,7 +89,7 @@ def test_a_request_that_cannot_be_made() -> None:
         raise MODELS_FAULT
 
     async def run() -> list[Event]:
-        return [event async for event in generate(start, write, Apart())]
+        return [event async for event in generate(start, write, Offload())]
 
     assert asyncio.run(run()) == [Event(fault=MODELS_FAULT, final=True)]
 
@@ -102,7 +102,7 @@ def test_a_response_that_cannot_be_written() -> None:
         raise FAULT
 
     async def run() -> list[Event]:
-        return [event async for event in generate(source.responses, refuse, Apart())]
+        return [event async for event in generate(source.responses, refuse, Offload())]
 
     assert asyncio.run(run()) == [Event(fault=FAULT, final=True)]
     assert (source.released, source.closed) == ([b"a"], True)
@@ -110,14 +110,14 @@ def test_a_response_that_cannot_be_written() -> None:
 
 def test_a_large_response_is_written_beside_the_loop() -> None:
     """And is released when it was written, not before."""
-    source, where = Source(b"a", bytes(APART_BYTES), b"b"), []
+    source, where = Source(b"a", bytes(OFFLOAD_BYTES), b"b"), []
 
     def note(response: InferResponse) -> bytes:
         where.append((threading.current_thread() is threading.main_thread(), len(source.released)))
         return b""
 
     async def run() -> int:
-        return len([event async for event in generate(source.responses, note, Apart())])
+        return len([event async for event in generate(source.responses, note, Offload())])
 
     assert asyncio.run(run()) == 3
     assert where == [(True, 0), (False, 1), (True, 2)]
@@ -128,7 +128,7 @@ def test_who_leaves_ends_the_stream() -> None:
     source = Source(b"a", b"b", b"c")
 
     async def run() -> None:
-        async with aclosing(generate(source.responses, write, Apart())) as events:
+        async with aclosing(generate(source.responses, write, Offload())) as events:
             assert (await anext(events)).text == b"<a>"
             assert source.released == [b"a"]
 
@@ -143,7 +143,7 @@ def test_the_one_response_of_a_model_that_gives_one() -> None:
         async def infer() -> InferResponse:
             return source.response(b"a")
 
-        return [event async for event in generate(lambda: alone(infer), write, Apart())]
+        return [event async for event in generate(lambda: alone(infer), write, Offload())]
 
     assert asyncio.run(run()) == [Event(b"<a>", final=True)]
     assert source.released == [b"a"]

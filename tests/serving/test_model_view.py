@@ -9,9 +9,9 @@ import pytest
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.model_config import ModelConfig
-from fastserve.repository.triton_config import make_triton_config, to_model_config
+from fastserve.repository.triton_config.conversion import make_triton_config, to_model_config
 from fastserve.repository.version import Version, VersionState
-from fastserve.serving.model_view import TensorView, Views, find_version
+from fastserve.serving.model_view import ModelViews, TensorView, find_version
 from fastserve.tensor import DTYPES, MOST_AXES, TensorSpec
 
 FP32 = DTYPES["float32"]
@@ -42,7 +42,7 @@ def test_a_triton_config() -> None:
     )
     found = {name: TensorSpec(name, FP32, (-1,)) for name in "abc"}
     version.describe(found, {"y": TensorSpec("y", FP32, (4,))})
-    view = Views(catalog).of(version)
+    view = ModelViews(catalog).of(version)
     assert [(one.name, one.dims, one.optional) for one in view.inputs.values()] == [
         ("b", (4,), True),
         ("a", (4,), False),
@@ -58,7 +58,7 @@ def test_a_native_config() -> None:
     catalog = Catalog()
     version = make_version(ModelConfig(backend="onnx"), catalog)
     version.describe({"x": TensorSpec("x", FP32, None)}, {"y": TensorSpec("y", FP32, (2,))})
-    view = Views(catalog).of(version)
+    view = ModelViews(catalog).of(version)
     assert view.row_limit == 0
     assert view.full_dims(view.inputs["x"]) == (-1, -1)
     assert view.client_shape("unknown", (3, 1)) == (3, 1)
@@ -99,12 +99,12 @@ def test_one_view_for_all_that_goes_with_its_version() -> None:
     catalog = Catalog()
     version = of_triton(catalog, input=[X], output=[X])
     catalog.move(version, VersionState.AVAILABLE)
-    view = Views(catalog).of(version)
-    assert Views(catalog).of(version) is view
+    view = ModelViews(catalog).of(version)
+    assert ModelViews(catalog).of(version) is view
     catalog.move(version, VersionState.UNLOADING)
-    assert version.view is view  # requests that run may still ask
+    assert ModelViews(catalog).of(version) is view  # requests that run may still ask
     catalog.move(version, VersionState.END)
-    assert version.view is None
+    assert ModelViews(catalog).of(version) is not view
 
 
 def test_versions_that_are_not_there() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from fastserve.errors import ServeError
 from fastserve.metrics import Registry
-from fastserve.metrics.traffic import Traffic
+from fastserve.metrics.names import Traffic
 from fastserve.serving.slow_path import SlowRequest, answer_slowly
 
 

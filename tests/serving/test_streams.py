@@ -246,3 +246,37 @@ def test_a_reader_that_leaves_before_the_work_has_begun() -> None:
     asyncio.run(work())
     gc.collect()
     assert (list(asked.turns), asked.cancelled) == ([50, 51], [])
+
+
+def refusing(request: int, turn: Turn) -> None:
+    """Requests below 0 are refused, 0 for a time."""
+    if request > 0:
+        turn.reply(b"%d" % request)
+    else:
+        turn.refuse_with(b"no", Kind.UNAVAILABLE if request == 0 else Kind.INVALID_ARGUMENT)
+
+
+async def answers(*requests: int) -> tuple[int, Kind | None]:
+    """How many there were, and what the stream ended with."""
+    count = 0
+    try:
+        async for _ in answer_stream(feed(*requests), refusing, 16):
+            count += 1
+    except ServeError as fault:
+        return count, fault.kind
+    return count, None
+
+
+@pytest.mark.parametrize(
+    ("requests", "expected"),
+    [
+        ((-1,) * 1000, (1000, None)),
+        ((-1,) * 1001, (1000, Kind.RESOURCE_EXHAUSTED)),
+        (((-1,) * 1000 + (1,)) * 2, (2002, None)),
+        ((0,) * 2000, (2000, None)),
+    ],
+    ids=["as many as may be", "one more", "one that is answered between", "transient"],
+)
+def test_a_stream_of_refused_requests_ends(requests: tuple[int, ...], expected: object) -> None:
+    assert streams.MOST_REFUSED == 1000
+    assert asyncio.run(answers(*requests)) == expected

@@ -163,6 +163,28 @@ def test_version() -> None:
     assert command("--version").startswith("fastserve ")
 
 
+# Modules of a wheel have the C++ library linked in, each for itself: all are loaded when one throws.
+THROWS = """
+import importlib, pathlib, resource
+import fastserve._ext
+for file in sorted(pathlib.Path(fastserve._ext.__path__[0]).glob("*.so")):
+    importlib.import_module("fastserve._ext." + file.name.partition(".")[0])
+from fastserve._ext.sampler import Sampler
+resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+for slots in (2**31 - 1, 4):
+    try:
+        print(Sampler(8, slots).slots)
+    except MemoryError:
+        print("MemoryError")
+"""
+
+
+def test_what_the_c_plus_plus_library_throws_is_pythons_error() -> None:
+    """200 GB are asked for where 8 may be had: std::bad_alloc."""
+    done = subprocess.run([sys.executable, "-c", THROWS], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.split()) == (0, ["MemoryError", "4"]), done.stderr
+
+
 @pytest.fixture
 def double(tmp_path: Path) -> Path:
     """A repository of one ONNX model."""

@@ -11,10 +11,10 @@ from typing import Any
 
 import uvloop
 
-from fastserve.codec.text import Finish, Record, Run, Sampling, TextNote, read_extra
+from fastserve.codec.text import Finish, GenerationRun, Record, Sampling, TextNote, read_extra
 from fastserve.config.yaml_text import read_yaml
-from fastserve.engine.engine import Engine
-from fastserve.engine.hosting import Host
+from fastserve.engine.engine import Engine, scheduler_of
+from fastserve.engine.loader import VersionLoader
 from fastserve.engine.text import TextQueue, TextScheduler
 from fastserve.metrics.registry import Registry
 from fastserve.repository.catalog import Catalog
@@ -31,7 +31,7 @@ class Heard:
     def __init__(self, *, reads: bool = True) -> None:
         self.records: list[Record] = []
         self.calls: list[int] = []  # how many came at a time
-        self.run: Run | None = None
+        self.run: GenerationRun | None = None
         self.reads = reads
         self.ended = asyncio.Event()
         self.news = asyncio.Event()
@@ -75,7 +75,7 @@ class Served:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.registry, self.catalog = Registry(), Catalog()
-        self.host = Host(self.registry, catalog=self.catalog)
+        self.host = VersionLoader(self.registry, catalog=self.catalog)
         self.engine = Engine(self.catalog)
 
     async def load_rig(self, rig: str, **fields: Any) -> Version:
@@ -113,8 +113,9 @@ class Served:
         await self.host.unload(version)
 
     def queue(self, version: Version) -> TextQueue:
-        assert isinstance(version.scheduler, TextScheduler)
-        return version.scheduler.queue
+        scheduler = scheduler_of(version)
+        assert isinstance(scheduler, TextScheduler)
+        return scheduler.queue
 
     def left(self, version: Version) -> tuple[int, ...]:
         """What is still held: nothing, when nobody is left."""

@@ -21,8 +21,8 @@ import yaml
 
 from fastserve.protos import load as load_protos
 from tests import proc
-from tests.backends.torch_models import CONFIG, net, save_script
-from tests.running import Running, until
+from tests.backends.frameworks.torch_models import CONFIG, net, save_script
+from tests.running import WITH_SIMULATED_DEVICES, Running, until
 from tests.server.raw_clients import ask
 
 pytestmark = pytest.mark.torture
@@ -53,7 +53,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         more = {"devices": "simulated", "instances": 2, "shared_worker": shared, "env": env}
         text = yaml.safe_dump({**CONFIG, "max_queue_delay_us": 500, **more})
         (folder / "models" / name / "model.yaml").write_text(text)
-    with Running(folder / "models", folder / "log") as running:
+    with Running(folder / "models", folder / "log", module=WITH_SIMULATED_DEVICES) as running:
         yield running
 
 

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastserve.workers.device import Stream
-from fastserve.workers.device_simulated import Script, SimulatedDevice
+from fastserve.workers.arena import WorkerContext
+from fastserve.workers.device.base import DeviceStream
 from fastserve.workers.loop import answer, make_device_runner
-from fastserve.workers.workplace import Workplace
+from tests.devices.simulated_device import NAME, Script, SimulatedDevice
+from tests.devices.simulated_worker import simulated
 from tests.workers.pair import Function, Pair
 
 Tensors = dict[str, torch.Tensor]
@@ -41,10 +42,11 @@ class DevicePair(Pair):
     """`take` starts a batch, `land` looks once, `finish` until nothing is in flight."""
 
     def __init__(self, backend: Any, device: SimulatedDevice, **config: Any) -> None:
-        super().__init__(backend, **{"device": "simulated", "warmup": "off", **config})
+        with simulated():
+            super().__init__(backend, **{"device": NAME, "warmup": "off", **config})
         self.device = device
         self.runner.close()
-        self.runner = make_device_runner(Workplace(self.arena, self.worker, backend, self.config), device)
+        self.runner = make_device_runner(WorkerContext(self.arena, self.worker, backend, self.config), device)
 
     def take(self) -> int:
         slot = self.worker.take()
@@ -67,7 +69,7 @@ class DevicePair(Pair):
 def device_pair(
     backend: Any,
     script: Script | None = None,
-    choose: Callable[[list[Stream]], Stream] | None = None,
+    choose: Callable[[list[DeviceStream]], DeviceStream] | None = None,
     **config: Any,
 ) -> Iterator[DevicePair]:
     """Nothing may be outstanding afterwards."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from fastserve.backends import Backend
 from fastserve.backends.base import read_specs
-from fastserve.workers.control import Control, PeerGone
+from fastserve.workers.control import ControlChannel, PeerGone
 from fastserve.workers.main import main
 
 
@@ -34,10 +34,12 @@ class Fickle:
     def run(self, inputs: Any) -> Any:
         return {"y": inputs["x"]}
 
+    run_on_device = run
+
 
 def serve(
     backend: Backend,
-    control: Control,
+    control: ControlChannel,
     config: Mapping[str, Any],
     message: Mapping[str, Any],
     fds: list[int],

@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from fastserve.codec.slab_tensors import measure_tensors, read_tensors, write_tensors
+from fastserve.codec.slab_notes import measure_tensors, read_tensors, write_tensors
 from fastserve.tensor import DTYPES, TensorSpec
-from fastserve.workers.arena import Arena, plan_geometry
+from fastserve.workers.arena import Arena, WorkerContext, plan_geometry
 from fastserve.workers.arrays import as_tensor, view_tensor
 from fastserve.workers.loop import answer, make_runner
-from fastserve.workers.workplace import Workplace
 
 Arrays = dict[str, Any]
 SIZES = {
@@ -60,7 +59,7 @@ class Pair:
         self.config = {**SIZES, **config}
         self.arena = Arena.create(plan_geometry(self.config, backend.inputs, backend.outputs))
         self.front, self.worker = self.arena.ring(front=0), self.arena.ring(worker=0)
-        self.runner = make_runner(Workplace(self.arena, self.worker, backend, self.config))
+        self.runner = make_runner(WorkerContext(self.arena, self.worker, backend, self.config))
 
     def put(self, **inputs: Any) -> tuple[int, int]:
         """Commit one request; its place and rows."""

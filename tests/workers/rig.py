@@ -13,6 +13,7 @@ from typing import Any
 import uvloop
 
 from fastserve.tensor import TensorSpec
+from fastserve.workers.forked_worker import ForkServers
 from fastserve.workers.group import WorkerGroup
 
 FAKE_ENTRY = (sys.executable, "-m", "tests.workers.fake_worker")
@@ -54,6 +55,9 @@ class FakeArena:
     def make(self, inputs: dict[str, TensorSpec], outputs: dict[str, TensorSpec]) -> FakeArena:
         return self
 
+    def pulse(self) -> None:
+        """Its workers have no such word."""
+
     def fds_for_worker(self, worker: int) -> tuple[dict[str, Any], list[int]]:
         self._close(worker)
         self.ours[worker], self.theirs[worker] = socket.socketpair()
@@ -81,7 +85,14 @@ class FakeArena:
 class Watched:
     """A group, its arena, and a record of what it reported. Restarts wait for `retry()`, not for time."""
 
-    def __init__(self, version_dir: Path, *, arena: FakeArena | None = None, **config: Any) -> None:
+    def __init__(
+        self,
+        version_dir: Path,
+        *,
+        arena: FakeArena | None = None,
+        forks: ForkServers | None = None,
+        **config: Any,
+    ) -> None:
         self.arena = arena or FakeArena()
         self.events: list[tuple[str, int]] = []
         self.waits: list[float] = []
@@ -95,6 +106,7 @@ class Watched:
             lambda worker: self._note("death", worker),
             lambda worker: self._note("alive", worker),
             entry=FAKE_ENTRY,
+            forks=forks,
             sleep=self._sleep,
             clock=lambda: self.now,
         )

@@ -11,16 +11,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from fastserve.workers.control import MESSAGE_BYTES, Control, ControlFault, PeerGone
+from fastserve.workers.control import MESSAGE_BYTES, ControlChannel, ControlFault, PeerGone
 from tests.workers.rig import run
 
-Line = tuple[Control, Control]
+Line = tuple[ControlChannel, ControlChannel]
 
 
 @pytest.fixture
 def line() -> Iterator[Line]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    owner, worker = Control(ours, owner=True), Control(theirs, owner=False)
+    owner, worker = ControlChannel(ours, owner=True), ControlChannel(theirs, owner=False)
     yield owner, worker
     owner.close()
     worker.close()
@@ -62,7 +62,7 @@ def test_a_long_message_reaches_the_worker_with_its_descriptors(line: Line) -> N
 
 def test_a_trusted_process_sends_long_messages_too() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    owner, front = (Control(s, owner=s is ours, trusted=True) for s in (ours, theirs))
+    owner, front = (ControlChannel(s, owner=s is ours, trusted=True) for s in (ours, theirs))
     front.send({"op": "ask", "files": "x" * 3 * MESSAGE_BYTES})
     assert owner.receive() == ({"op": "ask", "files": "x" * 3 * MESSAGE_BYTES}, [])
     owner.close()

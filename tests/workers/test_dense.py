@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fastserve.errors import Kind
-from fastserve.workers.guesses import GUESSES
+from fastserve.workers.warmup import SYNTHETIC_INPUTS
 from tests.workers.pair import Function, pair, specs
 
 X, Y = specs(x=("float32", (2,))), specs(y=("float32", (2,)))
@@ -96,6 +96,6 @@ def test_dtypes_and_several_columns():
 def test_warm_up_touches_no_slot():
     backend = Function(X, Y, twice)
     with pair(backend, allowed_batch_sizes=[4]) as it:
-        it.runner.warm_up(1, GUESSES[0])
+        it.runner.warm_up(1, SYNTHETIC_INPUTS[0])
         assert backend.seen[0]["x"].shape == (4, 2)
         assert it.front.describe(0)[0] == "free"

@@ -11,12 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastserve.backends.device_faults import DeviceLost, is_lost, is_out_of_memory
+from fastserve.backends.model_errors import DeviceLost, is_lost, is_out_of_memory
 from fastserve.errors import Kind
-from fastserve.workers.arena import plan_geometry
-from fastserve.workers.device import COMPUTE, COPY_IN, COPY_OUT
-from fastserve.workers.device_simulated import Fault, Script
-from fastserve.workers.workplace import Workplace
+from fastserve.workers.arena import WorkerContext, plan_geometry
+from fastserve.workers.device.base import COMPUTE, COPY_IN, COPY_OUT
+from tests.devices.simulated_device import Fault, Script
 from tests.workers.device_rig import DeviceFunction, device_pair
 from tests.workers.pair import SIZES, Function, pair, specs
 
@@ -192,7 +191,7 @@ def test_padding_and_leaving():
 def test_stages_are_timed(monkeypatch):
     told = []
     monkeypatch.setattr(
-        "fastserve.workers.device_report.wishes.tell", lambda do, **more: told.append((do, more))
+        "fastserve.workers.device.runner.model_callbacks.notify", lambda do, **more: told.append((do, more))
     )
     with device_pair(backend(), Script(step_us=200)) as it:
         place = it.put(x=rows(1))
@@ -409,7 +408,7 @@ def test_a_lost_device_ends_it_all_and_publishes_nothing(stage, free):
         assert (retried, failed) == (len(running), 0)
         it.device.lost = ""
         it.worker = it.arena.ring(worker=0)  # as the next process sees it: another owner of slabs
-        it.runner = type(it.runner)(Workplace(it.arena, it.worker, made, it.config), type(it.device)())
+        it.runner = type(it.runner)(WorkerContext(it.arena, it.worker, made, it.config), type(it.device)())
         for _ in running:
             it.take()
         it.finish()

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from fastserve.backends.device_faults import DeviceLost
+from fastserve.backends.model_errors import DeviceLost
 from fastserve.devices.cuda import CudaFault
-from fastserve.workers import device_cuda
-from fastserve.workers.device import COMPUTE, COPY_IN, COPY_OUT
-from fastserve.workers.device_cuda import CudaDevice
+from fastserve.workers.device import cuda as device_cuda
+from fastserve.workers.device.base import COMPUTE, COPY_IN, COPY_OUT
+from fastserve.workers.device.cuda import CudaDevice
 
 
 class Recorded:

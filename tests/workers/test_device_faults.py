@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastserve.backends import wishes
-from fastserve.workers import device_report
+from fastserve.backends import model_callbacks
 from fastserve.workers.control import ControlFault
-from fastserve.workers.device import COPY_OUT
-from fastserve.workers.device_simulated import SimulatedOutOfMemoryError
+from fastserve.workers.device import runner
+from fastserve.workers.device.base import COPY_OUT
+from tests.devices.simulated_device import SimulatedOutOfMemoryError
 from tests.workers.device_rig import DeviceFunction, device_pair
 from tests.workers.pair import specs
 
@@ -85,8 +85,8 @@ class DeafLine:
 
 
 def test_an_owner_that_does_not_listen_costs_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wishes.server, "line", DeafLine())
-    monkeypatch.setattr(device_report, "EVERY_NS", 0)
+    monkeypatch.setattr(model_callbacks.process, "channel", DeafLine())
+    monkeypatch.setattr(runner, "EVERY_NS", 0)
     backend = DeviceFunction(X, Y, twice)
     with device_pair(backend) as it:
         place = it.put(x=rows(1))

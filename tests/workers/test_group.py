@@ -12,7 +12,7 @@ import pytest
 
 from fastserve.errors import Kind, ServeError
 from fastserve.workers.group import Backoff
-from fastserve.workers.instance import State
+from fastserve.workers.instance import WorkerState
 from tests.workers.rig import PLAIN, FakeArena, Watched, run, write_model
 
 
@@ -43,15 +43,15 @@ def test_who_warms_up_is_not_told_what_is_for_those_at_work(tmp_path: Path, loop
         async with Watched(write_model(tmp_path, PLAIN), arena=arena) as watched:
             starting = asyncio.ensure_future(watched.group.start())
             worker = watched.group._instances[0]
-            while worker.state is not State.ATTACHING:
+            while worker.state is not WorkerState.ATTACHING:
                 await asyncio.sleep(0.005)
-            assert not watched.group.tell_attached(0, {"op": "close_lent"})
+            assert not watched.group.notify_attached(0, {"op": "close_lent"})
             arena.ring(0)
             line = select.poll()
             line.register(worker._process._control.fileno(), select.POLLIN)  # type: ignore[union-attr]
             assert line.poll(30_000), "it has said that it is ready"
-            assert worker.state is State.ATTACHING
-            assert watched.group.tell_attached(0, {"op": "close_lent"})
+            assert worker.state is WorkerState.ATTACHING
+            assert watched.group.notify_attached(0, {"op": "close_lent"})
             assert watched.group.alive == 1
             await starting
             assert watched.events == []
@@ -64,7 +64,7 @@ def test_a_worker_that_reads_no_device_memory_any_more_is_not_ready(tmp_path: Pa
 
     async def scenario() -> None:
         folder = write_model(tmp_path, PLAIN)
-        fickle = {"backend": "tests.workers.fake_worker:Fickle", "device": "simulated"}
+        fickle = {"backend": "tests.workers.fake_worker:Fickle", "device": "cuda:0"}
         async with Watched(folder, **fickle) as watched:
             await watched.group.start()
             assert watched.group.on_device
@@ -440,6 +440,40 @@ def test_back_off_is_capped() -> None:
     backoff.after_death(1)
     assert backoff.after_failure() == 0.1, "it was ready in between"
     assert backoff.after_death(60) == 0.1
+
+
+def test_starts_that_were_killed_are_not_the_models_fault() -> None:
+    backoff = Backoff()
+    waits = [backoff.after_kill() for _ in range(20)]
+    assert waits[:4] == [0.1, 0.2, 0.4, 0.8]
+    assert waits[4:] == [1.0] * 16
+    assert backoff.after_failure() == 0.1
+
+
+@pytest.mark.logs_errors
+def test_a_worker_that_is_killed_while_it_loads_is_started_again_as_one_that_died(tmp_path: Path) -> None:
+    source = PLAIN.replace(
+        "def __init__(self, config): pass",
+        "def __init__(self, config):\n"
+        "        import os, signal\n"
+        f"        if os.path.exists({str(tmp_path / 'kill')!r}): os.kill(os.getpid(), signal.SIGKILL)",
+    )
+
+    async def scenario() -> None:
+        async with Watched(write_model(tmp_path, source)) as watched:
+            await watched.group.start()
+            (tmp_path / "kill").touch()
+            os.kill(watched.group.pids[0], signal.SIGKILL)
+            for number in range(1, 8):
+                await watched.until(lambda n=number: len(watched.waits) == n)
+                watched.retry()
+            await watched.until(lambda: len(watched.waits) == 8)
+            assert watched.waits == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0, 1.0]
+            (tmp_path / "kill").unlink()
+            watched.retry()
+            await watched.until(lambda: watched.group.alive == 1)
+
+    run(scenario())
 
 
 def test_deaths_at_work_cost_no_more_than_a_second() -> None:

@@ -15,7 +15,7 @@ import pytest
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.workers import loop
 from fastserve.workers.arena import Arena, plan_geometry
-from fastserve.workers.control import Control
+from fastserve.workers.control import ControlChannel
 from tests.workers.pair import SIZES, Function, pair, specs
 
 X, Y = specs(x=("float32", (2,))), specs(y=("float32", (2,)))
@@ -33,7 +33,7 @@ class Running:
         self.arena = Arena.create(plan_geometry(self.config, backend.inputs, backend.outputs))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.settimeout(10)
-        self.owner, self._worker = Control(ours, owner=True), Control(theirs, owner=False)
+        self.owner, self._worker = ControlChannel(ours, owner=True), ControlChannel(theirs, owner=False)
         self._backend = backend
         self.raised: BaseException | None = None
         self.thread = threading.Thread(target=self._serve)
@@ -176,7 +176,7 @@ def test_a_model_that_refuses_its_own_sample_is_not_served():
     [
         (ServeError(Kind.INVALID_ARGUMENT, "too blue"), Kind.INVALID_ARGUMENT, "too blue"),
         (ValueError("bad row"), Kind.INTERNAL, "bad row"),
-        (MemoryError(), Kind.RESOURCE_EXHAUSTED, "no memory for a batch of 3 rows: MemoryError"),
+        (MemoryError(), Kind.INTERNAL, "no memory for a batch of 3 rows: MemoryError"),
     ],
 )
 def test_what_a_model_raises_reaches_the_callers_of_that_batch(fault, kind, words):

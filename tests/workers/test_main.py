@@ -200,8 +200,8 @@ def test_the_owner_neither_executes_nor_unpickles_nor_forks_nor_knows_numpy(tmp_
 def test_a_worker_loads_nothing_that_only_its_owner_uses() -> None:
     """Each of these would be a good part of the time that it takes to start."""
     code = (
-        "import sys, fastserve.backends.python\n"
-        "import fastserve.workers.dense, fastserve.workers.loop, fastserve.workers.main\n"
+        "import sys, fastserve.backends.frameworks.python\n"
+        "import fastserve.workers.runners, fastserve.workers.loop, fastserve.workers.main\n"
         "print({'asyncio', 'ssl', 'yaml', 'grpc', 'google.protobuf', 'fastserve.engine'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fastserve.errors import Kind
-from fastserve.workers.guesses import GUESSES
+from fastserve.workers.warmup import SYNTHETIC_INPUTS
 from tests.workers.pair import Function, pair, specs
 
 X, Y = specs(x=("float32", (-1,))), specs(y=("float32", (-1,)))
@@ -155,8 +155,8 @@ def test_warm_up_fills_free_axes_and_strings():
     inputs = specs(s=("bytes", (-1, 2)), x=("float32", None))
     backend = Function(inputs, Y, lambda x: {})
     with pair(backend) as it:
-        it.runner.warm_up(3, GUESSES[0])
-        it.runner.warm_up(3, GUESSES[2])
+        it.runner.warm_up(3, SYNTHETIC_INPUTS[0])
+        it.runner.warm_up(3, SYNTHETIC_INPUTS[2])
         assert backend.seen[0]["s"].tolist() == [[[b"", b""]]] * 3
         assert backend.seen[0]["x"].shape == (3,)
         assert backend.seen[1]["s"].tolist() == [[[b"text"] * 2] * 8] * 3

@@ -11,7 +11,7 @@ import pytest
 
 from fastserve._ext.batch_ring import RECORDS
 from fastserve._ext.token_records import TokenReader, prompt_bytes, write_prompt
-from fastserve.backends.text_engine import Out, TextRequest
+from fastserve.backends.llm.protocols import Out, TextRequest
 from fastserve.codec.text import Finish, Info, Record, TextNote, read_extra, write_text
 from fastserve.errors import Kind, ServeError
 from fastserve.workers.arena import Arena, Geometry
@@ -190,6 +190,42 @@ def test_how_long_it_sleeps(desk: Desk) -> None:
     desk.ask(TextNote(deadline_ns=time.monotonic_ns() + 100_000_000))
     loop.turn()
     assert 0 < loop.patience_ns(False) <= 100_000_000
+
+
+def test_a_reader_that_is_behind_holds_up_nobody_who_waits(desk: Desk) -> None:
+    (loop,), (engine,) = desk.loops, desk.engines
+    engine.info, engine.tokens = Info(slots=1), 1
+    loop = TextLoop(desk.arena, desk.arena.ring(worker=0), 0, engine)
+    slot = desk.ask()
+    for _ in range(10):
+        loop.turn()
+    assert len(desk.hear()[slot]) == 4, "the window"
+    desk.ask()  # for which there is no row
+    for _ in range(10):
+        loop.turn()
+    assert len(desk.hear()[slot]) == 10
+    engine.cancelled.append((list(engine.asked)[1], Finish.CANCELLED))  # it has left
+    for _ in range(10):
+        loop.turn()
+    assert len(desk.hear().get(slot, [])) <= 1
+
+
+def test_of_several_engines_each_sees_who_waits_for_any() -> None:
+    desk = Desk(slots=16, workers=2)
+    for loop, engine in zip(desk.loops, desk.engines, strict=True):
+        engine.info, engine.tokens = Info(slots=1), 1
+        loop._rows = loop._most = 1
+    slots = [desk.ask(), desk.ask()]
+    for _ in range(10):
+        for loop in desk.loops:
+            loop.turn()
+    assert {slot: len(records) for slot, records in desk.hear().items()} == dict.fromkeys(slots, 4)
+    desk.ask()
+    for _ in range(10):
+        for loop in desk.loops:
+            loop.turn()
+    assert {slot: len(records) for slot, records in desk.hear().items()} == dict.fromkeys(slots, 10)
+    desk.close()
 
 
 def test_it_stops_in_the_middle_of_work(desk: Desk) -> None:

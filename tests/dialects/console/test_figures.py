@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastserve.dialects.console import figures
-from fastserve.dialects.console.figures import ERRORS, LATENCY, LEVEL, REQUESTS, ROWS, SIZES
+from fastserve.dialects.admin import figures
+from fastserve.dialects.admin.figures import ERRORS, LATENCY, LEVEL, REQUESTS, ROWS, SIZES
 from fastserve.metrics import names
 from tests.effort import examples
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from fastserve.dialects.console import texts
-from fastserve.dialects.console.history import ALL, MODELS_MAX, POINTS, WINDOW, History
+from fastserve.dialects.admin import figures
+from fastserve.dialects.admin.history import ALL, MODELS_MAX, POINTS, WINDOW, History
 from fastserve.metrics import Registry, names
 
 SECOND = 1_000_000_000
@@ -120,7 +120,7 @@ def test_a_model_that_generates_text_has_figures_of_it(registry: Registry) -> No
         registry.histograms(names.TEXT_TOKEN_GAP).of(*who).observe(seconds / 10)
     history.look(4 * SECOND)
     history.look(6 * SECOND)
-    found = texts.describe(*history.growth("llm"))
+    found = figures.describe_text(*history.growth("llm"))
     assert found is not None
     assert (found.tokens_per_s, found.prompt_tokens_per_s) == (100 / 6, 5.0)
     levels = (found.running, found.waiting, found.kv_used_tokens, found.kv_tokens)
@@ -137,5 +137,5 @@ def test_a_model_that_generates_text_has_figures_of_it(registry: Registry) -> No
     assert history.points("llm", 2)["tokens_per_s"] == [0.0]
     assert history.points(ALL, 0)["tokens_per_s"] == [50.0, 0.0]
     assert len(history.points(ALL, 0)["requests_per_s"]) == 3
-    assert texts.describe(*history.growth("other")) is None
+    assert figures.describe_text(*history.growth("other")) is None
     assert "tokens_per_s" not in history.points("other", 0)

@@ -17,7 +17,7 @@ import uvloop
 
 from fastserve.config import GrpsOptions, Listener, Settings
 from fastserve.config.grps import grps_overrides
-from fastserve.config.reading import load_settings
+from fastserve.config.settings import load_settings
 from fastserve.protos import load
 from fastserve.repository.grps_config import read_deployment
 from fastserve.server import Server

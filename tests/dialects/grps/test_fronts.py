@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
-import pytest
 
-from fastserve.config import GrpcOptions
 from tests.dialects.grps import deployments
 from tests.dialects.grps.rig import JSON, SERVICE, deployed, settings_of
 
@@ -24,15 +22,12 @@ def test_the_ready_flag_is_one_for_all_fronts(tmp_path: Path) -> None:
         assert texts == {f"t{n}" for n in range(20)}
 
 
-@pytest.mark.parametrize("transport", ["native", "grpcio"])
-def test_both_transports(tmp_path: Path, transport: str) -> None:
+def test_clients_of_grpc(tmp_path: Path) -> None:
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
     from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-    settings = settings_of(deployments.write(tmp_path / "d"))
-    options = GrpcOptions(transport="grpcio" if transport == "grpcio" else "native")
-    with deployed(msgspec.structs.replace(settings, grpc_options=options)) as served:
+    with deployed(settings_of(deployments.write(tmp_path / "d"))) as served:
         assert served.call("Predict", str_data="x").str_data == "x"
         assert [part.str_data for part in served.stream(str_data="s")] == ["s-0", "s-1", "s-2"]
         assert [part.str_data for part in served.stream(str_data="serr")][:3] == [

@@ -160,3 +160,52 @@ def test_pages_of_other_sites_cannot_switch_it(served: Deployed) -> None:
     for headers in ({"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
         reply = served.ask("GET", "/grps/v1/health/online", headers=headers)
         assert (reply.status, reply.json["status"]["status"]) == (403, "FAILURE")
+
+
+def bounded(number: int, data: bytes) -> bytes:
+    """A field of bytes."""
+    size, length = len(data), b""
+    while size > 127:
+        length, size = length + bytes([size & 127 | 128]), size >> 7
+    return bytes([number << 3 | 2]) + length + bytes([size]) + data
+
+
+@pytest.mark.parametrize(
+    ("data", "what"),
+    [
+        (bounded(5, bounded(1, b"\x62\x00" * 270_000)), "tensor: more than 65536 fields"),
+        (bounded(5, bounded(1, b"\x38\x01" * 270_000)), "tensor: more than 65536 fields"),
+        (bounded(5, bounded(1, bounded(3, b"\x01" * 5000))), "shape: 5000 bytes"),
+        (bounded(5, bounded(1, b"") * 1025), "gtensors: more than 1024 fields"),
+        (bounded(7, b"\x1a\x00" * 20_000), "gmap: more than 16384 fields"),
+        (bounded(7, bounded(5, b"\x15abcd" * 2000)), "entry: more than 1024 fields"),
+        (bounded(1, b"\x12\x00" * 2000), "message: more than 1024 fields"),
+        (bounded(5, bounded(1, bounded(3, b"\x01" * 4000) * 2)), "shape: 8000 bytes"),
+        (bounded(7, bounded(5, b"\x15abcd" * 1000) * 100), "entry: more than 65536 fields"),
+        (bounded(1, b"\x12\x00" * 1000) * 100, "message: more than 65536 fields"),
+    ],
+    ids=[
+        "strings",
+        "numbers not packed",
+        "axes",
+        "tensors",
+        "entries",
+        "fields of an entry",
+        "status",
+        "axes in pieces",
+        "fields of many entries",
+        "many statuses",
+    ],
+)
+def test_messages_of_many_small_fields(served: Deployed, data: bytes, what: str) -> None:
+    """The parser makes objects of all of them in one go, and nobody is served meanwhile."""
+    status = GRPS.GrpsMessage.FromString(served.send("Predict", data)).status
+    assert status.code == 400
+    assert what in status.msg
+
+
+def test_a_message_of_many_strings(served: Deployed) -> None:
+    made = GRPS.GrpsMessage(model="echo-1.0.0")
+    made.gtensors.tensors.add(name="y", dtype="DT_STRING", shape=[60_000], flat_string=["a"] * 60_000)
+    answer = GRPS.GrpsMessage.FromString(served.send("Predict", made.SerializeToString()))
+    assert answer.status.code == 200, answer.status.msg

@@ -14,6 +14,7 @@ import numpy as np
 
 from fastserve.config import Settings, TFServingOptions
 from fastserve.dialects.tfserving.dialect import TFServing
+from fastserve.memory_budget import Claim, MemoryBudget
 from fastserve.metrics import Registry
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.model_config import parse_model_config
@@ -128,6 +129,7 @@ class FakeCall:
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
     answer: Reply | None = None
     received_ns: int = field(default_factory=monotonic_ns)
+    claim: Claim = field(default_factory=lambda: Claim(MemoryBudget(1 << 30)))
 
     def header(self, name: bytes) -> bytes:
         return next((value for key, value in self.headers if key == name), b"")
@@ -158,6 +160,8 @@ def dialect_of(engine: FakeEngine, **options: Any) -> TFServing:
 
 
 def context_of(engine: FakeEngine, **settings: Any) -> ServingContext:
+    """Of a server that says what the original says, unless other settings are asked for."""
+    settings = {"kserve_replies": False, **settings}
     return ServingContext(engine=engine, registry=REGISTRY, settings=Settings(**settings))  # type: ignore[arg-type]
 
 

@@ -12,12 +12,11 @@ from typing import Any
 import grpc.aio
 import yaml
 
-from fastserve.config import AdminOptions, GrpcOptions, Listener, Settings
+from fastserve.config import AdminOptions, Listener, Settings
 from fastserve.demo import demo_repository
 from fastserve.protos import load
 from fastserve.server import Server
 from tests.server.rig import Served
-from tests.transports import transport
 
 TFS = load("tfserving")
 PREDICTION, MODELS = "/tensorflow.serving.PredictionService/", "/tensorflow.serving.ModelService/"
@@ -63,7 +62,6 @@ class TfsServed(Served):
 async def serving(folder: Path, **changes: Any) -> AsyncIterator[TfsServed]:
     """An open server; afterwards nothing may be outstanding in any arena."""
     settings: dict[str, Any] = {"model_control": "explicit", "load_models": ("*",), "drain_s": 5.0, **changes}
-    settings.setdefault("grpc_options", GrpcOptions(transport=transport()))
     settings.setdefault("admin", AdminOptions(reload_config=True))
     here = (Listener("127.0.0.1:0"),)
     server = Server(Settings(repository=str(folder), http=here, grpc=here, **settings))

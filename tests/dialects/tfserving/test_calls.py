@@ -14,12 +14,12 @@ import pytest
 from fastserve.config import Limits, TFServingOptions
 from fastserve.dialects.tfserving import classify, predict
 from fastserve.dialects.tfserving.dialect import TFServing
-from fastserve.dialects.tfserving.signatures import RawRows
+from fastserve.dialects.tfserving.service import RowReader
 from fastserve.errors import Kind, ServeError
+from fastserve.net.http1.large_bodies import ArrivedBody
 from fastserve.repository.version import VersionState
 from fastserve.request import InferRequest, InferResponse
 from fastserve.tensor import DTYPES
-from fastserve.wire.arrived import Arrived
 from tests.dialects.tfserving.fakes import (
     HALF_PLUS_TWO,
     FakeCall,
@@ -289,17 +289,17 @@ RAW = {"Content-Type": "application/octet-stream"}
 
 def test_raw_rows_that_are_still_in_the_socket_are_counted_where_they_cannot_be_json() -> None:
     """The beginning of a body says that it is no JSON, or that it may be some."""
-    rows = RawRows(DTYPES["float32"], (2,), 8, batching=True)
+    rows = RowReader(DTYPES["float32"], (2,), 8, batching=True)
     texts = [b' \n{ \t"instances": []}', b"{}", b" " * 8, b"{ x", b"[1]", b"\0\1\2", b"{\n\n", b"x{"]
     for text in texts:
         whole = text + b" " * (-len(text) % 8)
         for at in range(1, len(whole)):
-            found = rows.count_arrived(Arrived(-1, whole[:at], len(whole) - at))
+            found = rows.count_arrived(ArrivedBody(-1, whole[:at], len(whole) - at))
             assert found in (0, rows.count(whole))
-    assert rows.count_arrived(Arrived(-1, b"\0", 15)) == 2
-    assert rows.count_arrived(Arrived(-1, b"\0", 14)) == 0
+    assert rows.count_arrived(ArrivedBody(-1, b"\0", 15)) == 2
+    assert rows.count_arrived(ArrivedBody(-1, b"\0", 14)) == 0
     single = replace(rows, batching=False)
-    assert [single.count_arrived(Arrived(-1, b"\0", size)) for size in (7, 15)] == [1, 0]
+    assert [single.count_arrived(ArrivedBody(-1, b"\0", size)) for size in (7, 15)] == [1, 0]
 
 
 def test_raw_rows() -> None:
@@ -417,6 +417,21 @@ def test_numbers_of_a_million_digits(digits: bytes) -> None:
     assert ask(dialect, "POST", "/v1/models/m:regress", body).status == (200 if fits else 400)
 
 
+def test_numbers_in_errors_are_printed_as_the_original_reads_them() -> None:
+    """Its parser goes on in doubles behind the digits of a uint64; values are the nearest doubles."""
+    dialect, long = dialect_of(standard_engine()), "123456789012345678901234567890"
+    for path, body, told in (
+        ("m:predict", f"[{long}]", "JSON Value: [1.2345678901234566e29] Is not object"),
+        ("m:predict", f'{{"instances": [{long}, "a"]}}', 'JSON Value: "a" Type: String'),
+        ("m:predict", f'{{"instances": [{long}, [{long}]]}}', "Expecting shape"),
+    ):
+        reply = ask(dialect, "POST", f"/v1/models/{path}", body)
+        assert (reply.status, told in error_of(reply.body)) == (400, True), reply.body
+    body = f'{{"signature_name": "regress_x_to_y", "examples": [{{"x": {long}}}, {{"x": 1.0}}]}}'
+    results = json.loads(ask(dialect, "POST", "/v1/models/m:regress", body).body)["results"]
+    assert [np.float32(result) for result in results] == [np.float32(long) / 2 + 2, 2.5]
+
+
 def test_a_depth_of_100_is_read() -> None:
     body = '{"x": ' + "[" * 99 + "1" + "]" * 99 + ', "instances": [1]}'
     assert ask(dialect_of(standard_engine()), "POST", "/v1/models/m:predict", body).status == 200
@@ -439,3 +454,27 @@ def test_the_metrics_page_is_opt_in_and_exact() -> None:
     assert b'request_latency_count{model_name="m",API="predict",entrypoint="REST"} 1\n' in reply.body
     assert dialect.route("GET", path + "x") is None
     assert ask(dialect, "GET", path + "?a=1").status == 400
+
+
+def test_uint16_is_refused_when_it_is_read() -> None:
+    """As the original does, which has no way from JSON to it; a list of nothing passes."""
+    engine = FakeEngine()
+    short = {"dtype": "uint16", "shape": [-1]}
+    config = {"backend": "python", "max_batch_size": 4, "inputs": {"x": short}, "outputs": {"y": short}}
+    engine.serve("short", config, lambda inputs: {"y": inputs["x"]})
+    dialect = dialect_of(engine)
+
+    def predict(document: Any) -> tuple[int, Any]:
+        reply = ask(dialect, "POST", "/v1/models/short:predict", json.dumps(document).encode())
+        return reply.status, json.loads(reply.body)
+
+    text = "Conversion of JSON Value: 1 to type: uint16"
+    wrapped = f"Failed to process element: 0 of 'instances' list. Error: UNIMPLEMENTED: {text}"
+    assert predict({"instances": [[1, 2]]}) == (400, {"error": wrapped})
+    assert predict({"inputs": [[1, 2]]}) == (501, {"error": text})
+    assert not engine.seen
+    assert predict({"instances": [[], []]})[0] == 200
+    assert engine.seen[0].inputs["x"].dtype is DTYPES["uint16"]
+    large = predict({"instances": [[1] * (1 << 17)]})
+    assert large[0] == 400
+    assert "The type of an input cannot be written in JSON" in large[1]["error"]

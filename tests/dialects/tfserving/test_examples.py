@@ -9,11 +9,16 @@ import numpy as np
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from fastserve.dialects.tfserving.examples import Example, Feature, read_examples, serialize_example
-from fastserve.dialects.tfserving.features import decode_feature
+from fastserve.dialects.tfserving.examples import (
+    Example,
+    Feature,
+    decode_feature,
+    read_examples,
+    serialize_example,
+)
 from fastserve.errors import ServeError
+from fastserve.net.router import CANONICAL_STATUS
 from fastserve.tensor import DTYPES, TensorSpec
-from fastserve.wire.dialect import CANONICAL_STATUS
 from tests.dialects.tfserving.fakes import to_array
 from tests.dialects.tfserving.vectors import Vector, body_of, each, plain
 

@@ -17,12 +17,11 @@ NO_STUBS = "tensorflow-serving-api is not installed: see tests/clients.txt"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorflow_serving") is None, reason=NO_STUBS)
-@pytest.mark.parametrize("options", [(), ("--grpc-options-transport", "grpcio")], ids=["native", "grpcio"])
-def test_every_rpc(tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_every_rpc(tmp_path: Path) -> None:
     folder = tmp_path / "models"
     folder.mkdir()
     write_halves(folder)
-    with Running(folder, tmp_path / "log", *options) as running:
+    with Running(folder, tmp_path / "log") as running:
         command = [sys.executable, "-m", "tests.dialects.tfserving.stubs_client", running.grpc]
         done = subprocess.run(command, capture_output=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr.decode()

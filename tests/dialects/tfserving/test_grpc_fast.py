@@ -15,11 +15,10 @@ import grpc.aio
 import pytest
 import yaml
 
-from fastserve.serving.known_messages import KnownMessages
+from fastserve.serving.templates import MessageTemplates
 from tests.dialects.tfserving.grpc_rig import PREDICTION, TFS, TfsServed, fill, serving, status_of
 from tests.ext.wire_strategies import field
 from tests.server.rig import HOLD, KILL, release, run, seen, write_model
-from tests.transports import both_transports as both_transports
 
 pytestmark = pytest.mark.lingers  # grpcio keeps its poller's thread and pipe
 MIXED = """
@@ -55,13 +54,13 @@ VALUES = [0, 1, 7, 300, 15360]
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """What the fast path said, one by one."""
     said: list[bool] = []
-    start = KnownMessages.start
+    start = MessageTemplates.start
 
-    def noting(self: KnownMessages[Any], *given: Any) -> Any:
+    def noting(self: MessageTemplates[Any], *given: Any) -> Any:
         said.append(start(self, *given))
         return said[-1]
 
-    monkeypatch.setattr(KnownMessages, "start", noting)
+    monkeypatch.setattr(MessageTemplates, "start", noting)
     return said
 
 

@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 import uvloop
 
-from fastserve.dialects.tfserving.grpc_spec import tell
+from fastserve.dialects.tfserving.service import status_error
 from fastserve.errors import Kind, ServeError
 from tests.dialects.tfserving.deviations import is_deviation
 from tests.dialects.tfserving.grpc_rig import TFS, fill, serving, status_of, write_halves
@@ -176,6 +176,6 @@ def test_vector(answers: Answers, vector: Vector) -> None:
 
 @each("grpc_details")
 def test_long_details_are_cut(vector: Vector) -> None:
-    told = tell(ServeError(Kind.INTERNAL, "x" * vector["input"]["message_length"])).message
+    told = status_error(ServeError(Kind.INTERNAL, "x" * vector["input"]["message_length"])).message
     assert len(told) == vector["expected"]["details_length"]
     assert told.endswith(vector["expected"]["suffix"])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastserve._ext.tensor_proto import IS_VARINT, write_model_spec, write_predict_response
-from fastserve.dialects.tfserving.grpc_fast import PLAIN_BYTES, make_template, make_writer
+from fastserve.dialects.tfserving.grpc_predict import PLAIN_BYTES, make_template, make_writer
 from fastserve.tensor import DTYPES, DType
 
 SPEC = write_model_spec("m", 3, "serving_default")

@@ -8,11 +8,11 @@ import json
 import pytest
 
 from fastserve.config import Limits
-from fastserve.wire.listener import HttpListener
+from fastserve.net.listener import HttpListener
 from tests.dialects.tfserving.fakes import dialect_of, standard_engine
 from tests.dialects.tfserving.vectors import Vector, body_of, each
 
-OURS_TO_ADD = {"date", "connection", "server"}
+OURS_TO_ADD = {"date", "connection", "server", "x-request-id"}
 
 
 async def exchange(raw: bytes, *, cors: bool) -> tuple[int, dict[str, str], bytes]:

@@ -6,20 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from fastserve.dialects.tfserving.fast import Fast
-from fastserve.wire.call import Call
+from fastserve.dialects.tfserving.predict import RestFastPath
+from fastserve.net.request import Call
 from tests.server.rig import run, serving, write_model
 
 
 def test_a_label_takes_the_fast_path_and_may_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path, numbers=(1, 2), labels={"best": 1}, version_policy="all")
-    start, taken = Fast.start, []
+    start, taken = RestFastPath.start, []
 
-    def noted(self: Fast, call: Call, raw: bool) -> bool:
+    def noted(self: RestFastPath, call: Call, raw: bool) -> bool:
         taken.append((self.version.number, start(self, call, raw)))
         return taken[-1][1]
 
-    monkeypatch.setattr(Fast, "start", noted)
+    monkeypatch.setattr(RestFastPath, "start", noted)
 
     async def work() -> None:
         async with serving(tmp_path) as served:

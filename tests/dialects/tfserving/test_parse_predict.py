@@ -15,15 +15,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fastserve.dialects.tfserving import predict
-from fastserve.dialects.tfserving.document import read_document
-from fastserve.dialects.tfserving.explain import read_tensors
-from fastserve.dialects.tfserving.signatures import Signatures
+from fastserve.dialects.tfserving.json_body import read_document, read_tensors
+from fastserve.dialects.tfserving.service import SignatureViews
 from fastserve.errors import ServeError
+from fastserve.net.router import CANONICAL_STATUS
 from fastserve.repository.model_config import parse_model_config
 from fastserve.repository.signature import Signature
 from fastserve.repository.version import Version
 from fastserve.tensor import DTYPES, DType, Tensor, TensorSpec
-from fastserve.wire.dialect import CANONICAL_STATUS
 from tests.dialects.tfserving.deviations import is_deviation
 from tests.dialects.tfserving.fakes import HALF_PLUS_TWO, to_array
 from tests.dialects.tfserving.vectors import ALL, DTYPE_BY_TF_NAME, Vector, body_of, each, plain
@@ -40,12 +39,12 @@ def version_with(inputs: dict[str, str]) -> Version:
     return version
 
 
-def signatures_of(vector: Vector) -> Signatures:
+def signatures_of(vector: Vector) -> SignatureViews:
     inputs = {name: DTYPE_BY_TF_NAME[dtype].name for name, dtype in vector["signature_inputs"].items()}
-    return Signatures(version_with(inputs))
+    return SignatureViews(version_with(inputs))
 
 
-def dtypes_of(signatures: Signatures) -> dict[str, DType]:
+def dtypes_of(signatures: SignatureViews) -> dict[str, DType]:
     return {alias: spec.dtype for alias, spec in signatures.default.signature.inputs.items()}
 
 
@@ -161,7 +160,7 @@ def text_of(value: Any) -> str:
 @example(inputs={"a": "bytes", "b": "bytes"}, key="instances", value=[{"b64": "aGk="}])
 def test_both_readers_agree(inputs: dict[str, str], key: str, value: Any) -> None:
     body = f'{{"{key}": {text_of(value)}}}'.encode()
-    signatures = Signatures(version_with(inputs))
+    signatures = SignatureViews(version_with(inputs))
     exact = outcome(lambda: read_tensors(read_document(body), dtypes_of(signatures)))
     got = outcome(lambda: predict.read_predict(signatures, body))
     if isinstance(exact, Refusal):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastserve.codec.client_text import target_text
+from fastserve.codec.json_text import target_text
 from fastserve.dialects.tfserving.routes import Target, VersionOverflow, is_api, parse_target
 from tests.dialects.tfserving.fakes import ask, dialect_of, standard_engine
 from tests.dialects.tfserving.vectors import Vector, each

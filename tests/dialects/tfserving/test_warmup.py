@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import yaml
 
-from fastserve.codec.tfrecord import masked, read_records
+from fastserve.codec.byte_formats import masked, read_records
 from fastserve.config import Settings, TFServingOptions
 from fastserve.dialects.tfserving import warmup
 from fastserve.dialects.tfserving.warmup import FILE
 from fastserve.errors import Kind, ServeError
-from fastserve.server.trial import try_loads
+from fastserve.server.server import dry_run
 from tests.dialects.tfserving.grpc_rig import TFS, fill, serving
 from tests.server.rig import run
 
@@ -147,7 +147,7 @@ def logs(*given: Any) -> bytes:
 
 def tried(root: Path, model: str = "m", **options: Any) -> list[str]:
     settings = Settings(repository=str(root), tfserving=TFServingOptions(**options))
-    return try_loads(settings).problems.get(model, [])
+    return dry_run(settings).problems.get(model, [])
 
 
 def runs(version: Path) -> list[list[list[float]]]:
@@ -276,7 +276,7 @@ def test_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "larger than 100 bytes" in tried(tmp_path)[0]
     (version / FILE).write_bytes(framed([b"\xff\xff"]))
     assert "record 0: Failed to parse warmup record" in tried(tmp_path)[0]
-    monkeypatch.setattr("fastserve.engine.recorded.MOST_BYTES", 20)
+    monkeypatch.setattr("fastserve.engine.loader.MOST_BYTES", 20)
     unread = framed([b"no log, and not looked at: records are taken one by one"])
     (version / FILE).write_bytes(logs(predict(1), predict(1, 2)) + unread)
     assert "record 1: recorded inputs are over the limit of 20 bytes" in tried(tmp_path)[0]

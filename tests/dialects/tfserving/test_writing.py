@@ -10,24 +10,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastserve.dialects.tfserving.classify import write_results
-from fastserve.dialects.tfserving.describe import join_metadata, tensor_info, write_status
+from fastserve.dialects.tfserving.classify import ResultPlan, write_results
 from fastserve.dialects.tfserving.errors import error_body
+from fastserve.dialects.tfserving.metadata import join_metadata, tensor_info, write_status
 from fastserve.dialects.tfserving.monitoring import (
     LATENCY_BOUNDS_US,
-    Monitor,
-    Spread,
+    PageHistogram,
+    TFServingMonitor,
     number,
     write_histogram,
     write_series,
 )
 from fastserve.dialects.tfserving.predict import write_predict
-from fastserve.dialects.tfserving.results import ResultPlan
 from fastserve.errors import Kind, ServeError
+from fastserve.net.router import CANONICAL_STATUS
 from fastserve.repository.model_config import parse_model_config
 from fastserve.repository.version import Version, VersionState
 from fastserve.tensor import Tensor
-from fastserve.wire.dialect import CANONICAL_STATUS
 from tests.dialects.tfserving.fakes import HALF_PLUS_TWO, to_tensor
 from tests.dialects.tfserving.vectors import DTYPE_BY_TF_NAME, Vector, body_of, each, plain
 
@@ -180,7 +179,7 @@ def test_metadata_body(vector: Vector) -> None:
 def test_metric_lines(vector: Vector) -> None:
     given = vector["input"]
     if given["type"] == "histogram":
-        spread = Spread([0] * (len(given["bounds"]) + 1))
+        spread = PageHistogram([0] * (len(given["bounds"]) + 1))
         lines = write_histogram(given["metric"], given["bounds"], [(given["labels"], spread)])
         assert lines[0] == vector["expected"]["lines"][0]
         return
@@ -194,7 +193,7 @@ def test_latency_bounds(vector: Vector) -> None:
 
 
 def test_metrics_page() -> None:
-    monitor = Monitor({"m"})
+    monitor = TFServingMonitor({"m"})
     monitor.count("m", "OK")
     monitor.count("nobody 1", "NOT_FOUND")
     monitor.count("nobody 2", "NOT_FOUND")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fastserve.dialects.tfserving.names import TF_NAME
+from fastserve.dialects.tfserving.errors import TF_NAME
 from fastserve.tensor import DTYPE_BY_CODE, DType
 
 FILE = Path(__file__).parents[2] / "vectors" / "tfserving.jsonl"

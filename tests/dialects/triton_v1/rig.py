@@ -18,12 +18,11 @@ import grpc.aio
 import yaml
 from google.protobuf import text_format
 
-from fastserve.config import GrpcOptions, Listener, Settings
+from fastserve.config import Listener, Settings
 from fastserve.protos import load
 from fastserve.server import Server
 from tests.dialects.triton_v1 import models
 from tests.server.rig import WAIT_S, Served
-from tests.transports import transport
 
 V1 = load("triton_v1")
 Reply = tuple[int, dict[str, str], bytes]
@@ -180,7 +179,6 @@ async def rig(folder: Path, **changes: Any) -> AsyncIterator[Rig]:
     """A server over what stands in `folder`; afterwards nothing may be outstanding in any arena."""
     listeners = (Listener("127.0.0.1:0", ("triton_v1",)),)
     settings = {"model_control": "explicit", "load_models": ("*",), "drain_s": 5.0, "allow_client_shm": True}
-    settings["grpc_options"] = GrpcOptions(transport=transport())
     server = Server(
         Settings(repository=str(folder), http=listeners, grpc=listeners, **{**settings, **changes})
     )

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from fastserve.engine import fast_queue_of
+from fastserve.engine.engine import scheduler_of
 from tests.dialects.triton_v1 import models
 from tests.dialects.triton_v1.lies import BODIES, COUNT, ECHO, LIES, ONE, ONES, PAIR, one
 from tests.dialects.triton_v1.rig import V1, Result, Rig, make_request, rig, write_dense
@@ -120,6 +121,10 @@ def test_headers_missing_binary_and_too_long(tmp_path: Path) -> None:
             raw = await speak(served, b"")
             assert raw.startswith(b"HTTP/1.1 400 ")
             assert raw.endswith(b"\r\n\r\nThe request header should contain 'NV-InferRequest'")
+            twice = b"NV-InferRequest: %b\r\n" % PAIR.encode() * 2
+            raw = await speak(served, twice, COUNT + ONES)
+            assert raw.startswith(b"HTTP/1.1 400 ")
+            assert raw.endswith(b"\r\n\r\nThe request header should contain 'NV-InferRequest' once")
             raw = await speak(served, b"NV-InferRequest: " + binary + b"\r\n")  # control characters
             assert raw.startswith(b"HTTP/1.1 400 ")
             assert b"NV-" not in raw
@@ -238,7 +243,7 @@ def test_a_region_that_goes_under_a_running_request(tmp_path: Path, region: Path
 
 def queue_of(served: Rig, model: str) -> Any:
     version: Any = served.server.catalog.available(model)
-    return version.scheduler.queue
+    return scheduler_of(version).queue
 
 
 async def remove(served: Rig, region: Path, how: str) -> None:
@@ -295,7 +300,7 @@ async def crowd(served: Rig, folder: Path, model: str, most: int) -> list[str]:
     version: Any = served.server.catalog.available(model)
     queue = fast_queue_of(version)
     ring = None if queue is None else queue.ring
-    queued = version.scheduler.pending if ring is None else ring.queued
+    queued = scheduler_of(version).pending if ring is None else ring.queued
     for count in range(most):
         asked.append(asyncio.ensure_future(served.over_http(model, ECHO, ONE)))
         if count == 0:

@@ -12,7 +12,6 @@ from typing import Any
 
 from tests.dialects.triton_v1.rig import V1, Rig, rig, write_dense
 from tests.server.rig import run
-from tests.transports import both_transports as both_transports
 
 ONES = struct.pack("<16i", *[1] * 16)
 COUNT = struct.pack("<16i", *range(16))

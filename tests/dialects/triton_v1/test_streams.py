@@ -10,10 +10,10 @@ import grpc
 import pytest
 
 from fastserve.dialects.triton_v1.rpcs import AHEAD
+from fastserve.engine.engine import scheduler_of
 from tests.dialects.triton_v1 import models
 from tests.dialects.triton_v1.rig import V1, make_request, read_response, rig, write_dense
 from tests.server.rig import run
-from tests.transports import both_transports as both_transports
 
 ONE = struct.pack("<i", 1)
 ECHO = 'batch_size: 1 input { name: "IN" } output { name: "OUT" }'
@@ -89,9 +89,9 @@ def test_a_client_that_leaves(tmp_path: Path) -> None:
             call = served.grpc.StreamInfer()
             for _ in range(4):
                 await call.write(make_request("held", ECHO, ONE))
-            await served.served.until(lambda: version.scheduler.queue.waiting == 4)
+            await served.served.until(lambda: scheduler_of(version).queue.waiting == 4)
             call.cancel()
-            await served.served.until(lambda: version.scheduler.queue.waiting == 0)
+            await served.served.until(lambda: scheduler_of(version).queue.waiting == 0)
             models.release(tmp_path, "held")
             for ask in served.ways:
                 assert (await ask("held", ECHO, ONE)).raws == [ONE]

@@ -230,8 +230,8 @@ def test_a_template_at_the_edge_of_what_it_may_use_up(
 
 def test_the_page_of_limits_says_what_a_template_may_use_up() -> None:
     page = Path("docs/security.md").read_text()
-    (row,) = re.findall(r"^\| what a chat template uses up \| (.*?) \|", page, re.MULTILINE)
-    told = re.match(r"(\d+) turns of its loops and macros, (\d+) s, (\d+) MiB of each text", row)
+    (row,) = re.findall(r"^\| resources of a chat template \| (.*?) \|", page, re.MULTILINE)
+    told = re.match(r"(\d+) iterations of its loops and macros, (\d+) s, (\d+) MiB of each text", row)
     assert told is not None, row
     assert [int(number) for number in told.groups()] == [
         sandbox.MOST_TURNS, sandbox.MOST_S, sandbox.MOST_SIZE >> 20,

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from fastserve.errors import Kind, ServeError
-from fastserve.serving.text import Info, Texts
-from fastserve.serving.text.fetch import Fetch, check_url, is_public
-from fastserve.serving.text.images import ImageRules, Images
+from fastserve.serving.text import Info, TextModels
+from fastserve.serving.text.images import Fetch, ImageRules, Images, check_url, is_public
 from tests.text_rig import LocalEngine, Scripted
 
 JPEG = b"\xff\xd8\xff\xe0" + bytes(range(200))
@@ -29,7 +28,7 @@ def load(*values: str, vision: bool = True, **rules: Any) -> list[bytes]:
     async def work() -> list[bytes]:
         with LocalEngine() as engine:
             engine.add("m1", Scripted([], info=SEES if vision else Info(tokenizer="words")))
-            return await Images(ImageRules(**rules)).load(Texts(engine.context).find("m1"), values)
+            return await Images(ImageRules(**rules)).load(TextModels(engine.context).find("m1"), values)
 
     return asyncio.run(work())
 
@@ -149,8 +148,10 @@ def test_what_is_no_url(url: str) -> None:
 async def origin(*answers: bytes, pause: bool = False) -> AsyncIterator[tuple[int, list[bytes]]]:
     """A server that gives these answers, one a connection; what it was asked."""
     asked: list[bytes] = []
+    answering: list[asyncio.Task[None] | None] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        answering.append(asyncio.current_task())
         asked.append(await reader.readuntil(b"\r\n\r\n"))
         writer.write(answers[len(asked) - 1])
         with contextlib.suppress(ConnectionError):
@@ -164,6 +165,8 @@ async def origin(*answers: bytes, pause: bool = False) -> AsyncIterator[tuple[in
         yield server.sockets[0].getsockname()[1], asked
     finally:
         server.close()
+        # From Python 3.12 on wait_for ends in the turn in which its time is over: before `answer` sees it.
+        await asyncio.wait_for(asyncio.gather(*filter(None, answering)), 60)
 
 
 def fetch(path: str, *answers: bytes, pause: bool = False, **more: Any) -> tuple[bytes | str, list[bytes]]:

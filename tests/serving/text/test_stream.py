@@ -23,7 +23,7 @@ from fastserve.serving.text import (
     Sampling,
     TextAsk,
     TextModel,
-    Texts,
+    TextModels,
     TextStream,
     TextTooLong,
     Token,
@@ -31,6 +31,7 @@ from fastserve.serving.text import (
     models,
     together,
 )
+from fastserve.serving.text.stream import TOKEN_BYTES, UNREAD_SHARE, unread
 from fastserve.serving.text.tokenizer import load_tokenizer
 from tests.text_rig import LocalEngine, Said, Scripted
 
@@ -51,7 +52,7 @@ def run(work: Callable[[LocalEngine], Awaitable[None]]) -> None:
 def model_of(engine: LocalEngine, script: Iterable[Said] = ONES, **more: Any) -> TextModel:
     place = {key: more.pop(key) for key in ("reader_tokens", "steps") if key in more}
     engine.add("m1", Scripted(script, **more), **place)
-    return Texts(engine.context).find("m1")
+    return TextModels(engine.context).find("m1")
 
 
 async def read(stream: TextStream) -> list[Token]:
@@ -94,7 +95,7 @@ def test_an_answer_is_as_long_as_is_wanted_allowed_and_fits() -> None:
             assert (ending.reason, ending.generated) == (Finish.LENGTH, expected)
         tight = Info(vocab_size=1 << 20, tokenizer="words", max_prompt_tokens=8, max_tokens=10)
         engine.add("tight", Scripted(ONES, info=tight))
-        stream = await Texts(engine.context).find("tight").start(ask(9, prompt="a b c d e f g h"))
+        stream = await TextModels(engine.context).find("tight").start(ask(9, prompt="a b c d e f g h"))
         assert (await stream.rest()).generated == 2
 
     run(work)
@@ -191,7 +192,7 @@ def test_who_is_told_of_an_end_is_told_once() -> None:
             if ends[-1]:
                 over.set()
 
-        stream.told = told
+        stream.on_news = told
         await over.wait()
         await engine.idle()
         await asyncio.sleep(0)  # a turn of the loop, for what was to be called in the next
@@ -309,11 +310,56 @@ def test_a_reader_that_stands_still_holds_its_sequence_up() -> None:
     run(work)
 
 
+def test_what_is_not_read_is_on_an_account() -> None:
+    async def work(engine: LocalEngine) -> None:
+        model = model_of(engine, reader_tokens=1000, info=Info(vocab_size=9, tokenizer="words"))
+        assert unread.nbytes == 0
+        stream = await model.start(ask(100, prompt=[1]))
+        await engine.idle()
+        assert unread.nbytes >= 100 * TOKEN_BYTES
+        assert len(await anext(stream)) == 100
+        assert unread.nbytes == 0
+        left = await model.start(ask(100, prompt=[1]))
+        await engine.idle()
+        assert unread.nbytes > 0
+        del left
+        gc.collect()
+        assert unread.nbytes == 0
+
+    run(work)
+
+
+def test_who_has_the_most_unread_ends_when_the_account_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unread, "most", 3 * UNREAD_SHARE)
+
+    async def work(engine: LocalEngine) -> None:
+        info = Info(vocab_size=9, tokenizer="words", max_tokens=1 << 20, max_new_tokens=1 << 20)
+        model = model_of(engine, reader_tokens=1 << 20, info=info)
+        short = [await model.start(ask(100, prompt=[1])) for _ in range(8)]
+        behind = [await model.start(ask(20_000, prompt=[1])) for _ in range(4)]
+        reading = await model.start(ask(20_000, prompt=[1]))
+        assert (await reading.rest()).generated == 20_000
+        await engine.idle()
+        assert unread.nbytes <= unread.most + 8 * 100 * 2 * TOKEN_BYTES
+        for stream in behind:
+            tokens = [token async for some in stream for token in some]
+            assert stream.ending is not None
+            fault = stream.ending.fault
+            assert isinstance(fault, ServeError)
+            assert (fault.kind, tokens) == (Kind.RESOURCE_EXHAUSTED, [])
+            assert "read too slowly" in fault.message
+        for stream in short:
+            assert (await stream.rest()).fault is None
+        assert unread.nbytes == 0
+
+    run(work)
+
+
 def test_several_sequences_of_one_request_have_seeds_that_follow() -> None:
     async def work(engine: LocalEngine) -> None:
         script = Scripted(lambda request: [(request.note.sampling.seed % 7, "x")])
         engine.add("m1", script)
-        model = Texts(engine.context).find("")
+        model = TextModels(engine.context).find("")
         streams = await model.start_many(ask(3, seed=(1 << 64) - 1), 3)
         assert [stream.seed for stream in streams] == [(1 << 64) - 1, 0, 1]
         found: dict[int, list[int]] = {0: [], 1: [], 2: []}
@@ -346,7 +392,7 @@ def test_seeds_differ_where_none_is_given() -> None:
 
 def test_models_are_found_by_name_and_forgotten_at_their_end() -> None:
     async def work(engine: LocalEngine) -> None:
-        texts = Texts(engine.context)
+        texts = TextModels(engine.context)
         with pytest.raises(ServeError, match="there is none"):
             texts.find("")
         version = engine.add("m1", Scripted(ONES))
@@ -354,7 +400,7 @@ def test_models_are_found_by_name_and_forgotten_at_their_end() -> None:
         engine.add("m2", Scripted(ONES))
         with pytest.raises(ServeError, match="m1, m2"):
             texts.find("")
-        assert Texts(engine.context, "m2").find("").name == "m2"
+        assert TextModels(engine.context, "m2").find("").name == "m2"
         engine.remove(version)
         with pytest.raises(ServeError, match="Model m1 not found"):
             texts.find("m1")
@@ -364,7 +410,7 @@ def test_models_are_found_by_name_and_forgotten_at_their_end() -> None:
 
 def test_all_dialects_share_a_model_which_ends_with_its_version() -> None:
     async def work(engine: LocalEngine) -> None:
-        first, second = Texts(engine.context), Texts(engine.context)
+        first, second = TextModels(engine.context), TextModels(engine.context)
         version = engine.add("m1", Scripted(ONES))
         model = weakref.ref(first.find("m1"))
         assert model() is second.find("m1")
@@ -389,7 +435,7 @@ def test_a_tokenizer_is_read_beside_the_loop_and_once(
         return load_tokenizer("words", tmp_path, "m1")
 
     async def work(engine: LocalEngine) -> None:
-        texts = Texts(engine.context)
+        texts = TextModels(engine.context)
         engine.add("m1", Scripted(ONES, info=Info(vocab_size=1 << 20)))
         starts = [asyncio.ensure_future(texts.find("m1").start(ask(2))) for _ in range(3)]
         while not read:  # begun by the version's coming, and the loop turns

@@ -1,0 +1,368 @@
+"""Requests that any client may send to a route: bodies of any size, made from the server's own tables.
+
+    for name, target, body, headers in http_requests(1 << 20): ...      each route and verb of every dialect
+    for name, path, data in rpc_requests(1 << 20): ...                   each RPC, by its message's descriptor
+
+JSON: `FILLINGS` are large values, `PLACES` are their positions in a document of each API. Protobuf: the
+descriptor gives the fields and which of them can be large. Streams are many messages.
+"""
+
+from __future__ import annotations
+
+import gzip
+import random
+import re
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+
+from fastserve.dialects import SPECS
+from fastserve.protos import load
+
+SAID = {
+    "/...": "/unregisterall", "live|ready": "ready", "load|unload": "load", "[/metadata]": "/metadata",
+    "tfserving.monitoring_path": "/monitoring/prometheus/metrics", "/v1/unregisterall": "/v1/anything",
+    "/CUSTOMIZED-PATH": "/customized", "[/versions/N or /labels/L]": "",
+    "VERSION": "1", "REPOSITORY": "r", "REGION": "x", "timed-N": "timed-1", "ROLE": "prefill",
+}  # fmt: skip
+"""A word of a route's path -> what a client writes for it."""
+MODELS = {"textgen": ("tokens",), "tfserving": ("free", "classes"), "kserve_v2": ("free", "texts", "chat")}
+ENDS_THE_SERVER = {"/stopService"}  # refused by default: the server asks for `textgen.stop_service`
+V1_HEADER = 'batch_size: 1 input { name: "x" dims: 4 } output { name: "y" }'
+
+
+class Http(NamedTuple):
+    """A request. `name`: the shape's, and where it stands."""
+
+    name: str
+    verb: str
+    target: str
+    body: bytes
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+class Rpc(NamedTuple):
+    """A call: `data` is the whole of what the stream carries, prefixes included."""
+
+    name: str
+    path: str
+    data: bytes
+
+
+# --- JSON -------------------------------------------------------------------------------------------
+
+
+def repeat(piece: bytes, size: int, last: bytes = b"") -> bytes:
+    return piece * ((size - len(last)) // len(piece)) + last
+
+
+def keys(size: int) -> bytes:
+    made = b",".join(b'"%x":1' % number for number in range(size // 9))
+    return b"{%b}" % made[: made.rfind(b',"', 0, size) if len(made) > size else None]
+
+
+FILLINGS: dict[str, Callable[[int], bytes]] = {
+    "numbers": lambda n: b"[%b]" % repeat(b"1,", n, b"1"),
+    "fractions": lambda n: b"[%b]" % repeat(b"0.1234567,", n, b"1"),
+    "strings": lambda n: b"[%b]" % repeat(b'"",', n, b'""'),
+    "wide lists": lambda n: b"[%b]" % repeat(b"[1],", n, b"[1]"),
+    "deep lists": lambda n: b"[" * (n // 2) + b"]" * (n // 2),
+    "lists of lists": lambda n: b"[%b]" % repeat(b"[[[[1]]]],", n, b"[[[[1]]]]"),
+    "empty lists": lambda n: b"[%b]" % repeat(b"[],", n, b"[]"),
+    "nested empty lists": lambda n: b"[%b]" % repeat(b"[[],[]],", n, b"[]"),
+    "empty objects": lambda n: b"[%b]" % repeat(b"{},", n, b"{}"),
+    "objects": lambda n: b"[%b]" % repeat(b'{"role":"user","content":"a"},', n, b"{}"),
+    "keys": keys,
+    "a long key": lambda n: b'{"%b":1}' % (b"k" * n),
+    "a long string": lambda n: b'"%b"' % repeat(b"word ", n),
+    "escapes": lambda n: b'"%b"' % repeat(b"\\u00e9", n),
+    "a long number": lambda n: b"1" * n,
+}
+PLACES: dict[str, tuple[bytes, ...]] = {
+    "textgen": (
+        b'{"prompt":%b,"model":"tokens","max_tokens":2}',
+        b'{"inputs":%b,"parameters":{"max_new_tokens":2}}',
+        b'{"messages":%b,"model":"tokens","max_tokens":2}',
+        b'{"messages":[{"role":"user","content":%b}],"model":"tokens","max_tokens":2}',
+        b'{"prompt":"a","messages":[{"role":"user","content":"a"}],"max_tokens":2,"model":"tokens","stop":%b}',
+        b'{"prompt":"a","messages":[{"role":"user","content":"a"}],"max_tokens":2,"model":"tokens","logit_bias":%b}',
+        b'{"messages":[{"role":"user","content":"a"}],"max_tokens":2,"model":"tokens","chat_template_kwargs":%b}',
+        b'{"messages":[{"role":"user","content":"a"}],"max_tokens":2,"model":"tokens","tools":%b}',
+        b'{"prompt":"a","messages":[{"role":"user","content":"a"}],"max_tokens":2,"model":"tokens","x":%b}',
+        b'{"inputs":"a","parameters":{"max_new_tokens":2,"stop":%b}}',
+        b'{"inputs":"a","parameters":%b}',
+        b'{"text_input":%b,"parameters":{"max_new_tokens":2}}',
+        b'{"input":%b,"model":"tokens"}',
+        b'{"inputs":[{"name":"input0","shape":[1,1],"datatype":"UINT32","data":%b}],"outputs":[{"name":"output0"}]}',
+    ),
+    "tfserving": (
+        b'{"instances":%b}',
+        b'{"inputs":%b}',
+        b'{"inputs":{"x":%b}}',
+        b'{"instances":[{"x":%b}]}',
+        b'{"examples":%b}',
+        b'{"examples":[{"x":%b}]}',
+        b'{"context":%b,"examples":[{"x":1}]}',
+        b'{"signature_name":%b,"instances":[[1,2,3,4]]}',
+    ),
+    "kserve_v2": (
+        b'{"inputs":[{"name":"x","shape":[1,4],"datatype":"FP32","data":%b}]}',
+        b'{"inputs":[{"name":"x","shape":[1,4],"datatype":"BYTES","data":%b}]}',
+        b'{"inputs":[{"name":"x","shape":%b,"datatype":"FP32","data":[1]}]}',
+        b'{"inputs":[{"name":"x","shape":[1,4],"datatype":"FP32","data":[1,2,3,4],"parameters":%b}]}',
+        b'{"inputs":%b}',
+        b'{"outputs":%b,"inputs":[{"name":"x","shape":[1,4],"datatype":"FP32","data":[1,2,3,4]}]}',
+        b'{"parameters":%b,"inputs":[{"name":"x","shape":[1,4],"datatype":"FP32","data":[1,2,3,4]}]}',
+        b'{"id":%b,"inputs":[{"name":"x","shape":[1,4],"datatype":"FP32","data":[1,2,3,4]}]}',
+        b'{"text_input":%b}',
+        b'{"x":%b}',
+    ),
+    "grps": (
+        b'{"ndarray":%b}',
+        b'{"str_data":%b}',
+        b'{"gtensors":{"tensors":[{"name":"x","dtype":"DT_FLOAT32","shape":[1,4],"flat_float32":%b}]}}',
+        b'{"gtensors":{"tensors":%b}}',
+        b'{"gmap":{"s_i32":%b}}',
+        b'{"model":%b,"ndarray":[[1]]}',
+    ),
+}
+ROWS: dict[str, tuple[str, bytes]] = {
+    "tfserving": ("/v1/models/free:predict", b'{"instances":[%(wide)b]}'),
+    "kserve_v2": (
+        "/v2/models/free/infer",
+        b'{"inputs":[{"name":"x","shape":[%(rows)d,1],"datatype":"FP32","data":[%(flat)b]}]}',
+    ),
+    "grps": (
+        "/grps/v1/infer/predict?model=free-1",
+        b'{"gtensors":{"tensors":[{"dtype":"DT_FLOAT32","shape":[%(rows)d,1],"flat_float32":[%(flat)b]}]}}',
+    ),
+}
+"""Where requests for rows of one number go, and what they are."""
+ADMIN_PLACES = (b'{"parameters":%b}', b'{"trace_level":%b}', b'{"key":%b,"byte_size":8}', b'{"x":%b}')
+BODIES: dict[str, Callable[[int], tuple[bytes, tuple[tuple[str, str], ...]]]] = {
+    "whitespace": lambda n: (b" " * n, ()),
+    "garbage": lambda n: (random.Random(1).randbytes(n), ()),
+    "zeros": lambda n: (bytes(n), ()),
+    "gzip of zeros": lambda n: (gzip.compress(bytes(n), 9), (("Content-Encoding", "gzip"),)),
+    "gzip of numbers": lambda n: (
+        gzip.compress(b'{"instances":%b}' % FILLINGS["fractions"](n), 1), (("Content-Encoding", "gzip"),)
+    ),
+    "a mixed body": lambda n: (b'{"inputs":[]}' + bytes(n), (("Inference-Header-Content-Length", "13"),)),
+}  # fmt: skip
+
+
+@cache
+def fill(name: str, size: int) -> bytes:
+    return FILLINGS[name](size)
+
+
+def targets(dialect: str, path: str) -> list[str]:
+    """What clients write for a path of the tables, for each model of the dialect."""
+    for word, said in SAID.items():
+        path = path.replace(word, said)
+    whole = [re.sub(r"\[([^]]*)\]", "", path)]
+    if ":predict|classify|regress" in path:
+        whole = [whole[0].replace(":predict|classify|regress", verb) for verb in (":predict", ":classify")]
+    if re.search("MODEL|NAME", path):
+        models = MODELS.get(dialect, ("free",))
+        whole = [re.sub("MODEL|NAME", model, one) for one in whole for model in models]
+    return whole
+
+
+def of_rows(dialect: str, rows: int) -> tuple[str, bytes]:
+    """The target and the body of a request of so many rows for the model `free`."""
+    target, body = ROWS[dialect]
+    ones = {b"rows": rows, b"flat": b",".join([b"1"] * rows), b"wide": b",".join([b"[1]"] * rows)}
+    return target, body % ones
+
+
+def of_integers(dialect: str, rows: int, row_items: int) -> tuple[str, bytes]:
+    """The RPC and a serialized request of int32 rows, a byte each, for the model `integers`."""
+    messages, values = load(dialect), [1] * (rows * row_items)
+    if dialect == "tfserving":
+        made = messages.PredictRequest(model_spec={"name": "integers"})
+        made.inputs["x"].dtype = messages.DataType.Value("DT_INT32")
+        for size in (rows, row_items):
+            made.inputs["x"].tensor_shape.dim.add(size=size)
+        made.inputs["x"].int_val.extend(values)
+        return "/tensorflow.serving.PredictionService/Predict", made.SerializeToString()
+    if dialect == "grps":
+        made = messages.GrpsMessage(model="integers-1")
+        made.gtensors.tensors.add(dtype="DT_INT32", shape=[rows, row_items], flat_int32=values)
+        return "/grps.protos.v1.GrpsService/Predict", made.SerializeToString()
+    made = messages.ModelInferRequest(model_name="integers")
+    given = made.inputs.add(name="x", datatype="INT32", shape=[rows, row_items])
+    given.contents.int_contents.extend(values)
+    return "/inference.GRPCInferenceService/ModelInfer", made.SerializeToString()
+
+
+class Route(NamedTuple):
+    """A route of the tables as clients write it."""
+
+    dialect: str
+    verb: str
+    target: str
+    infers: bool
+
+
+def routes() -> list[Route]:
+    """Each route and verb of every dialect."""
+    found = [
+        Route(spec.name, verb, target, scope.value == "infer")
+        for spec in SPECS
+        for row in spec.routes
+        for verb, scope in row.scopes.items()
+        for target in targets(spec.name, row.path)
+        if target not in ENDS_THE_SERVER
+    ]
+    return list(dict.fromkeys(found))
+
+
+def http_requests(route: Route, size: int, some: int = 0) -> Iterator[Http]:
+    """Every shape in every place; with `some` every so many-th of them, another beginning for each route."""
+    places = PLACES.get(route.dialect, ()) if route.infers else ()
+    shapes = [
+        (f"{filling} in {place.decode()}", partial_body(place, filling, size))
+        for place in places or ADMIN_PLACES
+        for filling in FILLINGS
+    ]
+    shapes += [(name, partial(make, size)) for name, make in BODIES.items()]
+    for name, make in picked(shapes, some, f"{route.verb} {route.target}"):
+        body, headers = make()
+        kind = "application/json"
+        if route.dialect == "triton_v1":
+            kind, headers = "application/octet-stream", (*headers, ("NV-InferRequest", V1_HEADER))
+        yield Http(name, route.verb, route.target, body, (("Content-Type", kind), *headers))
+
+
+def partial_body(
+    place: bytes, filling: str, size: int
+) -> Callable[[], tuple[bytes, tuple[tuple[str, str], ...]]]:
+    return lambda: (place % fill(filling, size), ())
+
+
+def picked(shapes: list[Any], some: int, seed: str) -> list[Any]:
+    """`some` of them, the same ones each time."""
+    return random.Random(seed).sample(shapes, min(some, len(shapes))) if some else shapes
+
+
+# --- protobuf -----------------------------------------------------------------------------------------
+
+LEN, VARINT = 2, 0
+DEPTH = 4  # of messages in messages
+NAMES = {"model_name": b"free", "model": b"free", "name": b"free"}
+
+
+def varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def tag(number: int, wire: int) -> bytes:
+    return varint(number << 3 | wire)
+
+
+def put(number: int, data: bytes) -> bytes:
+    return tag(number, LEN) + varint(len(data)) + data
+
+
+def prefix(message: bytes) -> bytes:
+    return b"\0" + len(message).to_bytes(4, "big") + message
+
+
+def leaves(
+    message: Descriptor, depth: int = DEPTH, seen: tuple[str, ...] = ()
+) -> Iterator[tuple[list[int], FieldDescriptor]]:
+    """Every field of it and of the messages in it, with the numbers of the messages around it."""
+    for field in message.fields:
+        yield [], field
+        inner = field.message_type
+        if inner is not None and depth > 1 and inner.full_name not in seen:
+            for path, leaf in leaves(inner, depth - 1, (*seen, inner.full_name)):
+                yield [field.number, *path], leaf
+
+
+def contents(field: FieldDescriptor, size: int) -> Iterator[tuple[str, bytes]]:
+    """What of a field can be large."""
+    number = field.number
+    if field.message_type is not None or field.type in (field.TYPE_STRING, field.TYPE_BYTES):
+        empty = tag(number, LEN) + b"\0"
+        yield "empty ones", repeat(empty, size)
+        if field.message_type is None:
+            yield "a long one", put(number, b"a" * size)
+    elif field.is_repeated:
+        yield "packed ones", put(number, b"\1" * size)
+        yield "ones", repeat(tag(number, VARINT) + b"\1", size)
+    else:
+        yield "again and again", repeat(tag(number, VARINT) + b"\1", size)
+
+
+def beginning(message: Descriptor) -> bytes:
+    """The model's name, where the message has it."""
+    made = b""
+    for field in message.fields:
+        if field.name in NAMES and field.type == field.TYPE_STRING:
+            made += put(field.number, NAMES[field.name])
+        elif field.name == "model_spec":
+            made += put(field.number, put(1, b"free"))
+    return made
+
+
+def message_shapes(message: Descriptor, size: int) -> Iterator[tuple[str, bytes]]:
+    begun = beginning(message)
+    for path, field in leaves(message):
+        for name, data in contents(field, size):
+            for number in reversed(path):
+                data = put(number, data)
+            yield f"{field.full_name}: {name}", begun + data
+    yield "unknown fields", begun + repeat(tag(500, VARINT) + b"\1", size)
+    yield "unknown messages", begun + repeat(tag(501, LEN) + b"\0", size)
+    yield "groups", begun + repeat(tag(502, 3) + tag(502, 4), size)
+    yield "deep groups", begun + repeat(tag(502, 3), size)
+    yield "garbage", random.Random(2).randbytes(size)
+    yield "zeros", bytes(size)
+
+
+HEALTH, REFLECTION = health_pb2.HealthCheckRequest, reflection_pb2.ServerReflectionRequest
+REQUESTS: dict[str, Descriptor] = {
+    "/grpc.health.v1.Health/Check": HEALTH.DESCRIPTOR,
+    "/grpc.health.v1.Health/Watch": HEALTH.DESCRIPTOR,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": REFLECTION.DESCRIPTOR,
+    "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": REFLECTION.DESCRIPTOR,
+}
+"""What no dialect's descriptors have."""
+
+
+def rpcs() -> dict[str, Descriptor]:
+    """Each RPC of every dialect, and those of every gRPC listener, with its request."""
+    found = dict(REQUESTS)
+    for spec in SPECS:
+        for path in spec.rpcs:
+            service, _, method = path[1:].rpartition("/")
+            described = load(spec.name).pool.FindServiceByName(service)
+            found[path] = described.methods_by_name[method].input_type
+    return found
+
+
+def rpc_requests(path: str, message: Descriptor, size: int, some: int = 0) -> Iterator[Rpc]:
+    """One message of each shape, and streams of many; with `some` so many of them."""
+    shapes: list[tuple[str, Callable[[], bytes]]] = [
+        (name, lambda data=data: prefix(data)) for name, data in message_shapes(message, size)
+    ]
+    begun, every = beginning(message), f"{path}"
+    shapes += [
+        ("empty messages", lambda: repeat(prefix(b""), size)),
+        ("messages of a name", lambda: repeat(prefix(begun), size)),
+        ("unknown messages in a stream", lambda: repeat(prefix(tag(500, VARINT) + b"\1"), size)),
+        ("half a message", lambda: b"\0" + size.to_bytes(4, "big") + bytes(size // 2)),
+        ("a stream of garbage", lambda: random.Random(3).randbytes(size)),
+    ]
+    for name, make in picked(shapes, some, every):
+        yield Rpc(name, path, make())
