@@ -11,20 +11,25 @@ from collections.abc import Coroutine, Sequence
 from math import prod
 from typing import Any
 
-from fastserve.apart import APART_BYTES
 from fastserve.errors import Kind, ServeError, invalid
+from fastserve.net.access_control import Scope
+from fastserve.net.request import Call
+from fastserve.net.router import CANONICAL_STATUS, Route
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
-from fastserve.serving.dialect import Dialect, DialectSpec, HttpRoute, NoOptions, ServingContext
-from fastserve.serving.fast_path import FastPath
-from fastserve.serving.paths import LastPath, open_path
+from fastserve.serving.dialect import (
+    Dialect,
+    DialectService,
+    DialectSpec,
+    HttpRoute,
+    NoOptions,
+    ServingContext,
+)
+from fastserve.serving.fast_path import FastPath, Outcome, PathCache, open_path
 from fastserve.serving.prepared import Described, Memory, PreparedRequest
-from fastserve.serving.service import DialectService
 from fastserve.serving.slow_path import SlowRequest, answer_slowly
 from fastserve.tensor import Tensor
-from fastserve.wire.call import Call
-from fastserve.wire.dialect import CANONICAL_STATUS, Route
-from fastserve.wire.scope import Scope
+from fastserve.util.offload import OFFLOAD_BYTES
 
 CSV = b"text/csv"
 ROUTE = HttpRoute("rows", "/csv/MODEL", {"GET": Scope.METADATA, "POST": Scope.INFER})
@@ -109,7 +114,7 @@ class Infer(SlowRequest):
     async def read(self) -> InferRequest:
         self.version, body = self._model.find(), self._call.body
         self._codec, lines = Codec(self.version), body.splitlines()
-        data = await self.service.apart(len(body), self._codec.read, lines)
+        data = await self.service.offload(len(body), self._codec.read, lines)
         return InferRequest(self._codec.inputs(len(lines), data))
 
     async def write(self, response: InferResponse) -> None:
@@ -120,18 +125,16 @@ class Infer(SlowRequest):
 
 
 class Model:
-    """The endpoints of one model, and how its requests end (an Outcome)."""
-
-    answered = None  # what is counted for every dialect is enough
+    """The endpoints of one model."""
 
     def __init__(self, dialect: "CsvRows", name: str) -> None:
         self.dialect, self._name = dialect, name
         self.service: DialectService = dialect.service
-        self._last: LastPath[Rows] = LastPath(self.service.keepers, self._open)
+        self._last: PathCache[Rows] = PathCache(self.service.keepers, self._open)
 
     def infer(self, call: Call) -> Coroutine[Any, Any, None] | None:
         rows = self._last.find(self.service.catalog.available(self._name))
-        if rows is not None and len(call.body) < APART_BYTES and rows.start(call, call.body.splitlines()):
+        if rows is not None and len(call.body) < OFFLOAD_BYTES and rows.start(call, call.body.splitlines()):
             return None
         return answer_slowly(call, Infer(self, call))
 
@@ -156,7 +159,7 @@ class Model:
         self.service.traffic.refused(self._name, fault.kind.name)
 
     def _open(self, version: Version) -> Rows | None:
-        path = open_path(version, self.service.traffic, self)
+        path = open_path(version, self.service.traffic, Outcome(self.refused))
         try:
             return None if path is None else Rows(version, path)
         except ServeError:
