@@ -20,7 +20,7 @@ import grpc
 
 from fastserve.protos import load as load_protos
 from tests.running import Running
-from tests.server.load_models import Loaded
+from tests.server.scheduling.load_models import Loaded
 
 LIMIT_S = 5.0
 SEQUENCE = 5  # requests from START to END

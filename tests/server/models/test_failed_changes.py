@@ -16,9 +16,9 @@ from fastserve.cli.models import models
 from fastserve.config import Listener
 from fastserve.protos import load
 from fastserve.workers import liveness
+from tests.server.processes.test_fronts import connect_to_each
+from tests.server.processes.test_silent import BRISK
 from tests.server.rig import SOURCE, Client, Served, run, serving, write_model
-from tests.server.test_fronts import connect_to_each
-from tests.server.test_silent import BRISK
 
 pytestmark = pytest.mark.logs_errors
 BROKEN = SOURCE + "\nraise ValueError('the weights are gone')\n"

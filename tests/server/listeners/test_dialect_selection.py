@@ -23,7 +23,7 @@ from fastserve.serving.dialect import Dialect, DialectSpec, ListenerPolicy, NoOp
 from tests.server.rig import Client, run, write_model
 
 FREE = "127.0.0.1:0"
-ECHO = "tests.server.echo_dialect"
+ECHO = "tests.server.listeners.echo_dialect"
 PLAIN = (404, "application/json", b'{"error":"no API of this listener has this path"}')
 PAGE = b"<HTML><HEAD>\n<TITLE>404 Not Found</TITLE>\n</HEAD><BODY>\n<H1>Not Found</H1>\n</BODY></HTML>\n"
 HTML = (404, "text/html", PAGE)

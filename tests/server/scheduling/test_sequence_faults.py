@@ -25,7 +25,7 @@ from fastserve.protos import load
 from fastserve.repository.version import Version
 from fastserve.workers.group import WorkerGroup
 from tests.server.rig import Served, run, serving
-from tests.server.test_sequences import CONFIG, SOURCE, say, write_seq
+from tests.server.scheduling.test_sequences import CONFIG, SOURCE, say, write_seq
 
 IDLE_S = 1.0  # what is said next may wait for a core
 HOLDS = """

@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from tests.running import WITH_SIMULATED_DEVICES, Running, until
+from tests.server.processes.test_shared_workers import manage
 from tests.server.raw_clients import ask
-from tests.server.test_shared_workers import manage
 
 torch = pytest.importorskip("torch")
 

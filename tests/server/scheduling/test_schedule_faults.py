@@ -12,9 +12,9 @@ import pytest
 
 from fastserve.engine.counters import counts_of
 from fastserve.errors import DeadlineError, Kind, ServeError
-from tests.server import test_ensembles as ensembles
-from tests.server import test_priorities as priorities
 from tests.server.rig import HOLD, KILL, Served, ask_one, release, run, seen, serving, write_model
+from tests.server.scheduling import test_ensembles as ensembles
+from tests.server.scheduling import test_priorities as priorities
 
 LATE = """
   priority_queue_policy { key: 1 value { timeout_action: DELAY default_timeout_microseconds: 1000 } } }

@@ -13,8 +13,8 @@ import pytest
 
 from tests import proc
 from tests.running import until
+from tests.server.lifecycle.test_opening import BODY, command, free_port
 from tests.server.rig import SOURCE, write_model
-from tests.server.test_opening import BODY, command, free_port
 
 TALKS = SOURCE.replace('        x = inputs["x"]', '        x = inputs["x"]; print("a line", flush=True)')
 SPIN_S, SPENT_S = 0.5, 0.3

@@ -16,7 +16,7 @@ from fastserve.config import Listener, Settings
 from fastserve.server.banner import demo_requests
 from tests.server.rig import Client, run, serving
 
-HELD_OUT = json.loads((Path(__file__).parents[1] / "vectors" / "digits_test.json").read_text())
+HELD_OUT = json.loads((Path(__file__).parents[2] / "vectors" / "digits_test.json").read_text())
 LEAST_ACCURACY = 0.97
 
 
@@ -32,7 +32,7 @@ async def post(client: Client, target: str, body: object) -> dict:
 
 def test_the_answers_of_the_readme():
     """Every curl line of the README that asks a model, and the answer shown below it."""
-    text = (Path(__file__).parents[2] / "README.md").read_text()
+    text = (Path(__file__).parents[3] / "README.md").read_text()
     shown = re.findall(
         r"curl http://127.0.0.1:8000(\S+) -d '(.*?)'\n```\n\n```json\n(.*?)```", text, re.DOTALL
     )
@@ -108,7 +108,7 @@ def test_the_streaming_request_of_the_welcome():
 
 def test_the_stream_of_the_readme():
     """The request and its events, but for their times."""
-    text = (Path(__file__).parents[2] / "README.md").read_text()
+    text = (Path(__file__).parents[3] / "README.md").read_text()
     found = re.search(r"curl -N http://127.0.0.1:8000(\S+) -d '(.*?)'\n```\n\n```\n(.*?)```", text, re.DOTALL)
     assert found is not None
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tests.running import WITH_SIMULATED_DEVICES, Running, until
-from tests.server.load_models import QUEUES, SEQUENCES, write_repository
+from tests.server.scheduling.load_models import QUEUES, SEQUENCES, write_repository
 
 STAGES = ("queue", "copy_in", "compute", "copy_out", "encode")
 TWICE = """

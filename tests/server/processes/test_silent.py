@@ -17,9 +17,9 @@ from fastserve.workers import liveness
 from fastserve.workers.liveness import SilenceLimits
 from tests.backends.triton_api.rig import model, repeating
 from tests.backends.triton_api.rig import serving as serving_triton
-from tests.server import test_text
+from tests.server.models import test_text
+from tests.server.processes.test_fronts import connect_to_each
 from tests.server.rig import HOLD, SOURCE, Served, release, run, seen, serving, write_model
-from tests.server.test_fronts import connect_to_each
 from tests.service import models
 from tests.service.test_service import Service
 

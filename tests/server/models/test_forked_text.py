@@ -15,7 +15,7 @@ from typing import Any
 import fastserve
 from tests import proc
 from tests.running import free_port, until
-from tests.server.test_orphans import all_end
+from tests.server.lifecycle.test_orphans import all_end
 
 STARTS_PROCESSES = True
 SCRIBE = Path(fastserve.__file__).parent / "demo" / "scribe"

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.server.processes.test_fronts import connect_to_each
 from tests.server.rig import Client, Served, run, serving
-from tests.server.test_fronts import connect_to_each
 
 SOURCE = """
 import itertools

@@ -130,7 +130,7 @@ def reasons(found: Samples) -> dict[str, float]:
 
 
 def test_every_name_is_documented_and_nothing_else() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "observability.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "observability.md").read_text()
     named = set(re.findall(r"`(nv_[a-z_]+)`", page))
     written = set(re.findall(r'"(nv_[a-z_]+)"', Path(nv_metrics.__file__).read_text()))
     assert named == written | {name for name, _ in NAMES} | {FIRST_RESPONSE}

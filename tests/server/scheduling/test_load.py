@@ -20,8 +20,8 @@ import pytest
 
 from fastserve.engine.death_policy import NO_WORKER_LIMIT_S
 from tests.running import Running, until
-from tests.server.load_clients import LIMIT_S, GrpcCaller, HttpCaller, Report, load
-from tests.server.load_models import MODELS, Loaded, write_repository
+from tests.server.scheduling.load_clients import LIMIT_S, GrpcCaller, HttpCaller, Report, load
+from tests.server.scheduling.load_models import MODELS, Loaded, write_repository
 
 # Clients, seconds, way in. A case takes about a second.
 SHORT = [(4, 0.25, HttpCaller), (5, 0.25, HttpCaller), (16, 0.1, HttpCaller), (64, 0.1, HttpCaller)]

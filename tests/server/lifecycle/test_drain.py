@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fastserve.net.listener import QUIET_S
 from tests.running import Running, until
-from tests.server.drains import Load
+from tests.server.lifecycle.drains import Load
 from tests.server.rig import run, write_model
 
 HTTP_CLIENTS, GRPC_CLIENTS = 12, 4
