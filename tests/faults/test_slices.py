@@ -1,7 +1,8 @@
 """Longest turn of the event loop during one large request, in CPU time.
 
 The server runs in this process, and the CPU time of its loop's thread is sampled in every turn. It excludes
-clients and other processes on a busy machine.
+clients and other processes on a busy machine. Turns grow with the size of a request, so `make test` asks for
+a quarter of the time with a quarter of the size; `make torture` has the full sizes.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import json
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 
 from fastserve.config import GrpcOptions, Limits, Listener, Settings
 from fastserve.protos import load
@@ -30,12 +33,10 @@ from tests.turns import Turns
 TFS, GRPS = load("tfserving"), load("grps")
 EVERY = ("tfserving", "kserve_v2", "triton_v1", "grps")
 MB = 1 << 20
-COUNT = 4 * MB  # numbers of a request or of a reply: 16 MB
-# Measured on a busy machine: 1 to 20 ms (docs/security.md). Numbers printed on the loop would take 130, as
-# strings that are read there; floats of grps's of which each becomes an object 240; 64 MB whose pages are
-# touched for the first time 66, copied twice 100.
+# Of the full sizes, measured on a busy machine: 1 to 20 ms (docs/security.md). Numbers printed on the loop
+# would take 130, as strings that are read there; floats of grps's of which each becomes an object 240; 64 MB
+# whose pages are touched for the first time 66, copied twice 100.
 SLICE_S = 0.05
-SHARED = 64 * MB  # of a tensor in client memory, each way
 SUMS = """
 class Model:
     def __init__(self, config): pass
@@ -58,8 +59,29 @@ class Model:
 """
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """A part of the full sizes."""
+
+    part: int
+
+    @property
+    def count(self) -> int:
+        """Numbers of a request or of a reply: 16 MB of them are the full size."""
+        return 4 * MB // self.part
+
+    @property
+    def shared(self) -> int:
+        """Bytes of a tensor in client memory, each way."""
+        return 64 * MB // self.part
+
+    @property
+    def slice_s(self) -> float:
+        return SLICE_S / self.part
+
+
 @asynccontextmanager
-async def serving(folder: Path) -> AsyncIterator[tuple[str, str]]:
+async def serving(folder: Path, shared: int) -> AsyncIterator[tuple[str, str]]:
     """Where HTTP and gRPC are served."""
     settings = Settings(
         repository=str(folder),
@@ -72,7 +94,7 @@ async def serving(folder: Path) -> AsyncIterator[tuple[str, str]]:
     server = Server(settings)
     await server.open()
     for number, name in enumerate(REGIONS):
-        server.front.regions.register(name, KEY, number * SHARED, SHARED)
+        server.front.regions.register(name, KEY, number * shared, shared)
     try:
         http, grpc = (found[0].address[1] for found in (server.front.http, server.front.grpc))
         yield f"127.0.0.1:{http}", f"127.0.0.1:{grpc}"
@@ -113,9 +135,12 @@ def v2(path: str, *, floats: int = 0, text: bytes = b"", binary: bool = False) -
     return ask
 
 
-def v1(http_place: str, grpc_place: str) -> None:
-    header = f'batch_size: 1 input {{ name: "x" dims: {COUNT} }} output {{ name: "y" }}'
-    post(http_place, "/api/infer/sums", bytes(4 * COUNT), NV_InferRequest=header)
+def v1(count: int) -> Ask:
+    def ask(http_place: str, grpc_place: str) -> None:
+        header = f'batch_size: 1 input {{ name: "x" dims: {count} }} output {{ name: "y" }}'
+        post(http_place, "/api/infer/sums", bytes(4 * count), NV_InferRequest=header)
+
+    return ask
 
 
 def predict(model: str, text: bytes) -> Ask:
@@ -131,13 +156,12 @@ def call(place: str, path: str, message: Any) -> bytes:
         return bytes(channel.unary_unary(path)(message.SerializeToString(), timeout=60))
 
 
-def tfs_rpc(model: str, **values: Any) -> Ask:
-    """A tensor of four million floats, or of a million strings, to TensorFlow Serving's Predict."""
+def tfs_rpc(model: str, count: int, **values: Any) -> Ask:
+    """A tensor of floats or strings to TensorFlow Serving's Predict."""
 
     def ask(http_place: str, grpc_place: str) -> None:
         made = TFS.PredictRequest()
         made.model_spec.name = model
-        count = MB if "string_val" in values else COUNT
         tensor = TFS.TensorProto(dtype=7 if "string_val" in values else 1, **values)
         for size in (1, count):
             tensor.tensor_shape.dim.add(size=size)
@@ -147,12 +171,11 @@ def tfs_rpc(model: str, **values: Any) -> Ask:
     return ask
 
 
-def grps_rpc(model: str, **values: Any) -> Ask:
-    """The same to grps's."""
+def grps_rpc(model: str, count: int, **values: Any) -> Ask:
+    """A tensor of floats or strings to grps's Predict."""
 
     def ask(http_place: str, grpc_place: str) -> None:
-        strings = values.get("flat_string", ())
-        made, count = GRPS.GrpsMessage(model=f"{model}-1"), len(strings) or COUNT
+        made = GRPS.GrpsMessage(model=f"{model}-1")
         dtype = "DT_STRING" if "flat_string" in values else "DT_FLOAT32"
         made.gtensors.tensors.add(name="x", dtype=dtype, shape=[1, count], **values)
         reply = call(grpc_place, "/grps.protos.v1.GrpsService/Predict", made)
@@ -174,76 +197,88 @@ def gtensors(count: int, text: bytes) -> bytes:
     return b'{"gtensors":{"tensors":[{%b}]}}' % tensor
 
 
-def rpc(http_place: str, grpc_place: str) -> None:
-    made = MESSAGES.ModelInferRequest(model_name="sums", raw_input_contents=[bytes(4 * COUNT)])
-    made.inputs.add(name="x", datatype="FP32", shape=[1, COUNT])
-    options = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
-    with grpc.insecure_channel(grpc_place, options=options) as channel:
-        assert channel.unary_unary(f"{SERVICE}ModelInfer")(made.SerializeToString(), timeout=60)
+def rpc(count: int) -> Ask:
+    def ask(http_place: str, grpc_place: str) -> None:
+        made = MESSAGES.ModelInferRequest(model_name="sums", raw_input_contents=[bytes(4 * count)])
+        made.inputs.add(name="x", datatype="FP32", shape=[1, count])
+        assert call(grpc_place, f"{SERVICE}ModelInfer", made)
+
+    return ask
 
 
-def shared_v2(http_place: str, grpc_place: str) -> None:
-    post(http_place, INFER % "free", json.dumps({"inputs": [SHARED_IN], "outputs": [SHARED_OUT]}).encode())
-
-
-def shared_v1(http_place: str, grpc_place: str) -> None:
-    header = (
-        f'batch_size: 1 input {{ name: "x" dims: {SHARED // 4} shared_memory {{ name: "slices_in" '
-        f'byte_size: {SHARED} }} }} output {{ name: "y" shared_memory {{ name: "slices_out" '
-        f"byte_size: {SHARED} }} }}"
+def shared_v2(size: int) -> Ask:
+    one, other = (
+        {"name": name, "parameters": {"shared_memory_region": region, "shared_memory_byte_size": size}}
+        for name, region in zip("xy", REGIONS, strict=True)
     )
-    post(http_place, "/api/infer/free", b"", NV_InferRequest=header)
+    given = {**one, "datatype": "FP32", "shape": [1, size // 4]}
+
+    def ask(http_place: str, grpc_place: str) -> None:
+        post(http_place, INFER % "free", json.dumps({"inputs": [given], "outputs": [other]}).encode())
+
+    return ask
 
 
-def shared_rpc(http_place: str, grpc_place: str) -> None:
-    made = MESSAGES.ModelInferRequest(model_name="free")
-    given = made.inputs.add(name="x", datatype="FP32", shape=[1, SHARED // 4])
-    for tensor, region in ((given, "slices_in"), (made.outputs.add(name="y"), "slices_out")):
-        tensor.parameters["shared_memory_region"].string_param = region
-        tensor.parameters["shared_memory_byte_size"].int64_param = SHARED
-    with grpc.insecure_channel(grpc_place) as channel:
-        assert channel.unary_unary(f"{SERVICE}ModelInfer")(made.SerializeToString(), timeout=60)
+def shared_v1(size: int) -> Ask:
+    header = (
+        f'batch_size: 1 input {{ name: "x" dims: {size // 4} shared_memory {{ name: "slices_in" '
+        f'byte_size: {size} }} }} output {{ name: "y" shared_memory {{ name: "slices_out" '
+        f"byte_size: {size} }} }}"
+    )
+
+    def ask(http_place: str, grpc_place: str) -> None:
+        post(http_place, "/api/infer/free", b"", NV_InferRequest=header)
+
+    return ask
+
+
+def shared_rpc(size: int) -> Ask:
+    def ask(http_place: str, grpc_place: str) -> None:
+        made = MESSAGES.ModelInferRequest(model_name="free")
+        given = made.inputs.add(name="x", datatype="FP32", shape=[1, size // 4])
+        for tensor, region in ((given, "slices_in"), (made.outputs.add(name="y"), "slices_out")):
+            tensor.parameters["shared_memory_region"].string_param = region
+            tensor.parameters["shared_memory_byte_size"].int64_param = size
+        assert call(grpc_place, f"{SERVICE}ModelInfer", made)
+
+    return ask
 
 
 INFER = "/v2/models/%s/infer"
 REGIONS = ("slices_in", "slices_out")
 KEY = f"fastserve_slices_{os.getpid()}"
-SHARED_IN, SHARED_OUT = (
-    {"name": name, "parameters": {"shared_memory_region": region, "shared_memory_byte_size": SHARED}}
-    for name, region in zip("xy", REGIONS, strict=True)
-)
-SHARED_IN |= {"datatype": "FP32", "shape": [1, SHARED // 4]}
 
 
-def make_cases() -> dict[str, Ask]:
-    """A fifth of a gigabyte: not before the test that asks them."""
-    numbers = b",".join([b"0.12345"] * (COUNT // 2))
-    strings = b",".join([b'"1\\u00e4345"'] * (COUNT // 2))
+def make_cases(sizes: Sizes) -> dict[str, Ask]:
+    """A fifth of a gigabyte at the full sizes: not before the test that asks them."""
+    count, few = sizes.count, 65_000 // sizes.part
+    numbers = b",".join([b"0.12345"] * (count // 2))
+    strings = b",".join([b'"1\\u00e4345"'] * (count // 2))
     return {
-        "v2, 16 MB raw": v2(INFER % "sums", floats=COUNT),
-        "v2, 16 MB raw both ways": v2(INFER % "free", floats=COUNT),
+        "v2, raw": v2(INFER % "sums", floats=count),
+        "v2, raw both ways": v2(INFER % "free", floats=count),
         "v2, a long text of numbers": v2(INFER % "sums", text=numbers),
         "v2, a long text of strings": v2(INFER % "firsts", text=strings),
-        "v2, 4 million numbers back": v2(INFER % "grows", text=b"%d" % COUNT),
-        "v2, 16 MB back": v2(INFER % "grows", text=b"%d" % COUNT, binary=True),
-        "v1, 16 MB raw": v1,
+        "v2, numbers back": v2(INFER % "grows", text=b"%d" % count),
+        "v2, raw back": v2(INFER % "grows", text=b"%d" % count, binary=True),
+        "v1, raw": v1(count),
         "predict, a long text of numbers": predict("sums", b'{"instances":[[%b]]}' % numbers),
-        "predict, 4 million numbers back": predict("grows", b'{"instances":[[%d]]}' % COUNT),
-        "gRPC, 16 MB raw": rpc,
-        "TensorFlow Serving's RPC, 16 MB raw both ways": tfs_rpc("free", tensor_content=bytes(4 * COUNT)),
-        "TensorFlow Serving's RPC, 4 million floats": tfs_rpc("sums", float_val=[0.5] * COUNT),
-        "TensorFlow Serving's RPC, a million strings": tfs_rpc("firsts", string_val=[b"12345"] * MB),
-        "grps's RPC, 4 million floats both ways": grps_rpc("free", flat_float32=[0.5] * COUNT),
-        "grps's RPC, 65,000 strings": grps_rpc("firsts", flat_string=["12345"] * 65_000),
-        "grps, a long text of numbers": grps("sums", "", gtensors(COUNT // 2, numbers)),
-        "grps, nested lists": grps("sums", "", b'{"ndarray":[[%b]]}' % numbers),
-        "grps, 4 million numbers back": grps("grows", "", gtensors(1, b"%d" % COUNT)),
-        "grps, 4 million numbers back in lists": grps(
-            "grows", "&return-ndarray=true", gtensors(1, b"%d" % COUNT)
+        "predict, numbers back": predict("grows", b'{"instances":[[%d]]}' % count),
+        "gRPC, raw": rpc(count),
+        "TensorFlow Serving's RPC, raw both ways": tfs_rpc("free", count, tensor_content=bytes(4 * count)),
+        "TensorFlow Serving's RPC, floats": tfs_rpc("sums", count, float_val=[0.5] * count),
+        "TensorFlow Serving's RPC, strings": tfs_rpc(
+            "firsts", count // 4, string_val=[b"12345"] * (count // 4)
         ),
-        "v2, 64 MB of client memory": shared_v2,
-        "v1, 64 MB of client memory": shared_v1,
-        "gRPC, 64 MB of client memory": shared_rpc,
+        "grps's RPC, floats both ways": grps_rpc("free", count, flat_float32=[0.5] * count),
+        "grps's RPC, strings": grps_rpc("firsts", few, flat_string=["12345"] * few),
+        "grps, a long text of numbers": grps("sums", "", gtensors(count // 2, numbers)),
+        "grps, nested lists": grps("sums", "", b'{"ndarray":[[%b]]}' % numbers),
+        "grps, numbers back": grps("grows", "", gtensors(1, b"%d" % count)),
+        "grps, numbers back in lists": grps("grows", "&return-ndarray=true", gtensors(1, b"%d" % count)),
+        "v2, client memory": shared_v2(sizes.shared),
+        "v1, client memory": shared_v1(sizes.shared),
+        "gRPC, client memory": shared_rpc(sizes.shared),
     }
 
 
@@ -255,12 +290,13 @@ def write_repository(folder: Path) -> None:
     client_models.write_native(folder, "firsts", FIRSTS, inputs={"x": texts}, outputs={"y": texts})
 
 
-def test_no_turn_of_the_loop_is_long(tmp_path: Path) -> None:
-    """Each kind twice, since the second may meet what the first has taught."""
+def longest_turns(folder: Path, sizes: Sizes, cases: dict[str, Ask]) -> dict[str, float]:
+    """Seconds of the longest turn for each of `cases`, asked twice of a new server: the second request may
+    meet what the first has taught."""
     took: dict[str, float] = {}
 
     async def work() -> None:
-        async with serving(tmp_path) as places:
+        async with serving(folder, sizes.shared) as places:
             turns = Turns()
             for name, ask in [(name, ask) for name, ask in cases.items() for _ in range(2)]:
                 turns.longest_s()
@@ -268,16 +304,30 @@ def test_no_turn_of_the_loop_is_long(tmp_path: Path) -> None:
                 took[name] = max(took.get(name, 0.0), turns.longest_s())
             turns.close()
 
-    cases = make_cases()
+    gc.disable()  # this process holds all of the suite's objects, a server few
+    try:
+        run(work())
+    finally:
+        gc.enable()
+    return took
+
+
+@pytest.mark.parametrize("part", [4, pytest.param(1, marks=pytest.mark.torture)])
+def test_no_turn_of_the_loop_is_long(tmp_path: Path, part: int) -> None:
+    """A page fault takes several times as long while other processes fill the machine's memory, so what took
+    too long once is asked again, of another server: what the loop should not do, it does there too."""
+    sizes = Sizes(part)
+    cases = make_cases(sizes)
     write_repository(tmp_path)
     memory = Path("/dev/shm") / KEY
     memory.touch()
-    os.truncate(memory, 2 * SHARED)
-    gc.disable()  # this process holds all of the suite's objects, a server few
+    os.truncate(memory, 2 * sizes.shared)
     try:
-        run(work(), 120)
+        for _ in range(3):
+            took = longest_turns(tmp_path, sizes, cases)
+            cases = {name: ask for name, ask in cases.items() if took[name] >= sizes.slice_s}
+            if not cases:
+                return
     finally:
-        gc.enable()
         memory.unlink()
-    for name, longest_s in took.items():
-        assert longest_s < SLICE_S, (name, took)
+    pytest.fail(f"turns longer than {sizes.slice_s} s: {[(name, took[name]) for name in cases]}")

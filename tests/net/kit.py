@@ -203,6 +203,10 @@ async def until(true: Callable[[], object]) -> None:
     await asyncio.wait_for(turn(), WAIT_S)
 
 
+DATE_S = 784111777.0
+"""When a pipe's replies are sent, until its listener looks at the time: the date of RFC 9110's examples."""
+
+
 class Pipe(asyncio.Transport):
     """A Connection fed by hand: what it writes is kept, and input waits while it does not read."""
 
@@ -221,6 +225,8 @@ class Pipe(asyncio.Transport):
             "127.0.0.1", 0, [Paths(endpoints)], with_limits or Limits(), clock=self.clock, **options
         )
         self.listener.scan()
+        for dated in (self.listener.heads, self.listener.blocks):
+            dated.tick(DATE_S)  # of all pipes, so that what two send can be compared
         self.sent = b""
         self.unsent_bytes = 0
         self.reading = True
