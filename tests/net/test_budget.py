@@ -13,6 +13,7 @@ from fastserve.errors import ServeError
 from fastserve.memory_budget import ALLOWANCE_BYTES, PATIENCE_S, MemoryBudget
 from fastserve.net import Call, HttpListener
 from fastserve.net.compression import inflate, inflate_offloaded
+from fastserve.net.http2.connection import QUANTUM_BYTES
 from fastserve.util.offload import Offload
 from tests.net.grpc import peer as grpc_peer
 from tests.net.http2.kit import POST, Peer, Raw
@@ -346,6 +347,26 @@ def test_streams_share_what_their_connection_has() -> None:
     assert budget.used == ALLOWANCE_BYTES
     peer.pipe.close()
     assert budget.used == 0
+
+
+@pytest.mark.parametrize("used", [0, 400 * KB])
+def test_a_connection_keeps_a_quantum_between_requests_while_there_is_much_room(used: int) -> None:
+    """With 1 MB, of which 768 KB may be used without waiting: kept below 384 KB, given back above."""
+    held = Held()
+    peer = Peer({"/echo": held})
+    budget = account(peer.pipe)
+    budget.limit, budget.room = MB, MB * 3 // 4
+    for turn in range(3):
+        budget.charge(used)
+        peer.send(POST, bytes(30 * KB))
+        peer.flush()
+        charged = budget.used
+        assert charged == used + ALLOWANCE_BYTES + QUANTUM_BYTES
+        held.calls[turn].reply(200)
+        assert budget.used == (used + ALLOWANCE_BYTES if used else charged)
+        budget.charge(-used)
+    peer.pipe.scan(1.0)
+    assert budget.used == ALLOWANCE_BYTES
 
 
 def test_a_stream_that_is_reset_holds_nothing() -> None:

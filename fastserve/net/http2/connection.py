@@ -631,11 +631,22 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
         if self.held < self._least_held:
             self._charge()
 
-    def _charge(self) -> None:
+    def _charge(self, *, keep: bool = True) -> None:
         """Charge the memory budget: requests by QUANTUM_BYTES, and replies that the client has not taken.
-        A connection that holds more than before is not read while there is no room."""
+        A connection that holds more than before is not read while there is no room.
+
+        A connection that holds nothing any more keeps one quantum charged until the next look, while less
+        than half of the room is used: most will need it again in the next turn, and to give it back and
+        charge it anew in each turn took a twentieth of the time of calls with 3 kB (8 streams at a time).
+        """
         before = self._most_held
         quanta = -((ALLOWANCE_BYTES - self.held) // QUANTUM_BYTES) if self.held > ALLOWANCE_BYTES else 0
+        if not quanta and keep and self._claim is not None and self._claim.nbytes == QUANTUM_BYTES:
+            budget = self.listener.budget
+            unsent = self.sending.queued or self.sending.choked
+            if 2 * budget.used < budget.room and not unsent and not self._held_back:
+                self._least_held = 0
+                return
         self._most_held = ALLOWANCE_BYTES + quanta * QUANTUM_BYTES
         self._least_held = max(1, self._most_held - 2 * QUANTUM_BYTES) if quanta else 0
         held = quanta * QUANTUM_BYTES + self.sending.queued
@@ -899,7 +910,7 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
     def look(self, now: float) -> Verdict:
         """Check the client against the time limits."""
         if self._claim is not None:
-            self._charge()
+            self._charge(keep=False)
         limits = self.listener.limits_for(self._claim)
         if self._since_s < 0:
             self._since_s = now
