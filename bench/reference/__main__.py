@@ -17,7 +17,7 @@ import orjson
 import uvloop
 
 from bench.workloads import BATCH_DELAY_S, MAX_BATCH_ROWS, WORKLOADS, load_model
-from fastserve.allocator import keep_freed_memory
+from fastserve.util.memory import keep_freed_memory
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
 HELLO = b'{"predictions":[[1,2,3.5]]}'

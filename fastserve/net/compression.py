@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from fastserve.config import Limits
 from fastserve.errors import Kind, LimitError, ServeError
-from fastserve.memory_budget import WORKING_SHARE, Claim
+from fastserve.util.memory_budget import WORKING_SHARE, Claim
 from fastserve.util.offload import Offload
 
 IDENTITY, DEFLATE, GZIP = b"identity", b"deflate", b"gzip"

@@ -18,7 +18,7 @@ import msgspec
 
 from fastserve.config import Limits
 from fastserve.errors import ServeError
-from fastserve.memory_budget import REASON
+from fastserve.util.memory_budget import REASON
 
 JSON = b"application/json"
 STRAY_TLS = "stray_tls"

@@ -16,7 +16,6 @@ from typing import Protocol
 import msgspec
 
 from fastserve.config import LEAST_MEMORY_BYTES, Limits
-from fastserve.memory_budget import ALLOWANCE_BYTES, REASON, Claim, MemoryBudget
 from fastserve.net.access_control import Opening, Restrictions
 from fastserve.net.fair_queue import FairQueue
 from fastserve.net.guard import Guard, Guarded
@@ -27,6 +26,7 @@ from fastserve.net.limits import STRAY_TLS, Verdict, WireFault, is_tls, over_lim
 from fastserve.net.request import AccessLog, Call, ReplyHeads
 from fastserve.net.router import HttpDialect, Router
 from fastserve.net.sockets import shown
+from fastserve.util.memory_budget import ALLOWANCE_BYTES, REASON, Claim, MemoryBudget
 from fastserve.util.rate_limited_log import RateLimitedLog
 
 log = logging.getLogger("fastserve.net.listener")

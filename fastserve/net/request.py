@@ -24,8 +24,8 @@ from typing import Any, NamedTuple, Protocol
 
 from fastserve._ext.stream_path import StreamPath
 from fastserve.errors import ServeError
-from fastserve.memory_budget import ALLOWANCE_BYTES, REASON, WORKING_SHARE, Claim, MemoryBudget
 from fastserve.net.limits import JSON, error_body
+from fastserve.util.memory_budget import ALLOWANCE_BYTES, REASON, WORKING_SHARE, Claim, MemoryBudget
 from fastserve.util.rate_limited_log import RateLimitedLog
 from fastserve.util.tracing import choose_request_id
 

@@ -20,14 +20,12 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from fastserve import __version__
-from fastserve.allocator import HeapTrim
 from fastserve.config import Limits, Listener, Settings
 from fastserve.config.triton import read_metrics_config
 from fastserve.engine.counters import counters_of
 from fastserve.engine.engine import Engine
 from fastserve.engine.schedulers.cache import ResponseCache
 from fastserve.errors import ConfigError
-from fastserve.memory_budget import MemoryBudget
 from fastserve.metrics import Heartbeat, Readiness, Registry, names
 from fastserve.metrics.readiness import write_failures
 from fastserve.net import Call, HttpListener, check_free, shown
@@ -41,6 +39,8 @@ from fastserve.serving.dialect import Dialect, ServingContext, Spread, Stop, nob
 from fastserve.serving.model_control import NoRepository, RepositoryFace
 from fastserve.serving.text import TextModels
 from fastserve.serving.text.tensors import TextTensors
+from fastserve.util.memory import HeapTrim
+from fastserve.util.memory_budget import MemoryBudget
 
 if TYPE_CHECKING:
     from fastserve.engine.loader import LoadedPart

@@ -21,7 +21,6 @@ from typing import Any, NoReturn
 import msgspec
 import uvloop
 
-from fastserve.allocator import keep_freed_memory, share_heap
 from fastserve.codec.text import Info
 from fastserve.config import Listener, Settings
 from fastserve.engine.batch_queue import BatchQueue, QueueMeters
@@ -36,7 +35,7 @@ from fastserve.server.front import Front, FrontGauges
 from fastserve.server.front_messages import RemoteModelControl, apply_catalog
 from fastserve.tensor import DTYPES, TensorSpec
 from fastserve.util.logs import log_uncaught, setup_logs
-from fastserve.util.memory import gc_freeze
+from fastserve.util.memory import gc_freeze, keep_freed_memory, share_heap
 from fastserve.workers.arena import Arena
 from fastserve.workers.control import ControlChannel, PeerGone, die_with_owner, exit_now
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 import msgspec
 import uvloop
 
-from fastserve.allocator import keep_freed_memory, share_heap
 from fastserve.config import ModelEntry, Settings, TFServingOptions
 from fastserve.config.fields import convert
 from fastserve.config.tensorflow import StartFault, read_models
@@ -38,7 +37,7 @@ from fastserve.server.front_pool import FrontPool
 from fastserve.server.health import judge
 from fastserve.serving.dialect import refuse_to_stop
 from fastserve.util.logs import log_uncaught, setup_logs
-from fastserve.util.memory import gc_freeze
+from fastserve.util.memory import gc_freeze, keep_freed_memory, share_heap
 from fastserve.workers.control import exit_now
 
 log = logging.getLogger(__name__)

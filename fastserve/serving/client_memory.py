@@ -32,9 +32,9 @@ from fastserve._ext.flatten import walk_bytes
 from fastserve.devices.inventory import MACHINE, DeviceInventory
 from fastserve.engine import lend
 from fastserve.errors import Kind, NoDeviceError, ServeError, internal, invalid
-from fastserve.memory_budget import MemoryBudget
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, Lent
+from fastserve.util.memory_budget import MemoryBudget
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

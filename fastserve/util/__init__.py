@@ -1,1 +1,1 @@
-"""General helpers: work in threads, logs, request ids, Python's memory."""
+"""General helpers: work in threads, logs, request ids, memory and its budget."""

@@ -11,11 +11,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from fastserve.allocator import keep_freed_memory
 from fastserve.backends import model_callbacks
 from fastserve.backends.base import Backend, SupportsComputeStream
 from fastserve.backends.model_errors import end_if_lost
-from fastserve.util.memory import gc_freeze
+from fastserve.util.memory import gc_freeze, keep_freed_memory
 from fastserve.workers.arena import Arena, WorkerContext
 from fastserve.workers.control import ControlChannel, PeerGone
 from fastserve.workers.device.base import ComputeDevice, open_device, runs_there

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from fastserve.errors import ServeError
-from fastserve.memory_budget import ALLOWANCE_BYTES, PATIENCE_S, MemoryBudget
 from fastserve.net import Call, HttpListener
 from fastserve.net.compression import inflate, inflate_offloaded
 from fastserve.net.http2.connection import QUANTUM_BYTES
+from fastserve.util.memory_budget import ALLOWANCE_BYTES, PATIENCE_S, MemoryBudget
 from fastserve.util.offload import Offload
 from tests.net.grpc import peer as grpc_peer
 from tests.net.http2.kit import POST, Peer, Raw

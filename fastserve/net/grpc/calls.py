@@ -28,7 +28,6 @@ from fastserve._ext.grpc_messages import (
 from fastserve._ext.hpack import static_block
 from fastserve._ext.http2_path import CallPath, CallsPath, HeadPath
 from fastserve.errors import Kind, ServeError, detach, malformed_call
-from fastserve.memory_budget import ALLOWANCE_BYTES, REASON, WORKING_SHARE, Claim
 from fastserve.net.access_control import Scope
 from fastserve.net.compression import DEFLATE, GZIP, IDENTITY, inflate_offloaded, pack
 from fastserve.net.fair_queue import TimeShare
@@ -56,6 +55,7 @@ from fastserve.net.http1.large_bodies import BULK_BYTES
 from fastserve.net.http2.stream import STREAM_WINDOW, Http2Stream, Piece, StreamState
 from fastserve.net.limits import Verdict, WireFault, slowness
 from fastserve.net.request import RequestHead as HttpHead
+from fastserve.util.memory_budget import ALLOWANCE_BYTES, REASON, WORKING_SHARE, Claim
 from fastserve.util.offload import OFFLOAD_BYTES
 from fastserve.util.rate_limited_log import run_all
 from fastserve.util.tracing import choose_request_id

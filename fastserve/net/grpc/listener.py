@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Sequence
 import msgspec
 
 from fastserve.config import GrpcOptions, Limits
-from fastserve.memory_budget import MemoryBudget
 from fastserve.net.access_control import NO_RESTRICTIONS, Opening, Restrictions, Scope
 from fastserve.net.grpc.calls import GrpcCalls
 from fastserve.net.grpc.health import Health, reflection_methods
@@ -15,6 +14,7 @@ from fastserve.net.grpc.method import AccessLog, Method, Rpc, RpcTerms, guard_me
 from fastserve.net.http2.settings import Lifetimes
 from fastserve.net.listener import HttpListener
 from fastserve.net.tls import Credentials
+from fastserve.util.memory_budget import MemoryBudget
 
 ANY = 1 << 62
 NEVER_S = 1e12

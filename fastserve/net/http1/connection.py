@@ -23,7 +23,6 @@ from operator import methodcaller
 from typing import TYPE_CHECKING, cast
 
 from fastserve.errors import ServeError
-from fastserve.memory_budget import ALLOWANCE_BYTES, Claim
 from fastserve.net.guard import Peered, guarded
 from fastserve.net.half_closed import HalfClosedTransport
 from fastserve.net.http1.large_bodies import (
@@ -52,6 +51,7 @@ from fastserve.net.limits import (
 )
 from fastserve.net.request import CHUNKED, CLOSE, CONTINUE, Call, RequestHead, WriteTurns
 from fastserve.net.router import CHECKED_BYTES
+from fastserve.util.memory_budget import ALLOWANCE_BYTES, Claim
 from fastserve.util.rate_limited_log import run_all
 
 if TYPE_CHECKING:

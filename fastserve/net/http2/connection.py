@@ -28,7 +28,6 @@ from fastserve._ext.hpack import Fault, HpackDecoder, HpackFault
 from fastserve._ext.http2_frames import DATA, HEADERS, PLACED, FrameReader, frame
 from fastserve._ext.http2_path import Http2Path
 from fastserve.errors import ServeError
-from fastserve.memory_budget import ALLOWANCE_BYTES, Claim
 from fastserve.net.guard import Peered, guarded
 from fastserve.net.half_closed import HalfClosedTransport
 from fastserve.net.http2 import glitches, settings
@@ -67,6 +66,7 @@ from fastserve.net.limits import (
     over_limit,
 )
 from fastserve.net.request import CHUNKED, RequestHead
+from fastserve.util.memory_budget import ALLOWANCE_BYTES, Claim
 from fastserve.util.rate_limited_log import run_all
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fastserve._ext.slab import blank_bytes, grow_bytes
 from fastserve.errors import ServeError, detach
-from fastserve.memory_budget import REASON
 from fastserve.net.guard import Guarded, report
 from fastserve.net.http1.large_bodies import BULK_BYTES, CLAIMED_BYTES, SIP_BYTES
 from fastserve.net.http2.headers import CONTINUE, Fields, read_head, write_fields
@@ -19,6 +18,7 @@ from fastserve.net.http2.stream import ErrorCode, Http2Stream, Piece, ServiceFin
 from fastserve.net.limits import JSON, BodyRefused, Verdict, WireFault, cut_off, over_limit, slowness
 from fastserve.net.request import BODILESS, Call, ReplyStream, RequestHead, WriteTurns
 from fastserve.net.router import CHECKED_BYTES
+from fastserve.util.memory_budget import REASON
 from fastserve.util.rate_limited_log import run_all
 
 if TYPE_CHECKING:

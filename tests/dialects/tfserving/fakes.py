@@ -14,7 +14,6 @@ import numpy as np
 
 from fastserve.config import Settings, TFServingOptions
 from fastserve.dialects.tfserving.dialect import TFServing
-from fastserve.memory_budget import Claim, MemoryBudget
 from fastserve.metrics import Registry
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.model_config import parse_model_config
@@ -22,6 +21,7 @@ from fastserve.repository.version import Version, VersionState
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.dialect import ServingContext
 from fastserve.tensor import DTYPES, Tensor
+from fastserve.util.memory_budget import Claim, MemoryBudget
 
 REGISTRY = Registry()  # counts of every test; none is read back
 Arrays = dict[str, Any]

@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from fastserve.allocator import LOOKS, REST_SHARE, TRIM_BYTES, HeapTrim
-from fastserve.memory_budget import Claim, MemoryBudget
+from fastserve.util.memory import LOOKS, REST_SHARE, TRIM_BYTES, HeapTrim
+from fastserve.util.memory_budget import Claim, MemoryBudget
 
 
 @pytest.mark.parametrize("name", ["keep_freed_memory", "share_heap"])
 def test_it_can_be_set(name: str) -> None:
-    code = f"import sys; from fastserve.allocator import {name}; sys.exit(0 if {name}() else 1)"
+    code = f"import sys; from fastserve.util.memory import {name}; sys.exit(0 if {name}() else 1)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -79,12 +79,12 @@ def test_a_heap_is_trimmed_at_once_when_it_has_more_than_the_budget_allows() -> 
 def test_memory_that_was_freed_between_blocks_comes_back() -> None:
     code = """
 import re
-from fastserve.allocator import keep_freed_memory, share_heap, trim_heap
+from fastserve.util.memory import keep_freed_memory, share_heap, trim_heap
 def mb(): return int(re.search(r"RssAnon:\\s+([0-9]+)", open("/proc/self/status").read())[1]) / 1024
 share_heap(), keep_freed_memory()
 large, small = [], []
 for _ in range(40):
-    large.append(bytearray(b"x") * (5 << 20)), small.append(bytearray(600))
+    large.append(bytearray(b"x") * (5 << 20)), small.append(bytearray(60000))
 before = mb()
 large.clear()
 assert before - mb() < 100, "it comes back by itself"

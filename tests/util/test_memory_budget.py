@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fastserve.errors import Kind, ServeError
-from fastserve.memory_budget import PATIENCE_S, Claim, MemoryBudget
+from fastserve.util.memory_budget import PATIENCE_S, Claim, MemoryBudget
 
 LIMIT = 1000  # of which holders take 750 without waiting
 
