@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from fastserve.backends.triton_api.requests import InferenceRequest, ResponseSender
 
 log = logging.getLogger(__name__)
-
 MESSAGE = "message"
 SOURCES = ("customized_converter", "customized_inferer")
 INTERNAL = 1  # among Triton's codes

@@ -28,9 +28,7 @@ from fastserve.backends.triton_api.metrics import MetricFamily
 from fastserve.protos import load
 
 TEXT, BYTES = "text/plain", "application/octet-stream"
-
 Response = tuple[bytes, int, list[tuple[str, str]]]  # body, status, headers
-
 _RESPONSES = "http_response should be str, bytes, tuple(str/bytes, status, headers) or flask.Response"
 
 
@@ -293,7 +291,6 @@ class AppMonitor:
 
 
 app_monitor = AppMonitor()
-
 logger = logging.getLogger("grps")
 
 _MESSAGES = (
@@ -376,7 +373,6 @@ class NamedRegistry(Generic[T]):
 
 
 converter_register: NamedRegistry[Any] = NamedRegistry()
-
 inferer_register: NamedRegistry[Any] = NamedRegistry()
 
 

@@ -105,14 +105,8 @@ def _chain(error: BaseException | None) -> list[BaseException]:
 
 # Most characters of an error in a log line, a control message and a reply.
 MAX_TEXT = 2048
-
-
 _PATH = re.compile(r"(?<![\w.])(?:[A-Za-z]:)?/(?:[^\s/'\"():,;<>\[\]]+/)+([^\s/'\"():,;<>\[\]]*)")
-
-
 _POINTER = re.compile(r"0x[0-9a-fA-F]{4,}")
-
-
 _PROCESS = re.compile(r"\b([Pp]rocess) \d+")  # torch says who has the memory that is missing
 
 

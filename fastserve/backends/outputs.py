@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from fastserve.backends.base import Arrays
 
 log = logging.getLogger(__name__)
-
 _FLOAT32 = np.dtype(np.float32)
 _FLOAT64 = np.dtype(np.float64)
 _OBJECT = np.dtype(object)

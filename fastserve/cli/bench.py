@@ -20,8 +20,6 @@ from fastserve.cli.load import LatencyHistogram, LoadPlan, LoadResult, floor_of,
 option = partial(click.option, show_default=True)
 PORTS = {"http": 80, "https": 443}
 READABLE = click.Path(exists=True, dir_okay=False, path_type=Path)
-
-
 PERCENTILES = (50, 90, 99, 99.9)
 TEXT_PERCENTILES = (50, 90, 99, 100)
 BAR_CHARS = 50

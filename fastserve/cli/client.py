@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-
 READABLE = click.Path(exists=True, dir_okay=False)
 
 
@@ -89,7 +88,6 @@ def with_trust(command: Command) -> Command:
 
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-
 TIMEOUT_S = 60.0
 
 url_option = click.option(

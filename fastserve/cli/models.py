@@ -55,8 +55,6 @@ def check(repository: str | None, config: Path | None, load: bool) -> None:
 
 
 HEAD = ("MODEL", "VERSION", "STATE", "WHY")
-
-
 NEVER = "NOT_LOADED"  # the state of a model none of whose versions was ever tried
 
 

@@ -23,11 +23,8 @@ from fastserve._ext.json_value import JSONSyntaxError
 from fastserve.errors import Kind, ServeError
 
 __all__ = ["DEFAULT", "Bounds", "DocumentFault", "FreeJSON", "JSONProblem", "check"]
-
 T = TypeVar("T")
-
 DEFAULT = Bounds()
-
 """100 levels; 16384 values that are no numbers, and as many numbers; 4096 keys of one object; keys of 1024
 bytes, 1 MiB together; 1 Mi escapes besides \\uXXXX of a large document."""
 
@@ -125,7 +122,6 @@ def _make_plain(data: bytes | bytearray, bounds: Bounds) -> bytes:
 
 
 _LEADING = re.compile(r"[ \t\n\v\f\r]*([+-]?[0-9]+)")
-
 _BEYOND = 1 << 64
 
 

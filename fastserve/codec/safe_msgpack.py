@@ -44,9 +44,7 @@ TUPLE, SET, FROZENSET, DICT, BYTEARRAY, DATETIME, DATE, ARRAY, SCALAR, MARKED = 
 
 # Extension values with content: ints beyond 64 bits, str that is not UTF-8, the memory of an array.
 BIG_INT, SURROGATES, BLOCK = 32, 33, 34
-
 _MARKED_HEAD = msgspec.msgpack.encode({MARKED: None})[:-1]
-
 _LEAVES = frozenset({type(None), bool, int, float, str, bytes})
 
 _DTYPE = re.compile(
@@ -143,11 +141,8 @@ class _Layout:
 
 
 _CODES: dict[type, int] = {tuple: TUPLE, set: SET, frozenset: FROZENSET}
-
 _CONTAINERS = frozenset({*_CODES, list, dict})
-
 _ARRAYS = frozenset({list, tuple})  # what msgspec writes as an array without help
-
 _ONLY_STR = frozenset({str}).issuperset
 
 

@@ -51,11 +51,8 @@ class AnswerNote(msgspec.Struct, omit_defaults=True, gc=False):
 
 
 _encode_note = msgspec.msgpack.Encoder().encode
-
 _read_request = msgspec.msgpack.Decoder(RequestNote).decode
-
 _read_answer = msgspec.msgpack.Decoder(AnswerNote).decode
-
 _NOTHING = b"\x80"
 
 
@@ -79,7 +76,6 @@ def read_answer_note(data: memoryview | bytes) -> AnswerNote:
 
 
 LentTensor = tuple[int, bytes, int, int, int, str]
-
 """A tensor's number in the model's order; handle, device, offset and bytes; the region's name for errors."""
 
 
@@ -91,7 +87,6 @@ class LentNote(msgspec.Struct, array_like=True):
 
 
 _encode_lent = msgspec.msgpack.Encoder().encode
-
 _decode_lent = msgspec.msgpack.Decoder(LentNote).decode
 
 

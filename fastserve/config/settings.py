@@ -32,11 +32,8 @@ class PolicyChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 VersionPolicy = PolicyChoice | Literal["all"]
-
 DEFAULT_POLICY: VersionPolicy = PolicyChoice(latest=1)
-
 PASSWORD_VARIABLE = "FASTSERVE_TLS_KEY_PASSWORD"  # of the front processes' environment, not of models'
-
 PEM = "-----BEGIN "  # what a value that is the text itself begins with
 
 
@@ -86,15 +83,11 @@ def names_file(value: str) -> bool:
 
 
 LEAST_MEMORY_BYTES = 512 << 20
-
 """The least budget of a front process for requests, where limits.memory_bytes is 0."""
 
 Count = Annotated[int, Meta(ge=1)]
-
 ModelName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
-
 _FILE = re.compile(r"^unix:(?P<path>[^=\x00]{1,107})$")  # sockaddr_un has 108 bytes, the last of them 0
-
 _ADDRESS = re.compile(r"^(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[^:\[\]=\s]*)):(?P<port>[0-9]{1,5})$")
 
 

@@ -22,19 +22,13 @@ from fastserve.config.yaml_text import read_text
 from fastserve.errors import ConfigError
 
 Overrides = dict[str, Any]  # dotted path of a setting -> value
-
 Read = TypeVar("Read")
-
 VERSION_BATCHING_FILE = "batching_params.pbtxt"
-
 """In a version's folder: a BatchingParameters of that version alone."""
 
 _INT64 = TextField("message", fields={"value": TextField("int64")})
-
 _STRING = TextField("message", fields={"value": TextField("string")})
-
 _BOOL = TextField("message", fields={"value": TextField("bool")})
-
 _LABELS = TextField("message", entries=True, fields={"key": TextField("string"), "value": TextField("int64")})
 
 _POLICY = {
@@ -286,9 +280,7 @@ _BOOL_FLAGS = (
 )
 
 _NO_TENSORFLOW = "no model here is run by TensorFlow Lite or compiled by XLA"
-
 _THREADS = "calls take no thread of their own; processes that serve are `frontends`"
-
 _SESSION_THREADS = "a worker's threads are `threads` of model.yaml"
 
 # Flags of its own machinery, and why no answer depends on them.

@@ -26,7 +26,6 @@ INPUTS: Mapping[str, Any] = MappingProxyType(
 )
 
 OPTIONAL_INPUTS = ("stream", "sampling_parameters", "exclude_input_in_output")
-
 OUTPUTS: Mapping[str, Any] = MappingProxyType({"text_output": {"dtype": "bytes", "shape": [1]}})
 
 

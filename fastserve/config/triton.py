@@ -29,11 +29,8 @@ CATEGORIES = (
 )
 
 TRACE_LEVELS = ("OFF", "TIMESTAMPS", "TENSORS")
-
 INPUT_BYTES = 1 << 26
-
 _RESTRICTION = re.compile(r"(?P<names>[a-z,-]+):(?P<header>[!#$%&'*+.^_`|~0-9A-Za-z-]+)=(?P<value>.+)")
-
 _TRACE = re.compile(r"(?:(?P<mode>[a-z]+),)?(?P<name>[a-z-]+)=(?P<value>.+)")
 
 # (mode, name) of --trace-config -> the setting clients see, and the form of its value
@@ -47,7 +44,6 @@ _TRACE_SETTINGS = {
 }
 
 Restrictions = Mapping[str, tuple[str, str]]  # category -> header and its value
-
 TraceValues = dict[str, str | list[str]]
 
 
@@ -136,11 +132,8 @@ def parse_trace_config(given: Sequence[str]) -> TraceValues:
 
 
 KINDS = ("counter_latencies", "histogram_latencies", "summary_latencies")
-
 QUANTILES = "summary_quantiles"
-
 _PAIR = re.compile(r"(?P<name>[a-z_]+)=(?P<value>.*)")
-
 _RANK = re.compile(r"(?P<quantile>0?\.[0-9]+|0|1|1\.0*):[0-9.]+")
 
 

@@ -18,7 +18,6 @@ from fastserve.errors import ConfigError
 
 Overrides = dict[str, Any]  # dotted path of a setting -> value
 Given = Mapping[str, Sequence[str]]  # flag -> its values, in their order
-
 _LOG_LEVELS = (("log-info", "info"), ("log-warning", "warning"), ("log-error", "error"))
 _MODES = ("none", "poll", "explicit")
 _BOOL_FLAGS = {

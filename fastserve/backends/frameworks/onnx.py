@@ -53,7 +53,6 @@ _DTYPES = {
 
 
 log = logging.getLogger(__name__)
-
 CUDA, OPENVINO = "CUDAExecutionProvider", "OpenVINOExecutionProvider"
 NOT_ON_CUDA = (
     "device {!r}: ONNX Runtime has opened the model on the CPU; its log says which library it misses"

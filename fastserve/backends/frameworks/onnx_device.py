@@ -31,11 +31,9 @@ if TYPE_CHECKING:
     from fastserve.tensor import TensorSpec
 
 log = logging.getLogger(__name__)
-
 CUDA = "CUDAExecutionProvider"
 CUDA_MEMORY = "Cuda"  # ONNX Runtime's name of a device's memory; of the host's it has Cpu and CudaPinned
 ALONE = "%s: ONNX Runtime copies by itself, one batch at a time: %s"
-
 Tensors = Mapping[str, Any]
 
 

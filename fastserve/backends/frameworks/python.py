@@ -37,9 +37,7 @@ if TYPE_CHECKING:
 
 
 TAKEN = "{file} lies beside model {other} too, with which this one shares a worker: rename one of the two"
-
 _folders: dict[Path, list[int]] = {}  # and the threads that opened each: one is a model's for life
-
 _turn = threading.Lock()
 
 

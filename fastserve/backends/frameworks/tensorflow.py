@@ -39,11 +39,8 @@ if TYPE_CHECKING:
 
 
 FILES = ("saved_model.pb", "saved_model.pbtxt")
-
 TAGS = ("serve",)
-
 DEFAULT = "serving_default"
-
 _OWN = "__saved_model_"  # TensorFlow's own: what initialises and trains
 
 _METHODS = {
@@ -188,10 +185,7 @@ def _body_of(
 
 
 log = logging.getLogger(__name__)
-
-
 _TRACES = "<stack traces unavailable>\n"
-
 _CALL = re.compile(r"\s*\[Op:[^\]]*\].*", re.DOTALL)
 
 

@@ -46,11 +46,8 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
-
 Call = Callable[[Tensors], Tensors]
-
 _GRAPHED = ("reduce-overhead", "max-autotune")  # modes of torch.compile that make CUDA graphs themselves
-
 _GRAPH_WARMUPS = 3  # before a capture: what allocates and chooses kernels has to have done it
 
 

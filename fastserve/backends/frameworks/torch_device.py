@@ -65,7 +65,6 @@ def open_device(torch: Any, name: str) -> Any:
 
 
 _claims: dict[int, list[int]] = {}  # by device: a claim for each model there, 0 for one without a bound
-
 _turn = threading.Lock()
 
 

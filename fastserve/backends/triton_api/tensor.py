@@ -53,23 +53,14 @@ TRITON_TYPES = (
 )
 
 BOOL, STRING, BF16 = 1, 13, 14
-
 BY_NUMBER = {row.number: row for row in TRITON_TYPES}
-
 BY_CONFIG_NAME = {row.config_name: row for row in TRITON_TYPES}
-
 BY_DTYPE = {row.dtype: row for row in TRITON_TYPES}
-
 BY_NUMPY = {np.dtype(row.numpy): row.number for row in TRITON_TYPES if row.number != BF16}
-
 _CPU, _CUDA_HOST = 1, 3
-
 _CODE_BOOL, _CODE_BFLOAT = 6, 4
-
 _CODES = {"i": 0, "u": 1, "f": 2}
-
 _NAME = b"dltensor"
-
 _USED = b"used_dltensor"
 
 
@@ -93,11 +84,8 @@ class _Managed(ctypes.Structure):
 
 
 _Deleter = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Managed))
-
 _Managed._fields_ = [("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", _Deleter)]
-
 _api = ctypes.pythonapi
-
 _Destructor = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 _new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, _Destructor)(
@@ -114,7 +102,6 @@ _rename = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(("P
 
 # For a capsule that is being destroyed: no Python reference to it may be made.
 _dying_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", _api))
-
 _lent: dict[int, tuple[Any, ...]] = {}  # by address: what must outlive a capsule
 
 
@@ -131,7 +118,6 @@ def _destroy(capsule: int) -> None:
 
 
 _give_back_c, _destroy_c = _Deleter(_give_back), _Destructor(_destroy)
-
 _owners: dict[int, int] = {}  # capsule -> address of its struct
 
 
@@ -203,9 +189,7 @@ def _release(address: int) -> None:
 
 
 Array = NDArray[Any]
-
 _OBJECT = np.dtype(object)
-
 _DEVICE_CPU = (1, 0)
 
 

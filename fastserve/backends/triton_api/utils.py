@@ -50,9 +50,7 @@ from fastserve.backends.triton_api.tensor import (
 from fastserve.errors import ServeError
 
 _NEEDED = ("name", "data_type", "dims")
-
 _ALLOWED = {"input": (*_NEEDED, "optional"), "output": _NEEDED}
-
 _UNSAID: tuple[Any, ...] = (None, "", "TYPE_INVALID", [])
 
 
@@ -130,17 +128,11 @@ class ModelConfig:
 
 
 MODULE = "triton_python_backend_utils"
-
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = REQUEST_SEQUENCE_START
-
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = REQUEST_SEQUENCE_END
-
 TRITONSERVER_REQUEST_RELEASE_ALL = RELEASE_ALL
-
 TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = RELEASE_RESCHEDULE
-
 TRITONSERVER_RESPONSE_COMPLETE_FINAL = COMPLETE_FINAL
-
 TRITONSERVER_MEMORY_CPU, TRITONSERVER_MEMORY_GPU = MemoryType.CPU, MemoryType.GPU
 
 TRITON_STRING_TO_NUMPY = {

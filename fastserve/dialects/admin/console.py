@@ -36,15 +36,10 @@ if TYPE_CHECKING:
 
 
 SCOPES = dict.fromkeys(("GET", "HEAD"), Scope.METRICS)
-
 PAGE = HttpRoute("page", "/console", SCOPES)
-
 STYLE = HttpRoute("style", "/console/console.css", SCOPES)
-
 SCRIPT = HttpRoute("script", "/console/console.js", SCOPES)
-
 NUMBERS = HttpRoute("numbers", "/console/numbers", SCOPES)
-
 ROUTES = (PAGE, STYLE, SCRIPT, NUMBERS)
 
 _FILES = {

@@ -15,9 +15,7 @@ import msgspec
 from fastserve.metrics import Metric, names
 
 Totals = dict[str, tuple[float, ...]]
-
 REQUESTS, ERRORS, LATENCY, ROWS, SIZES, LEVEL = "requests", "errors", "latency", "rows", "sizes", "level"
-
 PLOTTED = (REQUESTS, ERRORS, LATENCY, ROWS, SIZES, LEVEL)
 
 STAGES: Mapping[str, Metric] = {
@@ -132,9 +130,7 @@ def _percentile(counts: Sequence[float], sums: Sequence[float], wanted: float) -
 
 
 TOKENS, PROMPTS, FIRST, GAPS = "tokens", "prompts", "first", "gaps"
-
 RUNNING, WAITING, KV_USED, KV = "running", "waiting", "kv_used", "kv"
-
 TEXT_HISTOGRAMS: Mapping[str, Metric] = {FIRST: names.TEXT_FIRST_TOKEN, GAPS: names.TEXT_TOKEN_GAP}
 
 TEXT_NUMBERS: Mapping[str, Metric] = {
@@ -147,9 +143,7 @@ TEXT_NUMBERS: Mapping[str, Metric] = {
 }
 
 TEXT_LEVELS = frozenset((RUNNING, WAITING, KV_USED, KV))
-
 TEXT_PLOTTED = (*TEXT_HISTOGRAMS, *TEXT_NUMBERS)
-
 SERIES = ("tokens_per_s", "first_p50_ms", "first_p99_ms", "running")
 
 

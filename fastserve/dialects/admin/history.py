@@ -15,21 +15,13 @@ from fastserve.dialects.admin.figures import STAGES, ModelFigures, TextFigures, 
 from fastserve.metrics import Registry, names
 
 INTERVAL_S = 2.0
-
 POINTS = 300  # ten minutes
-
 WINDOW = 5  # intervals that make up "now": single ones jump
-
 MODELS_MAX = 100  # with a history; beyond, in the order of their names, only "now" is known
-
 SERIES = ("requests_per_s", "errors_per_s", "p50_ms", "p99_ms", "batch_rows", "queue_rows")
-
 SHOWN = (*figures.PLOTTED, *STAGES, *figures.TEXT_PLOTTED)
-
 LEVELS = frozenset((figures.LEVEL, *figures.TEXT_LEVELS))
-
 ALL = ""  # the model whose figures are the server's
-
 Causes = dict[tuple[str, str, str], float]
 
 
@@ -95,7 +87,6 @@ _READ = (
 )
 
 _PLAIN = len(_READ) - len(figures.TEXT_NUMBERS)
-
 _FIRST = _PLAIN - len(STAGES) - len(figures.TEXT_HISTOGRAMS)
 
 

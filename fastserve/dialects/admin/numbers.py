@@ -20,7 +20,6 @@ from fastserve.repository.catalog import Catalog
 from fastserve.repository.version import Model, Version
 
 Points = dict[str, list[float | None]]
-
 CAUSES_MAX = 50
 
 _FACTS = (

@@ -38,15 +38,10 @@ if TYPE_CHECKING:
 
 
 JSON = b"application/json"
-
 PROBE_METHODS = ("GET", "HEAD")
-
 NO_STORE = ((b"Cache-Control", b"no-store"),)
-
 LIVE = HttpRoute("live", "/healthz/live", dict.fromkeys(PROBE_METHODS, Scope.HEALTH))
-
 READY = HttpRoute("ready", "/healthz/ready", dict.fromkeys(PROBE_METHODS, Scope.HEALTH))
-
 METRICS_ROUTE = HttpRoute("metrics", "/metrics", dict.fromkeys(PROBE_METHODS, Scope.METRICS))
 
 

@@ -46,39 +46,26 @@ if TYPE_CHECKING:
 
 
 MOST_VALUES = 1 << 19  # of what becomes an object each
-
 MOST_DEPTH = 100
-
 MOST_TENSORS = 1024  # as over gRPC
 
 BOUNDS = Bounds(
     depth=MOST_DEPTH, values=MOST_VALUES, numbers=MOST_VALUES, object_keys=16384, longest_key=1 << 20
 )
-
 """Of a document whose arrays of numbers are cut out: each key becomes an entry of a message, at 1.5 us."""
 
 ALIASES = {"flat_double": "flat_float64"}
-
 BIN_IN_JSON = "bin_data should use application/octet-stream format."
-
 NO_MEMBER = "Have no legal member in json body."
-
 _CAMEL = re.compile(r"(?<=[a-z0-9])([A-Z])")
-
 _NUMERIC = "uint8|int8|int16|int32|int64|float16|float32|float64|double"
-
 _DATA = re.compile(rf'"(flat_?(?i:{_NUMERIC}))"\s{{0,99}}:\s{{0,99}}(?=\[)'.encode())
-
 _AT_ONCE, _KEY_BYTES = 1 << 18, 256
-
 """Bytes searched without giving the GIL away, and the most that a match has."""
 
 _ALONE = re.compile(rb'\s*\{\s*"ndarray"\s*:')
-
 _END = re.compile(rb"[^}]*\}\s*")
-
 _NUMBER = re.compile(r"-?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|-?Infinity|NaN")
-
 _ONEOF = ("str_data", "gtensors", "ndarray", "gmap", "bin_data")
 
 _READERS = {
@@ -419,7 +406,6 @@ def _list(value: Value, where: str) -> list[Value]:
 
 
 _WORDS = {"Members": "an object", "list": "a list", "bytes": "text", "bool": "a boolean", "NoneType": "null"}
-
 _PYTHON = re.compile(rf"^({'|'.join(_WORDS)})(?= where)")
 
 

@@ -39,25 +39,16 @@ from fastserve.repository.version import Version
 from fastserve.tensor import ARRAY_CODE, DTYPES, DType, Tensor, TensorSpec, count_items
 
 MOST_FIELDS = 1024  # of a message, and tensors of a request: each costs the parser a hundred bytes
-
 MOST_ITEMS = 1 << 16  # strings of a request's tensors
-
 MOST_ENTRIES = 1 << 14  # of a map
-
 SHAPE_BYTES = 4096  # 254 axes are less
-
 STATUS, GTENSORS, GMAP = 1, 5, 7
-
 KINDS_OF_DATA = frozenset({3, 4, GTENSORS, 6, GMAP})  # a oneof
-
 TENSORS, SHAPE = 1, 3
-
 CUT_BYTES = 1 << 18
-
 """From here on a message is parsed without its numbers: of 256 KiB the library takes 2 ms."""
 
 NUMBERS = {4: UINT32, 5: INT32, 6: INT32, 7: INT32, 8: INT64, 9: FLOAT32, 10: FLOAT32, 11: FLOAT64}
-
 """Fields of a tensor."""
 
 
@@ -219,13 +210,9 @@ FIELDS = (
 )
 
 BY_NUMBER = {field.number: field for field in FIELDS}
-
 BY_DTYPE = {known.dtype.name: known for known in FIELDS}
-
 BY_NAME = {named.name: named for named in FIELDS}
-
 AT_ONCE = 1 << 14
-
 """Values that are turned into others in one go: 1 ms, after which other threads may come."""
 
 BOUNDS = {"uint8": (0, 255)} | {

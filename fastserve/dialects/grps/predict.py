@@ -59,9 +59,7 @@ from fastserve.tensor import Tensor
 from fastserve.util.offload import OFFLOAD_BYTES
 
 JSON_BODY, BIN = "json", "bin"
-
 _KINDS = {b"application/json": JSON_BODY, b"application/octet-stream": BIN}
-
 NO_TYPE, OTHER_TYPE = "No content type in headers.", "Unsupported content type."
 
 
@@ -82,15 +80,10 @@ def content_kind(call: Call, options: GrpsOptions) -> str:
 
 
 MOST_FRAMES = 64  # of all models of a path
-
 MOST_TEXT_BYTES = 65536  # of a frame
-
 MOST_BYTES = 8 << 20  # up to 20 ms; larger bodies are read in a thread
-
 _SHAPE = re.compile(rb'"shape"\s*:\s*\[\s*([0-9]+)')
-
 FRAMED = ("float32", "float64", "int64")  # of the others V2 takes numbers that have no room, and wraps them
-
 Hole = tuple[str, int, int, int, int, int]
 
 
@@ -342,15 +335,10 @@ class JsonTemplateParts:
 
 
 TEXT = b"text/plain"
-
 BOTH = "Bad Request, err: Streaming and ret ndarray are not supported at the same time."
-
 MOST_AXES = 64  # as many as numpy has
-
 NO_FLOAT32 = "No float32 tensors in output. Cannot convert to ndarray."
-
 EMPTY = "The http body is empty."
-
 NOT_OWN = "a customised HTTP body is for customized models; model {} takes messages and gtensors"
 
 # Of a reply that a model wrote itself: the wire's own business.

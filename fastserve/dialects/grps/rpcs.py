@@ -55,12 +55,10 @@ from fastserve.tensor import DType
 from fastserve.util.offload import OFFLOAD_BYTES
 
 RAW = ("float32", "float64")  # travel as they lie in memory
-
 KEPT = (*RAW, "int32", "int64")  # with nothing lost, whatever they are
 
 # GrpsMessage: of each tensor its shape, and its values.
 _VALUES = {field.tag: DATA for field in FIELDS if field.wire != "bytes"}
-
 SCHEME = Scheme({GTENSORS: {TENSORS: {SHAPE: LEADS, **_VALUES}}})
 
 
@@ -165,7 +163,6 @@ def _head(name: str, dtype: DType, shape: Sequence[int]) -> tuple[bytes, int, in
 
 
 GRPC = "grpc"
-
 NO_NAME = "The model name is empty."
 
 

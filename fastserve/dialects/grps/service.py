@@ -22,7 +22,6 @@ from fastserve.repository.version import Version, VersionState
 from fastserve.serving.dialect import DialectService, ServingContext
 
 CODE = CANONICAL_STATUS | {Kind.RESOURCE_EXHAUSTED: 503, Kind.ABORTED: 503}
-
 OK_JSON = b'{"status":{"code":200,"msg":"OK","status":"SUCCESS"}'
 
 
@@ -65,11 +64,8 @@ def ok_message() -> bytes:
 
 
 JSON, JSON_UTF8 = b"application/json", b"application/json;charset=utf-8"
-
 BYTES = b"application/octet-stream"
-
 NO_DEFAULT = "No model is named, and this server has no default one (grps.default_model)."
-
 NAME = "grps"
 
 

@@ -49,7 +49,6 @@ from fastserve.serving.model_view import ModelView, TensorView
 from fastserve.tensor import kserve_name
 
 SERVER_NAME = "triton"
-
 """The name that Triton's clients look for; `version` tells this server from it."""
 
 EXTENSIONS = (
@@ -352,7 +351,6 @@ def check_name(name: str) -> None:
 
 
 CallResult = Mapping[str, Any] | list[dict[str, Any]] | bool | None
-
 Do = Callable[[KServeService, CallArguments], CallResult | Awaitable[CallResult]]
 
 CALLS: dict[str, Do] = {
@@ -377,9 +375,7 @@ CALLS: dict[str, Do] = {
 }
 
 Body = bytes | bytearray
-
 HEALTH = ("live", "ready")
-
 _AS: dict[type, Callable[[Value], bool | int | str]] = {bool: as_bool, int: as_uint, str: as_string}
 
 

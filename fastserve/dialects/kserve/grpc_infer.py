@@ -67,11 +67,8 @@ from fastserve.util.offload import OFFLOAD_BYTES
 
 # Fields of InferTensorContents by their numbers, with Triton's names of their types.
 _CONTENTS = ("", "BOOL", "INT32", "INT64", "UINT32", "UINT64", "FP32", "FP64", "BYTES")
-
 PARTS = "inputs, outputs, parameters, raw tensors and axes of a shape"
-
 TOO_LARGE = "the response is too large for a gRPC message"
-
 FINAL = "triton_final_response"
 
 
@@ -234,9 +231,7 @@ def write_message(
 
 # ModelInferRequest: the id; of each input its shape and its contents, from bool to fp64; raw contents.
 SCHEME = Scheme({3: TEXT, 5: {3: LEADS, 5: dict.fromkeys(range(1, 8), DATA)}, 7: DATA})
-
 RAW = (-1, 7)
-
 VARINTS = range(1, 6)  # contents that are packed as such
 
 
@@ -445,7 +440,6 @@ class GrpcInference(Inference):
 
 
 MOST_AT_ONCE = 256
-
 """Requests of one stream under way; the stream is read no further until one of them has ended."""
 
 ERROR_MODE = ("triton_grpc_error", "true")

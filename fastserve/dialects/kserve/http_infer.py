@@ -58,7 +58,6 @@ from fastserve.tensor import Tensor
 from fastserve.util.offload import OFFLOAD_BYTES, Offload
 
 BINARY = b"application/octet-stream"
-
 PACKING = 8  # compressing a byte costs as much as printing so many
 
 
@@ -115,7 +114,6 @@ def _send(call: Call, header_bytes: int, reply: bytes, coding: bytes) -> None:
 
 
 SUPPORTED = ((b"Accept-Encoding", b"gzip, deflate"),)
-
 UNSUPPORTED = "Unsupported compression type"
 
 
@@ -136,7 +134,6 @@ def unpack(body: bytes | bytearray, coding: bytes, limits: Limits, most: int) ->
 
 
 MOST_TEXT_BYTES = 65536  # of a template, values excluded
-
 MAX_TEMPLATES = 32
 
 
@@ -420,18 +417,13 @@ def _find_source(part: InferInput, target: int, row_bytes: int) -> RegionSource:
 
 
 HEADER_LENGTH = b"inference-header-content-length"
-
 GENERAL = -2  # calls of this head take the general path
-
 WHOLE = -1  # the whole body is JSON
 
 # A number in JSON grows at most so many times as a tensor (`0,` is an FP64): smaller bodies need no check.
 GROWTH = 4
-
 RAW_INPUT = "Raw input has a byte_size (%d bytes) that exceeds the maximum allowed value"
-
 JSON_INPUT = "JSON input '%s' has a byte_size (%d bytes) that exceeds the maximum allowed value"
-
 FAST_BYTES = 8 << 20  # up to 20 ms; larger bodies are read in a thread
 
 

@@ -136,17 +136,11 @@ def check_unique(name: str, names: set[str], request_id: str) -> None:
 
 
 RpcParameters = Mapping[str, str | int | float | bool | None]
-
 SEQUENCE_ID_BYTES = 128
-
 UINT64_MASK = 2**64 - 1
-
 EMPTY_FINAL = "triton_enable_empty_final_response"
-
 RESERVED = "parameter keys starting with 'triton_' are reserved for Triton usage"
-
 _ALLOWED = f"Only the following keys starting with 'triton_' are allowed: {EMPTY_FINAL}"
-
 NOT_OWN = "parameter '%s' has invalid type. It should be either 'int', 'bool', or 'string'."
 
 
@@ -281,11 +275,8 @@ class HeaderForwarding:
 
 
 Header = CompiledBody | InferFault
-
 Locate = Callable[[Range], Lent | None]
-
 Scalar = str | int | float | bool | None
-
 MORE = "additional bytes"  # missing behind the JSON
 
 

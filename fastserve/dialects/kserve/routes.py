@@ -24,7 +24,6 @@ _LOADED = _REPOSITORY + r"/models/(?P<model>[^/]+)"
 _REGION = r"sharedmemory(?:/region/(?P<region>[^/]+))?"
 _ASK, _TEND = {"GET": Scope.METADATA}, {"GET": Scope.METADATA, "POST": Scope.ADMIN}
 _PROBE, _INFER, _CHANGE = {"GET": Scope.HEALTH}, {"POST": Scope.INFER}, {"POST": Scope.ADMIN}
-
 NOT_FOUND = "not_found"
 WRONG_VERB = "wrong_verb"
 

@@ -91,7 +91,6 @@ LOG_SETTINGS: dict[str, type] = {
     "log_verbose_level": int,
     "log_format": str,
 }
-
 """The log settings that clients can change, and their types."""
 
 _LEVELS = {
@@ -180,7 +179,6 @@ def error_body(message: str) -> bytes:
 
 
 JSON = b"application/json"
-
 TEXT = b"text/plain"
 
 

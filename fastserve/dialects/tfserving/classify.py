@@ -29,7 +29,6 @@ from fastserve.serving.slow_path import answer_slowly
 from fastserve.tensor import DTYPES, Tensor
 
 Buffer = bytes | bytearray | memoryview
-
 CLASSES, SCORES, OUTPUTS = "classes", "scores", "outputs"
 
 
@@ -155,11 +154,9 @@ def _check_classes_or_scores(alias: str, tensor: Tensor, dtype: str, examples: i
 
 
 EXAMPLES_BYTES = 4 << 20
-
 """Largest body: 40 bytes of objects for one of text, at worst."""
 
 WORK = 16
-
 """Times a body read into memory: what a byte of examples takes."""
 
 

@@ -9,13 +9,10 @@ from fastserve.errors import Kind, ServeError, invalid
 from fastserve.tensor import DTYPES
 
 _OWN_WORDS = {"float32": "float", "float64": "double", "float16": "half", "bytes": "string"}
-
 TF_WORD: dict[int, str] = {dtype.code: _OWN_WORDS.get(name, name) for name, dtype in DTYPES.items()}
-
 """DType.code -> the word of an error text, such as `float` or `string`."""
 
 TF_NAME: dict[int, str] = {code: "DT_" + word.upper() for code, word in TF_WORD.items()}
-
 """DType.code -> the enum's name, such as `DT_FLOAT`."""
 
 

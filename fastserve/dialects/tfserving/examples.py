@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 
 FeatureKind = Literal["", "int64", "float", "bytes"]
-
 FLOATS = frozenset({float, ShownFloat})
 
 _KIND_OF: dict[type, FeatureKind] = {
@@ -49,13 +48,10 @@ _KIND_OF: dict[type, FeatureKind] = {
 }
 
 INT64_MAX = 2**63 - 1
-
 MOST_REPEATED = 1 << 22
-
 """Values that a body is made into by repetition: what it says once, for every example."""
 
 REPEATED_BYTES = 16
-
 """Bytes that count as one of them."""
 
 
@@ -177,9 +173,7 @@ def _serialize_feature(feature: Feature) -> bytes:
 
 
 SERIALIZED = "inputs"
-
 _ABSENT = Feature()
-
 _KIND_WORD: dict[FeatureKind, str] = {"int64": "int64", "float": "float", "bytes": "string"}
 
 

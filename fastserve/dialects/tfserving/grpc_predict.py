@@ -49,26 +49,17 @@ from fastserve.tensor import DTYPE_BY_CODE, DTYPES, DType, Tensor, count_items, 
 
 # PredictRequest: of each entry of inputs its TensorProto, and of that the first axis, and its values.
 _SHAPE = {2: First({1: LEAD})}
-
 BYTES = DTYPES["bytes"].code
-
 _VALUES = {CONTENT_FIELD, *VALUE_FIELD.values()} - {VALUE_FIELD[BYTES]}
-
 SCHEME = Scheme({2: {2: {2: _SHAPE, **dict.fromkeys(_VALUES, DATA)}}})
-
 TOO_LARGE = "the response is too large for a gRPC message"
-
 API = "Predict"
-
 Aliases = Mapping[str, str]  # the signature's names of outputs -> the model's
-
 Writer = Callable[[Sequence[Memory]], bytes]  # the outputs that the model gave -> a response
-
 Output = tuple[str, int, tuple[int, ...]]  # its alias, the code of its type, its shape
 
 # The same, and where it is among those that the model gives.
 Given = Sequence[tuple[str, int, int, tuple[int, ...]]]
-
 PLAIN_BYTES = 65536  # of values, up to which a response is joined with the interpreter held
 
 
@@ -188,9 +179,7 @@ def find_sources(
 
 
 DTYPE_BY_NUMBER: dict[int, DType] = {number: DTYPE_BY_CODE[code] for code, number in DTYPE_NUMBER.items()}
-
 LENGTH_BYTES = 4  # of a packed string
-
 MOST_STRINGS = 1 << 28  # of a tensor that is not over every limit by its lengths alone
 
 
@@ -201,7 +190,6 @@ def _type_words() -> dict[int, str]:
 
 
 TYPE_WORDS = _type_words()
-
 """DataType -> its word in an error text; also for types that no model here takes."""
 
 

@@ -26,15 +26,11 @@ if TYPE_CHECKING:
 
 
 _BASE64_SPACE = re.compile(rb"[ \t\n\v\f\r]+")
-
 _KIND_WORD = {type(None): "Null", Members: "Object", list: "Array", bytes: "String"}
-
 MAX_DEPTH = 100
-
 """Nesting of a JSON body; the original has no bound (a deliberate deviation)."""
 
 MOST_VALUES = 1 << 19
-
 """Objects of up to 100 bytes that one body may become."""
 
 
@@ -91,7 +87,6 @@ def decode_base64_object(value: Members) -> bytes:
 
 
 Shape = tuple[int, ...]
-
 BULK_ITEMS = 256
 
 RANGES: dict[str, tuple[int, int]] = {

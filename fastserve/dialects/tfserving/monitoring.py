@@ -24,25 +24,16 @@ from fastserve.repository.model_config import round_up
 from fastserve.repository.version import Version
 
 REQUEST_COUNT = "/tensorflow/serving/request_count"
-
 REQUEST_LATENCY = "/tensorflow/serving/request_latency"
-
 RUNTIME_LATENCY = "/tensorflow/serving/runtime_latency"
-
 RUNTIME = "TF1"
-
 """The runtime of sessions as the original names it; there is no other word that its dashboards know."""
 
 EXAMPLE_COUNTS = "/tensorflow/serving/request_example_counts"
-
 EXAMPLE_TOTAL = "/tensorflow/serving/request_example_count_total"
-
 EXAMPLE_BOUNDS = tuple(2.0**power for power in range(15))
-
 LATENCY_BOUNDS_US: tuple[float, ...] = tuple(10 * 1.8**step for step in range(33))
-
 _NAME_ODD = re.compile(r"[^a-zA-Z0-9_:]")
-
 _LABEL_ODD = re.compile(r"[^a-zA-Z0-9_]")
 
 
@@ -177,13 +168,9 @@ def _before_digit(name: str) -> str:
 
 
 SESSION = "/tensorflow/serving/batching_session/"
-
 WAIT_BOUNDS_US = tuple(100 * 1.2**bucket for bucket in range(52))
-
 SIZE_BOUNDS = tuple(2.0**exponent for exponent in range(14))
-
 POOL = "batch_threads"
-
 """The original's name of threads that nobody has named."""
 
 
@@ -248,7 +235,6 @@ def _write_batches(total: SessionCounts) -> list[str]:
 
 
 LATENCY = "/tensorflow/serving/model_warmup_latency"
-
 RECORDS = "/tensorflow/serving/model_warmup_records_read"
 
 

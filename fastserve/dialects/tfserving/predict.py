@@ -183,15 +183,10 @@ class RestFastPath:
 
 
 FAST_BYTES = 8 << 20  # up to 20 ms; larger bodies are read in a thread
-
 EXPLAIN_BYTES = 1 << 18  # reading and explaining cost up to 0.35 us a byte, in which nobody else is served
-
 RAW_TYPE = b"application/octet-stream"
-
 CODED, RAW, JSON_TEXT = "coded", "raw", "json"  # kinds of bodies
-
 Inputs = dict[str, Tensor]  # by the signature's names
-
 Read = tuple[SignatureView, bool, Inputs]  # the signature, whether the body is columnar, the inputs
 
 

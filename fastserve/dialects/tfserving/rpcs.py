@@ -51,17 +51,11 @@ from fastserve.serving.rpc import answer_rpc, parse_message, serialize
 from fastserve.serving.slow_path import SlowRequest
 
 MESSAGES = load("tfserving")
-
 MOST_VALUES = 1 << 19  # examples, features and values of one request: each becomes an object
-
 MOST_TASKS = 1024
-
 METHODS = {"tensorflow/serving/classify": "classify", "tensorflow/serving/regress": "regress"}
-
 _APIS = {"classify": "Classify", "regress": "Regress"}
-
 _KINDS: dict[str, FeatureKind] = {"int64_list": "int64", "float_list": "float", "bytes_list": "bytes"}
-
 _EMPTY = "Input is empty."
 
 
@@ -306,11 +300,8 @@ def make_regressions(plan: ResultPlan, outputs: Any, examples: int) -> Any:
 
 
 SIGNATURE_DEF = "signature_def"
-
 TYPE_URL = "type.googleapis.com/tensorflow.serving.SignatureDefMap"
-
 PLATFORM = "tensorflow"
-
 NOT_ALLOWED = "Replacing the models is disabled. Start the server with '--admin-reload-config' to enable."
 
 

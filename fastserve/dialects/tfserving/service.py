@@ -33,7 +33,6 @@ from fastserve.serving.slow_path import SlowRequest
 from fastserve.tensor import DTYPES, DType, Tensor
 
 _LOOKS_LIKE_JSON = re.compile(rb'[ \t\r\n]*\{[ \t\r\n]*["}]')
-
 _MAY_BE_JSON = re.compile(rb'[ \t\r\n]*(?:\Z|\{[ \t\r\n]*(?:\Z|["}]))')  # its beginning
 
 
@@ -154,7 +153,6 @@ def _row_reader(signature: Signature, batching: bool) -> RowReader | None:
 
 
 JSON = b"application/json"
-
 NO_DIMENSIONS = "Batched output tensor has 0 dimensions"
 
 OTHER_ROWS = (
@@ -167,7 +165,6 @@ OUTPUT_TEXTS = {Reason.SCALAR_OUTPUT: NO_DIMENSIONS, Reason.OUTPUT_ROWS: OTHER_R
 API_WORD = {"predict": "Predict", "classify": "Classify", "regress": "Regress"} | {
     word: word for word in ("Predict", "Classify", "Regress")
 }
-
 """The name of a run in runtime latencies: one word for REST and gRPC."""
 
 CORS_HEADERS: tuple[tuple[bytes, bytes], ...] = (
@@ -282,7 +279,6 @@ def tfserving_error(fault: ServeError) -> ServeError:
 
 
 DETAIL_BYTES = 1024
-
 TRUNCATED = "...TRUNCATED"
 
 

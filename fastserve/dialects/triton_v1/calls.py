@@ -39,14 +39,11 @@ from fastserve.serving.model_control import must_be_explicit, triton_state
 
 # The last release with this API; its clients print it and act on nothing in it.
 API_VERSION = "1.15.0"
-
 SERVER_READY = 2
-
 SERVER_EXITING = 3
 
 # Triton's names of states -> MODEL_READY_STATE (spec 11).
 STATES = {"READY": 1, "UNAVAILABLE": 2, "LOADING": 3, "UNLOADING": 4}
-
 CUSTOM = "custom"  # the platform of every backend that V1 did not know
 
 
@@ -196,7 +193,6 @@ def _counted(took: Took) -> Iterator[None]:
 
 
 TEXT = b"text/plain"
-
 JSON = b"application/json"
 
 

@@ -52,7 +52,6 @@ from fastserve.tensor import Tensor
 from fastserve.util.offload import OFFLOAD_BYTES
 
 Writer = tuple[ResponseHeader, tuple[int, ...]]  # the outputs that are sent, in order
-
 Known = tuple["PreparedBody", RequestHeader]
 
 
@@ -359,9 +358,7 @@ def _find_sources(
 
 
 HEADER = b"nv-inferrequest"
-
 NO_HEADER = b"The request header should contain 'NV-InferRequest'"
-
 MORE_HEADERS = b"The request header should contain 'NV-InferRequest' once"
 
 

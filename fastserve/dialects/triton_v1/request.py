@@ -32,9 +32,7 @@ if TYPE_CHECKING:
 
 
 FLAG_START, FLAG_END = 1, 2
-
 REMEMBERED_HEADERS = 256
-
 REMEMBERED_CHARS = 4096
 
 # The scalars as clients print them: in order of their numbers, after the last message, far inside 64 bits.

@@ -99,15 +99,10 @@ def durations(known: VersionCounts, counts: BatchSizeCounts) -> Iterator[tuple[s
 
 
 SERVER_ID = "inference:0"
-
 GOOD = f'code: {SUCCESS} server_id: "{SERVER_ID}" request_id: '.encode()
-
 QUEUE_FULL = "Exceeds maximum queue size"
-
 NO_SEQUENCE = "non-zero or non-empty correlation ID"  # V1 has no sequences named by a string
-
 _V2_PREFIX = re.compile(r"\A\[request id: [^\]]*\] ")
-
 TOO_LATE = "Request timeout expired"
 
 
@@ -183,15 +178,10 @@ def v1_error(fault: ServeError) -> ServeError:
 
 
 NV_RESPONSE = b"NV-InferResponse"
-
 NV_STATUS = b"NV-Status"
-
 BINARY = b"application/octet-stream"
-
 CONTENT_TYPE = (b"Content-Type", BINARY)
-
 _BEFORE = b"NV-InferResponse: %b\r\nNV-Status: "
-
 _AFTER = b"\r\nContent-Type: application/octet-stream\r\nContent-Length: %d\r\n\r\n"
 
 
