@@ -1,1 +1,1 @@
-"""MindIE's own API: /infer, its Triton endpoints, management and metadata."""
+"""MindIE's own API: /infer, its Triton endpoints, management."""
