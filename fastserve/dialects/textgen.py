@@ -12,7 +12,7 @@ import msgspec
 
 from fastserve.codec.json_text import FreeJSON
 from fastserve.config import Settings, TextgenOptions
-from fastserve.dialects.mindie import generation, management, triton
+from fastserve.dialects.mindie import generation, management
 from fastserve.dialects.openai import completions, embeddings, models
 from fastserve.dialects.openai.errors import answer_no_such_url, error_body
 from fastserve.dialects.openai.vllm import make_vllm
@@ -75,7 +75,6 @@ PATHS: tuple[TextRoute, ...] = (
     *embeddings.PATHS,
     *models.PATHS,
     *endpoints.PATHS,
-    *triton.PATHS,
     *management.PATHS,
     TextRoute(
         HttpRoute("generate", "/generate", {"POST": Scope.INFER}), generate_either, refuse, room=BodyUse.TEXT

@@ -25,7 +25,7 @@ from fastserve.dialects.grps import rpcs as grps_rpcs
 from fastserve.dialects.kserve import grpc_infer, http_infer
 from fastserve.dialects.tfserving import grpc_predict, predict
 from fastserve.dialects.triton_v1 import rpcs  # noqa: F401 -- its prepared requests are wrapped too
-from fastserve.dialects.triton_v1.answers import AnswerWriter
+from fastserve.dialects.triton_v1.service import AnswerWriter
 from fastserve.engine import arena_io
 from fastserve.engine.batch_queue import BatchQueue
 from fastserve.errors import Kind, ServeError

@@ -18,6 +18,7 @@ from fastserve._ext.infer_reply import UnwritableOutput, write_items
 from fastserve._ext.json_writer import write_string
 from fastserve.codec.json_text import to_bytes, to_text
 from fastserve.dialects.kserve.http_infer import check_json, headers_as_sent, output_error
+from fastserve.dialects.kserve.inference import make_request
 from fastserve.dialects.kserve.json_values import (
     Value,
     as_object,
@@ -30,7 +31,6 @@ from fastserve.dialects.kserve.json_values import (
 from fastserve.dialects.kserve.request import InferBody, InputPart, check_unique, read_model_parameter
 from fastserve.dialects.kserve.routes import KServeTarget
 from fastserve.dialects.kserve.service import HTTP_STATUS, JSON, KServeService, error_body, triton_error
-from fastserve.dialects.kserve.validation import make_request
 from fastserve.errors import ModelError, ServeError, invalid
 from fastserve.net.request import Call
 from fastserve.request import InferResponse

@@ -25,12 +25,11 @@ from fastserve._ext.infer_json import InferInput, read_infer
 from fastserve._ext.infer_reply import InferWriter, UnwritableCode, UnwritableOutput, write_infer
 from fastserve.codec.json_text import leading_int
 from fastserve.config import Limits
-from fastserve.dialects.kserve.inference import Inference, reply_parameters, show_outputs
+from fastserve.dialects.kserve.inference import Inference, deduce_raw, reply_parameters, show_outputs
 from fastserve.dialects.kserve.json_values import not_in_json
 from fastserve.dialects.kserve.request import InferBody, InferParameters, ReplyOptions, read_body, read_header
 from fastserve.dialects.kserve.routes import KServeTarget
 from fastserve.dialects.kserve.service import JSON, KServeService, too_large
-from fastserve.dialects.kserve.validation import deduce_raw
 from fastserve.engine import BatchQueue
 from fastserve.errors import Kind, LimitError, Reason, ServeError, internal, invalid
 from fastserve.net.compression import (

@@ -31,10 +31,15 @@ from fastserve.dialects.openai.responses import (
     finish_of,
 )
 from fastserve.dialects.text_common.bodies import InvalidBody, check, read_offloaded
-from fastserve.dialects.text_common.event_stream import EventStream, send_events
 from fastserve.dialects.text_common.routes import BodyUse, Refuse, TargetParts, TextRoute
-from fastserve.dialects.text_common.sequences import SequenceGroup, deadline_ns, mean_logprob
 from fastserve.dialects.text_common.service import TextService
+from fastserve.dialects.text_common.streams import (
+    EventStream,
+    SequenceGroup,
+    deadline_ns,
+    mean_logprob,
+    send_events,
+)
 from fastserve.errors import ServeError
 from fastserve.net.access_control import Scope
 from fastserve.net.request import Call, Endpoint

@@ -23,8 +23,8 @@ from fastserve.dialects.openai.models import find_model
 from fastserve.dialects.openai.requests import EmbeddingRequest, Prompt, read_embedding
 from fastserve.dialects.text_common.bodies import check, read_offloaded
 from fastserve.dialects.text_common.routes import BodyUse, TargetParts, TextRoute
-from fastserve.dialects.text_common.sequences import RequestTimeout, deadline_ns
 from fastserve.dialects.text_common.service import TextService
+from fastserve.dialects.text_common.streams import RequestTimeout, deadline_ns
 from fastserve.errors import DeadlineError, ServeError
 from fastserve.net.access_control import Scope
 from fastserve.net.request import Call, Endpoint

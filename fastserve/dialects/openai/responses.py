@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from fastserve.codec.text import Finish
-from fastserve.dialects.text_common.event_stream import EVENTS
+from fastserve.dialects.text_common.streams import EVENTS
 from fastserve.serving.text import Frames, Hole
 
 _encode = msgspec.json.Encoder().encode

@@ -1,16 +1,149 @@
-"""TensorFlow Serving's API, as the server knows it."""
+"""TensorFlow Serving's API, as the server knows it: its targets and their endpoints (spec 1.1, 1.2).
+
+`route` does the URL's work once; the wire remembers the endpoint of every target that was
+answered 200. Everything under /v1/ is answered, if only with `Malformed request`; what names no model gives
+way to dialects that have paths of their own there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
+from fastserve.codec.json_text import target_text
 from fastserve.config import Settings, TFServingOptions
-from fastserve.dialects.tfserving.dialect import TFServing
-from fastserve.dialects.tfserving.routes import ROUTES, RPC_RESOURCES, RPCS
+from fastserve.dialects.tfserving.classify import VERBS, ExamplesEndpoint
+from fastserve.dialects.tfserving.errors import html_page
+from fastserve.dialects.tfserving.metadata import find_versions, write_metadata, write_status
+from fastserve.dialects.tfserving.monitoring import BatchSessions, write_warm_ups
+from fastserve.dialects.tfserving.predict import PredictEndpoint
+from fastserve.dialects.tfserving.routes import (
+    MONITORING,
+    PREFLIGHT,
+    ROUTES,
+    RPC_RESOURCES,
+    RPCS,
+    Target,
+    VersionOverflow,
+    is_api,
+    parse_target,
+)
+from fastserve.dialects.tfserving.service import TFServingService, find_version
+from fastserve.errors import ServeError, invalid
+from fastserve.net.access_control import NOTHING, Scope
+from fastserve.net.request import Call, Endpoint
+from fastserve.net.router import Route, Yields
 from fastserve.protos import load
-from fastserve.repository.version import Version
+from fastserve.repository.version import Version, VersionState
 from fastserve.request import Recorded
-from fastserve.serving.dialect import DialectSpec
+from fastserve.serving.dialect import Dialect, DialectSpec, ServingContext, alive_route, is_root
+from fastserve.serving.text.models import card_of
+
+if TYPE_CHECKING:
+    from fastserve.net.grpc import Method
+
+
+HTML = b"text/html; charset=ISO-8859-1"
+PAGE = b"text/html"
+TEXT = b"text/plain"
+
+
+class TFServing(Dialect):
+    """The dialect of one front process. It holds no state but counters."""
+
+    def __init__(self, context: ServingContext, options: TFServingOptions) -> None:
+        self._service = TFServingService(context, options)
+        self._sessions = BatchSessions()
+
+    def route(self, method: str, target: str) -> Route | None:
+        """The route of a target, None when it is not under /v1/, KServe's / or the metrics page."""
+        if is_api(target):
+            return self._route_api(method, target)
+        if self._service.tells_ready and is_root(method, target):
+            return alive_route()
+        options = self._service.options
+        if options.monitoring and target.partition("?")[0].partition("#")[0] == options.monitoring_path:
+            page = self._page if target == options.monitoring_path else self._wrong_page
+            return Route(page, MONITORING.scopes[method])
+        return None
+
+    def _route_api(self, method: str, target: str) -> Route:
+        if method == "OPTIONS":
+            return Route(self._preflight, PREFLIGHT.scopes[method], Yields.LAST, PREFLIGHT.resources)
+        try:
+            parsed = parse_target(method, target)
+        except VersionOverflow:
+            return Route(self._overflow, Scope.METADATA, resources=NOTHING)
+        if parsed is None or (method == "POST" and parsed.verb not in ("predict", *VERBS)):
+            fault = invalid(f"Malformed request: {method} {target_text(target)}")
+            return Route(partial(self.refuse, fault=fault), Scope.METADATA, Yields.LAST, NOTHING)
+        if method == "GET":
+            gives_way = Yields.NEVER if parsed.name else Yields.FIRST
+            return Route(partial(self._describe, target=parsed), parsed.scope, gives_way)
+        return Route(
+            (PredictEndpoint if parsed.verb == "predict" else ExamplesEndpoint)(self._service, parsed),
+            parsed.scope,
+        )
+
+    def grpc_methods(self) -> list[Method]:
+        """The RPCs of PredictionService and ModelService."""
+        from fastserve.dialects.tfserving.rpcs import make_methods
+
+        return make_methods(self._service)
+
+    def refuse(self, call: Call, fault: ServeError) -> None:
+        self._service.refuse(call, "", fault)
+
+    def answer_unknown(self, call: Call) -> None:
+        call.reply(404, html_page(404, "Not Found"), PAGE, close=True)
+
+    def route_unknown(self, method: str, target: str) -> Endpoint | None:
+        return answer_not_implemented
+
+    def _describe(self, call: Call, target: Target) -> None:
+        """A model's status, or a version's metadata."""
+        service = self._service
+        try:
+            if not target.name:
+                raise invalid("Missing model name in request.")
+            # `/METADATA` matches the URL and is then not the word that was meant: status (spec 1.1).
+            if target.verb == "metadata":
+                body = write_metadata(find_version(service.catalog, target))
+            else:
+                versions = find_versions(service.catalog, target)
+                more = card_of(service.engine, service.catalog, target.name)
+                if service.tells_ready:  # KServe's V1
+                    more["ready"] = any(one.state is VersionState.AVAILABLE for one in versions)
+                body = write_status(versions, more)
+        except ServeError as fault:
+            service.refuse(call, target.name, fault)
+        else:
+            service.answer(call, target.name, body)
+
+    def _preflight(self, call: Call) -> None:
+        origin = call.header(b"origin")
+        allowed = b"http://" in origin or b"https://" in origin
+        call.reply(200 if allowed else 400, b"", HTML, self._service.headers)
+
+    def _overflow(self, call: Call) -> None:
+        call.reply(400, b"", headers=self._service.headers)
+
+    def _page(self, call: Call) -> None:
+        models = self._service.catalog.models.values()
+        more = self._sessions.write([version for model in models for version in model.available()])
+        more += write_warm_ups([version for model in models for version in model.versions.values()])
+        call.reply(200, self._service.monitor.write(more), TEXT)
+
+    def _wrong_page(self, call: Call) -> None:
+        given = call.target.encode("latin-1")
+        wanted = self._service.options.monitoring_path.encode()
+        call.reply(400, b"Unexpected path: " + given + b". Should be " + wanted, TEXT)
+
+
+def answer_not_implemented(call: Call) -> None:
+    """A method that is none of HTTP's (spec 1.2)."""
+    call.reply(501, html_page(501, "Not Implemented"), PAGE, close=True)
 
 
 def exposes(settings: Settings) -> Sequence[str]:

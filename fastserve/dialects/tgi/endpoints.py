@@ -13,11 +13,18 @@ from time import monotonic_ns
 import msgspec
 
 from fastserve.dialects.text_common.bodies import read_offloaded
-from fastserve.dialects.text_common.event_stream import HEADERS, EventStream, Headers, send_events
 from fastserve.dialects.text_common.mindie import refuse_prompt
 from fastserve.dialects.text_common.routes import BodyUse, TargetParts, TextRoute
-from fastserve.dialects.text_common.sequences import SequenceGroup, deadline_ns, mean_logprob
 from fastserve.dialects.text_common.service import TextService
+from fastserve.dialects.text_common.streams import (
+    HEADERS,
+    EventStream,
+    Headers,
+    SequenceGroup,
+    deadline_ns,
+    mean_logprob,
+    send_events,
+)
 from fastserve.dialects.tgi.requests import (
     TgiLimits,
     TgiRequest,

@@ -20,7 +20,6 @@ from typing import Any
 from typing_extensions import Self
 
 from fastserve._ext.proto_wire_v1 import V1InferMessage
-from fastserve.dialects.triton_v1.answers import ResponseHeader
 from fastserve.dialects.triton_v1.request import (
     REMEMBERED_CHARS,
     REMEMBERED_HEADERS,
@@ -35,7 +34,13 @@ from fastserve.dialects.triton_v1.request import (
     read_request,
 )
 from fastserve.dialects.triton_v1.routes import V1Target
-from fastserve.dialects.triton_v1.service import HttpReplies, Replies, ServedVersion, V1Service
+from fastserve.dialects.triton_v1.service import (
+    HttpReplies,
+    Replies,
+    ResponseHeader,
+    ServedVersion,
+    V1Service,
+)
 from fastserve.engine import request_note
 from fastserve.errors import ConfigError, ServeError
 from fastserve.net.http1.large_bodies import ArrivedBody

@@ -15,7 +15,6 @@ parameters and the text of refusals belong to each dialect.
 
 from fastserve._ext.text_tokens import Frames, Hole, Token
 from fastserve.codec.text import Finish, Info, Sampling
-from fastserve.serving.text.embeddings import Embedding, Vector
 from fastserve.serving.text.models import TextModel, TextModels
 from fastserve.serving.text.request import (
     BadStop,
@@ -26,7 +25,7 @@ from fastserve.serving.text.request import (
     TextTooLong,
     UnknownToken,
 )
-from fastserve.serving.text.stream import Ending, TextStream, stream_to, together
+from fastserve.serving.text.stream import Embedding, Ending, TextStream, Vector, stream_to, together
 from fastserve.serving.text.tokenizer import Detokenizer, Piece
 
 __all__ = [

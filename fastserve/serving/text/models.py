@@ -36,7 +36,6 @@ from fastserve.repository.version import Attachment, Version, VersionState
 from fastserve.serving.dialect import EngineFace, ServingContext
 from fastserve.serving.exchange import internal_error
 from fastserve.serving.text.chat import ChatTemplate
-from fastserve.serving.text.embeddings import Embedding, EncodedPrompt
 from fastserve.serving.text.request import (
     LEAST_CHARACTERS,
     MOST_CHARACTERS,
@@ -51,7 +50,7 @@ from fastserve.serving.text.request import (
     count_together,
     fit,
 )
-from fastserve.serving.text.stream import TextStream
+from fastserve.serving.text.stream import Embedding, EncodedPrompt, TextStream
 from fastserve.serving.text.tokenizer import LEAST_LONGEST, Detokenizer, Piece, Tokenizer, load_tokenizer
 from fastserve.util.offload import Offload
 

@@ -16,6 +16,12 @@ of the loop that received them, all that came together as one piece; the calling
 until a client that had stopped reading reads again. Meanwhile tokens stay with the engine, which stalls the
 sequence. With `frames`, all tokens but the first and the last pass through compiled code (text_tokens.Flow):
 one step of the engine is written at once, for all streams together.
+
+An embedding is a sequence without tokens for each text, whose only record has its vector. A request of many
+texts queues a few of them at a time, so that others come between:
+
+    async with Embedding(start, prompts, note) as embedding:
+        vectors = await embedding.run()           in the order of the prompts
 """
 
 from __future__ import annotations
@@ -24,13 +30,13 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from time import monotonic_ns
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from fastserve._ext.stop_strings import StopStrings
 from fastserve._ext.text_tokens import Flow, Frames, Token, take_plain
-from fastserve.codec.text import Extra, Finish, GenerationRun, Logprobs, Record, read_extra
+from fastserve.codec.text import Extra, Finish, GenerationRun, Logprobs, Record, TextNote, read_extra
 from fastserve.errors import DeadlineError, Kind, ModelError, Reason, ServeError, unpack_status, worker_lost
 from fastserve.serving.exchange import internal_error
 from fastserve.serving.text.tokenizer import Detokenizer
@@ -485,3 +491,127 @@ async def stream_to(
     finally:
         stream.on_news = None
         writer.close()
+
+
+AT_A_TIME = 64
+AGAIN_S = 0.01
+"""Pause before the queue is tried again when none of the request's texts runs. Slots become free a moment
+after their last record; finished vectors are kept meanwhile."""
+Start = Callable[[Sequence[int], TextNote, Callable[[list[Record]], None]], GenerationRun]
+NO_VECTOR = "the model made no vector of this text"
+
+
+class EncodedPrompt(NamedTuple):
+    """A text for the engine: its tokens, or itself where the engine takes text."""
+
+    ids: list[int]
+    text: str = ""
+
+
+class Vector(NamedTuple):
+    """The embedding of one text, float32 little-endian, and its number of tokens."""
+
+    data: bytes
+    tokens: int
+
+
+class Embedding:
+    """The texts of one request. `start` is the engine's, of one version."""
+
+    def __init__(
+        self,
+        start: Start,
+        prompts: Sequence[EncodedPrompt],
+        note: Callable[[EncodedPrompt], TextNote],
+    ) -> None:
+        self._start, self._prompts, self._note = start, prompts, note
+        self.heard_ns = 0
+        """The time of the last record, in nanoseconds of time.monotonic_ns."""
+        self._begun = 0  # texts
+        self._runs: dict[int, GenerationRun] = {}
+        self._vectors: dict[int, Vector] = {}
+        self._fault: ServeError | None = None
+        self._news = asyncio.Event()
+
+    async def run(self) -> list[Vector]:
+        """Return the vectors in order. Raises ServeError: the queue's refusal, or the fault of the first
+        text that failed."""
+        while True:
+            if self._fault is not None:
+                raise self._fault
+            self._fill()
+            if self._runs:
+                self._news.clear()
+                await self._news.wait()
+            elif self._begun < len(self._prompts):
+                await asyncio.sleep(AGAIN_S)
+            else:
+                return [self._vectors[at] for at in range(len(self._prompts))]
+
+    def cancel(self) -> None:
+        """End it; `run` raises."""
+        self._fail(ServeError(Kind.CANCELLED, CANCELLED))
+        runs, self._runs = self._runs, {}
+        for run in runs.values():
+            run.cancel()
+
+    async def __aenter__(self) -> Embedding:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    def _fill(self) -> None:
+        """Queue as many texts as fit. Raises ServeError when the queue has no place for the first, with
+        retry_after_s where the queue knows it."""
+        while self._begun < len(self._prompts) and len(self._runs) < AT_A_TIME:
+            try:
+                self._begin(self._begun)
+            except ServeError as fault:
+                if fault.retry_after_s is None or not self._begun:
+                    raise
+                return
+            self._begun += 1
+
+    def _begin(self, at: int) -> None:
+        prompt = self._prompts[at]
+
+        def heard(records: list[Record]) -> None:
+            self._hear(at, records)
+
+        self._runs[at] = self._start(prompt.ids, self._note(prompt), heard)
+
+    def _hear(self, at: int, records: list[Record]) -> None:
+        """Take the last record of a text; records of tokens before it are ignored."""
+        _, finish, _, data = records[-1]
+        run = self._runs.get(at)
+        if run is None:
+            return
+        run.taken(len(records))
+        if finish:
+            del self._runs[at]
+            self._end(at, finish, data)
+
+    def _end(self, at: int, finish: int, data: bytes) -> None:
+        try:
+            self._vectors[at] = _read_vector(finish, data, len(self._prompts[at].ids))
+        except ServeError as fault:
+            self._fail(fault)
+        except Exception as error:  # malformed records
+            self._fail(internal_error(self, error))
+        self.heard_ns = monotonic_ns()
+        self._news.set()
+
+    def _fail(self, fault: ServeError) -> None:
+        self._fault = self._fault or fault
+        self._news.set()
+
+
+def _read_vector(finish: int, data: bytes, tokens: int) -> Vector:
+    """Return the vector of a last record. Raises ServeError with the engine's fault."""
+    extra = read_extra(data) if data else Extra()
+    if extra.vector and finish == Finish.STOP:
+        return Vector(extra.vector, tokens or extra.prompt_tokens)
+    raise fault_of(Finish(finish), extra) or ServeError(Kind.INTERNAL, NO_VECTOR)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fastserve.serving.text import embeddings
+from fastserve.serving.text import stream
 from fastserve.serving.text.models import TextModel
 from tests.conformance.text import test_lives as lives
 from tests.conformance.text.apis import EMBEDDINGS, INTERNAL, LATE, TEXT
@@ -76,8 +76,8 @@ def test_an_exception_at_each_step(
 
     place, name = {
         "prompts": (TextModel, "_read_all"),
-        "note": (embeddings.Embedding, "_begin"),
-        "vector": (embeddings, "_read_vector"),
+        "note": (stream.Embedding, "_begin"),
+        "vector": (stream, "_read_vector"),
     }[step]
 
     async def work() -> None:

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastserve._ext.infer_reply import write_items
+from fastserve.dialects.kserve.inference import check_strings
 from fastserve.dialects.kserve.request import read_body, read_header
-from fastserve.dialects.kserve.validation import check_strings
 from fastserve.errors import ServeError
 from fastserve.serving.client_memory import Range
 from fastserve.tensor import DTYPES

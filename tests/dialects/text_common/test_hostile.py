@@ -12,7 +12,7 @@ import pytest
 
 from fastserve.codec.text import Info
 from fastserve.config import TextgenOptions
-from fastserve.dialects.mindie.triton import TokenInferRequest, read_text, read_tokens
+from fastserve.dialects.mindie.generation import TokenInferRequest, read_text, read_tokens
 from fastserve.dialects.text_common.bodies import read_json
 from fastserve.dialects.text_common.mindie import MindieRequest, make_rules, read_infer
 from fastserve.errors import Kind, ServeError

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fastserve.config import Settings, TFServingOptions
-from fastserve.dialects.tfserving.dialect import TFServing
+from fastserve.dialects.tfserving.spec import TFServing
 from fastserve.metrics import Registry
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.model_config import parse_model_config

@@ -13,8 +13,8 @@ import pytest
 
 from fastserve.config import Limits, TFServingOptions
 from fastserve.dialects.tfserving import classify, predict
-from fastserve.dialects.tfserving.dialect import TFServing
 from fastserve.dialects.tfserving.service import RowReader
+from fastserve.dialects.tfserving.spec import TFServing
 from fastserve.errors import Kind, ServeError
 from fastserve.net.http1.large_bodies import ArrivedBody
 from fastserve.repository.version import VersionState

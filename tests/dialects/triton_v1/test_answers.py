@@ -11,9 +11,8 @@ from google.protobuf import text_format
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastserve.dialects.triton_v1.answers import ClassOutput, RawOutput, ResponseHeader, write_id
 from fastserve.dialects.triton_v1.request import InputHeader, RequestHeader, check_strings, read_header
-from fastserve.dialects.triton_v1.service import v1_error
+from fastserve.dialects.triton_v1.service import ClassOutput, RawOutput, ResponseHeader, v1_error, write_id
 from fastserve.errors import ConfigError, Kind, Reason, ServeError
 from fastserve.protos import load
 from fastserve.protos.text import print_float, print_line, print_lines

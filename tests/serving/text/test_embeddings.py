@@ -12,7 +12,7 @@ import pytest
 from fastserve.codec.text import Extra, Finish, Info, Record, TextNote, write_text
 from fastserve.errors import Kind, ServeError
 from fastserve.serving.text import Embedding, TextAsk, TextModels
-from fastserve.serving.text.embeddings import AT_A_TIME, EncodedPrompt
+from fastserve.serving.text.stream import AT_A_TIME, EncodedPrompt
 from tests.text_rig import LocalEngine, Scripted
 
 Heard = Callable[[list[Record]], None]
