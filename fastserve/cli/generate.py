@@ -52,6 +52,16 @@ class AnswerProgress:
     last_s: float = 0.0
     began: float = field(default_factory=time.monotonic)
 
+    def take(self, event: dict[str, Any]) -> str:
+        """Note an event of OpenAI's API, and return the text in it."""
+        if usage := event.get("usage"):
+            self.prompt_tokens, self.tokens = usage.get("prompt_tokens", 0), usage["completion_tokens"]
+        piece = ""
+        for choice in event["choices"]:
+            self.reason = choice.get("finish_reason") or self.reason
+            piece += (choice["delta"].get("content") if "delta" in choice else choice["text"]) or ""
+        return piece
+
     def heard(self) -> None:
         """Note that some text has come."""
         self.last_s = time.monotonic() - self.began
@@ -111,23 +121,12 @@ def ask_server(server: ServerClient, model: str, question: Question, told: Answe
         if "error" in event:
             error = event["error"]
             raise click.ClickException(str(error["message"] if isinstance(error, dict) else error))
-        piece = _read_event(event, told)
+        piece = told.take(event)
         if piece:
             told.heard()
             yield piece
     if not done or not told.reason:
         raise click.ClickException("the answer broke off")
-
-
-def _read_event(event: dict[str, Any], told: AnswerProgress) -> str:
-    usage = event.get("usage")
-    if usage:
-        told.prompt_tokens, told.tokens = usage["prompt_tokens"], usage["completion_tokens"]
-    piece = ""
-    for choice in event["choices"]:
-        told.reason = choice["finish_reason"] or told.reason
-        piece += (choice["delta"].get("content") if "delta" in choice else choice["text"]) or ""
-    return piece
 
 
 def ask_folder(folder: Path, device: str, question: Question, told: AnswerProgress) -> Iterator[str]:

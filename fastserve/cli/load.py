@@ -7,11 +7,11 @@ import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import cycle
 from subprocess import PIPE
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import BinaryIO, cast
 
 import click
 import httptools
@@ -19,8 +19,8 @@ import msgspec
 import uvloop
 
 from fastserve.cli.client import Trust
+from fastserve.cli.generate import AnswerProgress
 
-Key = TypeVar("Key")
 GOOD = ("200", "OK")
 RETRY_S = 0.1
 KEPT_BITS = 7
@@ -45,38 +45,25 @@ def floor_of(bucket: int) -> int:
     return (bucket - spare * HALF) << spare
 
 
-def add_counts(mine: dict[Key, int], theirs: Mapping[Key, int]) -> None:
-    for key, count in theirs.items():
-        mine[key] = mine.get(key, 0) + count
-
-
-class LatencyHistogram:
-    """Counts of latencies in ns, in buckets at most 1/64 as wide as their values."""
-
-    def __init__(self, counts: Mapping[int, int] | None = None) -> None:
-        self.counts = dict(counts or {})
+class LatencyHistogram(Counter[int]):
+    """Counts of latencies in ns by bucket; buckets are at most 1/64 as wide as their values."""
 
     def add(self, value_ns: int) -> None:
-        bucket = bucket_of(value_ns)
-        self.counts[bucket] = self.counts.get(bucket, 0) + 1
-
-    @property
-    def total(self) -> int:
-        return sum(self.counts.values())
+        self[bucket_of(value_ns)] += 1
 
     def percentile(self, percent: float) -> float:
         """Return the latency in ns that `percent` of the requests stayed under; 0 when there were none."""
-        wanted, seen = self.total * percent / 100, 0
-        for bucket in sorted(self.counts):
-            seen += self.counts[bucket]
+        wanted, seen = self.total() * percent / 100, 0
+        for bucket in sorted(self):
+            seen += self[bucket]
             if seen >= wanted:
                 return (floor_of(bucket) + floor_of(bucket + 1)) / 2
         return 0.0
 
     def mean(self) -> float:
         """Return the mean latency in ns, from the middles of the buckets."""
-        weighted = sum((floor_of(b) + floor_of(b + 1)) / 2 * n for b, n in self.counts.items())
-        return weighted / max(1, self.total)
+        weighted = sum((floor_of(b) + floor_of(b + 1)) / 2 * n for b, n in self.items())
+        return weighted / max(1, self.total())
 
 
 @dataclass
@@ -84,8 +71,8 @@ class LoadResult:
     """Everything counted after the warm-up. `statuses` are HTTP's numbers or gRPC's names."""
 
     latency: LatencyHistogram = field(default_factory=LatencyHistogram)
-    statuses: dict[str, int] = field(default_factory=dict)
-    faults: dict[str, int] = field(default_factory=dict)
+    statuses: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
     body_bytes: int = 0
     seconds: float = 0.0
     first: LatencyHistogram = field(default_factory=LatencyHistogram)
@@ -101,20 +88,17 @@ class LoadResult:
 
     def merge(self, other: LoadResult) -> None:
         """Add the counts of another process, which ran at the same time."""
-        for name in ("latency", "first", "gaps"):
-            add_counts(getattr(self, name).counts, getattr(other, name).counts)
-        add_counts(self.statuses, other.statuses)
-        add_counts(self.faults, other.faults)
-        for name in ("body_bytes", "pieces", "answers", "tokens", "answer_pieces"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.seconds = max(self.seconds, other.seconds)
-
-    def count_fault(self, fault: str) -> None:
-        self.faults[fault] = self.faults.get(fault, 0) + 1
+        seconds = max(self.seconds, other.seconds)
+        for name, theirs in vars(other).items():
+            if isinstance(theirs, Counter):
+                getattr(self, name).update(theirs)
+            else:
+                setattr(self, name, getattr(self, name) + theirs)
+        self.seconds = seconds
 
     @property
     def rate(self) -> float:
-        return self.latency.total / self.seconds if self.seconds else 0.0
+        return self.latency.total() / self.seconds if self.seconds else 0.0
 
     @property
     def token_rate(self) -> float:
@@ -124,7 +108,7 @@ class LoadResult:
 
     @property
     def failed(self) -> int:
-        return sum(self.faults.values()) + sum(n for s, n in self.statuses.items() if s not in GOOD)
+        return self.faults.total() + sum(n for s, n in self.statuses.items() if s not in GOOD)
 
 
 @dataclass
@@ -220,31 +204,6 @@ class GrpcLoadClient:
         asyncio.get_running_loop().create_task(self._channel.close())
 
 
-class StreamDelta(msgspec.Struct, frozen=True):
-    content: str | None = None
-
-
-class StreamChoice(msgspec.Struct):
-    text: str = ""
-    delta: StreamDelta | None = None
-    finish_reason: str | None = None
-
-
-class StreamUsage(msgspec.Struct):
-    completion_tokens: int
-
-
-class TextStreamEvent(msgspec.Struct):
-    """The fields of an event of OpenAI's API that count."""
-
-    choices: list[StreamChoice] = []
-    usage: StreamUsage | None = None
-    error: Any = None
-
-
-read_event = msgspec.json.Decoder(TextStreamEvent).decode
-
-
 class EventsLoadClient(HttpLoadClient):
     """A connection whose replies are streams of OpenAI's API.
 
@@ -256,17 +215,18 @@ class EventsLoadClient(HttpLoadClient):
         self._load = load
 
     async def ask(self, request: bytes) -> tuple[str, int]:
-        self._rest, self._piece_ns, self._pieces, self._tokens = b"", 0, 0, 0
-        self._has_reason = self._is_done = False
+        self._rest, self._piece_ns, self._pieces = b"", 0, 0
+        self._progress, self._is_done = AnswerProgress(), False
         self._sent_ns = time.perf_counter_ns()
         status, nbytes = await super().ask(request)
         if status == "200":
-            if not (self._is_done and self._has_reason and self._tokens and self._pieces):
+            tokens, result = self._progress.tokens, self._load.result
+            if not (self._is_done and self._progress.reason and tokens and self._pieces):
                 raise BrokenLoadError("an answer that is not whole")
             if self._load.counting:
-                self._load.result.answers += 1
-                self._load.result.tokens += self._tokens
-                self._load.result.answer_pieces += self._pieces
+                result.answers += 1
+                result.tokens += tokens
+                result.answer_pieces += self._pieces
         return status, nbytes
 
     def on_body(self, body: bytes) -> None:
@@ -280,17 +240,14 @@ class EventsLoadClient(HttpLoadClient):
             self._is_done = True
             return
         try:
-            event = read_event(data)
-        except msgspec.DecodeError:
+            event = msgspec.json.decode(data)
+            if event.get("error") is not None:
+                return self._fail("an error within a stream")
+            piece = self._progress.take(event)
+        except (ValueError, LookupError, TypeError, AttributeError):
             return self._fail("an event that cannot be read")
-        if event.error is not None:
-            return self._fail("an error within a stream")
-        if event.usage is not None:
-            self._tokens = event.usage.completion_tokens
-        for choice in event.choices:
-            self._has_reason = self._has_reason or choice.finish_reason is not None
-            if choice.text or (choice.delta is not None and choice.delta.content):
-                self._count_piece(time.perf_counter_ns())
+        if piece:
+            self._count_piece(time.perf_counter_ns())
 
     def _count_piece(self, now_ns: int) -> None:
         self._pieces += 1
@@ -333,9 +290,8 @@ class ClosedLoop:
                 await self._ask(client, next(ring))
             except (OSError, BrokenLoadError) as fault:
                 if self.counting:
-                    self.result.count_fault(
-                        str(fault) if isinstance(fault, BrokenLoadError) else "connection refused"
-                    )
+                    broken = isinstance(fault, BrokenLoadError)
+                    self.result.faults[str(fault) if broken else "connection refused"] += 1
                 if client is None:
                     await asyncio.sleep(RETRY_S)
             if client is not None and not client.reusable:
@@ -349,7 +305,7 @@ class ClosedLoop:
         status, nbytes = await client.ask(request)
         if self.counting:
             self.result.latency.add(time.perf_counter_ns() - sent_ns)
-            self.result.statuses[status] = self.result.statuses.get(status, 0) + 1
+            self.result.statuses[status] += 1
             self.result.body_bytes += nbytes
 
     async def _connect(self) -> HttpLoadClient | GrpcLoadClient:

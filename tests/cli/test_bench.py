@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,14 +17,16 @@ from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastserve.cli import bench_requests, main
-from fastserve.cli.bench import report, show_duration
-from fastserve.cli.bench_requests import (
+from fastserve.cli import main
+from fastserve.cli.bench import (
     PROTOCOLS,
     LoadInput,
     LoadOptions,
+    LoadProtocol,
     fill_shape,
     read_input,
+    report,
+    show_duration,
     tensorflow_dtype,
 )
 from fastserve.cli.client import ServerClient
@@ -58,14 +61,15 @@ def test_percentile_is_right_within_its_bucket(values: list[int], percent: float
         histogram.add(value)
     rank = max(1, -(-len(values) * percent // 100))
     exact = sorted(values)[int(rank) - 1]
-    assert histogram.total == len(values)
+    assert histogram.total() == len(values)
     assert histogram.percentile(percent) == pytest.approx(exact, rel=1 / 64, abs=1)
 
 
 def test_merging_counts_everything_once() -> None:
-    result = LoadResult(LatencyHistogram({5: 2}), {"200": 2}, seconds=2.0, tokens=3)
-    result.merge(LoadResult(LatencyHistogram({5: 1, 900: 4}), {"200": 5}, {"timed out": 1}, 9, 1.9, tokens=4))
-    assert result.latency.counts == {5: 3, 900: 4}
+    result = LoadResult(LatencyHistogram({5: 2}), Counter({"200": 2}), seconds=2.0, tokens=3)
+    faults = Counter({"timed out": 1})
+    result.merge(LoadResult(LatencyHistogram({5: 1, 900: 4}), Counter({"200": 5}), faults, 9, 1.9, tokens=4))
+    assert result.latency == {5: 3, 900: 4}
     assert (result.statuses, result.faults, result.body_bytes) == ({"200": 7}, {"timed out": 1}, 9)
     assert (result.seconds, result.tokens, result.failed) == (2.0, 7, 1)
 
@@ -100,10 +104,13 @@ def test_shapes_are_filled_in() -> None:
     assert fill_shape({"dim": [], "unknown_rank": True}, options()) == (4,)
 
 
-def test_rows_of_several_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = [LoadInput("a", "bytes", (2,)), LoadInput("b", "int8", (2, 2))]
-    monkeypatch.setattr(bench_requests, "signature_inputs", lambda _: inputs)
-    body = json.loads(PROTOCOLS["tfserving"].requests(options(signature="s"))[0].body)
+def described(protocol: str, *inputs: LoadInput) -> LoadProtocol:
+    return PROTOCOLS[protocol]._replace(describe=lambda options: list(inputs))
+
+
+def test_rows_of_several_inputs() -> None:
+    inputs = LoadInput("a", "bytes", (2,)), LoadInput("b", "int8", (2, 2))
+    body = json.loads(described("tfserving", *inputs).requests(options(signature="s"))[0].body)
     assert body["signature_name"] == "s"
     assert [sorted(row) for row in body["instances"]] == [["a", "b"], ["a", "b"]]
     assert "b64" in body["instances"][0]["a"]
@@ -124,16 +131,15 @@ def test_packed_tensors_have_their_dtypes_size() -> None:
         LoadInput("x", "complex64", (1,)).pack(rng())
 
 
-def test_v2_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = [LoadInput("a", "float32", (1, 2)), LoadInput("b", "bytes", (1,))]
-    monkeypatch.setattr(bench_requests, "v2_inputs", lambda _: inputs)
-    tensors = json.loads(PROTOCOLS["v2"].requests(options())[0].body)["inputs"]
+def test_v2_bodies() -> None:
+    inputs = LoadInput("a", "float32", (1, 2)), LoadInput("b", "bytes", (1,))
+    tensors = json.loads(described("v2", *inputs).requests(options())[0].body)["inputs"]
     assert [(one["name"], one["shape"], one["datatype"], len(one["data"])) for one in tensors] == [
         ("a", [1, 2], "FP32", 2),
         ("b", [1], "BYTES", 1),
     ]
-    request = PROTOCOLS["v2-binary"].requests(options())[0]
-    length = int(request.headers["Inference-Header-Content-Length"])
+    request = described("v2-binary", *inputs).requests(options())[0]
+    length = request.json_bytes
     header = json.loads(request.body[:length])
     assert [one["parameters"]["binary_data_size"] for one in header["inputs"]] == [8, 16]
     assert len(request.body) == length + 24
@@ -141,9 +147,9 @@ def test_v2_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_open_dimensions_of_v2() -> None:
-    described = {"name": "x", "datatype": "INT64", "shape": ["-1", "-1", "3"]}
-    assert read_input(described, options(), batching=True) == LoadInput("x", "int64", (4, 7, 3))
-    assert read_input(described, options(), batching=False) == LoadInput("x", "int64", (7, 7, 3))
+    tensor = {"name": "x", "datatype": "INT64", "shape": ["-1", "-1", "3"]}
+    assert read_input(tensor, options(), batching=True) == LoadInput("x", "int64", (4, 7, 3))
+    assert read_input(tensor, options(), batching=False) == LoadInput("x", "int64", (7, 7, 3))
 
 
 def test_requests_of_tensorflow_serving(url: str) -> None:
@@ -184,7 +190,7 @@ def test_text_report() -> None:
     histogram = LatencyHistogram()
     for value in (100_000, 100_000, 400_000):
         histogram.add(value)
-    lines = list(report(LoadResult(histogram, {"200": 3}, {"timed out": 1}, 30, 2.0)))
+    lines = list(report(LoadResult(histogram, Counter({"200": 3}), Counter({"timed out": 1}), 30, 2.0)))
     assert lines[0] == "requests   3 in 2.0 s: 1.5/s"
     assert "FAILED  timed out: 1" in lines
     assert sum("#" in line for line in lines) == 2

@@ -12,7 +12,7 @@ import uvloop
 from click.testing import CliRunner, Result
 
 from fastserve.cli import main
-from fastserve.cli.bench_requests import PROTOCOLS
+from fastserve.cli.bench import PROTOCOLS
 from tests.dialects.kserve.client_models import write_kinds, write_sums
 from tests.running import Running
 

@@ -11,8 +11,7 @@ import uvloop
 from click.testing import CliRunner
 
 from fastserve.cli import main
-from fastserve.cli.bench import as_json, report
-from fastserve.cli.bench_requests import PROTOCOLS, LoadOptions
+from fastserve.cli.bench import PROTOCOLS, LoadOptions, as_json, report
 from fastserve.cli.client import ServerClient
 from fastserve.cli.load import BrokenLoadError, ClosedLoop, EventsLoadClient, LoadPlan, LoadResult
 from tests.cli.text_server import serving
@@ -57,7 +56,7 @@ def answer(body: bytes, size: int = 1 << 20) -> LoadResult:
         try:
             await client.ask(b"ask")
         except BrokenLoadError as fault:
-            load.result.count_fault(str(fault))
+            load.result.faults[str(fault)] += 1
         return load.result
 
     return asyncio.run(work())
@@ -67,7 +66,7 @@ def answer(body: bytes, size: int = 1 << 20) -> LoadResult:
 def test_a_whole_answer_is_counted_however_it_comes(size: int) -> None:
     found = answer(events_of(WHOLE), size)
     assert (found.pieces, found.answers, found.tokens, found.answer_pieces) == (3, 1, 6, 3)
-    assert (found.first.total, found.gaps.total, found.faults) == (1, 2, {})
+    assert (found.first.total(), found.gaps.total(), found.faults) == (1, 2, {})
 
 
 @pytest.mark.parametrize(
