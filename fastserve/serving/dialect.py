@@ -43,10 +43,7 @@ Options = TypeVar("Options")
 
 # Called on the loop for what writes the page beside it.
 Page = Callable[[], Callable[[], bytes]]
-
-
 Stop = Callable[[bool], Awaitable[None]]
-
 Spread = Callable[[str, str], Awaitable[bool]]
 
 
@@ -236,15 +233,18 @@ class DialectService:
         """When the time of a request that came then is up by `timeout_ns`; 0 for never."""
         return received_ns + self.timeout_ns if self.timeout_ns else 0
 
+    def count_fault(
+        self, model: str, fault: ServeError, exchange: object = None, version: object = ""
+    ) -> None:
+        """Count a request that is answered with `fault`; `version` where it had reached one."""
+        self.traffic.refused(model, fault.kind.name, version, message=fault.message, exchange=exchange)
+
 
 ALIVE = HttpRoute("root", "/", dict.fromkeys(("GET", "HEAD"), Scope.HEALTH))
-
 """KServe's liveness of the server: that it answers at all, ready or not."""
 
 ALIVE_LINE = f"fastserve {__version__} is alive: /console, /metrics and /healthz/ready tell more.\n".encode()
-
 Show = Callable[[Call, Any], None]
-
 Refuse = Callable[[Call, ServeError], None]
 
 

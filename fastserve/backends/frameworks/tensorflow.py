@@ -226,8 +226,6 @@ class TensorFlowBackend:
         """Read the signatures, then load the model. Raises ConfigError when model.yaml and the model disagree
         or there is nothing to serve, ServeError when TensorFlow is missing or refuses the model."""
         self._tf = _import_tensorflow(int(self._config.get("threads", 1)))
-        pass
-
         self._take(read_signatures(read_graph(self._version_dir)))
         self._narrow("input", self.inputs)
         self._narrow("output", self.outputs)

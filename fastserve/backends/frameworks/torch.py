@@ -33,11 +33,18 @@ from fastserve.backends.frameworks.torch_device import (
     unbound_memory,
 )
 from fastserve.backends.frameworks.torch_program import InputPlan, OutputPlan
-from fastserve.backends.frameworks.torch_tensors import TensorCheck, Tensors, rows_of, torch_dtype
+from fastserve.backends.frameworks.torch_tensors import (
+    TensorCheck,
+    Tensors,
+    as_array,
+    as_tensor,
+    rows_of,
+    torch_dtype,
+)
 from fastserve.backends.outputs import OutputCheck
 from fastserve.config.model_options import Options, read_options, read_torch
 from fastserve.errors import ConfigError
-from fastserve.tensor import TensorSpec
+from fastserve.tensor import DTYPES, TensorSpec
 
 if TYPE_CHECKING:
     from fastserve.backends.base import Arrays
@@ -55,8 +62,6 @@ def make_call(backend: TorchBackend, opened: OpenedProgram, config: Mapping[str,
     """Return the callable that runs a batch of tensors. Compiles and captures what the options ask for, and
     runs every batch size once."""
     import torch
-
-    from fastserve.config.model_options import read_torch
 
     options, batched = read_torch(config), int(config.get("max_batch_size", 0)) > 0
     _cast_weights(opened, options)
@@ -149,8 +154,6 @@ def _zeros(backend: TorchBackend, size: int) -> dict[str, Any]:
 
 def _before_reshape(specs: Mapping[str, TensorSpec], config: Mapping[str, Any]) -> dict[str, TensorSpec]:
     """Return the outputs as the model returns them; clients see them reshaped."""
-    from fastserve.tensor import TensorSpec
-
     options = read_options(config)
     turned = options.reshaped_outputs
     found = {
@@ -319,8 +322,6 @@ class TorchBackend:
         return found
 
     def _run(self, inputs: Arrays) -> Arrays:
-        from fastserve.backends.frameworks.torch_tensors import as_array, as_tensor
-
         specs = self.inputs
         tensors = {
             name: as_tensor(array, specs.get(name) or _spec_of(name, array)) for name, array in inputs.items()
@@ -381,6 +382,4 @@ def _rows_of_specs(specs: Sequence[TensorSpec], batched: bool) -> dict[str, Tens
 
 def _spec_of(name: str, array: Any) -> TensorSpec:
     """Return the spec of an input that the server computes and no client declares."""
-    from fastserve.tensor import DTYPES
-
     return TensorSpec(name, DTYPES[array.dtype.name], None)

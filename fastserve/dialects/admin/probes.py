@@ -22,6 +22,7 @@ import msgspec
 from fastserve.config import Settings
 from fastserve.metrics import CONTENT_TYPE
 from fastserve.net.access_control import NOTHING, Scope
+from fastserve.net.limits import JSON
 from fastserve.net.router import Route, Yields
 from fastserve.serving.dialect import (
     Dialect,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from fastserve.net.request import Endpoint
 
 
-JSON = b"application/json"
 PROBE_METHODS = ("GET", "HEAD")
 NO_STORE = ((b"Cache-Control", b"no-store"),)
 LIVE = HttpRoute("live", "/healthz/live", dict.fromkeys(PROBE_METHODS, Scope.HEALTH))

@@ -38,7 +38,6 @@ from fastserve.dialects.grps.messages import BY_DTYPE, BY_NAME, Sent, field_of, 
 from fastserve.dialects.grps.routes import Query
 from fastserve.dialects.grps.service import (
     BYTES,
-    JSON,
     OK_JSON,
     GrpsService,
     code_of,
@@ -47,6 +46,7 @@ from fastserve.dialects.grps.service import (
 )
 from fastserve.errors import ServeError, internal, invalid
 from fastserve.net.http1.large_bodies import ArrivedBody
+from fastserve.net.limits import JSON
 from fastserve.net.request import Call
 from fastserve.protos import load
 from fastserve.repository.version import Version
@@ -435,7 +435,7 @@ class HttpPredictEndpoint:
         stream = stream or call.stream(200, kind)
         if fault is not None:
             model = version.model if version else self.query.model
-            service.traffic.refused(model, fault.kind.name, message=fault.message, exchange=call)
+            service.count_fault(model, fault, call)
             await stream.write(self._failure(fault))
         elif version is not None:
             service.count(version, call.received_ns)
@@ -491,8 +491,7 @@ class HttpPredict(GrpsPredict):
     def refused(self, fault: ServeError) -> None:
         if self._endpoint.raw:
             told = code_of(fault, self.service.options)
-            model, message = self._endpoint.query.model, fault.message
-            self.service.traffic.refused(model, fault.kind.name, message=message, exchange=self._call)
+            self.service.count_fault(self._endpoint.query.model, fault, self._call)
             self._call.reply(told, fault.message.encode("utf-8", "replace"), TEXT)
             return
         self.service.refuse(self._call, fault, self.model)

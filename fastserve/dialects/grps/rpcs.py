@@ -73,7 +73,7 @@ def outcome_of(service: GrpsService, version: Version) -> Outcome:
 
 def failure_of(service: GrpsService, exchange: object, fault: ServeError, model: str) -> bytes:
     """The message a client gets in place of an error of gRPC's own (spec 5); counted."""
-    service.traffic.refused(model, fault.kind.name, message=fault.message, exchange=exchange)
+    service.count_fault(model, fault, exchange)
     return failure_message(code_of(fault, service.options), fault.message)
 
 

@@ -14,6 +14,7 @@ from fastserve.config import GrpsOptions
 from fastserve.dialects.grps.monitor import GrpsMonitor
 from fastserve.errors import Kind, ServeError, invalid
 from fastserve.metrics.exposition import Metric
+from fastserve.net.limits import JSON
 from fastserve.net.request import Call
 from fastserve.net.router import CANONICAL_STATUS, retry_after
 from fastserve.protos import load
@@ -63,7 +64,7 @@ def ok_message() -> bytes:
     return bytes(data.SerializeToString())
 
 
-JSON, JSON_UTF8 = b"application/json", b"application/json;charset=utf-8"
+JSON_UTF8 = b"application/json;charset=utf-8"
 BYTES = b"application/octet-stream"
 NO_DEFAULT = "No model is named, and this server has no default one (grps.default_model)."
 NAME = "grps"
@@ -124,7 +125,7 @@ class GrpsService(DialectService):
 
     def refuse(self, call: Call, fault: ServeError, model: str = "") -> None:
         """Reply with an error, and count it."""
-        self.traffic.refused(model, fault.kind.name, message=fault.message, exchange=call)
+        self.count_fault(model, fault, call)
         code = code_of(fault, self.options)
         status = 200 if self.options.http_status == "always_200" else code
         call.reply(status, failure_json(code, fault.message), self.json_type, retry_after(fault))

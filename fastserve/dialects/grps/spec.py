@@ -30,6 +30,7 @@ from fastserve.dialects.grps.service import (
 )
 from fastserve.errors import ServeError, invalid
 from fastserve.net.access_control import NOTHING, Scope
+from fastserve.net.limits import JSON
 from fastserve.net.request import Call, Endpoint
 from fastserve.net.router import Route
 from fastserve.protos import load
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 
 HTTP = "http"
-HTML, TEXT, JSON = b"text/html; charset=utf-8", b"text/plain", b"application/json"
+HTML, TEXT = b"text/html; charset=utf-8", b"text/plain"
 _PAGE = b"<!doctype html>\n<title>%b</title>\n<h1>%b</h1>\n"
 
 

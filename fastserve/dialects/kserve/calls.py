@@ -27,7 +27,6 @@ from fastserve.dialects.kserve.json_values import (
 )
 from fastserve.dialects.kserve.routes import KServeTarget
 from fastserve.dialects.kserve.service import (
-    JSON,
     LOG_SETTINGS,
     TEXT,
     KServeService,
@@ -38,6 +37,7 @@ from fastserve.dialects.kserve.service import (
 )
 from fastserve.engine import BatchCounts, counts_of
 from fastserve.errors import Kind, ServeError, internal, invalid, unsupported
+from fastserve.net.limits import JSON
 from fastserve.net.request import Call
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.triton_config.conversion import config_json

@@ -30,8 +30,9 @@ from fastserve.dialects.kserve.json_values import (
 )
 from fastserve.dialects.kserve.request import InferBody, InputPart, check_unique, read_model_parameter
 from fastserve.dialects.kserve.routes import KServeTarget
-from fastserve.dialects.kserve.service import HTTP_STATUS, JSON, KServeService, error_body, triton_error
+from fastserve.dialects.kserve.service import HTTP_STATUS, KServeService, error_body, triton_error
 from fastserve.errors import ModelError, ServeError, invalid
+from fastserve.net.limits import JSON
 from fastserve.net.request import Call
 from fastserve.request import InferResponse
 from fastserve.serving.model_view import ModelView, TensorView
@@ -121,8 +122,7 @@ class GenerateEndpoint:
 
     def _refused(self, call: Call, fault: ServeError) -> Answer:
         fault = triton_error(fault)
-        model, message = self._target.model, fault.message
-        self._service.traffic.refused(model, fault.kind.name, message=message, exchange=call)
+        self._service.count_fault(self._target.model, fault, call)
         # A model's error is 400 whatever its kind; an error before the model keeps its own status.
         status = 400 if isinstance(fault, ModelError) else HTTP_STATUS[fault.kind]
         return status, error_body(fault.message)

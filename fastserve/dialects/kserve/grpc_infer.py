@@ -298,7 +298,7 @@ def outcome_of(service: KServeService, model: str) -> Outcome:
 
     def refused(exchange: RpcExchange, prepared: RpcTemplate, request_id: str, fault: ServeError) -> None:
         error = rpc_error(fault, request_id)
-        service.traffic.refused(model, fault.kind.name, message=fault.message, exchange=exchange)
+        service.count_fault(model, fault, exchange)
         if isinstance(exchange, Turn):
             exchange.stream.refuse(exchange, error, prepared.model, prepared.version, request_id)
         else:
@@ -433,9 +433,7 @@ class GrpcInference(Inference):
 
     def refused(self, fault: ServeError) -> None:
         error = rpc_error(fault, self.message.id)
-        self.service.traffic.refused(
-            self.message.model_name, fault.kind.name, message=fault.message, exchange=self._rpc
-        )
+        self.service.count_fault(self.message.model_name, fault, self._rpc)
         self.exchange.refuse(error)
 
 
@@ -514,9 +512,7 @@ class ModelStream:
     ) -> bool:
         """Send an error of the model. Returns False when it ends the stream."""
         error, message = rpc_error(fault, request.message.id), request.message
-        self._service.traffic.refused(
-            message.model_name, fault.kind.name, message=fault.message, exchange=turn
-        )
+        self._service.count_fault(message.model_name, fault, turn)
         if self._ends_on_fault:
             turn.fail(error)
         else:
@@ -551,9 +547,7 @@ class StreamInference(GrpcInference):
 
     def refused(self, fault: ServeError) -> None:
         turn, message, error = self.exchange, self.message, rpc_error(fault, self.message.id)
-        self.service.traffic.refused(
-            message.model_name, fault.kind.name, message=fault.message, exchange=turn
-        )
+        self.service.count_fault(message.model_name, fault, turn)
         if self.request is None:  # an error before the model ends no stream
             turn.refuse_with(write_stream_response(error.message, id=message.id), fault.kind)
         else:

@@ -29,7 +29,7 @@ from fastserve.dialects.kserve.inference import Inference, deduce_raw, reply_par
 from fastserve.dialects.kserve.json_values import not_in_json
 from fastserve.dialects.kserve.request import InferBody, InferParameters, ReplyOptions, read_body, read_header
 from fastserve.dialects.kserve.routes import KServeTarget
-from fastserve.dialects.kserve.service import JSON, KServeService, too_large
+from fastserve.dialects.kserve.service import KServeService, too_large
 from fastserve.engine import BatchQueue
 from fastserve.errors import Kind, LimitError, Reason, ServeError, internal, invalid
 from fastserve.net.compression import (
@@ -43,6 +43,7 @@ from fastserve.net.compression import (
     pack,
 )
 from fastserve.net.http1.large_bodies import ArrivedBody
+from fastserve.net.limits import JSON
 from fastserve.net.request import Call
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse

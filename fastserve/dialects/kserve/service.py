@@ -17,6 +17,7 @@ from fastserve.config.triton import TRACE_LEVELS, parse_trace_config
 from fastserve.dialects.kserve.json_values import INT64_MAX, Value, as_array, as_string, find
 from fastserve.dialects.kserve.request import HeaderForwarding, id_prefix
 from fastserve.errors import DeadlineError, Kind, Reason, ServeError, invalid, unsupported
+from fastserve.net.limits import JSON
 from fastserve.net.request import Call
 from fastserve.net.router import CANONICAL_STATUS, retry_after
 from fastserve.repository.version import Version
@@ -178,7 +179,6 @@ def error_body(message: str) -> bytes:
     return b'{"error":%b}' % write_string(to_bytes(message))
 
 
-JSON = b"application/json"
 TEXT = b"text/plain"
 
 
@@ -224,6 +224,6 @@ class KServeService(DialectService):
     ) -> None:
         """Reply with an error; `version` is the one of the request, where it was found."""
         number = "" if version is None else version.number
-        self.traffic.refused(model, fault.kind.name, number, message=fault.message, exchange=call)
+        self.count_fault(model, fault, call, number)
         fault = triton_error(fault)
         call.reply(HTTP_STATUS[fault.kind], error_body(fault.message), JSON, (*headers, *retry_after(fault)))

@@ -24,13 +24,14 @@ from fastserve.dialects.text_common.service import TextService
 from fastserve.errors import Kind, ServeError, worker_lost
 from fastserve.metrics import CONTENT_TYPE
 from fastserve.net.access_control import Resource, Resources, Scope
+from fastserve.net.limits import JSON
 from fastserve.net.request import Call, Endpoint
 from fastserve.net.router import Yields
 from fastserve.serving.dialect import HttpRoute
 from fastserve.serving.text import Info, TextAsk
 
 MOST_TIMED_S = 600
-TEXT, JSON = b"text/plain; charset=utf-8", b"application/json"
+TEXT = b"text/plain; charset=utf-8"
 PIPELINE = "text-generation"
 BLOCK = 128
 """cacheBlockSize, which is none of the cache here."""

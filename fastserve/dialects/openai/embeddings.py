@@ -8,7 +8,6 @@ A model that makes no vectors says so (400, `not_supported`).
 
 from __future__ import annotations
 
-import sys
 from array import array
 from base64 import b64encode
 from collections.abc import Sequence
@@ -99,29 +98,16 @@ def _write(data: bytes, body: EmbeddingRequest) -> str | msgspec.Raw:
         data = cut(data, body.dimensions)
     if body.encoding_format == "base64":
         return b64encode(data).decode()
-    return msgspec.Raw(_write_floats(data))
-
-
-def _write_floats(data: bytes) -> bytes:
-    return bytes(write_values(_floats(data), FLOAT32, (len(data) // 4,), MODE_SHORTEST))
-
-
-def _floats(data: bytes) -> array[float]:
-    found = array("f", data)
-    if sys.byteorder == "big":
-        found.byteswap()
-    return found
+    return msgspec.Raw(bytes(write_values(data, FLOAT32, (len(data) // 4,), MODE_SHORTEST)))
 
 
 def cut(data: bytes, dimensions: int) -> bytes:
     """Return the first numbers of a vector; of length 1 again where the whole had it."""
-    whole = _floats(data)
+    whole = array("f", data)
     first = whole[:dimensions]
     if abs(hypot(*whole) - 1) < UNIT:
         length = max(hypot(*first), 1e-12)
         first = array("f", [each / length for each in first])
-    if sys.byteorder == "big":
-        first.byteswap()
     return first.tobytes()
 
 

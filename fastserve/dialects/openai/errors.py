@@ -91,7 +91,7 @@ def param_of(fault: ServeError) -> str | None:
 
 def refuse(service: TextService, call: Call, fault: ServeError, model: str = "") -> None:
     """Reply with an error, and count it."""
-    service.traffic.refused(model, fault.kind.name, message=fault.message, exchange=call)
+    service.count_fault(model, fault, call)
     flat = service.options.openai_flavor == "mindie"
     fault = as_mindie_fault(fault) if flat else fault
     call.reply(status_of(fault, flat=flat), error_body(fault, flat=flat), headers=retry_after(fault))

@@ -33,9 +33,9 @@ from fastserve.dialects.text_common.mindie import refuse_prompt
 from fastserve.dialects.text_common.routes import BodyUse
 from fastserve.dialects.text_common.service import TextService
 from fastserve.errors import ServeError
+from fastserve.net.limits import JSON
 from fastserve.serving.text import Frames, Hole
 
-JSON = b"application/json"
 _encode = msgspec.json.Encoder().encode
 
 

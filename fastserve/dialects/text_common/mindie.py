@@ -85,7 +85,7 @@ class BodyTooLarge(ServeError):
 
 def refuse(service: TextService, call: Call, fault: ServeError, model: str = "") -> None:
     """Reply with an error, count it, and close the connection as the original does."""
-    service.traffic.refused(model, fault.kind.name, message=fault.message, exchange=call)
+    service.count_fault(model, fault, call)
     if isinstance(fault, BodyTooLarge):
         call.reply(413, b'{"message":"%b"}' % fault.message.encode(), close=True)
         return

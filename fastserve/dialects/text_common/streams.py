@@ -34,7 +34,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from time import monotonic, monotonic_ns
-from types import TracebackType
 from typing import Protocol
 
 from fastserve.config import TextgenOptions
@@ -71,9 +70,7 @@ class EventStream:
             self._beat = asyncio.get_running_loop().create_task(self._keep_alive())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         if self._beat is not None:
             self._beat.cancel()
 
@@ -138,7 +135,7 @@ async def send_events(
             if not out.begun:
                 raise
             fault = error if isinstance(error, ServeError) else internal_error(call, error)
-            service.traffic.refused(model, fault.kind.name, message=fault.message, exchange=call)
+            service.count_fault(model, fault, call)
             await out.write(tell(fault))
             await out.close()
             return False
@@ -190,9 +187,7 @@ class RequestTimeout:
         self._look()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._timer.cancel()
 
     def _look(self) -> None:
@@ -233,9 +228,7 @@ class SequenceGroup:
         self._held.enter_context(self._patience)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         self.cancel()
         self._held.close()
 

@@ -22,7 +22,6 @@ from fastserve.dialects.tfserving.errors import short_error, writer_error
 from fastserve.dialects.tfserving.json_body import read_document, read_signature_name, read_tensors
 from fastserve.dialects.tfserving.routes import Target
 from fastserve.dialects.tfserving.service import (
-    JSON,
     RestRequest,
     SignatureView,
     SignatureViews,
@@ -31,6 +30,7 @@ from fastserve.dialects.tfserving.service import (
 )
 from fastserve.errors import ServeError
 from fastserve.net.http1.large_bodies import ArrivedBody
+from fastserve.net.limits import JSON
 from fastserve.net.request import Call
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse

@@ -22,6 +22,7 @@ from fastserve.dialects.tfserving.routes import Target
 from fastserve.errors import DeadlineError, Kind, Reason, ServeError, invalid
 from fastserve.net.compression import inflate, inflate_offloaded
 from fastserve.net.http1.large_bodies import ArrivedBody
+from fastserve.net.limits import JSON
 from fastserve.net.request import Call
 from fastserve.net.router import CANONICAL_STATUS, retry_after
 from fastserve.repository.catalog import Catalog
@@ -152,7 +153,6 @@ def _row_reader(signature: Signature, batching: bool) -> RowReader | None:
     return RowReader(spec.dtype, spec.shape, prod(spec.shape) * spec.dtype.item_bytes, batching)
 
 
-JSON = b"application/json"
 NO_DIMENSIONS = "Batched output tensor has 0 dimensions"
 
 OTHER_ROWS = (

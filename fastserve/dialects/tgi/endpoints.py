@@ -35,9 +35,9 @@ from fastserve.dialects.tgi.requests import (
     read_tokenize,
 )
 from fastserve.dialects.tgi.responses import Generated, MindieTgiWriter, TgiWriter, error_body, error_status
-from fastserve.dialects.tgi.responses import error_body as tgi_error
 from fastserve.errors import Kind, ServeError
 from fastserve.net.access_control import Scope
+from fastserve.net.limits import JSON
 from fastserve.net.request import Call, Endpoint
 from fastserve.net.router import Yields, retry_after
 from fastserve.serving.dialect import ALIVE, HttpRoute, show_alive
@@ -45,7 +45,6 @@ from fastserve.serving.text import TextAsk, TextModel, TextStream, Token
 from fastserve.serving.text.models import TextCall
 from fastserve.serving.text.request import TO_FIT
 
-JSON = b"application/json"
 NS = 1e6
 
 
@@ -213,7 +212,7 @@ def refuse(service: TextService, call: Call, fault: ServeError, model: str = "")
     if service.options.tgi_flavor == "mindie":
         refuse_prompt(service, call, fault, model)
         return
-    service.traffic.refused(model, fault.kind.name, message=fault.message, exchange=call)
+    service.count_fault(model, fault, call)
     body = error_body(as_tgi_fault(fault), "tgi")
     call.reply(error_status(fault, "tgi"), body, JSON, headers=retry_after(fault))
 
@@ -265,7 +264,7 @@ def ping(service: TextService, named: TargetParts) -> Endpoint:
         elif service.options.tgi_flavor == "tgi":
             call.reply(503, b'{"error":"unhealthy","error_type":"healthcheck"}')
         else:
-            call.reply(error_status(fault, "mindie"), tgi_error(fault, "mindie"))
+            call.reply(error_status(fault, "mindie"), error_body(fault, "mindie"))
 
     return answer
 

@@ -28,6 +28,7 @@ from fastserve.dialects.triton_v1.service import (
 from fastserve.engine import Took, counts_of
 from fastserve.errors import Kind, NoDeviceError, ServeError, invalid
 from fastserve.metrics import ServerState
+from fastserve.net.limits import JSON
 from fastserve.net.request import Call
 from fastserve.protos import load
 from fastserve.protos.text import print_lines
@@ -193,7 +194,6 @@ def _counted(took: Took) -> Iterator[None]:
 
 
 TEXT = b"text/plain"
-JSON = b"application/json"
 
 
 class CallPage:

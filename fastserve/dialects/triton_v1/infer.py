@@ -470,8 +470,7 @@ class V1InferRequest(RegionRequest):
     def refused(self, fault: ServeError) -> None:
         served, header = self._served, self._header
         if served is None:
-            exchange, message = self._exchange, fault.message
-            self.service.traffic.refused(self._model, fault.kind.name, message=message, exchange=exchange)
+            self.service.count_fault(self._model, fault, self._exchange)
         else:
             self.service.count_failure(served, header.batch_size, self._exchange, fault)
         self._replies.refuse(self._exchange, header.id, fault)

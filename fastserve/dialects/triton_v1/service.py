@@ -155,7 +155,7 @@ class V1Service(DialectService):
     ) -> None:
         """Count a request to a version that was answered with an error."""
         model, since_ns = served.view.model, exchange.received_ns
-        self.traffic.refused(model, fault.kind.name, message=fault.message, exchange=exchange)
+        self.count_fault(model, fault, exchange)
         if 1 <= batch_size <= max(1, served.view.max_batch_size):  # a client may send any batch size
             served.counts[batch_size].failed.add(monotonic_ns() - since_ns)
 

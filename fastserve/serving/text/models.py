@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -168,7 +167,6 @@ class TextModel:
         self._engine, self._apart = engine, Offload()
         self.version, self.info = version, info
         self.name = version.model
-        self.created = int(time.time())
         self._tokenizer: Tokenizer | None = None
         self._loading: asyncio.Future[Tokenizer] | None = None
         self._chat: ChatTemplate | None = None

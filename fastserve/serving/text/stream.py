@@ -29,7 +29,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from time import monotonic_ns
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -216,9 +215,7 @@ class TextStream:
     async def __aenter__(self) -> TextStream:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         self.cancel()
 
     def __del__(self) -> None:
@@ -558,9 +555,7 @@ class Embedding:
     async def __aenter__(self) -> Embedding:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         self.cancel()
 
     def _fill(self) -> None:
