@@ -44,6 +44,16 @@ COMMON = (
 )
 
 
+class SettingOption(click.Option):
+    """The flag of a setting, whose help is read when it is shown."""
+
+    setting: ConfigField
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        self.help = self.setting.help
+        return super().get_help_record(ctx)
+
+
 def make_option(field: ConfigField) -> click.Option:
     """Return the flag of a setting."""
     named = dict(NAMED.get(field.path, {}))
@@ -52,13 +62,10 @@ def make_option(field: ConfigField) -> click.Option:
         named["is_flag"], flags = True, [f"{flags[0]}/--no-{flags[0][2:]}"]
     else:
         named.setdefault("metavar", "VALUE")
-    return click.Option(
-        [*flags, field.path.replace(".", "__")],
-        default=None,
-        help=field.help,
-        hidden=field.path not in COMMON,
-        **named,
-    )
+    hidden = field.path not in COMMON
+    option = SettingOption([*flags, field.path.replace(".", "__")], default=None, hidden=hidden, **named)
+    option.setting = field
+    return option
 
 
 def read_flags(flags: Mapping[str, Any]) -> dict[str, object]:

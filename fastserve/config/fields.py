@@ -2,18 +2,22 @@
 
 msgspec does the checking; this module adds what its errors leave out: the key inside a mapping,
 the offending value, and the allowed values. It also lists a struct's fields with their help, so
-that command line flags and docs/configuration.md come from one place: the annotations.
+that command line flags and docs/configuration.md come from one place: the annotations, and the
+docstrings below the fields.
 """
 
 from __future__ import annotations
 
+import ast
 import json
+import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
-from itertools import islice
+from inspect import getsource
+from itertools import islice, pairwise
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -211,11 +215,14 @@ class ConfigField:
     kind: Any
     default: Any  # msgspec.NODEFAULT when it must be given
     hint: Any  # the kind with its annotations
+    owner: type[msgspec.Struct]
+    name: str  # in its owner
 
     @property
     def help(self) -> str:
-        """Description of the setting."""
-        return help_of(self.hint)
+        """The docstring below the field, "" without one. Reading the first of a module takes 5 ms."""
+        found = (_docstrings(one.__module__).get((one.__name__, self.name)) for one in self.owner.__mro__)
+        return next(filter(None, found), "")
 
     @property
     def allowed(self) -> str:
@@ -245,15 +252,25 @@ def _list_fields(kind: type[msgspec.Struct], prefix: str) -> Iterator[ConfigFiel
             yield from _list_fields(bare, path)
             continue
         default = field.default_factory() if callable(field.default_factory) else field.default
-        yield ConfigField(path, bare, default, hint)
+        yield ConfigField(path, bare, default, hint, kind, field.name)
 
 
-def help_of(hint: Any) -> str:
-    """Return the description of an annotation, "" without one."""
-    for part in getattr(hint, "__metadata__", ()):
-        if isinstance(part, msgspec.Meta) and part.description:
-            return part.description
-    return ""
+@cache
+def _docstrings(module: str) -> dict[tuple[str, str], str]:
+    """Return the docstrings below the fields of a module's classes, by class and field."""
+    try:
+        tree = ast.parse(getsource(sys.modules[module]))
+    except (OSError, TypeError):  # the module has no source at hand
+        return {}
+    return {
+        (kind.name, field.target.id): " ".join(text.value.value.split())
+        for kind in tree.body
+        if isinstance(kind, ast.ClassDef)
+        for field, text in pairwise(kind.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+        if isinstance(text.value.value, str)
+    }
 
 
 def _bare(kind: Any) -> Any:

@@ -28,76 +28,46 @@ CtrlMode = Literal["query_param", "header_param", "body_param"]
 class GrpsOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The grps dialect. Where its two original servers differ, each may be had."""
 
-    default_model: Annotated[
-        str,
-        Meta(
-            description="What calls that name no model run; empty: the deployment's dag, or the only model."
-        ),
-    ] = ""
-    timeout_ms: Annotated[
-        int, Meta(ge=0, description="Milliseconds a predict may take; 0 for no limit, as in the original.")
-    ] = 0
-    start_online: Annotated[
-        bool, Meta(description="Ready from the start, not only once somebody has called online.")
-    ] = False
-    shared_ready: Annotated[
-        bool,
-        Meta(description="One ready flag for HTTP and gRPC (C++ server); false: one each (Python server)."),
-    ] = True
-    http_status: Annotated[
-        Literal["real", "always_200"],
-        Meta(description="Status of HTTP errors: the code in the body (Python server), or 200 (C++ server)."),
-    ] = "real"
-    unknown_model_code: Annotated[
-        Literal[500, 404],
-        Meta(description="Code of a model that is not there; 500 in both original servers."),
-    ] = 500
-    grpc_not_ready_code: Annotated[
-        Literal[503, 403],
-        Meta(description="Code of CheckReadiness while not ready: C++ server, Python server."),
-    ] = 503
-    int64: Annotated[
-        Literal["string", "number"],
-        Meta(description="64-bit integers in JSON replies: text (Python server) or numbers (C++ server)."),
-    ] = "string"
-    json_charset: Annotated[
-        bool, Meta(description="Content-Type of JSON replies ends with ;charset=utf-8 (Python server).")
-    ] = True
-    ndarray_of_several: Annotated[
-        Literal["error", "first"],
-        Meta(description="return-ndarray with several output tensors: C++ server, Python server."),
-    ] = "error"
-    server_metadata_first: Annotated[
-        Literal["inference", "server"],
-        Meta(description="Which file the server's metadata begin with: Python server, C++ server."),
-    ] = "inference"
-    empty_str_data: Annotated[
-        Literal["accept", "reject"],
-        Meta(description='A request of "str_data": "": C++ server, Python server.'),
-    ] = "accept"
-    strict_content_type: Annotated[
-        bool, Meta(description="Take a Content-Type only to the letter, without parameters (Python server).")
-    ] = False
-    flat_double: Annotated[
-        bool, Meta(description="Read flat_double, as the documentation has it, as flat_float64.")
-    ] = True
-    bare_names: Annotated[
-        bool,
-        Meta(description="A model's name without its version means the latest; the originals know none."),
-    ] = False
-    streaming_ctrl_mode: Annotated[
-        CtrlMode, Meta(description="Where an HTTP call says that it wants a stream.")
-    ] = "query_param"
-    streaming_ctrl_key: Annotated[str, Meta(min_length=1, description="And under which name.")] = "streaming"
-    streaming_content_type: Annotated[
-        str, Meta(pattern=r"^[!-~ ]+$", description="Content-Type of HTTP streams.")
-    ] = "application/octet-stream"
-    customized_path: Annotated[
-        Path, Meta(description="A path beside the built-in one on which models are run; empty for none.")
-    ] = ""
-    customized_body: Annotated[
-        bool, Meta(description="On that path the model reads the HTTP request and writes the reply itself.")
-    ] = False
+    default_model: str = ""
+    """What calls that name no model run; empty: the deployment's dag, or the only model."""
+    timeout_ms: Annotated[int, Meta(ge=0)] = 0
+    """Milliseconds a predict may take; 0 for no limit, as in the original."""
+    start_online: bool = False
+    """Ready from the start, not only once somebody has called online."""
+    shared_ready: bool = True
+    """One ready flag for HTTP and gRPC (C++ server); false: one each (Python server)."""
+    http_status: Literal["real", "always_200"] = "real"
+    """Status of HTTP errors: the code in the body (Python server), or 200 (C++ server)."""
+    unknown_model_code: Literal[500, 404] = 500
+    """Code of a model that is not there; 500 in both original servers."""
+    grpc_not_ready_code: Literal[503, 403] = 503
+    """Code of CheckReadiness while not ready: C++ server, Python server."""
+    int64: Literal["string", "number"] = "string"
+    """64-bit integers in JSON replies: text (Python server) or numbers (C++ server)."""
+    json_charset: bool = True
+    """Content-Type of JSON replies ends with ;charset=utf-8 (Python server)."""
+    ndarray_of_several: Literal["error", "first"] = "error"
+    """return-ndarray with several output tensors: C++ server, Python server."""
+    server_metadata_first: Literal["inference", "server"] = "inference"
+    """Which file the server's metadata begin with: Python server, C++ server."""
+    empty_str_data: Literal["accept", "reject"] = "accept"
+    """A request of "str_data": "": C++ server, Python server."""
+    strict_content_type: bool = False
+    """Take a Content-Type only to the letter, without parameters (Python server)."""
+    flat_double: bool = True
+    """Read flat_double, as the documentation has it, as flat_float64."""
+    bare_names: bool = False
+    """A model's name without its version means the latest; the originals know none."""
+    streaming_ctrl_mode: CtrlMode = "query_param"
+    """Where an HTTP call says that it wants a stream."""
+    streaming_ctrl_key: Annotated[str, Meta(min_length=1)] = "streaming"
+    """And under which name."""
+    streaming_content_type: Annotated[str, Meta(pattern="^[!-~ ]+$")] = "application/octet-stream"
+    """Content-Type of HTTP streams."""
+    customized_path: Path = ""
+    """A path beside the built-in one on which models are run; empty for none."""
+    customized_body: bool = False
+    """On that path the model reads the HTTP request and writes the reply itself."""
 
     def __post_init__(self) -> None:
         if self.customized_path.startswith("/grps/v1/"):

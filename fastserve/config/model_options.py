@@ -11,10 +11,9 @@ Sizes are rows, times microseconds, shapes without the batch axis; dtypes are na
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
-from msgspec import Meta
 
 
 class _Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -217,29 +216,20 @@ def may_isolate(config: Mapping[str, Any]) -> bool:
 class TorchOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The `torch` section of model.yaml."""
 
-    file: Annotated[
-        str, Meta(description="File in a version's folder; nothing: model.pt2, model.pt or model.py.")
-    ] = ""
-    weights: Annotated[
-        str, Meta(description="State dict in a version's folder for the module of a model.py.")
-    ] = ""
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
-        Meta(description="What floating-point weights and inputs are turned into; auto: left as they are."),
-    ] = "auto"
-    autocast: Annotated[
-        Literal["off", "bfloat16", "float16"],
-        Meta(description="Type that torch.autocast computes in where that loses little."),
-    ] = "off"
-    compile: Annotated[
-        Literal["off", "default", "reduce-overhead", "max-autotune"],
-        Meta(description="Mode of torch.compile; batching models need allowed_batch_sizes with it."),
-    ] = "off"
-    compile_backend: Annotated[str, Meta(description="Backend of torch.compile.")] = "inductor"
-    cuda_graphs: Annotated[
-        bool,
-        Meta(description="Replay a CUDA graph for each of allowed_batch_sizes; without effect on a CPU."),
-    ] = False
+    file: str = ""
+    """File in a version's folder; nothing: model.pt2, model.pt or model.py."""
+    weights: str = ""
+    """State dict in a version's folder for the module of a model.py."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """What floating-point weights and inputs are turned into; auto: left as they are."""
+    autocast: Literal["off", "bfloat16", "float16"] = "off"
+    """Type that torch.autocast computes in where that loses little."""
+    compile: Literal["off", "default", "reduce-overhead", "max-autotune"] = "off"
+    """Mode of torch.compile; batching models need allowed_batch_sizes with it."""
+    compile_backend: str = "inductor"
+    """Backend of torch.compile."""
+    cuda_graphs: bool = False
+    """Replay a CUDA graph for each of allowed_batch_sizes; without effect on a CPU."""
 
 
 def read_torch(config: Mapping[str, Any]) -> TorchOptions:

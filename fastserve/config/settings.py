@@ -23,8 +23,10 @@ VersionNumber = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 class PolicyChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Policy for versions: `{latest: N}` or `{specific: [N, ...]}`, exactly one of them."""
 
-    latest: Annotated[int, Meta(ge=0, description="The N highest versions; 0 means 1.")] | None = None
-    specific: Annotated[list[VersionNumber], Meta(min_length=1, description="These versions.")] | None = None
+    latest: Annotated[int, Meta(ge=0)] | None = None
+    """The N highest versions; 0 means 1."""
+    specific: Annotated[list[VersionNumber], Meta(min_length=1)] | None = None
+    """These versions."""
 
     def __post_init__(self) -> None:
         if (self.latest is None) == (self.specific is None):
@@ -40,34 +42,24 @@ PEM = "-----BEGIN "  # what a value that is the text itself begins with
 class TlsOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """TLS for every listener whose address does not begin with tcp://. None without `cert`."""
 
-    cert: Annotated[
-        str, Meta(description="PEM file of the certificate and its chain, or the text itself; empty: no TLS.")
-    ] = ""
-    key: Annotated[
-        str,
-        Meta(description="PEM file of its private key, or the text itself; empty: it is in `cert`."),
-    ] = ""
-    key_password_file: Annotated[
-        str, Meta(description="File whose first line opens the key; else $FASTSERVE_TLS_KEY_PASSWORD does.")
-    ] = ""
-    client_ca: Annotated[
-        str,
-        Meta(description="PEM file, or text, of authorities whose clients are let in; empty: anyone."),
-    ] = ""
-    client_auth: Annotated[
-        Literal["required", "optional"],
-        Meta(description="Whether a client may come without a certificate, where client_ca is set."),
-    ] = "required"
-    min_version: Annotated[Literal["1.2", "1.3"], Meta(description="Oldest version of TLS spoken.")] = "1.2"
-    poll_s: Annotated[
-        float, Meta(gt=0, description="Seconds between two looks whether the files have changed.")
-    ] = 5.0
-    handshake_timeout_s: Annotated[
-        float, Meta(gt=0, description="Seconds a client may take for its handshake.")
-    ] = 10.0
-    handshakes: Annotated[
-        int, Meta(ge=1, description="Handshakes under way per listener and front; one more ends the oldest.")
-    ] = 1024
+    cert: str = ""
+    """PEM file of the certificate and its chain, or the text itself; empty: no TLS."""
+    key: str = ""
+    """PEM file of its private key, or the text itself; empty: it is in `cert`."""
+    key_password_file: str = ""
+    """File whose first line opens the key; else $FASTSERVE_TLS_KEY_PASSWORD does."""
+    client_ca: str = ""
+    """PEM file, or text, of authorities whose clients are let in; empty: anyone."""
+    client_auth: Literal["required", "optional"] = "required"
+    """Whether a client may come without a certificate, where client_ca is set."""
+    min_version: Literal["1.2", "1.3"] = "1.2"
+    """Oldest version of TLS spoken."""
+    poll_s: Annotated[float, Meta(gt=0)] = 5.0
+    """Seconds between two looks whether the files have changed."""
+    handshake_timeout_s: Annotated[float, Meta(gt=0)] = 10.0
+    """Seconds a client may take for its handshake."""
+    handshakes: Annotated[int, Meta(ge=1)] = 1024
+    """Handshakes under way per listener and front; one more ends the oldest."""
 
     def __post_init__(self) -> None:
         given = [name for name in ("key", "key_password_file", "client_ca") if getattr(self, name)]
@@ -94,61 +86,54 @@ _ADDRESS = re.compile(r"^(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[^:\[\]=\s]*)):(
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Limits of one connection in bytes, seconds and counts. Each is named in the error it causes."""
 
-    header_bytes: Annotated[int, Meta(ge=256, description="Bytes of a request's header block.")] = 65536
-    header_count: Annotated[int, Meta(ge=1, description="Header lines of one request.")] = 100
-    target_bytes: Annotated[int, Meta(ge=16, description="Bytes of a request's path and query.")] = 8192
-    body_bytes: Annotated[int, Meta(ge=0, description="Bytes of a request body as sent.")] = 134217728
-    body_chunks: Annotated[int, Meta(ge=1, description="Chunks of a chunked request body.")] = 65536
-    inflated_bytes: Annotated[int, Meta(ge=0, description="Bytes of a body after decompression.")] = 104857600
-    inflate_ratio: Annotated[
-        int, Meta(ge=1, description="How many times larger than sent a decompressed body may be.")
-    ] = 200
-    pipelined_calls: Annotated[
-        int, Meta(ge=1, description="Requests of one connection that may wait for a reply.")
-    ] = 16
-    streams: Annotated[int, Meta(ge=1, description="Requests at once on one HTTP/2 connection.")] = 128
-    connections: Annotated[int, Meta(ge=1, description="Open connections per listener and front.")] = 10000
-    header_timeout_s: Annotated[
-        float, Meta(gt=0, description="Seconds a client may take to send a header block.")
-    ] = 10.0
-    idle_timeout_s: Annotated[
-        float, Meta(gt=0, description="Seconds a connection may stay open between requests.")
-    ] = 75.0
-    max_connection_age_s: Annotated[
-        float, Meta(ge=0, description="Seconds after which an HTTP/2 connection is ended; 0 for never.")
-    ] = 0.0
-    max_connection_age_grace_s: Annotated[
-        float, Meta(ge=0, description="Seconds its requests have left then; 0 for as long as they take.")
-    ] = 0.0
-    body_bytes_per_s: Annotated[
-        int, Meta(ge=0, description="Slowest average rate of a request body; 0 for any rate.")
-    ] = 1024
-    write_stall_s: Annotated[
-        float, Meta(gt=0, description="Seconds a client may go without reading its reply.")
-    ] = 30.0
-    reply_bytes_per_s: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="Slowest rate at which a client may read while bytes of a reply wait for it, over "
-            "every write_stall_s; 0 for any rate.",
-        ),
-    ] = 256
-    memory_bytes: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="Bytes of requests and unread replies that a front holds; 0: four largest bodies.",
-        ),
-    ] = 0
+    header_bytes: Annotated[int, Meta(ge=256)] = 65536
+    """Bytes of a request's header block."""
+    header_count: Annotated[int, Meta(ge=1)] = 100
+    """Header lines of one request."""
+    target_bytes: Annotated[int, Meta(ge=16)] = 8192
+    """Bytes of a request's path and query."""
+    body_bytes: Annotated[int, Meta(ge=0)] = 134217728
+    """Bytes of a request body as sent."""
+    body_chunks: Annotated[int, Meta(ge=1)] = 65536
+    """Chunks of a chunked request body."""
+    inflated_bytes: Annotated[int, Meta(ge=0)] = 104857600
+    """Bytes of a body after decompression."""
+    inflate_ratio: Annotated[int, Meta(ge=1)] = 200
+    """How many times larger than sent a decompressed body may be."""
+    pipelined_calls: Annotated[int, Meta(ge=1)] = 16
+    """Requests of one connection that may wait for a reply."""
+    streams: Annotated[int, Meta(ge=1)] = 128
+    """Requests at once on one HTTP/2 connection."""
+    connections: Annotated[int, Meta(ge=1)] = 10000
+    """Open connections per listener and front."""
+    header_timeout_s: Annotated[float, Meta(gt=0)] = 10.0
+    """Seconds a client may take to send a header block."""
+    idle_timeout_s: Annotated[float, Meta(gt=0)] = 75.0
+    """Seconds a connection may stay open between requests."""
+    max_connection_age_s: Annotated[float, Meta(ge=0)] = 0.0
+    """Seconds after which an HTTP/2 connection is ended; 0 for never."""
+    max_connection_age_grace_s: Annotated[float, Meta(ge=0)] = 0.0
+    """Seconds its requests have left then; 0 for as long as they take."""
+    body_bytes_per_s: Annotated[int, Meta(ge=0)] = 1024
+    """Slowest average rate of a request body; 0 for any rate."""
+    write_stall_s: Annotated[float, Meta(gt=0)] = 30.0
+    """Seconds a client may go without reading its reply."""
+    reply_bytes_per_s: Annotated[int, Meta(ge=0)] = 256
+    """Slowest rate at which a client may read while bytes of a reply wait for it, over every write_stall_s; 0
+    for any rate."""
+    memory_bytes: Annotated[int, Meta(ge=0)] = 0
+    """Bytes of requests and unread replies that a front holds; 0: four largest bodies."""
 
 
 class Listener(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One listening address and the dialects it speaks; no dialects means every one."""
 
-    address: Annotated[str, Meta(description="HOST:PORT, [IPV6]:PORT, :PORT (every interface) or unix:PATH.")]
-    dialects: Annotated[tuple[str, ...], Meta(description="Dialects spoken here; empty for all.")] = ()
-    tls: Annotated[bool, Meta(description="Whether TLS is spoken here, where tls.cert is set.")] = True
+    address: str
+    """HOST:PORT, [IPV6]:PORT, :PORT (every interface) or unix:PATH."""
+    dialects: tuple[str, ...] = ()
+    """Dialects spoken here; empty for all."""
+    tls: bool = True
+    """Whether TLS is spoken here, where tls.cert is set."""
 
     def __post_init__(self) -> None:
         if self.in_file:
@@ -182,70 +167,58 @@ class Listener(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class GrpcOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Limits of the gRPC listeners."""
 
-    message_bytes: Annotated[int, Meta(ge=1, description="Bytes of one message, either way.")] = 134217728
-    concurrent_streams: Annotated[
-        int, Meta(ge=1, description="Calls at the same time on one connection.")
-    ] = 1024
-    connections: Annotated[int, Meta(ge=1, description="Open connections per listener and front.")] = 1024
-    metadata_bytes: Annotated[
-        int, Meta(ge=1024, description="Bytes of one call's metadata, names and values.")
-    ] = 16384
-    concurrent_calls: Annotated[
-        int, Meta(ge=0, description="Calls at the same time over all connections; 0 for any number.")
-    ] = 0
-    keepalive_s: Annotated[float, Meta(gt=0, description="Seconds between pings on a quiet connection.")] = (
-        7200.0
-    )
-    keepalive_timeout_s: Annotated[
-        float, Meta(gt=0, description="Seconds a client may take to answer one.")
-    ] = 20.0
-    max_connection_idle_s: Annotated[
-        float, Meta(ge=0, description="Seconds a connection may stay open without a call; 0 for any time.")
-    ] = 0.0
-    max_connection_age_s: Annotated[
-        float, Meta(ge=0, description="Seconds after which a connection is ended; 0 for never.")
-    ] = 0.0
-    max_connection_age_grace_s: Annotated[
-        float, Meta(ge=0, description="Seconds its calls have left then; 0 for as long as they take.")
-    ] = 0.0
-    reflection: Annotated[bool, Meta(description="Answer gRPC reflection.")] = True
+    message_bytes: Annotated[int, Meta(ge=1)] = 134217728
+    """Bytes of one message, either way."""
+    concurrent_streams: Annotated[int, Meta(ge=1)] = 1024
+    """Calls at the same time on one connection."""
+    connections: Annotated[int, Meta(ge=1)] = 1024
+    """Open connections per listener and front."""
+    metadata_bytes: Annotated[int, Meta(ge=1024)] = 16384
+    """Bytes of one call's metadata, names and values."""
+    concurrent_calls: Annotated[int, Meta(ge=0)] = 0
+    """Calls at the same time over all connections; 0 for any number."""
+    keepalive_s: Annotated[float, Meta(gt=0)] = 7200.0
+    """Seconds between pings on a quiet connection."""
+    keepalive_timeout_s: Annotated[float, Meta(gt=0)] = 20.0
+    """Seconds a client may take to answer one."""
+    max_connection_idle_s: Annotated[float, Meta(ge=0)] = 0.0
+    """Seconds a connection may stay open without a call; 0 for any time."""
+    max_connection_age_s: Annotated[float, Meta(ge=0)] = 0.0
+    """Seconds after which a connection is ended; 0 for never."""
+    max_connection_age_grace_s: Annotated[float, Meta(ge=0)] = 0.0
+    """Seconds its calls have left then; 0 for as long as they take."""
+    reflection: bool = True
+    """Answer gRPC reflection."""
 
 
 class TFServingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The TensorFlow Serving dialect."""
 
-    result_keys: Annotated[
-        tuple[Literal["results", "result"], ...],
-        Meta(min_length=1, description="Keys that carry the result of classify and regress."),
-    ] = ("results", "result")
-    cors: Annotated[bool, Meta(description="Send Access-Control-Allow headers on /v1/ replies.")] = False
-    rest_timeout_ms: Annotated[
-        int, Meta(ge=0, description="Milliseconds a REST call may take; 0 for no limit.")
-    ] = 30000
-    monitoring: Annotated[bool, Meta(description="Serve TensorFlow Serving's own metrics page.")] = False
-    monitoring_path: Annotated[str, Meta(pattern="^/", description="Where that metrics page is.")] = (
-        "/monitoring/prometheus/metrics"
+    result_keys: Annotated[tuple[Literal["results", "result"], ...], Meta(min_length=1)] = (
+        "results",
+        "result",
     )
-    tensor_content: Annotated[
-        bool, Meta(description="Predict over gRPC answers with tensor_content, not with the typed fields.")
-    ] = False
-    check_methods: Annotated[
-        bool, Meta(description="Classify and regress only by signatures of that method.")
-    ] = False
-    models_file: Annotated[
-        str, Meta(description="A ModelServerConfig as text that is read again every models_file_poll_s.")
-    ] = ""
-    models_file_poll_s: Annotated[
-        float,
-        Meta(ge=0, description="Seconds between two looks; its models take the place of `models`. 0: none."),
-    ] = 0.0
-    warmup_records: Annotated[
-        bool,
-        Meta(description="Run VERSION/assets.extra/tf_serving_warmup_requests before it is available."),
-    ] = True
-    warmup_times: Annotated[
-        int, Meta(ge=1, le=1_000_000, description="How many times each of these records runs.")
-    ] = 1
+    """Keys that carry the result of classify and regress."""
+    cors: bool = False
+    """Send Access-Control-Allow headers on /v1/ replies."""
+    rest_timeout_ms: Annotated[int, Meta(ge=0)] = 30000
+    """Milliseconds a REST call may take; 0 for no limit."""
+    monitoring: bool = False
+    """Serve TensorFlow Serving's own metrics page."""
+    monitoring_path: Annotated[str, Meta(pattern="^/")] = "/monitoring/prometheus/metrics"
+    """Where that metrics page is."""
+    tensor_content: bool = False
+    """Predict over gRPC answers with tensor_content, not with the typed fields."""
+    check_methods: bool = False
+    """Classify and regress only by signatures of that method."""
+    models_file: str = ""
+    """A ModelServerConfig as text that is read again every models_file_poll_s."""
+    models_file_poll_s: Annotated[float, Meta(ge=0)] = 0.0
+    """Seconds between two looks; its models take the place of `models`. 0: none."""
+    warmup_records: bool = True
+    """Run VERSION/assets.extra/tf_serving_warmup_requests before it is available."""
+    warmup_times: Annotated[int, Meta(ge=1, le=1_000_000)] = 1
+    """How many times each of these records runs."""
 
     def __post_init__(self) -> None:
         if len(set(self.result_keys)) != len(self.result_keys):
@@ -255,166 +228,112 @@ class TFServingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class AdminOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Changes that clients may make, beside loads and unloads under explicit control."""
 
-    file_overrides: Annotated[
-        bool, Meta(description="A load may bring a model's files: whoever may load then runs code here.")
-    ] = False
-    log_settings: Annotated[
-        bool, Meta(description="Clients may change what is logged: POST /v2/logging, LogSettings.")
-    ] = False
-    reload_config: Annotated[
-        bool, Meta(description="TF Serving's ModelService may replace the models: its callers run code here.")
-    ] = False
-    origins: Annotated[
-        tuple[Annotated[str, Meta(pattern="^https?://[^/]+$")], ...],
-        Meta(description="Web sites, http://HOST:PORT, whose pages may load, unload and change settings."),
-    ] = ()
+    file_overrides: bool = False
+    """A load may bring a model's files: whoever may load then runs code here."""
+    log_settings: bool = False
+    """Clients may change what is logged: POST /v2/logging, LogSettings."""
+    reload_config: bool = False
+    """TF Serving's ModelService may replace the models: its callers run code here."""
+    origins: tuple[Annotated[str, Meta(pattern="^https?://[^/]+$")], ...] = ()
+    """Web sites, http://HOST:PORT, whose pages may load, unload and change settings."""
 
 
 class LogOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Log lines on standard error."""
 
-    level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="Least severe line written.")
-    ] = "info"
-    format: Annotated[
-        Literal["text", "json"], Meta(description="One line of text or one JSON object per line.")
-    ] = "text"
-    access: Annotated[bool, Meta(description="Write a line per request.")] = False
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe line written."""
+    format: Literal["text", "json"] = "text"
+    """One line of text or one JSON object per line."""
+    access: bool = False
+    """Write a line per request."""
 
 
 class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A model whose folder is named outright, as TensorFlow Serving's model_config_list does."""
 
-    name: Annotated[ModelName, Meta(description="What clients call it.")]
-    base_path: Annotated[
-        str, Meta(description="The folder that holds the model's version folders, or a text model's own.")
-    ]
-    version_policy: Annotated[
-        VersionPolicy | None, Meta(description="In place of the one in model.yaml.")
-    ] = None
-    labels: Annotated[
-        dict[str, VersionNumber] | None, Meta(description="In place of those in model.yaml.")
-    ] = None
+    name: ModelName
+    """What clients call it."""
+    base_path: str
+    """The folder that holds the model's version folders, or a text model's own."""
+    version_policy: VersionPolicy | None = None
+    """In place of the one in model.yaml."""
+    labels: dict[str, VersionNumber] | None = None
+    """In place of those in model.yaml."""
 
 
 class RepositorySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Models to serve, their folders, and how often these are read again."""
 
-    repository: Annotated[
-        str, Meta(description="The model repository: a folder of NAME/VERSION folders, or `demo`.")
-    ] = ""
-    models: Annotated[
-        tuple[ModelEntry, ...],
-        Meta(description="Models elsewhere: a list of name, base_path, version_policy, labels."),
-    ] = ()
-    deployment: Annotated[
-        str,
-        Meta(
-            description="A grps deployment: a folder with conf/inference.yml and src. Its models are served."
-        ),
-    ] = ""
-    model_defaults: Annotated[
-        dict[str, Any], Meta(description="Fields of model.yaml for models that do not set them.")
-    ] = {}
-    model_control: Annotated[
-        Literal["none", "poll", "explicit"],
-        Meta(description="Look at the repository once, every poll_s seconds, or only when told to."),
-    ] = "poll"
-    poll_s: Annotated[float, Meta(gt=0, description="Seconds between two looks at the repository.")] = 1.0
-    load_models: Annotated[
-        tuple[str, ...],
-        Meta(description="Models loaded at start, `*` for all. Empty: all, or none with explicit control."),
-    ] = ()
-    keep_going: Annotated[
-        bool, Meta(description="Serve what could be loaded instead of stopping when a model fails at start.")
-    ] = False
-    strict_readiness: Annotated[
-        bool,
-        Meta(
-            description="Ready only while every model serves; false: models that never loaded do not count."
-        ),
-    ] = True
-    version_batching: Annotated[
-        bool,
-        Meta(description="A version's batching_params.pbtxt (TensorFlow Serving's) says how it is batched."),
-    ] = False
-    wait_for_folders: Annotated[
-        bool,
-        Meta(description="A base_path of `models` that is not there or holds no version is waited for."),
-    ] = False
-    parallel_loads: Annotated[int, Meta(ge=1, description="Versions loaded at the same time.")] = 2
-    load_retries: Annotated[
-        int, Meta(ge=0, description="How often polling tries a failed version again while it is unchanged.")
-    ] = 5
-    load_retry_s: Annotated[
-        float, Meta(ge=0, description="Seconds before the first such retry; doubles up to 60 each time.")
-    ] = 1.0
-    allow_labels_for_unavailable: Annotated[
-        bool, Meta(description="A new label may point at a version that is not available yet.")
-    ] = False
+    repository: str = ""
+    """The model repository: a folder of NAME/VERSION folders, or `demo`."""
+    models: tuple[ModelEntry, ...] = ()
+    """Models elsewhere: a list of name, base_path, version_policy, labels."""
+    deployment: str = ""
+    """A grps deployment: a folder with conf/inference.yml and src. Its models are served."""
+    model_defaults: dict[str, Any] = {}
+    """Fields of model.yaml for models that do not set them."""
+    model_control: Literal["none", "poll", "explicit"] = "poll"
+    """Look at the repository once, every poll_s seconds, or only when told to."""
+    poll_s: Annotated[float, Meta(gt=0)] = 1.0
+    """Seconds between two looks at the repository."""
+    load_models: tuple[str, ...] = ()
+    """Models loaded at start, `*` for all. Empty: all, or none with explicit control."""
+    keep_going: bool = False
+    """Serve what could be loaded instead of stopping when a model fails at start."""
+    strict_readiness: bool = True
+    """Ready only while every model serves; false: models that never loaded do not count."""
+    version_batching: bool = False
+    """A version's batching_params.pbtxt (TensorFlow Serving's) says how it is batched."""
+    wait_for_folders: bool = False
+    """A base_path of `models` that is not there or holds no version is waited for."""
+    parallel_loads: Annotated[int, Meta(ge=1)] = 2
+    """Versions loaded at the same time."""
+    load_retries: Annotated[int, Meta(ge=0)] = 5
+    """How often polling tries a failed version again while it is unchanged."""
+    load_retry_s: Annotated[float, Meta(ge=0)] = 1.0
+    """Seconds before the first such retry; doubles up to 60 each time."""
+    allow_labels_for_unavailable: bool = False
+    """A new label may point at a version that is not available yet."""
 
 
 class Settings(RepositorySettings, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The whole configuration of one server."""
 
-    listen: Annotated[
-        tuple[Listener, ...],
-        Meta(description="Ports for HTTP and gRPC alike: HOST:PORT[=dialect,...]; http and grpc add others."),
-    ] = ()
-    http: Annotated[
-        tuple[Listener, ...], Meta(description="HTTP listeners: HOST:PORT[=dialect,...], or `off`.")
-    ] = (Listener("127.0.0.1:8000"),)
-    grpc: Annotated[
-        tuple[Listener, ...], Meta(description="gRPC listeners: HOST:PORT[=dialect,...], or `off`.")
-    ] = (Listener("127.0.0.1:8001"),)
-    frontends: Annotated[int, Meta(ge=1, le=64, description="Front processes that share each port.")] = 1
-    drain_delay_s: Annotated[
-        float,
-        Meta(ge=0, description="Seconds after a stop signal in which it is not ready and still serves all."),
-    ] = 1.0
-    drain_s: Annotated[
-        float, Meta(ge=0, description="Seconds requests under way may take to finish when stopping.")
-    ] = 30.0
-    response_cache_bytes: Annotated[
-        int, Meta(ge=0, description="Bytes of responses kept for models with response_cache; 0 for none.")
-    ] = 0
-    rate_limit: Annotated[
-        Literal["off", "execution_count"],
-        Meta(description="Whether instance_group.rate_limiter holds batches back; off: it does not."),
-    ] = "off"
-    rate_limit_resources: Annotated[
-        tuple[Annotated[str, Meta(pattern=r"^[^:]+:[1-9][0-9]{0,8}$")], ...],
-        Meta(description="Sizes of the rate limiter's resources, NAME:COUNT; others: the largest demand."),
-    ] = ()
-    kserve_replies: Annotated[
-        bool,
-        Meta(description="V2's health and a model's status over /v1 say what KServe's own client reads."),
-    ] = True
-    allow_metrics: Annotated[
-        bool, Meta(description="Show metrics: /metrics of every HTTP listener, and metrics_port.")
-    ] = True
-    metrics_port: Annotated[
-        int, Meta(ge=0, le=65535, description="A port for the nv_* metrics alone; 0 for none.")
-    ] = 0
-    metrics_config: Annotated[
-        tuple[str, ...],
-        Meta(description="Kinds of nv_* latencies: counter_latencies, summary_latencies, ...=true|false."),
-    ] = ()
-    allow_client_shm: Annotated[
-        bool, Meta(description="Clients may name shared memory that tensors are read from and written to.")
-    ] = False
-    device_memory_share: Annotated[
-        float,
-        Meta(gt=0, le=1, description="Of each GPU's memory, what device_memory_mb of all models may claim."),
-    ] = 1.0
-    dialects: Annotated[
-        tuple[Annotated[str, Meta(pattern=r"^[\w.]+:\w+$")], ...],
-        Meta(description="Dialects of your own: MODULE:NAME of a DialectSpec."),
-    ] = ()
-    dialect_options: Annotated[
-        dict[str, dict[str, Any]],
-        Meta(description="Options of dialects without a section here, by the dialect's name."),
-    ] = {}
+    listen: tuple[Listener, ...] = ()
+    """Ports for HTTP and gRPC alike: HOST:PORT[=dialect,...]; http and grpc add others."""
+    http: tuple[Listener, ...] = (Listener("127.0.0.1:8000"),)
+    """HTTP listeners: HOST:PORT[=dialect,...], or `off`."""
+    grpc: tuple[Listener, ...] = (Listener("127.0.0.1:8001"),)
+    """gRPC listeners: HOST:PORT[=dialect,...], or `off`."""
+    frontends: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Front processes that share each port."""
+    drain_delay_s: Annotated[float, Meta(ge=0)] = 1.0
+    """Seconds after a stop signal in which it is not ready and still serves all."""
+    drain_s: Annotated[float, Meta(ge=0)] = 30.0
+    """Seconds requests under way may take to finish when stopping."""
+    response_cache_bytes: Annotated[int, Meta(ge=0)] = 0
+    """Bytes of responses kept for models with response_cache; 0 for none."""
+    rate_limit: Literal["off", "execution_count"] = "off"
+    """Whether instance_group.rate_limiter holds batches back; off: it does not."""
+    rate_limit_resources: tuple[Annotated[str, Meta(pattern="^[^:]+:[1-9][0-9]{0,8}$")], ...] = ()
+    """Sizes of the rate limiter's resources, NAME:COUNT; others: the largest demand."""
+    kserve_replies: bool = True
+    """V2's health and a model's status over /v1 say what KServe's own client reads."""
+    allow_metrics: bool = True
+    """Show metrics: /metrics of every HTTP listener, and metrics_port."""
+    metrics_port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """A port for the nv_* metrics alone; 0 for none."""
+    metrics_config: tuple[str, ...] = ()
+    """Kinds of nv_* latencies: counter_latencies, summary_latencies, ...=true|false."""
+    allow_client_shm: bool = False
+    """Clients may name shared memory that tensors are read from and written to."""
+    device_memory_share: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Of each GPU's memory, what device_memory_mb of all models may claim."""
+    dialects: tuple[Annotated[str, Meta(pattern=r"^[\w.]+:\w+$")], ...] = ()
+    """Dialects of your own: MODULE:NAME of a DialectSpec."""
+    dialect_options: dict[str, dict[str, Any]] = {}
+    """Options of dialects without a section here, by the dialect's name."""
     admin: AdminOptions = AdminOptions()
     tls: TlsOptions = TlsOptions()
     limits: Limits = Limits()

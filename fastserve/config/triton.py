@@ -50,30 +50,18 @@ TraceValues = dict[str, str | list[str]]
 class TritonOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The kserve_v2 dialect, as Triton's flags of the same names set it."""
 
-    http_max_input_size: Annotated[
-        int, Meta(ge=1, description="Bytes of a request's JSON, of a tensor in it, and of a raw body.")
-    ] = INPUT_BYTES
-    http_header_forward_pattern: Annotated[
-        str, Meta(description="HTTP headers whose names hold this pattern become request parameters.")
-    ] = ""
-    grpc_header_forward_pattern: Annotated[
-        str, Meta(description="gRPC metadata whose keys hold this pattern become request parameters.")
-    ] = ""
-    http_restricted_api: Annotated[
-        tuple[str, ...],
-        Meta(description="APIs that want a header, whatever the dialect: API,...:HEADER=VALUE."),
-    ] = ()
-    grpc_restricted_protocol: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="RPCs that want metadata, whatever the dialect: "
-            "API,...:KEY=VALUE, sent as triton-grpc-protocol-KEY."
-        ),
-    ] = ()
-    trace_config: Annotated[
-        tuple[str, ...],
-        Meta(description="triton,file=F, triton,log-frequency=N, level=L, rate=N or count=N."),
-    ] = ()
+    http_max_input_size: Annotated[int, Meta(ge=1)] = INPUT_BYTES
+    """Bytes of a request's JSON, of a tensor in it, and of a raw body."""
+    http_header_forward_pattern: str = ""
+    """HTTP headers whose names hold this pattern become request parameters."""
+    grpc_header_forward_pattern: str = ""
+    """gRPC metadata whose keys hold this pattern become request parameters."""
+    http_restricted_api: tuple[str, ...] = ()
+    """APIs that want a header, whatever the dialect: API,...:HEADER=VALUE."""
+    grpc_restricted_protocol: tuple[str, ...] = ()
+    """RPCs that want metadata, whatever the dialect: API,...:KEY=VALUE, sent as triton-grpc-protocol-KEY."""
+    trace_config: tuple[str, ...] = ()
+    """triton,file=F, triton,log-frequency=N, level=L, rate=N or count=N."""
 
     def __post_init__(self) -> None:
         for name in ("http_header_forward_pattern", "grpc_header_forward_pattern"):

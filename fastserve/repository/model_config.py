@@ -54,166 +54,108 @@ Name = Annotated[str, Meta(min_length=1, max_length=1024)]
 class TensorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One input or output: dtype, and shape without the batch axis."""
 
-    dtype: Annotated[DTypeName, Meta(description="Element type.")]
-    shape: Annotated[
-        list[Annotated[int, Meta(ge=-1)]] | None,
-        Meta(description="Without the batch axis; -1 for any length, null for any rank."),
-    ]
+    dtype: DTypeName
+    """Element type."""
+    shape: list[Annotated[int, Meta(ge=-1)]] | None
+    """Without the batch axis; -1 for any length, null for any rank."""
 
 
 class SignatureConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A named way into the model."""
 
-    method: Annotated[Literal["predict", "classify", "regress"], Meta(description="What it answers.")] = (
-        "predict"
-    )
-    inputs: Annotated[
-        dict[Name, Name] | None, Meta(description="Name clients use -> input of the model; null for all.")
-    ] = None
-    outputs: Annotated[
-        dict[Name, Name] | None, Meta(description="Name clients use -> output of the model; null for all.")
-    ] = None
-    features: Annotated[
-        dict[Name, Name] | None,
-        Meta(description="classify, regress: feature of an example -> name in inputs; null for the same."),
-    ] = None
+    method: Literal["predict", "classify", "regress"] = "predict"
+    """What it answers."""
+    inputs: dict[Name, Name] | None = None
+    """Name clients use -> input of the model; null for all."""
+    outputs: dict[Name, Name] | None = None
+    """Name clients use -> output of the model; null for all."""
+    features: dict[Name, Name] | None = None
+    """classify, regress: feature of an example -> name in inputs; null for the same."""
 
 
 class WarmupSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One batch run before a version becomes available."""
 
-    inputs: Annotated[
-        dict[Name, Any], Meta(description='Input -> nested lists with the batch axis, or "zeros".')
-    ]
-    rows: Annotated[int, Meta(ge=1, description="Rows of the inputs given as zeros.")] = 1
-    count: Annotated[int, Meta(ge=1, le=1000, description="How many times it runs.")] = 1
+    inputs: dict[Name, Any]
+    """Input -> nested lists with the batch axis, or "zeros"."""
+    rows: Annotated[int, Meta(ge=1)] = 1
+    """Rows of the inputs given as zeros."""
+    count: Annotated[int, Meta(ge=1, le=1000)] = 1
+    """How many times it runs."""
 
 
 class NativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The fields of model.yaml."""
 
-    backend: Annotated[
-        str,
-        Meta(
-            description="What runs the model; workers must be able to import a class of your own.",
-            extra={"allowed": NAMES},
-        ),
-    ]
-    inputs: Annotated[
-        dict[Name, TensorConfig], Meta(description="Inputs by name; onnx models may leave them out.")
-    ] = {}
-    outputs: Annotated[
-        dict[Name, TensorConfig], Meta(description="Outputs by name; onnx models may leave them out.")
-    ] = {}
-    max_batch_size: Annotated[
-        int,
-        Meta(ge=0, le=1 << 20, description="Most rows of a batch. 0: no batch axis, nothing is merged."),
-    ] = 32
-    max_queue_delay_us: Annotated[
-        int, Meta(ge=0, le=60_000_000, description="Microseconds a row may wait for company.")
-    ] = 0
-    allowed_batch_sizes: Annotated[
-        list[Annotated[int, Meta(ge=1)]] | None,
-        Meta(description="Batches are filled up to the next of these; ends with max_batch_size."),
-    ] = None
-    instances: Annotated[
-        int, Meta(ge=1, le=64, description="Worker processes of each version, on each of its devices.")
-    ] = 1
-    devices: Annotated[
-        str | list[str],  # plain: a union of texts with patterns breaks msgspec 0.22's count of references
-        Meta(
-            description="Where they compute: cpu, cuda (every GPU), cuda:N, auto; or a list; =dtype behind."
-        ),
-    ] = "cpu"
-    device_memory_mb: Annotated[
-        int, Meta(ge=0, description="Megabytes of its GPU that each worker may take; 0: not bounded.")
-    ] = 0
-    shared_worker: Annotated[
-        str,
-        Meta(
-            pattern=r"^[A-Za-z0-9_.-]{0,40}$",
-            description="Name of a worker process that models share, one for each device and instance.",
-        ),
-    ] = ""
-    max_queue_rows: Annotated[int, Meta(ge=1, description="Rows that may wait.")] = 1024
-    max_queue_bytes: Annotated[int, Meta(ge=1, description="Bytes of inputs that may wait.")] = 268435456
-    split_large_requests: Annotated[
-        bool, Meta(description="Split requests of more rows than max_batch_size; false: refuse them.")
-    ] = True
-    max_request_rows: Annotated[
-        int, Meta(ge=0, description="Most rows of a request that is split; 0: as many as fill 10000 batches.")
-    ] = 0
-    mixed_shapes: Annotated[
-        Literal["group", "pad", "error"],
-        Meta(description="Rows of different shapes: batched apart, padded to the largest, or refused."),
-    ] = "group"
-    version_policy: Annotated[
-        VersionPolicy, Meta(description="{latest: N}, all, or {specific: [N, ...]}.")
-    ] = DEFAULT_POLICY
-    labels: Annotated[dict[Name, VersionNumber], Meta(description="Label -> version.")] = {}
-    signatures: Annotated[
-        dict[Name, SignatureConfig],
-        Meta(description="Named ways into the model; serving_default is added unless given."),
-    ] = {}
-    class_labels: Annotated[
-        list[str] | str,
-        Meta(description="Names of the classes, or a file beside model.yaml with one per line."),
-    ] = []
-    warmup: Annotated[
-        Literal["auto", "off"] | list[WarmupSample],
-        Meta(description="Runs before a version is available: zeros, none, or these samples."),
-    ] = "auto"
-    parameters: Annotated[dict[str, Any], Meta(description="Handed to the model as they are.")] = {}
-    threads: Annotated[
-        int, Meta(ge=0, le=1024, description="Threads a worker computes with; 0 leaves it to the framework.")
-    ] = 1
-    env: Annotated[
-        dict[Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str],
-        Meta(description="Environment variables of the worker."),
-    ] = {}
-    run_timeout_ms: Annotated[
-        int, Meta(ge=0, description="Milliseconds a batch may run before its worker is killed; 0: no limit.")
-    ] = 120_000
-    isolate_failures: Annotated[
-        bool,
-        Meta(
-            description="Run a failed batch again in parts, so a bad request fails alone; "
-            "false: runs have effects."
-        ),
-    ] = True
-    load_timeout_s: Annotated[
-        float, Meta(gt=0, description="Seconds a worker may take until it is ready.")
-    ] = 300.0
-    restart_backoff_s: Annotated[
-        float, Meta(gt=0, description="Seconds before a dead worker's first restart; doubles each time.")
-    ] = 0.1
-    restart_backoff_max_s: Annotated[
-        float,
-        Meta(
-            gt=0, description="Longest wait after a start that failed, in seconds; after a death at work 1."
-        ),
-    ] = 30.0
-    text: Annotated[
-        TextOptions | None, Meta(description="Bounds and settings of a model that generates text.")
-    ] = None
-    device_tensors: Annotated[
-        bool,
-        Meta(description="python models: run gets tensors of its device (torch's, with DLPack), not arrays."),
-    ] = False
-    batches_in_flight: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=16,
-            description="Batches a worker has on its GPU at a time. 1: ONNX Runtime copies by itself.",
-        ),
-    ] = 3
-    torch: Annotated[
-        TorchOptions | None, Meta(description="torch models: how the program is opened and run.")
-    ] = None
-    class_name: Annotated[
-        str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", description="Class in model.py.")
-    ] = msgspec.field(name="class", default="Model")
+    backend: Annotated[str, Meta(extra={"allowed": NAMES})]
+    """What runs the model; workers must be able to import a class of your own."""
+    inputs: dict[Name, TensorConfig] = {}
+    """Inputs by name; onnx models may leave them out."""
+    outputs: dict[Name, TensorConfig] = {}
+    """Outputs by name; onnx models may leave them out."""
+    max_batch_size: Annotated[int, Meta(ge=0, le=1 << 20)] = 32
+    """Most rows of a batch. 0: no batch axis, nothing is merged."""
+    max_queue_delay_us: Annotated[int, Meta(ge=0, le=60000000)] = 0
+    """Microseconds a row may wait for company."""
+    allowed_batch_sizes: list[Annotated[int, Meta(ge=1)]] | None = None
+    """Batches are filled up to the next of these; ends with max_batch_size."""
+    instances: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Worker processes of each version, on each of its devices."""
+    # Plain: a union of texts with patterns breaks msgspec 0.22's count of references.
+    devices: str | list[str] = "cpu"
+    """Where they compute: cpu, cuda (every GPU), cuda:N, auto; or a list; =dtype behind."""
+    device_memory_mb: Annotated[int, Meta(ge=0)] = 0
+    """Megabytes of its GPU that each worker may take; 0: not bounded."""
+    shared_worker: Annotated[str, Meta(pattern="^[A-Za-z0-9_.-]{0,40}$")] = ""
+    """Name of a worker process that models share, one for each device and instance."""
+    max_queue_rows: Annotated[int, Meta(ge=1)] = 1024
+    """Rows that may wait."""
+    max_queue_bytes: Annotated[int, Meta(ge=1)] = 268435456
+    """Bytes of inputs that may wait."""
+    split_large_requests: bool = True
+    """Split requests of more rows than max_batch_size; false: refuse them."""
+    max_request_rows: Annotated[int, Meta(ge=0)] = 0
+    """Most rows of a request that is split; 0: as many as fill 10000 batches."""
+    mixed_shapes: Literal["group", "pad", "error"] = "group"
+    """Rows of different shapes: batched apart, padded to the largest, or refused."""
+    version_policy: VersionPolicy = DEFAULT_POLICY
+    """{latest: N}, all, or {specific: [N, ...]}."""
+    labels: dict[Name, VersionNumber] = {}
+    """Label -> version."""
+    signatures: dict[Name, SignatureConfig] = {}
+    """Named ways into the model; serving_default is added unless given."""
+    class_labels: list[str] | str = []
+    """Names of the classes, or a file beside model.yaml with one per line."""
+    warmup: Literal["auto", "off"] | list[WarmupSample] = "auto"
+    """Runs before a version is available: zeros, none, or these samples."""
+    parameters: dict[str, Any] = {}
+    """Handed to the model as they are."""
+    threads: Annotated[int, Meta(ge=0, le=1024)] = 1
+    """Threads a worker computes with; 0 leaves it to the framework."""
+    env: dict[Annotated[str, Meta(pattern="^[A-Za-z_][A-Za-z0-9_]*$")], str] = {}
+    """Environment variables of the worker."""
+    run_timeout_ms: Annotated[int, Meta(ge=0)] = 120_000
+    """Milliseconds a batch may run before its worker is killed; 0: no limit."""
+    isolate_failures: bool = True
+    """Run a failed batch again in parts, so a bad request fails alone; false: runs have effects."""
+    load_timeout_s: Annotated[float, Meta(gt=0)] = 300.0
+    """Seconds a worker may take until it is ready."""
+    restart_backoff_s: Annotated[float, Meta(gt=0)] = 0.1
+    """Seconds before a dead worker's first restart; doubles each time."""
+    restart_backoff_max_s: Annotated[float, Meta(gt=0)] = 30.0
+    """Longest wait after a start that failed, in seconds; after a death at work 1."""
+    text: TextOptions | None = None
+    """Bounds and settings of a model that generates text."""
+    device_tensors: bool = False
+    """python models: run gets tensors of its device (torch's, with DLPack), not arrays."""
+    batches_in_flight: Annotated[int, Meta(ge=1, le=16)] = 3
+    """Batches a worker has on its GPU at a time. 1: ONNX Runtime copies by itself."""
+    torch: TorchOptions | None = None
+    """torch models: how the program is opened and run."""
+    class_name: Annotated[str, Meta(pattern="^[A-Za-z_][A-Za-z0-9_]*$")] = msgspec.field(
+        name="class", default="Model"
+    )
+    """Class in model.py."""
 
     def __post_init__(self) -> None:
         check_batches(self)
@@ -254,20 +196,16 @@ class NativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 class ModelConfig(NativeConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The fields of a native model, and those only a config.pbtxt leads to (`triton_config`)."""
 
-    options: Annotated[Options, Meta(description="What it asks for beyond its tensors.")] = Options()
-    places: Annotated[
-        list[Placement], Meta(description="Where each of its workers computes; none: all on the CPU.")
-    ] = []
-    triton: Annotated[
-        dict[str, Any] | None,
-        Meta(description="The whole config.pbtxt as the config call shows it; null for a native model."),
-    ] = None
-    fault: Annotated[
-        str, Meta(description="Why no version of this model can be loaded; empty if it can.")
-    ] = ""
-    output_labels: Annotated[
-        dict[str, list[str]], Meta(description="Lines of each output's label_filename.")
-    ] = {}
+    options: Options = Options()
+    """What it asks for beyond its tensors."""
+    places: list[Placement] = []
+    """Where each of its workers computes; none: all on the CPU."""
+    triton: dict[str, Any] | None = None
+    """The whole config.pbtxt as the config call shows it; null for a native model."""
+    fault: str = ""
+    """Why no version of this model can be loaded; empty if it can."""
+    output_labels: dict[str, list[str]] = {}
+    """Lines of each output's label_filename."""
 
 
 def parse_model_config(
