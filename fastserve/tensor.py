@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import ServeError, invalid
 
 MOST_AXES = 254  # TensorFlow's limit
 MOST_ITEMS = 1 << 58  # bytes of any dtype then still fit 64 bits
@@ -139,4 +139,4 @@ def count_items(shape: Sequence[int]) -> int:
 
 def _impossible(shape: Sequence[int], why: str) -> ServeError:
     shown = ",".join(map(str, shape[:_SHOWN_AXES])) + (",..." if len(shape) > _SHOWN_AXES else "")
-    return ServeError(Kind.INVALID_ARGUMENT, f"shape [{shown}] {why}")
+    return invalid(f"shape [{shown}] {why}")

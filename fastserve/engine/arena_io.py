@@ -27,7 +27,7 @@ from fastserve._ext.fast_path import Columns, Pending
 from fastserve.codec.slab_notes import RequestNote, read_answer_note, write_note
 from fastserve.engine.batch_queue import BatchQueue
 from fastserve.engine.device_memory import attach_lent
-from fastserve.errors import Kind, ModelError, Reason, ServeError, unpack_status
+from fastserve.errors import Kind, ModelError, Reason, ServeError, internal, invalid, unpack_status
 from fastserve.request import InferRequest, InferResponse, Repeated, by_name
 from fastserve.tensor import DTYPE_BY_CODE, DType, Tensor
 
@@ -122,7 +122,7 @@ class SlabIO:
             outputs, repeated = _named(entries, list(queue.outputs))
             return outputs, NONE, repeated
         except (ValueError, LookupError):
-            raise ServeError(Kind.INTERNAL, UNREADABLE) from None
+            raise internal(UNREADABLE) from None
 
 
 class RequestIO:
@@ -143,7 +143,7 @@ class RequestIO:
         try:
             note = request_note(request or InferRequest({}), extra)
         except (TypeError, ValueError):
-            raise ServeError(Kind.INVALID_ARGUMENT, "parameters are strings, numbers and bools") from None
+            raise invalid("parameters are strings, numbers and bools") from None
         _put(queue, place, given, inputs, note)
 
     def read(self, queue: BatchQueue, place: int, rows: int) -> ArenaAnswer:
@@ -171,7 +171,7 @@ def _put(
     try:
         offset, size = queue.desk.put(entries, note)
     except ValueError as error:
-        raise ServeError(Kind.INVALID_ARGUMENT, str(error)) from None
+        raise invalid(str(error)) from None
     if not offset:
         queue.rejected("queue_bytes")
         raise ServeError(
@@ -210,7 +210,7 @@ def read_answer(queue: BatchQueue, offset: int, size: int) -> tuple[ArenaAnswer,
         outputs, repeated = _named(entries, [*queue.outputs, *note.extra])
         return (outputs, note.parameters, repeated), None
     except (ValueError, LookupError):
-        raise ServeError(Kind.INTERNAL, UNREADABLE) from None
+        raise internal(UNREADABLE) from None
 
 
 def choose(outputs: dict[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
@@ -219,7 +219,7 @@ def choose(outputs: dict[str, Tensor], names: Sequence[str]) -> dict[str, Tensor
     for name in names:
         if name not in outputs:
             text = f"output {name!r} does not come of these inputs, but {', '.join(outputs)}"
-            raise ServeError(Kind.INVALID_ARGUMENT, text)
+            raise invalid(text)
     return {name: outputs[name] for name in names}
 
 
@@ -262,7 +262,7 @@ def join_parts(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     for name, first in parts[0].items():
         pieces = [part[name] for part in parts]
         if any(piece.shape[1:] != first.shape[1:] for piece in pieces):
-            raise ServeError(Kind.INTERNAL, f"output {name!r}: the pieces of a split request differ in shape")
+            raise internal(f"output {name!r}: the pieces of a split request differ in shape")
         shape = (sum(piece.shape[0] for piece in pieces), *first.shape[1:])
         joined[name] = Tensor(first.dtype, shape, b"".join(piece.data for piece in pieces))
     return joined

@@ -31,6 +31,7 @@ from fastserve.errors import (
     ModelError,
     Reason,
     ServeError,
+    internal,
     unpack_status,
     worker_lost,
 )
@@ -550,7 +551,7 @@ class BatchQueue(Pendings):
         where only the ring may."""
         ring = self.ring
         if not end:
-            return ServeError(Kind.INTERNAL, DAMAGED)
+            return internal(DAMAGED)
         if not ring.outputs:
             return None
         offset, nbytes = ring.answer_slab(place)
@@ -559,7 +560,7 @@ class BatchQueue(Pendings):
         try:
             text = bytes(ring.slab(offset, nbytes)).decode("utf-8", "replace")
         except ValueError:  # the worker has said it is longer than it is
-            return ServeError(Kind.INTERNAL, DAMAGED)
+            return internal(DAMAGED)
         return _model_error(ring.place_status(place), text)
 
     def undelivered(self) -> None:

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from fastserve.codec.text import GenerationRun, Heard, Info, TextNote
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import Kind, ServeError, unsupported
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.version import Attachment, Version
 from fastserve.request import InferRequest, InferResponse
@@ -62,7 +62,7 @@ class Scheduler(ABC):
 
     def generate(self, version: Version, ids: Sequence[int], note: TextNote, heard: Heard) -> GenerationRun:
         """Start one sequence of tokens, as `Engine.generate` says. Raises ServeError."""
-        raise ServeError(Kind.UNIMPLEMENTED, f"model '{version.model}' generates no text")
+        raise unsupported(f"model '{version.model}' generates no text")
 
     def fast_queue(self) -> BatchQueue | None:
         """Return the queue whose places a caller may reserve directly, each request answered once; None where

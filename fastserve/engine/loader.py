@@ -317,7 +317,7 @@ class VersionLoader:
             self.wishes.forget(version)
             await self._close_all(version, parts)
             if isinstance(error, ConfigError):
-                raise ServeError(Kind.INVALID_ARGUMENT, str(error)) from error
+                raise invalid(str(error)) from error
             raise
 
     async def _start(self, version: Version, schedule: Schedule, part: int) -> LoadedPart:
@@ -436,9 +436,8 @@ class VersionLoader:
 
     async def _load_ensemble(self, version: Version) -> None:
         if self._fronts > 1:
-            raise ServeError(
-                Kind.INVALID_ARGUMENT,
-                f"an ensemble runs in one front process: frontends: given {self._fronts}, allowed: 1",
+            raise invalid(
+                f"an ensemble runs in one front process: frontends: given {self._fronts}, allowed: 1"
             )
         assert version.config.options.ensemble is not None
         plan = make_plan(version.model, version.config.options.ensemble)
@@ -451,7 +450,7 @@ class VersionLoader:
         except BaseException as error:
             await self._unload_ensemble(version)
             if isinstance(error, ConfigError):
-                raise ServeError(Kind.INVALID_ARGUMENT, str(error)) from error
+                raise invalid(str(error)) from error
             raise
 
     async def _unload_ensemble(self, version: Version) -> None:

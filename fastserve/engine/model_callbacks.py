@@ -36,7 +36,7 @@ from fastserve.engine.batch_queue import BatchQueue
 from fastserve.engine.counters import DeviceCounts, counters_of
 from fastserve.engine.device_memory import RegionClosings
 from fastserve.engine.engine import EngineApi
-from fastserve.errors import DeadlineError, Kind, ModelError, ServeError
+from fastserve.errors import DeadlineError, Kind, ModelError, ServeError, internal, invalid, unsupported
 from fastserve.metrics.custom import CustomMetrics
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.layout import Override
@@ -109,7 +109,7 @@ class ModelCalls:
             error = fault
         except Exception as fault:  # a call that is not answered would be waited for
             log.exception("a call of worker %d failed", worker)
-            error = ServeError(Kind.INTERNAL, explain(fault))
+            error = internal(explain(fault))
         if self._running.pop((worker, number), None) is None:
             return  # the number may be another call's by now
         said = {} if error is None else {"kind": error.kind.value, "message": error.message}
@@ -163,7 +163,7 @@ class ModelCalls:
             note = read_request_note(read_note(slab))
             return note, {note.extra[number]: tensor for number, tensor in read_tensors(slab)}
         except (ValueError, IndexError):
-            raise ServeError(Kind.INVALID_ARGUMENT, UNREADABLE) from None
+            raise invalid(UNREADABLE) from None
 
     def _hand_over(self, worker: int, number: int, response: InferResponse) -> None:
         if response.error is not None:
@@ -202,7 +202,7 @@ def _make_request(
     for name in note.outputs:
         if name not in version.outputs:
             text = f"unexpected inference output '{name}' for model '{note.model}'"
-            raise ServeError(Kind.INVALID_ARGUMENT, text)
+            raise invalid(text)
     return InferRequest(
         tensors,
         tuple(note.outputs),
@@ -419,7 +419,7 @@ class ModelCallbacks:
     def _is_ready(self, wish: _Ready) -> bool:
         if wish.version and not wish.version.lstrip("-").isdecimal():
             text = f"failed to get model version from specified version string {wish.version[:40]!r}"
-            raise ServeError(Kind.INVALID_ARGUMENT, f"{text}, version should be an integral value > 0")
+            raise invalid(f"{text}, version should be an integral value > 0")
         number = int(wish.version) if wish.version and int(wish.version) >= 0 else None
         return self._catalog.ready(wish.name, number)
 
@@ -428,7 +428,7 @@ class ModelCallbacks:
     ) -> None:
         try:
             if self.repository is None:
-                raise ServeError(Kind.UNIMPLEMENTED, NO_CONTROL)
+                raise unsupported(NO_CONTROL)
             if isinstance(wish, _Unload):
                 if wish.name == version.model:  # it waits for its requests, and this may be one of them
                     say({})
@@ -450,7 +450,7 @@ class ModelCallbacks:
         try:
             files = {path: base64.b64decode(data) for path, data in wish.files.items()}
         except ValueError as error:
-            raise ServeError(Kind.INVALID_ARGUMENT, f"files: {error}") from None
+            raise invalid(f"files: {error}") from None
         override = Override(wish.config or "{}", files) if wish.config or files else None
         assert self.repository is not None
         await self.repository.load(wish.name, override=override, nested=loading)

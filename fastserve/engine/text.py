@@ -24,7 +24,16 @@ from fastserve.codec.text import Extra, Finish, Heard, Record, TextNote, write_t
 from fastserve.engine.batch_queue import BatchQueue, QueueMeters, Specs
 from fastserve.engine.engine import EngineApi, Scheduler, TensorFace
 from fastserve.engine.input_checks import check_inputs
-from fastserve.errors import DeadlineError, Kind, Reason, ServeError, pack_status
+from fastserve.errors import (
+    DeadlineError,
+    Kind,
+    Reason,
+    ServeError,
+    internal,
+    invalid,
+    pack_status,
+    unsupported,
+)
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.util.rate_limited_log import run_all
@@ -76,7 +85,7 @@ class TextRun(Flowing):
         if records is None:
             assert self._pending is not None
             self._queue.cancel(self._pending)
-            self._fail(ServeError(Kind.INTERNAL, LOST))
+            self._fail(internal(LOST))
             return
         self._count(records)
         if records[-1][1]:
@@ -100,7 +109,7 @@ class TextRun(Flowing):
             self._queue.release(pending)
         if not self.ended:  # its last record would have come before
             self._queue.tokens.leave(self.slot)
-            self._fail(error or ServeError(Kind.INTERNAL, LOST))
+            self._fail(error or internal(LOST))
 
     def _fail(self, error: ServeError) -> None:
         finish = Finish.TIMEOUT if isinstance(error, DeadlineError) else Finish.FAILED
@@ -171,7 +180,7 @@ class TextQueue(BatchQueue):
     def _find_pages(self, nbytes: int) -> int:
         pages = -(-nbytes // SLAB_PAGE)
         if pages > self._most_pages:
-            raise ServeError(Kind.INVALID_ARGUMENT, TOO_LARGE.format(nbytes))
+            raise invalid(TOO_LARGE.format(nbytes))
         if self.prompt_pages + pages > self._most_pages:
             raise self._no_room()
         return pages
@@ -247,5 +256,5 @@ class TextScheduler(Scheduler):
 
 def _tensors(engine: EngineApi) -> TensorFace:
     if engine.tensors is None:
-        raise ServeError(Kind.UNIMPLEMENTED, "text models take no tensors here")
+        raise unsupported("text models take no tensors here")
     return engine.tensors

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from fastserve.config import Limits
-from fastserve.errors import Kind, LimitError, ServeError
+from fastserve.errors import LimitError, ServeError, invalid
 from fastserve.util.memory_budget import WORKING_SHARE, Claim
 from fastserve.util.offload import Offload
 
@@ -120,12 +120,12 @@ def _inflate_member(view: memoryview, start: int, room: int, pieces: list[bytes]
     size = 0
     while not reader.eof:
         if start >= len(view):
-            raise ServeError(Kind.INVALID_ARGUMENT, "The compressed body is truncated")
+            raise invalid("The compressed body is truncated")
         window = view[start : start + WINDOW_BYTES]
         try:
             piece = reader.decompress(window, room - size + 1)
         except zlib.error:
-            raise ServeError(Kind.INVALID_ARGUMENT, "The compressed body cannot be decompressed") from None
+            raise invalid("The compressed body cannot be decompressed") from None
         size += len(piece)
         pieces.append(piece)
         start += len(window) - len(reader.unused_data)

@@ -22,7 +22,7 @@ from typing import Protocol
 import msgspec
 
 from fastserve.config import DEFAULT_POLICY, RepositorySettings
-from fastserve.errors import ConfigError, Kind, RemoteTrace, ServeError
+from fastserve.errors import ConfigError, Kind, RemoteTrace, ServeError, internal, invalid
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.folder_config import Stamp
 from fastserve.repository.layout import ModelFolder, VersionFolder
@@ -145,7 +145,7 @@ class Reconciler:
         try:
             version = Version(model.name, folder.number, folder.folder, config)
         except ConfigError as fault:  # a signature that fits no tensor
-            self._remember(model, folder.number, origin, ServeError(Kind.INVALID_ARGUMENT, str(fault)))
+            self._remember(model, folder.number, origin, invalid(str(fault)))
             return
         served = model.versions.get(folder.number)
         replaces = served is not None and served.state is VersionState.AVAILABLE
@@ -176,7 +176,7 @@ class Reconciler:
 
     async def _run_load(self, version: Version) -> ServeError | None:
         if version.config.fault:
-            return ServeError(Kind.INVALID_ARGUMENT, version.config.fault)
+            return invalid(version.config.fault)
         try:
             async with self._loading:
                 await self._hooks.load(version)
@@ -187,10 +187,10 @@ class Reconciler:
         except ServeError as error:
             return error
         except ConfigError as fault:
-            return ServeError(Kind.INVALID_ARGUMENT, str(fault))
+            return invalid(str(fault))
         except Exception as fault:
             log.exception("model %s version %d: loading failed", version.model, version.number)
-            return ServeError(Kind.INTERNAL, f"Loading failed with {type(fault).__name__}.")
+            return internal(f"Loading failed with {type(fault).__name__}.")
         return None
 
     def _remember(self, model: Model, number: int, origin: _Origin, error: ServeError) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from fastserve.config import ModelEntry, RepositorySettings
-from fastserve.errors import ConfigError, Kind, ServeError
+from fastserve.errors import ConfigError, Kind, ServeError, invalid
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.layout import Layout, ModelFolder, Override, is_model_name
 from fastserve.repository.model_config import ModelConfig
@@ -86,7 +86,7 @@ def missing_dependency(catalog: Catalog, name: str) -> ServeError | None:
                 gone = "which has no loaded version"
                 if number is not None and catalog.available(needed) is not None:
                     gone = f"whose required version {number} is not loaded"
-                return ServeError(Kind.INVALID_ARGUMENT, f"ensemble '{name}' depends on '{needed}' {gone}")
+                return invalid(f"ensemble '{name}' depends on '{needed}' {gone}")
     return None
 
 
@@ -247,15 +247,14 @@ class Repository:
         layout = Layout(msgspec.structs.replace(self.settings, models=tuple(entries)))
         for entry in entries:
             if not entry.base_path.startswith("/"):
-                raise ServeError(
-                    Kind.INVALID_ARGUMENT,
+                raise invalid(
                     f"Expected model {entry.name} to have an absolute path or URI; "
-                    f"got base_path()={entry.base_path}",
+                    f"got base_path()={entry.base_path}"
                 )
         try:
             await asyncio.to_thread(layout.check)
         except ConfigError as fault:
-            raise ServeError(Kind.INVALID_ARGUMENT, str(fault)) from None
+            raise invalid(str(fault)) from None
         layout.overrides = self._layout.overrides
         self._layout = layout
         found = await asyncio.to_thread(layout.scan)

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 from fastserve._ext.flatten import walk_bytes
 from fastserve.devices.inventory import MACHINE, DeviceInventory
 from fastserve.engine import lend
-from fastserve.errors import Kind, NoDeviceError, ServeError, internal, invalid
+from fastserve.errors import Kind, NoDeviceError, ServeError, internal, invalid, unsupported
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, Lent
 from fastserve.util.memory_budget import MemoryBudget
@@ -152,12 +152,12 @@ def must_fit(output: str, nbytes: int, there: int) -> None:
             f"shared memory size specified with the request for output '{output}' ({there} "
             f"bytes) should be at least {nbytes} bytes to hold the results"
         )
-        raise ServeError(Kind.INTERNAL, text)
+        raise internal(text)
 
 
 def _refused(text: str) -> ServeError:
     log.warning("device memory of a client's was refused: %s", text)
-    return ServeError(Kind.INVALID_ARGUMENT, text)
+    return invalid(text)
 
 
 class FileBuffer:
@@ -343,7 +343,7 @@ class Regions:
     def must_be_allowed(self) -> None:
         """Raises ServeError UNIMPLEMENTED unless the server was told to allow client memory."""
         if not self.allowed:
-            raise ServeError(Kind.UNIMPLEMENTED, DISABLED)
+            raise unsupported(DISABLED)
 
     def locate(self, range: Range) -> Lent | None:
         """Return the device memory of a range; None for a file's, which `read` reads. From any thread. Raises
@@ -599,7 +599,7 @@ def _not_in_place(version: Version, lent: Lent) -> ServeError:
     text = (
         f"shared memory region '{lent.region}' cannot be used: model '{version.model}' cannot access {where}"
     )
-    return ServeError(Kind.UNIMPLEMENTED, text)
+    return unsupported(text)
 
 
 def _unknown(region: str) -> ServeError:

@@ -21,7 +21,7 @@ from fastserve import __version__
 from fastserve.codec.text import GenerationRun, Heard, Info, TextNote
 from fastserve.config import Settings
 from fastserve.config.fields import convert
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import ServeError, unsupported
 from fastserve.metrics import Heartbeat, Readiness, Registry
 from fastserve.metrics.names import Traffic
 from fastserve.net import Call
@@ -49,7 +49,7 @@ Spread = Callable[[str, str], Awaitable[bool]]
 
 async def refuse_to_stop(force: bool) -> None:
     """Raises ServeError."""
-    raise ServeError(Kind.UNIMPLEMENTED, "this server is not stopped by its clients")
+    raise unsupported("this server is not stopped by its clients")
 
 
 async def nobody_else(dialect: str, word: str) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from time import monotonic_ns
 from typing import Protocol
 
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import ServeError, internal
 from fastserve.util.rate_limited_log import RateLimitedLog
 
 log = logging.getLogger(__name__)
@@ -62,4 +62,4 @@ def internal_error(exchange: object, error: Exception) -> ServeError:
     held = _limited_log.few(type(error).__name__)
     if held is not None:
         log.error("a request failed%s", held, exc_info=error, extra=more)
-    return ServeError(Kind.INTERNAL, INTERNAL_ERROR)
+    return internal(INTERNAL_ERROR)

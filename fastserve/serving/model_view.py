@@ -17,7 +17,7 @@ from heapq import nlargest
 from math import prod
 from typing import NamedTuple
 
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import Kind, ServeError, invalid
 from fastserve.repository.catalog import Catalog, labels_of
 from fastserve.repository.model_config import TensorConfig
 from fastserve.repository.version import Attachment, Version
@@ -198,7 +198,7 @@ def check_order(tensor: Tensor, what: str, datatype: str) -> None:
     dialect's words for the output and its type."""
     if tensor.dtype.name not in ARRAY_CODE:
         text = f"class result not available for {what} due to unsupported type '{datatype}'"
-        raise ServeError(Kind.INVALID_ARGUMENT, text)
+        raise invalid(text)
 
 
 def _rank(row: Sequence[float], most: int, labels: Sequence[str]) -> list[Class]:

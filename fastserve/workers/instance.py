@@ -23,7 +23,7 @@ import msgspec
 from fastserve.backends.base import read_specs
 from fastserve.backends.model_errors import clean
 from fastserve.codec.text import Info
-from fastserve.errors import ConfigError, Kind, RemoteTrace, ServeError
+from fastserve.errors import ConfigError, Kind, RemoteTrace, ServeError, internal
 from fastserve.tensor import TensorSpec
 from fastserve.workers.control import ControlFault, PeerGone
 from fastserve.workers.process import Child
@@ -299,4 +299,4 @@ def _read_loaded(loaded: _Loaded) -> Specs:
     try:
         return read_specs(loaded.inputs), read_specs(loaded.outputs)
     except ConfigError as error:
-        raise ServeError(Kind.INTERNAL, f"the backend describes its tensors wrongly: {error}") from error
+        raise internal(f"the backend describes its tensors wrongly: {error}") from error

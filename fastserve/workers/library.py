@@ -15,7 +15,7 @@ import numpy as np
 
 from fastserve.backends.model_errors import end_if_lost, explain, is_out_of_memory
 from fastserve.codec.safe_msgpack import decode, encode
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import Kind, internal
 from fastserve.workers.arena import Arena
 from fastserve.workers.arrays import NUMPY
 from fastserve.workers.isolation import OomSplit, counted
@@ -52,9 +52,7 @@ class LibraryRunner:
             self._answer(slot, places[0][0], results)
             return
         if len(results) != len(places) and not self._ring.inputs:
-            raise ServeError(
-                Kind.INTERNAL, f"transform returned {len(results)} results for {len(places)} elements"
-            )
+            raise internal(f"transform returned {len(results)} results for {len(places)} elements")
         self._write(slot, places, results)
 
     def _apply(self, slot: int, batch: Any) -> Any:
@@ -98,7 +96,7 @@ class LibraryRunner:
             column = self._column(slot, output=True)
             if results.shape != (rows, *column.shape[1:]):
                 shapes = f"{list(results.shape)}, out_row says {[rows, *column.shape[1:]]}"
-                raise ServeError(Kind.INTERNAL, f"transform returned an array of shape {shapes}")
+                raise internal(f"transform returned an array of shape {shapes}")
             np.copyto(column[:rows], results, casting="same_kind")
             return
         numbered = [p[0] for p in places] if self._ring.inputs else range(len(places))

@@ -20,7 +20,7 @@ import numpy as np
 from fastserve.backends.base import SupportsOutputBinding, SupportsRequestJoining, SupportsSignatures
 from fastserve.backends.model_errors import end_if_lost, explain, kind_of
 from fastserve.config.model_options import may_isolate
-from fastserve.errors import Kind, ServeError, pack_status
+from fastserve.errors import Kind, ServeError, internal, invalid, pack_status
 from fastserve.tensor import DTYPES, TensorSpec
 from fastserve.workers.arrays import NUMPY, open_desk, read_array, to_entry
 from fastserve.workers.isolation import OomSplit, counted, isolate, most_runs
@@ -188,7 +188,7 @@ def _store(
 def _check(name: str, result: np.ndarray[Any, Any], column: np.ndarray[Any, Any], rows: int) -> None:
     if result.shape != (rows, *column.shape[1:]):
         wanted, got = [rows, *column.shape[1:]], list(result.shape)
-        raise ServeError(Kind.INTERNAL, f"output {name!r} of the model has shape {got}, declared {wanted}")
+        raise internal(f"output {name!r} of the model has shape {got}, declared {wanted}")
 
 
 Arrays = dict[str, "np.ndarray[Any, Any]"]
@@ -302,9 +302,7 @@ class SlabRunner:
             try:
                 places.append(self._read(row, rows, offset, nbytes))
             except (ValueError, LookupError):  # strings whose lengths lie, say: its own caller's fault alone
-                fault = ServeError(
-                    Kind.INVALID_ARGUMENT, "the inputs cannot be read as the tensors they claim to be"
-                )
+                fault = invalid("the inputs cannot be read as the tensors they claim to be")
                 self._refuse(slot, [(row, rows, {})], fault)
         return places
 
@@ -390,9 +388,7 @@ def _pad(places: list[SlabPlace]) -> list[SlabPlace]:
     for name in places[0][2]:
         shapes = [arrays[name].shape[1:] for _, _, arrays in places]
         if len({len(shape) for shape in shapes}) > 1:
-            raise ServeError(
-                Kind.INVALID_ARGUMENT, f"input {name!r}: requests differ in rank, padding cannot help"
-            )
+            raise invalid(f"input {name!r}: requests differ in rank, padding cannot help")
         target = tuple(max(lengths) for lengths in zip(*shapes, strict=True))
         for _, _, arrays in padded:
             arrays[name] = _pad_array(arrays[name], target)

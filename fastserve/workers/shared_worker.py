@@ -24,7 +24,7 @@ from operator import methodcaller
 from typing import Any, NamedTuple
 
 from fastserve._ext.meter import Gauge
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import invalid
 from fastserve.metrics.registry import Family
 from fastserve.util.logs import current_logs
 from fastserve.util.rate_limited_log import run_all
@@ -93,7 +93,7 @@ class SharedWorkers:
         elif shared.environment != environment:
             names = {n for n, v in shared.environment.items() ^ environment.items()}
             text = OTHER_ENVIRONMENT.format(key.name, ", ".join(sorted(names)))
-            raise ServeError(Kind.INVALID_ARGUMENT, text)
+            raise invalid(text)
         return shared
 
     def _changed(self, shared: _SharedProcess, workers: int) -> None:

@@ -20,7 +20,7 @@ from fastserve._ext.token_records import TokenSender, read_prompt
 from fastserve.backends.llm.protocols import TextEngine, TextRequest
 from fastserve.backends.model_errors import explain, kind_of
 from fastserve.codec.text import Extra, Finish, read_text, write_text
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import Kind, ServeError, invalid
 from fastserve.workers.arena import Arena
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class TextLoop:
             note = read_text(said)
         except (ValueError, RecursionError):
             rid = self.out.admit(slot)
-            self._fail(rid, ServeError(Kind.INVALID_ARGUMENT, UNREADABLE))
+            self._fail(rid, invalid(UNREADABLE))
             return
         rid = self.out.admit(slot, note.deadline_ns)
         try:

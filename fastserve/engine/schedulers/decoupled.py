@@ -22,7 +22,7 @@ from fastserve.engine.arena_io import arena_io_of, inputs_bytes, read_answer
 from fastserve.engine.batch_queue import BatchQueue
 from fastserve.engine.counters import counters_of, first_responses
 from fastserve.engine.input_checks import check_inputs
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import Kind, ServeError, internal, invalid
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.workers.arena import SLAB_PAGE, WINDOW_PARTS
@@ -238,9 +238,7 @@ async def stream_on_queue(
 
 def _fitting(queue: BatchQueue, rows: int) -> int:
     if rows > queue.max_rows:
-        raise ServeError(
-            Kind.INVALID_ARGUMENT, f"a request of {rows} rows is larger than a batch of {queue.max_rows}"
-        )
+        raise invalid(f"a request of {rows} rows is larger than a batch of {queue.max_rows}")
     return rows
 
 
@@ -279,7 +277,7 @@ async def only_response(responses: AsyncGenerator[InferResponse, None]) -> Infer
                 else:
                     found.append(response)
             if count != 1:
-                raise ServeError(Kind.INTERNAL, f"expected a single response, got {count}")
+                raise internal(f"expected a single response, got {count}")
         except BaseException:
             for response in found:
                 response.release()

@@ -326,12 +326,10 @@ class EnsembleScheduler(Scheduler):
         for name, tensor in request.inputs.items():
             count_items(tensor.shape)
             if name not in known:
-                raise ServeError(
-                    Kind.INVALID_ARGUMENT, f"unexpected inference input '{name}' for model '{self.plan.name}'"
-                )
+                raise invalid(f"unexpected inference input '{name}' for model '{self.plan.name}'")
         for name in self.plan.required:
             if name not in request.inputs:
-                raise ServeError(Kind.INVALID_ARGUMENT, f"input {name!r} is missing")
+                raise invalid(f"input {name!r} is missing")
 
     def _pin(self, engine: EngineApi) -> list[Version]:
         """Pin the version of each step at the start: a reload meanwhile changes none of them."""
@@ -484,7 +482,7 @@ class _Flow:
         """Return the response. Raises ServeError INVALID_ARGUMENT when a model left out a needed tensor."""
         outputs = {name: self.tensors[name] for name in self._outputs() if name in self.tensors}
         if len(outputs) < len(set(self._outputs())):
-            raise ServeError(Kind.INVALID_ARGUMENT, STUCK)
+            raise invalid(STUCK)
         return InferResponse(outputs, self.release)
 
     def release(self) -> None:

@@ -22,7 +22,7 @@ from fastserve.engine.counters import CANCELED, REJECTED, counters_of
 from fastserve.engine.engine import EngineApi, Scheduler
 from fastserve.engine.input_checks import check_inputs, empty_outputs
 from fastserve.engine.schedulers.sealed_queue import BatchMember, BatchSender, MemberAnswer
-from fastserve.errors import DeadlineError, Kind, Reason, ServeError
+from fastserve.errors import DeadlineError, Kind, Reason, ServeError, invalid
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 
@@ -229,10 +229,9 @@ class QueuedScheduler(Scheduler):
         if version.batching and rows == 0:
             return MemberAnswer(empty_outputs(version), lambda: None).respond(request)
         if version.batching and rows > self._sender.max_rows:
-            raise ServeError(
-                Kind.INVALID_ARGUMENT,
+            raise invalid(
                 f"[request id: {request.request_id or '<id_unknown>'}] inference request batch-size must be "
-                f"<= {self._sender.max_rows} for '{self._model}'",
+                f"<= {self._sender.max_rows} for '{self._model}'"
             )
         waiting = _Waiting(request, asyncio.get_running_loop().create_future())
         now_ns, counters = self._clock(), counters_of(version)

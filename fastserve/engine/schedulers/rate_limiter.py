@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from fastserve.config.model_options import Needs
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import invalid
 
 Resources = Mapping[str, int]
 
@@ -27,10 +27,9 @@ class RateLimiter:
         """Return a gate for one version. Raises ServeError INVALID_ARGUMENT when it could never pass."""
         for name, count in needs.resources.items():
             if count > self._fixed.get(name, count):
-                raise ServeError(
-                    Kind.INVALID_ARGUMENT,
+                raise invalid(
                     f"rate_limiter resource '{name}': given {count}, allowed: up to {self._fixed[name]} "
-                    "(rate_limit_resources)",
+                    "(rate_limit_resources)"
                 )
         gate = RateGate(self, needs)
         self._gates.append(gate)
@@ -126,9 +125,8 @@ def needs_of(groups: Sequence[Needs]) -> Needs:
     """Return the resources that a batch of a model needs. Its instance groups must agree.
     Raises ServeError INVALID_ARGUMENT."""
     if any(one != groups[0] for one in groups):
-        raise ServeError(
-            Kind.INVALID_ARGUMENT,
-            "instance_group.rate_limiter: given different ones, allowed: the same in every group of a model",
+        raise invalid(
+            "instance_group.rate_limiter: given different ones, allowed: the same in every group of a model"
         )
     return groups[0] if groups else Needs()
 

@@ -32,7 +32,7 @@ from fastserve.engine.schedulers.sequence import (
     strategy_of,
 )
 from fastserve.engine.text import TextQueue, TextScheduler
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import invalid
 from fastserve.repository.model_config import ModelConfig, config_json
 from fastserve.repository.version import Version
 from fastserve.workers.arena import Arena
@@ -146,27 +146,20 @@ def check_schedule(config: ModelConfig, fronts: int, *, cached: bool = False) ->
     options = config.options
     asked = _needs_one_front(config, cached=cached)
     if asked and fronts > 1:
-        raise ServeError(
-            Kind.INVALID_ARGUMENT,
-            f"{asked} is kept in one front process: frontends: given {fronts}, allowed: 1 with this model",
+        raise invalid(
+            f"{asked} is kept in one front process: frontends: given {fronts}, allowed: 1 with this model"
         )
     if asked and options.decoupled:
-        raise ServeError(
-            Kind.INVALID_ARGUMENT,
-            f"{asked}: model_transaction_policy.decoupled: given true, allowed: false with this",
-        )
+        raise invalid(f"{asked}: model_transaction_policy.decoupled: given true, allowed: false with this")
     if cached and options.sequences is not None:
-        raise ServeError(
-            Kind.INVALID_ARGUMENT, "response_cache: answers of a sequence depend on more than the request"
-        )
+        raise invalid("response_cache: answers of a sequence depend on more than the request")
 
 
 def _check_limited(options: Options, fronts: int) -> None:
     if fronts > 1 or options.decoupled or options.sequences is not None:
-        raise ServeError(
-            Kind.INVALID_ARGUMENT,
+        raise invalid(
             "instance_group.rate_limiter: with rate_limit execution_count not for several frontends, "
-            "decoupled models or sequences",
+            "decoupled models or sequences"
         )
 
 

@@ -17,7 +17,7 @@ from fastserve._ext.fast_path import Pending
 from fastserve.engine.arena_io import arena_io_of, inputs_bytes
 from fastserve.engine.batch_queue import BatchQueue
 from fastserve.engine.schedulers.plain import submit_written
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import ServeError, internal
 from fastserve.request import InferRequest, InferResponse, Repeated
 from fastserve.tensor import Tensor
 from fastserve.util.offload import OFFLOAD_BYTES, run_through
@@ -222,4 +222,4 @@ class SealedBatch:
 
 
 def _internal() -> ServeError:
-    return ServeError(Kind.INTERNAL, "the request failed")
+    return internal("the request failed")

@@ -39,7 +39,16 @@ from fastserve.engine.counters import CANCELED, OTHER, REJECTED, counters_of
 from fastserve.engine.engine import EngineApi, Scheduler
 from fastserve.engine.input_checks import check_inputs
 from fastserve.engine.schedulers.sealed_queue import NOBODY, BatchMember, BatchSender, MemberAnswer
-from fastserve.errors import ConfigError, DeadlineError, Kind, Reason, ServeError, invalid, worker_lost
+from fastserve.errors import (
+    ConfigError,
+    DeadlineError,
+    Kind,
+    Reason,
+    ServeError,
+    internal,
+    invalid,
+    worker_lost,
+)
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.tensor import DTYPES, DType, Tensor, TensorSpec
@@ -138,7 +147,7 @@ def _open_control(given: SequenceControl) -> ControlTensor:
         return ControlTensor(given.name, dtype, lambda signals: write_id(signals.id, dtype))
     if not given.values:
         text = f"sequence batching control '{given.name}' says no values"
-        raise ServeError(Kind.INVALID_ARGUMENT, text)
+        raise invalid(text)
     form, number = _FORMS[given.dtype]
     false, true = (struct.pack(form, number(value)) for value in given.values)
     return ControlTensor(given.name, dtype, lambda signals: true if getattr(signals, signal) else false)
@@ -162,10 +171,9 @@ def _open_state(given: SequenceStateOptions, folder: Path, batching: bool) -> St
     if given.first_file:
         data = _read_file(folder, given.first_file, size if dtype.item_bytes else STATE_BYTES)
         if dtype.item_bytes and len(data) != size:
-            raise ServeError(
-                Kind.INVALID_ARGUMENT,
+            raise invalid(
                 f"initial state '{given.first_name}' for state input '{given.input}': "
-                f"file {given.first_file} has {len(data)} bytes, its dims need {size}",
+                f"file {given.first_file} has {len(data)} bytes, its dims need {size}"
             )
     shape = (1, *first) if batching else first
     spec = TensorSpec(given.input, dtype, tuple(given.shape))
@@ -174,11 +182,11 @@ def _open_state(given: SequenceStateOptions, folder: Path, batching: bool) -> St
 
 def _read_file(folder: Path, name: str, most_bytes: int) -> bytes:
     if Path(name).name != name:
-        raise ServeError(Kind.INVALID_ARGUMENT, f"initial state file {name!r}: not the name of a file")
+        raise invalid(f"initial state file {name!r}: not the name of a file")
     try:
         return read_confined(folder, f"{STATE_FOLDER}/{name}", most_bytes)
     except ConfigError as fault:
-        raise ServeError(Kind.INVALID_ARGUMENT, f"initial state file {fault}") from None
+        raise invalid(f"initial state file {fault}") from None
 
 
 def _described(spec: TensorSpec) -> dict[str, Any]:
@@ -520,10 +528,9 @@ class SequenceScheduler(Scheduler):
             raise ServeError(Kind.UNAVAILABLE, GONE)
         rows = check_inputs(version, request.inputs)
         if version.batching and rows != 1:
-            raise ServeError(
-                Kind.INVALID_ARGUMENT,
+            raise invalid(
                 f"inference request to model '{self._model}' must specify batch-size 1 due to requirements "
-                "of sequence batcher",
+                "of sequence batcher"
             )
         waiting = _Waiting(request, asyncio.get_running_loop().create_future())
         counters, began_ns = counters_of(version), self._clock()
@@ -631,7 +638,7 @@ class SequenceScheduler(Scheduler):
         except Exception:  # an instance that is not given back its turn would never run again
             log.exception("a batch of sequences could not be formed")
             for asked in chosen:
-                self._answer(asked, None, ServeError(Kind.INTERNAL, "the request failed"))
+                self._answer(asked, None, internal("the request failed"))
             self._finish(instance)
             return
         self._senders[instance].send(members, lambda: self._finish(instance))

@@ -25,7 +25,7 @@ from fastserve.backends.frameworks.torch_tensors import torch_dtype
 from fastserve.backends.model_errors import DeviceLost
 from fastserve.codec.slab_notes import LentTensor, read_lent
 from fastserve.devices.cuda import HARMLESS, Cuda, CudaFault, process_handles
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import Kind, ServeError, invalid
 
 if TYPE_CHECKING:
     from fastserve._ext.batch_ring import BatchRing
@@ -121,7 +121,7 @@ class ClientMemory:
                     found[spec.name] = self._tensor(lent, spec, rows)
         except OutsideError as error:
             place.inputs, place.outputs = {}, {}
-            place.fault = ServeError(Kind.INVALID_ARGUMENT, OUTSIDE.format(region, error))
+            place.fault = invalid(OUTSIDE.format(region, error))
         except (CudaFault, ValueError, LookupError) as error:
             place.inputs, place.outputs = {}, {}
             place.fault = ServeError(Kind.UNAVAILABLE, CANNOT_OPEN.format(region, error))
