@@ -201,7 +201,7 @@ class Loop:
 
 
 class LocalEngine:
-    """The engine's face (serving.dialect.EngineFace) over TextEngines of this process."""
+    """An engine (fastserve.engine.Engine) over TextEngines of this process."""
 
     def __init__(self) -> None:
         self.catalog = Catalog()

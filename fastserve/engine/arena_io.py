@@ -1,8 +1,8 @@
 """Arena I/O: how tensors of requests get into the shared memory of a version, and answers out of it.
 
-    DenseIO     every row has a known size: inputs are copied once, into the rows reserved for them
-    SlabIO      strings, free axes, no batch axis: inputs are copied once, into a slab of their own
-    RequestIO   models that see whole requests: slabs, and a note with the request's id, parameters, ...
+    dense     every row has a known size: inputs are copied once, into the rows reserved for them
+    slabs     strings, free axes, no batch axis: inputs are copied once, into a slab of their own
+    requests  models that see whole requests: slabs, and a note with the request's id, parameters, ...
 
 The fast path writes without a copy and without another check, by a layout made from the first request:
 
@@ -48,112 +48,80 @@ SLICE_BYTES = 1 << 20  # copied before another thread may have the interpreter
 NO_ROOM = "no room for the outputs (max_queue_bytes)"
 
 
-class ArenaIO(Protocol):
-    """How tensors get into a place and out of it."""
+class ArenaIO:
+    """Reads and writes the tensors of requests in the arena of one queue."""
+
+    __slots__ = ("_queue",)
+
+    def __init__(self, queue: BatchQueue) -> None:
+        self._queue = queue
 
     def write_inputs(
-        self,
-        queue: BatchQueue,
-        place: int,
-        rows: int,
-        inputs: Mapping[str, Tensor],
-        request: InferRequest | None = None,
+        self, place: int, rows: int, inputs: Mapping[str, Tensor], request: InferRequest | None = None
     ) -> None:
         """Write the inputs of `request` into a reserved place. Raises ServeError without room."""
-
-    def read(self, queue: BatchQueue, place: int, rows: int) -> ArenaAnswer:
-        """Return the outputs of an answered place, as views, with their parameters. Raises ServeError when
-        the place failed by itself."""
-
-
-class DenseIO:
-    """Fixed-size rows."""
-
-    def write_inputs(
-        self,
-        queue: BatchQueue,
-        place: int,
-        rows: int,
-        inputs: Mapping[str, Tensor],
-        request: InferRequest | None = None,
-    ) -> None:
-        lent = request.lent if request is not None else {}
-        for column, name in enumerate(queue.inputs):
-            if name in lent:
-                continue
-            room, data = queue.ring.input_rows(place, rows, column), memoryview(inputs[name].data).cast("B")
-            if len(room) != len(data):
-                raise ValueError(f"input {name!r} has {len(data)} bytes, its rows {len(room)}")
-            for at in range(0, len(data), SLICE_BYTES):
-                room[at : at + SLICE_BYTES] = data[at : at + SLICE_BYTES]
-        if request is not None and (lent or request.placed):
-            attach_lent(queue, place, request)
-
-    def read(self, queue: BatchQueue, place: int, rows: int) -> ArenaAnswer:
-        outputs = {
-            name: Tensor(spec.dtype, (rows, *(spec.shape or ())), queue.ring.output_rows(place, rows, column))
-            for column, (name, spec) in enumerate(queue.outputs.items())
-        }
-        return outputs, NONE, ()
-
-
-class SlabIO:
-    """Tensors of any shape."""
-
-    def write_inputs(
-        self,
-        queue: BatchQueue,
-        place: int,
-        rows: int,
-        inputs: Mapping[str, Tensor],
-        request: InferRequest | None = None,
-    ) -> None:
-        given = {i: name for i, name in enumerate(queue.inputs) if name in inputs}
-        _put(queue, place, given, inputs, b"")
-
-    def read(self, queue: BatchQueue, place: int, rows: int) -> ArenaAnswer:
-        status = queue.ring.place_status(place)
-        try:
-            entries, _ = _read_slab(queue, *queue.ring.answer_slab(place))
-            if status:
-                kind, reason = unpack_status(status)
-                text = bytes(entries[0][3]).decode("utf-8", "replace")
-                raise ModelError(kind, text, reason=reason)
-            outputs, repeated = _named(entries, list(queue.outputs))
-            return outputs, NONE, repeated
-        except (ValueError, LookupError):
-            raise internal(UNREADABLE) from None
-
-
-class RequestIO:
-    """A request as its model sees it: optional inputs may be missing, a scheduler may have added some."""
-
-    def write_inputs(
-        self,
-        queue: BatchQueue,
-        place: int,
-        rows: int,
-        inputs: Mapping[str, Tensor],
-        request: InferRequest | None = None,
-    ) -> None:
-        given, extra = {i: name for i, name in enumerate(queue.inputs) if name in inputs}, []
-        if len(given) < len(inputs):
-            extra = [name for name in inputs if name not in queue.inputs]
+        queue = self._queue
+        if queue.dense:
+            _fill_columns(queue, place, rows, inputs, request)
+            return
+        given, note = {i: name for i, name in enumerate(queue.inputs) if name in inputs}, b""
+        if queue.requests:
+            extra = [name for name in inputs if name not in queue.inputs]  # a scheduler may have added some
             given |= {len(queue.inputs) + i: name for i, name in enumerate(extra)}
-        try:
-            note = request_note(request or InferRequest({}), extra)
-        except (TypeError, ValueError):
-            raise invalid("parameters are strings, numbers and bools") from None
+            try:
+                note = request_note(request or InferRequest({}), extra)
+            except (TypeError, ValueError):
+                raise invalid("parameters are strings, numbers and bools") from None
         _put(queue, place, given, inputs, note)
 
-    def read(self, queue: BatchQueue, place: int, rows: int) -> ArenaAnswer:
-        answer, error = read_answer(queue, *queue.ring.answer_slab(place))
+    def read(self, place: int, rows: int) -> ArenaAnswer:
+        """Return the outputs of an answered place, as views, with their parameters. Raises ServeError when
+        the place failed by itself."""
+        queue = self._queue
+        if queue.dense:
+            outputs = {
+                name: Tensor(
+                    spec.dtype, (rows, *(spec.shape or ())), queue.ring.output_rows(place, rows, column)
+                )
+                for column, (name, spec) in enumerate(queue.outputs.items())
+            }
+            return outputs, NONE, ()
+        offset, size = queue.ring.answer_slab(place)
+        if not queue.requests and (status := queue.ring.place_status(place)):
+            raise _read_fault(queue, status, offset, size)
+        answer, error = read_answer(queue, offset, size)
         if error is not None:
             try:
                 raise error
             finally:
                 del error  # it holds this frame by its traceback, and the frame the queue
         return answer
+
+
+def _fill_columns(
+    queue: BatchQueue, place: int, rows: int, inputs: Mapping[str, Tensor], request: InferRequest | None
+) -> None:
+    lent = request.lent if request is not None else {}
+    for column, name in enumerate(queue.inputs):
+        if name in lent:
+            continue
+        room, data = queue.ring.input_rows(place, rows, column), memoryview(inputs[name].data).cast("B")
+        if len(room) != len(data):
+            raise ValueError(f"input {name!r} has {len(data)} bytes, its rows {len(room)}")
+        for at in range(0, len(data), SLICE_BYTES):
+            room[at : at + SLICE_BYTES] = data[at : at + SLICE_BYTES]
+    if request is not None and (lent or request.placed):
+        attach_lent(queue, place, request)
+
+
+def _read_fault(queue: BatchQueue, status: int, offset: int, size: int) -> ServeError:
+    """Return the error that a place of a slab ended with, whose text is the slab's first entry."""
+    kind, reason = unpack_status(status)
+    try:
+        entries, _ = _read_slab(queue, offset, size)
+        return ModelError(kind, bytes(entries[0][3]).decode("utf-8", "replace"), reason=reason)
+    except (ValueError, LookupError):
+        return internal(UNREADABLE)
 
 
 def _put(
@@ -223,9 +191,6 @@ def choose(outputs: dict[str, Tensor], names: Sequence[str]) -> dict[str, Tensor
     return {name: outputs[name] for name in names}
 
 
-DENSE_IO, SLAB_IO, REQUEST_IO = DenseIO(), SlabIO(), RequestIO()
-
-
 def request_note(request: InferRequest, extra: list[str]) -> bytes:
     """Write the note with a request's id, parameters and flags for its model. Raises TypeError or ValueError
     for a parameter that is no scalar."""
@@ -251,11 +216,6 @@ def inputs_bytes(inputs: Mapping[str, Tensor]) -> int:
     return sum(memoryview(tensor.data).nbytes for tensor in inputs.values())
 
 
-def arena_io_of(queue: BatchQueue) -> ArenaIO:
-    """Return the reader and writer for the queue's arena."""
-    return DENSE_IO if queue.dense else REQUEST_IO if queue.requests else SLAB_IO
-
-
 def join_parts(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Join the answers to the parts of a split request, in order."""
     joined = {}
@@ -277,8 +237,6 @@ Found = tuple[Any, list[memoryview]]
 # A reserved place, memory for the rows of each input in the layout's order, and its slab's (offset, bytes).
 # Plain tuples: a request costs few microseconds, and an object with names is a third of one.
 SliceLease = tuple[int, list[memoryview], tuple[int, int]]
-
-NO_SLAB = (0, 0)
 
 # The bytes of a slab before the first tensor, where each tensor lies, and its size without a note.
 Layout = tuple[bytes, list[tuple[int, int]], int]
@@ -425,7 +383,7 @@ def read_response(queue: BatchQueue, pending: Pending, wanted: Sequence[str]) ->
     """Read the answer of a place in an arena of any kind. `wanted` selects outputs, except of a model that
     sees requests, which chose them itself. The caller releases the pending, not the response. Raises
     ServeError when the place failed by itself."""
-    outputs, parameters, repeated = arena_io_of(queue).read(queue, pending.place, pending.rows)
+    outputs, parameters, repeated = ArenaIO(queue).read(pending.place, pending.rows)
     if wanted and not queue.requests:
         outputs, repeated = choose(outputs, wanted), ()
     return InferResponse(outputs, None, dict(parameters), repeated=repeated)

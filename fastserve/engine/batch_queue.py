@@ -307,8 +307,6 @@ class QueueMeters:
 
 log = logging.getLogger(__name__)
 
-Done = Callable[["Pending", "ServeError | None"], None]
-
 Specs = Mapping[str, TensorSpec]
 
 # Front and worker on one core: a worker that is woken while there is more to read takes the core from the
@@ -376,8 +374,8 @@ class BatchQueue(Pendings):
             self.kicking.cancel()
         if self._alarm is not None:
             self._alarm.cancel()
-        self.room.close(lambda: ServeError(Kind.UNAVAILABLE, GONE))
-        gone = ServeError(Kind.UNAVAILABLE, GONE)
+        self.room.close(version_gone)
+        gone = version_gone()
         for waiting_here in self.by_slot:
             for pending in waiting_here:
                 done, pending.done = pending.done, None
@@ -431,7 +429,7 @@ class BatchQueue(Pendings):
         if not came.done():
             self.room.leave(standing)
             self.rejected("deadline")
-            raise DeadlineError(QUEUED_TOO_LONG, queued=True, reason=Reason.QUEUE_DEADLINE)
+            raise queued_too_long()
         place = came.result()
         if isinstance(place, ServeError):
             raise place
@@ -610,12 +608,18 @@ class BatchQueue(Pendings):
         queued, done = self._is_queued(pending), pending.done
         self._forget(pending, REJECTED if queued else CANCELED)
         self.meters.rejected("deadline")
-        late = (
-            DeadlineError(QUEUED_TOO_LONG, queued=True, reason=Reason.QUEUE_DEADLINE)
-            if queued
-            else DeadlineError(RAN_TOO_LONG, queued=False)
-        )
+        late = queued_too_long() if queued else DeadlineError(RAN_TOO_LONG, queued=False)
         self.tell(done, pending, late)
+
+
+def queued_too_long() -> DeadlineError:
+    """Return the error of a request whose time was up before a worker took it."""
+    return DeadlineError(QUEUED_TOO_LONG, queued=True, reason=Reason.QUEUE_DEADLINE)
+
+
+def version_gone() -> ServeError:
+    """Return the error of a request that waited for a version that was unloaded."""
+    return ServeError(Kind.UNAVAILABLE, GONE)
 
 
 def _model_error(status: int, text: str) -> ServeError:

@@ -166,26 +166,6 @@ class Buckets:
 class RequestCounters:
     """Counts of one version in this front process that its batches do not record; `queues` have the rest."""
 
-    __slots__ = (
-        "_batches",
-        "_ends",
-        "_served",
-        "cached",
-        "devices",
-        "first_response",
-        "hit",
-        "hit_spread",
-        "last_ns",
-        "load_s",
-        "miss",
-        "miss_spread",
-        "out_of_memory",
-        "queues",
-        "responses",
-        "waiting",
-        "warm_ups",
-    )
-
     def __init__(self) -> None:
         self.queues: list[BatchQueue] = []
         self.hit, self.miss = Took(), Took()  # their times; `cached` counts them

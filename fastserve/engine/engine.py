@@ -34,28 +34,15 @@ class TensorFace(Protocol):
         """Yield the responses."""
 
 
-class EngineApi(Protocol):
-    """The engine as a scheduler sees it."""
-
-    catalog: Catalog
-    tensors: TensorFace | None
-
-    async def infer(self, version: Version, request: InferRequest) -> InferResponse:
-        """Run one request on any version."""
-
-    def stream(self, version: Version, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
-        """Run one request on any version; yield its responses."""
-
-
 class Scheduler(ABC):
     """One version's way of taking requests."""
 
     @abstractmethod
-    async def infer(self, engine: EngineApi, version: Version, request: InferRequest) -> InferResponse:
+    async def infer(self, engine: Engine, version: Version, request: InferRequest) -> InferResponse:
         """Run one request; the caller releases the response. Raises ServeError."""
 
     async def stream(
-        self, engine: EngineApi, version: Version, request: InferRequest
+        self, engine: Engine, version: Version, request: InferRequest
     ) -> AsyncGenerator[InferResponse, None]:
         """Yield the responses of a request; by default, the one of `infer`."""
         yield await self.infer(engine, version, request)

@@ -22,6 +22,7 @@ from fastserve.errors import Kind, ServeError, unpack_status
 from fastserve.metrics.registry import Registry
 from fastserve.tensor import TensorSpec
 from fastserve.workers.arena import Arena, Geometry, RowSpec
+from fastserve.workers.group import WorkerGroup
 
 log = logging.getLogger(__name__)
 
@@ -41,18 +42,6 @@ class BatcherSizes(Protocol):
     timeout_seconds: float
     max_queue_size: int
     instances: int
-
-
-class ServiceWorkers(Protocol):
-    """The batchers' view of the worker group of a service."""
-
-    @property
-    def alive(self) -> int:
-        """Number of workers that are ready."""
-
-    @property
-    def trouble(self) -> str:
-        """Reason why a worker is missing."""
 
 
 class Batcher:
@@ -91,7 +80,7 @@ class Batcher:
         self._arena = Arena.create(geometry)
         return self._arena
 
-    def open(self, workers: ServiceWorkers) -> None:
+    def open(self, workers: WorkerGroup) -> None:
         """Listen for answers on the running loop."""
         assert self._arena is not None
         sizes = self._sizes

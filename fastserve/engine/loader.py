@@ -46,6 +46,7 @@ from fastserve.repository.version import Version
 from fastserve.request import RECORDED_LENGTH as LENGTH
 from fastserve.request import Recorded
 from fastserve.tensor import TensorSpec
+from fastserve.util.offload import outlast
 from fastserve.workers.arena import Arena, plan_geometry
 from fastserve.workers.forked_worker import ForkServers
 from fastserve.workers.group import LOAD_TIMEOUT_S, WorkerGroup
@@ -98,7 +99,7 @@ class Recording:
         began_ns = monotonic_ns()
         deadline_ns = began_ns + int(limit_s * 1e9)
         with closing(self._each()) as found:
-            while (one := await _next(found)) is not None:
+            while (one := await outlast(asyncio.to_thread(next, found, None))) is not None:
                 one.request.deadline_ns = deadline_ns
                 await self._infer(engine, one)
         self.ran(monotonic_ns() - began_ns)
@@ -134,16 +135,6 @@ class Recording:
 
     def _count(self, status: str, ns: int) -> None:
         counters_of(self._version).warm_ups.append(WarmUp(status, ns, self._records))
-
-
-async def _next(found: Iterator[Recorded]) -> Recorded | None:
-    """Read the next request in a thread; finish the read even when cancelled."""
-    reading = asyncio.ensure_future(asyncio.to_thread(next, found, None))
-    try:
-        return await asyncio.shield(reading)
-    except asyncio.CancelledError:
-        await asyncio.wait([reading])
-        raise
 
 
 def _drop(writing: asyncio.Future[int]) -> None:

@@ -17,7 +17,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import msgspec
 
@@ -34,15 +34,17 @@ from fastserve.codec.slab_notes import (
 )
 from fastserve.engine.batch_queue import BatchQueue
 from fastserve.engine.counters import DeviceCounts, counters_of
-from fastserve.engine.device_memory import RegionClosings
-from fastserve.engine.engine import EngineApi
+from fastserve.engine.device_memory import RegionClosings, WorkerKey
+from fastserve.engine.engine import Engine
 from fastserve.errors import DeadlineError, Kind, ModelError, ServeError, internal, invalid, unsupported
 from fastserve.metrics.custom import CustomMetrics
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.layout import Override
+from fastserve.repository.repository import Repository
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.tensor import Tensor
+from fastserve.util.offload import cancel_all
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +71,7 @@ SendToWorker = Callable[[int, Mapping[str, Any]], bool]
 class ModelCalls:
     """Calls of the workers of one queue. `send` sends a message to one of them."""
 
-    def __init__(self, engine: EngineApi, queue: BatchQueue, send: SendToWorker) -> None:
+    def __init__(self, engine: Engine, queue: BatchQueue, send: SendToWorker) -> None:
         self._engine, self._queue, self._send = engine, queue, send
         self._running: dict[tuple[int, int], tuple[asyncio.Task[None], asyncio.Semaphore]] = {}
 
@@ -95,9 +97,7 @@ class ModelCalls:
         """End every call."""
         tasks = [task for task, _ in self._running.values()]
         self._running.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(*tasks)
 
     async def _run(self, worker: int, message: Mapping[str, Any], room: asyncio.Semaphore) -> None:
         number, error = int(message["id"]), None
@@ -113,7 +113,7 @@ class ModelCalls:
         if self._running.pop((worker, number), None) is None:
             return  # the number may be another call's by now
         said = {} if error is None else {"kind": error.kind.value, "message": error.message}
-        self._tell(worker, {"op": "answer", "id": number, "final": True, **said})
+        self._send(worker, {"op": "answer", "id": number, "final": True, **said})
 
     async def _answer(self, worker: int, message: Mapping[str, Any], room: asyncio.Semaphore) -> None:
         timeout_s = int(message["timeout_us"]) / 1e6
@@ -168,7 +168,7 @@ class ModelCalls:
     def _hand_over(self, worker: int, number: int, response: InferResponse) -> None:
         if response.error is not None:
             said = {"kind": response.error.kind.value, "message": response.error.message}
-            self._tell(worker, {"op": "answer", "id": number, **said})
+            self._send(worker, {"op": "answer", "id": number, **said})
             return
         parameters: Any = response.parameters
         told = list(response.in_order())
@@ -181,11 +181,8 @@ class ModelCalls:
             raise ServeError(Kind.RESOURCE_EXHAUSTED, NO_ROOM)
         write_tensors(ring.slab(offset, size, True), tensors, note)
         ring.give_worker(offset, worker)
-        if not self._tell(worker, {"op": "answer", "id": number, "offset": offset, "nbytes": size}):
+        if not self._send(worker, {"op": "answer", "id": number, "offset": offset, "nbytes": size}):
             ring.return_lease(offset)
-
-    def _tell(self, worker: int, message: Mapping[str, Any]) -> bool:
-        return self._send(worker, message)
 
 
 def find_version(catalog: Catalog, note: RequestNote) -> Version:
@@ -222,8 +219,7 @@ async def _settle(work: asyncio.Future[None], timeout_s: float) -> tuple[set[Any
         return await asyncio.wait({work}, timeout=timeout_s)
     finally:
         if not work.done():
-            work.cancel()
-            await asyncio.gather(work, return_exceptions=True)
+            await cancel_all(work)
 
 
 TEXT_MAX = 64 << 20
@@ -233,20 +229,6 @@ NO_CONTROL = "models cannot be loaded from here"
 TOO_LONG = f"a wish has at most {TEXT_MAX} characters"
 
 ITSELF = "a model cannot load itself while it loads"
-
-WorkerKey = tuple[int, int, int]  # version, part, worker
-
-
-class ModelRepository(Protocol):
-    """The repository as model callbacks see it."""
-
-    async def load(
-        self, name: str, path: tuple[str, ...] = (), override: Override | None = None, *, nested: bool = False
-    ) -> None:
-        """Raises ServeError."""
-
-    async def unload(self, name: str, *, composing: bool = False) -> None:
-        """Raises ServeError."""
 
 
 class _Callback(msgspec.Struct, tag_field="do"):
@@ -323,7 +305,7 @@ class ModelCallbacks:
     """Runs the callbacks of all workers. The server sets `repository`, if it has one."""
 
     def __init__(self, catalog: Catalog) -> None:
-        self.repository: ModelRepository | None = None
+        self.repository: Repository | None = None
         self.metrics = CustomMetrics()
         self.lent = RegionClosings()
         self._catalog = catalog
@@ -376,10 +358,7 @@ class ModelCallbacks:
 
     async def close(self) -> None:
         """Cancel the callbacks that are running."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(*self._tasks)
 
     def _say(self, tell: SendToWorker, worker: int, number: int, told: Mapping[str, Any]) -> None:
         if number:

@@ -22,7 +22,7 @@ from fastserve._ext.text_tokens import Flowing, pass_on
 from fastserve._ext.token_records import TokenReader, prompt_bytes, write_prompt
 from fastserve.codec.text import Extra, Finish, Heard, Record, TextNote, write_text
 from fastserve.engine.batch_queue import BatchQueue, QueueMeters, Specs
-from fastserve.engine.engine import EngineApi, Scheduler, TensorFace
+from fastserve.engine.engine import Engine, Scheduler, TensorFace
 from fastserve.engine.input_checks import check_inputs
 from fastserve.errors import (
     DeadlineError,
@@ -241,12 +241,12 @@ class TextScheduler(Scheduler):
         """See Engine.generate."""
         return self.queue.start(ids, note, heard)
 
-    async def infer(self, engine: EngineApi, version: Version, request: InferRequest) -> InferResponse:
+    async def infer(self, engine: Engine, version: Version, request: InferRequest) -> InferResponse:
         check_inputs(version, request.inputs)
         return await _tensors(engine).infer(version, request)
 
     async def stream(
-        self, engine: EngineApi, version: Version, request: InferRequest
+        self, engine: Engine, version: Version, request: InferRequest
     ) -> AsyncGenerator[InferResponse, None]:
         check_inputs(version, request.inputs)
         async with contextlib.aclosing(_tensors(engine).stream(version, request)) as responses:
@@ -254,7 +254,7 @@ class TextScheduler(Scheduler):
                 yield response
 
 
-def _tensors(engine: EngineApi) -> TensorFace:
+def _tensors(engine: Engine) -> TensorFace:
     if engine.tensors is None:
         raise unsupported("text models take no tensors here")
     return engine.tensors

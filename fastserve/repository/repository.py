@@ -22,6 +22,7 @@ from fastserve.repository.layout import Layout, ModelFolder, Override, is_model_
 from fastserve.repository.model_config import ModelConfig
 from fastserve.repository.reconciler import NO_LABEL, Reconciler, VersionHooks
 from fastserve.repository.version import Version, VersionState
+from fastserve.util.offload import cancel_all
 
 
 def ensemble_needs(config: ModelConfig | None) -> dict[str, set[int | None]]:
@@ -273,9 +274,7 @@ class Repository:
         self._closing = True
         running = [task for task in (self._watch, *self._tasks) if task is not None]
         self._watch = None
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await cancel_all(*running)
         await asyncio.gather(*(self._end(name) for name in list(self.catalog.models)))
         await asyncio.to_thread(self._layout.overrides.close)
 

@@ -51,22 +51,6 @@ class Version:
     why an available version could not answer now, "" while it could.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_attached",
-        "config",
-        "down",
-        "error",
-        "folder",
-        "inputs",
-        "model",
-        "number",
-        "outputs",
-        "signatures",
-        "state",
-        "text",
-    )
-
     def __init__(self, model: str, number: int, folder: Path, config: ModelConfig) -> None:
         self.model = model
         self.number = number
@@ -152,8 +136,6 @@ class Model:
     used, while what was loaded before keeps serving, and `failed_at` since when, as Unix time; only the
     catalog sets them.
     """
-
-    __slots__ = ("config", "error", "failed_at", "labels", "latest", "name", "versions")
 
     def __init__(self, name: str) -> None:
         self.name = name

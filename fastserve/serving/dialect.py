@@ -10,26 +10,26 @@ endpoints of one dialect share in a front process; `show_answer` answers request
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
 from fastserve import __version__
-from fastserve.codec.text import GenerationRun, Heard, Info, TextNote
 from fastserve.config import Settings
 from fastserve.config.fields import convert
+from fastserve.engine import Engine
 from fastserve.errors import ServeError, unsupported
 from fastserve.metrics import Heartbeat, Readiness, Registry
 from fastserve.metrics.names import Traffic
 from fastserve.net import Call
 from fastserve.net.access_control import Resources, Scope
 from fastserve.net.router import Route, Yields, refuse_plainly
-from fastserve.repository.catalog import Catalog, VersionListeners
+from fastserve.repository.catalog import VersionListeners
 from fastserve.repository.version import Version
-from fastserve.request import InferRequest, InferResponse, Recorded
+from fastserve.request import Recorded
 from fastserve.serving.client_memory import Regions
 from fastserve.serving.model_control import NoRepository, RepositoryFace
 from fastserve.serving.model_view import ModelViews
@@ -57,28 +57,11 @@ async def nobody_else(dialect: str, word: str) -> bool:
     return False
 
 
-class EngineFace(Protocol):
-    """The part of the engine a dialect sees."""
-
-    @property
-    def catalog(self) -> Catalog: ...
-
-    async def infer(self, version: Version, request: InferRequest) -> InferResponse: ...
-
-    def stream(self, version: Version, request: InferRequest) -> AsyncGenerator[InferResponse, None]: ...
-
-    def text_info(self, version: Version) -> Info | None: ...
-
-    def generate(
-        self, version: Version, ids: Sequence[int], note: TextNote, heard: Heard
-    ) -> GenerationRun: ...
-
-
 @dataclass(kw_only=True)
 class ServingContext:
     """Services of one front process for its dialects, which change nothing of them."""
 
-    engine: EngineFace
+    engine: Engine
     registry: Registry
     settings: Settings = Settings()  # noqa: RUF009 -- frozen
     repository: RepositoryFace = field(default_factory=NoRepository)

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 from fastserve.errors import Kind, ModelError, ServeError
 from fastserve.request import InferResponse
-from fastserve.util.offload import OFFLOAD_BYTES, Offload
+from fastserve.util.offload import OFFLOAD_BYTES, Offload, cancel_all
 
 Request = TypeVar("Request")
 
@@ -220,13 +220,11 @@ class TurnQueue:
     async def close(self, reader: asyncio.Task[None]) -> None:
         """End whatever is under way."""
         tasks = [reader, *self._tasks]
-        for task in tasks:
-            task.cancel()
         for turn in self._turns:
             gone, turn.on_gone = turn.on_gone, None
             if gone is not None:
                 gone()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(*tasks)
         self._turns.clear()
 
 

@@ -25,9 +25,9 @@ import msgspec
 
 from fastserve._ext.infer_reply import UnwritableOutput, write_items
 from fastserve.codec.json_text import to_bytes
+from fastserve.engine import Engine
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
-from fastserve.serving.dialect import EngineFace
 from fastserve.tensor import KSERVE_NAME, Tensor
 
 log = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ class TraceScope:
 class RequestTrace:
     """One request that is traced, and the engine as it asks it. `end` it."""
 
-    def __init__(self, id: int, scope: TraceScope, engine: EngineFace) -> None:
+    def __init__(self, id: int, scope: TraceScope, engine: Engine) -> None:
         self._id, self._scope, self._engine = id, scope, engine
         self._entries: list[bytes] = []
 
@@ -213,7 +213,7 @@ def _data(tensor: Tensor) -> str:
 class Traces:
     """The traces of one front process. `on` while any request may have to be traced."""
 
-    def __init__(self, engine: EngineFace, start: Mapping[str, Setting]) -> None:
+    def __init__(self, engine: Engine, start: Mapping[str, Setting]) -> None:
         """`start`: the settings that the server began with, where they are not the defaults."""
         self.on = False
         self._engine = engine

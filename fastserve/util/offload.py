@@ -16,7 +16,7 @@ cancelled.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 OFFLOAD_BYTES = 1 << 20
@@ -55,6 +55,22 @@ async def outlast(work: Awaitable[T]) -> T:
     finally:
         # A traceback keeps this frame: with the future in it, error and body would live until a collection.
         del work, running
+
+
+async def cancel_all(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel the tasks and return when all have ended, however they ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def gather_or_cancel(works: Iterable[Awaitable[T]]) -> list[T]:
+    """Run all works and return their results; on the first failure cancel the rest and raise it."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        await cancel_all(*tasks)
 
 
 def run_through(work: Coroutine[Any, Any, None]) -> None:

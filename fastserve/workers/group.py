@@ -15,7 +15,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import methodcaller
@@ -28,6 +28,7 @@ from fastserve.devices.inventory import VISIBLE
 from fastserve.errors import Kind, ServeError
 from fastserve.tensor import TensorSpec
 from fastserve.util.logs import current_logs
+from fastserve.util.offload import cancel_all, gather_or_cancel
 from fastserve.util.rate_limited_log import run_all
 from fastserve.workers.forked_worker import ForkServers, may_fork
 from fastserve.workers.instance import Instance, OnCall, Specs, WorkerState
@@ -230,11 +231,11 @@ class WorkerGroup:
             self._watchdog.attach(self._arena.pulse())
             if self._read_recorded is not None:
                 self._recorded = await self._read_recorded()
-            await _all(self._serve(instance) for instance in self._instances)
+            await gather_or_cancel(self._serve(instance) for instance in self._instances)
             if self.alive < len(self._instances):
                 raise ServeError(Kind.UNAVAILABLE, self.trouble)
         except BaseException as error:
-            await _all(instance.stop(CLEANUP_GRACE_S) for instance in self._instances)
+            await gather_or_cancel(instance.stop(CLEANUP_GRACE_S) for instance in self._instances)
             self._watchdog.close()
             self._drop_recorded()
             self._release_forks()
@@ -249,8 +250,8 @@ class WorkerGroup:
         also during `start` (which then raises) and while a restart is being waited for."""
         self._stopped = True
         self._watchdog.close()
-        await _discard(*self._tenders)
-        await _all(instance.stop(grace_s) for instance in self._instances)
+        await cancel_all(*self._tenders)
+        await gather_or_cancel(instance.stop(grace_s) for instance in self._instances)
         self._drop_recorded()
         self._release_forks()
 
@@ -279,7 +280,7 @@ class WorkerGroup:
         return self._instances[worker].notify_attached(message)
 
     async def _load_all(self) -> Specs:
-        specs = await _all(self._load(instance) for instance in self._instances)
+        specs = await gather_or_cancel(self._load(instance) for instance in self._instances)
         for index, other in enumerate(specs):
             if other != specs[0]:
                 text = f"worker {index} loaded other inputs or outputs than worker 0"
@@ -319,11 +320,11 @@ class WorkerGroup:
         try:
             done, _ = await asyncio.wait({doing}, timeout=self._load_timeout_s)
         except asyncio.CancelledError:
-            await _discard(doing)
+            await cancel_all(doing)
             raise
         if done:
             return doing.result()
-        await _discard(doing)
+        await cancel_all(doing)
         text = (
             f"worker {instance.index} was still {instance.state.value} after "
             f"{self._load_timeout_s:g} s (load_timeout_s)"
@@ -401,18 +402,3 @@ def place_worker(
     if not place["visible"] or VISIBLE in (config.get("env") or ()):
         return told, environment
     return told, {**environment, VISIBLE: place["visible"]}
-
-
-async def _all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Runs all; on the first failure cancels the rest and raises that failure."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        await _discard(*tasks)
-
-
-async def _discard(*tasks: asyncio.Future[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

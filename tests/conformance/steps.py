@@ -39,7 +39,6 @@ FAULTS: dict[str, Callable[[], Exception]] = {
     "MemoryError": lambda: MemoryError(INSIDE),
     "RuntimeError": lambda: RuntimeError(INSIDE),
 }
-FORMS = (arena_io.DenseIO, arena_io.SlabIO, arena_io.RequestIO)
 # Step -> what is wrapped. Of `release` the work is done first: rows that nobody gave back are outstanding.
 STEPS: dict[str, list[tuple[Any, str]]] = {
     "reserve": [
@@ -47,11 +46,11 @@ STEPS: dict[str, list[tuple[Any, str]]] = {
         (arena_io.SlabInputs, "reserve"),
         (BatchQueue, "reserve"),
     ],
-    "fill": [(form, "write_inputs") for form in FORMS],
+    "fill": [(arena_io.ArenaIO, "write_inputs")],
     "hold": [(os, "dup")],
     "take": [(os, "preadv"), (os, "pread")],
     "submit": [(BatchQueue, "submit")],
-    "read": [(arena_io.ColumnOutputs, "read"), (arena_io.SlabOutputs, "read"), *((f, "read") for f in FORMS)],
+    "read": [(arena_io.ColumnOutputs, "read"), (arena_io.SlabOutputs, "read"), (arena_io.ArenaIO, "read")],
     "put": [(os, "pwrite")],
     "write": [
         (predict, "write_predict"),

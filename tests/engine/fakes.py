@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from fastserve.config import convert
-from fastserve.engine.engine import SCHEDULER, Engine, EngineApi, Scheduler
+from fastserve.engine.engine import SCHEDULER, Engine, Scheduler
 from fastserve.engine.schedulers.sealed_queue import BatchMember, MemberAnswer
 from fastserve.errors import ServeError
 from fastserve.repository.catalog import Catalog
@@ -67,7 +67,7 @@ class Answers(Scheduler):
         self.asked: list[InferRequest] = []
         self.unreleased = 0
 
-    async def infer(self, engine: EngineApi, version: Version, request: InferRequest) -> InferResponse:
+    async def infer(self, engine: Engine, version: Version, request: InferRequest) -> InferResponse:
         self.asked.append(request)
         found: Any = self.compute({name: array(tensor) for name, tensor in request.inputs.items()})
         if asyncio.iscoroutine(found):

@@ -18,7 +18,7 @@ from itertools import count
 from fastserve._ext.response_cache import ENTRY_BYTES, WHOLE_BYTES, Counts, Entry, Miss, ResponseCache
 from fastserve.engine.batch_queue import BatchQueue
 from fastserve.engine.counters import RequestCounters
-from fastserve.engine.engine import EngineApi, Scheduler
+from fastserve.engine.engine import Engine, Scheduler
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse, by_name
 from fastserve.tensor import DTYPE_BY_CODE, Tensor
@@ -69,7 +69,7 @@ class CachedScheduler(Scheduler):
         self.died_with_it = inner.died_with_it
         counters.cached = self.counts
 
-    async def infer(self, engine: EngineApi, version: Version, request: InferRequest) -> InferResponse:
+    async def infer(self, engine: Engine, version: Version, request: InferRequest) -> InferResponse:
         head, memory = self.keys.of(version, request)
         found = self.cache.find(head, memory, self.counts)
         if found is None:
@@ -109,7 +109,7 @@ class CachedScheduler(Scheduler):
         await waiter
 
     async def _run(
-        self, miss: Miss, engine: EngineApi, version: Version, request: InferRequest
+        self, miss: Miss, engine: Engine, version: Version, request: InferRequest
     ) -> InferResponse:
         """Run the request once for all equal ones that arrive meanwhile."""
         try:

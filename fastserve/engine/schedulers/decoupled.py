@@ -18,7 +18,7 @@ from contextlib import aclosing
 from functools import partial
 
 from fastserve._ext.fast_path import Pending
-from fastserve.engine.arena_io import arena_io_of, inputs_bytes, read_answer
+from fastserve.engine.arena_io import ArenaIO, inputs_bytes, read_answer
 from fastserve.engine.batch_queue import BatchQueue
 from fastserve.engine.counters import counters_of, first_responses
 from fastserve.engine.input_checks import check_inputs
@@ -221,7 +221,7 @@ async def stream_on_queue(
     """Run one request directly on a decoupled queue; see `Engine.stream`."""
     rows = max(check_inputs(version, request.inputs), 1)
     place = await queue.reserve(_fitting(queue, rows), request.deadline_ns)
-    write = partial(arena_io_of(queue).write_inputs, queue, place, rows, request.inputs, request)
+    write = partial(ArenaIO(queue).write_inputs, place, rows, request.inputs, request)
     await queue.fill(place, rows, inputs_bytes(request.inputs), write)
     parts = PartReader(queue, place, version)
     pending = queue.submit(place, rows, parts.done, request.deadline_ns, parts)

@@ -18,13 +18,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from fastserve.config.model_options import EnsembleOptions, EnsembleStep
+from fastserve.engine.batch_queue import version_gone
 from fastserve.engine.counters import BACKEND, CANCELED, OTHER, REJECTED, counters_of
-from fastserve.engine.engine import EngineApi, Scheduler
+from fastserve.engine.engine import Engine, Scheduler
 from fastserve.errors import DeadlineError, Kind, ModelError, ServeError, invalid
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.tensor import DType, Tensor, TensorSpec, count_items
+from fastserve.util.offload import cancel_all
 
 Lookup = Callable[[str, "int | None"], "Version | None"]
 
@@ -272,10 +274,10 @@ class EnsembleScheduler(Scheduler):
         self._closed = False
         self._waiting = 0
         self._pins: dict[Version, int] = {}  # versions that requests under way run on
-        self._letting_go: list[asyncio.Future[None]] = []
+        self._unpinned = asyncio.Event()
         self._gates = [asyncio.Semaphore(plan.max_inflight) for _ in plan.steps] if plan.max_inflight else []
 
-    async def infer(self, engine: EngineApi, version: Version, request: InferRequest) -> InferResponse:
+    async def infer(self, engine: Engine, version: Version, request: InferRequest) -> InferResponse:
         if self._closed:
             raise ServeError(Kind.UNAVAILABLE, f"version {version.number} of model {version.model} is gone")
         self._check(request)
@@ -309,9 +311,8 @@ class EnsembleScheduler(Scheduler):
     async def let_go(self, version: Version) -> None:
         """Return when no request under way will run on that version any more."""
         while version in self._pins:
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._letting_go.append(waiter)
-            await waiter
+            self._unpinned.clear()
+            await self._unpinned.wait()
 
     async def drain(self) -> None:
         await self._idle.wait()
@@ -331,7 +332,7 @@ class EnsembleScheduler(Scheduler):
             if name not in request.inputs:
                 raise invalid(f"input {name!r} is missing")
 
-    def _pin(self, engine: EngineApi) -> list[Version]:
+    def _pin(self, engine: Engine) -> list[Version]:
         """Pin the version of each step at the start: a reload meanwhile changes none of them."""
         found = [engine.catalog.available(step.model, step.version) for step in self.plan.steps]
         versions = [version for version in found if version is not None]
@@ -349,12 +350,9 @@ class EnsembleScheduler(Scheduler):
             self._pins[version] -= 1
             if not self._pins[version]:
                 del self._pins[version]
-        for waiter in self._letting_go:
-            if not waiter.done():
-                waiter.set_result(None)
-        self._letting_go.clear()
+        self._unpinned.set()
 
-    async def _run(self, engine: EngineApi, flow: _Flow, versions: list[Version]) -> None:
+    async def _run(self, engine: Engine, flow: _Flow, versions: list[Version]) -> None:
         """Run steps as they become ready; the first that fails stops the others."""
         running: set[asyncio.Task[None]] = set()
         try:
@@ -370,12 +368,9 @@ class EnsembleScheduler(Scheduler):
                 for task in done:
                     await _result_of(task)
         finally:
-            for task in running:
-                task.cancel()
-            if running:
-                await asyncio.gather(*running, return_exceptions=True)
+            await cancel_all(*running)
 
-    async def _run_step(self, engine: EngineApi, flow: _Flow, index: int, version: Version) -> None:
+    async def _run_step(self, engine: Engine, flow: _Flow, index: int, version: Version) -> None:
         step = self.plan.steps[index]
         async with self._gates[index] if self._gates else contextlib.nullcontext():
             began_ns = time.monotonic_ns()
@@ -399,7 +394,7 @@ def _end_of(error: ServeError) -> int:
 async def _result_of(task: asyncio.Task[None]) -> None:
     """Raise the error of a step; one that `close` cancelled fails as unavailable."""
     if task.cancelled():
-        raise ServeError(Kind.UNAVAILABLE, "the model version was unloaded")
+        raise version_gone()
     task.result()
 
 

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator
 from functools import partial
 
 from fastserve._ext.fast_path import Pending
-from fastserve.engine.arena_io import ArenaIO, arena_io_of, choose, inputs_bytes, join_parts
+from fastserve.engine.arena_io import ArenaIO, choose, inputs_bytes, join_parts
 from fastserve.engine.batch_queue import BatchQueue
-from fastserve.engine.engine import EngineApi, Scheduler
+from fastserve.engine.engine import Engine, Scheduler
 from fastserve.engine.input_checks import RowSlices, check_inputs, empty_outputs
 from fastserve.engine.schedulers.decoupled import only_response, stream_on_queue
 from fastserve.errors import ServeError, invalid
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.tensor import Tensor
+from fastserve.util.offload import gather_or_cancel
 
 Answer = asyncio.Future["Pending"]
 # Of a request that is split: one piece runs and one is ready when it is done.
@@ -35,11 +36,11 @@ class PlainScheduler(Scheduler):
     def __init__(self, queue: BatchQueue) -> None:
         self.queue = queue
 
-    async def infer(self, engine: EngineApi, version: Version, request: InferRequest) -> InferResponse:
+    async def infer(self, engine: Engine, version: Version, request: InferRequest) -> InferResponse:
         return await run_on_queue(self.queue, version, request)
 
     async def stream(
-        self, engine: EngineApi, version: Version, request: InferRequest
+        self, engine: Engine, version: Version, request: InferRequest
     ) -> AsyncGenerator[InferResponse, None]:
         if not self.queue.decoupled:
             yield await run_on_queue(self.queue, version, request)
@@ -59,12 +60,11 @@ async def run_on_queue(queue: BatchQueue, version: Version, request: InferReques
         return InferResponse(_wanted(empty_outputs(version), request))
     if queue.decoupled:
         return await only_response(stream_on_queue(queue, version, request))
-    form = arena_io_of(queue)
     if not version.batching or rows <= queue.max_rows:
-        pending = await _run(queue, form, request, request.inputs, rows if version.batching else 1)
-        return _respond(queue, form, pending, request)
+        pending = await _run(queue, request, request.inputs, rows if version.batching else 1)
+        return _respond(queue, pending, request)
     _check_pieces(rows, version.config.most_rows, queue.room.piece_rows)
-    return InferResponse(_wanted(await _run_split(queue, form, request, rows), request))
+    return InferResponse(_wanted(await _run_split(queue, request, rows), request))
 
 
 def _check_pieces(rows: int, most: int, piece_rows: int) -> None:
@@ -81,7 +81,6 @@ def _check_pieces(rows: int, most: int, piece_rows: int) -> None:
 
 async def _run(
     queue: BatchQueue,
-    form: ArenaIO,
     request: InferRequest,
     inputs: dict[str, Tensor],
     rows: int,
@@ -90,7 +89,7 @@ async def _run(
 ) -> Pending:
     """Reserve and write one place, submit it, and return its answer."""
     place = await queue.reserve(rows, request.deadline_ns, patient=patient)
-    write = partial(form.write_inputs, queue, place, rows, inputs, request)
+    write = partial(ArenaIO(queue).write_inputs, place, rows, inputs, request)
     await queue.fill(place, rows, inputs_bytes(inputs), write)
     answer, pending = submit_written(queue, request, rows, place)
     try:
@@ -124,11 +123,11 @@ def submit_written(queue: BatchQueue, request: InferRequest, rows: int, place: i
         raise
 
 
-def _respond(queue: BatchQueue, form: ArenaIO, pending: Pending, request: InferRequest) -> InferResponse:
+def _respond(queue: BatchQueue, pending: Pending, request: InferRequest) -> InferResponse:
     if request.times is not None:
         request.times.extend(queue.ring.times_ns(pending.place >> 16))
     try:
-        outputs, parameters, repeated = form.read(queue, pending.place, pending.rows)
+        outputs, parameters, repeated = ArenaIO(queue).read(pending.place, pending.rows)
         mine = outputs if queue.requests else _wanted(outputs, request)  # whole requests say what they want
     except BaseException:
         queue.release(pending)
@@ -137,7 +136,7 @@ def _respond(queue: BatchQueue, form: ArenaIO, pending: Pending, request: InferR
     return InferResponse(mine, partial(queue.release, pending), dict(parameters), repeated=told)
 
 
-async def _run_split(queue: BatchQueue, form: ArenaIO, request: InferRequest, rows: int) -> dict[str, Tensor]:
+async def _run_split(queue: BatchQueue, request: InferRequest, rows: int) -> dict[str, Tensor]:
     """Run a request in pieces of at most a batch. As many are under way as keep the workers busy; the rest of
     the queue is left to others. The first piece may be refused like any request, the next ones are patient.
     An answered piece is copied out before the next one is waited for."""
@@ -148,32 +147,21 @@ async def _run_split(queue: BatchQueue, form: ArenaIO, request: InferRequest, ro
     async def run_one(start: int, *, patient: bool) -> None:
         take = min(most, rows - start)
         inputs = slices.take(start, take)  # in order: pieces are begun in that of their rows
-        pending = await _run(queue, form, request, inputs, take, patient=patient)
-        parts[start] = _copy_out(queue, form, pending)
+        pending = await _run(queue, request, inputs, take, patient=patient)
+        parts[start] = _copy_out(queue, pending)
 
     async def run_on() -> None:
         for start in starts:
             await run_one(start, patient=True)
 
     first = asyncio.ensure_future(run_one(next(starts), patient=False))
-    await _all([first, *(run_on() for _ in range(PIECES_A_WORKER * queue.workers - 1))])
+    await gather_or_cancel([first, *(run_on() for _ in range(PIECES_A_WORKER * queue.workers - 1))])
     return join_parts([parts[start] for start in sorted(parts)])
 
 
-async def _all(works: Sequence[Awaitable[None]]) -> None:
-    """Run all works; on the first failure cancel the rest and raise it."""
-    tasks = [asyncio.ensure_future(work) for work in works]
+def _copy_out(queue: BatchQueue, pending: Pending) -> dict[str, Tensor]:
     try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _copy_out(queue: BatchQueue, form: ArenaIO, pending: Pending) -> dict[str, Tensor]:
-    try:
-        outputs, _, _ = form.read(queue, pending.place, pending.rows)
+        outputs, _, _ = ArenaIO(queue).read(pending.place, pending.rows)
         return {n: Tensor(t.dtype, t.shape, bytes(t.data)) for n, t in outputs.items()}
     finally:
         queue.release(pending)

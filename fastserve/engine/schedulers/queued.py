@@ -15,14 +15,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from fastserve.config.model_options import QueueOptions
+from fastserve.engine.batch_queue import queued_too_long, version_gone
 from fastserve.engine.counters import CANCELED, REJECTED, counters_of
-from fastserve.engine.engine import EngineApi, Scheduler
+from fastserve.engine.engine import Engine, Scheduler
 from fastserve.engine.input_checks import check_inputs, empty_outputs
+from fastserve.engine.schedulers.rate_limiter import RateGate
 from fastserve.engine.schedulers.sealed_queue import BatchMember, BatchSender, MemberAnswer
-from fastserve.errors import DeadlineError, Kind, Reason, ServeError, invalid
+from fastserve.errors import Kind, Reason, ServeError, invalid
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 
@@ -159,27 +161,6 @@ class AdmissionQueue:
         return min(times, default=0)
 
 
-GONE = "the model version was unloaded"
-
-TOO_LONG = "the request's time was up while it waited in the queue"
-
-
-class RunGate(Protocol):
-    """Gate that a batch passes before it runs; the interface of the rate limiter."""
-
-    def enter(self, again: Callable[[], None]) -> bool:
-        """True when a batch may run now; otherwise `again` is called when it is worth asking again."""
-
-    def leave(self) -> None:
-        """Note that the batch has run."""
-
-    def decline(self) -> None:
-        """Note that there is nothing left to run."""
-
-    def close(self) -> None:
-        """The version is gone."""
-
-
 @dataclass(frozen=True, slots=True)
 class BatchForming:
     """How batches are formed. `width` run at a time; `preferred` sizes in rows; `most_rows` may wait."""
@@ -209,7 +190,7 @@ class QueuedScheduler(Scheduler):
         sender: BatchSender,
         levels: PriorityLevels,
         forming: BatchForming,
-        gate: RunGate | None = None,
+        gate: RateGate | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.queue = AdmissionQueue(levels)
@@ -220,11 +201,11 @@ class QueuedScheduler(Scheduler):
         self._outstanding = 0
         self._pumping = self._closed = False
         self._timer: asyncio.TimerHandle | None = None
-        self._drained: list[asyncio.Future[None]] = []
+        self._idle = asyncio.Event()
 
-    async def infer(self, engine: EngineApi, version: Version, request: InferRequest) -> InferResponse:
+    async def infer(self, engine: Engine, version: Version, request: InferRequest) -> InferResponse:
         if self._closed:
-            raise ServeError(Kind.UNAVAILABLE, GONE)
+            raise version_gone()
         rows = check_inputs(version, request.inputs)
         if version.batching and rows == 0:
             return MemberAnswer(empty_outputs(version), lambda: None).respond(request)
@@ -276,9 +257,8 @@ class QueuedScheduler(Scheduler):
 
     async def drain(self) -> None:
         while self._outstanding:
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._drained.append(waiter)
-            await waiter
+            self._idle.clear()
+            await self._idle.wait()
 
     def close(self) -> None:
         self._closed = True
@@ -287,7 +267,7 @@ class QueuedScheduler(Scheduler):
         if self._timer is not None:
             self._timer.cancel()
         for queued in list(self.queue.in_order()):
-            self._turn_away(queued, ServeError(Kind.UNAVAILABLE, GONE))
+            self._turn_away(queued, version_gone())
 
     # --- batches ------------------------------------------------------------------------------------
 
@@ -296,11 +276,8 @@ class QueuedScheduler(Scheduler):
         if not self._pumping:
             self._pumping = True
             asyncio.get_running_loop().call_soon(self._pump)
-        if self._drained and not self._outstanding:
-            for waiter in self._drained:
-                if not waiter.done():
-                    waiter.set_result(None)
-            self._drained.clear()
+        if not self._outstanding:
+            self._idle.set()
 
     def _pump(self) -> None:
         self._pumping = False
@@ -390,9 +367,7 @@ class QueuedScheduler(Scheduler):
     def _pass_deadline(self, waiting: _Waiting) -> None:
         """Fail a request whose deadline passed while it waited; the queue fails one that already runs."""
         if waiting.member is None and waiting.queued is not None:
-            self._turn_away(
-                waiting.queued, DeadlineError(TOO_LONG, queued=True, reason=Reason.QUEUE_DEADLINE)
-            )
+            self._turn_away(waiting.queued, queued_too_long())
 
     def _give_up(self, waiting: _Waiting) -> None:
         if waiting.queued is not None:

@@ -68,7 +68,7 @@ class RateLimiter:
 
 
 class RateGate:
-    """One version's way past the limiter; the Gate of `queued`."""
+    """One version's way past the limiter. A batch of the queued scheduler enters it before it runs."""
 
     def __init__(self, limiter: RateLimiter, needs: Needs) -> None:
         self.needs, self.priority = needs.resources, needs.priority
@@ -78,6 +78,7 @@ class RateGate:
         self._granted = False
 
     def enter(self, again: Callable[[], None]) -> bool:
+        """Return True when a batch may run now; otherwise `again` is called when it is worth asking again."""
         if not self._granted:
             self.again = _nobody
             self._limiter.hand_out()

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from fastserve._ext.fast_path import Pending
-from fastserve.engine.arena_io import arena_io_of, inputs_bytes
+from fastserve.engine.arena_io import ArenaIO, inputs_bytes
 from fastserve.engine.batch_queue import BatchQueue
 from fastserve.engine.schedulers.plain import submit_written
 from fastserve.errors import ServeError, internal
@@ -85,7 +85,7 @@ class SealedQueue:
     def __init__(self, queue: BatchQueue) -> None:
         self.queue = queue
         self.max_rows = queue.max_rows
-        self._form = arena_io_of(queue)
+        self._io = ArenaIO(queue)
         self._filling: set[asyncio.Task[None]] = set()
 
     def send(self, members: Sequence[BatchMember], finished: Callable[[], None]) -> None:
@@ -124,7 +124,7 @@ class SealedQueue:
     def _begin(self, batch: SealedBatch, member: BatchMember, at: int) -> None:
         """Fill the member's place: now when its inputs are small, else in a task that offloads the copy."""
         queue, nbytes = self.queue, inputs_bytes(member.inputs)
-        write = partial(self._form.write_inputs, queue, at, member.rows, member.inputs, member.request)
+        write = partial(self._io.write_inputs, at, member.rows, member.inputs, member.request)
         filling = self._fill_one(batch, member, at, queue.fill(at, member.rows, nbytes, write))
         if nbytes < OFFLOAD_BYTES:
             run_through(filling)
@@ -179,7 +179,7 @@ class SealedQueue:
         try:
             if member.request.times is not None:
                 member.request.times.extend(queue.ring.times_ns(pending.place >> 16))
-            outputs, parameters, repeated = self._form.read(queue, pending.place, pending.rows)
+            outputs, parameters, repeated = self._io.read(pending.place, pending.rows)
         except Exception as error:
             queue.release(pending)
             return None, error if isinstance(error, ServeError) else _internal()

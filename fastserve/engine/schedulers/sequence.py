@@ -35,15 +35,15 @@ from typing import Any
 
 from fastserve.config.confined import read_confined
 from fastserve.config.model_options import SequenceControl, SequenceOptions, SequenceStateOptions
+from fastserve.engine.batch_queue import queued_too_long, version_gone
 from fastserve.engine.counters import CANCELED, OTHER, REJECTED, counters_of
-from fastserve.engine.engine import EngineApi, Scheduler
+from fastserve.engine.engine import Engine, Scheduler
 from fastserve.engine.input_checks import check_inputs
 from fastserve.engine.schedulers.sealed_queue import NOBODY, BatchMember, BatchSender, MemberAnswer
 from fastserve.errors import (
     ConfigError,
     DeadlineError,
     Kind,
-    Reason,
     ServeError,
     internal,
     invalid,
@@ -407,10 +407,6 @@ class SequenceSlots:
 
     # --- slots ------------------------------------------------------------------------------------
 
-    def instance_of(self, sequence: RequestSequence) -> int:
-        """The instance that runs it; -1 while it is parked."""
-        return sequence.slot // self.width if sequence.slot >= 0 else -1
-
     def _begin(self, id: SequenceId) -> RequestSequence:
         self._born += 1
         sequence = self._live[id] = RequestSequence(id, self._born)
@@ -456,8 +452,6 @@ class SequenceSlots:
 
 
 log = logging.getLogger(__name__)
-
-GONE = "the model version was unloaded"
 
 SEQUENCE_DIED = "the worker process that held this sequence died"
 
@@ -520,12 +514,12 @@ class SequenceScheduler(Scheduler):
         self._most = strategy.most + strategy.width * len(senders)  # a request of each slot may run
         self._pumping: set[int] = set()
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._drained: list[asyncio.Future[None]] = []
+        self._idle = asyncio.Event()
         self._closed = False
 
-    async def infer(self, engine: EngineApi, version: Version, request: InferRequest) -> InferResponse:
+    async def infer(self, engine: Engine, version: Version, request: InferRequest) -> InferResponse:
         if self._closed:
-            raise ServeError(Kind.UNAVAILABLE, GONE)
+            raise version_gone()
         rows = check_inputs(version, request.inputs)
         if version.batching and rows != 1:
             raise invalid(
@@ -576,13 +570,12 @@ class SequenceScheduler(Scheduler):
 
     async def drain(self) -> None:
         while self.sequences.outstanding:
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._drained.append(waiter)
-            await waiter
+            self._idle.clear()
+            await self._idle.wait()
 
     def close(self) -> None:
         self._closed = True
-        self._fail(self.sequences.everything(), ServeError(Kind.UNAVAILABLE, GONE))
+        self._fail(self.sequences.everything(), version_gone())
         for timer in self._timers.values():
             timer.cancel()
         self._look()
@@ -614,11 +607,8 @@ class SequenceScheduler(Scheduler):
                 self._pumping.add(instance)
                 loop.call_soon(self._pump, instance)
         self._set_timer("reap", self.sequences.next_reap_ns(), self._reap)
-        if self._drained and not self.sequences.outstanding:
-            for waiter in self._drained:
-                if not waiter.done():
-                    waiter.set_result(None)
-            self._drained.clear()
+        if not self.sequences.outstanding:
+            self._idle.set()
 
     def _pump(self, instance: int) -> None:
         self._pumping.discard(instance)
@@ -721,9 +711,7 @@ class SequenceScheduler(Scheduler):
         """Fail a request whose deadline passed while it waited; the queue fails one that already runs."""
         waiting: _Waiting = asked.what
         if waiting.cancel is None and not waiting.answer.done():
-            text = "the request's time was up while it waited in the queue"
-            late = DeadlineError(text, queued=True, reason=Reason.QUEUE_DEADLINE)
-            waiting.answer.set_exception(late)
+            waiting.answer.set_exception(queued_too_long())
             self._end(asked)
             self._look()
 

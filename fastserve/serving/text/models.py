@@ -27,12 +27,13 @@ import msgspec
 
 from fastserve._ext.stop_strings import StopStrings, StopTable
 from fastserve.codec.text import Info, Record, TextNote
+from fastserve.engine import Engine
 from fastserve.errors import Kind, ServeError
 from fastserve.metrics.names import Traffic
 from fastserve.net.request import Call
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.version import Attachment, Version, VersionState
-from fastserve.serving.dialect import EngineFace, ServingContext
+from fastserve.serving.dialect import ServingContext
 from fastserve.serving.exchange import internal_error
 from fastserve.serving.text.chat import ChatTemplate
 from fastserve.serving.text.request import (
@@ -70,7 +71,7 @@ def model_card(version: Version) -> dict[str, Any]:
     return {"id": version.model, "object": "model", "created": created_of(version), "owned_by": OWNER}
 
 
-def card_of(engine: EngineFace, catalog: Catalog, name: str) -> dict[str, Any]:
+def card_of(engine: Engine, catalog: Catalog, name: str) -> dict[str, Any]:
     """Return the model card of a name's newest version; empty where that is no text model."""
     version = catalog.available(name)
     return {} if version is None or engine.text_info(version) is None else model_card(version)
@@ -163,7 +164,7 @@ class TextModels:
 class TextModel:
     """One version of a model that generates text. The version owns it: do not keep it past a request."""
 
-    def __init__(self, engine: EngineFace, version: Version, info: Info) -> None:
+    def __init__(self, engine: Engine, version: Version, info: Info) -> None:
         self._engine, self._apart = engine, Offload()
         self.version, self.info = version, info
         self.name = version.model

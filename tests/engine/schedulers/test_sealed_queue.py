@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastserve.engine.arena_io import DENSE_IO
+from fastserve.engine.arena_io import ArenaIO
 from fastserve.engine.batch_queue import BatchQueue
 from fastserve.engine.schedulers.sealed_queue import BatchMember, MemberAnswer, SealedQueue
 from fastserve.errors import ServeError
@@ -31,14 +31,14 @@ def config(floats: int) -> dict[str, Any]:
 class Watched:
     """A form that remembers which thread has written what, and waits or fails where it is told to."""
 
-    def __init__(self) -> None:
+    def __init__(self, queue: BatchQueue) -> None:
+        self.io = ArenaIO(queue)
         self.written: dict[float, int] = {}
         self.waits: dict[float, threading.Event] = {}
         self.fails: set[float] = set()
 
     def write_inputs(
         self,
-        queue: BatchQueue,
         place: int,
         rows: int,
         inputs: Mapping[str, Tensor],
@@ -50,17 +50,18 @@ class Watched:
             assert self.waits[value].wait(60)
         if value in self.fails:
             raise RuntimeError("this one cannot be written")
-        return DENSE_IO.write_inputs(queue, place, rows, inputs, request)
+        return self.io.write_inputs(place, rows, inputs, request)
 
-    read = DENSE_IO.read
+    def read(self, place: int, rows: int) -> Any:
+        return self.io.read(place, rows)
 
 
 class Sent:
     """A sender over the queue of a desk, and what came of each member by its value."""
 
     def __init__(self, at: Desk) -> None:
-        self.sender, self.form = SealedQueue(at.queue), Watched()
-        self.sender._form = self.form
+        self.sender, self.form = SealedQueue(at.queue), Watched(at.queue)
+        self.sender._io = self.form
         self.came: dict[float, float | ServeError] = {}
         self.members: dict[float, BatchMember] = {}
         self.finished = 0

@@ -106,7 +106,7 @@ class Life(RuleBasedStateMachine):
             generation = asked.sequence.generation
             assert generation not in self.running
             assert asked is self.waiting[generation][0]  # in order, one at a time
-            assert self.core.instance_of(asked.sequence) == instance
+            assert asked.sequence.slot // self.core.width == instance
             assert self.slots.setdefault(generation, asked.sequence.slot) == asked.sequence.slot
             self.core.take(asked)
             self.running[generation] = asked
@@ -164,7 +164,7 @@ class Life(RuleBasedStateMachine):
 
     def instance(self, generation):
         held = [s for s in self.core._slots if s is not None and s.generation == generation]
-        return self.core.instance_of(held[0]) if held else -1
+        return held[0].slot // self.core.width if held else -1
 
     def forget(self, generation):
         for id in [id for id, g in self.live.items() if g == generation]:
