@@ -6,18 +6,14 @@ from the replica of it in another process), through `move` and `put`.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol
 from weakref import WeakSet
 
 from fastserve.errors import ServeError
 from fastserve.repository.version import TRANSITIONS, Model, Version, VersionState
-
-log = logging.getLogger(__name__)
-
-T = TypeVar("T")
+from fastserve.util.rate_limited_log import run_all
 
 
 class Catalog:
@@ -49,8 +45,7 @@ class Catalog:
         told, model.error = model.error, error
         model.failed_at = 0.0 if error is None else model.failed_at or time.time()
         if str(told) != str(error):
-            for callback in list(self.on_blame):
-                _tell(callback, model)
+            run_all(list(self.on_blame), lambda callback: callback(model))
 
     def labelled(self, name: str, label: str) -> Version | None:
         """Return the available version a label points at."""
@@ -88,15 +83,8 @@ class Catalog:
         if model is not None:
             found = model.available()
             model.latest = found[-1] if found else None
-        for callback in list(self.on_change):
-            _tell(callback, version)
-
-
-def _tell(callback: Callable[[T], None], changed: T) -> None:
-    try:
-        callback(changed)
-    except Exception:  # a listener's fault must not stop a load half way
-        log.exception("a callback failed on a change of %r", changed)
+        # A listener's fault must not stop a load half way.
+        run_all(list(self.on_change), lambda callback: callback(version))
 
 
 class VersionListener(Protocol):

@@ -63,16 +63,7 @@ def dry_run(settings: Settings) -> DryRun:
 
 async def _dry_run(settings: Settings) -> DryRun:
     catalog, registry = Catalog(), Registry(sections=settings.frontends)
-    limited = settings.rate_limit == "execution_count"
-    host = VersionLoader(
-        registry,
-        fronts=settings.frontends,
-        catalog=catalog,
-        cache_bytes=settings.response_cache_bytes,
-        device_share=settings.device_memory_share,
-        limiter=RateLimiter(read_pools(settings.rate_limit_resources)) if limited else None,
-    )
-    host.read_recorded = recorded_reader(settings)
+    host = make_loader(settings, registry, catalog)
     repository = Repository(settings, catalog, host)
     try:
         problems = await repository.load_all()
@@ -82,6 +73,24 @@ async def _dry_run(settings: Settings) -> DryRun:
         await repository.close()
         await host.close()
         registry.close()
+
+
+def make_loader(
+    settings: Settings, registry: Registry, catalog: Catalog, on_health: Callable[[], None] = lambda: None
+) -> VersionLoader:
+    """Make the loader of a server's versions. Raises ConfigError."""
+    limited = settings.rate_limit == "execution_count"
+    host = VersionLoader(
+        registry,
+        fronts=settings.frontends,
+        on_health=on_health,
+        catalog=catalog,
+        cache_bytes=settings.response_cache_bytes,
+        device_share=settings.device_memory_share,
+        limiter=RateLimiter(read_pools(settings.rate_limit_resources)) if limited else None,
+    )
+    host.read_recorded = recorded_reader(settings)
+    return host
 
 
 class ModelsFile:
@@ -155,18 +164,7 @@ class Server:
         self.settings = settings
         self.catalog = Catalog()
         self.registry = Registry(sections=settings.frontends)
-        self.host = VersionLoader(
-            self.registry,
-            fronts=settings.frontends,
-            on_health=self._health_changed,
-            catalog=self.catalog,
-            cache_bytes=settings.response_cache_bytes,
-            device_share=settings.device_memory_share,
-            limiter=RateLimiter(read_pools(settings.rate_limit_resources))
-            if settings.rate_limit == "execution_count"
-            else None,
-        )
-        self.host.read_recorded = recorded_reader(settings)
+        self.host = make_loader(settings, self.registry, self.catalog, self._health_changed)
         self.repository = Repository(settings, self.catalog, self.host)
         self.host.wishes.repository = self.repository
         self._models_file = ModelsFile(settings.tfserving, self.repository)

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import itertools
 import logging
 import os
@@ -306,6 +307,21 @@ def die_with_owner(fd: int) -> None:
     # A dying process closes its files before the kernel tells its children: one of the two ties holds.
     if any(events & select.POLLHUP for _, events in line.poll(0)):
         os._exit(0)
+
+
+def enter_child(fd: int) -> ControlChannel:
+    """Begin a child process: tie it to its owner, and return its end of the control channel `fd`."""
+    die_with_owner(fd)
+    with contextlib.suppress(OSError, RuntimeError, ValueError):
+        faulthandler.enable()
+    os.set_inheritable(fd, False)  # a model's subprocesses must not hold the line open
+    return ControlChannel(socket.socket(fileno=fd), owner=False)
+
+
+def name_process(title: str) -> None:
+    """Show the title in ps and top; the kernel keeps 15 bytes."""
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as comm:
+        comm.write(f"fs:{title}"[:15])
 
 
 def exit_now(status: int) -> NoReturn:

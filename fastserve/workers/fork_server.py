@@ -15,13 +15,10 @@ worker like any other (main.py).
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import faulthandler
 import importlib
 import logging
 import os
-import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -31,7 +28,14 @@ from typing import Any, NamedTuple
 from fastserve.devices.inventory import VISIBLE
 from fastserve.util.memory import gc_freeze, gc_paused
 from fastserve.workers import main as worker
-from fastserve.workers.control import ControlChannel, PeerGone, die_with_owner, exit_now
+from fastserve.workers.control import (
+    ControlChannel,
+    PeerGone,
+    die_with_owner,
+    enter_child,
+    exit_now,
+    name_process,
+)
 
 log = logging.getLogger("fastserve.workers.fork_server")  # which is run as __main__
 
@@ -62,11 +66,7 @@ class Born(NamedTuple):
 
 def main(arguments: list[str]) -> int:
     """Runs the fork server, and in each of its children one worker, to its end; the exit status."""
-    die_with_owner(int(arguments[0]))
-    with contextlib.suppress(OSError, RuntimeError, ValueError):
-        faulthandler.enable()
-    os.set_inheritable(int(arguments[0]), False)
-    control = ControlChannel(socket.socket(fileno=int(arguments[0])), owner=False)
+    control = enter_child(int(arguments[0]))
     born: Born | None = None
     try:
         if _prepare(control):
@@ -86,8 +86,7 @@ def _prepare(control: ControlChannel) -> bool:
     order = control.receive().message
     if order["op"] != "begin":
         return False
-    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as comm:
-        comm.write(f"fs:{TITLE}"[:15])
+    name_process(TITLE)
     worker.open_logs(order["logs"], TITLE)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read once, when the hub's client is imported
     os.environ[VISIBLE] = ""  # a device's context is not to be inherited: none is found here

@@ -30,7 +30,7 @@ from typing import Any
 
 from fastserve.util.logs import current_logs
 from fastserve.workers.control import ControlFault
-from fastserve.workers.process import ENTRY, THREAD_VARIABLES, WorkerProcess, kill_group
+from fastserve.workers.process import ENTRY, THREAD_VARIABLES, OnExit, OnMessage, WorkerProcess, kill_group
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +42,6 @@ STOP_GRACE_S = 2.0
 START_S, ANSWER_S = 600.0, 60.0
 _PR_SET_CHILD_SUBREAPER = 36
 
-OnMessage = Callable[[dict[str, Any]], None]
-OnExit = Callable[[str], None]
 Environment = frozenset[tuple[str, str]]
 
 

@@ -33,7 +33,7 @@ from fastserve.util.rate_limited_log import run_all
 from fastserve.workers.forked_worker import ForkServers, may_fork
 from fastserve.workers.instance import Instance, OnCall, Specs, WorkerState
 from fastserve.workers.liveness import PulseLike, Watchdog
-from fastserve.workers.process import ENTRY, Child, WorkerProcess, worker_environment
+from fastserve.workers.process import ENTRY, Child, OnExit, OnMessage, WorkerProcess, worker_environment
 from fastserve.workers.shared_worker import SharedWorkers, place_in
 
 log = logging.getLogger(__name__)
@@ -89,11 +89,9 @@ class Backoff:
     def after_death(self, lived_s: float) -> float:
         """The wait after a worker was ready for `lived_s` seconds."""
         self._failed_s = 0.0
-        wait_s = min(self._died_s or self.first_s, self.cap_s, self.died_cap_s)
         if lived_s >= self.settled_s:
-            wait_s = min(self.first_s, self.cap_s, self.died_cap_s)
-        self._died_s = 2 * wait_s
-        return wait_s
+            self._died_s = 0.0
+        return self.after_kill()
 
 
 class WorkerGroup:
@@ -162,14 +160,14 @@ class WorkerGroup:
         device, environment = place_worker(config, number, self._environment)
         own = {**order, "config": {**config, **device}}
         key = place_in(config, number) if self._shared is not None else None
-        make: Callable[[Callable[[dict[str, Any]], None], Callable[[str], None]], Child]
+        make: Callable[[OnMessage, OnExit], Child]
         if self._shared is not None and key is not None:
             make = partial(self._shared.thread_worker, key, f"{self._title}#{number}", environment)
         elif self._forks is not None and may_fork(own["config"], environment):
             self._forked.append(environment)
             make = partial(self._forks.worker, environment)
         else:
-            make = partial(self._make_process, environment)
+            make = partial(WorkerProcess, environment, entry=self._entry)
         return Instance(number, own, make, self._revived, self._lost, on_call)
 
     @property
@@ -377,14 +375,6 @@ class WorkerGroup:
         log.error("%s: %s", self._title, self.trouble)
         if self._started:
             self._on_death(worker)
-
-    def _make_process(
-        self,
-        environment: Mapping[str, str],
-        on_message: Callable[[dict[str, Any]], None],
-        on_exit: Callable[[str], None],
-    ) -> WorkerProcess:
-        return WorkerProcess(environment, on_message, on_exit, entry=self._entry)
 
 
 def place_worker(

@@ -26,7 +26,7 @@ from fastserve.codec.text import Info
 from fastserve.errors import ConfigError, Kind, RemoteTrace, ServeError, internal
 from fastserve.tensor import TensorSpec
 from fastserve.workers.control import ControlFault, PeerGone
-from fastserve.workers.process import Child
+from fastserve.workers.process import Child, OnExit, OnMessage
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class Instance:
         self,
         index: int,
         order: Mapping[str, Any],
-        make_process: Callable[[Callable[[dict[str, Any]], None], Callable[[str], None]], Child],
+        make_process: Callable[[OnMessage, OnExit], Child],
         on_ready: Callable[[int], None],
         on_lost: Callable[[int, str], None],
         on_call: OnCall | None = None,

@@ -10,11 +10,8 @@ It ends on the message "stop", when the control channel reads EOF, and when the 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import io
 import logging
-import os
-import socket
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -29,7 +26,14 @@ from fastserve.backends.registry import find_backend
 from fastserve.config.text_options import INPUTS, OUTPUTS
 from fastserve.errors import ConfigError
 from fastserve.util.logs import log_prints, log_uncaught, raw_trace, setup_logs
-from fastserve.workers.control import ControlChannel, ControlFault, LoadChannel, PeerGone, die_with_owner
+from fastserve.workers.control import (
+    ControlChannel,
+    ControlFault,
+    LoadChannel,
+    PeerGone,
+    enter_child,
+    name_process,
+)
 from fastserve.workers.device.base import runs_there
 
 if TYPE_CHECKING:
@@ -43,11 +47,7 @@ Serve = Callable[[Backend, ControlChannel, Mapping[str, Any], Mapping[str, Any],
 
 def main(arguments: list[str], serve: Serve | None = None) -> int:
     """Runs one worker to its end; the exit status. `serve` replaces the batch loop in tests."""
-    die_with_owner(int(arguments[0]))
-    with contextlib.suppress(OSError, RuntimeError, ValueError):
-        faulthandler.enable()
-    os.set_inheritable(int(arguments[0]), False)  # a model's subprocesses must not hold the line open
-    control = ControlChannel(socket.socket(fileno=int(arguments[0])), owner=False)
+    control = enter_child(int(arguments[0]))
     try:
         order = control.receive().message
         if order["op"] != "load":
@@ -112,16 +112,10 @@ def _close(backend: Backend) -> None:
         log.exception("the model failed to close")
 
 
-def _batch_loop(
-    backend: Backend,
-    control: ControlChannel,
-    config: Mapping[str, Any],
-    message: Mapping[str, Any],
-    fds: list[int],
-) -> None:
-    from fastserve.workers import loop
+def _batch_loop(*given: Any) -> None:
+    from fastserve.workers import loop  # with what it imports, once the model has loaded
 
-    loop.serve(backend, control, config, message, fds)
+    loop.serve(*given)
 
 
 def title_of(order: Mapping[str, Any]) -> str:
@@ -131,8 +125,7 @@ def title_of(order: Mapping[str, Any]) -> str:
 
 def _introduce(order: Mapping[str, Any]) -> None:
     title = title_of(order)
-    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as comm:
-        comm.write(f"fs:{title}"[:15])  # what ps and top show; the kernel keeps 15 bytes
+    name_process(title)
     open_logs(order["logs"], title)
     sys.path.extend(path for path in order["sys_path"] if path not in sys.path)
 

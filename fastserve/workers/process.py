@@ -19,14 +19,18 @@ import signal
 import socket
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fastserve.config.settings import PASSWORD_VARIABLE
 from fastserve.workers.control import ControlChannel, ControlFault
 
 log = logging.getLogger(__name__)
+
+OnMessage = Callable[[dict[str, Any]], None]
+OnExit = Callable[[str], None]
 
 # -P: the folder the server was started in must not shadow numpy in the worker (3.11 on).
 ENTRY: tuple[str, ...] = (
@@ -85,70 +89,102 @@ def worker_environment(threads: int, env: Mapping[str, str]) -> dict[str, str]:
     return result
 
 
-class Child(Protocol):
-    """A worker as its instance sees it: a WorkerProcess, one that is forked (forked.py), or a thread of one
-    that is shared (shared.py)."""
+class Child(ABC):
+    """A worker as its instance sees it: a WorkerProcess, one that is forked (forked_worker.py), or a thread
+    of one that is shared (shared_worker.py). Everything happens on the loop that `spawn` ran on.
 
-    @property
-    def pid(self) -> int: ...
-
-    @property
-    def running(self) -> bool: ...
-
-    @property
-    def killed_outside(self) -> bool: ...
-
-    @property
-    def waits_for(self) -> str: ...
-
-    def spawn(self) -> None: ...
-
-    def send(self, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None: ...
-
-    def catch_up(self) -> bool: ...
-
-    def occupy(self, occupied: bool) -> bool: ...
-
-    def kill(self, reason: str) -> None: ...
-
-    async def stop(self, grace_s: float) -> None: ...
-
-    async def wait(self, timeout_s: float | None = None) -> bool: ...
-
-    def abandon(self) -> None: ...
-
-
-class WorkerProcess:
-    """One child. Everything happens on the loop that `spawn` ran on.
-
-    `on_message(message)` for each message of the child; `on_exit(words)` once, after its last message,
-    when it has been reaped and nothing of it is left open. A `trusted` child runs no code but ours.
+    `on_message(message)` for each message of the child; `on_exit(words)` once, after its last message, when
+    nothing of it is left open.
     """
+
+    def __init__(self, on_message: OnMessage, on_exit: OnExit) -> None:
+        self.killed_outside = False
+        """Whether it was killed, by nobody of this server and not for want of memory. Once it has ended."""
+        self._on_message, self._on_exit = on_message, on_exit
+        self._control: ControlChannel | None = None
+        self._exited: asyncio.Future[None] | None = None
+        self._hangup: asyncio.TimerHandle | None = None
+
+    @property
+    @abstractmethod
+    def pid(self) -> int:
+        """The child's process id, 0 when there is none."""
+
+    @property
+    @abstractmethod
+    def running(self) -> bool:
+        """True from spawn until the child has been reaped."""
+
+    @property
+    def waits_for(self) -> str:
+        """The step that the worker waits for, as text; "" when it has started."""
+        return ""
+
+    @abstractmethod
+    def spawn(self) -> None:
+        """Start the child. Raises OSError when the machine cannot."""
+
+    def send(self, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
+        """Sends one message. Raises ControlFault when it cannot arrive."""
+        if self._control is None:
+            raise ControlFault("the worker is not running")
+        self._control.send(message, fds)
+
+    def catch_up(self) -> bool:
+        """Deliver messages that have arrived, before the loop does; returns False when there may be more."""
+        return self._control is None or self._control.catch_up()
+
+    def occupy(self, occupied: bool) -> bool:
+        """See Instance.occupy; False for a worker that is alone in its process."""
+        return False
+
+    @abstractmethod
+    def kill(self, reason: str) -> None:
+        """End the child at once, with the reason that `on_exit` will give; no effect on a dead one."""
+
+    @abstractmethod
+    async def stop(self, grace_s: float) -> None:
+        """Ask the child to stop, kill it after `grace_s` seconds; returns when it has ended."""
+
+    async def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits until the child has ended; False when that took longer."""
+        if self._exited is None:
+            return True
+        await asyncio.wait({self._exited}, timeout=timeout_s)
+        return self._exited.done()
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """End the child without its loop, which may be closed already; `on_exit` is not called."""
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        try:
+            self._on_message(message)
+        except ControlFault as fault:
+            self.kill(f"it sent {fault}")
+
+
+class WorkerProcess(Child):
+    """One child process. `on_exit` comes when it has been reaped. A `trusted` child runs no code but ours."""
 
     def __init__(
         self,
         environment: Mapping[str, str],
-        on_message: Callable[[dict[str, Any]], None],
-        on_exit: Callable[[str], None],
+        on_message: OnMessage,
+        on_exit: OnExit,
         *,
         entry: Sequence[str] = ENTRY,
         trusted: bool = False,
     ) -> None:
-        self.killed_outside = False
-        """Whether it was killed, by nobody of this server and not for want of memory. Once it has ended."""
+        super().__init__(on_message, on_exit)
         self._trusted = trusted
         self._oom_kills = 0  # of the machine, when it was started
         self._environment = environment
-        self._on_message = on_message
-        self._on_exit = on_exit
         self._entry = entry
         self._reason = ""
         self._pidfd = -1
         self._popen: subprocess.Popen[bytes] | None = None
-        self._control: ControlChannel | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._exited: asyncio.Future[None] | None = None
-        self._hangup: asyncio.TimerHandle | None = None
 
     @property
     def pid(self) -> int:
@@ -159,11 +195,6 @@ class WorkerProcess:
     def running(self) -> bool:
         """True from spawn until the child has been reaped."""
         return self._pidfd >= 0
-
-    @property
-    def waits_for(self) -> str:
-        """The step that the worker waits for, as text; "" when it has started."""
-        return ""
 
     def spawn(self) -> None:
         """Starts the child. Call it on the loop's own thread: the child dies with the thread that
@@ -179,20 +210,6 @@ class WorkerProcess:
             raise
         self._exited = self._loop.create_future()
         self._control.watch(self._hear, self._lose)
-
-    def send(self, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
-        """Sends one message. Raises ControlFault when it cannot arrive."""
-        if self._control is None:
-            raise ControlFault("the worker is not running")
-        self._control.send(message, fds)
-
-    def catch_up(self) -> bool:
-        """Deliver messages that have arrived, before the loop does; returns False when there may be more."""
-        return self._control is None or self._control.catch_up()
-
-    def occupy(self, occupied: bool) -> bool:
-        """See Instance.occupy: it is alone in its process."""
-        return False
 
     def kill(self, reason: str) -> None:
         """SIGKILL, with the reason that `on_exit` will give; nothing if it is dead already."""
@@ -217,13 +234,6 @@ class WorkerProcess:
             raise
         if not await self.wait(KILL_WAIT_S):
             log.error("worker process %d is stuck in the kernel after SIGKILL", self.pid)
-
-    async def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits until the child has been reaped; False when that took longer."""
-        if self._exited is None:
-            return True
-        await asyncio.wait({self._exited}, timeout=timeout_s)
-        return self._exited.done()
 
     def abandon(self) -> None:
         """Ends the child without its loop, which may be closed already. Blocks for the milliseconds that
@@ -262,12 +272,6 @@ class WorkerProcess:
             self._popen.wait()
         if self._control is not None:
             self._control.close()
-
-    def _hear(self, message: dict[str, Any]) -> None:
-        try:
-            self._on_message(message)
-        except ControlFault as fault:
-            self.kill(f"it sent {fault}")
 
     def _lose(self, reason: str) -> None:
         assert self._loop is not None

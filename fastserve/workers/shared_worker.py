@@ -29,7 +29,15 @@ from fastserve.metrics.registry import Family
 from fastserve.util.logs import current_logs
 from fastserve.util.rate_limited_log import run_all
 from fastserve.workers.control import ControlChannel, ControlFault
-from fastserve.workers.process import ENTRY, HANGUP_GRACE_S, KILL_WAIT_S, WorkerProcess
+from fastserve.workers.process import (
+    ENTRY,
+    HANGUP_GRACE_S,
+    KILL_WAIT_S,
+    Child,
+    OnExit,
+    OnMessage,
+    WorkerProcess,
+)
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +48,6 @@ OTHER_ENVIRONMENT = (
     "shared_worker {!r} runs with another environment ({}): models that share a worker have the same "
     "env and threads"
 )
-
-OnMessage = Callable[[dict[str, Any]], None]
-OnExit = Callable[[str], None]
 
 
 class SharedWorkerKey(NamedTuple):
@@ -161,19 +166,16 @@ class _SharedProcess:
         run_all(list(self._workers.values()), methodcaller("over", words))
 
 
-class ThreadWorker:
-    """A worker that is a thread of a shared process; used as a WorkerProcess is."""
+class ThreadWorker(Child):
+    """A worker that is a thread of a shared process."""
 
     def __init__(
         self, shared: Callable[[], _SharedProcess], title: str, on_message: OnMessage, on_exit: OnExit
     ) -> None:
+        super().__init__(on_message, on_exit)
         self._find, self._title = shared, title
-        self._on_message, self._on_exit = on_message, on_exit
         self._shared: _SharedProcess | None = None
         self._number = 0
-        self._control: ControlChannel | None = None
-        self._exited: asyncio.Future[None] | None = None
-        self._hangup: asyncio.TimerHandle | None = None
         self._serving = False
         self.occupied = False
 
@@ -186,16 +188,6 @@ class ThreadWorker:
     def running(self) -> bool:
         """True from spawn until the thread has ended or was let go of."""
         return self._control is not None
-
-    @property
-    def killed_outside(self) -> bool:
-        """Whether its process was killed by somebody else."""
-        return self._shared is not None and self._shared.process.killed_outside
-
-    @property
-    def waits_for(self) -> str:
-        """See WorkerProcess."""
-        return ""
 
     def spawn(self) -> None:
         """Start the thread. Raises OSError, and ServeError for a process with another environment."""
@@ -217,14 +209,8 @@ class ThreadWorker:
 
     def send(self, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
         """Send a message to the thread. Raises ControlFault when it cannot arrive."""
-        if self._control is None:
-            raise ControlFault("the worker is not running")
         self._serving = self._serving or message["op"] == "serve"
-        self._control.send(message, fds)
-
-    def catch_up(self) -> bool:
-        """See WorkerProcess."""
-        return self._control is None or self._control.catch_up()
+        super().send(message, fds)
 
     def occupy(self, occupied: bool) -> bool:
         """Note whether it does what may take long, with the interpreter's lock perhaps; whether another in
@@ -261,13 +247,6 @@ class ThreadWorker:
             self.kill(late)
             await self.wait(KILL_WAIT_S)
 
-    async def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits until it has left; False when that took longer."""
-        if self._exited is None:
-            return True
-        await asyncio.wait({self._exited}, timeout=timeout_s)
-        return self._exited.done()
-
     def abandon(self) -> None:
         """Ends the whole process, without the loop."""
         if self._control is not None and self._shared is not None:
@@ -291,15 +270,10 @@ class ThreadWorker:
         self._control = None
         if self._hangup is not None:
             self._hangup.cancel()
+        self.killed_outside = self._shared.process.killed_outside
         self._exited.set_result(None)
         self._shared.leave(self._number)
         self._on_exit(words)
-
-    def _hear(self, message: dict[str, Any]) -> None:
-        try:
-            self._on_message(message)
-        except ControlFault as fault:
-            self.kill(f"it sent {fault}")
 
     def _lose(self, reason: str) -> None:
         if reason:

@@ -13,7 +13,6 @@ channel by thread; the rest (environment, thread pools, the device's context) is
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import gc
 import importlib
 import logging
@@ -24,7 +23,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fastserve.backends import Backend, model_callbacks
+from fastserve.backends import model_callbacks
 from fastserve.backends.model_errors import DeviceLost
 from fastserve.backends.registry import find_backend
 from fastserve.util.logs import log_fields
@@ -35,8 +34,9 @@ from fastserve.workers.control import (
     ControlFault,
     LoadChannel,
     PeerGone,
-    die_with_owner,
+    enter_child,
     exit_now,
+    name_process,
 )
 
 log = logging.getLogger(__name__)
@@ -81,19 +81,11 @@ class ThreadHost:
             self._say("left", number)
             control.close()
 
-    def _serve(
-        self,
-        number: int,
-        backend: Backend,
-        control: ControlChannel,
-        config: Mapping[str, Any],
-        message: Mapping[str, Any],
-        fds: list[int],
-    ) -> None:
+    def _serve(self, number: int, *given: Any) -> None:
         from fastserve.workers import loop
 
         try:
-            loop.serve(backend, control, config, message, fds)
+            loop.serve(*given)
         except DeviceLost:
             self._broken = True
             raise
@@ -149,18 +141,13 @@ def _forget() -> None:
 
 
 def _introduce(message: Mapping[str, Any]) -> None:
-    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as comm:
-        comm.write(f"fs:{message['title']}"[:15])
+    name_process(message["title"])
     worker.open_logs(message["logs"], str(message["title"]))
 
 
 def main(arguments: list[str]) -> int:
     """Runs until the owner says stop, or is gone."""
-    die_with_owner(int(arguments[0]))
-    with contextlib.suppress(OSError, RuntimeError, ValueError):
-        faulthandler.enable()
-    os.set_inheritable(int(arguments[0]), False)
-    control = ControlChannel(socket.socket(fileno=int(arguments[0])), owner=False)
+    control = enter_child(int(arguments[0]))
     host = ThreadHost(control)
     try:
         while True:

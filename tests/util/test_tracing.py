@@ -7,7 +7,7 @@ import os
 import pytest
 
 from fastserve.util import tracing
-from fastserve.util.tracing import choose_request_id, make_request_id, parse_traceparent
+from fastserve.util.tracing import choose_request_id, make_request_id, read_trace_id
 
 PARENT = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -45,15 +45,8 @@ def test_a_forked_child_makes_other_ids() -> None:
 
 
 def test_traceparent() -> None:
-    trace = parse_traceparent(PARENT)
-    assert trace is not None
-    assert (trace.trace_id, trace.span_id) == ("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331")
-    assert trace.sampled
-    hop = parse_traceparent(trace.next_hop())
-    assert hop is not None
-    assert hop.trace_id == trace.trace_id
-    assert hop.span_id != trace.span_id
-    assert parse_traceparent(b"01" + PARENT[2:] + b"-more") is not None
+    assert read_trace_id(PARENT) == "0af7651916cd43dd8448eb211c80319c"
+    assert read_trace_id(b"01" + PARENT[2:] + b"-more") == "0af7651916cd43dd8448eb211c80319c"
 
 
 @pytest.mark.parametrize(
@@ -71,4 +64,4 @@ def test_traceparent() -> None:
     ],
 )
 def test_insane_traceparents(header: bytes) -> None:
-    assert parse_traceparent(header) is None
+    assert read_trace_id(header) == ""

@@ -149,7 +149,12 @@ def test_workers_outlive_a_killed_fork_server_and_another_forks_later_ones(
     assert caplog.text.count("the fork server died, its workers go on") == 1
 
 
-def test_this_process_adopts_orphans_only_while_it_waits_for_a_fork(tmp_path: Path) -> None:
+def test_this_process_adopts_orphans_only_while_it_waits_for_a_fork(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    real = forked_worker.ORPHANS.adopt
+
     def adopts() -> bool:
         found = ctypes.c_int()
         ctypes.CDLL(None).prctl(37, ctypes.byref(found), 0, 0, 0)  # PR_GET_CHILD_SUBREAPER
@@ -157,12 +162,16 @@ def test_this_process_adopts_orphans_only_while_it_waits_for_a_fork(tmp_path: Pa
 
     async def scenario() -> None:
         async with fork_servers() as servers, Watched(write_model(tmp_path, PLAIN), forks=servers) as one:
-            starting = asyncio.ensure_future(one.group.start())
-            await until(adopts)
-            await starting
+            await one.group.start()
             assert not adopts()
 
+    def adopt() -> None:
+        real()
+        seen.append(adopts())
+
+    monkeypatch.setattr(forked_worker.ORPHANS, "adopt", adopt)
     run(scenario())
+    assert seen == [True]
     assert not adopts()
 
 

@@ -19,6 +19,8 @@ from fastserve.workers.shared_worker import SharedWorkerKey, SharedWorkers
 class NoProcess:
     """Runs, and hears what it is told."""
 
+    killed_outside = False
+
     def __init__(self, environment: Any, hear: Any, end: Callable[[str], None], *, entry: Any) -> None:
         self.end, self.running, self.pid, self.told = end, False, 1, []
         made.append(self)

@@ -200,8 +200,9 @@ def test_a_model_that_leaves_out_a_tensor():
         house = House()
         house.model("none", [io("a")], [io("b"), io("c")], lambda x: {"c": x["a"]})
         ens = put_ensemble(house, config([step("none", {"a": "X"}, {"b": "Y"})]))
-        with pytest.raises(ServeError, match="in ensemble 'ens', unexpected deadlock"):
+        with pytest.raises(ServeError, match="in ensemble 'ens', unexpected deadlock") as fault:
             await ask(house, ens, X=1)
+        assert fault.value.kind is Kind.INVALID_ARGUMENT  # as in Triton
         assert house.all_released()
 
     run(work())
