@@ -71,6 +71,11 @@ KSERVE_NAME: dict[str, str] = {
 """DType.name -> the datatype of the Open Inference Protocol; it has none for complex numbers."""
 DTYPE_BY_KSERVE: dict[str, DType] = {kserve: DTYPES[name] for name, kserve in KSERVE_NAME.items()}
 
+_TENSORFLOW_OWN = {"float16": "HALF", "float32": "FLOAT", "float64": "DOUBLE", "bytes": "STRING"}
+TENSORFLOW_NAME: dict[str, str] = {name: f"DT_{_TENSORFLOW_OWN.get(name, name.upper())}" for name in DTYPES}
+"""DType.name -> TensorFlow's DataType, such as DT_FLOAT."""
+DTYPE_BY_TENSORFLOW: dict[str, DType] = {word: DTYPES[name] for name, word in TENSORFLOW_NAME.items()}
+
 
 def kserve_name(dtype: DType) -> str:
     """Return the protocol's datatype; INVALID where it has none."""

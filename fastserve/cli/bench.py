@@ -22,7 +22,7 @@ import numpy as np
 from fastserve.cli.client import ServerClient, Trust, url_option, with_trust
 from fastserve.cli.generate import CHAT, PLAIN, Question, completion_body
 from fastserve.cli.load import LatencyHistogram, LoadPlan, LoadResult, floor_of, run_plans, share
-from fastserve.tensor import DTYPE_BY_KSERVE, KSERVE_NAME
+from fastserve.tensor import DTYPE_BY_KSERVE, DTYPE_BY_TENSORFLOW, KSERVE_NAME
 
 option = partial(click.option, show_default=True)
 PORTS = {"http": 80, "https": 443}
@@ -39,8 +39,6 @@ VARIANTS = 16
 VARIANT_BYTES = 8 << 20  # of all variants together
 WORDS = ("the", "river", "of", "light", "came", "down", "from", "heaven", "and", "every", "man", "said")
 Rng = np.random.Generator
-# TensorFlow's name for a dtype where it is not DT_ and the dtype's own in capitals.
-TENSORFLOW_NAMES = {"DT_FLOAT": "float32", "DT_DOUBLE": "float64", "DT_HALF": "float16", "DT_STRING": "bytes"}
 
 
 @dataclass(frozen=True)
@@ -172,13 +170,9 @@ def signature_inputs(options: LoadOptions) -> list[LoadInput]:
         known = ", ".join(sorted(signatures))
         raise click.ClickException(f"{options.model} has no signature {options.signature}; it has {known}")
     return [
-        LoadInput(name, tensorflow_dtype(spec["dtype"]), fill_shape(spec["tensor_shape"], options))
+        LoadInput(name, DTYPE_BY_TENSORFLOW[spec["dtype"]].name, fill_shape(spec["tensor_shape"], options))
         for name, spec in signatures[options.signature]["inputs"].items()
     ]
-
-
-def tensorflow_dtype(name: str) -> str:
-    return TENSORFLOW_NAMES.get(name, name.removeprefix("DT_").lower())
 
 
 def fill_shape(shape: Mapping[str, Any], options: LoadOptions) -> tuple[int, ...]:

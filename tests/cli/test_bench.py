@@ -27,7 +27,6 @@ from fastserve.cli.bench import (
     read_input,
     report,
     show_duration,
-    tensorflow_dtype,
 )
 from fastserve.cli.client import ServerClient
 from fastserve.cli.load import LatencyHistogram, LoadResult, bucket_of, floor_of, share
@@ -114,11 +113,6 @@ def test_rows_of_several_inputs() -> None:
     assert body["signature_name"] == "s"
     assert [sorted(row) for row in body["instances"]] == [["a", "b"], ["a", "b"]]
     assert "b64" in body["instances"][0]["a"]
-
-
-def test_names_of_dtypes() -> None:
-    names = {"DT_FLOAT": "float32", "DT_STRING": "bytes", "DT_UINT8": "uint8", "DT_BFLOAT16": "bfloat16"}
-    assert {name: tensorflow_dtype(name) for name in names} == names
 
 
 def test_packed_tensors_have_their_dtypes_size() -> None:

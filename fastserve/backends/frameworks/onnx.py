@@ -35,20 +35,9 @@ if TYPE_CHECKING:
     from fastserve.backends.base import Arrays
 
 # ONNX Runtime's names of tensor types that numpy can carry
+_WORDS = {"float32": "float", "float64": "double", "bytes": "string"}
 _DTYPES = {
-    "tensor(bool)": "bool",
-    "tensor(uint8)": "uint8",
-    "tensor(uint16)": "uint16",
-    "tensor(uint32)": "uint32",
-    "tensor(uint64)": "uint64",
-    "tensor(int8)": "int8",
-    "tensor(int16)": "int16",
-    "tensor(int32)": "int32",
-    "tensor(int64)": "int64",
-    "tensor(float16)": "float16",
-    "tensor(float)": "float32",
-    "tensor(double)": "float64",
-    "tensor(string)": "bytes",
+    f"tensor({_WORDS.get(name, name)})": name for name in DTYPES if not name.startswith(("bfloat", "complex"))
 }
 
 

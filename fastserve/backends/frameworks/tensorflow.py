@@ -32,7 +32,7 @@ from fastserve.backends.model_errors import clean
 from fastserve.backends.outputs import OutputCheck
 from fastserve.backends.registry import find_backend
 from fastserve.errors import ConfigError, Kind, ServeError
-from fastserve.tensor import DTYPES, TensorSpec, fits_shape
+from fastserve.tensor import DTYPE_BY_TENSORFLOW, TensorSpec, fits_shape
 
 if TYPE_CHECKING:
     from fastserve.backends.base import Arrays
@@ -46,25 +46,6 @@ _OWN = "__saved_model_"  # TensorFlow's own: what initialises and trains
 _METHODS = {
     "tensorflow/serving/classify": "classify",
     "tensorflow/serving/regress": "regress",
-}
-
-_DTYPES = {
-    "DT_BOOL": "bool",
-    "DT_UINT8": "uint8",
-    "DT_UINT16": "uint16",
-    "DT_UINT32": "uint32",
-    "DT_UINT64": "uint64",
-    "DT_INT8": "int8",
-    "DT_INT16": "int16",
-    "DT_INT32": "int32",
-    "DT_INT64": "int64",
-    "DT_HALF": "float16",
-    "DT_BFLOAT16": "bfloat16",
-    "DT_FLOAT": "float32",
-    "DT_DOUBLE": "float64",
-    "DT_COMPLEX64": "complex64",
-    "DT_COMPLEX128": "complex128",
-    "DT_STRING": "bytes",
 }
 
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
@@ -153,12 +134,12 @@ def _read_tensor(alias: str, info: Any) -> GraphTensor:
     if kind != "name":
         raise ConfigError(f"tensor {alias!r} is no plain tensor ({kind or 'without a name'})")
     word = DataType.Name(info.dtype)
-    if word not in _DTYPES:
+    if word not in DTYPE_BY_TENSORFLOW:
         raise ConfigError(f"tensor {alias!r} is of type {word}, which cannot be served")
     shape = None
     if not info.tensor_shape.unknown_rank:
         shape = tuple(int(dim.size) if dim.size >= 0 else -1 for dim in info.tensor_shape.dim)
-    return GraphTensor(info.name, TensorSpec(alias, DTYPES[_DTYPES[word]], shape))
+    return GraphTensor(info.name, TensorSpec(alias, DTYPE_BY_TENSORFLOW[word], shape))
 
 
 def _body_of(

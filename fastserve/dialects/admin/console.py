@@ -19,6 +19,7 @@ import msgspec
 
 from fastserve.dialects.admin.history import INTERVAL_S, History
 from fastserve.dialects.admin.numbers import NumbersReader
+from fastserve.dialects.admin.probes import refuse_probe_method
 from fastserve.net.access_control import Scope
 from fastserve.net.router import Route
 from fastserve.serving.dialect import (
@@ -86,10 +87,10 @@ class Console(Dialect):
         if not self._shown or not path.startswith(PAGE.path):
             return None
         if path == NUMBERS.path:
-            return Route(self.show_numbers if method in SCOPES else refuse_method, Scope.METRICS)
+            return Route(self.show_numbers if method in SCOPES else refuse_probe_method, Scope.METRICS)
         if path not in _FILES:
             return None
-        return Route(self._shower(path) if method in SCOPES else refuse_method, Scope.METRICS)
+        return Route(self._shower(path) if method in SCOPES else refuse_probe_method, Scope.METRICS)
 
     def show_numbers(self, call: Call) -> None:
         query = call.target.partition("?")[2]
@@ -113,10 +114,6 @@ class Console(Dialect):
     def _look(self) -> None:
         self._next = asyncio.get_running_loop().call_later(INTERVAL_S, self._look)
         self._history.look(time.monotonic_ns())
-
-
-def refuse_method(call: Call) -> None:
-    call.reply(405, b'{"error":"use GET or HEAD"}', headers=((b"Allow", b"GET, HEAD"),))
 
 
 CONSOLE = DialectSpec(

@@ -118,15 +118,19 @@ def write_answer(response: InferResponse) -> bytes:
     return ok_message() + bytes(message.SerializeToString())
 
 
-class FastGrpc:
-    """The templates of messages, by their heads. One per front process."""
+class GrpsPredictRpc:
+    """The RPC Predict of one front process: the fast path, by templates of messages, then the general one."""
 
     def __init__(self, service: GrpsService) -> None:
         self._service = service
         self._known: MessageTemplates[GrpsTemplate] = MessageTemplates(service, SCHEME)
 
+    async def __call__(self, data: bytes, rpc: Rpc) -> bytes:
+        """A serialized message, whatever happens."""
+        return await answer_rpc(rpc.received_ns, partial(GrpcPredict, self._service, data, rpc, self))
+
     def start(self, data: bytes, exchange: GrpcExchange) -> bool:
-        """Take a message, or return False: nothing has happened then."""
+        """Take a message that is known, or return False, without a trace, to leave it to the coroutine."""
         outline = self._known.read(data)
         if outline is None:
             return False
@@ -221,26 +225,11 @@ def _text(text: str) -> bytes:
     return ok_message() + bytes(load("grps").GrpsMessage(str_data=text).SerializeToString())
 
 
-class GrpsPredictRpc:
-    """The RPC: the fast path first, and the general one for what it does not take."""
-
-    def __init__(self, service: GrpsService) -> None:
-        self._service, self._fast = service, FastGrpc(service)
-
-    def start(self, data: bytes, exchange: GrpcExchange) -> bool:
-        """Take a message that the fast path knows, or leave it to the coroutine below."""
-        return self._fast.start(data, exchange)
-
-    async def __call__(self, data: bytes, rpc: Rpc) -> bytes:
-        """A serialized message, whatever happens."""
-        return await answer_rpc(rpc.received_ns, partial(GrpcPredict, self._service, data, rpc, self._fast))
-
-
 class GrpcPredict(GrpsPredict):
     """One RPC."""
 
     def __init__(
-        self, service: GrpsService, data: bytes, rpc: Rpc, fast: FastGrpc, exchange: AwaitedExchange
+        self, service: GrpsService, data: bytes, rpc: Rpc, fast: GrpsPredictRpc, exchange: AwaitedExchange
     ) -> None:
         self.service, self._exchange, self._data, self._rpc, self._fast = service, exchange, data, rpc, fast
 

@@ -17,8 +17,8 @@ from __future__ import annotations
 import re
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache, partial
 from random import getrandbits
 from typing import Any, Generic, TypeVar
@@ -304,11 +304,7 @@ class InferCall(MindieCall[MindieRequest]):
 
 def infer(service: TextService, named: TargetParts) -> Endpoint:
     """The endpoint."""
-
-    def run(call: Call) -> Coroutine[Any, Any, None]:
-        return InferCall(service, call).run()
-
-    return run
+    return lambda call: InferCall(service, call).run()
 
 
 def tokenize(service: TextService, named: TargetParts) -> Endpoint:
@@ -359,14 +355,6 @@ _ALLOWED_HERE = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TokenInferRequest:
-    """A token infer: the request, and what its output is called."""
-
-    asked: MindieRequest
-    output: str
-
-
 @lru_cache(maxsize=8)
 def triton_rules(options: TextgenOptions) -> tuple[Rule, ...]:
     """Return the rules of /infer, with 0 and 1.0 allowed for off, and two parameters without effect."""
@@ -397,7 +385,7 @@ def read_text(body: Any, options: TextgenOptions, *, stream: bool) -> MindieRequ
     return make_request(PromptInputs(text), given, options, stream=stream, request_id=request_id)
 
 
-def read_tokens(body: Any, options: TextgenOptions) -> TokenInferRequest:
+def read_tokens(body: Any, options: TextgenOptions) -> MindieRequest:
     """A token infer. Raises ServeError."""
     body = body if isinstance(body, dict) else {}
     request_id = read_id(body)
@@ -409,9 +397,8 @@ def read_tokens(body: Any, options: TextgenOptions) -> TokenInferRequest:
     tokens, output = _read_input(inputs[0]), _read_output(take(body, "outputs", "array"))
     said = {**(take(inputs[0], "parameters", "object") or {}), **(take(body, "parameters", "object") or {})}
     given = read_parameters(triton_rules(options), said)
-    return TokenInferRequest(
-        make_request(PromptInputs(tokens), given, options, stream=False, request_id=request_id), output
-    )
+    made = make_request(PromptInputs(tokens), given, options, stream=False, request_id=request_id)
+    return replace(made, output=output)
 
 
 def _read_input(part: Mapping[str, Any]) -> list[int]:
@@ -533,16 +520,12 @@ class TritonGenerate(TritonCall):
 class TokenInfer(TritonCall):
     """One token infer."""
 
-    output = OUTPUT
-
     def read_asked(self, body: Any) -> MindieRequest:
-        read = read_tokens(body, self.service.options)
-        self.output = read.output
-        return read.asked
+        return read_tokens(body, self.service.options)
 
     def write(self, ending: Ending) -> bytes:
         ids = msgspec.json.encode(ending.token_ids)
-        head = b'{"id":%b,"outputs":[{"name":%b' % (quote(self.asked.request_id), quote(self.output))
+        head = b'{"id":%b,"outputs":[{"name":%b' % (quote(self.asked.request_id), quote(self.asked.output))
         return b'%b,"shape":[1,%d],"datatype":"UINT32","data":%b}]}' % (head, ending.generated, ids)
 
     def write_tokens(self, tokens: list[Token]) -> bytes:
@@ -553,17 +536,11 @@ class TokenInfer(TritonCall):
 
 
 def generate(service: TextService, named: TargetParts, *, stream: bool = False) -> Endpoint:
-    def run(call: Call) -> Coroutine[Any, Any, None]:
-        return TritonGenerate(service, call, named.model, stream=stream).run()
-
-    return run
+    return lambda call: TritonGenerate(service, call, named.model, stream=stream).run()
 
 
 def infer_tokens(service: TextService, named: TargetParts) -> Endpoint:
-    def run(call: Call) -> Coroutine[Any, Any, None]:
-        return TokenInfer(service, call, named.model).run()
-
-    return run
+    return lambda call: TokenInfer(service, call, named.model).run()
 
 
 def stop(service: TextService, named: TargetParts) -> Endpoint:

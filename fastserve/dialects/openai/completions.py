@@ -31,7 +31,7 @@ from fastserve.dialects.openai.responses import (
     finish_of,
 )
 from fastserve.dialects.text_common.bodies import InvalidBody, check, read_offloaded
-from fastserve.dialects.text_common.routes import BodyUse, Refuse, TargetParts, TextRoute
+from fastserve.dialects.text_common.routes import BodyUse, Refuse, TextRoute
 from fastserve.dialects.text_common.service import TextService
 from fastserve.dialects.text_common.streams import (
     EventStream,
@@ -42,7 +42,7 @@ from fastserve.dialects.text_common.streams import (
 )
 from fastserve.errors import ServeError
 from fastserve.net.access_control import Scope
-from fastserve.net.request import Call, Endpoint
+from fastserve.net.request import Call
 from fastserve.serving.dialect import HttpRoute
 from fastserve.serving.text import Detokenizer, Frames, PromptFault, TextAsk, TextModel, TextStream, Token
 from fastserve.serving.text.models import TextCall
@@ -225,7 +225,7 @@ class CompletionCall:
     def _echo(self, ask: TextAsk) -> str:
         if not self._wanted.echo:
             return ""
-        return ask.prompt if isinstance(ask.prompt, str) else self._model.decode(ask.prompt)
+        return ask.prompt if isinstance(ask.prompt, str) else self._model.tokenizer.decode(ask.prompt)
 
     def _chosen(self) -> list[ChoiceSequence]:
         """Return the sequences of the answer: for each prompt the likeliest, where there are more
@@ -308,15 +308,15 @@ class CompletionCall:
         own = self._likely(token, text, lp)
         if sequence.reader is None:
             special = self._wanted.body.skip_special_tokens is False
-            sequence.reader = self._model.detokenizer(special=special)
-        offset, known = sequence.chars, self._model.token_text(token)
+            sequence.reader = self._model.tokenizer.detokenizer(special=special)
+        offset, known = sequence.chars, self._model.tokenizer.token_text(token)
         sequence.chars += len(sequence.reader.add(token) if known else text)
         return ScoredToken(own, best, offset)
 
     def _likely(self, token: int, otherwise: str, lp: float | None) -> TokenLogprob:
         """`otherwise` is its text where nobody here knows the model's tokens."""
-        text = self._model.token_text(token)
-        data = self._model.token_bytes(token) if text else otherwise.encode(errors="replace")
+        text = self._model.tokenizer.token_text(token)
+        data = self._model.tokenizer.token_bytes(token) if text else otherwise.encode(errors="replace")
         return TokenLogprob(text or otherwise, data, lp)
 
     def _usage(self) -> TokenUsage:
@@ -329,11 +329,8 @@ class CompletionCall:
 
 def completion_route(name: str, path: str, api: CompletionApi, refuse: Refuse) -> TextRoute:
     """Return the route of one completion API."""
-
-    def make(service: TextService, named: TargetParts) -> Endpoint:
-        return CompletionEndpoint(service, api)
-
-    return TextRoute(HttpRoute(name, path, {"POST": Scope.INFER}), make, refuse, room=api.room)
+    row = HttpRoute(name, path, {"POST": Scope.INFER})
+    return TextRoute(row, lambda service, named: CompletionEndpoint(service, api), refuse, room=api.room)
 
 
 CHAT = CompletionApi(read_chat, ChatWriter, refuse, tell, BodyUse.CHAT)

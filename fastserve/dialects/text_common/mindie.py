@@ -306,25 +306,20 @@ def _whole(name: str, kind: str, least: int, most: int, told: str) -> Rule:
     )
 
 
-TEMPERATURE = _positive("temperature", "temperature must be in (0.0,3.40282e+38]")
-TOP_K = Rule(
-    "top_k",
-    "integer",
-    lambda value: value == -1 or 0 < value <= MOST_INT,
-    f"Parameter top_k must be in -1 || (0,{MOST_INT}], got {{}}",
-)
-TOP_P = _share("top_p", lambda value: 0 < value < 1)
-
-
 @lru_cache(maxsize=8)
 def make_rules(options: TextgenOptions) -> tuple[Rule, ...]:
     """Return the rules of /infer."""
     timeout_s, seed = options.most_timeout_s, (1 << options.seed_bits) - 1
     short = f"strictly positive and small than {timeout_s} seconds"
     return (
-        TEMPERATURE,
-        TOP_K,
-        TOP_P,
+        _positive("temperature", "temperature must be in (0.0,3.40282e+38]"),
+        Rule(
+            "top_k",
+            "integer",
+            lambda value: value == -1 or 0 < value <= MOST_INT,
+            f"Parameter top_k must be in -1 || (0,{MOST_INT}], got {{}}",
+        ),
+        _share("top_p", lambda value: 0 < value < 1),
         _share("typical_p", lambda value: 0 < value <= 1),
         Rule("do_sample", "boolean"),
         _whole("seed", "unsigned", 0, seed, f"in [0, {seed})"),  # its words there; the last one is allowed
@@ -362,6 +357,8 @@ class MindieRequest:
     stream: bool = False
     request_id: str = ""
     """The client's own, "" for none."""
+    output: str = ""
+    """The name of a token infer's output."""
 
 
 def read_infer(body: Any, rules: tuple[Rule, ...], options: TextgenOptions) -> MindieRequest:

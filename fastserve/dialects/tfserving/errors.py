@@ -6,14 +6,12 @@ from fastserve._ext.json_reader import Fault, JSONFault
 from fastserve._ext.json_writer import WriterCode, WriterFault, write_error
 from fastserve.codec.json_text import to_bytes
 from fastserve.errors import Kind, ServeError, invalid
-from fastserve.tensor import DTYPES
+from fastserve.tensor import DTYPES, TENSORFLOW_NAME
 
-_OWN_WORDS = {"float32": "float", "float64": "double", "float16": "half", "bytes": "string"}
-TF_WORD: dict[int, str] = {dtype.code: _OWN_WORDS.get(name, name) for name, dtype in DTYPES.items()}
-"""DType.code -> the word of an error text, such as `float` or `string`."""
-
-TF_NAME: dict[int, str] = {code: "DT_" + word.upper() for code, word in TF_WORD.items()}
+TF_NAME: dict[int, str] = {DTYPES[name].code: word for name, word in TENSORFLOW_NAME.items()}
 """DType.code -> the enum's name, such as `DT_FLOAT`."""
+TF_WORD: dict[int, str] = {code: name[3:].lower() for code, name in TF_NAME.items()}
+"""DType.code -> the word of an error text, such as `float` or `string`."""
 
 
 def shape_text(shape: tuple[int, ...]) -> str:

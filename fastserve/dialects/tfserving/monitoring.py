@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -59,30 +59,22 @@ class TFServingMonitor:
 
     def __init__(self, known: Collection[str]) -> None:
         self._known = known
-        self._calls: dict[tuple[str, str], int] = {}
-        self._latency: dict[tuple[str, str, str], PageHistogram] = {}
-        self._runtime: dict[tuple[str, str], PageHistogram] = {}
+        self._calls: Counter[tuple[str, str]] = Counter()
+        self._latency: dict[tuple[str, str, str], PageHistogram] = defaultdict(PageHistogram)
+        self._runtime: dict[tuple[str, str], PageHistogram] = defaultdict(PageHistogram)
         self._examples: dict[str, PageHistogram] = {}
 
     def count(self, model: str, status: str) -> None:
         """One call answered with that code name (`OK`, `NOT_FOUND`, ...)."""
-        key = (model, status) if model in self._known else ("", status)
-        self._calls[key] = self._calls.get(key, 0) + 1
+        self._calls[model if model in self._known else "", status] += 1
 
     def time(self, model: str, api: str, took_us: float, entrypoint: str = "REST") -> None:
         """How long one successful inference took. `model` is one that is served."""
-        key = model, api, entrypoint
-        spread = self._latency.get(key)
-        if spread is None:
-            spread = self._latency[key] = PageHistogram()
-        spread.add(took_us)
+        self._latency[model, api, entrypoint].add(took_us)
 
     def run(self, model: str, api: str, ran_us: float) -> None:
         """How long its rows waited for their batch and were run; `api` in the words of gRPC."""
-        spread = self._runtime.get((model, api))
-        if spread is None:
-            spread = self._runtime[model, api] = PageHistogram()
-        spread.add(ran_us)
+        self._runtime[model, api].add(ran_us)
 
     def examples(self, model: str, count: int) -> None:
         """One MultiInference was answered well, of so many examples."""

@@ -26,7 +26,6 @@ from fastserve.dialects.text_common.streams import (
     send_events,
 )
 from fastserve.dialects.tgi.requests import (
-    TgiLimits,
     TgiRequest,
     ValidationFault,
     fit_prompt,
@@ -54,18 +53,15 @@ class TgiGenerate:
 
     def __init__(self, service: TextService, *, streams: bool | None, alone: bool = True) -> None:
         self._service, self._streams, self._alone = service, streams, alone
-        options = service.options
-        self._flavor = options.tgi_flavor
-        self._limits = TgiLimits(options.max_stops, options.max_best_of, options.most_timeout_s)
-        mindie = self._flavor == "mindie"
-        self._read = partial(read_mindie, options=options) if mindie else read_tgi
+        self._flavor = service.options.tgi_flavor
+        self._read = read_mindie if self._flavor == "mindie" else read_tgi
 
     async def __call__(self, call: Call) -> None:
         await self._service.answer(call, partial(self._answer, call), refuse)
 
     async def _answer(self, call: Call, about: TextCall) -> bool:
         service = self._service
-        ask = await read_offloaded(service, call, self._read, call.body, self._limits, self._streams)
+        ask = await read_offloaded(service, call, self._read, call.body, service.options, self._streams)
         model = about.model = service.texts.find("")
         one = GenerateCall(service, call, model, ask, self._flavor)
         await one.prepare()
@@ -95,7 +91,7 @@ class GenerateCall:
         self._shape = self._make_shape()
 
     def _make_shape(self) -> TgiWriter:
-        ask, text_of = self._ask, self._model.token_text
+        ask, text_of = self._ask, self._model.tokenizer.token_text
         if self._flavor == "mindie":
             in_list = self._service.options.token_id_style == "list"
             return MindieTgiWriter(text_of, details=ask.details, id_in_list=in_list)

@@ -1,9 +1,9 @@
 """Bodies of TGI's API (spec 7), and of MindIE's compatibility mode of it (spec 3.4): keys, bounds, messages.
 
-    read_tgi(b'{"inputs": "", ...}', limits, streams=False)
+    read_tgi(b'{"inputs": "", ...}', options, streams=False)
     -> InvalidBody("Input validation error: `inputs` cannot be empty")
 
-    read_mindie(b'{"inputs": "a", "parameters": {"top_p": 1.0}}', limits, None, options)
+    read_mindie(b'{"inputs": "a", "parameters": {"top_p": 1.0}}', options)
     -> ServeError("Parameter top_p must be in (0.0,1.0], got 1.")
 
 null counts as absent everywhere. Bounds that depend on a model are checked by `fit_prompt`. In MindIE's mode
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import getrandbits
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import msgspec
 
@@ -48,14 +48,6 @@ MOST_TOP_TOKENS = 5
 MOST_SEED = 2**64 - 1
 MOST_INT = 2**31 - 1
 DEFAULT_NEW_TOKENS = 100
-
-
-class TgiLimits(NamedTuple):
-    """The server's limits of a request, for every model."""
-
-    stops: int
-    best_of: int
-    timeout_s: int
 
 
 class TgiParameters(msgspec.Struct, kw_only=True):
@@ -115,28 +107,23 @@ _body: FreeJSON[TgiBody] = FreeJSON(TgiBody, BOUNDS)
 _tokenize: FreeJSON[TokenizeBody] = FreeJSON(TokenizeBody, BOUNDS)
 
 
-def read_tgi(data: bytes | bytearray, limits: TgiLimits, streams: bool | None = None) -> TgiRequest:
+def read_tgi(data: bytes | bytearray, options: TextgenOptions, streams: bool | None = None) -> TgiRequest:
     """A body of any of the generating paths; `streams` None where the body says it. Raises InvalidBody."""
     body = read_typed(_body, data)
-    given = body.parameters or TgiParameters()
-    return _make_ask(body.inputs, given, limits, bool(body.stream) if streams is None else streams)
+    return _make_ask(body, options, bool(body.stream) if streams is None else streams, options.max_best_of)
 
 
-def read_rest(inputs: str, given: dict[str, Any], limits: TgiLimits, streams: bool) -> TgiRequest:
-    """Parameters of a request that others have begun to read. Raises InvalidBody."""
-    body = read_typed(_body, msgspec.json.encode({"inputs": inputs, "parameters": given}))
-    return _make_ask(body.inputs, body.parameters or TgiParameters(), limits, streams)
-
-
-def _make_ask(inputs: str, given: TgiParameters, limits: TgiLimits, streams: bool) -> TgiRequest:
+def _make_ask(body: TgiBody, options: TextgenOptions, streams: bool, most_best_of: int) -> TgiRequest:
+    inputs, given = body.inputs, body.parameters or TgiParameters()
     sampling = does_sample(given)
-    best_of = _check_best_of(given, limits, sampling, streams)
-    _check_ranges(given, limits)
+    best_of = _check_best_of(given, most_best_of, sampling, streams)
+    _check_ranges(given, options.most_timeout_s)
     _check(not (given.decoder_input_details and streams), PREFILL_STREAM)
     _check(bool(inputs), "`inputs` cannot be empty")
     stop = given.stop or []
     _check(
-        len(stop) <= limits.stops, f"`stop` supports up to {limits.stops} stop sequences. Given: {len(stop)}"
+        len(stop) <= options.max_stops,
+        f"`stop` supports up to {options.max_stops} stop sequences. Given: {len(stop)}",
     )
     _check(all(stop), "`stop` sequences cannot be empty")
     return TgiRequest(inputs, given, _read_sampling(given, sampling, streams), stop, streams, best_of)
@@ -190,18 +177,18 @@ def _check(good: bool, words: str) -> None:
         raise ValidationFault(words)
 
 
-def _check_best_of(given: TgiParameters, limits: TgiLimits, sampling: bool, streams: bool) -> int:
+def _check_best_of(given: TgiParameters, most: int, sampling: bool, streams: bool) -> int:
     if given.best_of is None or given.best_of == 1:
         return 1
-    words = f"`best_of` must be > 0 and <= {limits.best_of}. Given: {given.best_of}"
-    _check(0 < given.best_of <= limits.best_of, words)
+    words = f"`best_of` must be > 0 and <= {most}. Given: {given.best_of}"
+    _check(0 < given.best_of <= most, words)
     _check(sampling, "you must use sampling when `best_of` is > 1")
     _check(given.seed is None, "`seed` must not be set when `best_of` > 1")
     _check(not streams, "`best_of` != 1 is not supported when streaming tokens")
     return given.best_of
 
 
-def _check_ranges(given: TgiParameters, limits: TgiLimits) -> None:
+def _check_ranges(given: TgiParameters, most_s: int) -> None:
     """Check bounds in the original's order."""
     _check(_within(given.temperature), "`temperature` must be strictly positive")
     _check(_within(given.repetition_penalty), "`repetition_penalty` must be strictly positive")
@@ -226,8 +213,7 @@ def _check_ranges(given: TgiParameters, limits: TgiLimits) -> None:
     _check(is_neutral(given.grammar), "grammar is not supported")
     _check(given.adapter_id is None, "`adapter_id` is not supported")
     _check(given.priority is None or 1 <= given.priority <= 5, "`priority` must be >= 1 and <= 5")
-    most = limits.timeout_s
-    _check(given.timeout is None or 0 < given.timeout <= most, f"`timeout` must be > 0 and <= {most}")
+    _check(given.timeout is None or 0 < given.timeout <= most_s, f"`timeout` must be > 0 and <= {most_s}")
 
 
 def _within(value: float | None) -> bool:
@@ -260,9 +246,7 @@ MORE = (
 )
 
 
-def read_mindie(
-    data: bytes | bytearray, limits: TgiLimits, streams: bool | None, options: TextgenOptions
-) -> TgiRequest:
+def read_mindie(data: bytes | bytearray, options: TextgenOptions, streams: bool | None = None) -> TgiRequest:
     """A body of any of the generating paths; `streams` None where the body says it. Raises ServeError."""
     document = read_json(data, options.json_depth)
     body = document if isinstance(document, dict) else {}
@@ -272,7 +256,8 @@ def read_mindie(
     checked = read_parameters((*rules, *MORE), given)
     said = bool(take(body, "stream", "boolean"))
     others = {key: value for key, value in given.items() if key not in {rule.name for rule in rules}}
-    ask = read_rest(inputs, others, limits._replace(best_of=1), said if streams is None else streams)
+    rest = read_typed(_body, msgspec.json.encode({"inputs": inputs, "parameters": others}))
+    ask = _make_ask(rest, options, said if streams is None else streams, 1)
     ask.parameters.details = checked.get("details")
     ask.parameters.seed = checked.get("seed", getrandbits(SEED_BITS))
     ask.parameters.priority = checked.get("priority")

@@ -51,7 +51,7 @@ from fastserve.serving.text.request import (
     fit,
 )
 from fastserve.serving.text.stream import Embedding, EncodedPrompt, TextStream
-from fastserve.serving.text.tokenizer import LEAST_LONGEST, Detokenizer, Piece, Tokenizer, load_tokenizer
+from fastserve.serving.text.tokenizer import LEAST_LONGEST, Piece, Tokenizer, load_tokenizer
 from fastserve.util.offload import Offload
 
 OWNER = "fastserve"
@@ -198,7 +198,7 @@ class TextModel:
         return self._tokenizer
 
     @property
-    def _known(self) -> Tokenizer:
+    def tokenizer(self) -> Tokenizer:
         """The tokenizer, for callers that cannot wait: it is loaded once a stream has begun."""
         if self._tokenizer is None:
             self._tokenizer = self._read_tokenizer()
@@ -246,7 +246,7 @@ class TextModel:
             found = len(self._encode_within(text, special, most))
             if found > most:
                 raise PromptTooLong(found, most)
-        return self._known.pieces(text, special=special)
+        return self.tokenizer.pieces(text, special=special)
 
     def _encode(self, text: str, special: bool, keep: int = 0) -> list[int]:
         """Raises TextTooLong, and PromptTooLong where that shows before all of it was read."""
@@ -257,7 +257,7 @@ class TextModel:
         check_text(text)
         size, enough = max(EASY_CHARACTERS, keep), keep + SLACK
         while True:  # doubles the part at its end
-            found = self._known.encode(text[-size:], special=special)
+            found = self.tokenizer.encode(text[-size:], special=special)
             if size >= len(text) or len(found) >= enough:
                 return found
             size *= 2
@@ -267,28 +267,12 @@ class TextModel:
         PromptTooLong."""
         size = max(EASY_CHARACTERS, most)
         while True:  # doubles the part at its beginning
-            found = self._known.encode(text[:size], special=special)
+            found = self.tokenizer.encode(text[:size], special=special)
             if size >= len(text):
                 return found
             if len(found) > most + SLACK:
                 raise PromptTooLong(len(found) - SLACK, most, more=True)
             size *= 2
-
-    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """Return the text of tokens, without special ones unless `special`."""
-        return self._known.decode(ids, special=special)
-
-    def token_text(self, token: int) -> str:
-        """Return the text of one token, special ones too."""
-        return self._known.token_text(token)
-
-    def token_bytes(self, token: int) -> bytes:
-        """Return the bytes of one token; b"" where they are not known."""
-        return self._known.token_bytes(token)
-
-    def detokenizer(self, *, special: bool = False) -> Detokenizer:
-        """Return a detokenizer for one sequence."""
-        return self._known.detokenizer(special=special)
 
     async def chat(
         self,
@@ -386,7 +370,7 @@ class TextModel:
     def _start(
         self, ask: TextAsk, ids: list[int], text: str, seed: int, stops: StopTable | None
     ) -> TextStream:
-        info, tokenizer = self.info, self._known
+        info, tokenizer = self.info, self.tokenizer
         most = min(ask.sampling.max_new_tokens, info.max_new_tokens, info.max_tokens - len(ids))
         stream = TextStream(
             ids,

@@ -301,14 +301,8 @@ class WordsTokenizer:
         return NoText()
 
 
-class NoTokens:
+class NoTokens(WordsTokenizer):
     """No tokenizer: the engine takes and gives text."""
-
-    specials: frozenset[int] = frozenset()
-    longest = MOST_CHARACTERS
-
-    def __init__(self, model: str) -> None:
-        self._model = model
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         raise NoTokenizer(self._model)
@@ -318,15 +312,6 @@ class NoTokens:
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         raise NoTokenizer(self._model)
-
-    def token_text(self, token: int) -> str:
-        return ""
-
-    def token_bytes(self, token: int) -> bytes:
-        return b""
-
-    def detokenizer(self, *, special: bool = False) -> Detokenizer:
-        return NoText()
 
 
 def _load(path: Path, model: str) -> Library:

@@ -14,7 +14,7 @@ from fastserve._ext.proto_outline import MOST_HEAD_BYTES
 from fastserve.codec.byte_formats import head_of, write_varint
 from fastserve.dialects.grps import rpcs
 from fastserve.dialects.grps.json_messages import cut_arrays, find_arrays, wants_stream
-from fastserve.dialects.grps.rpcs import SCHEME, FastGrpc
+from fastserve.dialects.grps.rpcs import SCHEME, GrpsPredictRpc
 from fastserve.protos import load
 from fastserve.repository.catalog import VersionListeners
 from fastserve.request import InferRequest
@@ -61,7 +61,7 @@ def test_what_is_kept_of_a_message_is_bounded(
     service: Any = SimpleNamespace(
         keepers=VersionListeners(SimpleNamespace(on_change=[])), traffic=None, answered=None, offload=None
     )
-    fast = FastGrpc(service)
+    fast = GrpsPredictRpc(service)
     data = a_message(1.0, 2.0).SerializeToString() + head_of(99, more) + bytes(more)
     request = InferRequest({"x": Tensor(DTYPES["float32"], (2,), np.array([1, 2], "<f4").tobytes())})
     version: Any = SimpleNamespace(model="m")

@@ -12,7 +12,7 @@ import pytest
 
 from fastserve.codec.text import Info
 from fastserve.config import TextgenOptions
-from fastserve.dialects.mindie.generation import TokenInferRequest, read_text, read_tokens
+from fastserve.dialects.mindie.generation import read_text, read_tokens
 from fastserve.dialects.text_common.bodies import read_json
 from fastserve.dialects.text_common.mindie import MindieRequest, make_rules, read_infer
 from fastserve.errors import Kind, ServeError
@@ -60,7 +60,7 @@ def outcome(read: Callable[[Any], Any], body: bytes) -> str:
         found = read(read_json(body, OPTIONS.json_depth))
     except ServeError as fault:
         return "refused" if (fault.kind, fault.message.isprintable()) == WELL else fault.message
-    assert isinstance(found, MindieRequest | TokenInferRequest)
+    assert isinstance(found, MindieRequest)
     return "read"
 
 
