@@ -138,6 +138,22 @@ class BatchIO:
         return parts
 
 
+class JoinsRequests:
+    """The part of SupportsRequestJoining that a backend's BatchIO decides."""
+
+    batch_io: BatchIO
+
+    @property
+    def joins_requests(self) -> bool:
+        """Whether the config.pbtxt has ragged inputs, a `batch_input` or a `batch_output`."""
+        return bool(self.batch_io)
+
+    @property
+    def ragged_inputs(self) -> set[str]:
+        """Inputs with `allow_ragged_batch`."""
+        return self.batch_io.ragged
+
+
 def _rows_of(request: Arrays) -> Shape:
     return next(iter(request.values())).shape[:1]
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastserve.backends.base import read_specs
-from fastserve.backends.batch_io import BatchIO, reshape, reshapes_of
+from fastserve.backends.batch_io import BatchIO, JoinsRequests, reshape, reshapes_of
 from fastserve.backends.frameworks.torch_device import CAPTURING
 from fastserve.backends.model_errors import clean, kind_of
 from fastserve.backends.outputs import OutputCheck
@@ -48,7 +48,7 @@ NOT_ON_CUDA = (
 )
 
 
-class OnnxBackend:
+class OnnxBackend(JoinsRequests):
     """Runs an ONNX model."""
 
     def __init__(self, config: Mapping[str, Any], version_dir: Path, instance: int) -> None:
@@ -145,16 +145,6 @@ class OnnxBackend:
             self._check(request, reshape(part, self._reshapes[1], batched=True))
             for request, part in zip(requests, parts, strict=True)
         ]
-
-    @property
-    def joins_requests(self) -> bool:
-        """Whether the config.pbtxt has ragged inputs, a `batch_input` or a `batch_output`."""
-        return bool(self.batch_io)
-
-    @property
-    def ragged_inputs(self) -> set[str]:
-        """Inputs with `allow_ragged_batch`."""
-        return self.batch_io.ragged
 
     def _feed(self, inputs: Arrays) -> Arrays:
         feed = inputs if not self._strings else self._decode_strings(inputs)

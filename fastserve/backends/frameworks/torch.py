@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastserve.backends.base import read_specs
-from fastserve.backends.batch_io import BatchIO, reshape, reshapes_of
+from fastserve.backends.batch_io import BatchIO, JoinsRequests, reshape, reshapes_of
 from fastserve.backends.frameworks.python import forget_folder
 from fastserve.backends.frameworks.torch_device import (
     CAPTURING,
@@ -239,7 +239,7 @@ class _Graphs:
             return {name: tensor.clone() for name, tensor in results.items()}
 
 
-class TorchBackend:
+class TorchBackend(JoinsRequests):
     """Runs a PyTorch model. `device` is torch's name of its device."""
 
     def __init__(self, config: Mapping[str, Any], version_dir: Path, instance: int) -> None:
@@ -304,16 +304,6 @@ class TorchBackend:
         feed = [reshape(request, self.reshapes[0], batched=self._batched) for request in requests]
         parts = self.batch_io.split(self._run(self.batch_io.join(feed)), requests)
         return [self._check(request, part) for request, part in zip(requests, parts, strict=True)]
-
-    @property
-    def joins_requests(self) -> bool:
-        """Whether the config.pbtxt has ragged inputs, a `batch_input` or a `batch_output`."""
-        return bool(self.batch_io)
-
-    @property
-    def ragged_inputs(self) -> set[str]:
-        """Inputs with `allow_ragged_batch`."""
-        return self.batch_io.ragged
 
     def run_on_device(self, inputs: Tensors) -> Tensors:
         """Enqueue one batch that is on the device; see SupportsDevice."""

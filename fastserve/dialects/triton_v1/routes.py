@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import parse_qsl
 
 from fastserve.net.access_control import NOTHING, Resource, Resources, Scope
@@ -18,6 +19,7 @@ _PLACE = re.compile(r"/api/([a-z]+)(.*)")
 _NUMBER = "[0-9]{1,18}"
 _REGION = rf"/(?P<key>/.*)/(?P<offset>{_NUMBER})/(?P<byte_size>{_NUMBER})"
 _DEVICE = rf"/(?P<byte_size>{_NUMBER})/(?P<device>[0-9]{{1,9}})"
+_NUMBERS = {"version", "offset", "byte_size", "device"}
 _REST = {
     place: [re.compile(pattern) for pattern in patterns]
     for place, patterns in {
@@ -103,17 +105,8 @@ def parse_target(method: str, target: str) -> V1Target | int:
     found = next((match for pattern in _REST[place] if (match := pattern.fullmatch(rest))), None)
     if found is None:
         return 400
-    given = {name: value for name, value in found.groupdict().items() if value}
-    return V1Target(
-        place,
-        given.get("action", ""),
-        given.get("name", ""),
-        int(given["version"]) if "version" in given else None,
-        given.get("key", ""),
-        int(given.get("offset", 0)),
-        int(given.get("byte_size", 0)),
-        int(given.get("device", 0)),
-        dict(parse_qsl(query)).get("format", "") if query else "",
-        row.scopes[method],
-        row.resources,
-    )
+    given: dict[str, Any] = {name: value for name, value in found.groupdict().items() if value}
+    for name in given.keys() & _NUMBERS:
+        given[name] = int(given[name])
+    form = dict(parse_qsl(query)).get("format", "") if query else ""
+    return V1Target(place, format=form, scope=row.scopes[method], resources=row.resources, **given)
