@@ -202,13 +202,13 @@ def test_many_small_texts_are_read_beside_the_loop(texts: int, beside: bool) -> 
             engine.add("m1", Scripted([], info=Info(tokenizer="words", embeds=2, max_tokens=4000)))
             model = TextModels(engine.context).find("m1")
             readers = set()
-            encode = model._known.encode
+            encode = model.tokenizer.encode
 
             def watched(text: str, *, special: bool = True) -> list[int]:
                 readers.add(threading.get_ident())
                 return encode(text, special=special)
 
-            model._known.encode = watched  # type: ignore[method-assign]
+            model.tokenizer.encode = watched  # type: ignore[method-assign]
             await model.embedding([TextAsk(prompt="a " * 100)] * texts)
             assert readers.isdisjoint({threading.get_ident()}) is beside
 
