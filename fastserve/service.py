@@ -154,7 +154,7 @@ class BatchedService:
 
         Raises TypeError when x cannot be encoded, and ServeError for an exception of transform or an error
         that it returned for this element, for a dead worker, and UNAVAILABLE with the worker's last
-        failure when no worker has come back within 10 s (`engine.death_policy.NO_WORKER_LIMIT_S`).
+        failure when no worker has come back within 10 s (`engine.supervision.NO_WORKER_LIMIT_S`).
         """
         batcher = self._batcher
         if batcher is None or self._loop is not asyncio.get_running_loop():

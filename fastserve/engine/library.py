@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from fastserve._ext.fast_path import Pending
 from fastserve.codec.safe_msgpack import decode, encode
 from fastserve.engine.batch_queue import BatchQueue, QueueMeters
-from fastserve.engine.death_policy import DeathPolicy
+from fastserve.engine.supervision import DeathPolicy
 from fastserve.errors import Kind, ServeError, unpack_status
 from fastserve.metrics.registry import Registry
 from fastserve.tensor import TensorSpec

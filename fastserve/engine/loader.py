@@ -27,16 +27,15 @@ from fastserve.backends.registry import find_backend
 from fastserve.devices.inventory import MACHINE, VisibleDevice
 from fastserve.engine.batch_queue import BatchQueue, QueueMeters, Specs
 from fastserve.engine.counters import WarmUp, counters_of
-from fastserve.engine.death_policy import LOST, DeathPolicy
 from fastserve.engine.device_memory import NO_DEVICE, lending_device
 from fastserve.engine.engine import SCHEDULER, Engine, find_scheduler
 from fastserve.engine.input_checks import check_inputs
-from fastserve.engine.maintenance import Maintenance
 from fastserve.engine.model_callbacks import ModelCallbacks, ModelCalls, SendToWorker
 from fastserve.engine.schedulers.cache import ResponseCache
 from fastserve.engine.schedulers.ensemble import EnsembleScheduler, check_models, make_plan
 from fastserve.engine.schedulers.rate_limiter import RateLimiter
 from fastserve.engine.schedulers.schedule import Schedule, open_queue
+from fastserve.engine.supervision import LOST, DeathPolicy, Maintenance
 from fastserve.errors import ConfigError, Kind, ServeError, invalid
 from fastserve.metrics import names
 from fastserve.metrics.registry import Registry
@@ -267,7 +266,7 @@ class VersionLoader:
         self.cache = ResponseCache(cache_bytes) if cache_bytes else None
         self.ensembles: dict[Version, EnsembleScheduler] = {}  # they have no workers
         self._catalog = catalog or Catalog()
-        self.wishes = ModelCallbacks(self._catalog)  # what models ask of the server
+        self.callbacks = ModelCallbacks(self._catalog)  # what models ask of the server
         self.engine = Engine(self._catalog)  # for what models ask of other models
         self.hosted: dict[tuple[str, int, int, int], LoadedPart] = {}
         self.on_opened: list[OnPart] = []
@@ -305,7 +304,7 @@ class VersionLoader:
         except BaseException as error:
             if not isinstance(error, CompletedError):
                 self._count_load(version, "failed")
-            self.wishes.forget(version)
+            self.callbacks.forget(version)
             await self._close_all(version, parts)
             if isinstance(error, ConfigError):
                 raise invalid(str(error)) from error
@@ -377,7 +376,7 @@ class VersionLoader:
         """Stop everything at once; requests that still wait get an error."""
         for ensemble in self.ensembles.values():
             ensemble.close()
-        await self.wishes.close()
+        await self.callbacks.close()
         hosted, self.hosted = list(self.hosted.values()), {}
         await asyncio.gather(*(self._close(one) for one in hosted))
         await self._shared.close()
@@ -385,7 +384,7 @@ class VersionLoader:
 
     async def close_lent(self, handle: bytes) -> None:
         """Return when all workers that have opened this client memory on a GPU have closed it."""
-        number = self.wishes.lent.begin()
+        number = self.callbacks.lent.begin()
         message = {"op": "close_lent", "handle": handle.hex(), "number": number}
         asked = [
             (id(hosted.version), hosted.part, worker)
@@ -394,7 +393,7 @@ class VersionLoader:
             for worker in range(hosted.queue.workers)
             if hosted.group.notify_attached(worker, message)
         ]
-        await self.wishes.lent.all_closed(asked, number)
+        await self.callbacks.lent.all_closed(asked, number)
 
     def alive(self, version: Version) -> int:
         """Return how many workers of the version are ready; 1 for an ensemble, which needs none."""
@@ -491,7 +490,7 @@ class VersionLoader:
         counters_of(hosted.version).close(hosted.queue)
         hosted.arena.close()
         self._budget.give_back(hosted.claims)
-        self.wishes.forget(hosted.version)
+        self.callbacks.forget(hosted.version)
         self._report(hosted)
 
     def _worker_died(self, version: Version, part: int, worker: int) -> None:
@@ -499,7 +498,7 @@ class VersionLoader:
         if hosted is None:
             return
         hosted.calls.forget(worker)
-        self.wishes.forget_worker(version, part, worker)
+        self.callbacks.forget_worker(version, part, worker)
         retried, failed = hosted.deaths.worker_died(worker, hosted.upkeep.ended(worker))
         if (scheduler := find_scheduler(version)) is not None:
             if scheduler.died_with_it:
@@ -523,8 +522,8 @@ class VersionLoader:
     def _called(
         self, version: Version, part: int, worker: int, message: Mapping[str, Any], tell: SendToWorker
     ) -> None:
-        if message["op"] == "wish":
-            self.wishes.hear(version, part, worker, message, tell)
+        if message["op"] == "callback":
+            self.callbacks.hear(version, part, worker, message, tell)
             return
         hosted = self.hosted.get(_key(version, part))
         if hosted is not None:

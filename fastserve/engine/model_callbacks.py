@@ -226,7 +226,7 @@ TEXT_MAX = 64 << 20
 
 NO_CONTROL = "models cannot be loaded from here"
 
-TOO_LONG = f"a wish has at most {TEXT_MAX} characters"
+TOO_LONG = f"a callback has at most {TEXT_MAX} characters"
 
 ITSELF = "a model cannot load itself while it loads"
 
@@ -326,19 +326,19 @@ class ModelCallbacks:
             return
         text = "".join(self._texts.pop(place))
         try:
-            wish = _read(text) if len(text) < TEXT_MAX else None
+            callback = _read(text) if len(text) < TEXT_MAX else None
         except (msgspec.MsgspecError, ValueError, RecursionError):
-            wish = None
-        if isinstance(wish, _Device):
-            _count_device(version, part, worker, wish)
+            callback = None
+        if isinstance(callback, _Device):
+            _count_device(version, part, worker, callback)
             return
-        if isinstance(wish, _NoMemory):
-            counters_of(version).out_of_memory += wish.batches
+        if isinstance(callback, _NoMemory):
+            counters_of(version).out_of_memory += callback.batches
             return
-        if isinstance(wish, _LentClosed):
-            self.lent.closed((id(version), part, worker), wish.number)
+        if isinstance(callback, _LentClosed):
+            self.lent.closed((id(version), part, worker), callback.number)
             return
-        work = self._carry_out(version, wish, lambda told: self._say(tell, worker, number, told))
+        work = self._carry_out(version, callback, lambda told: self._say(tell, worker, number, told))
         if work is not None:
             task = asyncio.get_running_loop().create_task(work)
             self._tasks.add(task)
@@ -362,77 +362,77 @@ class ModelCallbacks:
 
     def _say(self, tell: SendToWorker, worker: int, number: int, told: Mapping[str, Any]) -> None:
         if number:
-            tell(worker, {"op": "told", "id": number, "final": True, **told})
+            tell(worker, {"op": "reply", "id": number, "final": True, **told})
 
     def _carry_out(
-        self, version: Version, wish: _Callback | None, say: Callable[[dict[str, Any]], None]
+        self, version: Version, callback: _Callback | None, say: Callable[[dict[str, Any]], None]
     ) -> Any:
         """Return a coroutine for a load or unload; answer everything else at once, in the order it came."""
-        if isinstance(wish, _Load | _Unload):
-            return self._manage(version, wish, say)
+        if isinstance(callback, _Load | _Unload):
+            return self._manage(version, callback, say)
         try:
-            say(self._answer(version, wish))
+            say(self._answer(version, callback))
         except ServeError as error:
             say({"kind": error.kind.value, "message": error.message})
         except ValueError as error:
             say({"kind": Kind.INVALID_ARGUMENT.value, "message": str(error)})
         return None
 
-    def _answer(self, version: Version, wish: _Callback | None) -> dict[str, Any]:
+    def _answer(self, version: Version, callback: _Callback | None) -> dict[str, Any]:
         metrics, owner = self.metrics, id(version)
-        if isinstance(wish, _Ready):
-            return {"ready": self._is_ready(wish)}
-        if isinstance(wish, _Family):
-            metrics.add_family(owner, wish.name, wish.help, wish.kind)
+        if isinstance(callback, _Ready):
+            return {"ready": self._is_ready(callback)}
+        if isinstance(callback, _Family):
+            metrics.add_family(owner, callback.name, callback.help, callback.kind)
             return {}
-        if isinstance(wish, _Metric):
-            return {"number": metrics.add_series(owner, wish.family, wish.labels, wish.buckets)}
-        if isinstance(wish, _Value):
-            return {"value": metrics.value(wish.number)}
-        if isinstance(wish, _Change):
-            for number, how, value in wish.changes:
+        if isinstance(callback, _Metric):
+            return {"number": metrics.add_series(owner, callback.family, callback.labels, callback.buckets)}
+        if isinstance(callback, _Value):
+            return {"value": metrics.value(callback.number)}
+        if isinstance(callback, _Change):
+            for number, how, value in callback.changes:
                 metrics.change(number, how, value)
             return {}
-        raise ValueError("the server does not know what this asks for" if wish is None else TOO_LONG)
+        raise ValueError("the server does not know what this asks for" if callback is None else TOO_LONG)
 
-    def _is_ready(self, wish: _Ready) -> bool:
-        if wish.version and not wish.version.lstrip("-").isdecimal():
-            text = f"failed to get model version from specified version string {wish.version[:40]!r}"
+    def _is_ready(self, callback: _Ready) -> bool:
+        if callback.version and not callback.version.lstrip("-").isdecimal():
+            text = f"failed to get model version from specified version string {callback.version[:40]!r}"
             raise invalid(f"{text}, version should be an integral value > 0")
-        number = int(wish.version) if wish.version and int(wish.version) >= 0 else None
-        return self._catalog.ready(wish.name, number)
+        number = int(callback.version) if callback.version and int(callback.version) >= 0 else None
+        return self._catalog.ready(callback.name, number)
 
     async def _manage(
-        self, version: Version, wish: _Load | _Unload, say: Callable[[dict[str, Any]], object]
+        self, version: Version, callback: _Load | _Unload, say: Callable[[dict[str, Any]], object]
     ) -> None:
         try:
             if self.repository is None:
                 raise unsupported(NO_CONTROL)
-            if isinstance(wish, _Unload):
-                if wish.name == version.model:  # it waits for its requests, and this may be one of them
+            if isinstance(callback, _Unload):
+                if callback.name == version.model:  # it waits for its requests, and this may be one of them
                     say({})
                     say = log.debug
-                await self.repository.unload(wish.name, composing=wish.dependents)
+                await self.repository.unload(callback.name, composing=callback.dependents)
             else:
-                await self._load(version, wish)
+                await self._load(version, callback)
             say({})
         except ServeError as error:
             say({"kind": error.kind.value, "message": error.message})
         except Exception as error:
-            log.exception("a wish of %r failed", version)
+            log.exception("a callback of %r failed", version)
             say({"kind": Kind.INTERNAL.value, "message": explain(error)})
 
-    async def _load(self, version: Version, wish: _Load) -> None:
+    async def _load(self, version: Version, callback: _Load) -> None:
         loading = self._catalog.available(version.model, version.number) is not version
-        if loading and wish.name == version.model:
+        if loading and callback.name == version.model:
             raise ServeError(Kind.FAILED_PRECONDITION, ITSELF)
         try:
-            files = {path: base64.b64decode(data) for path, data in wish.files.items()}
+            files = {path: base64.b64decode(data) for path, data in callback.files.items()}
         except ValueError as error:
             raise invalid(f"files: {error}") from None
-        override = Override(wish.config or "{}", files) if wish.config or files else None
+        override = Override(callback.config or "{}", files) if callback.config or files else None
         assert self.repository is not None
-        await self.repository.load(wish.name, override=override, nested=loading)
+        await self.repository.load(callback.name, override=override, nested=loading)
 
 
 def _count_device(version: Version, part: int, worker: int, told: _Device) -> None:

@@ -1,7 +1,7 @@
 """Messages between the owner of the models and the other front processes: catalog and model control.
 
 front -> owner   ask {id, do: names | load | unload | replace | stop | spread, name ...}
-owner -> front   told {id, names | meant | error}       when all fronts have applied the change
+owner -> front   reply {id, names | meant | error}       when all fronts have applied the change
 owner -> front   catalog {models}
 """
 
@@ -120,7 +120,7 @@ class OwnerModelControl:
 
     async def answer(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Do what a client of another front process asked for, and return the reply to that front."""
-        told = {"op": "told", "id": asked["id"]}
+        told = {"op": "reply", "id": asked["id"]}
         try:
             if asked["do"] == "names":
                 return {**told, "names": await self.names()}

@@ -155,7 +155,7 @@ class FrontPool:
         if asked["do"] == "spread":
             dialect, word = asked["dialect"], asked["word"]
             meant = self.hear(dialect, word) or await self.spread(dialect, word, but=asked["front"])
-            return {"op": "told", "id": asked["id"], "meant": meant}
+            return {"op": "reply", "id": asked["id"], "meant": meant}
         return await self._loads.answer(asked)
 
     def tell_readiness(self, readiness: Readiness) -> None:

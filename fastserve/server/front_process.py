@@ -112,7 +112,7 @@ class FrontProcess:
             self._control.send({"op": "pong", "id": message["id"]})
         elif op == "settle":  # what was said before it is done
             self._control.send({"op": "settled", "id": message["id"]})
-        elif op == "told" and self._loads is not None:
+        elif op == "reply" and self._loads is not None:
             self._loads.hear(message)
         elif op in ("listen", "close", "drain"):
             self._later({"listen": self._listen, "close": self._close, "drain": self._drain}[op](message))

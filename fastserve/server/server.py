@@ -166,7 +166,7 @@ class Server:
         self.registry = Registry(sections=settings.frontends)
         self.host = make_loader(settings, self.registry, self.catalog, self._health_changed)
         self.repository = Repository(settings, self.catalog, self.host)
-        self.host.wishes.repository = self.repository
+        self.host.callbacks.repository = self.repository
         self._models_file = ModelsFile(settings.tfserving, self.repository)
         self.loads = loads = OwnerModelControl(self.repository)
         self.front = Front(
@@ -178,7 +178,7 @@ class Server:
             opening=Opening(done=False),
             owner=True,
         )
-        self.front.custom_metrics = self.host.wishes.metrics.write
+        self.front.custom_metrics = self.host.callbacks.metrics.write
         self.front.close_lent = self.host.close_lent
         self.on_stop: Callable[[bool], None] | None = None
         """Called when a client has asked for the end, with whether to wait for what is under way."""
@@ -276,7 +276,7 @@ class Server:
         self._gauges.show_memory(self.front.budget)
         self._gauges.show_certificate(self.front.tls)
         self._gauges.show_queues(self.host.hosted.values())
-        self.fronts.tell_custom_metrics(self.host.wishes.metrics.write())
+        self.fronts.tell_custom_metrics(self.host.callbacks.metrics.write())
         self.fronts.tell_catalog()  # labels move without a version that does
 
 

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 # How long a call may take whose request names no timeout.
 DEFAULT_TIMEOUT_S = 60.0
 # How long a model callback may take, such as a load of another model.
-WISH_S = 600.0
+CALLBACK_S = 600.0
 # The owner ends a call at its deadline; should it not, this much later the call ends by itself.
 SLACK_S = 1.0
 # A thread that waits while another reads the line looks this often whether the other has stopped reading.
@@ -120,12 +120,12 @@ class BlsClient:
 
     # --- model callbacks ---
 
-    def ask(self, wish: Mapping[str, Any]) -> Mapping[str, Any]:
+    def ask(self, callback: Mapping[str, Any]) -> Mapping[str, Any]:
         """Send a callback and return the reply, an empty one once the server is stopping."""
-        call = OutgoingCall(next(self._numbers), 0, time.monotonic() + WISH_S, WISH_S)
+        call = OutgoingCall(next(self._numbers), 0, time.monotonic() + CALLBACK_S, CALLBACK_S)
         self._calls[call.number] = call
         try:
-            for piece in in_pieces(call.number, wish):
+            for piece in in_pieces(call.number, callback):
                 self._control.send(piece)
             return {} if self._gone else self._next(call) or {}
         except ControlFault:
@@ -133,12 +133,12 @@ class BlsClient:
         finally:
             self._calls.pop(call.number, None)
 
-    def tell(self, wish: Mapping[str, Any]) -> None:
+    def tell(self, callback: Mapping[str, Any]) -> None:
         try:
-            for piece in in_pieces(0, wish):
+            for piece in in_pieces(0, callback):
                 self._control.send(piece)
         except ControlFault:
-            log.warning("the server did not hear of %s", wish["do"])
+            log.warning("the server did not hear of %s", callback["do"])
 
     # --- requests out ---
 
@@ -214,14 +214,14 @@ class BlsClient:
             self._control.deafen()  # so that the batch loop, which may sleep, wakes too
             for call in list(self._calls.values()):  # threads that begin calls go on meanwhile
                 call.news.set()
-        elif message["op"] in ("answer", "told"):
+        elif message["op"] in ("answer", "reply"):
             self._hear(message)
 
     def _hear(self, message: dict[str, Any]) -> None:
         call = self._calls.get(message["id"])
         if call is None:
             return
-        if message.get("offset") or message.get("kind") or message["op"] == "told":
+        if message.get("offset") or message.get("kind") or message["op"] == "reply":
             call.answers.append(message)
         if message.get("final"):
             call.final = True

@@ -10,8 +10,8 @@ An AF_UNIX SOCK_SEQPACKET socketpair. One datagram is one JSON object with an "o
       | <-- ready ---------------------------------|      or failed {message, kind}
       | <-- infer {id, offset, nbytes ...} --------|      calls to other models, see bls.py
       | -- answer {id, offset, nbytes ...} ------->|
-      | <-- wish {id, text, more} -----------------|      model callbacks: JSON in pieces, until more is false
-      | -- told {id, final, ...} ----------------->|      the reply, none for id 0
+      | <-- callback {id, text, more} -------------|      of the model: JSON in pieces, until more is false
+      | -- reply {id, final, ...} ---------------->|      none for id 0
       | -- stop ---------------------------------->|
 
 The two sides do not trust each other alike. A worker runs the model's code, so the owner takes
@@ -250,12 +250,12 @@ def _close_all(fds: list[int]) -> None:
 PIECE_CHARACTERS = 16_000  # characters: of 1 to 3 bytes each
 
 
-def in_pieces(number: int, wish: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def in_pieces(number: int, callback: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Split one model callback into messages. Raises TypeError for values that JSON has not."""
-    text = msgspec.json.encode(wish).decode()
+    text = msgspec.json.encode(callback).decode()
     for start in range(0, len(text), PIECE_CHARACTERS):
         more = start + PIECE_CHARACTERS < len(text)
-        yield {"op": "wish", "id": number, "text": text[start : start + PIECE_CHARACTERS], "more": more}
+        yield {"op": "callback", "id": number, "text": text[start : start + PIECE_CHARACTERS], "more": more}
 
 
 class LoadChannel:
@@ -267,21 +267,21 @@ class LoadChannel:
         self._numbers = itertools.count(1)
         self._one_at_a_time = threading.Lock()
 
-    def ask(self, wish: Mapping[str, Any]) -> Mapping[str, Any]:
+    def ask(self, callback: Mapping[str, Any]) -> Mapping[str, Any]:
         """Send a callback and return the reply. Raises PeerGone when the server stops."""
         with self._one_at_a_time:
             number = next(self._numbers)
-            self._send(number, wish)
+            self._send(number, callback)
             message = self._control.receive().message
-            if message["op"] != "told" or message["id"] != number:
+            if message["op"] != "reply" or message["id"] != number:
                 raise PeerGone("the load was given up")
             return message
 
-    def tell(self, wish: Mapping[str, Any]) -> None:
-        self._send(0, wish)
+    def tell(self, callback: Mapping[str, Any]) -> None:
+        self._send(0, callback)
 
-    def _send(self, number: int, wish: Mapping[str, Any]) -> None:
-        for piece in in_pieces(number, wish):
+    def _send(self, number: int, callback: Mapping[str, Any]) -> None:
+        for piece in in_pieces(number, callback):
             self._control.send(piece)
 
 

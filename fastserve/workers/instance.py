@@ -91,7 +91,7 @@ class _Leave(CallMessage, tag="leave"):
     pass
 
 
-class _Wish(CallMessage, tag="wish"):
+class _CallbackPiece(CallMessage, tag="callback"):
     text: str
     more: bool
 
@@ -103,7 +103,7 @@ class _Failed(msgspec.Struct, tag="failed", tag_field="op"):
     completed: dict[str, Any] | None = None
 
 
-_Answer = _Loaded | _Ready | _Failed | _Infer | _Taken | _Leave | _Wish
+_Answer = _Loaded | _Ready | _Failed | _Infer | _Taken | _Leave | _CallbackPiece
 OnCall = Callable[[int, Mapping[str, Any]], None]
 
 
@@ -247,10 +247,10 @@ class Instance:
         except (msgspec.ValidationError, RecursionError) as error:
             raise ControlFault("a message that is none of loaded, ready, failed") from error
         if isinstance(answer, CallMessage):
-            if self._on_call is None and isinstance(answer, _Wish) and not answer.id:
+            if self._on_call is None and isinstance(answer, _CallbackPiece) and not answer.id:
                 return  # a notification; the batching library's has no receiver
             may = self.state is WorkerState.READY or (
-                isinstance(answer, _Wish) and self.state is not WorkerState.IDLE
+                isinstance(answer, _CallbackPiece) and self.state is not WorkerState.IDLE
             )
             if not may or self._on_call is None:
                 raise ControlFault(f"a call while it was {self.state.value}")

@@ -203,13 +203,13 @@ def _run_recorded(backend: Backend, fd: int, max_rows: int) -> int:
 
 
 def _warm_up(runner: Runner, arena: Arena, backend: Backend, config: Mapping[str, Any]) -> None:
-    wish = config.get("warmup", "auto")
-    if wish == "off":
+    samples = config.get("warmup", "auto")
+    if samples == "off":
         return
-    if wish != "auto":
+    if samples != "auto":
         from fastserve.workers.warmup import run_samples
 
-        run_samples(backend, wish, batching=config["max_batch_size"] > 0)
+        run_samples(backend, samples, batching=config["max_batch_size"] > 0)
         return
     from fastserve.workers.warmup import run_synthetic
 

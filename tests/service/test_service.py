@@ -240,8 +240,8 @@ class Hooked(Service):
 @pytest.mark.logs_errors
 @pytest.mark.parametrize("kind", [Service, Hooked])
 def test_callers_of_a_worker_that_cannot_be_restarted_get_its_failure(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr("fastserve.engine.death_policy.NO_WORKER_LIMIT_S", 2.0)
-    monkeypatch.setattr("fastserve.engine.death_policy.NO_WORKER_LOOK_S", 0.1)
+    monkeypatch.setattr("fastserve.engine.supervision.NO_WORKER_LIMIT_S", 2.0)
+    monkeypatch.setattr("fastserve.engine.supervision.NO_WORKER_LOOK_S", 0.1)
     file = tmp_path / "fire"
 
     async def main():

@@ -2,7 +2,7 @@
 
 The arena is registered where it lies (cudaHostRegister), so a copy out of a batch's columns is one DMA with
 nothing on the way. Memory that was registered is the device's to read until it is unregistered: its pages
-must not be exchanged, which is why an arena with a device on it is not trimmed (engine/upkeep.py).
+must not be exchanged, which is why an arena with a device on it is not trimmed (engine/supervision.py).
 """
 
 from __future__ import annotations

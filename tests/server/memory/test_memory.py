@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fastserve.engine import maintenance
+from fastserve.engine import supervision
 from tests import proc
 from tests.running import Running
 from tests.server.rig import Client, run, serving, write_model
@@ -76,7 +76,7 @@ def test_a_small_model_stays_small_under_load(tmp_path: Path):
 
 @pytest.mark.parametrize("shape", [[1 << 18], [-1]], ids=["columns", "slabs"])
 def test_what_a_burst_took_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: list[int]):
-    monkeypatch.setattr(maintenance, "TRIM_S", 3600.0)
+    monkeypatch.setattr(supervision, "TRIM_S", 3600.0)
     tensor = {"dtype": "float32", "shape": shape}
     write_model(tmp_path, inputs={"x": tensor}, outputs={"y": tensor})
     body = b'{"instances": [%b]}' % json.dumps([0.0] * (1 << 18)).encode()

@@ -228,8 +228,8 @@ def test_a_batch_that_runs_too_long_costs_its_worker(tmp_path):
 
 
 def test_with_nobody_left_those_who_wait_are_told(tmp_path, monkeypatch):
-    monkeypatch.setattr("fastserve.engine.death_policy.NO_WORKER_LIMIT_S", 0.01)
-    monkeypatch.setattr("fastserve.engine.death_policy.NO_WORKER_LOOK_S", 0.01)
+    monkeypatch.setattr("fastserve.engine.supervision.NO_WORKER_LIMIT_S", 0.01)
+    monkeypatch.setattr("fastserve.engine.supervision.NO_WORKER_LOOK_S", 0.01)
     write_model(tmp_path, restart_backoff_s=3600.0, restart_backoff_max_s=3600.0)
 
     async def work() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fastserve.engine import maintenance
+from fastserve.engine import supervision
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.model_config import ModelConfig
 from tests.backends.triton_api.rig import entry, model
@@ -44,7 +44,7 @@ async def ready(served: Served) -> tuple[bool, dict[str, Any]]:
 def test_readiness_is_false_while_every_worker_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instances: int, shape: list[int]
 ):
-    monkeypatch.setattr(maintenance, "STUCK_S", 0.2)
+    monkeypatch.setattr(supervision, "STUCK_S", 0.2)
     tensor = {"dtype": "float32", "shape": shape}
     sides = {"inputs": {"x": tensor}, "outputs": {"y": tensor}}
     write_model(tmp_path, max_batch_size=1, instances=instances, run_timeout_ms=0, **sides)

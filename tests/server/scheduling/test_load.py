@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from fastserve.engine.death_policy import NO_WORKER_LIMIT_S
+from fastserve.engine.supervision import NO_WORKER_LIMIT_S
 from tests.running import Running, until
 from tests.server.scheduling.load_clients import LIMIT_S, GrpcCaller, HttpCaller, Report, load
 from tests.server.scheduling.load_models import MODELS, Loaded, write_repository
