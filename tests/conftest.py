@@ -85,9 +85,9 @@ class Descriptors:
 
 
 def open_numbers() -> frozenset[str]:
-    """Of all open descriptors, but for the listing's own, which is the next that is free."""
+    """Of all open descriptors, but for the zygotes' and the listing's own, which is the next that is free."""
     os.close(own := os.open("/proc/self/fd", os.O_RDONLY))
-    return frozenset(os.listdir("/proc/self/fd")) - {str(own)}
+    return frozenset(os.listdir("/proc/self/fd")) - {str(own)} - warm.ZYGOTES.descriptors()
 
 
 def targets(numbers: Iterable[str]) -> dict[str, str]:
@@ -135,7 +135,7 @@ def children() -> set[str]:
                 found.update(file.read().split())
         except FileNotFoundError:  # the thread ended meanwhile
             continue
-    return found
+    return found - warm.ZYGOTES.children()
 
 
 @dataclass
@@ -178,7 +178,7 @@ def logs_as_before() -> Iterator[None]:
 def warm_starts(request: pytest.FixtureRequest) -> None:
     """Start the zygote before what a test owns is counted, in processes that need one."""
     if starts_processes(request.module, {"tests.conftest"}):
-        warm.prepare()
+        warm.ZYGOTES.prepare()
 
 
 @pytest.fixture(autouse=True)

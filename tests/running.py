@@ -52,7 +52,7 @@ def free_port() -> int:
 class Running:
     """One server. `http` and `grpc` are HOST:PORT of its first listeners, on ports the system chooses unless
     others are asked for. `module` is what is run: the command, or a test's entry point that ends in it. The
-    server and its workers start warm (tests.warm) unless `cold` is given."""
+    server and its workers start warm (tests.warm); `torch`: they have imported it."""
 
     def __init__(
         self,
@@ -63,11 +63,11 @@ class Running:
         grpc: str = FREE,
         ends: int = 0,
         module: str = CLI,
-        cold: bool = False,
+        torch: bool = False,
     ) -> None:
         quick = ("--drain-delay-s", "0")  # first: a test that looks at it names it again
         self._command = [sys.executable, "-m", module, "serve", str(repository), *quick, *options]
-        self._warm = not cold
+        self._torch = torch or module == WITH_SIMULATED_DEVICES
         self.log = log
         self._ends = ends  # the exit status
         self.http, self.grpc = http, grpc
@@ -89,8 +89,11 @@ class Running:
 
     def _start(self, command: list[str], stderr: int) -> subprocess.Popen[bytes] | warm.WarmProcess:
         interpreter, option, *rest = command
-        if self._warm and (interpreter, option) == (sys.executable, "-m") and warm.is_warm(os.environ):
-            return warm.start_server(rest[0], rest[1:], os.environ, stderr)
+        zygote = None
+        if (interpreter, option) == (sys.executable, "-m"):
+            zygote = warm.ZYGOTES.find(os.environ, torch=self._torch)
+        if zygote is not None:
+            return warm.start_server(zygote, rest[0], rest[1:], os.environ, stderr)
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr)
 
     def __exit__(

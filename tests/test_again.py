@@ -42,9 +42,12 @@ def test_what_failed_among_others(
 ) -> None:
     for number, source in enumerate(sources):
         (tmp_path / f"test_{number}.py").write_text(source)
-    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -p no:cacheprovider --max-worker-restart 0\n")
+    (tmp_path / "pytest.ini").write_text(
+        "[pytest]\naddopts = -p xdist.plugin -p no:cacheprovider --max-worker-restart 0\n"
+    )
     command = [sys.executable, "-m", "pytest", "-p", "tests.again", "-n", "2", "--dist", "loadfile"]
-    env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    # Plugins that nobody asks for take half of a start.
+    env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == status, done.stdout + done.stderr
     assert ("Once more, alone" in done.stdout, "RACE, to be mended" in done.stdout) == (again, race), (

@@ -9,9 +9,13 @@ The zygote forks twice. The process between ends at once, and the kernel gives i
 ancestor that takes orphans (PR_SET_CHILD_SUBREAPER). That is the process that asked, while it asks. So the
 new process is its child, as a spawned one is: its owner waits for it and reads its exit status.
 
-A server that started warm forks a zygote for its own workers. What an interpreter reads when it starts has
-to be the same (READ_AT_START); else a process starts by exec. `cold()` and `Running(cold=True)` ask for
-that: tests of environments, command lines and imports do.
+A server that started warm forks a zygote for its own workers and fronts. What an interpreter reads when it
+starts has to be the same (READ_AT_START); else a process starts by exec. So does what tests start by a
+command of their own: those of environments, command lines and imports. `under(environment)` lets processes of
+another environment have a zygote.
+
+torch and transformers take 3 s of CPU to import. A second zygote has imported them: for fork servers, for
+workers with a simulated device, and for what starts while `with_torch()` is entered.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import array
 import atexit
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -33,19 +38,27 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
-from fastserve.workers.process import ENTRY, WorkerProcess, _is_open
+from fastserve.workers.fork_server import IMPORTED
+from fastserve.workers.process import ENTRY, THREAD_VARIABLES, WorkerProcess, _is_open
 from tests.proc import ZYGOTE
 
 SERVER_MODULES = (
-    "fastserve.cli", "fastserve.cli.serve", "fastserve.server.server", "runpy", "uvloop",
+    "fastserve.cli", "fastserve.cli.serve", "fastserve.server.server", "fastserve.server.front_process",
+    "runpy", "uvloop",
 )  # fmt: skip
 WORKER_MODULES = (
     "numpy", "numpy.random", "fastserve.workers.main", "fastserve.workers.loop",
-    "fastserve.backends.frameworks.python",
+    "fastserve.workers.thread_host", "fastserve.backends.frameworks.python",
 )  # fmt: skip
-WORKER = "fastserve.workers.main"
+TORCH_MODULES = (
+    "torch", *IMPORTED, "fastserve.backends.frameworks.torch", "tests.devices.simulated_worker",
+)  # fmt: skip
+WORKER, FRONT = "fastserve.workers.main", "fastserve.server.front_process"
+SIMULATED = "tests.devices.simulated_worker"
+FORK_SERVER = "fastserve.workers.fork_server"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _STOP = b"stop"
 
@@ -95,18 +108,23 @@ class WarmProcess:
 
 
 class Zygote:
-    """The asking side. One for a process; calls are made one at a time."""
+    """The asking side of a process that forks; calls are made one at a time."""
 
-    def __init__(self, pid: int, line: socket.socket) -> None:
-        self.pid, self._line = pid, line
+    def __init__(self, pid: int, line: socket.socket, began_with: Mapping[str, str]) -> None:
+        self.pid, self.line = pid, line
+        self._began_with = read_at_start(began_with)
         self._lock = threading.Lock()
+
+    def fits(self, environment: Mapping[str, str]) -> bool:
+        """Return whether a process with this environment may be forked."""
+        return read_at_start(environment) == self._began_with
 
     def start(self, order: Mapping[str, Any], fds: Sequence[int]) -> int:
         """Start a process and return its pid. The first three of `fds` become its standard streams."""
         with self._lock, _taking_orphans():
             ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds).tobytes())]
-            self._line.sendmsg([json.dumps(order).encode()], ancillary)
-            answer = self._line.recv(64)
+            self.line.sendmsg([json.dumps({**order, "cwd": os.getcwd()}).encode()], ancillary)
+            answer = self.line.recv(64)
             if not answer:
                 raise OSError("the zygote has died")
             return int(answer)
@@ -125,85 +143,129 @@ def prctl(option: int, value: int) -> None:
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-_zygote: Zygote | None = None
-_cold = 0  # how many `cold()` are open
+ROOT = str(Path(__file__).parents[1])
+READ_AT_START = ("PYTHON", "LD_", "MALLOC", "GLIBC", "OMP_PROC")
 
 
-def install(zygote: Zygote) -> None:
-    """Workers of this process start warm from now on."""
-    global _zygote
-    _zygote = zygote
+def read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables that an interpreter and its libraries read when they start, and never again."""
+    found = {name: value for name, value in environment.items() if name.startswith(READ_AT_START)}
+    # Where this package lies: the zygote has it from its folder, workers of a checkout are told.
+    folders = [one for one in found.pop("PYTHONPATH", "").split(os.pathsep) if one not in ("", ROOT)]
+    return {**found, "PYTHONPATH": os.pathsep.join(folders)}
+
+
+class Zygotes:
+    """Those of this process, each started when it is first needed."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[Zygote, bool]] = []
+        self.torch = False
+        """Whether everything that starts is to have torch."""
+        self._environments: list[dict[str, str]] = []
+        self._may_start = False
+        self._lock = threading.Lock()
+
+    def find(self, environment: Mapping[str, str], *, torch: bool = False) -> Zygote | None:
+        """The zygote of a process with this environment; None for one that has to start by exec."""
+        torch = (torch or self.torch) and all(environment.get(name, "1") == "1" for name in THREAD_VARIABLES)
+        with self._lock:
+            fit = {has: zygote for zygote, has in self.found if zygote.fits(environment)}
+            if not self._may_start:
+                return next(iter(fit.values()), None)
+            if torch not in fit:
+                began = read_at_start(environment)
+                if began not in [read_at_start(one) for one in self._environments]:
+                    return None
+                fit[torch] = spawn_zygote(environment, torch=torch)
+                self.found.append((fit[torch], torch))
+            return fit[torch]
+
+    def prepare(self) -> None:
+        """Let this process have zygotes, and start the plain one."""
+        if not self._may_start:
+            self._may_start = True
+            self._environments.append(dict(os.environ))
+            start_workers_warm()
+        self.find(os.environ)
+
+    @contextlib.contextmanager
+    def under(self, environment: Mapping[str, str]) -> Iterator[None]:
+        """Processes with this environment start warm meanwhile."""
+        self._environments.append(dict(environment))
+        try:
+            yield
+        finally:
+            self._environments.pop()
+
+    def children(self) -> set[str]:
+        """Their pids, for the leak check."""
+        return {str(zygote.pid) for zygote, _ in self.found}
+
+    def descriptors(self) -> set[str]:
+        return {str(zygote.line.fileno()) for zygote, _ in self.found}
+
+
+ZYGOTES = Zygotes()
+
+
+@contextlib.contextmanager
+def with_torch() -> Iterator[None]:
+    """Servers and workers that start meanwhile have imported torch and transformers."""
+    before, ZYGOTES.torch = ZYGOTES.torch, True
+    try:
+        yield
+    finally:
+        ZYGOTES.torch = before
+
+
+def spawn_zygote(environment: Mapping[str, str], *, torch: bool) -> Zygote:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    single = {**environment, **dict.fromkeys(THREAD_VARIABLES, "1"), "HF_HUB_OFFLINE": "1"}
+    with theirs:
+        modules = ["torch"] if torch else []
+        command = [sys.executable, "-m", "tests.warm", str(theirs.fileno()), *modules]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=single)
+    atexit.register(process.wait)
+    atexit.register(process.kill)
+    return Zygote(process.pid, ours, environment)
+
+
+def start_workers_warm() -> None:
+    """Workers, fronts and fork servers of this process start warm from now on."""
     execute = WorkerProcess._execute
 
     def start_warm(self: Any, control_fd: int) -> Any:
         environment = dict(self._environment)
-        if self._entry is not ENTRY or not is_warm(environment):
+        *interpreter, module = self._entry[: len(ENTRY)]
+        arguments = self._entry[len(ENTRY) :]
+        zygote = None
+        if tuple(interpreter) == ENTRY[:-1]:
+            zygote = ZYGOTES.find(environment, torch=module in (SIMULATED, FORK_SERVER))
+        if zygote is None:
             return execute(self, control_fd)
         with open(os.devnull, "r+b") as null:
             output = 2 if _is_open(2) else null.fileno()
             fds = [null.fileno(), output, output, control_fd]
             order = {
-                "module": WORKER,
-                "arguments": [],
-                "environment": environment,
-                "session": True,
-                "cwd": os.getcwd(),
-            }
+                "module": module, "arguments": arguments, "environment": environment, "session": True,
+            }  # fmt: skip
             return WarmProcess(zygote.start(order, fds), self._entry)
 
     WorkerProcess._execute = start_warm  # type: ignore[method-assign]
 
 
-def is_warm(environment: Mapping[str, str]) -> bool:
-    """Return whether a process with this environment may be forked."""
-    if _zygote is None or _cold:
-        return False
-    names = {name for name in (*environment, *os.environ) if name.startswith(READ_AT_START)}
-    return all(environment.get(name) == BEGAN_WITH.get(name) for name in names)
-
-
-READ_AT_START = ("PYTHON", "LD_", "MALLOC", "GLIBC", "OMP_PROC")
-BEGAN_WITH = dict(os.environ)
-
-
-@contextlib.contextmanager
-def cold() -> Iterator[None]:
-    """Processes start by a real exec meanwhile."""
-    global _cold
-    _cold += 1
-    try:
-        yield
-    finally:
-        _cold -= 1
-
-
-def prepare() -> None:
-    """Start this process' zygote, once."""
-    if _zygote is not None:
-        return
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    with theirs:
-        command = [sys.executable, "-m", "tests.warm", str(theirs.fileno())]
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
-    atexit.register(process.wait)
-    atexit.register(process.kill)
-    install(Zygote(process.pid, ours))
-
-
 def start_server(
-    module: str, arguments: Sequence[str], environment: Mapping[str, str], stderr: int
+    zygote: Zygote, module: str, arguments: Sequence[str], environment: Mapping[str, str], stderr: int
 ) -> WarmProcess:
     """Start `python -m module arguments`; its standard output is a pipe."""
-    assert _zygote is not None
     read, write = os.pipe()
     try:
         with open(os.devnull, "rb") as null:
             order = {
-                "module": module, "arguments": list(arguments), "environment": dict(environment),
-                "session": False, "cwd": os.getcwd(),
+                "module": module, "arguments": arguments, "environment": dict(environment), "session": False,
             }  # fmt: skip
-            pid = _zygote.start(order, [null.fileno(), write, stderr])
+            pid = zygote.start(order, [null.fileno(), write, stderr])
     except BaseException:
         os.close(read)
         raise
@@ -261,7 +323,12 @@ def become(order: Mapping[str, Any], fds: list[int]) -> NoReturn:
         if order["module"] == WORKER:
             status = sys.modules[WORKER].main(sys.argv[1:])
         else:
-            begin_server(keep_modules=order["module"] not in PLAIN_SERVERS)
+            if not order["session"]:
+                begin_server()
+            if order["module"] in PLAIN:
+                for name in WORKERS_OWN:
+                    sys.modules.pop(name, None)
+            sys.modules.pop(order["module"], None)
             runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
             status = 0
     except SystemExit as end:
@@ -282,8 +349,8 @@ def become(order: Mapping[str, Any], fds: list[int]) -> NoReturn:
         os._exit(status or 0)
 
 
-def begin_server(*, keep_modules: bool) -> None:
-    """Fork the zygote of this server, and forget the modules that a server does not import."""
+def begin_server() -> None:
+    """Fork the zygote of this server."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
     if pid == 0:
@@ -292,13 +359,11 @@ def begin_server(*, keep_modules: bool) -> None:
     theirs.close()
     atexit.register(os.waitpid, pid, 0)
     atexit.register(os.kill, pid, signal.SIGKILL)
-    if not keep_modules:
-        for name in WORKERS_OWN:
-            sys.modules.pop(name, None)
-    install(Zygote(pid, ours))
+    ZYGOTES.found.append((Zygote(pid, ours, BEGAN_WITH), False))
+    start_workers_warm()
 
 
-PLAIN_SERVERS = ("fastserve.cli", "tests.faults.probed")
+PLAIN = ("fastserve.cli", "tests.faults.probed", FRONT)
 """Entry points that import nothing of workers, as the front process of a real server."""
 WORKERS_OWN: set[str] = set()
 """Modules that workers import and servers do not."""
@@ -318,18 +383,22 @@ def run_zygote(line: socket.socket) -> NoReturn:
     raise AssertionError
 
 
+BEGAN_WITH = dict(os.environ)
+
+
 def main() -> None:
+    fd, *more = sys.argv[1:]
     for name in SERVER_MODULES:
         importlib.import_module(name)
     before = set(sys.modules)
-    for name in WORKER_MODULES:
+    for name in (*WORKER_MODULES, *(TORCH_MODULES if more else ())):
         importlib.import_module(name)
     WORKERS_OWN.update(set(sys.modules) - before)
-    import gc
-
+    if len(os.listdir("/proc/self/task")) > 1:
+        raise SystemExit("a module that was imported has started a thread")
     gc.collect()
     gc.freeze()
-    run_zygote(socket.socket(fileno=int(sys.argv[1])))
+    run_zygote(socket.socket(fileno=int(fd)))
 
 
 if __name__ == "__main__":

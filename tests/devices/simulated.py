@@ -6,13 +6,16 @@ GPU computes it cannot show, only who opens what, when it is closed, and where b
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import enum
+import functools
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import types
 import uuid
 from collections.abc import Callable, Iterator
@@ -22,27 +25,32 @@ from typing import Any
 
 import pytest
 
+from tests import warm
+
 SOURCE = Path(__file__).with_name("fake_cuda.c")
 NVML_SOURCE = Path(__file__).with_name("fake_nvml.c")
+
+
+@functools.cache
+def build_libraries() -> Path:
+    """Compile the drivers, once in a process, and return their folder."""
+    compiler = os.environ.get("CC", "cc").split()
+    if shutil.which(compiler[0]) is None:
+        pytest.skip("no C compiler to make the simulated CUDA driver with")
+    folder = Path(tempfile.mkdtemp(prefix="fastserve-drivers-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for source, name in ((SOURCE, "libcuda.so.1"), (NVML_SOURCE, "libnvidia-ml.so.1")):
+        made = [f"-Wl,-soname,{name}", "-o", str(folder / name), str(source)]
+        subprocess.run([*compiler, "-shared", "-fPIC", *made], check=True)
+    return folder
 
 
 class FakeGpus:
     """`count` devices for processes started while `here` is entered."""
 
     def __init__(self, folder: Path, count: int = 2) -> None:
-        compiler = os.environ.get("CC", "cc").split()
-        if shutil.which(compiler[0]) is None:
-            pytest.skip("no C compiler to make the simulated CUDA driver with")
-        self.libraries, self.memory = folder / "lib", folder / "memory"
-        self.libraries.mkdir()
+        self.libraries, self.memory = build_libraries(), folder / "memory"
         self.memory.mkdir()
-        for source, name in ((SOURCE, "libcuda.so.1"), (NVML_SOURCE, "libnvidia-ml.so.1")):
-            if source.exists():
-                made = self.libraries / name
-                subprocess.run(
-                    [*compiler, "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", str(made), str(source)],
-                    check=True,
-                )
         (self.memory / "devices").write_text(str(count))
 
     @property
@@ -57,7 +65,8 @@ class FakeGpus:
         with pytest.MonkeyPatch.context() as patch:
             for name, value in {**self.environment, **more}.items():
                 patch.setenv(name, value)
-            yield self
+            with warm.ZYGOTES.under(os.environ):
+                yield self
 
     def fail_with(self, code: int) -> None:
         """Every copy fails from now on, 0 for none."""

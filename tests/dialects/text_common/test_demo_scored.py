@@ -18,7 +18,7 @@ PROMPT = "LAWYER, n."
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("demo") / "log"
-    with Running(Path("demo"), log, "--load-model", "scribe") as running:
+    with Running(Path("demo"), log, "--load-model", "scribe", torch=True) as running:
         yield f"http://{running.http}"
 
 

@@ -20,7 +20,7 @@ SEED = "am a French photographer based in Paris.\nI have been shooting since I w
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with Running(RIGS / "llm-seed1", tmp_path_factory.mktemp("text") / "log") as running:
+    with Running(RIGS / "llm-seed1", tmp_path_factory.mktemp("text") / "log", torch=True) as running:
         yield running
 
 
